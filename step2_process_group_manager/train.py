@@ -1,0 +1,86 @@
+"""Step 2, the process group manager: ranks as a grid, with a group along each axis. Each rank still trains by itself.
+
+    torchrun --nproc_per_node 8 train.py --tp_size 2 --pp_size 2 --dp_size 2
+"""
+
+import torch
+import torch.distributed as dist
+
+import process_group_manager as pgm
+from model import Llama, cross_entropy, init_weights
+from utils import (
+    TINY_LLAMA, ArgumentParser, check_positive, choose_device, load_config, one_clear_error, to_readable_format,
+)
+
+
+def parse_args():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    # Environment
+    parser.add_argument("--omp_num_threads", type=int, default=None, help="threads of a process (default: torch's choice)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto",
+                        help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
+    # Model
+    parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with a config.json, or a Hugging Face Hub id")
+    parser.add_argument("--num_hidden_layers", type=int, default=None, help="instead of the model's own")
+    parser.add_argument("--num_attention_heads", type=int, default=None, help="instead of the model's own")
+    parser.add_argument("--num_key_value_heads", type=int, default=None, help="instead of the model's own")
+    # Training
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--seq_len", type=int, default=128, help="tokens in a sample")
+    parser.add_argument("--micro_batch_size", type=int, default=4, help="samples that go through the model at once")
+    parser.add_argument("--max_tokens", type=int, default=25600, help="tokens to train on")
+    # Parallelism
+    parser.add_argument("--tp_size", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--dp_size", type=int, default=1, help="data-parallel ranks")
+    parser.add_argument("--pp_size", type=int, default=1, help="pipeline stages")
+    args = parser.parse_args()
+    check_positive(args, "omp_num_threads", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "seq_len",
+                   "micro_batch_size", "max_tokens", "tp_size", "dp_size", "pp_size")
+    return args
+
+
+def main():
+    args = parse_args()
+    device, dtype, backend = choose_device(args.device, args.dtype)
+    pgm.init_process_group(backend)
+    pgm.setup_process_group_manager(dp_size=args.dp_size, pp_size=args.pp_size, tp_size=args.tp_size)
+    grid = pgm.process_group_manager
+    if grid.global_rank == 0:
+        print(grid.describe(), flush=True)
+    if args.omp_num_threads:
+        torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would come too late: torch has read it on import
+
+    tokens_per_step = args.micro_batch_size * args.seq_len
+    num_steps = args.max_tokens // tokens_per_step
+    if num_steps == 0:
+        raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} tokens of one step: raise it")
+
+    config = load_config(args.model_name, num_hidden_layers=args.num_hidden_layers,
+                         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
+    with torch.device("meta"):  # shapes only: the memory comes with the weights
+        model = Llama(config, dtype)
+    init_weights(model, args.seed, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
+    if grid.is_logging_rank:
+        print(f"{to_readable_format(sum(p.numel() for p in model.parameters()))} parameters on {device}, activations in {dtype}")
+
+    generator = torch.Generator().manual_seed(args.seed)
+    tokens = torch.randint(config.vocab_size, (args.micro_batch_size, args.seq_len + 1), generator=generator).to(device)
+    input_ids, target_ids = tokens[:, :-1], tokens[:, 1:]  # each (B, T): the target is the next token
+
+    for step in range(1, num_steps + 1):
+        model.zero_grad()
+        logits = model(input_ids)  # (B, T, V)
+        loss = cross_entropy(logits, target_ids)
+        loss.backward()
+        optimizer.step()
+        if grid.is_logging_rank:
+            print(f"step {step}/{num_steps} | loss {loss.item():.4f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with one_clear_error():
+        main()
