@@ -1,0 +1,114 @@
+"""Data parallelism with buckets: few large all-reduces instead of many small ones, while backward is still at work.
+
+Gradients arrive from the last layer to the first. They live side by side in flat buffers, the buckets, in that order:
+
+    backward     | final_proj | layer 7 | layer 6 | layer 5 | layer 4 | ... | layer 0 | embedding |
+    all-reduce                | bucket 0          | bucket 1          | ...                       | bucket n | wait
+
+`param.grad` is a view into its bucket: autograd adds into it, and no copy is made before or after the all-reduce.
+With gradient accumulation only the last micro-batch communicates, and what it sends is the accumulated gradient.
+Buckets have the parameters' dtype: gradients add up and travel in float32 even where activations are bfloat16.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import process_group_manager as pgm
+from timeline import timeline
+
+
+class Bucket:
+    """Parameters whose gradients share one flat buffer and one all-reduce over `group`."""
+
+    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup):
+        self.params, self.group = params, group
+        self.buffer = params[0].new_zeros(sum(param.numel() for param in params))
+        self.awaited, self.handle = set(params), None
+        offset = 0
+        for param in params:
+            param.grad = self.buffer[offset : offset + param.numel()].view_as(param)
+            offset += param.numel()
+
+    def launch(self) -> None:
+        self.launched = timeline.now()
+        self.handle = dist.all_reduce(self.buffer, group=self.group, async_op=True)
+
+    def finish(self) -> None:
+        """Waits for the sum and makes it the average."""
+        with timeline.span("wait"):
+            self.handle.wait()
+        timeline.add("all-reduce", None, self.launched, communication=True)
+        self.buffer /= self.group.size()
+        self.awaited, self.handle = set(self.params), None
+
+
+class DataParallelBucket(nn.Module):
+    """Wraps a model; `require_backward_grad_sync` says whether the coming backward ends an accumulation.
+
+    After that backward, finish_gradient_sync() has to be called before the gradients are read.
+    `bucket_mb`: megabytes a bucket; by default 25, or an eighth of a small model, so that there is something to overlap.
+    """
+
+    def __init__(self, module: nn.Module, bucket_mb: float | None = None):
+        super().__init__()
+        self.module = module
+        self.require_backward_grad_sync = True
+        self.buckets, self.bucket_of = [], {}
+        params = list(reversed(list(module.parameters())))  # backward reaches them roughly in this order
+        num_bytes = sum(param.numel() * param.element_size() for param in params)
+        limit = min(25e6, num_bytes / 8) if bucket_mb is None else bucket_mb * 1e6
+        if pgm.process_group_manager.dp_world_size == 1:
+            return
+        self.make_buckets(params, limit)
+        for param in params:
+            param.register_post_accumulate_grad_hook(self.gradient_arrived)
+
+    def make_buckets(self, params: list[nn.Parameter], limit: float) -> None:
+        """Fills one bucket after the other; a bucket is full once it holds `limit` bytes."""
+        members, size = [], 0
+        for param in params:
+            members.append(param)
+            size += param.numel() * param.element_size()
+            if size >= limit or param is params[-1]:
+                self.buckets.append(Bucket(members, pgm.process_group_manager.dp_group))
+                self.bucket_of.update(dict.fromkeys(members, self.buckets[-1]))
+                members, size = [], 0
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients that live in a bucket are zeroed in place: set to None, they would leave it."""
+        for bucket in self.buckets:
+            bucket.buffer.zero_()
+        if not self.buckets:
+            super().zero_grad(set_to_none)
+
+    def gradient_arrived(self, param: nn.Parameter) -> None:
+        """Runs inside backward, once `param.grad` holds the sum over the micro-batches so far."""
+        if not self.require_backward_grad_sync:
+            return
+        self.bucket_of[param].awaited.discard(param)
+        for bucket in self.buckets:  # in order, so that all ranks launch the same all-reduces in the same order
+            if bucket.awaited:
+                break
+            if bucket.handle is None:
+                bucket.launch()
+
+    def finish_gradient_sync(self) -> None:
+        """Launches what no gradient has completed (a parameter the loss does not reach), waits for all."""
+        for bucket in self.buckets:
+            if bucket.handle is None:
+                bucket.launch()
+        for bucket in self.buckets:
+            bucket.finish()
+
+
+def average_loss_across_dp_ranks(loss: torch.Tensor) -> torch.Tensor:
+    """The mean over the global batch: each dp rank has seen its share only."""
+    grid = pgm.process_group_manager
+    if grid.dp_world_size > 1:
+        dist.all_reduce(loss, group=grid.dp_group)
+        loss /= grid.dp_world_size
+    return loss

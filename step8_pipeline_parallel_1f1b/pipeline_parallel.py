@@ -1,0 +1,208 @@
+"""Pipeline parallelism: the layers are split into stages, micro-batches flow through them.
+
+Stage s receives hidden states (B, T, D) from stage s-1, runs its layers, sends to stage s+1; backward, gradients of the
+same shape flow the other way. The first stage holds the embedding, the last the final norm, the projection and the loss.
+
+A schedule is data: for one stage, the order in which micro-batches go forward (F) and backward (B). All forward, all
+backward (AFAB), 4 stages, 4 micro-batches, one column a unit of time:
+
+    stage 0   F0 F1 F2 F3 .  .  .  .  .  .  B0 B1 B2 B3
+    stage 1   .  F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3 .
+    stage 2   .  .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .  .
+    stage 3   .  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .  .       the dots are the bubble: (p-1)/(m+p-1) of the time
+
+One forward, one backward (1F1B) starts a micro-batch's backward as soon as it can. The bubble is the same, but stage s
+holds the activations of p - s micro-batches at most, instead of all m:
+
+    stage 0   F0 F1 F2 F3 .  .  .  B0 .  B1 .  B2 .  B3
+    stage 1   .  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3 .
+    stage 2   .  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .  .
+    stage 3   .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .  .
+
+One executor, run_schedule, runs any schedule. It waits only for what the next action needs: a receive is posted before
+the compute that precedes it, sends go on in the background. Forward and backward traffic have a process group each: NCCL
+runs the transfers of one group in order, and a forward send must not queue behind a backward receive.
+"""
+
+from collections import deque
+from typing import Iterator, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import process_group_manager as pgm
+from model import rotary_tables
+from tensor_parallel import cross_entropy
+from timeline import timeline
+
+
+class Action(NamedTuple):
+    kind: Literal["F", "B"]
+    microbatch: int
+
+
+def afab(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]:
+    """All forward, all backward (GPipe, Huang et al. 2019): the activations of all m micro-batches are alive at once."""
+    for i in range(num_microbatches):
+        yield Action("F", i)
+    for i in range(num_microbatches):
+        yield Action("B", i)
+
+
+def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]:
+    """One forward, one backward (PipeDream-Flush, Narayanan et al. 2021): at most p - stage activations are alive."""
+    warm_up = min(num_stages - stage - 1, num_microbatches)
+    for i in range(warm_up):
+        yield Action("F", i)
+    for i in range(warm_up, num_microbatches):  # steady state
+        yield Action("F", i)
+        yield Action("B", i - warm_up)
+    for i in range(num_microbatches - warm_up, num_microbatches):  # cool-down
+        yield Action("B", i)
+
+
+class PipelineParallel(nn.Module):
+    """The part of a Llama that this rank's stage holds, under the names of the whole: layer 5 is layer 5 on any stage.
+
+    Raises ValueError where there are more stages than layers.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        grid = pgm.process_group_manager
+        num_layers = model.config.num_hidden_layers
+        if grid.pp_world_size > num_layers:
+            raise ValueError(f"pp_size={grid.pp_world_size} stages for num_hidden_layers={num_layers}: "
+                             f"each stage needs a layer, use --pp_size {num_layers} or less")
+        self.config, self.dtype = model.config, model.dtype
+        self.embedding = model.embedding if grid.pp_is_first_stage else None
+        self.decoder_layers = nn.ModuleDict({str(i): model.decoder_layers[i] for i in layers_of_stage(num_layers)})
+        self.final_norm = model.final_norm if grid.pp_is_last_stage else None
+        self.final_proj = model.final_proj if grid.pp_is_last_stage else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """First stage: token ids (B, T), others: hidden states (B, T, D) -> hidden states, last stage: logits (B, T, V/tp)."""
+        if self.embedding is not None:
+            x = self.embedding(x).to(self.dtype)
+        base = self.config.rope_parameters["rope_theta"]
+        cos, sin = rotary_tables(x.size(1), self.config.head_dim, base, x.dtype, x.device)
+        for layer in self.decoder_layers.values():
+            x = layer(x, cos, sin)
+        return x if self.final_proj is None else self.final_proj(self.final_norm(x))
+
+
+def layers_of_stage(num_layers: int) -> range:
+    """This stage's layers, as even as it goes: where there is a remainder, the first stages hold one more."""
+    grid = pgm.process_group_manager
+    size, left_over = divmod(num_layers, grid.pp_world_size)
+    first = grid.pp_rank * size + min(grid.pp_rank, left_over)
+    return range(first, first + size + (grid.pp_rank < left_over))
+
+
+class StageCommunication:
+    """This stage's transfers: what an action needs is received early, what it made is sent in the background.
+
+    gloo moves tensors of the host only: on CUDA over gloo they are copied there and back.
+    """
+
+    def __init__(self, tensor_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device):
+        self.shape, self.dtype, self.device = tensor_shape, dtype, device
+        self.wire_device = torch.device("cpu") if dist.get_backend() == "gloo" else device
+        grid = pgm.process_group_manager
+        self.source = {"F": grid.pp_prev_rank, "B": grid.pp_next_rank}
+        self.destination = {"F": grid.pp_next_rank, "B": grid.pp_prev_rank}
+        self.group = {"F": grid.pp_group, "B": grid.pp_backward_group}
+        self.receiving: dict[Action, tuple] = {}
+        self.sending: deque[tuple] = deque()
+
+    def post_receive(self, action: Action) -> None:
+        if self.source[action.kind] is not None and action not in self.receiving:
+            buffer = torch.empty(self.shape, dtype=self.dtype, device=self.wire_device)
+            handle = dist.irecv(buffer, self.source[action.kind], group=self.group[action.kind])
+            self.receiving[action] = (handle, buffer, timeline.now())
+
+    def receive(self, action: Action) -> torch.Tensor | None:
+        """Waits for the input (F) or the output's gradient (B) of this micro-batch; None at the pipeline's ends."""
+        if action not in self.receiving:
+            return None
+        handle, buffer, posted = self.receiving.pop(action)
+        with timeline.span("wait", action.microbatch):
+            handle.wait()
+        timeline.add("receive", action.microbatch, posted, communication=True)
+        return buffer.to(self.device)
+
+    def send(self, action: Action, tensor: torch.Tensor) -> None:
+        if self.destination[action.kind] is None:
+            return
+        tensor = tensor.detach().to(self.wire_device).contiguous()
+        handle = dist.isend(tensor, self.destination[action.kind], group=self.group[action.kind])
+        self.sending.append((handle, tensor, timeline.now(), action))  # the tensor has to live until it is sent
+        if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # long received: this bounds the memory
+            self.finish_oldest_send()
+
+    def finish_oldest_send(self) -> None:
+        handle, _, posted, action = self.sending.popleft()
+        handle.wait()
+        timeline.add("send", action.microbatch, posted, communication=True)
+
+    def finish(self) -> None:
+        while self.sending:
+            self.finish_oldest_send()
+
+
+def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+    """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
+
+    `tensor_shape` (B, T, D) is that of the hidden states. Returns their mean loss on the last stage, zero elsewhere.
+    `model.peak_live_activations` is then the number of micro-batches whose activations this stage held at most.
+    """
+    grid, num_microbatches = pgm.process_group_manager, data_loader.gradient_accumulation_steps
+    actions = list(schedule(grid.pp_rank, grid.pp_world_size, num_microbatches))
+    stage = model.module
+    communication = StageCommunication(tensor_shape, stage.dtype, device)
+    total_loss = torch.zeros((), device=device)
+    alive: dict[int, tuple] = {}  # micro-batch -> what its backward needs
+    model.peak_live_activations = 0
+    for k, action in enumerate(actions):
+        for upcoming in actions[k : k + 2]:
+            communication.post_receive(upcoming)
+        i = action.microbatch
+        received = communication.receive(action)
+        if action.kind == "F":
+            batch = next(data_loader) if grid.pp_is_first_stage or grid.pp_is_last_stage else None
+            x = batch["input_ids"] if grid.pp_is_first_stage else received.requires_grad_()
+            with timeline.span("forward", i):
+                out = model(x)
+                if grid.pp_is_last_stage:
+                    out = cross_entropy(out, batch["target_ids"], stage.config.vocab_size) / num_microbatches
+                    total_loss = total_loss + out.detach()
+            communication.send(action, out)
+            alive[i] = (x, out)
+            model.peak_live_activations = max(model.peak_live_activations, len(alive))
+        else:
+            x, out = alive.pop(i)
+            model.require_backward_grad_sync = i == num_microbatches - 1
+            with timeline.span("backward", i):
+                torch.autograd.backward(out, received)
+            communication.send(action, x.grad)
+    communication.finish()
+    model.finish_gradient_sync()
+    sum_tied_gradients(stage)
+    return total_loss
+
+
+def sum_tied_gradients(stage: PipelineParallel) -> None:
+    """A tied embedding is held by the first stage and, as projection, by the last: its gradient is the sum of both."""
+    grid = pgm.process_group_manager
+    if stage.config.tie_word_embeddings and (grid.pp_is_first_stage or grid.pp_is_last_stage):
+        weight = stage.embedding.weight if grid.pp_is_first_stage else stage.final_proj.weight
+        dist.all_reduce(weight.grad, group=grid.pp_ends_group)
+
+
+def train_step_pipeline_afab(model, data_loader, tensor_shape, device) -> torch.Tensor:
+    return run_schedule(afab, model, data_loader, tensor_shape, device)
+
+
+def train_step_pipeline_1f1b(model, data_loader, tensor_shape, device) -> torch.Tensor:
+    return run_schedule(one_f_one_b, model, data_loader, tensor_shape, device)

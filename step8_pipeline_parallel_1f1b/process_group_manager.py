@@ -1,0 +1,86 @@
+"""The ranks as a grid: data parallel (DP) x pipeline parallel (PP) x tensor parallel (TP).
+
+8 ranks, dp_size 2, pp_size 2, tp_size 2:
+
+                 tp 0   tp 1                 a tp group is a row            [0, 1] [2, 3] [4, 5] [6, 7]
+    dp 0  pp 0      0      1                 a pp group is a column         [0, 2] [1, 3] [4, 6] [5, 7]
+          pp 1      2      3                     within one block
+    dp 1  pp 0      4      5                 a dp group is the same place   [0, 4] [1, 5] [2, 6] [3, 7]
+          pp 1      6      7                     in every block
+
+TP varies fastest: its ranks talk most, and neighbours usually sit in one machine (Narayanan et al. 2021).
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+process_group_manager = None
+
+
+class ProcessGroupManager:
+    """This rank's place in the grid, and a process group along each axis through that place.
+
+    For each axis (tp, pp, dp): `<axis>_group` to communicate in, `<axis>_group_ids` (its global ranks in order),
+    `<axis>_world_size` and `<axis>_rank` (this rank's place in it). Collective: every rank of the world has to build it.
+    Raises ValueError where the sizes do not multiply to the world size.
+    """
+
+    def __init__(self, dp_size: int, pp_size: int, tp_size: int):
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if dp_size * pp_size * tp_size != self.world_size:
+            raise ValueError(
+                f"dp_size={dp_size} x pp_size={pp_size} x tp_size={tp_size} needs {dp_size * pp_size * tp_size} processes, "
+                f"but {self.world_size} run: start torchrun with --nproc_per_node {dp_size * pp_size * tp_size}, or change the sizes"
+            )
+        self.grid = torch.arange(self.world_size).view(dp_size, pp_size, tp_size)  # grid[dp, pp, tp] is a global rank
+        self.dp_rank, self.pp_rank, self.tp_rank = (self.grid == self.global_rank).nonzero().flatten().tolist()
+
+        # new_subgroups_by_enumeration makes all groups of one axis and hands out the one that holds this rank.
+        self.tp_group, _ = dist.new_subgroups_by_enumeration(self.grid.reshape(-1, tp_size).tolist())
+        self.pp_group, _ = dist.new_subgroups_by_enumeration(self.grid.transpose(1, 2).reshape(-1, pp_size).tolist())
+        # Gradients flow back in a group of their own; the first and the last stage share a tied embedding.
+        self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(self.grid.transpose(1, 2).reshape(-1, pp_size).tolist())
+        self.pp_ends_group, _ = dist.new_subgroups_by_enumeration(
+            [pipeline[:: pp_size - 1] if pp_size > 1 else pipeline for pipeline in self.grid.transpose(1, 2).reshape(-1, pp_size).tolist()])
+        self.dp_group, _ = dist.new_subgroups_by_enumeration(self.grid.permute(1, 2, 0).reshape(-1, dp_size).tolist())
+
+        self.tp_group_ids = self.grid[self.dp_rank, self.pp_rank, :].tolist()
+        self.pp_group_ids = self.grid[self.dp_rank, :, self.tp_rank].tolist()
+        self.dp_group_ids = self.grid[:, self.pp_rank, self.tp_rank].tolist()
+        self.dp_world_size, self.pp_world_size, self.tp_world_size = dp_size, pp_size, tp_size
+
+        self.pp_is_first_stage = self.pp_rank == 0
+        self.pp_is_last_stage = self.pp_rank == pp_size - 1
+        self.pp_prev_rank = None if self.pp_is_first_stage else self.pp_group_ids[self.pp_rank - 1]
+        self.pp_next_rank = None if self.pp_is_last_stage else self.pp_group_ids[self.pp_rank + 1]
+        # One rank of the world logs. The loss is born in the last stage.
+        self.is_logging_rank = self.dp_rank == 0 and self.tp_rank == 0 and self.pp_is_last_stage
+
+    def __str__(self) -> str:
+        return f"DP({self.dp_world_size})-PP({self.pp_world_size})-TP({self.tp_world_size})-Rank({self.global_rank})"
+
+    def describe(self) -> str:
+        """The grid, a line a rank: its place on each axis and the groups it is in."""
+        lines = [f"{self.world_size} ranks = dp {self.dp_world_size} x pp {self.pp_world_size} x tp {self.tp_world_size}"]
+        for rank in range(self.world_size):
+            dp, pp, tp = (self.grid == rank).nonzero().flatten().tolist()
+            lines.append(
+                f"rank {rank}: dp {dp} pp {pp} tp {tp} | dp group {self.grid[:, pp, tp].tolist()} "
+                f"pp group {self.grid[dp, :, tp].tolist()} tp group {self.grid[dp, pp, :].tolist()}"
+            )
+        return "\n".join(lines)
+
+
+def init_process_group(backend: str) -> None:
+    """Joins the world that torchrun describes in the environment, or, without torchrun, a world of one."""
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def setup_process_group_manager(dp_size: int, pp_size: int, tp_size: int) -> None:
+    global process_group_manager
+    process_group_manager = ProcessGroupManager(dp_size, pp_size, tp_size)
