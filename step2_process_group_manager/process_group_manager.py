@@ -23,23 +23,24 @@ class ProcessGroupManager:
     """This rank's place in the grid, and a process group along each axis through that place.
 
     For each axis (tp, pp, dp): `<axis>_group` to communicate in, `<axis>_group_ids` (its global ranks in order),
-    `<axis>_world_size` and `<axis>_rank` (this rank's place in it). Collective: every rank of the world has to build it.
+    `<axis>_world_size` and `<axis>_rank` (this rank's place in it). Collective: every rank has to build one.
     Raises ValueError where the sizes do not multiply to the world size.
     """
 
     def __init__(self, dp_size: int, pp_size: int, tp_size: int):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        if dp_size * pp_size * tp_size != self.world_size:
+        if (needed := dp_size * pp_size * tp_size) != self.world_size:
             raise ValueError(
-                f"dp_size={dp_size} x pp_size={pp_size} x tp_size={tp_size} needs {dp_size * pp_size * tp_size} processes, "
-                f"but {self.world_size} run: start torchrun with --nproc_per_node {dp_size * pp_size * tp_size}, or change the sizes"
+                f"dp_size={dp_size} x pp_size={pp_size} x tp_size={tp_size} needs {needed} processes, but "
+                f"{self.world_size} run: start them with torchrun --nproc_per_node {needed}, or change the sizes"
             )
-        self.grid = torch.arange(self.world_size).view(dp_size, pp_size, tp_size)  # grid[dp, pp, tp] is a global rank
+        self.grid = torch.arange(self.world_size).view(dp_size, pp_size, tp_size)  # grid[dp, pp, tp]: a global rank
         self.dp_rank, self.pp_rank, self.tp_rank = (self.grid == self.global_rank).nonzero().flatten().tolist()
 
         # new_subgroups_by_enumeration makes all groups of one axis and hands out the one that holds this rank.
         self.tp_group, _ = dist.new_subgroups_by_enumeration(self.grid.reshape(-1, tp_size).tolist())
-        self.pp_group, _ = dist.new_subgroups_by_enumeration(self.grid.transpose(1, 2).reshape(-1, pp_size).tolist())
+        pipelines = self.grid.transpose(1, 2).reshape(-1, pp_size).tolist()
+        self.pp_group, _ = dist.new_subgroups_by_enumeration(pipelines)
         self.dp_group, _ = dist.new_subgroups_by_enumeration(self.grid.permute(1, 2, 0).reshape(-1, dp_size).tolist())
 
         self.tp_group_ids = self.grid[self.dp_rank, self.pp_rank, :].tolist()
@@ -58,9 +59,10 @@ class ProcessGroupManager:
         return f"DP({self.dp_world_size})-PP({self.pp_world_size})-TP({self.tp_world_size})-Rank({self.global_rank})"
 
     def describe(self) -> str:
-        """The grid, a line a rank: its place on each axis and the groups it is in."""
-        lines = [f"{self.world_size} ranks = dp {self.dp_world_size} x pp {self.pp_world_size} x tp {self.tp_world_size}"]
-        for rank in range(self.world_size):
+        """The grid, a line a rank (of the first 16): its place on each axis and the groups it is in."""
+        sizes = f"dp {self.dp_world_size} x pp {self.pp_world_size} x tp {self.tp_world_size}"
+        lines = [f"{self.world_size} {'rank' if self.world_size == 1 else 'ranks'} = {sizes}"]
+        for rank in range(min(self.world_size, 16)):
             dp, pp, tp = (self.grid == rank).nonzero().flatten().tolist()
             lines.append(
                 f"rank {rank}: dp {dp} pp {pp} tp {tp} | dp group {self.grid[:, pp, tp].tolist()} "

@@ -1,4 +1,4 @@
-"""Step 2, the process group manager: ranks as a grid, with a group along each axis. Each rank still trains by itself.
+"""Step 2, the process group manager: ranks as a grid, a group along each axis. Each rank still trains by itself.
 
     torchrun --nproc_per_node 8 train.py --tp_size 2 --pp_size 2 --dp_size 2
 """
@@ -9,36 +9,34 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from model import Llama, cross_entropy, init_weights
 from utils import (
-    TINY_LLAMA, ArgumentParser, check_positive, choose_device, load_config, one_clear_error, to_readable_format,
+    TINY_LLAMA, ArgumentParser, choose_device, load_config, one_clear_error, positive_int, to_readable_format,
 )
 
 
 def parse_args():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     # Environment
-    parser.add_argument("--omp_num_threads", type=int, default=None, help="threads of a process (default: torch's choice)")
+    parser.add_argument("--omp_num_threads", type=positive_int, default=None,
+                        help="threads a process (default: torch's choice)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto",
                         help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
     # Model
-    parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with a config.json, or a Hugging Face Hub id")
-    parser.add_argument("--num_hidden_layers", type=int, default=None, help="instead of the model's own")
-    parser.add_argument("--num_attention_heads", type=int, default=None, help="instead of the model's own")
-    parser.add_argument("--num_key_value_heads", type=int, default=None, help="instead of the model's own")
+    parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with a config.json, or a Hub id")
+    parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
+    parser.add_argument("--num_attention_heads", type=positive_int, default=None, help="instead of the model's own")
+    parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
     # Training
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--seq_len", type=int, default=128, help="tokens in a sample")
-    parser.add_argument("--micro_batch_size", type=int, default=4, help="samples that go through the model at once")
-    parser.add_argument("--max_tokens", type=int, default=25600, help="tokens to train on")
+    parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
+    parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
+    parser.add_argument("--max_tokens", type=positive_int, default=25600, help="tokens to train on")
     # Parallelism
-    parser.add_argument("--tp_size", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--dp_size", type=int, default=1, help="data-parallel ranks")
-    parser.add_argument("--pp_size", type=int, default=1, help="pipeline stages")
-    args = parser.parse_args()
-    check_positive(args, "omp_num_threads", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "seq_len",
-                   "micro_batch_size", "max_tokens", "tp_size", "dp_size", "pp_size")
-    return args
+    parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
+    parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
+    return parser.parse_args()
 
 
 def main():
@@ -50,21 +48,22 @@ def main():
     if grid.global_rank == 0:
         print(grid.describe(), flush=True)
     if args.omp_num_threads:
-        torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would come too late: torch has read it on import
+        torch.set_num_threads(args.omp_num_threads)  # the variable OMP_NUM_THREADS is read when torch is imported
 
     tokens_per_step = args.micro_batch_size * args.seq_len
     num_steps = args.max_tokens // tokens_per_step
     if num_steps == 0:
-        raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} tokens of one step: raise it")
+        raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
 
     config = load_config(args.model_name, num_hidden_layers=args.num_hidden_layers,
                          num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
-    with torch.device("meta"):  # shapes only: the memory comes with the weights
+    with torch.device("meta"):  # shapes only; memory comes with the weights
         model = Llama(config, dtype)
     init_weights(model, args.seed, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
     if grid.is_logging_rank:
-        print(f"{to_readable_format(sum(p.numel() for p in model.parameters()))} parameters on {device}, activations in {dtype}")
+        num_params = to_readable_format(sum(p.numel() for p in model.parameters()))
+        print(f"{num_params} parameters on {device}, activations in {dtype}")
 
     generator = torch.Generator().manual_seed(args.seed)
     tokens = torch.randint(config.vocab_size, (args.micro_batch_size, args.seq_len + 1), generator=generator).to(device)

@@ -1,8 +1,9 @@
 """Text -> tokens -> samples -> micro-batches.
 
 The corpus is one long row of tokens, with the tokenizer's end-of-text token after each document. Sample i is tokens
-[i*T, i*T + T] (T inputs, and the same shifted by one as targets); after the last sample comes the first again: a new epoch.
-Optimizer step k reads samples [k*G, (k+1)*G), where the global batch G = micro_batch_size * gradient_accumulation_steps.
+[i*T, i*T + T] (T inputs, and the same shifted by one as targets). After the last sample comes the first again: a new
+epoch.
+Optimizer step k reads samples [k*G, (k+1)*G), with the global batch G = micro_batch_size * gradient_accumulation_steps.
 
 One process of each machine encodes as many tokens as the run needs, into a file; the others map that file. A later run
 that needs no more finds it there, and imports no tokenizer at all.
@@ -52,8 +53,8 @@ class MicroBatchDataLoader(DataLoader):
         self.device = device
         tokens = load_tokens(dataset_name, model_name, max_tokens + 1, cache_dir)
         if len(tokens) < seq_len + 1:
-            raise ValueError(f"--dataset_name {dataset_name!r} holds {len(tokens)} tokens, fewer than the seq_len + 1 = "
-                             f"{seq_len + 1} of one sample: choose a larger corpus or a smaller --seq_len")
+            raise ValueError(f"--dataset_name {dataset_name!r} holds {len(tokens)} tokens, fewer than the "
+                             f"seq_len + 1 = {seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")
         if (largest := int(tokens.max())) >= vocab_size:
             raise ValueError(f"the tokenizer of {model_name!r} gives the id {largest}, but its config.json has "
                              f"vocab_size={vocab_size}: the two files do not belong together")
@@ -93,9 +94,9 @@ def load_tokens(dataset_name: str, model_name: str, num_tokens: int, cache_dir: 
 
 
 def encode_to_file(dataset_name: str, model_name: str, num_tokens: int, cache_dir: str) -> str:
-    """The path of a file with at least `num_tokens` int32 ids, or with the whole corpus; encodes it where there is none yet."""
-    identity = hashlib.sha256(repr((fingerprint(corpus_path(dataset_name)), fingerprint(model_name))).encode()).hexdigest()
-    stem = os.path.join(cache_dir, identity[:16])
+    """A file with at least `num_tokens` int32 ids, or with the whole corpus; written now where there is none yet."""
+    identity = repr((fingerprint(corpus_path(dataset_name)), fingerprint(model_name)))
+    stem = os.path.join(cache_dir, hashlib.sha256(identity.encode()).hexdigest()[:16])
     for path in glob.glob(f"{glob.escape(stem)}_*.bin"):
         _, count, extent = os.path.basename(path).removesuffix(".bin").split("_")
         if int(count) >= num_tokens or extent == "all":
@@ -142,9 +143,8 @@ def corpus_path(dataset_name: str) -> str:
 
 
 def corpus_files(path: str) -> list[str]:
-    """The files of the one kind that a corpus path holds, in order of their names. Raises ValueError for none or for several kinds."""
-    files = sorted(glob.glob(os.path.join(glob.escape(path), "*"))) if os.path.isdir(path) else [path]
-    files = [file for file in files if os.path.splitext(file)[1] in (".txt", *READERS)]
+    """The files of the one kind that a corpus path holds, by name. Raises ValueError for none or for several kinds."""
+    files = [file for file in files_at(path) if os.path.splitext(file)[1] in (".txt", *READERS)]
     kinds = {os.path.splitext(file)[1] for file in files}
     if len(kinds) != 1:
         raise ValueError(f"--dataset_name {path!r} must be a file, or a folder of files, of one kind among .txt, "
@@ -166,21 +166,28 @@ def read_corpus(dataset_name: str) -> Iterator[tuple[str, bool]]:
         from datasets import load_dataset
 
         if os.path.exists(path):
-            rows = load_dataset(READERS[os.path.splitext(files[0])[1]], data_files=files, split="train", streaming=True)
+            kind = READERS[os.path.splitext(files[0])[1]]
+            rows = load_dataset(kind, data_files=files, split="train", streaming=True)
         else:
             require_reachable_hub(path, "--dataset_name")
             rows = load_dataset(path, split="train", streaming=True)
         for row in rows:
             if not isinstance(row.get("text"), str):
-                raise ValueError(f"--dataset_name {path!r} has no column 'text' of strings, only {', '.join(row)}: rename one")
+                raise ValueError(f"--dataset_name {path!r} has no column 'text' of strings, only {', '.join(row)}: "
+                                 "rename the one that holds the text")
             yield row["text"], True
     except UnicodeDecodeError as error:
-        raise ValueError(f"--dataset_name {path!r} is not UTF-8 text ({error}): convert it, with iconv for one") from None
+        raise ValueError(f"--dataset_name {path!r} is not UTF-8 text ({error}): convert it, with iconv say") from None
     except (OSError, RuntimeError) as error:
         raise ValueError(f"--dataset_name {path!r} can't be read: {error}") from None
 
 
-def fingerprint(path: str) -> list:
+def files_at(path: str) -> list[str]:
+    """The file `path`, or what lies in the folder `path`, by name; nothing where there is no such path."""
+    return sorted(glob.glob(os.path.join(glob.escape(path), "*") if os.path.isdir(path) else glob.escape(path)))
+
+
+def fingerprint(path: str) -> tuple:
     """What changes when the files at `path` do; for a Hub id just its name."""
-    files = sorted(glob.glob(os.path.join(glob.escape(path), "*"))) if os.path.isdir(path) else glob.glob(glob.escape(path))
-    return [os.path.abspath(path) if files else path, [(os.path.basename(f), os.path.getsize(f), os.path.getmtime(f)) for f in files]]
+    files = [(os.path.abspath(file), os.path.getsize(file), os.path.getmtime(file)) for file in files_at(path)]
+    return (path, files)

@@ -1,8 +1,9 @@
 """Data parallelism, the naive way: every dp rank holds the whole model and reads other samples; gradients are averaged.
 
-As soon as backward has a parameter's gradient, an all-reduce averages it over the dp group: one small message a parameter,
-and backward stands still meanwhile. With gradient accumulation only the last micro-batch communicates, and what it sends is
-the *accumulated* gradient: averaging just the last micro-batch's share would leave each replica with its own sum.
+As soon as backward has a parameter's gradient, an all-reduce averages it over the dp group: one small message a
+parameter, and backward stands still meanwhile. With gradient accumulation only the last micro-batch communicates, and
+what it sends is the *accumulated* gradient: averaging just the last micro-batch's share would leave each replica with
+a sum of its own.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""What every step needs around the training loop: flags, clear errors, the device, the model's configuration, numbers for people."""
+"""What every step needs around the training loop: flags, clear errors, the device, the configuration."""
 
 import argparse
 import contextlib
@@ -11,7 +11,8 @@ import urllib.parse
 
 import torch
 
-TINY_LLAMA = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "assets", "tiny_llama")
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
+TINY_LLAMA = os.path.join(ROOT, "assets", "tiny_llama")
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -31,18 +32,18 @@ def one_clear_error():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if int(os.environ.get("RANK", 0)) > 0:
             time.sleep(10)  # still here after that: rank 0 did not meet this mistake, so this rank names it
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
-def check_positive(args: argparse.Namespace, *names: str) -> None:
-    """Raises ValueError for the first flag in `names` that is below one."""
-    for name in names:
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
+def positive_int(text: str) -> int:
+    """The type of flags that count something."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
 
 
 def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, str]:
@@ -53,7 +54,7 @@ def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, s
     Raises ValueError where CUDA is asked for and absent.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch sees no GPU here: use --device cpu, or install a CUDA build of torch")
+        raise ValueError("--device cuda, but torch sees no GPU: use --device cpu, or install a CUDA build of torch")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":
@@ -63,13 +64,13 @@ def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, s
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
     if local_ranks > gpus and local_rank == 0:
-        print(f"{local_ranks} ranks share {gpus} GPU(s) here, over gloo: what they send goes through the host's memory", flush=True)
+        print(f"{local_ranks} ranks share {gpus} GPU(s), over gloo: what they send passes through the host", flush=True)
     torch.cuda.set_device(local_rank % gpus)
     return torch.device("cuda", local_rank % gpus), getattr(torch, dtype), "gloo" if local_ranks > gpus else "nccl"
 
 
 def require_reachable_hub(name: str, kind: str) -> None:
-    """Raises ValueError, within seconds, where `name` is no path here and the Hugging Face Hub can't be asked for it."""
+    """Raises ValueError, within seconds, where `name`, no path here, can't be asked of the Hugging Face Hub either."""
     from huggingface_hub import constants, scan_cache_dir
 
     if os.path.isdir(constants.HF_HUB_CACHE) and any(repo.repo_id == name for repo in scan_cache_dir().repos):
@@ -83,24 +84,25 @@ def require_reachable_hub(name: str, kind: str) -> None:
             reachable = False
     if not reachable:
         raise ValueError(
-            f"{kind} {name!r}: there is no such path ({os.path.abspath(name)}), and as a Hugging Face Hub id it can't be looked up, "
-            "since the Hub can't be reached from here and the local Hub cache lacks it: check the path, or the network"
+            f"{kind} {name!r}: there is no such path ({os.path.abspath(name)}), and as a Hugging Face Hub id it "
+            "can't be looked up, since the Hub can't be reached and the local cache lacks it: check the path, or the network"
         )
 
 
 def load_config(model_name: str, **overrides: int | None):
-    """The Hugging Face configuration in the directory, or under the Hub id, `model_name`; overrides that are None change nothing."""
-    from transformers import AutoConfig  # imported here: it takes seconds, and a wrong flag should not have to wait for it
+    """The Hugging Face configuration in the directory, or of the Hub id, `model_name`; an override of None is none."""
+    from transformers import AutoConfig  # imported here: it takes seconds, and a wrong flag need not wait for it
 
     if not os.path.isdir(model_name):
         require_reachable_hub(model_name, "--model_name")
     try:
         config = AutoConfig.from_pretrained(model_name)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--model_name {model_name!r} holds no model configuration: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--model_name {model_name!r} holds no model configuration: {reason}") from None
     if (heads := overrides["num_attention_heads"]) is not None:
         if config.hidden_size % heads:
-            raise ValueError(f"--num_attention_heads {heads} does not divide the model's hidden size {config.hidden_size}")
+            raise ValueError(f"--num_attention_heads {heads} does not divide the hidden size {config.hidden_size}")
         config.head_dim = config.hidden_size // heads
     for name, value in overrides.items():
         if value is not None:

@@ -16,7 +16,7 @@ from utils import to_readable_format
 
 
 class RunLogger:
-    """One JSON object a step into `<log_dir>/<run_name>/metrics.jsonl`; a rerun under the same name starts the files anew.
+    """One JSON object a step into `<log_dir>/<run_name>/metrics.jsonl`; a rerun under the same name starts anew.
 
     `loss` is the global mean in full precision, `memory_gb` this process's peak (GPU memory on CUDA, else resident).
     """
@@ -36,7 +36,7 @@ class RunLogger:
         config = {**vars(args), "topology": {**sizes, "world_size": grid.world_size}}
         with open(os.path.join(self.folder, "config.json"), "w") as file:
             json.dump(config, file, indent=2)
-        self.metrics = open(os.path.join(self.folder, "metrics.jsonl"), "w", buffering=1)  # each line is on disk at once
+        self.metrics = open(os.path.join(self.folder, "metrics.jsonl"), "w", buffering=1)  # writes line by line
         self.wandb = start_wandb(f"{args.run_name}_{grid}", config, self.folder) if args.use_wandb else None
         self.bar = None
         if sys.stdout.isatty():
@@ -62,8 +62,9 @@ class RunLogger:
             self.bar.set_postfix_str(f"loss {loss:.4f}, {speed}", refresh=False)
             self.bar.update()
         else:
-            print(f"step {step}/{self.num_steps} | loss {loss:.4f} | {to_readable_format(row['trained_tokens'])} tokens | {speed} | "
-                  f"{to_readable_format(row['tokens_per_second_per_rank'])} a rank | {row['memory_gb']:.2f} GB", flush=True)
+            tokens, per_rank = (to_readable_format(row[k]) for k in ("trained_tokens", "tokens_per_second_per_rank"))
+            print(f"step {step}/{self.num_steps} | loss {loss:.4f} | {tokens} tokens | {speed} | {per_rank} a rank | "
+                  f"{row['memory_gb']:.2f} GB", flush=True)
 
     def close(self) -> None:
         if not self.enabled:
@@ -77,7 +78,7 @@ class RunLogger:
 
 
 def start_wandb(name: str, config: dict, folder: str):
-    """A W&B run: online where a login exists, offline otherwise; WANDB_MODE has the last word. Never asks a question."""
+    """A W&B run: online where a login exists, offline otherwise; WANDB_MODE has the last word. Never asks."""
     import wandb
 
     mode = os.environ.get("WANDB_MODE")
@@ -90,7 +91,7 @@ def start_wandb(name: str, config: dict, folder: str):
     try:
         return wandb.init(mode=mode, settings=wandb.Settings(init_timeout=20), **options)
     except wandb.errors.CommError as error:
-        print(f"W&B can't be reached ({error}): this run is kept offline, `wandb sync` sends it later", flush=True)
+        print(f"W&B can't be reached ({error}): this run stays offline, `wandb sync` sends it later", flush=True)
         return wandb.init(mode="offline", **options)
 
 

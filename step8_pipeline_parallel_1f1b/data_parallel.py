@@ -47,7 +47,7 @@ class DataParallelBucket(nn.Module):
     """Wraps a model; `require_backward_grad_sync` says whether the coming backward ends an accumulation.
 
     After that backward, finish_gradient_sync() has to be called before the gradients are read.
-    `bucket_mb`: megabytes a bucket; by default 25, or an eighth of a small model, so that there is something to overlap.
+    `bucket_mb`: megabytes a bucket; by default 25, or an eighth of a small model: one bucket would overlap nothing.
     """
 
     def __init__(self, module: nn.Module, bucket_mb: float | None = None):

@@ -1,7 +1,7 @@
 """Pipeline parallelism: the layers are split into stages, micro-batches flow through them.
 
-Stage s receives hidden states (B, T, D) from stage s-1, runs its layers, sends to stage s+1; backward, gradients of the
-same shape flow the other way. The first stage holds the embedding, the last the final norm, the projection and the loss.
+Stage s receives hidden states (B, T, D) from stage s-1, runs its layers, sends to stage s+1; backward, gradients of
+that shape flow the other way. The first stage holds the embedding, the last the final norm, the projection, the loss.
 
 A schedule is data: for one stage, the order in which micro-batches go forward (F) and backward (B). All forward, all
 backward (AFAB), 4 stages, 4 micro-batches, one column a unit of time:
@@ -9,7 +9,7 @@ backward (AFAB), 4 stages, 4 micro-batches, one column a unit of time:
     stage 0   F0 F1 F2 F3 .  .  .  .  .  .  B0 B1 B2 B3
     stage 1   .  F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3 .
     stage 2   .  .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .  .
-    stage 3   .  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .  .       the dots are the bubble: (p-1)/(m+p-1) of the time
+    stage 3   .  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .  .      dots: the bubble, (p-1)/(m+p-1) of the time
 
 One forward, one backward (1F1B) starts a micro-batch's backward as soon as it can. The bubble is the same, but stage s
 holds the activations of p - s micro-batches at most, instead of all m:
@@ -20,8 +20,8 @@ holds the activations of p - s micro-batches at most, instead of all m:
     stage 3   .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .  .
 
 One executor, run_schedule, runs any schedule. It waits only for what the next action needs: a receive is posted before
-the compute that precedes it, sends go on in the background. Forward and backward traffic have a process group each: NCCL
-runs the transfers of one group in order, and a forward send must not queue behind a backward receive.
+the compute that precedes it, sends go on in the background. Forward and backward traffic have a process group each:
+NCCL runs the transfers of one group in order, and a forward send must not queue behind a backward receive.
 """
 
 from collections import deque
@@ -43,7 +43,7 @@ class Action(NamedTuple):
 
 
 def afab(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]:
-    """All forward, all backward (GPipe, Huang et al. 2019): the activations of all m micro-batches are alive at once."""
+    """All forward, all backward (GPipe, Huang et al. 2019): the activations of all m micro-batches are alive."""
     for i in range(num_microbatches):
         yield Action("F", i)
     for i in range(num_microbatches):
@@ -82,7 +82,7 @@ class PipelineParallel(nn.Module):
         self.final_proj = model.final_proj if grid.pp_is_last_stage else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """First stage: token ids (B, T), others: hidden states (B, T, D) -> hidden states, last stage: logits (B, T, V/tp)."""
+        """Token ids (B, T), after stage 0 hidden states -> hidden states (B, T, D), at last logits (B, T, V/tp)."""
         if self.embedding is not None:
             x = self.embedding(x).to(self.dtype)
         base = self.config.rope_parameters["rope_theta"]
@@ -151,7 +151,7 @@ class StageCommunication:
             self.finish_oldest_send()
 
 
-def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: torch.device) -> torch.Tensor:
     """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
 
     `tensor_shape` (B, T, D) is that of the hidden states. Returns their mean loss on the last stage, zero elsewhere.

@@ -2,14 +2,14 @@
 
 Every tp rank reads the same samples and holds the same activations (B, T, D) between blocks. Inside a block:
 
-    x -> f -> column-parallel (q, k, v; gate, up): each rank makes its share of heads or of the MLP width,
+    x -> f -> column-parallel (q, k, v; gate, up): each rank makes its share of the heads or of the MLP's width
            -> row-parallel (out; down): each rank makes a partial sum of the whole output  -> g -> x
 
-    f  CopyToTensorParallel      forward: nothing      backward: all-reduce (each rank's input gradient is a partial sum)
+    f  CopyToTensorParallel      forward: nothing      backward: all-reduce (each rank's gradient is a partial sum)
     g  ReduceFromTensorParallel  forward: all-reduce   backward: nothing
 
-So a decoder layer communicates four times a micro-batch: f and g, for attention and for the MLP. The embedding and the final
-projection are split along the vocabulary; the loss works on the split logits and exchanges three numbers a token.
+So a decoder layer communicates four times a micro-batch: f and g, for attention and for the MLP. The embedding and the
+final projection are split along the vocabulary; the loss works on the split logits and exchanges three numbers a token.
 
 The model never mentions any of this: apply_tensor_parallel replaces its modules from outside, by the table TP_MODULES.
 A size that tp_size does not divide (a vocabulary of 1022 over 4 ranks) is split unevenly, as torch.tensor_split does.
@@ -61,8 +61,8 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the rows of W (out/tp, in) split: each rank makes out/tp of the outputs.
 
-    Takes the nn.Linear it stands for and keeps this rank's part. `copy_input=False` leaves f to the caller: where several
-    layers read one input (q, k and v), one all-reduce of the summed gradient replaces one each.
+    Takes the nn.Linear it stands for and keeps this rank's part. `copy_input=False` leaves f to the caller: where
+    several layers read one input (q, k and v), one all-reduce of the summed gradient replaces one each.
     """
 
     tp_dims = {"weight": 0, "bias": 0}
@@ -78,7 +78,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with the columns of W (out, in/tp) split: x comes split, the partial products are summed over tp."""
+    """y = x W^T + b with the columns of W (out, in/tp) split: x comes split, partial products are summed over tp."""
 
     tp_dims = {"weight": 1}
 
@@ -92,7 +92,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds V/tp rows of the table, looks up the ids among them and gives zero for the rest: their sum is the lookup."""
+    """Each rank holds V/tp rows, looks up the ids among them and gives zero for the rest: the sum is the lookup."""
 
     tp_dims = {"weight": 0}
 
@@ -151,7 +151,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(logits: torch.Tensor, target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Mean over tokens, in float32 at least: logits (B, T, V/tp), target_ids (B, T) -> scalar, the same on all tp ranks."""
+    """Mean over tokens, in float32 at least: logits (B, T, V/tp), target_ids (B, T) -> scalar, the same on all."""
     if pgm.process_group_manager.tp_world_size == 1:
         return llama.cross_entropy(logits, target_ids)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -174,7 +174,7 @@ TP_MODULES = {  # where in a Llama -> what replaces it
 def apply_tensor_parallel(model: nn.Module) -> nn.Module:
     """Splits a Llama over the tp group, in place (on the meta device: before it has weights).
 
-    Raises ValueError where tp_size divides the heads, the key/value heads or the MLP width not.
+    Raises ValueError where tp_size does not divide the heads, the key/value heads or the MLP's width.
     """
     tp_size = pgm.process_group_manager.tp_world_size
     if tp_size == 1:
@@ -188,8 +188,9 @@ def apply_tensor_parallel(model: nn.Module) -> nn.Module:
         for place, replacement in TP_MODULES.items():
             if f".{name}".endswith(f".{place}"):
                 shares_input = replacement is ColumnParallelLinear and place != "final_proj"
+                split = replacement(module, copy_input=False) if shares_input else replacement(module)
                 parent, _, key = name.rpartition(".")
-                setattr(model.get_submodule(parent), key, replacement(module, copy_input=False) if shares_input else replacement(module))
+                setattr(model.get_submodule(parent), key, split)
     if model.config.tie_word_embeddings:
         model.final_proj.weight = model.embedding.weight
     return model

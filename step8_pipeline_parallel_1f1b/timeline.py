@@ -1,8 +1,8 @@
-"""What each rank did when, during one optimizer step, as a Chrome trace (open it in https://ui.perfetto.dev or chrome://tracing).
+"""What each rank did when, during one optimizer step: a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
 
-Each rank notes spans by its own clock. Clocks of different machines disagree, so each rank asks rank 0 for the time and takes the
-answer of the quickest round trip (Cristian 1989): it is off by half that round trip at most, which the file states.
-One process of the trace is a rank, its first track is what it computed or waited for, the others are transfers under way.
+Each rank notes spans by its own clock. Clocks of different machines disagree, so each rank asks rank 0 for the time and
+takes the answer of the quickest round trip (Cristian 1989): it is off by half that trip at most, as the file states.
+A process of the trace is a rank: its first track is what it computed or waited for, the others are transfers under way.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class Timeline:
         return time.perf_counter_ns()
 
     def add(self, kind: str, microbatch: int | None, start: int, communication: bool = False) -> None:
-        """A span from `start` until now. Transfers overlap with compute and with each other, so they get tracks of their own."""
+        """A span from `start` until now. Transfers overlap with all else, so they get tracks of their own."""
         if self.recording:
             self.spans.append((kind, microbatch, start, self.now(), communication))
 
@@ -49,13 +49,16 @@ class Timeline:
         if not grid.is_logging_rank:
             return
         origin = min(start for _, _, spans in everyone for _, _, start, _, _ in spans)
-        events = [event for rank, (place, _, spans) in enumerate(everyone) for event in trace_events(rank, place, spans, origin)]
+        events = []
+        for rank, (place, _, spans) in enumerate(everyone):
+            events += trace_events(rank, place, spans, origin)
         clock_error = max(error for _, error, _ in everyone) / 1e3
+        trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clock_error_us": clock_error}}
         with open(path, "w") as file:
-            json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clock_error_us": clock_error}}, file)
+            json.dump(trace, file)
         p, m = grid.pp_world_size, num_microbatches
-        print(f"timeline: {path}\nbubble: {measured_bubble(everyone):.1%} measured, {(p - 1) / (m + p - 1):.1%} ideal, that is "
-              f"(p-1)/(m+p-1) with p={p} stages and m={m} micro-batches", flush=True)
+        print(f"timeline: {path}\nbubble: {measured_bubble(everyone):.1%} measured, {(p - 1) / (m + p - 1):.1%} ideal, "
+              f"that is (p-1)/(m+p-1) with p={p} stages and m={m} micro-batches", flush=True)
 
 
 def clock_offset(device: torch.device, rounds: int = 10) -> tuple[int, int]:
@@ -78,7 +81,7 @@ def clock_offset(device: torch.device, rounds: int = 10) -> tuple[int, int]:
 
 
 def trace_events(rank: int, place: str, spans: list[tuple], origin: int) -> list[dict]:
-    """Chrome trace events of one rank, in microseconds since `origin`; a transfer goes to the first track free at its start."""
+    """Chrome trace events of one rank, in microseconds since `origin`; a transfer takes the first free track."""
     events = [{"name": "process_name", "ph": "M", "pid": rank, "args": {"name": place}}]
     free_at: list[int] = []  # when each transfer track becomes free
     for kind, microbatch, start, end, communication in sorted(spans, key=lambda span: span[2]):
@@ -93,7 +96,7 @@ def trace_events(rank: int, place: str, spans: list[tuple], origin: int) -> list
 
 
 def measured_bubble(everyone: list[tuple]) -> float:
-    """The share of the ranks' time, from the first forward to the last backward, in which they neither went forward nor backward."""
+    """The share of the ranks' time, from the first forward to the last backward, that was neither of the two."""
     compute = [[(start, end) for kind, _, start, end, _ in spans if kind in COMPUTE_KINDS] for _, _, spans in everyone]
     window = max(end for spans in compute for _, end in spans) - min(start for spans in compute for start, _ in spans)
     busy = sum(end - start for spans in compute for start, end in spans)

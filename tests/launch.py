@@ -1,0 +1,50 @@
+"""Runs a step's train.py as its reader does, with torchrun, on the CPU, one thread a rank, and reads what it leaves."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+STEPS = {path.name.split("_")[0].removeprefix("step"): path for path in ROOT.glob("step*_*")}  # "4" -> .../step4_tensor_parallel
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def torchrun(num_processes: int, script, *args) -> list[str]:
+    """The command line of `torchrun --nproc_per_node N script args` with this Python, on a port of its own."""
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_processes),
+            "--master_addr", "127.0.0.1", "--master_port", str(free_port()), str(script), *map(str, args)]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's environment, one thread a rank, no device but the CPU, no Hub; plus `extra`."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", **extra}
+
+
+def launch(step: int | str, num_processes: int, *args, timeout: float = 120, check: bool = True, env=None, script=None):
+    """Runs step `step` (or `script`) with `args` and returns the finished process, its output as text.
+
+    With `check` an exit code other than zero is an AssertionError that shows the output's end.
+    """
+    command = torchrun(num_processes, script or STEPS[str(step)] / "train.py", *args)
+    done = subprocess.run(command, env=environment(**(env or {})), capture_output=True, text=True, timeout=timeout,
+                          stdin=subprocess.DEVNULL)
+    if check:
+        assert done.returncode == 0, f"{' '.join(command)}\nexit code {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}"
+    return done
+
+
+def metrics(log_dir, run_name: str = "default_run") -> list[dict]:
+    with open(pathlib.Path(log_dir, run_name, "metrics.jsonl")) as file:
+        return [json.loads(line) for line in file]
+
+
+def losses(log_dir, run_name: str = "default_run") -> list[float]:
+    return [row["loss"] for row in metrics(log_dir, run_name)]
