@@ -72,8 +72,8 @@ def require_reachable_hub(name: str, kind: str) -> None:
             reachable = False
     if not reachable:
         raise ValueError(
-            f"{kind} {name!r}: there is no such path ({os.path.abspath(name)}), and as a Hugging Face Hub id it "
-            "can't be looked up, since the Hub can't be reached and the local cache lacks it: check the path, or the network"
+            f"{kind} {name!r}: there is no such path ({os.path.abspath(name)}), and as a Hugging Face Hub id it can't "
+            "be looked up, since the Hub can't be reached and its local cache lacks it: check the path, or the network"
         )
 
 

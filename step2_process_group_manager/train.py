@@ -60,7 +60,7 @@ def main():
     with torch.device("meta"):  # shapes only; memory comes with the weights
         model = Llama(config, dtype)
     init_weights(model, args.seed, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
     if grid.is_logging_rank:
         num_params = to_readable_format(sum(p.numel() for p in model.parameters()))
         print(f"{num_params} parameters on {device}, activations in {dtype}")

@@ -60,6 +60,7 @@ class PipelineParallel(nn.Module):
         self.decoder_layers = nn.ModuleDict({str(i): model.decoder_layers[i] for i in layers_of_stage(num_layers)})
         self.final_norm = model.final_norm if grid.pp_is_last_stage else None
         self.final_proj = model.final_proj if grid.pp_is_last_stage else None
+        connect_neighbours()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T), after stage 0 hidden states -> hidden states (B, T, D), at last logits (B, T, V/tp)."""
@@ -78,6 +79,23 @@ def layers_of_stage(num_layers: int) -> range:
     size, left_over = divmod(num_layers, grid.pp_world_size)
     first = grid.pp_rank * size + min(grid.pp_rank, left_over)
     return range(first, first + size + (grid.pp_rank < left_over))
+
+
+def connect_neighbours() -> None:
+    """Opens the connections between stages, one after the other.
+
+    NCCL opens them on demand and makes both sides wait for it: a receive posted early would then wait for a peer that
+    waits for this stage.
+    """
+    grid = pgm.process_group_manager
+    token = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    for stage in range(grid.pp_world_size - 1):
+        if grid.pp_rank == stage:
+            dist.send(token, grid.pp_next_rank, group=grid.pp_group)
+            dist.recv(token, grid.pp_next_rank, group=grid.pp_backward_group)
+        elif grid.pp_rank == stage + 1:
+            dist.recv(token, grid.pp_prev_rank, group=grid.pp_group)
+            dist.send(token, grid.pp_prev_rank, group=grid.pp_backward_group)
 
 
 class StageCommunication:

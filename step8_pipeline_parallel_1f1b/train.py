@@ -110,7 +110,7 @@ def main():
             model = PipelineParallel(model)
     init_weights(model, args.seed, device, split_over_tp)
     model = DataParallelBucket(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
     if grid.is_logging_rank:
         num_params = to_readable_format(sum(p.numel() for p in model.parameters()))
         print(f"{num_params} parameters a rank on {device}, activations in {dtype}")

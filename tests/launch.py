@@ -1,5 +1,6 @@
 """Runs a step's train.py as its reader does, with torchrun, on the CPU, one thread a rank, and reads what it leaves."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -8,7 +9,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-STEPS = {path.name.split("_")[0].removeprefix("step"): path for path in ROOT.glob("step*_*")}  # "4" -> .../step4_tensor_parallel
+STEPS = {path.name.split("_")[0].removeprefix("step"): path for path in ROOT.glob("step*_*")}
 
 
 def free_port() -> int:
@@ -48,3 +49,17 @@ def metrics(log_dir, run_name: str = "default_run") -> list[dict]:
 
 def losses(log_dir, run_name: str = "default_run") -> list[float]:
     return [row["loss"] for row in metrics(log_dir, run_name)]
+
+
+@contextlib.contextmanager
+def modules_of(step: int | str):
+    """Inside the block `import model` and the like find the modules of that step, and forget them afterwards."""
+    folder = STEPS[str(step)]
+    names = {path.stem for path in folder.glob("*.py")}
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in names:
+            sys.modules.pop(name, None)

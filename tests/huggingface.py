@@ -1,0 +1,47 @@
+"""A Hugging Face `LlamaForCausalLM` with the weights of our Llama, as the reference that owes nothing to our code."""
+
+import re
+
+import torch
+from transformers import LlamaForCausalLM
+
+NAMES = (  # our parameter -> Hugging Face's
+    (r"^embedding\.", "model.embed_tokens."),
+    (r"^decoder_layers\.", "model.layers."),
+    (r"^final_norm\.", "model.norm."),
+    (r"^final_proj\.", "lm_head."),
+    (r"\.attention\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.attention\.", ".self_attn."),
+)
+
+
+class ExactRMSNorm(torch.nn.Module):
+    """Hugging Face's norm without its cast to float32."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+def their_name(name: str) -> str:
+    for pattern, replacement in NAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def reference(config, weights: dict[str, torch.Tensor], exact_norm: bool = True) -> LlamaForCausalLM:
+    """In float64, with our parameters by their names; `exact_norm` keeps the norms in float64 too."""
+    config._attn_implementation = "sdpa"  # the eager one computes its softmax in float32
+    model = LlamaForCausalLM(config).double()
+    missing, unexpected = model.load_state_dict({their_name(n): w for n, w in weights.items()}, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    model.tie_weights()
+    if exact_norm:
+        for name, module in list(model.named_modules()):
+            if type(module).__name__ == "LlamaRMSNorm":
+                parent, _, key = name.rpartition(".")
+                setattr(model.get_submodule(parent), key, ExactRMSNorm(module))
+    return model

@@ -1,0 +1,88 @@
+"""Step 1's Llama against Hugging Face's, and its initial weights."""
+
+import hashlib
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from huggingface import reference, their_name
+from launch import modules_of
+
+with modules_of(1):
+    import model as llama
+
+
+def tiny_config(**changes):
+    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=88, num_hidden_layers=3, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, initializer_range=0.2)
+    return LlamaConfig(**{**sizes, **changes})
+
+
+def build(config, dtype=torch.float64, seed=1):
+    with torch.device("meta"):
+        model = llama.Llama(config, dtype)
+    llama.init_weights(model, seed, torch.device("cpu"))
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("exact_norm, tolerance", [(True, 1e-9), (False, 1e-6)], ids=["float64-norm", "untouched"])
+def test_equals_huggingface(tied, kv_heads, exact_norm, tolerance):
+    config = tiny_config(num_key_value_heads=kv_heads, tie_word_embeddings=tied)
+    ours = build(config)
+    theirs = reference(config, dict(ours.named_parameters()), exact_norm)
+    tokens = torch.randint(96, (2, 49), generator=torch.Generator().manual_seed(0))
+    input_ids, target_ids = tokens[:, :-1], tokens[:, 1:]
+
+    logits = ours(input_ids)
+    loss = llama.cross_entropy(logits, target_ids)
+    loss.backward()
+    expected = theirs(input_ids, use_cache=False).logits
+    expected_loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), target_ids.flatten())
+    expected_loss.backward()
+
+    assert (logits - expected).abs().max() <= tolerance * logits.abs().max()
+    assert abs(loss - expected_loss) <= tolerance
+    gradients = {name: param.grad for name, param in theirs.named_parameters()}
+    assert gradients.keys() == {their_name(name) for name, _ in ours.named_parameters()}
+    for name, param in ours.named_parameters():
+        assert (param.grad - gradients[their_name(name)]).abs().max() <= tolerance, name
+
+
+def test_initial_weights_depend_on_seed_and_name_alone():
+    weights = dict(build(tiny_config()).named_parameters())
+    shallower = dict(build(tiny_config(num_hidden_layers=3, vocab_size=50)).named_parameters())
+    for name, weight in weights.items():
+        if "embedding" not in name and "final_proj" not in name:
+            assert torch.equal(weight, shallower[name]), name
+    again, other_seed = build(tiny_config()), dict(build(tiny_config(), seed=2).named_parameters())
+    for name, param in again.named_parameters():
+        assert torch.equal(param, weights[name])
+        assert param.dim() == 1 or not torch.equal(param, other_seed[name]), name
+    digests = {hashlib.sha256(w.detach().numpy().tobytes()).hexdigest() for w in weights.values() if w.dim() == 2}
+    assert len(digests) == sum(w.dim() == 2 for w in weights.values()), "two matrices start from the same numbers"
+
+
+def test_initial_weights_are_the_same_in_every_dtype():
+    double, single = build(tiny_config()), build(tiny_config(), torch.float32)
+    for (name, a), (_, b) in zip(double.named_parameters(), single.named_parameters(), strict=True):
+        assert a.dtype == torch.float64 and b.dtype == torch.float32 and torch.equal(a.float(), b), name
+
+
+def test_bfloat16_activations_over_float32_masters():
+    model = build(tiny_config(), torch.bfloat16)
+    logits = model(torch.arange(12).view(1, 12))
+    llama.cross_entropy(logits, torch.arange(12).view(1, 12)).backward()
+    assert logits.dtype == torch.bfloat16
+    assert all(param.dtype == param.grad.dtype == torch.float32 for param in model.parameters())
+
+
+@pytest.mark.parametrize("changes", [
+    {"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"}, {"num_key_value_heads": 3},
+    {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+])
+def test_what_it_does_not_do_is_an_error(changes):
+    with pytest.raises(ValueError, match=list(changes)[0] if "rope_parameters" not in changes else "rope_type"):
+        llama.Llama(tiny_config(**changes))

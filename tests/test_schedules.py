@@ -1,0 +1,84 @@
+"""Schedules without a process: legal, free of deadlock, the textbook's bubble, the promised number of live activations."""
+
+import pytest
+
+from launch import modules_of
+
+with modules_of(8):
+    from pipeline_parallel import Action, afab, one_f_one_b
+
+SIZES = [(p, m) for p in range(1, 9) for m in range(1, 17)]
+both = pytest.mark.parametrize("schedule", [afab, one_f_one_b])
+
+
+def simulate(actions: list[list[Action]], forward: float = 1.0, backward: float = 2.0) -> list[float]:
+    """Seconds at which each stage ends, transfers free. AssertionError where no stage can go on, naming what each awaits.
+
+    A forward needs the previous stage's, a backward the next stage's (on the last stage: its own forward).
+    """
+    num_stages, todo = len(actions), [list(stage) for stage in actions]
+    done, clock = {}, [0.0] * num_stages
+    while any(todo):
+        moved = False
+        for s, stage in enumerate(todo):
+            while stage:
+                kind, i = stage[0]
+                needs = [] if kind == "F" else [(s, "F", i)]
+                if kind == "F" and s > 0:
+                    needs.append((s - 1, "F", i))
+                if kind == "B" and s < num_stages - 1:
+                    needs.append((s + 1, "B", i))
+                if any(need not in done for need in needs):
+                    break
+                start = max([clock[s], *(done[need] for need in needs)])
+                clock[s] = done[s, kind, i] = start + (forward if kind == "F" else backward)
+                stage.pop(0)
+                moved = True
+        assert moved, f"deadlock, the stages wait for {[stage[:1] for stage in todo]}"
+    return clock
+
+
+def actions_of(schedule, p: int, m: int) -> list[list[Action]]:
+    return [list(schedule(stage, p, m)) for stage in range(p)]
+
+
+@both
+@pytest.mark.parametrize("p", range(1, 9))
+def test_legal_and_bubble(schedule, p):
+    for m in range(1, 17):
+        actions = actions_of(schedule, p, m)
+        for stage in actions:
+            assert sorted(stage) == sorted(Action(kind, i) for kind in "FB" for i in range(m)), (p, m, stage)
+        for forward, backward in ((1.0, 1.0), (1.0, 2.0)):
+            makespan = max(simulate(actions, forward, backward))
+            bubble = 1 - m * (forward + backward) / makespan
+            assert bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12), (p, m)
+
+
+@both
+def test_live_activations(schedule):
+    for p, m in SIZES:
+        for s, stage in enumerate(actions_of(schedule, p, m)):
+            alive = peak = 0
+            for action in stage:
+                alive += 1 if action.kind == "F" else -1
+                peak = max(peak, alive)
+            assert alive == 0 and peak == (m if schedule is afab else min(p - s, m)), (p, m, s)
+
+
+@both
+def test_transfers_arrive_in_the_order_they_are_awaited(schedule):
+    """Neighbours exchange unnamed messages: the order of sending has to be the order of receiving."""
+    for p, m in SIZES:
+        actions = actions_of(schedule, p, m)
+        for s in range(p - 1):
+            for kind in "FB":
+                assert [a for a in actions[s] if a.kind == kind] == [a for a in actions[s + 1] if a.kind == kind], (p, m, s)
+
+
+def test_a_deadlock_is_found():
+    """The simulator itself can fail: backward before forward on the last stage."""
+    actions = actions_of(one_f_one_b, 2, 2)
+    actions[1][0], actions[1][1] = actions[1][1], actions[1][0]
+    with pytest.raises(AssertionError, match="deadlock"):
+        simulate(actions)
