@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import types
 import urllib.parse
 
 import torch
@@ -78,7 +79,10 @@ def require_reachable_hub(name: str, kind: str) -> None:
 
 
 def load_config(model_name: str, **overrides: int | None):
-    """The Hugging Face configuration in the directory, or of the Hub id, `model_name`; an override of None is none."""
+    """The Hugging Face configuration in the directory, or of the Hub id, `model_name`; an override of None is none.
+
+    Returns a plain namespace: whoever only reads it need not import transformers.
+    """
     from transformers import AutoConfig  # imported here: it takes seconds, and a wrong flag need not wait for it
 
     if not os.path.isdir(model_name):
@@ -95,7 +99,7 @@ def load_config(model_name: str, **overrides: int | None):
     for name, value in overrides.items():
         if value is not None:
             setattr(config, name, value)
-    return config
+    return types.SimpleNamespace(**config.to_dict())
 
 
 def to_readable_format(number: float, precision: int = 1) -> str:

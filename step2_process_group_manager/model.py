@@ -42,8 +42,16 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 class Linear(nn.Linear):
     """nn.Linear that multiplies in its input's dtype; the gradient of the float32 weight comes back as float32."""
 
+    def reset_parameters(self) -> None:
+        """Nothing: init_weights draws them."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out)
         return F.linear(x, self.weight.to(x.dtype))
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Nothing: init_weights draws them."""
 
 
 class RMSNorm(nn.Module):
@@ -51,7 +59,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, hidden_size: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.weight = nn.Parameter(torch.empty(hidden_size))
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +125,7 @@ class Llama(nn.Module):
         super().__init__()
         check_config(config)
         self.config, self.dtype = config, dtype
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.decoder_layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.final_proj = Linear(config.hidden_size, config.vocab_size, bias=False)

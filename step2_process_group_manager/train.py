@@ -9,7 +9,8 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from model import Llama, cross_entropy, init_weights
 from utils import (
-    TINY_LLAMA, ArgumentParser, choose_device, load_config, one_clear_error, positive_int, to_readable_format,
+    TINY_LLAMA, ArgumentParser, choose_device, load_config, once_per_machine, one_clear_error, positive_int,
+    to_readable_format,
 )
 
 
@@ -55,8 +56,9 @@ def main():
     if num_steps == 0:
         raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
 
-    config = load_config(args.model_name, num_hidden_layers=args.num_hidden_layers,
-                         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
+    config = once_per_machine(lambda: load_config(
+        args.model_name, num_hidden_layers=args.num_hidden_layers,
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
     with torch.device("meta"):  # shapes only; memory comes with the weights
         model = Llama(config, dtype)
     init_weights(model, args.seed, device)

@@ -30,6 +30,28 @@ def split_over_tp(full: torch.Tensor, dim: int | None) -> torch.Tensor:
     return full if dim is None else full.tensor_split(grid.tp_world_size, dim)[grid.tp_rank]
 
 
+def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
+    """Sum (or maximum) over the tp group, in place, the same bits on all its ranks. `tensor` has to be contiguous.
+
+    Activations are small, so what counts is the number of rounds. gloo's ring takes 2 (n - 1) of them; where ranks swap
+    what they have with a partner at distance 1, 2, 4, ..., log2(n) suffice (recursive doubling, Thakur et al. 2005).
+    """
+    grid = pgm.process_group_manager
+    is_power_of_two = grid.tp_world_size & (grid.tp_world_size - 1) == 0
+    if tensor.is_cuda or not is_power_of_two or tensor.nbytes > 1 << 20:
+        dist.all_reduce(tensor, op, group=grid.tp_group)
+        return
+    received, distance = torch.empty_like(tensor), 1
+    while distance < grid.tp_world_size:
+        partner = grid.tp_group_ids[grid.tp_rank ^ distance]
+        sending = dist.isend(tensor, partner, group=grid.tp_group)
+        dist.recv(received, partner, group=grid.tp_group)
+        sending.wait()
+        combine = torch.add if op == dist.ReduceOp.SUM else torch.maximum
+        combine(tensor, received, out=tensor)
+        distance *= 2
+
+
 class CopyToTensorParallel(torch.autograd.Function):
     """f: the identity forward, an all-reduce of the gradient backward."""
 
@@ -40,7 +62,7 @@ class CopyToTensorParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may still use the incoming one elsewhere
-        dist.all_reduce(grad, group=pgm.process_group_manager.tp_group)
+        all_reduce(grad)
         return grad
 
 
@@ -50,7 +72,7 @@ class ReduceFromTensorParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         ctx.mark_dirty(x)
-        dist.all_reduce(x, group=pgm.process_group_manager.tp_group)
+        all_reduce(x)
         return x
 
     @staticmethod
@@ -129,15 +151,14 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, target_ids, vocab_size):  # (N, V/tp), (N,) -> scalar
-        tp_group = pgm.process_group_manager.tp_group
         largest = logits.amax(dim=-1)  # (N,)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=tp_group)
+        all_reduce(largest, dist.ReduceOp.MAX)
         logits = logits - largest.unsqueeze(-1)
         local_ids, elsewhere = to_local_ids(target_ids, vocab_size)
         target_logit = logits.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)  # (N,)
         exp = logits.exp_()
         sums = torch.stack([exp.sum(dim=-1), target_logit])  # (2, N): both travel in one all-reduce
-        dist.all_reduce(sums, group=tp_group)
+        all_reduce(sums)
         sum_exp, target_logit = sums
         ctx.save_for_backward(exp.div_(sum_exp.unsqueeze(-1)), local_ids, elsewhere)
         return (sum_exp.log() - target_logit).mean()

@@ -16,7 +16,8 @@ from metrics import RunLogger
 from model import Llama, init_weights
 from tensor_parallel import apply_tensor_parallel, cross_entropy, split_over_tp
 from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, choose_device, load_config, one_clear_error, positive_int, to_readable_format,
+    ROOT, TINY_LLAMA, ArgumentParser, choose_device, load_config, once_per_machine, one_clear_error, positive_int,
+    to_readable_format,
 )
 
 
@@ -93,8 +94,9 @@ def main():
     if num_steps == 0:
         raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
 
-    config = load_config(args.model_name, num_hidden_layers=args.num_hidden_layers,
-                         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
+    config = once_per_machine(lambda: load_config(
+        args.model_name, num_hidden_layers=args.num_hidden_layers,
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
     token_cache = os.path.join(args.log_dir, "token_cache")
     data_loader = MicroBatchDataLoader(
         args.micro_batch_size, args.gradient_accumulation_steps, args.seq_len, args.dataset_name, args.model_name,

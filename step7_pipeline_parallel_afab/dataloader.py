@@ -15,7 +15,7 @@ import hashlib
 import importlib.util
 import itertools
 import os
-from typing import Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import process_group_manager as pgm
-from utils import require_reachable_hub
+from utils import once_per_machine, require_reachable_hub
 
 BLOCK = 1 << 16  # characters handed to the tokenizer at a time
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -80,19 +80,7 @@ class MicroBatchDataLoader(DataLoader):
 
 def load_tokens(dataset_name: str, model_name: str, num_tokens: int, cache_dir: str) -> np.ndarray:
     """The first `num_tokens` token ids (int32) of the corpus, or all it has, mapped from a file. Collective."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    outcome = None
-    if local_rank == 0:
-        try:
-            outcome = encode_to_file(dataset_name, model_name, num_tokens, cache_dir)
-        except ValueError as error:  # what the encoding rank meets, all ranks shall raise: none waits for it in vain
-            outcome = error
-    outcomes = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome)
-    for error in outcomes:
-        if isinstance(error, ValueError):
-            raise error
-    path = outcomes[dist.get_rank() - local_rank]  # what the first rank of this machine wrote
+    path = once_per_machine(lambda: encode_to_file(dataset_name, model_name, num_tokens, cache_dir))
     return np.memmap(path, dtype=np.int32, mode="r")[:num_tokens] if os.path.getsize(path) else np.empty(0, np.int32)
 
 

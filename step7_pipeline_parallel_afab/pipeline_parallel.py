@@ -17,7 +17,8 @@ NCCL runs the transfers of one group in order, and a forward send must not queue
 """
 
 from collections import deque
-from typing import Iterator, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist

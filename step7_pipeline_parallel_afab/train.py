@@ -18,7 +18,8 @@ from pipeline_parallel import PipelineParallel, train_step_pipeline_afab
 from tensor_parallel import apply_tensor_parallel, cross_entropy, split_over_tp
 from timeline import timeline
 from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, choose_device, load_config, one_clear_error, positive_int, to_readable_format,
+    ROOT, TINY_LLAMA, ArgumentParser, choose_device, load_config, once_per_machine, one_clear_error, positive_int,
+    to_readable_format,
 )
 
 
@@ -96,8 +97,9 @@ def main():
     if not 0 <= args.profile_batch <= num_steps:
         raise ValueError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
 
-    config = load_config(args.model_name, num_hidden_layers=args.num_hidden_layers,
-                         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
+    config = once_per_machine(lambda: load_config(
+        args.model_name, num_hidden_layers=args.num_hidden_layers,
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
     token_cache = os.path.join(args.log_dir, "token_cache")
     data_loader = MicroBatchDataLoader(
         args.micro_batch_size, args.gradient_accumulation_steps, args.seq_len, args.dataset_name, args.model_name,

@@ -7,9 +7,11 @@ import signal
 import socket
 import sys
 import time
+import types
 import urllib.parse
 
 import torch
+import torch.distributed as dist
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
 TINY_LLAMA = os.path.join(ROOT, "assets", "tiny_llama")
@@ -69,6 +71,25 @@ def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, s
     return torch.device("cuda", local_rank % gpus), getattr(torch, dtype), "gloo" if local_ranks > gpus else "nccl"
 
 
+def once_per_machine(make):
+    """What make() returns in the first process of this machine, in each of its processes. Collective.
+
+    For what is slow, or must not be done twice. A ValueError of any of the first processes is raised everywhere.
+    """
+    local_rank, outcome = int(os.environ.get("LOCAL_RANK", 0)), None
+    if local_rank == 0:
+        try:
+            outcome = make()
+        except ValueError as error:
+            outcome = error
+    outcomes = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome)
+    for error in outcomes:
+        if isinstance(error, ValueError):
+            raise error
+    return outcomes[dist.get_rank() - local_rank]
+
+
 def require_reachable_hub(name: str, kind: str) -> None:
     """Raises ValueError, within seconds, where `name`, no path here, can't be asked of the Hugging Face Hub either."""
     from huggingface_hub import constants, scan_cache_dir
@@ -90,7 +111,10 @@ def require_reachable_hub(name: str, kind: str) -> None:
 
 
 def load_config(model_name: str, **overrides: int | None):
-    """The Hugging Face configuration in the directory, or of the Hub id, `model_name`; an override of None is none."""
+    """The Hugging Face configuration in the directory, or of the Hub id, `model_name`; an override of None is none.
+
+    Returns a plain namespace: whoever only reads it need not import transformers.
+    """
     from transformers import AutoConfig  # imported here: it takes seconds, and a wrong flag need not wait for it
 
     if not os.path.isdir(model_name):
@@ -107,7 +131,7 @@ def load_config(model_name: str, **overrides: int | None):
     for name, value in overrides.items():
         if value is not None:
             setattr(config, name, value)
-    return config
+    return types.SimpleNamespace(**config.to_dict())
 
 
 def to_readable_format(number: float, precision: int = 1) -> str:

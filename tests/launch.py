@@ -38,7 +38,8 @@ def launch(step: int | str, num_processes: int, *args, timeout: float = 120, che
     done = subprocess.run(command, env=environment(**(env or {})), capture_output=True, text=True, timeout=timeout,
                           stdin=subprocess.DEVNULL)
     if check:
-        assert done.returncode == 0, f"{' '.join(command)}\nexit code {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}"
+        end = (done.stdout + done.stderr)[-6000:]
+        assert done.returncode == 0, f"{' '.join(command)}\nexit code {done.returncode}\n{end}"
     return done
 
 

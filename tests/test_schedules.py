@@ -1,4 +1,4 @@
-"""Schedules without a process: legal, free of deadlock, the textbook's bubble, the promised number of live activations."""
+"""Schedules without a process: legal, free of deadlock, the textbook's bubble, the promised live activations."""
 
 import pytest
 
@@ -12,7 +12,7 @@ both = pytest.mark.parametrize("schedule", [afab, one_f_one_b])
 
 
 def simulate(actions: list[list[Action]], forward: float = 1.0, backward: float = 2.0) -> list[float]:
-    """Seconds at which each stage ends, transfers free. AssertionError where no stage can go on, naming what each awaits.
+    """Seconds at which each stage ends, transfers free. AssertionError where no stage can go on, with what each awaits.
 
     A forward needs the previous stage's, a backward the next stage's (on the last stage: its own forward).
     """
@@ -73,7 +73,8 @@ def test_transfers_arrive_in_the_order_they_are_awaited(schedule):
         actions = actions_of(schedule, p, m)
         for s in range(p - 1):
             for kind in "FB":
-                assert [a for a in actions[s] if a.kind == kind] == [a for a in actions[s + 1] if a.kind == kind], (p, m, s)
+                sent, received = ([a for a in actions[stage] if a.kind == kind] for stage in (s, s + 1))
+                assert sent == received, (p, m, s)
 
 
 def test_a_deadlock_is_found():
