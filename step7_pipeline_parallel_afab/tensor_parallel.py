@@ -166,8 +166,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         softmax, local_ids, elsewhere = ctx.saved_tensors
-        is_target = torch.where(elsewhere, 0.0, 1.0).to(softmax.dtype)
-        grad_logits = softmax.scatter_add(-1, local_ids.unsqueeze(-1), -is_target.unsqueeze(-1))
+        is_target = (~elsewhere).to(softmax.dtype).unsqueeze(-1)
+        grad_logits = softmax.scatter_add(-1, local_ids.unsqueeze(-1), -is_target)
         return grad_logits * (grad / local_ids.numel()), None, None
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -35,8 +36,14 @@ def launch(step: int | str, num_processes: int, *args, timeout: float = 120, che
     With `check` an exit code other than zero is an AssertionError that shows the output's end.
     """
     command = torchrun(num_processes, script or STEPS[str(step)] / "train.py", *args)
-    done = subprocess.run(command, env=environment(**(env or {})), capture_output=True, text=True, timeout=timeout,
-                          stdin=subprocess.DEVNULL)
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=environment(**(env or {})), start_new_session=True, **pipes)
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the ranks too, not torchrun alone
+        raise
+    done = subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
     if check:
         end = (done.stdout + done.stderr)[-6000:]
         assert done.returncode == 0, f"{' '.join(command)}\nexit code {done.returncode}\n{end}"

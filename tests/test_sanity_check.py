@@ -1,46 +1,148 @@
 """The sanity check's own judgement, on made-up runs: no training here."""
 
 import json
-import subprocess
+import pathlib
 import sys
+
+import pytest
 
 import sanity_check
 from launch import ROOT
-from sanity_check import Result, failures, table
+
+CONFIG = dict(model_name="tiny_llama", num_hidden_layers=None, num_attention_heads=None, num_key_value_heads=None,
+              dataset_name="sotu", seed=42, learning_rate=3e-3, seq_len=128, dtype="float32", micro_batch_size=4,
+              gradient_accumulation_steps=8, topology=dict(dp_size=1, pp_size=1, tp_size=1, world_size=1))
+CURVE = [7 - step / 10 for step in range(30)]
+FAKE_TRAIN = """
+import json, pathlib, sys
+flags = dict(zip((word[2:] for word in sys.argv[1::2]), sys.argv[2::2]))
+if flags["run_name"] == "tp2":
+    sys.exit("error: out of paper")
+folder = pathlib.Path(flags["log_dir"], flags["run_name"])
+folder.mkdir(parents=True, exist_ok=True)
+ints = {key: int(flags.get(key, 1)) for key in ("dp_size", "pp_size", "tp_size", "seq_len", "micro_batch_size",
+                                                "gradient_accumulation_steps", "max_tokens")}
+ints["topology"] = dict(dp_size=ints["dp_size"], world_size=ints["dp_size"] * ints["pp_size"] * ints["tp_size"])
+(folder / "config.json").write_text(json.dumps({**json.loads(CONFIG), **flags, **ints}))
+steps = ints["max_tokens"] // (ints["seq_len"] * ints["micro_batch_size"] * ints["gradient_accumulation_steps"]
+                               * ints["dp_size"])
+rows = [{"step": i, "loss": 7 - i / 10, "tokens_per_second": 9.0} for i in range(1, steps + 1)]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in rows))
+"""
 
 
-def write_run(folder, values):
-    folder.mkdir()
-    rows = [{"step": i, "loss": loss, "tokens_per_second": 100.0 * i} for i, loss in enumerate(values, 1)]
+def write_run(folder, losses, **config):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    rows = [{"step": i, "loss": loss, "tokens_per_second": 100.0 * i} for i, loss in enumerate(losses, 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def test_differences_are_judged_by_dtype(tmp_path):
-    baseline = Result.read(write_run(tmp_path / "baseline", [5.0] * 30))
-    close = Result.read(write_run(tmp_path / "close", [5.0] * 20 + [5.01] * 10))
-    far = Result.read(write_run(tmp_path / "far", [5.0, 5.001] + [5.0] * 28))
-    broken = Result("broken", [float("nan")] * 30, 1.0)
-    assert failures([baseline, close], "float32") == []
-    assert len(failures([baseline, close], "float64")) == 1, "float64 is judged over all steps"
-    assert len(failures([baseline, close, far], "float32")) == 1
-    assert len(failures([baseline, broken], "float32")) == 1
-    assert baseline.tokens_per_second == 1600.0, "the median, without the first step"
-    assert "| far | 30 | 5.0000 | 1.0e-03 | 1.0e-03 | 1,600 |" in table([baseline, far])
+@pytest.fixture
+def check(tmp_path, monkeypatch, capsys):
+    """Runs the tool with these words and a figure in tmp_path; gives its exit code and what it printed."""
+    def run(*words):
+        figure = ["--figure", tmp_path / "figure.png"]
+        monkeypatch.setattr(sys, "argv", ["sanity_check.py", *map(str, [*figure, *words])])
+        return sanity_check.main(), capsys.readouterr().out
+    return run
 
 
-def test_plot_draws_existing_runs(tmp_path):
-    runs = [write_run(tmp_path / name, [5.0, 4.0 + gap]) for name, gap in (("a", 0.0), ("b", 1e-9))]
-    command = [sys.executable, ROOT / "tests" / "sanity_check.py", "--figure", tmp_path / "figure.png", "--plot", *runs]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True)
-    assert "| b | 2 | 4.0000 | 1.0e-09 | 1.0e-09 | 200 |" in done.stdout
+@pytest.fixture
+def no_figure(monkeypatch):
+    """Leaves out the drawing, which takes the most of a test's time."""
+    monkeypatch.setattr(sanity_check, "draw", lambda *args: None)
+
+
+@pytest.mark.parametrize("dtype, gap, at, code", [
+    ("float32", 9e-5, 20, 0), ("float32", 2e-4, 20, 1), ("float32", 2e-4, 21, 0),  # 20 steps are judged
+    ("float64", 9e-12, 30, 0), ("float64", 2e-11, 30, 1),  # all steps are judged
+    ("bfloat16", 0.04, 1, 0), ("bfloat16", 0.06, 1, 1), ("float32", float("nan"), 3, 1),
+])
+def test_the_tolerance_decides_the_exit_code(check, no_figure, tmp_path, dtype, gap, at, code):
+    away = [loss - gap * (step == at) for step, loss in enumerate(CURVE, 1)]
+    runs = [write_run(tmp_path / "baseline", CURVE, dtype=dtype), write_run(tmp_path / "tp4", away, dtype=dtype)]
+    found, printed = check("--plot", *runs)
+    assert found == code, printed
+    if gap == gap:  # the table shows what is not judged too
+        early = gap if at <= 20 else 0
+        assert f"| {early:.1e} | {gap:.1e} |" in " ".join(printed.split()), printed
+        assert ("TP 4 is" in printed) == bool(code)
+
+
+def test_plot_draws_and_writes_the_table(check, tmp_path):
+    runs = [write_run(tmp_path / name, CURVE[:steps]) for name, steps in (("a", 30), ("b", 12), ("c", 1))]
+    code, printed = check("--plot", *runs, "--table", tmp_path / "table.md")
+    assert code == 0, printed
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    header, _, baseline, *others = (tmp_path / "table.md").read_text().splitlines()
+    cells = [cell.strip() for cell in baseline.strip("|").split("|")]
+    assert cells == ["a", "1", "30", "4.1000", "", "", "1,600"], "the speed is the median without the first step"
+    assert len(others) == 2 and all(len(line) == len(header) for line in others)
 
 
-def test_a_row_that_fails_is_reported(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sanity_check, "ROWS", sanity_check.ROWS[:1])
-    words = ["sanity_check.py", "--log_dir", str(tmp_path), "--max_tokens", "1", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", words)
-    assert sanity_check.main() == 1
-    printed = capsys.readouterr().out
-    assert "Baseline did not run" in printed and "--max_tokens 1 is less than" in printed
+def test_runs_that_cannot_be_compared(check, no_figure, tmp_path):
+    baseline = write_run(tmp_path / "baseline", CURVE)
+    other = write_run(tmp_path / "other", CURVE, micro_batch_size=2)
+    code, printed = check("--plot", baseline, other)
+    assert code == 1 and "other can't be compared: its global batch is 16, the baseline's 32" in printed
+
+
+def test_only_a_dtype_of_auto_is_named_by_the_flag(check, no_figure, tmp_path):
+    apart = [loss + 0.01 for loss in CURVE]  # in bfloat16 nothing, in float32 much
+    for dtype, code in (("auto", 0), ("float32", 1)):
+        curves = {"a": CURVE, "b": apart}
+        runs = [write_run(tmp_path / dtype / name, curve, dtype=dtype) for name, curve in curves.items()]
+        assert check("--dtype", "bfloat16", "--plot", *runs)[0] == code
+    assert check("--plot", *(tmp_path / "auto" / name for name in "ab"))[0] == 1
+
+
+def test_missing_runs_are_reported(check, no_figure, tmp_path):
+    run, gone = write_run(tmp_path / "run", CURVE), tmp_path / "gone"
+    code, printed = check("--plot", run, gone, run)
+    assert code == 1 and f"{gone} holds no run" in printed and "| run" in printed
+    code, printed = check("--plot", gone, run)
+    assert code == 1 and f"{gone} holds no run" in printed and "| run" not in printed, "there is no baseline"
+    code, printed = check("--plot", write_run(tmp_path / "empty", []), run)
+    assert code == 1 and "without a step" in printed
+
+
+def test_rows_read_the_same_samples_and_a_failing_one_stops_no_other(check, tmp_path, monkeypatch):
+    script = f"CONFIG = {json.dumps(CONFIG)!r}\n{FAKE_TRAIN}"
+    monkeypatch.setattr(sanity_check, "torchrun",
+                        lambda ranks, path, *words: [sys.executable, "-c", script, *map(str, words)])
+    code, printed = check("--log_dir", tmp_path / "runs", "--max_tokens", 81920, "3d=40960")
+    assert code == 1 and "TP 2 did not run" in printed and "out of paper" in printed
+    configs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("runs/*/config.json")}
+    assert set(configs) == set(sanity_check.ROWS) - {"tp2"}
+    for name, config in configs.items():
+        samples = config["micro_batch_size"] * config["gradient_accumulation_steps"] * config["topology"]["dp_size"]
+        assert samples == 32 and config["gradient_accumulation_steps"] > 1, name
+    lines = [line.split("|") for line in printed.splitlines() if line[:1] == "|"][2:]
+    ranks_and_steps = {line[1].strip(): [int(cell) for cell in line[2:4]] for line in lines}
+    assert ranks_and_steps["Baseline"] == [1, 20] and ranks_and_steps["3D 2x2x2"] == [8, 10]
+    assert len(ranks_and_steps) == 7
+    code, printed = check("--log_dir", tmp_path / "runs", "--steps", 20, "--rows", "tp4")
+    assert code == 0 and "Baseline:" not in printed and "| Baseline" in printed, "an earlier baseline is used"
+
+
+def test_preset_1b_is_tinyllama(tmp_path):
+    folder = sanity_check.make_1b_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    d, f, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    layer = 2 * d * d + 2 * d * d * config["num_key_value_heads"] // heads + 3 * d * f + 2 * d
+    assert config["num_hidden_layers"] * layer + 2 * config["vocab_size"] * d + d == 1_100_048_384
+    embedded = pathlib.Path(ROOT, "assets", "tiny_llama", "tokenizer.json")
+    assert (folder / "tokenizer.json").read_bytes() == embedded.read_bytes()
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--max_tokens", "tp9=5"], "--max_tokens tp9=5: use N or ROW=N"),
+    (["--max_tokens", "5", "--steps", "1"], "use one of them"),
+    (["--rows", "tp4"], "holds no baseline"),
+])
+def test_wrong_flags(check, tmp_path, words, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        check("--log_dir", tmp_path, *words)
+    assert stopped.value.code == 2 and message in capsys.readouterr().err

