@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import time
@@ -56,9 +57,9 @@ class Run:
         train = STEPS["8"] / "train.py"
         words = [script, train] if script else [train]
         command = torchrun(4, *words, "--pp_size", 4, "--log_dir", log_dir, *SHORT)
-        self.errors = open(log_dir / "stderr.txt", "w+")
+        self.output, self.errors = open(log_dir / "stdout.txt", "w+"), open(log_dir / "stderr.txt", "w+")
         self.process = subprocess.Popen(command, env=environment(MARKER=self.marker), start_new_session=True,
-                                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.errors)
+                                        stdin=subprocess.DEVNULL, stdout=self.output, stderr=self.errors)
 
     def wait_for_steps(self, count: int) -> None:
         deadline = time.monotonic() + 60
@@ -68,11 +69,10 @@ class Run:
             time.sleep(0.05)
 
     def stderr(self) -> str:
-        self.errors.seek(0)
-        return self.errors.read()
+        return pathlib.Path(self.errors.name).read_text()
 
     def ends(self, seconds: float = SECONDS) -> None:
-        """Checks that it ends in time, as a failure, with nothing left running and with whole lines of metrics."""
+        """Checks that it ends in time, as a failure, with nothing left running, and that each step shown is recorded."""
         start = time.monotonic()
         while processes(self.marker) and time.monotonic() < start + seconds:
             self.process.poll()
@@ -82,7 +82,9 @@ class Run:
         assert self.process.wait(timeout=1) != 0
         text = self.metrics.read_text()
         rows = [json.loads(line) for line in text.splitlines()]
-        assert text.endswith("\n") and [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and rows
+        assert text.endswith("\n") and [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+        shown = re.findall(r"^step (\d+)/", pathlib.Path(self.output.name).read_text(), re.MULTILINE)
+        assert shown and len(rows) >= int(shown[-1])
 
     def kill(self) -> None:
         for pid in processes(self.marker):
@@ -91,6 +93,7 @@ class Run:
             except ProcessLookupError:
                 pass
         self.process.wait(timeout=10)
+        self.output.close()
         self.errors.close()
 
 

@@ -101,7 +101,7 @@ def test_rerun_starts_the_files_anew(log_dir, terminal_run, rerun):
     assert sorted(os.listdir(log_dir / "pair")) == ["config.json", "metrics.jsonl"]
     before = metrics(log_dir, "pair_before_its_rerun")
     rows = metrics(log_dir, "pair")
-    assert [row["loss"] for row in rows] == [row["loss"] for row in before[:2]], "and the same run gives the same losses"
+    assert [row["loss"] for row in rows] == [row["loss"] for row in before[:2]], "the same run again"
     assert json.loads((log_dir / "pair" / "config.json").read_text())["max_tokens"] == 128
 
 
