@@ -72,7 +72,7 @@ class Run:
         return pathlib.Path(self.errors.name).read_text()
 
     def ends(self, seconds: float = SECONDS) -> None:
-        """Checks that it ends in time, as a failure, with nothing left running, and that each step shown is recorded."""
+        """It ends in time, as a failure, with nothing left running, and each step that was shown is recorded."""
         start = time.monotonic()
         while processes(self.marker) and time.monotonic() < start + seconds:
             self.process.poll()
