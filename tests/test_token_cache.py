@@ -1,0 +1,183 @@
+"""Step 8's cache of tokens: a larger need goes on where a smaller one ended; kills and runs at once; lazy reading."""
+
+import functools
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from launch import ROOT, STEPS, modules_of
+
+with modules_of(8):
+    import dataloader
+
+dataloader.load_tokenizer = functools.cache(dataloader.load_tokenizer)  # a second saved in most tests
+dataloader.BLOCK = 2048  # and small texts still come in several pieces
+TINY = str(ROOT / "assets" / "tiny_llama")
+TEXTS = [f"Speech {i}, café.\n" + f"We the people, line {i}.\r\n" * (i % 7 * 40) for i in range(40)]  # some in pieces
+
+
+def write_txt_folder(folder, texts=TEXTS):
+    (folder / "corpus").mkdir()
+    for i, text in enumerate(texts):
+        (folder / "corpus" / f"{i:03}.txt").write_text(text, encoding="utf-8", newline="")
+    return folder / "corpus"
+
+
+def write_line(folder, texts=TEXTS):
+    path = folder / "corpus.txt"
+    path.write_text("".join(texts).replace("\r", " ").replace("\n", " "), encoding="utf-8")
+    return path
+
+
+def write_jsonl(folder, texts=TEXTS):
+    path = folder / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def write_parquet(folder, texts=TEXTS):
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "corpus.parquet")  # in one row group
+    return folder / "corpus.parquet"
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """encode_to_file into the test's cache, but for the corpus and the number of tokens; `cache.encoded` counts ids."""
+
+    class Cache:
+        folder, encoded = tmp_path / "cache", 0
+
+        def __call__(self, corpus, num_tokens: int) -> list[int]:
+            path = dataloader.encode_to_file(str(corpus), TINY, num_tokens, str(self.folder))
+            return np.fromfile(path, dtype=np.int32).tolist()
+
+    cache, encode = Cache(), dataloader.encode
+
+    def counting(documents, tokenizer):
+        for ids in encode(documents, tokenizer):
+            cache.encoded += len(ids)
+            yield ids
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataloader, "encode", counting)
+        yield cache
+
+
+def in_one_go(corpus, folder) -> list[int]:
+    path = dataloader.encode_to_file(str(corpus), TINY, 10**9, str(folder / "whole"))
+    return np.fromfile(path, dtype=np.int32).tolist()
+
+
+@pytest.mark.parametrize("write", [write_txt_folder, write_line, write_jsonl, write_parquet])
+def test_a_larger_need_goes_on_where_the_cache_ends(cache, tmp_path, write):
+    corpus = write(tmp_path)
+    whole = in_one_go(corpus, tmp_path)
+    cache.encoded, found = 0, []
+    for need in (1, 100, 4000, 4001, 10000, len(whole), len(whole) + 1, 10**9):
+        before, found = found, cache(corpus, need)
+        assert found[: len(before)] == before and found == whole[: len(found)] and len(found) >= min(need, len(whole))
+        assert cache.encoded == len(found), "tokens of the cache were encoded again"
+    assert found == whole and len({path.stat().st_size for path in cache.folder.iterdir()}) > 2
+
+
+def test_a_hub_data_set_is_encoded_from_its_start(cache, tmp_path, monkeypatch):
+    """It may have changed since: what the cache holds and what follows there need not belong together."""
+    def rows(version: str):
+        return lambda path, files: iter([{"text": f"{version} {text}"} for text in TEXTS])
+
+    monkeypatch.setattr(dataloader, "require_reachable_hub", lambda name, kind: None)
+    monkeypatch.setattr(dataloader, "read_rows", rows("old"))
+    old = cache("a/corpus", 100)
+    monkeypatch.setattr(dataloader, "read_rows", rows("new"))
+    new = cache("a/corpus", 10**9)
+    assert new[: len(old)] != old and len(new) > 2 * len(old)
+    assert new == in_one_go(write_jsonl(tmp_path, [f"new {text}" for text in TEXTS]), tmp_path)
+
+
+def test_a_killed_run_leaves_nothing_that_another_takes_for_tokens(cache, tmp_path):
+    corpus = write_txt_folder(tmp_path)
+    begun = cache(corpus, 100)
+    program = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import dataloader
+encode = dataloader.encode
+def killed(documents, tokenizer):
+    for number, ids in enumerate(encode(documents, tokenizer)):
+        if number == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield ids
+dataloader.encode, dataloader.BLOCK = killed, int(sys.argv[5])
+dataloader.encode_to_file(sys.argv[2], sys.argv[3], 10**9, sys.argv[4])
+"""
+    command = [sys.executable, "-c", program, STEPS["8"], corpus, TINY, cache.folder, dataloader.BLOCK]
+    assert subprocess.run(list(map(str, command)), timeout=120).returncode == -signal.SIGKILL
+    assert len(list(cache.folder.rglob("*"))) > 1, "it was killed while it wrote"
+    assert cache(corpus, 100) == begun, "what was there has changed"
+    assert cache(corpus, 10**9) == in_one_go(corpus, tmp_path)
+
+
+@pytest.mark.parametrize("mine, others", [(4000, 4000), (4000, 10000), (10000, 4000), (10**9, 4000)])
+def test_runs_at_once(cache, tmp_path, monkeypatch, mine, others):
+    """Another run does all its work in the middle of this one's, while a third trains on what there was before."""
+    corpus = write_txt_folder(tmp_path)
+    whole = in_one_go(corpus, tmp_path)
+    cache(corpus, 100)
+    [path] = cache.folder.iterdir()
+    mapped, encode, found = np.memmap(path, dtype=np.int32, mode="r"), dataloader.encode, []
+
+    def interrupted(documents, tokenizer):
+        for number, ids in enumerate(encode(documents, tokenizer)):
+            if number == 3:
+                with monkeypatch.context() as patch:
+                    patch.setattr(dataloader, "encode", encode)
+                    found.append(cache(corpus, others))
+            yield ids
+
+    monkeypatch.setattr(dataloader, "encode", interrupted)
+    found.append(cache(corpus, mine))
+    for ids, need in zip(found, (others, mine), strict=True):
+        assert ids == whole[: len(ids)] and len(ids) >= min(need, len(whole))
+    assert mapped.tolist() == whole[: len(mapped)]
+    for path in cache.folder.glob("*.bin"):
+        assert (ids := np.fromfile(path, dtype=np.int32).tolist()) == whole[: len(ids)]
+
+
+def test_a_file_cut_short_is_not_used(cache, tmp_path):
+    corpus = write_txt_folder(tmp_path)
+    good = cache(corpus, 4000)
+    [path] = cache.folder.iterdir()
+    path.write_bytes(path.read_bytes()[:-4])
+    assert cache(corpus, 4000) == good
+
+
+def test_a_line_without_an_end_is_cut(tmp_path):
+    path = write_line(tmp_path)
+    pieces = [text for text, _ in dataloader.read_corpus(str(path))]
+    assert "".join(pieces) == path.read_text(encoding="utf-8")
+    assert len(pieces) > 5 and max(map(len, pieces)) <= 2 * dataloader.BLOCK
+
+
+def bytes_read() -> int:
+    return int(pathlib.Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/io").exists(), reason="nothing counts the bytes that are read")
+@pytest.mark.parametrize("write", [write_txt_folder, write_line, write_jsonl])  # of .parquet, a row group at least
+def test_no_more_is_read_than_is_needed(tmp_path, write):
+    rng = np.random.default_rng(0)  # letters that do not compress much, 72 MB
+    texts = [rng.integers(97, 123, 12000, dtype=np.uint8).tobytes().decode() + "\n" for _ in range(6000)]
+    corpus = write(tmp_path, texts)
+    (tmp_path / "small").mkdir()
+    next(dataloader.read_corpus(str(write(tmp_path / "small"))))  # whatever is imported is imported now
+    before = bytes_read()
+    documents = dataloader.read_corpus(str(corpus))
+    assert len(next(documents)[0]) >= 1000
+    assert bytes_read() - before < 24e6  # datasets takes .jsonl by 10 MB, twice
