@@ -5,7 +5,9 @@ Gradients arrive from the last layer to the first. They live side by side in fla
     backward     | final_proj | layer 7 | layer 6 | layer 5 | layer 4 | ... | layer 0 | embedding |
     all-reduce                | bucket 0          | bucket 1          | ...                       | bucket n | wait
 
-`param.grad` is a view into its bucket: autograd adds into it, and no copy is made before or after the all-reduce.
+`param.grad` is a view into its bucket: what autograd adds into is what travels, and what the optimizer reads.
+The buffer is never zeroed: the first micro-batch's gradient is copied in and divided by dp_size last, both while it is
+still in the processor's cache.
 With gradient accumulation only the last micro-batch communicates, and what it sends is the accumulated gradient.
 Buckets have the parameters' dtype: gradients add up and travel in float32 even where activations are bfloat16.
 """
@@ -24,18 +26,21 @@ class Bucket:
         self.params, self.group = params, group
         self.buffer = params[0].new_zeros(sum(param.numel() for param in params))
         self.awaited, self.handle = set(params), None
-        offset = 0
-        for param in params:
-            param.grad = self.buffer[offset : offset + param.numel()].view_as(param)
-            offset += param.numel()
+        parts = self.buffer.split([param.numel() for param in params])
+        self.views = {param: part.view_as(param) for param, part in zip(params, parts)}
+
+    def take(self, param: nn.Parameter) -> None:
+        """Makes `param.grad` a view of the buffer where autograd, finding none to add to, has made a new tensor."""
+        if param.grad is not self.views[param]:
+            self.views[param].copy_(param.grad)
+            param.grad = self.views[param]
 
     def launch(self) -> None:
         self.handle = dist.all_reduce(self.buffer, group=self.group, async_op=True)
 
     def finish(self) -> None:
-        """Waits for the sum and makes it the average."""
+        """Waits for the sum of what each rank has divided by their number: the average."""
         self.handle.wait()
-        self.buffer /= self.group.size()
         self.awaited, self.handle = set(self.params), None
 
 
@@ -74,18 +79,14 @@ class DataParallelBucket(nn.Module):
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients that live in a bucket are zeroed in place: set to None, they would leave it."""
-        for bucket in self.buckets:
-            bucket.buffer.zero_()
-        if not self.buckets:
-            super().zero_grad(set_to_none)
-
     def gradient_arrived(self, param: nn.Parameter) -> None:
         """Runs inside backward, once `param.grad` holds the sum over the micro-batches so far."""
+        bucket = self.bucket_of[param]
+        bucket.take(param)
         if not self.require_backward_grad_sync:
             return
-        self.bucket_of[param].awaited.discard(param)
+        param.grad /= bucket.group.size()
+        bucket.awaited.discard(param)
         for bucket in self.buckets:  # in order, so that all ranks launch the same all-reduces in the same order
             if bucket.awaited:
                 break
@@ -93,8 +94,10 @@ class DataParallelBucket(nn.Module):
                 bucket.launch()
 
     def finish_gradient_sync(self) -> None:
-        """Launches what no gradient has completed (a parameter the loss does not reach), waits for all."""
+        """Launches what no gradient has completed (a parameter that the loss did not reach), waits for all."""
         for bucket in self.buckets:
+            for param in bucket.awaited:
+                param.grad = bucket.views[param].zero_() if param.grad is None else param.grad.div_(bucket.group.size())
             if bucket.handle is None:
                 bucket.launch()
         for bucket in self.buckets:
