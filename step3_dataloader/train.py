@@ -14,8 +14,8 @@ from dataloader import MicroBatchDataLoader
 from metrics import RunLogger
 from model import Llama, cross_entropy, init_weights
 from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, choose_device, load_config, once_per_machine, one_clear_error, positive_int,
-    to_readable_format,
+    ROOT, TINY_LLAMA, ArgumentParser, choose_device, compile_layers, load_config, once_per_machine, one_clear_error,
+    positive_int, to_readable_format,
 )
 
 
@@ -29,6 +29,7 @@ def parse_args():
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto",
                         help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
     # Model
     parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with a config.json, or a Hub id")
     parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
@@ -102,6 +103,8 @@ def main():
     with torch.device("meta"):  # shapes only; memory comes with the weights
         model = Llama(config, dtype)
     init_weights(model, args.seed, device)
+    if args.compile:
+        compile_layers(model.decoder_layers.children(), device)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
     if grid.is_logging_rank:
         num_params = to_readable_format(sum(p.numel() for p in model.parameters()))

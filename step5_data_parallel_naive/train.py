@@ -16,8 +16,8 @@ from metrics import RunLogger
 from model import Llama, init_weights
 from tensor_parallel import apply_tensor_parallel, cross_entropy, split_over_tp
 from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, choose_device, load_config, once_per_machine, one_clear_error, positive_int,
-    to_readable_format,
+    ROOT, TINY_LLAMA, ArgumentParser, choose_device, compile_layers, load_config, once_per_machine, one_clear_error,
+    positive_int, to_readable_format,
 )
 
 
@@ -31,6 +31,7 @@ def parse_args():
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto",
                         help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
     # Model
     parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with a config.json, or a Hub id")
     parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
@@ -104,6 +105,8 @@ def main():
     with torch.device("meta"):  # shapes only; memory comes with the weights
         model = apply_tensor_parallel(Llama(config, dtype))
     init_weights(model, args.seed, device, split_over_tp)
+    if args.compile:
+        compile_layers(model.decoder_layers.children(), device)
     model = DataParallelNaive(model)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
     if grid.is_logging_rank:

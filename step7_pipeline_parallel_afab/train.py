@@ -18,8 +18,8 @@ from pipeline_parallel import PipelineParallel, train_step_pipeline_afab
 from tensor_parallel import apply_tensor_parallel, cross_entropy, split_over_tp
 from timeline import timeline
 from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, choose_device, load_config, once_per_machine, one_clear_error, positive_int,
-    to_readable_format,
+    ROOT, TINY_LLAMA, ArgumentParser, choose_device, compile_layers, load_config, once_per_machine, one_clear_error,
+    positive_int, to_readable_format,
 )
 
 
@@ -33,6 +33,7 @@ def parse_args():
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto",
                         help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
     # Model
     parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with a config.json, or a Hub id")
     parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
@@ -109,6 +110,8 @@ def main():
         if args.pp_size > 1:
             model = PipelineParallel(model)
     init_weights(model, args.seed, device, split_over_tp)
+    if args.compile:
+        compile_layers(model.decoder_layers.children(), device)
     model = DataParallelBucket(model)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
     if grid.is_logging_rank:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -69,6 +70,17 @@ def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, s
         print(f"{local_ranks} ranks share {gpus} GPU(s), over gloo: what they send passes through the host", flush=True)
     torch.cuda.set_device(local_rank % gpus)
     return torch.device("cuda", local_rank % gpus), getattr(torch, dtype), "gloo" if local_ranks > gpus else "nccl"
+
+
+def compile_layers(layers, device: torch.device) -> None:
+    """torch.compile for each layer by itself, at its first call: layers that are alike share the code.
+
+    Raises ValueError where the CPU's code has no compiler.
+    """
+    if device.type == "cpu" and not shutil.which(compiler := os.environ.get("CXX", "g++")):
+        raise ValueError(f"--compile needs a C++ compiler, and {compiler!r} is not here: install one, or name it in CXX")
+    for layer in layers:
+        layer.compile()
 
 
 def once_per_machine(make):
