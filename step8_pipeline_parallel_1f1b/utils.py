@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,11 @@ import torch.distributed as dist
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
 TINY_LLAMA = os.path.join(ROOT, "assets", "tiny_llama")
+CONFIG_FIELDS = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "initializer_range", "hidden_act",
+    "attention_bias", "mlp_bias",
+}
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -78,7 +84,7 @@ def compile_layers(layers, device: torch.device) -> None:
     Raises ValueError where the CPU's code has no compiler.
     """
     if device.type == "cpu" and not shutil.which(compiler := os.environ.get("CXX", "g++")):
-        raise ValueError(f"--compile needs a C++ compiler, and {compiler!r} is not here: install one, or name it in CXX")
+        raise ValueError(f"--compile needs a C++ compiler, and {compiler!r} is not found: install one, or set CXX")
     for layer in layers:
         layer.compile()
 
@@ -127,15 +133,7 @@ def load_config(model_name: str, **overrides: int | None):
 
     Returns a plain namespace: whoever only reads it need not import transformers.
     """
-    from transformers import AutoConfig  # imported here: it takes seconds, and a wrong flag need not wait for it
-
-    if not os.path.isdir(model_name):
-        require_reachable_hub(model_name, "--model_name")
-    try:
-        config = AutoConfig.from_pretrained(model_name)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--model_name {model_name!r} holds no model configuration: {reason}") from None
+    config = types.SimpleNamespace(**read_config(model_name))
     if (heads := overrides["num_attention_heads"]) is not None:
         if config.hidden_size % heads:
             raise ValueError(f"--num_attention_heads {heads} does not divide the hidden size {config.hidden_size}")
@@ -143,7 +141,27 @@ def load_config(model_name: str, **overrides: int | None):
     for name, value in overrides.items():
         if value is not None:
             setattr(config, name, value)
-    return types.SimpleNamespace(**config.to_dict())
+    return config
+
+
+def read_config(model_name: str) -> dict:
+    """Every field, where the file holds all that the model asks for as it is; else Hugging Face fills in the others."""
+    try:
+        with open(os.path.join(model_name, "config.json"), encoding="utf-8") as file:
+            fields = json.load(file)
+        if fields["model_type"] == "llama" and CONFIG_FIELDS <= fields.keys():
+            return fields
+    except (OSError, ValueError, TypeError, KeyError):
+        pass  # Hugging Face says what is wrong with it
+    from transformers import AutoConfig  # imported here: it takes seconds
+
+    if not os.path.isdir(model_name):
+        require_reachable_hub(model_name, "--model_name")
+    try:
+        return AutoConfig.from_pretrained(model_name).to_dict()
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--model_name {model_name!r} holds no model configuration: {reason}") from None
 
 
 def to_readable_format(number: float, precision: int = 1) -> str:

@@ -1,6 +1,6 @@
 """How fast are the steps beside what a user would pick instead? All runs interleaved, on the CPU, one table.
 
-    python tests/benchmark.py                      about ten minutes on two cores
+    python tests/benchmark.py                      about twenty minutes on two cores
     python tests/benchmark.py --only '1f1b|one process' --rounds 1
     python tests/benchmark.py --startup            where the time to the first step goes
     python tests/benchmark.py --gpu                a machine with one or more GPUs
@@ -12,6 +12,7 @@ the rounds' ratios, given with its smallest and largest. Runs whose losses diffe
 """
 
 import argparse
+import importlib
 import json
 import os
 import pathlib
@@ -25,6 +26,7 @@ from typing import NamedTuple
 
 from launch import ROOT, STEPS, environment, metrics, modules_of, torchrun
 
+OTHERS = {"--startup": "startup", "--gpu": "benchmark_gpu"}
 STEPS_A_RUN, TOKENS_A_STEP = 7, 32 * 128
 BASELINE = "step 3, one process"
 
@@ -70,13 +72,10 @@ RUNS = [
 
 
 def main():
-    args = parse_args()
-    if args.gpu or args.startup:
-        import benchmark_gpu
-        import startup
-
-        (benchmark_gpu if args.gpu else startup).main(args.rest)
+    if other := next((name for flag, name in OTHERS.items() if flag in sys.argv[1:]), None):
+        importlib.import_module(other).main([flag for flag in sys.argv[1:] if flag not in OTHERS])
         return
+    args = parse_args()
     chosen = [run for run in RUNS if re.search(args.only, run.name)]
     if not chosen:
         sys.exit(f"error: --only {args.only!r} fits none of: {', '.join(run.name for run in RUNS)}")
@@ -105,11 +104,9 @@ def parse_args():
     parser.add_argument("--json", metavar="PATH", help="write every figure")
     parser.add_argument("--plot", metavar="PNG", help="draw the speed-ups")
     parser.add_argument("--old", metavar="CHECKOUT", help="take the steps from another checkout of this repository")
-    parser.add_argument("--startup", action="store_true", help="measure the start instead")
-    parser.add_argument("--gpu", action="store_true", help="measure on the GPUs instead")
-    args, args.rest = parser.parse_known_args()
-    if args.rest and not (args.startup or args.gpu):
-        parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
+    parser.add_argument("--startup", action="store_true", help="measure the start instead; see startup.py --help")
+    parser.add_argument("--gpu", action="store_true", help="measure on the GPU instead; see benchmark_gpu.py --help")
+    args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: at least 1")
     return args
@@ -142,8 +139,8 @@ def execute(run: Run, folder: str, tokens: str, checkout: str | None) -> dict:
                            "--out", out, "--steps", STEPS_A_RUN, "--threads", run.threads)
     else:
         script = pathlib.Path(checkout or ROOT, STEPS[str(run.step)].name, "train.py")
-        command = torchrun(run.ranks, script, *run.flags.split(), *common, "--log_dir", folder, "--seq_len", 128, "--learning_rate", 3e-4,
-                           "--max_tokens", STEPS_A_RUN * TOKENS_A_STEP, "--omp_num_threads", run.threads)
+        command = torchrun(run.ranks, script, *run.flags.split(), *common, "--log_dir", folder, "--seq_len", 128,
+                           "--learning_rate", 3e-4, "--max_tokens", STEPS_A_RUN * TOKENS_A_STEP, "--omp_num_threads", run.threads)
     start = time.perf_counter()
     done = subprocess.run(command, env=environment(OMP_NUM_THREADS=str(run.threads)), text=True, timeout=600,
                           stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -21,4 +21,4 @@ def test_compiled_losses_are_those_of_the_eager_run(tmp_path):
 def test_no_compiler(tmp_path, step):
     done = launch(step, 1, "--compile", "--log_dir", tmp_path, check=False, env={"CXX": "no-such-compiler"})
     assert done.returncode != 0
-    assert "error: --compile needs a C++ compiler, and 'no-such-compiler' is not here" in done.stderr
+    assert "error: --compile needs a C++ compiler, and 'no-such-compiler' is not found" in done.stderr

@@ -1,16 +1,18 @@
 """Step 1's Llama against Hugging Face's, and its initial weights."""
 
 import hashlib
+import json
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from huggingface import reference, their_name
-from launch import modules_of
+from launch import ROOT, modules_of
 
 with modules_of(1):
     import model as llama
+    from utils import CONFIG_FIELDS, load_config
 
 
 def tiny_config(**changes):
@@ -86,3 +88,15 @@ def test_bfloat16_activations_over_float32_masters():
 def test_what_it_does_not_do_is_an_error(changes):
     with pytest.raises(ValueError, match=list(changes)[0] if "rope_parameters" not in changes else "rope_type"):
         llama.Llama(tiny_config(**changes))
+
+
+@pytest.mark.parametrize("style", ["complete", "older"])
+def test_configuration_is_what_hugging_face_reads(tmp_path, style):
+    fields = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
+    if style == "older":  # as before transformers 5: this one is left to Hugging Face
+        del fields["head_dim"]
+        fields["rope_theta"] = fields.pop("rope_parameters")["rope_theta"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    ours, theirs = load_config(str(tmp_path), num_attention_heads=None), AutoConfig.from_pretrained(tmp_path)
+    assert {name: getattr(ours, name) for name in CONFIG_FIELDS} == {
+        name: theirs.to_dict()[name] for name in CONFIG_FIELDS}
