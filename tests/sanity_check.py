@@ -1,4 +1,4 @@
-"""Every topology of steps 3 to 8 on the same samples: is its loss that of one process?
+"""Every topology of steps 3 to 9 on the same samples: is its loss that of one process?
 
     python tests/sanity_check.py                                     # the tiny Llama, 50 steps, minutes on two cores
     python tests/sanity_check.py --dtype float64 --steps 20
@@ -32,14 +32,12 @@ from launch import ROOT, STEPS, metrics, torchrun
 TOLERANCE = {"float64": (1e-11, None), "float32": (1e-4, 20), "bfloat16": (5e-2, 20)}  # |difference|, first steps
 TINYLLAMA = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, head_dim=64,
                  num_key_value_heads=4, vocab_size=32000, initializer_range=0.02)
-PRESETS = {  # seq_len, tokens to train on, learning rate, dtype
-    "tiny": (128, 204_800, 3e-3, "float32"),
-    "1b": (1024, 4_096_000, 3e-4, "bfloat16"),
-}
-# One optimizer step reads 32 samples: micro_batch_size * ACCUMULATION * dp_size. Rows with data parallelism take
-# smaller micro-batches, not fewer of them: each row still accumulates gradients, and fills a pipeline of 4 stages.
+# seq_len, tokens to train on, learning rate, dtype
+PRESETS = {"tiny": (128, 204_800, 3e-3, "float32"), "1b": (1024, 4_096_000, 3e-4, "bfloat16")}
+# An optimizer step reads 32 samples: micro_batch_size * ACCUMULATION * dp_size. Rows with data parallelism take smaller
+# micro-batches, not fewer: each row accumulates gradients, and fills a pipeline of 4 stages.
 GLOBAL_BATCH, ACCUMULATION = 32, 8
-COLOURS = ["#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#004d40", "#1fa187", "#aa4499"]  # of ROWS, a hue an axis
+COLOURS = ["#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#004d40", "#1fa187", "#aa4499", "#882255"]  # of ROWS, a hue an axis
 
 Row = collections.namedtuple("Row", "name label step flags")  # name: on the command line, and the run's in --log_dir
 ROWS = {row.name: row for row in [
@@ -51,6 +49,7 @@ ROWS = {row.name: row for row in [
     Row("pp4_afab", "PP 4 AFAB", 7, {"pp_size": 4}),
     Row("pp4_1f1b", "PP 4 1F1B", 8, {"pp_size": 4, "pp_engine": "1f1b"}),
     Row("3d", "3D 2x2x2", 8, {"dp_size": 2, "pp_size": 2, "tp_size": 2, "pp_engine": "1f1b"}),
+    Row("unlike", "Unlike 8;5,3", 9, {"pipelines": "8;5,3", "num_microbatches": "5,3"}),
 ]}
 
 
@@ -78,11 +77,12 @@ class Run:
     @property
     def recipe(self) -> dict:
         """What must be the same for two runs to be comparable."""
-        micro_batch, dp_size = self.config["micro_batch_size"], self.config["topology"]["dp_size"]
+        micro_batch, counts = self.config["micro_batch_size"], self.config.get("num_microbatches")
+        like = self.config["gradient_accumulation_steps"] * self.config["topology"]["dp_size"]
+        total = sum(map(int, counts.split(","))) if counts else like
         keys = ("model_name", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "dataset_name", "seed",
                 "learning_rate", "seq_len", "dtype")
-        return {"global batch": micro_batch * self.config["gradient_accumulation_steps"] * dp_size,
-                **{key: self.config[key] for key in keys}}
+        return {"global batch": micro_batch * total, **{key: self.config[key] for key in keys}}
 
     def gaps(self, baseline: "Run") -> list[float]:
         """|loss - baseline| of each step that both have."""
@@ -112,7 +112,7 @@ def failures(runs: list[Run], dtype: str) -> list[str]:
 
 
 def table(runs: list[Run]) -> str:
-    """Markdown, in columns that line up in a terminal too."""
+    """Markdown, in columns that line up."""
     lines = [["run", "ranks", "steps", "final loss", "max difference, first 20 steps", "all steps", "tokens/s"]]
     for run in runs:
         worst = ["", ""] if run is runs[0] else [f"{run.worst(runs[0], steps):.1e}" for steps in (20, None)]
@@ -187,7 +187,7 @@ def draw_gaps(axes, runs: list[Run], dtype: str) -> None:
         heights = [math.log10(gap) if gap else math.nan for gap in run_gaps]
         zeros = [math.nan if gap else zero for gap in run_gaps]
         steps = range(1, len(run_gaps) + 1)
-        axes.plot(steps, heights, color=colour, linewidth=1.5, marker="osD^vPX"[i % 7], markersize=4, markeredgewidth=0)
+        axes.plot(steps, heights, color=colour, linewidth=1.5, marker="osD^vPX*"[i % 8], markersize=4, markeredgewidth=0)
         axes.plot(steps, zeros, color=colour, linewidth=0, marker="o", markersize=3, markeredgewidth=0)
         ends.append(((heights[-1] if run_gaps[-1] else zero) - floor + strip, run.label, colour))
     # The labels, at the lines' ends where there is room: a line's colour says what it is, in both panels.
@@ -212,7 +212,8 @@ def make_1b_model(folder: pathlib.Path) -> pathlib.Path:
 def train(row: Row, flags: dict, log_dir: pathlib.Path) -> bool:
     """Runs one row, its output in <log_dir>/<name>.log; False, and the output's end printed, where it fails."""
     sizes = {axis: row.flags.get(axis, 1) for axis in ("tp_size", "dp_size", "pp_size")}
-    ranks, output = math.prod(sizes.values()), log_dir / f"{row.name}.log"
+    stages = len(row.flags.get("pipelines", "").replace(";", ",").split(","))  # 1 where they are all alike
+    ranks, output = math.prod(sizes.values()) * stages, log_dir / f"{row.name}.log"
     flags = {"micro_batch_size": GLOBAL_BATCH // ACCUMULATION // sizes["dp_size"], "run_name": row.name,
              "gradient_accumulation_steps": ACCUMULATION, "log_dir": log_dir, **flags, **row.flags}
     words = [word for name, value in flags.items() for word in (f"--{name}", value)]
@@ -254,8 +255,8 @@ def parse_args():
         budgets[name] = int(number)
     if args.steps is not None and "" in budgets:
         parser.error("--steps and --max_tokens N say the same thing: use one of them")
-    budget = budget if args.steps is None else args.steps * GLOBAL_BATCH * seq_len
-    args.budgets = {name: budgets.get(name, budgets.get("", budget)) for name in ROWS}
+    budget = budgets.get("", budget if args.steps is None else args.steps * GLOBAL_BATCH * seq_len)
+    args.budgets = {name: budgets.get(name, budget) for name in ROWS}
     args.figure = args.figure or ROOT / "assets" / f"sanity_check{'_1b' if args.preset == '1b' else ''}.png"
     args.log_dir = args.log_dir.resolve()
     return args
@@ -282,8 +283,7 @@ def main() -> int:
             failed.append(str(error))
     if runs and runs[0].folder == folders[0]:  # without the baseline there is nothing to compare
         if (dtype := runs[0].config["dtype"]) == "auto":
-            dtype = args.dtype or "float32"
-            print(f"a dtype of auto is taken for {dtype}: --dtype says otherwise")
+            print(f"a dtype of auto is taken for {(dtype := args.dtype or 'float32')}: --dtype says otherwise")
         print(table(runs))
         if args.table:
             args.table.write_text(table(runs) + "\n")

@@ -1,0 +1,173 @@
+"""Pipeline parallelism: the layers are split into stages, micro-batches flow through them.
+
+Stage s receives hidden states (B, T, D) from stage s-1, runs its layers, sends to stage s+1; backward, gradients of
+that shape flow the other way. The first stage holds the embedding, the last the final norm, the projection, the loss.
+
+A schedule is data: for one stage, the order in which micro-batches go forward (F) and backward (B). All forward, all
+backward (AFAB), 4 stages, 4 micro-batches, one column a unit of time:
+
+    stage 0   F0 F1 F2 F3 .  .  .  .  .  .  B0 B1 B2 B3
+    stage 1   .  F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3 .
+    stage 2   .  .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .  .
+    stage 3   .  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .  .      dots: the bubble, (p-1)/(m+p-1) of the time
+
+One forward, one backward (1F1B) starts a micro-batch's backward as soon as it can. The bubble is the same, but stage s
+holds the activations of p - s micro-batches at most, instead of all m:
+
+    stage 0   F0 F1 F2 F3 .  .  .  B0 .  B1 .  B2 .  B3
+    stage 1   .  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3 .
+    stage 2   .  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .  .
+    stage 3   .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .  .
+
+One executor, run_schedule, runs any schedule. It waits only for what the next action needs: a receive is posted before
+the compute that precedes it, sends go on in the background. Forward and backward traffic have a process group each:
+NCCL runs the transfers of one group in order, and a forward send must not queue behind a backward receive.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import process_group_manager as pgm
+from timeline import timeline
+
+
+class Action(NamedTuple):
+    kind: Literal["F", "B"]
+    microbatch: int
+
+
+def afab(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]:
+    """All forward, all backward (GPipe, Huang et al. 2019): the activations of all m micro-batches are alive."""
+    for i in range(num_microbatches):
+        yield Action("F", i)
+    for i in range(num_microbatches):
+        yield Action("B", i)
+
+
+def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]:
+    """One forward, one backward (PipeDream-Flush, Narayanan et al. 2021): at most p - stage activations are alive."""
+    warm_up = min(num_stages - stage - 1, num_microbatches)
+    for i in range(warm_up):
+        yield Action("F", i)
+    for i in range(warm_up, num_microbatches):  # steady state
+        yield Action("F", i)
+        yield Action("B", i - warm_up)
+    for i in range(num_microbatches - warm_up, num_microbatches):  # cool-down
+        yield Action("B", i)
+
+
+def connect_neighbours() -> None:
+    """Opens the connections between stages, one after the other.
+
+    NCCL opens them on demand and makes both sides wait for it: a receive posted early would then wait for a peer that
+    waits for this stage.
+    """
+    grid = pgm.process_group_manager
+    token = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    for stage in range(grid.pp_world_size - 1):
+        if grid.pp_rank == stage:
+            dist.send(token, grid.pp_next_rank, group=grid.pp_group)
+            dist.recv(token, grid.pp_next_rank, group=grid.pp_backward_group)
+        elif grid.pp_rank == stage + 1:
+            dist.recv(token, grid.pp_prev_rank, group=grid.pp_group)
+            dist.send(token, grid.pp_prev_rank, group=grid.pp_backward_group)
+
+
+class StageCommunication:
+    """This stage's transfers: what an action needs is received early, what it made is sent in the background.
+
+    gloo moves tensors of the host only: on CUDA over gloo they are copied there and back.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self.dtype, self.device = dtype, device
+        self.wire_device = torch.device("cpu") if dist.get_backend() == "gloo" else device
+        grid = pgm.process_group_manager
+        self.source = {"F": grid.pp_prev_rank, "B": grid.pp_next_rank}
+        self.destination = {"F": grid.pp_next_rank, "B": grid.pp_prev_rank}
+        self.group = {"F": grid.pp_group, "B": grid.pp_backward_group}
+        self.receiving: dict[Action, tuple] = {}
+        self.sending: deque[tuple] = deque()
+
+    def post_receive(self, action: Action, shape: tuple[int, int, int]) -> None:
+        if self.source[action.kind] is not None and action not in self.receiving:
+            buffer = torch.empty(shape, dtype=self.dtype, device=self.wire_device)
+            handle = dist.irecv(buffer, self.source[action.kind], group=self.group[action.kind])
+            self.receiving[action] = (handle, buffer, timeline.now())
+
+    def receive(self, action: Action) -> torch.Tensor | None:
+        """Waits for the input (F) or the output's gradient (B) of this micro-batch; None at the pipeline's ends."""
+        if action not in self.receiving:
+            return None
+        handle, buffer, posted = self.receiving.pop(action)
+        with timeline.span("wait", action.microbatch):
+            handle.wait()
+        timeline.add("receive", action.microbatch, posted, communication=True)
+        return buffer.to(self.device)
+
+    def send(self, action: Action, tensor: torch.Tensor) -> None:
+        if self.destination[action.kind] is None:
+            return
+        tensor = tensor.detach().to(self.wire_device).contiguous()
+        handle = dist.isend(tensor, self.destination[action.kind], group=self.group[action.kind])
+        self.sending.append((handle, tensor, timeline.now(), action))  # the tensor has to live until it is sent
+        if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # long received: this bounds the memory
+            self.finish_oldest_send()
+
+    def finish_oldest_send(self) -> None:
+        handle, _, posted, action = self.sending.popleft()
+        handle.wait()
+        timeline.add("send", action.microbatch, posted, communication=True)
+
+    def finish(self) -> None:
+        while self.sending:
+            self.finish_oldest_send()
+
+
+def run_schedule(schedule, model: nn.Module, data_iter, criterion, num_microbatches: int, device) -> torch.Tensor:
+    """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
+
+    Every stage reads every batch of its pipeline: a dictionary of the model's inputs, of which masks and positions
+    concern all stages. `criterion(output, batch)` is the mean loss of a micro-batch. Returns the mean over this
+    pipeline's micro-batches on the last stage, zero elsewhere.
+    `model.peak_live_activations` is then the number of micro-batches whose activations this stage held at most.
+    """
+    grid, stage = pgm.process_group_manager, model.module
+    actions = list(schedule(grid.pp_rank, grid.pp_world_size, num_microbatches))
+    communication = StageCommunication(stage.dtype, device)
+    total_loss = torch.zeros((), dtype=torch.promote_types(stage.dtype, torch.float32), device=device)
+    batches: dict[int, dict] = {}  # read as their forward comes near
+    alive: dict[int, tuple] = {}  # micro-batch -> what its backward needs
+    model.peak_live_activations = 0
+    for k, action in enumerate(actions):
+        for upcoming in actions[k : k + 2]:
+            if upcoming.kind == "F" and upcoming.microbatch not in batches:
+                batches[upcoming.microbatch] = next(data_iter)
+            communication.post_receive(upcoming, stage.hidden_shape(**batches[upcoming.microbatch]))
+        i = action.microbatch
+        received = communication.receive(action)
+        if action.kind == "F":
+            x = None if received is None else received.requires_grad_()
+            with timeline.span("forward", i):
+                out = model(x, **batches[i])
+                if grid.pp_is_last_stage:
+                    out = criterion(out, batches[i]) / num_microbatches
+                    total_loss = total_loss + out.detach()
+            communication.send(action, out)
+            alive[i] = (x, out)
+            model.peak_live_activations = max(model.peak_live_activations, len(alive))
+        else:
+            x, out = alive.pop(i)
+            del batches[i]
+            model.require_backward_grad_sync = i == num_microbatches - 1
+            with timeline.span("backward", i):
+                torch.autograd.backward(out, received)
+            communication.send(action, None if x is None else x.grad)
+    communication.finish()
+    model.finish_gradient_sync()
+    return total_loss

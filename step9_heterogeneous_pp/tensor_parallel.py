@@ -1,0 +1,217 @@
+"""Tensor parallelism: each matrix is split over the tp group, and so is the work (Megatron-LM, Shoeybi et al. 2019).
+
+Every tp rank reads the same samples and holds the same activations (B, T, D) between blocks. Inside a block:
+
+    x -> f -> column-parallel (q, k, v; gate, up): each rank makes its share of the heads or of the MLP's width
+           -> row-parallel (out; down): each rank makes a partial sum of the whole output  -> g -> x
+
+    f  CopyToTensorParallel      forward: nothing      backward: all-reduce (each rank's gradient is a partial sum)
+    g  ReduceFromTensorParallel  forward: all-reduce   backward: nothing
+
+So a decoder layer communicates four times a micro-batch: f and g, for attention and for the MLP. The embedding and the
+final projection are split along the vocabulary; the loss works on the split logits and exchanges three numbers a token.
+
+The model never mentions any of this: apply_tensor_parallel replaces its modules from outside, by the table TP_MODULES.
+A size that tp_size does not divide (a vocabulary of 1022 over 4 ranks) is split unevenly, as torch.tensor_split does.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+import model as llama
+import process_group_manager as pgm
+
+
+def split_over_tp(full: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """This tp rank's part of a full tensor along `dim`; the tensor itself where `dim` is None (not split)."""
+    grid = pgm.process_group_manager
+    return full if dim is None else full.tensor_split(grid.tp_world_size, dim)[grid.tp_rank]
+
+
+def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
+    """Sum (or maximum) over the tp group, in place, the same bits on all its ranks. `tensor` has to be contiguous.
+
+    Activations are small, so what counts is the number of rounds. gloo's ring takes 2 (n - 1) of them; where ranks swap
+    what they have with a partner at distance 1, 2, 4, ..., log2(n) suffice (recursive doubling, Thakur et al. 2005).
+    """
+    grid = pgm.process_group_manager
+    is_power_of_two = grid.tp_world_size & (grid.tp_world_size - 1) == 0
+    if tensor.is_cuda or not is_power_of_two or tensor.nbytes > 1 << 20:
+        dist.all_reduce(tensor, op, group=grid.tp_group)
+        return
+    received, distance = torch.empty_like(tensor), 1
+    while distance < grid.tp_world_size:
+        partner = grid.tp_group_ids[grid.tp_rank ^ distance]
+        sending = dist.isend(tensor, partner, group=grid.tp_group)
+        dist.recv(received, partner, group=grid.tp_group)
+        sending.wait()
+        combine = torch.add if op == dist.ReduceOp.SUM else torch.maximum
+        combine(tensor, received, out=tensor)
+        distance *= 2
+
+
+class CopyToTensorParallel(torch.autograd.Function):
+    """f: the identity forward, an all-reduce of the gradient backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may still use the incoming one elsewhere
+        all_reduce(grad)
+        return grad
+
+
+class ReduceFromTensorParallel(torch.autograd.Function):
+    """g: an all-reduce forward, in place; the identity backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the rows of W (out/tp, in) split: each rank makes out/tp of the outputs.
+
+    Takes the nn.Linear it stands for and keeps this rank's part. `copy_input=False` leaves f to the caller: where
+    several layers read one input (q, k and v), one all-reduce of the summed gradient replaces one each.
+    """
+
+    tp_dims = {"weight": 0, "bias": 0}
+
+    def __init__(self, linear: nn.Linear, copy_input: bool = True):
+        super().__init__()
+        self.copy_input = copy_input
+        keep_split_parameters(self, linear)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out/tp)
+        x = CopyToTensorParallel.apply(x) if self.copy_input else x
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with the columns of W (out, in/tp) split: x comes split, partial products are summed over tp."""
+
+    tp_dims = {"weight": 1}
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        keep_split_parameters(self, linear)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in/tp) -> (..., out)
+        y = ReduceFromTensorParallel.apply(F.linear(x, self.weight.to(x.dtype)))
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Each rank holds V/tp rows, looks up the ids among them and gives zero for the rest: the sum is the lookup."""
+
+    tp_dims = {"weight": 0}
+
+    def __init__(self, embedding: nn.Embedding):
+        super().__init__()
+        keep_split_parameters(self, embedding)
+        self.vocab_size = embedding.num_embeddings
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> (B, T, D)
+        local_ids, elsewhere = to_local_ids(input_ids, self.vocab_size)
+        x = F.embedding(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return ReduceFromTensorParallel.apply(x)
+
+
+def keep_split_parameters(module: nn.Module, source: nn.Module) -> None:
+    """Gives `module` this rank's part of each parameter of `source`, split as module.tp_dims says."""
+    module.bias = None
+    for name, param in source.named_parameters():
+        part = split_over_tp(param.detach(), module.tp_dims.get(name))
+        setattr(module, name, nn.Parameter(part.clone()))
+
+
+def to_local_ids(ids: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids relative to this rank's rows (0 for the ids of other ranks), and a mask of the ids that are elsewhere."""
+    grid = pgm.process_group_manager
+    rows, left_over = divmod(vocab_size, grid.tp_world_size)  # torch.tensor_split gives one row more to the first ranks
+    first = grid.tp_rank * rows + min(grid.tp_rank, left_over)
+    elsewhere = (ids < first) | (ids >= first + rows + (grid.tp_rank < left_over))
+    return (ids - first).masked_fill(elsewhere, 0), elsewhere
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """Mean of log(sum_v exp(logit_v)) - logit_target, from logits that are split along the vocabulary."""
+
+    @staticmethod
+    def forward(ctx, logits, target_ids, vocab_size):  # (N, V/tp), (N,) -> scalar
+        largest = logits.amax(dim=-1)  # (N,)
+        all_reduce(largest, dist.ReduceOp.MAX)
+        logits = logits - largest.unsqueeze(-1)
+        local_ids, elsewhere = to_local_ids(target_ids, vocab_size)
+        target_logit = logits.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)  # (N,)
+        exp = logits.exp_()
+        sums = torch.stack([exp.sum(dim=-1), target_logit])  # (2, N): both travel in one all-reduce
+        all_reduce(sums)
+        sum_exp, target_logit = sums
+        ctx.save_for_backward(exp.div_(sum_exp.unsqueeze(-1)), local_ids, elsewhere)
+        return (sum_exp.log() - target_logit).mean()
+
+    @staticmethod
+    def backward(ctx, grad):
+        softmax, local_ids, elsewhere = ctx.saved_tensors
+        is_target = (~elsewhere).to(softmax.dtype).unsqueeze(-1)
+        grad_logits = softmax.scatter_add(-1, local_ids.unsqueeze(-1), -is_target)
+        return grad_logits * (grad / local_ids.numel()), None, None
+
+
+def cross_entropy(logits: torch.Tensor, target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Mean over tokens, in float32 at least: logits (B, T, V/tp), target_ids (B, T) -> scalar, the same on all."""
+    if pgm.process_group_manager.tp_world_size == 1:
+        return llama.cross_entropy(logits, target_ids)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return VocabParallelCrossEntropy.apply(logits.flatten(0, 1), target_ids.flatten(), vocab_size)
+
+
+TP_MODULES = {  # where in a Llama -> what replaces it
+    "embedding": VocabParallelEmbedding,
+    "attention.q_proj": ColumnParallelLinear,
+    "attention.k_proj": ColumnParallelLinear,
+    "attention.v_proj": ColumnParallelLinear,
+    "attention.out_proj": RowParallelLinear,
+    "mlp.gate_proj": ColumnParallelLinear,
+    "mlp.up_proj": ColumnParallelLinear,
+    "mlp.down_proj": RowParallelLinear,
+    "final_proj": ColumnParallelLinear,
+}
+
+
+def apply_tensor_parallel(model: nn.Module) -> nn.Module:
+    """Splits a Llama over the tp group, in place (on the meta device: before it has weights).
+
+    Raises ValueError where tp_size does not divide the heads, the key/value heads or the MLP's width.
+    """
+    tp_size = pgm.process_group_manager.tp_world_size
+    if tp_size == 1:
+        return model
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if (size := getattr(model.config, name)) % tp_size:
+            raise ValueError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides {size}")
+    for name, module in list(model.named_modules()):
+        if isinstance(module, (llama.Attention, llama.MLP)):  # one f for all that read the block's input
+            module.register_forward_pre_hook(lambda _, args: (CopyToTensorParallel.apply(args[0]), *args[1:]))
+        for place, replacement in TP_MODULES.items():
+            if f".{name}".endswith(f".{place}"):
+                shares_input = replacement is ColumnParallelLinear and place != "final_proj"
+                split = replacement(module, copy_input=False) if shares_input else replacement(module)
+                parent, _, key = name.rpartition(".")
+                setattr(model.get_submodule(parent), key, split)
+    if model.config.tie_word_embeddings:
+        model.final_proj.weight = model.embedding.weight
+    return model

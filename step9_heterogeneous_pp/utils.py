@@ -1,0 +1,172 @@
+"""What every step needs around the training loop: flags, clear errors, the device, the configuration."""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import types
+import urllib.parse
+
+import torch
+import torch.distributed as dist
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
+TINY_LLAMA = os.path.join(ROOT, "assets", "tiny_llama")
+CONFIG_FIELDS = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "initializer_range", "hidden_act",
+    "attention_bias", "mlp_bias",
+}
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse whose complaints go the way of every other mistake: a ValueError, see one_clear_error."""
+
+    def error(self, message: str):
+        raise ValueError(f"{message} (--help lists the flags)")
+
+
+@contextlib.contextmanager
+def one_clear_error():
+    """Around main(): a ValueError ends the program with its text and exit code 2; Ctrl-C ends it at once.
+
+    Python's own Ctrl-C waits for the main thread, which may sit inside a collective: the default action does not.
+    Most mistakes are met by every rank at once: rank 0 speaks for all, and torchrun then ends the others.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if int(os.environ.get("RANK", 0)) > 0:
+            time.sleep(8)  # still here after that: rank 0 did not meet this mistake, so this rank names it
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def positive_int(text: str) -> int:
+    """The type of flags that count something."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, str]:
+    """The one place where the flags --device and --dtype become a device, a dtype and a backend to communicate with.
+
+    `auto` is CUDA where there is a GPU, and bfloat16 on CUDA, float32 on the CPU.
+    NCCL wants a GPU of its own for each rank of this machine; with fewer, ranks share the GPUs and talk over gloo.
+    Raises ValueError where CUDA is asked for and absent.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but torch sees no GPU: use --device cpu, or install a CUDA build of torch")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    if device == "cpu":
+        return torch.device(device), getattr(torch, dtype), "gloo"
+    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
+    if local_ranks > gpus and local_rank == 0:
+        print(f"{local_ranks} ranks share {gpus} GPU(s), over gloo: what they send passes through the host", flush=True)
+    torch.cuda.set_device(local_rank % gpus)
+    return torch.device("cuda", local_rank % gpus), getattr(torch, dtype), "gloo" if local_ranks > gpus else "nccl"
+
+
+def compile_layers(layers, device: torch.device) -> None:
+    """torch.compile for each layer by itself, at its first call: layers that are alike share the code.
+
+    Raises ValueError where the CPU's code has no compiler.
+    """
+    if device.type == "cpu" and not shutil.which(compiler := os.environ.get("CXX", "g++")):
+        raise ValueError(f"--compile needs a C++ compiler, and {compiler!r} is not found: install one, or set CXX")
+    for layer in layers:
+        layer.compile()
+
+
+def once_per_machine(make):
+    """What make() returns in the first process of this machine, in each of its processes. Collective.
+
+    For what is slow, or must not be done twice. A ValueError of any of the first processes is raised everywhere.
+    """
+    local_rank, outcome = int(os.environ.get("LOCAL_RANK", 0)), None
+    if local_rank == 0:
+        try:
+            outcome = make()
+        except ValueError as error:
+            outcome = error
+    outcomes = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome)
+    for error in outcomes:
+        if isinstance(error, ValueError):
+            raise error
+    return outcomes[dist.get_rank() - local_rank]
+
+
+def require_reachable_hub(name: str, kind: str) -> None:
+    """Raises ValueError, within seconds, where `name`, no path here, can't be asked of the Hugging Face Hub either."""
+    from huggingface_hub import constants, scan_cache_dir
+
+    if os.path.isdir(constants.HF_HUB_CACHE) and any(repo.repo_id == name for repo in scan_cache_dir().repos):
+        return
+    hub = urllib.parse.urlparse(constants.ENDPOINT)
+    reachable = not constants.HF_HUB_OFFLINE
+    if reachable and not (os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")):
+        try:
+            socket.create_connection((hub.hostname, hub.port or 443), timeout=3).close()
+        except OSError:
+            reachable = False
+    if not reachable:
+        raise ValueError(
+            f"{kind} {name!r}: there is no such path ({os.path.abspath(name)}), and as a Hugging Face Hub id it can't "
+            "be looked up, since the Hub can't be reached and its local cache lacks it: check the path, or the network"
+        )
+
+
+def load_config(model_name: str, **overrides: int | None):
+    """The Hugging Face configuration in the directory, or of the Hub id, `model_name`; an override of None is none.
+
+    Returns a plain namespace: whoever only reads it need not import transformers.
+    """
+    config = types.SimpleNamespace(**read_config(model_name))
+    if (heads := overrides["num_attention_heads"]) is not None:
+        if config.hidden_size % heads:
+            raise ValueError(f"--num_attention_heads {heads} does not divide the hidden size {config.hidden_size}")
+        config.head_dim = config.hidden_size // heads
+    for name, value in overrides.items():
+        if value is not None:
+            setattr(config, name, value)
+    return config
+
+
+def read_config(model_name: str) -> dict:
+    """Every field, where the file holds all that the model asks for as it is; else Hugging Face fills in the others."""
+    try:
+        with open(os.path.join(model_name, "config.json"), encoding="utf-8") as file:
+            fields = json.load(file)
+        if fields["model_type"] == "llama" and CONFIG_FIELDS <= fields.keys():
+            return fields
+    except (OSError, ValueError, TypeError, KeyError):
+        pass  # Hugging Face says what is wrong with it
+    from transformers import AutoConfig  # imported here: it takes seconds
+
+    if not os.path.isdir(model_name):
+        require_reachable_hub(model_name, "--model_name")
+    try:
+        return AutoConfig.from_pretrained(model_name).to_dict()
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--model_name {model_name!r} holds no model configuration: {reason}") from None
+
+
+def to_readable_format(number: float, precision: int = 1) -> str:
+    """1234567 -> '1.2M'."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(number) >= size:
+            return f"{number / size:.{precision}f}{letter}"
+    return f"{number:.{precision}f}".rstrip("0").rstrip(".") if precision else f"{number:.0f}"

@@ -1,0 +1,127 @@
+"""Hugging Face's models at toy size in float64, each family that step 9 can cut, with a batch and a loss.
+
+Sizes are chosen so that what is often alike differs: Qwen3's head size is not hidden size / heads, Mistral's and
+Qwen2's windows are shorter than the samples, one OPT has projections around its layers and no final norm.
+"""
+
+import torch
+import torch.nn.functional as F
+import transformers
+from huggingface import ExactRMSNorm
+from launch import modules_of
+from transformers.utils import logging
+
+with modules_of(9):  # here, once: tests take them from this module
+    import hf_tensor_parallel
+    import model as our_model
+    import process_group_manager as pgm
+    from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
+    from pipeline_stage import PipelineStage
+    from pipeline_template import FAMILIES, PipelineTemplate, listed_modules
+    from stage_weights import load_weights
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+SIZES = dict(vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_heads=4)
+LLAMA = dict(SIZES, intermediate_size=48, num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0)
+GPT2 = dict(vocab_size=96, n_embd=32, n_layer=3, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+OPT = dict(SIZES, ffn_dim=48, max_position_embeddings=32, dropout=0.0)
+NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+BERT = dict(SIZES, intermediate_size=48, max_position_embeddings=32, **NO_DROPOUT)
+TOYS = {  # name -> class of the model, its configuration
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "llama": ("LlamaForCausalLM", LLAMA),
+    "mistral": ("MistralForCausalLM", dict(LLAMA, sliding_window=4)),
+    "qwen2": ("Qwen2ForCausalLM", dict(LLAMA, use_sliding_window=True, sliding_window=4, max_window_layers=1)),
+    "qwen3": ("Qwen3ForCausalLM", dict(LLAMA, head_dim=16)),
+    "opt": ("OPTForCausalLM", OPT),
+    "opt-projected": ("OPTForCausalLM", dict(OPT, word_embed_proj_dim=16, do_layer_norm_before=False)),
+    "gpt-neox": ("GPTNeoXForCausalLM", dict(SIZES, intermediate_size=48, max_position_embeddings=32, pad_token_id=0)),
+    "gpt2-classifier": ("GPT2ForSequenceClassification", dict(GPT2, num_labels=3)),
+    "llama-classifier": ("LlamaForSequenceClassification", dict(LLAMA, num_labels=3)),
+    "bert": ("BertForMaskedLM", BERT),
+    "bert-classifier": ("BertForSequenceClassification", dict(BERT, num_labels=3)),
+    "vit": ("ViTForImageClassification", dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_labels=3,
+                                              intermediate_size=48, image_size=16, patch_size=4, **NO_DROPOUT)),
+}
+DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "opt", "gpt-neox")
+TIED = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "opt", "opt-projected", "gpt-neox", "bert")  # can be
+CASES = [(name, tied) for name in TOYS for tied in ((False, True) if name in TIED else (False,))]
+IDS = [f"{name}{'-tied' * tied}" for name, tied in CASES]
+
+
+def toy_config(name: str, tied: bool = False, **changes):
+    model_class, sizes = getattr(transformers, TOYS[name][0]), TOYS[name][1]
+    return model_class.config_class(**{**sizes, "tie_word_embeddings": tied, **changes})
+
+
+def toy(name: str, tied: bool = False, **changes) -> torch.nn.Module:
+    """The model in float64; every parameter is random, biases and norms too, the same in each process."""
+    torch.manual_seed(1)
+    model = getattr(transformers, TOYS[name][0])(toy_config(name, tied, **changes)).double()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param), alpha=0.1)
+    return model
+
+
+def toy_on_meta(name: str, tied: bool = False, **changes) -> torch.nn.Module:
+    with torch.device("meta"):
+        return getattr(transformers, TOYS[name][0])(toy_config(name, tied, **changes)).to(torch.float64)
+
+
+def with_exact_norms(model: torch.nn.Module) -> torch.nn.Module:
+    """Replaces the norms that compute in float32 whatever the dtype."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            parent, _, key = name.rpartition(".")
+            setattr(model.get_submodule(parent), key, ExactRMSNorm(module))
+    return model
+
+
+def toy_batch(name: str) -> dict[str, torch.Tensor]:
+    """Three samples, the second and third padded; for GPT-2 and BERT with token types."""
+    generator = torch.Generator().manual_seed(2)
+    if name == "vit":
+        return {"pixel_values": torch.randn(3, 3, 16, 16, generator=generator, dtype=torch.float64)}
+    input_ids = torch.randint(3, 96, (3, 10), generator=generator)
+    attention_mask = (torch.arange(10) < torch.tensor([[10], [7], [4]])).long()
+    batch = {"input_ids": input_ids * attention_mask, "attention_mask": attention_mask}
+    if name.startswith("bert"):
+        batch["token_type_ids"] = torch.randint(2, (3, 10), generator=generator)
+    if name == "gpt2":
+        batch["token_type_ids"] = torch.randint(96, (3, 10), generator=generator)
+    return batch
+
+
+def toy_loss(out, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Cross entropy of a model's output against targets that the batch decides; padding does not count."""
+    logits = out.logits
+    if logits.dim() == 2:  # a class a sample
+        return F.cross_entropy(logits, torch.tensor([0, 2, 1]))
+    targets = (batch["input_ids"] * 7 + 1).remainder(96).masked_fill(batch["attention_mask"] == 0, -100)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def stages_of(make, sizes: list[int]) -> list[PipelineStage]:
+    """The stages of a pipeline, each made of a model of its own that make() gives."""
+    template = PipelineTemplate.from_layers_per_stage(make(), sizes)
+    return [PipelineStage(make(), template, i) for i in range(len(sizes))]
+
+
+def stages_on_meta(name: str, sizes: list[int], tied: bool = False, **changes) -> list[PipelineStage]:
+    return stages_of(lambda: toy_on_meta(name, tied, **changes), sizes)
+
+
+def run_chain(stages: list[PipelineStage], batch: dict):
+    """The last stage's output, and what flows from each stage to the next: what one sent, what the other received."""
+    received, wires = None, []
+    for stage in stages[:-1]:
+        sent = stage(received, **batch)
+        received = sent.detach().requires_grad_()  # as if it had travelled
+        wires.append((sent, received))
+        assert sent.shape == stage.hidden_shape(**batch)
+        assert not vars(stage.wire) or set(vars(stage.wire).values()) == {None}, "the stage keeps activations alive"
+    return stages[-1](received, **batch), wires

@@ -1,0 +1,82 @@
+"""Each decoder family of step 9 over a tp group, in two stages, against the plain model. `torchrun ... THIS_FILE OUT`
+
+Every rank chains both stages in its own process, so that only tensor parallelism communicates. Rank 0 writes to
+OUT/errors.json, for each family: the largest difference of the loss, of any gradient on any rank, and between the
+gradients of what is whole on each rank.
+"""
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from families import (
+    DECODERS, TIED, PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, pgm, toy, toy_batch, toy_loss,
+    toy_on_meta, with_exact_norms)
+
+NAMES = (*DECODERS, "opt-projected", "gpt2-classifier", "llama-classifier")
+
+
+def reference(name: str, tied: bool, norms):
+    model, batch = norms(toy(name, tied)), toy_batch(name)
+    loss = toy_loss(model(**batch, use_cache=False), batch)
+    loss.backward()
+    return model, loss.detach()
+
+
+def stages_over_tp(name: str, tied: bool, norms, source: str) -> list[PipelineStage]:
+    stages = []
+    for i in range(2):
+        model = hf_tensor_parallel.apply_tensor_parallel(norms(toy_on_meta(name, tied)))
+        stages.append(PipelineStage(model, PipelineTemplate.from_layers_per_stage(model, [1, 2]), i))
+        load_weights(stages[-1], source)
+    return stages
+
+
+def compare(name: str, tied: bool, folder: str, norms=with_exact_norms) -> list[float]:
+    whole, expected = reference(name, tied, norms)
+    if os.environ["RANK"] == "0":
+        toy(name, tied).save_pretrained(folder)
+    dist.barrier()
+    stages = stages_over_tp(name, tied, norms, folder)
+    batch = toy_batch(name)
+    loss = toy_loss(stages[1](stages[0](**batch), **batch), batch)
+    loss.backward()
+    gradients = {n: p.grad for stage in stages for n, p in stage.model.named_parameters(remove_duplicate=False)}
+    if tied:
+        embedding, head = stages[0].tied
+        gradients[embedding] = gradients[embedding] + gradients.pop(head)
+    worst, unlike, params = 0.0, 0.0, dict(whole.named_parameters())
+    assert gradients.keys() == params.keys(), gradients.keys() ^ params.keys()
+    for n, param in params.items():
+        module, _, key = n.rpartition(".")
+        owner = next(m for stage in stages for other, m in stage.model.named_modules() if other == module)
+        part = hf_tensor_parallel.split_parameter(owner, key, param.grad)
+        worst = max(worst, (gradients[n] - part).abs().max().item())
+        if part.shape == param.shape:
+            other = gradients[n].clone()
+            dist.broadcast(other, 0)
+            unlike = max(unlike, (other - gradients[n]).abs().max().item())
+    errors = torch.tensor([(loss - expected).abs().item(), worst, unlike], dtype=torch.float64)
+    dist.all_reduce(errors, dist.ReduceOp.MAX)
+    return errors.tolist()
+
+
+def main(out: str) -> None:
+    pgm.init_process_group("gloo")
+    pgm.setup_process_group_manager([1], dist.get_world_size())
+    errors = {}
+    for name in NAMES:
+        for tied in (False, True) if name in TIED else (False,):
+            errors[f"{name}{'-tied' * tied}"] = compare(name, tied, os.path.join(out, f"{name}{tied}"))
+    # As the library has it: its norms round to float32.
+    errors["qwen3-float32-norms"] = compare("qwen3", False, os.path.join(out, "qwen3"), norms=lambda model: model)
+    if dist.get_rank() == 0:
+        with open(os.path.join(out, "errors.json"), "w") as file:
+            json.dump(errors, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

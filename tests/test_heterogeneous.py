@@ -1,0 +1,152 @@
+"""Step 9: unlike pipelines compute what one process computes, losses and every gradient, in float64, accumulating."""
+
+import json
+
+import pytest
+import torch
+
+from launch import ROOT, STEPS, free_port, launch, losses
+from test_same_math import SEQ_LEN, TOLERANCE, assemble, folder  # noqa: F401, the fixture of its models
+
+NUM_STEPS, SAMPLES = 10, 16
+SHAPES = {  # name -> pipelines, micro-batches of a step, tp_size: 8 micro-batches of 2 samples in all
+    "2+1": ("5,3;8", "6,2", 1),
+    "1+1+2": ("8;8;3,5", "3,2,3", 1),
+    "3": ("2,5,1", "8", 1),
+    "2+1-tp2": ("2,6;8", "5,3", 2),
+}
+LIKE = {8: ["--gradient_accumulation_steps", "4"], 9: ["--num_microbatches", "4,4"]}  # dp 2 x pp 2, in two ways
+
+
+def job(folder, name: str, step: int, variant: str, flags: list[str]) -> list:
+    """[output folder, train.py, flags, port] for record.py."""
+    out = folder / f"step{step}-{name}-{variant}"
+    common = ["--micro_batch_size", 2, "--seq_len", SEQ_LEN, "--dtype", "float64", "--log_dir", out,
+              "--max_tokens", NUM_STEPS * SAMPLES * SEQ_LEN, "--model_name", folder / f"model_{variant}"]
+    return [str(out), str(STEPS[str(step)] / "train.py"), [str(word) for word in common + flags], free_port()]
+
+
+@pytest.fixture(scope="module")
+def recorded(folder):  # noqa: F811
+    """Runs everything, as many jobs a torchrun as have equally many ranks; returns the folder of the recordings."""
+    by_ranks: dict[int, list] = {}
+    for variant in ("plain", "tied"):
+        by_ranks.setdefault(1, []).append(job(folder, "base", 3, variant, []))
+        for name, (pipelines, counts, tp) in SHAPES.items():
+            ranks = tp * len(pipelines.replace(";", ",").split(","))
+            flags = ["--pipelines", pipelines, "--num_microbatches", counts, "--tp_size", tp]
+            by_ranks.setdefault(ranks, []).append(job(folder, name, 9, variant, flags))
+    for step, counts in LIKE.items():
+        by_ranks[4].append(job(folder, "2x2", step, "plain", ["--dp_size", 2, "--pp_size", 2, *counts]))
+    for ranks, jobs in by_ranks.items():
+        path = folder / f"heterogeneous_{ranks}.json"
+        path.write_text(json.dumps(jobs))
+        launch(9, ranks, path, script=ROOT / "tests" / "record.py", timeout=400)
+    return folder
+
+
+def load(path) -> list[dict]:
+    return [torch.load(rank) for rank in sorted(path.glob("rank*.pt"))]
+
+
+@pytest.mark.parametrize("variant", ["plain", "tied"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_unlike_pipelines_equal_one_process(recorded, name, variant):
+    one, many = recorded / f"step3-base-{variant}", recorded / f"step9-{name}-{variant}"
+    expected, found = losses(one), losses(many)
+    assert len(found) == NUM_STEPS and max(abs(a - b) for a, b in zip(expected, found)) <= TOLERANCE
+    [base], ranks = load(one), load(many)
+    for what in ("initial", "grads", "final"):
+        full = assemble(ranks, what)
+        if variant == "tied" and "final_proj.weight" in full:
+            assert torch.equal(full["embedding.weight"], full.pop("final_proj.weight")), f"{what}: tied copies differ"
+        assert full.keys() == base[what].keys()
+        for key, tensor in base[what].items():
+            worst = (full[key] - tensor).abs().max().item()
+            assert worst <= (1e-8 if what == "final" else TOLERANCE), f"{what} of {key}: {worst:.1e} apart"
+
+
+def test_live_activations(recorded):
+    for rank in load(recorded / "step9-1+1+2-plain"):
+        limit = {0: 1, 1: 1, 2: 2 - rank["place"]["pp"]}[rank["place"]["dp"]]
+        assert rank["peak"] == limit, rank["place"]
+
+
+def test_like_pipelines_are_step_8(recorded):
+    eight, nine = (losses(recorded / f"step{step}-2x2-plain") for step in LIKE)
+    assert len(nine) == NUM_STEPS and eight == nine
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_every_family_equals_the_plain_model(tmp_path, tp_size):
+    """Besides, as a 2-stage and a 1-stage pipeline train it: over three ranks, or six with tp 2."""
+    launch(9, 3 * tp_size, tmp_path, tp_size, script=ROOT / "tests" / "families_in_pipelines.py", timeout=300)
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert len(results) == 3 * tp_size and len(results[0]) >= 15
+    off = {f"{name}, {what}": worst for result in results for name, pair in result.items()
+           for what, worst in zip(("loss", "gradient"), pair) if not worst <= 1e-9}
+    assert not off, off
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--pipelines", "8;5,3"], "Number of ranks in pipeline templates does not match world size: stages [1, 2] x "
+                               "tp_size=1 need 3 processes, but 2 run"),
+    (["--pipelines", "8;8", "--num_microbatches", "6"],
+     "All pipelines must have a corresponding number of microbatches: 1 numbers [6] for 2 pipelines"),
+    (["--pipelines", "8;7"], "stages of 7 decoder layers have 7 together, but the model has 8"),
+    (["--pipelines", "8;x"], "--pipelines 'x': write positive numbers with commas between them, as in 5,3"),
+    (["--pipelines", "8;8", "--dp_size", "2"], "leave out --dp_size and --pp_size"),
+])
+def test_wrong_pipelines(tmp_path, flags, message):
+    done = launch(9, 2, *flags, "--log_dir", tmp_path, check=False, timeout=60)
+    assert done.returncode != 0 and message in done.stderr
+    assert sum(line.startswith("error: ") for line in done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_templates_of_the_wrong_model_are_an_error_on_every_rank(tmp_path):
+    script = tmp_path / "wrong.py"
+    script.write_text(f'''
+import sys
+sys.path[:0] = [{str(STEPS["9"])!r}, {str(ROOT / "tests")!r}]
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5Model
+from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
+from pipeline_template import PipelineTemplate
+import torch, torch.distributed as dist
+plugin = HeterogeneousParallelPlugin(device="cpu")
+model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=16))
+name, modules = PipelineTemplate.get_model_name(model), PipelineTemplate.get_modules(model)
+def attempt(model, stages, counts):
+    try:
+        pipelines = [PipelineTemplate(PipelineTemplate.get_model_name(model), part) for part in stages]
+        plugin.set_pipelines(pipelines, counts)
+        plugin.configure(model, torch.optim.SGD(model.parameters()))
+    except Exception as error:
+        print(f"<{{dist.get_rank()}} {{type(error).__name__}}: {{str(error).splitlines()[0][:90]}}>", flush=True)
+attempt(model, [[modules], [modules[:-1]]], [1, 1])  # only the second pipeline's is wrong
+attempt(model, [[modules[1:4], [modules[0], *modules[4:]]]], [1])
+attempt(model, [[modules[:-1], modules[-1:]]], {{}})
+attempt(model, [[modules]], [1])
+attempt(T5Model(T5Config(num_layers=1, d_model=8, d_kv=4, num_heads=2, d_ff=8, vocab_size=16)), [[["a"], ["b"]]], [1])
+''')
+    out = launch(9, 2, script=script, timeout=60).stdout
+    for rank in (0, 1):
+        for error in ("ValueError: Modules in the pipeline template do not match the modules in the model",
+                      "ValueError: The first stage must contain the transformer.wte module",
+                      "AssertionError: All pipelines must have a corresponding number of microbatches",
+                      "AssertionError: Number of ranks in pipeline templates does not match world size",
+                      "NotImplementedError: Auto policy for transformers.models.t5.modeling_t5.T5Model is not"):
+            assert f"<{rank} {error}" in out, out
+
+
+def test_scripts_learn(tmp_path):
+    """Each on four ranks, one after the other in the same processes: starting those is what takes the time."""
+    names = ("gpt2", "llama", "qwen", "bert", "vit")
+    jobs = [[str(tmp_path / name), str(STEPS["9"] / f"run_{name}.py"),
+             ["--steps", "25" if name == "bert" else "8", "--device", "cpu"], free_port()] for name in names]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    done = launch(9, 4, tmp_path / "jobs.json", script=ROOT / "tests" / "record.py", timeout=200)
+    parts = done.stdout.split("loss of the first step")[1:]
+    assert len(parts) == len(names), done.stdout
+    for name, part in zip(names, parts):
+        first, last = (float(word) for word in part.splitlines()[0].replace(", of the last", "").split())
+        assert last < first, f"{name}: {first}, then {last}"

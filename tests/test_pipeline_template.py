@@ -1,0 +1,200 @@
+"""Step 9: pipeline templates, and stages cut out of any model: a chain of them computes what the model does."""
+
+import copy
+import re
+
+import pytest
+import torch
+from families import (
+    CASES, FAMILIES, IDS, TOYS, PipelineStage, PipelineTemplate, listed_modules, our_model, run_chain, stages_of, toy,
+    toy_batch, toy_loss, toy_on_meta)
+from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig
+
+GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel"
+GPT2_MODULES = ["transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h.0", "transformer.h.1",
+                "transformer.h.2", "transformer.ln_f", "lm_head"]
+
+
+def our_llama(tied: bool = False, on_meta: bool = False) -> torch.nn.Module:
+    config = LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+                         num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = our_model.Llama(config, torch.float64)
+    return model if on_meta else init_weights(model)
+
+
+def init_weights(model):
+    our_model.init_weights(model, 1, torch.device("cpu"), lambda full, dim: full)
+    return model
+
+
+def run_backward(loss: torch.Tensor, wires: list[tuple]) -> None:
+    loss.backward()
+    for sent, received in reversed(wires):
+        sent.backward(received.grad)
+
+
+def assert_same_gradients(stages: list[PipelineStage], whole) -> None:
+    """Every parameter of the whole model is held by one stage, a tied one by the first and the last."""
+    expected = {name: param.grad for name, param in whole.named_parameters()}
+    held: dict[str, torch.Tensor] = {}
+    for stage in stages:
+        params = dict(stage.model.named_parameters())
+        assert not held.keys() & params.keys()
+        held.update({name: param.grad for name, param in params.items()})
+    if stages[0].tied and len(stages) > 1:
+        embedding, head = stages[0].tied
+        held[embedding] = held[embedding] + held.pop(head)
+    assert held.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (gradient is None) == (held[name] is None), name
+        assert gradient is None or (held[name] - gradient).abs().max() <= 1e-12, name
+
+
+def test_the_names_of_a_model():
+    model = toy_on_meta("gpt2")
+    assert PipelineTemplate.get_model_name(model) == GPT2
+    assert PipelineTemplate.get_modules(model) == GPT2_MODULES
+    assert PipelineTemplate.get_modules(toy_on_meta("opt-projected")) == [
+        "model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.project_in",
+        *(f"model.decoder.layers.{i}" for i in range(3)), "model.decoder.project_out", "lm_head"]
+    assert PipelineTemplate.get_model_name(our_llama(on_meta=True)) == "model.Llama"
+    assert PipelineTemplate.get_modules(our_llama(on_meta=True)) == [
+        "embedding", *(f"decoder_layers.{i}" for i in range(3)), "final_norm", "final_proj"]
+
+
+def test_a_template_is_data():
+    template = PipelineTemplate(GPT2, [GPT2_MODULES[:4], GPT2_MODULES[4:]])
+    same, other = PipelineTemplate(GPT2, [GPT2_MODULES[:4], GPT2_MODULES[4:]]), PipelineTemplate(GPT2, [GPT2_MODULES])
+    assert (template.num_stages, template.num_layers, template.get_num_layers_per_stage()) == (2, 3, [1, 2])
+    assert template.modules_per_stage == [GPT2_MODULES[:4], GPT2_MODULES[4:]]
+    assert template == same and hash(template) == hash(same) and {template: 3}[same] == 3
+    assert template not in (other, PipelineTemplate("model.Llama", template.modules_per_stage), GPT2)
+    assert PipelineTemplate.find_pipeline_template([template, other], 1) is other
+    assert PipelineTemplate.find_pipeline_template([template, other], 2) is template
+    assert PipelineTemplate.find_pipeline_template([template, other], 3) is None
+    assert eval(repr(template)) == template
+    with pytest.raises(ValueError, match="each stage of a pipeline template needs a module"):
+        PipelineTemplate(GPT2, [GPT2_MODULES, []])
+
+
+def test_templates_from_layers_per_stage():
+    model = toy_on_meta("gpt2")
+    template = PipelineTemplate.from_layers_per_stage(model, [1, 2])
+    assert template == PipelineTemplate(GPT2, [GPT2_MODULES[:4], GPT2_MODULES[4:]])
+    assert PipelineTemplate.from_layers_per_stage(model, [3]).modules_per_stage == [GPT2_MODULES]
+    template.check(model)
+    for sizes in [], [2, 2], [3, 0], [4, -1]:
+        with pytest.raises(ValueError, match="the model has 3: give each stage at least one, 3 in all"):
+            PipelineTemplate.from_layers_per_stage(model, sizes)
+
+
+WTE, WPE, DROP, H0, H1, H2, NORM, HEAD = GPT2_MODULES
+MISMATCH = "Modules in the pipeline template do not match the modules in the model: "
+
+
+@pytest.mark.parametrize("stages, message", [
+    ([[WTE, WPE, DROP, H0], [H2, NORM, HEAD]], f"{MISMATCH}missing: {H1}"),
+    ([[WTE, WPE, DROP, H0, H1, H2, "h.3"], [NORM, HEAD]], f"{MISMATCH}unknown: h.3"),
+    ([[WTE, WPE, DROP, H0], [H1, "h.2", NORM]], f"{MISMATCH}missing: {H2}, {HEAD}; unknown: h.2"),
+    ([[WTE, WPE, DROP, H0, H1], [H1, H2, NORM, HEAD]], f"{MISMATCH}misplaced: {H1} (2 times)"),
+    ([[WTE, WPE, DROP, H0, H2], [H1, NORM, HEAD]], f"{MISMATCH}misplaced: {H1} (after {H2})"),
+    ([[WPE, WTE, DROP, H0, H1], [H2, NORM, HEAD]], f"{MISMATCH}misplaced: {WTE} (after {WPE})"),
+    ([[WTE], [WPE, DROP, H0, H1, H2, NORM, HEAD]],
+     f"The first stage must contain the {WPE} module, but stage 1 of 0 to 1 does: move it to stage 0"),
+    ([[H0, H1], [WTE, WPE, DROP, H2, NORM, HEAD]],
+     f"The first stage must contain the {WTE} module, but stage 1 of 0 to 1 does: move it to stage 0"),
+    ([[WTE, WPE, DROP, H0], [H1, H2, NORM], [HEAD]],
+     f"The last stage must contain the {NORM} module, but stage 1 of 0 to 2 does: move it to stage 2"),
+    ([[WTE, WPE, DROP, H0, HEAD], [H1, H2, NORM]],
+     f"The last stage must contain the {HEAD} module, but stage 0 of 0 to 1 does: move it to stage 1"),
+])
+def test_a_template_that_is_not_the_models(stages, message):
+    model = toy_on_meta("gpt2")
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        PipelineTemplate(GPT2, stages).check(model)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        PipelineStage(model, PipelineTemplate(GPT2, stages), 0)
+
+
+def test_a_template_for_another_model():
+    with pytest.raises(ValueError, match=f"is one for gpt5, but the model is a {re.escape(GPT2)}"):
+        PipelineTemplate("gpt5", [GPT2_MODULES]).check(toy_on_meta("gpt2"))
+
+
+def test_a_model_of_no_family():
+    model = CLIPTextModel(CLIPTextConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                         num_attention_heads=1))
+    name = "transformers.models.clip.modeling_clip.CLIPTextModel"
+    message = f"^Auto policy for {re.escape(name)} is not implemented"
+    for attempt in PipelineTemplate.get_modules, PipelineTemplate(name, [["a"]]).check:
+        with pytest.raises(NotImplementedError, match=message) as error:
+            attempt(model)
+        assert all(family in str(error.value) for family in FAMILIES)
+
+
+def test_every_family_is_tested():
+    assert {PipelineTemplate.get_model_name(toy_on_meta(name)) for name in TOYS} == FAMILIES.keys() - {"model.Llama"}
+
+
+@pytest.mark.parametrize("sizes", [[1, 2], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("name, tied", CASES, ids=IDS)
+def test_a_chain_of_stages_computes_the_whole_model(name, tied, sizes):
+    whole, batch = toy(name, tied), toy_batch(name)
+    stages = stages_of(lambda: copy.deepcopy(whole), sizes)
+    assert (stages[0].tied is not None) == tied
+    expected = toy_loss(whole(**batch), batch)
+    expected.backward()
+    out, wires = run_chain(stages, batch)
+    loss = toy_loss(out, batch)
+    run_backward(loss, wires)
+    assert abs(loss - expected) <= 1e-12
+    assert_same_gradients(stages, whole)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_chain_of_stages_computes_our_llama(tied):
+    whole = our_llama(tied)
+    batch = {"input_ids": torch.randint(96, (2, 8), generator=torch.Generator().manual_seed(0))}
+    expected = our_model.cross_entropy(whole(**batch), batch["input_ids"])
+    expected.backward()
+    for sizes in [3], [1, 2], [1, 1, 1]:
+        stages = stages_of(lambda: our_llama(tied, on_meta=True), sizes)
+        for stage in stages:
+            init_weights(stage.model)
+        logits, wires = run_chain(stages, batch)
+        loss = our_model.cross_entropy(logits, batch["input_ids"])
+        run_backward(loss, wires)
+        assert abs(loss - expected) <= 1e-12
+        assert_same_gradients(stages, whole)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bert-classifier"])
+def test_stages_cut_beside_the_layers(name):
+    """A stage of embeddings alone, one of norm and head alone."""
+    whole, batch = toy(name), toy_batch(name)
+    template = PipelineTemplate(PipelineTemplate.get_model_name(whole), listed_modules(whole))
+    stages = [PipelineStage(copy.deepcopy(whole), template, i) for i in range(3)]
+    assert torch.equal(run_chain(stages, batch)[0].logits, whole(**batch).logits)
+
+
+def test_dropout_is_that_of_the_stages_own_modules():
+    """With dropout in embeddings and head alone, and one seed, a chain in train() draws what the whole model does."""
+    changes = {"gpt2": dict(embd_pdrop=0.5), "bert-classifier": dict(classifier_dropout=0.5)}
+    for name, change in changes.items():
+        whole, batch = toy(name, **change), toy_batch(name)
+        for train in True, False:
+            stages = [stage.train(train) for stage in stages_of(lambda: copy.deepcopy(whole), [1, 2])]
+            torch.manual_seed(5)
+            expected = whole.train(train)(**batch).logits
+            torch.manual_seed(5)
+            assert torch.equal(run_chain(stages, batch)[0].logits, expected)
+            if train:
+                torch.manual_seed(6)
+                assert not torch.equal(run_chain(stages, batch)[0].logits, expected)
+
+
+def test_labels_make_no_loss():
+    stage, batch = stages_of(lambda: toy("gpt2"), [3])[0], toy_batch("gpt2")
+    assert stage(**batch, labels=batch["input_ids"]).loss is None
+    assert stage(**batch).get("past_key_values") is None
