@@ -24,7 +24,7 @@ import tempfile
 import time
 from typing import NamedTuple
 
-from launch import ROOT, STEPS, environment, metrics, modules_of, torchrun
+from launch import ROOT, STEPS, environment, metrics, torchrun
 
 OTHERS = {"--startup": "startup", "--gpu": "benchmark_gpu"}
 STEPS_A_RUN, TOKENS_A_STEP = 7, 32 * 128

@@ -13,7 +13,6 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from launch import modules_of
 
 with modules_of(1):
