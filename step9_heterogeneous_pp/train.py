@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node 3 train.py --pipelines "8;5,3" --num_microbatches "6,2"
     torchrun --nproc_per_node 4 train.py --dp_size 2 --pp_size 2
+    torchrun --nproc_per_node 3 train.py --plan auto
 """
 
 import argparse
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from dataloader import MicroBatchDataLoader
+from follow_plan import follow_plan
 from heterogeneous_parallel_plugin import PRECISIONS, HeterogeneousParallelPlugin
 from metrics import RunLogger
 from model import DecoderLayer, Llama, init_weights
@@ -63,6 +65,8 @@ def parse_args():
     parser.add_argument("--pp_size", type=positive_int, default=1, help="stages of each")
     parser.add_argument("--pipelines", metavar="8;5,3",
                         help="instead of these two: decoder layers a stage, ';' between pipelines")
+    parser.add_argument("--plan", metavar="PLAN.JSON",
+                        help="instead of all these: what plan.py wrote, or auto, which measures and plans first")
     parser.add_argument("--pp_engine", choices=["afab", "1f1b"], default="1f1b", help="the pipeline's schedule")
     # Logging
     parser.add_argument("--run_name", default="default_run")
@@ -73,6 +77,9 @@ def parse_args():
     if args.pipelines and (args.dp_size, args.pp_size) != (1, 1):
         raise ValueError(f"--pipelines {args.pipelines!r} says how many pipelines and stages there are: leave out "
                          "--dp_size and --pp_size")
+    if args.plan and (args.pipelines or args.num_microbatches or (args.dp_size, args.pp_size, args.tp_size) != (1, 1, 1)):
+        raise ValueError(f"--plan {args.plan!r} says which pipelines there are and what each takes: leave out --pipelines, "
+                         "--num_microbatches, --dp_size, --pp_size and --tp_size")
     return args
 
 
@@ -124,6 +131,8 @@ def main():
     config = once_per_machine(lambda: load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,
         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
+    if args.plan:
+        follow_plan(args, config, dtype, device)
     with torch.device("meta"):  # shapes only; memory comes with the weights
         model = Llama(config, dtype)
     plugin = make_plugin(args, model, dtype)

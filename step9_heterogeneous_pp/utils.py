@@ -90,22 +90,24 @@ def compile_layers(layers, device: torch.device) -> None:
 
 
 def once_per_machine(make):
-    """What make() returns in the first process of this machine, in each of its processes. Collective.
+    """What make() returns in one process of this machine, in each of its processes. Collective.
 
-    For what is slow, or must not be done twice. A ValueError of any of the first processes is raised everywhere.
+    For what is slow, or must not be done twice. A ValueError of any of those processes is raised everywhere.
+    A machine's ranks need not be neighbours: a plan may order them as it likes.
     """
-    local_rank, outcome = int(os.environ.get("LOCAL_RANK", 0)), None
-    if local_rank == 0:
+    machines, outcomes = [None] * dist.get_world_size(), [None] * dist.get_world_size()
+    dist.all_gather_object(machines, os.environ.get("GROUP_RANK", "0"))
+    first, outcome = machines.index(machines[dist.get_rank()]), None
+    if dist.get_rank() == first:
         try:
             outcome = make()
         except ValueError as error:
             outcome = error
-    outcomes = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome)
     for error in outcomes:
         if isinstance(error, ValueError):
             raise error
-    return outcomes[dist.get_rank() - local_rank]
+    return outcomes[first]
 
 
 def require_reachable_hub(name: str, kind: str) -> None:

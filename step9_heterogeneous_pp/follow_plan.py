@@ -1,0 +1,96 @@
+"""train.py --plan: a plan's choices become flags, and its order of machines the order of ranks.
+
+    torchrun's ranks          0     1     2                 pipelines of the plan: machines 2, 0
+    ranks of the training     1     -     0                 machine 1 is idle: faster without it
+
+All ranks meet in torchrun's order first: rank 0 reads the plan (or, for `auto`, all measure and rank 0 searches) and
+hands it round, so that one machine has the file. Then those that the plan names meet again, in its order. The others
+wait until these have ended.
+"""
+
+import atexit
+import datetime
+import json
+import os
+import sys
+
+import torch.distributed as dist
+
+FIELDS = {"model_name", "seq_len", "global_batch", "micro_batch_size", "pipelines"}
+
+
+def follow_plan(args, config, dtype, device) -> None:
+    """Reads or makes the plan of args.plan, writes it into the flags, and orders the ranks. Collective.
+
+    An idle rank does not return: it exits when the training is over. Raises ValueError, on every rank, for a plan that
+    can't be read, is not for this model, or names more machines than there are ranks.
+    """
+    outcome = [None]
+    cluster = measure(args, config, dtype, device) if args.plan == "auto" else None
+    if dist.get_rank() == 0:
+        try:
+            outcome = [make_plan(args, cluster) if cluster else read_plan(args.plan)]
+            check_plan(outcome[0], args, config.num_hidden_layers, dist.get_world_size())
+        except ValueError as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome)
+    if isinstance(outcome[0], ValueError):
+        raise outcome[0]
+    plan = outcome[0]
+    args.micro_batch_size = plan["micro_batch_size"]
+    args.pipelines = ";".join(",".join(map(str, pipeline["layers"])) for pipeline in plan["pipelines"])
+    args.num_microbatches = ",".join(str(pipeline["num_microbatches"]) for pipeline in plan["pipelines"])
+    reorder_ranks([rank for pipeline in plan["pipelines"] for rank in pipeline["machines"]])
+
+
+def measure(args, config, dtype, device) -> dict:
+    from measure_cluster import measure_cluster  # only here
+
+    batch = args.micro_batch_size * args.gradient_accumulation_steps
+    return measure_cluster(config, args.seq_len, dtype, device, args.model_name,
+                           [size for size in (1, 2, 4, 8, 16) if batch % size == 0])
+
+
+def read_plan(path: str) -> dict:
+    try:
+        with open(path) as file:
+            plan = json.load(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--plan {path!r} can't be read ({error}): make it with plan.py, or use --plan auto") from None
+    if not isinstance(plan, dict) or FIELDS - plan.keys():
+        raise ValueError(f"--plan {path!r} is no plan, it needs {', '.join(sorted(FIELDS))}: make it with plan.py")
+    return plan
+
+
+def check_plan(plan: dict, args, num_layers: int, world_size: int) -> None:
+    """Raises ValueError where the flags, the model or the ranks are not those that the plan is for."""
+    machines = [rank for pipeline in plan["pipelines"] for rank in pipeline["machines"]]
+    if len(set(machines)) < len(machines) or not set(machines) <= set(range(world_size)):
+        raise ValueError(f"the plan is for the ranks {sorted(machines)}, each once, but {world_size} run, from 0 on: "
+                         "start torchrun as it was for plan.py --measure")
+    for pipeline in plan["pipelines"]:
+        if sum(pipeline["layers"]) != num_layers or len(pipeline["layers"]) != len(pipeline["machines"]):
+            raise ValueError(f"the plan gives {pipeline['layers']} layers to the machines {pipeline['machines']}, but "
+                             f"the model has {num_layers}: make a plan for this model")
+    if plan["seq_len"] != args.seq_len:
+        raise ValueError(f"the plan is for --seq_len {plan['seq_len']}, not {args.seq_len}: make one for that")
+
+
+def reorder_ranks(machines: list[int]) -> None:
+    """The process group anew, of the ranks `machines` in that order; the other ranks wait here for their end."""
+    rank, backend = dist.get_rank(), dist.get_backend()
+    if machines == list(range(dist.get_world_size())):
+        return
+    idle = sorted(set(range(dist.get_world_size())) - set(machines))
+    if rank == 0:
+        print(f"ranks in the plan's order: {machines}" + (f", idle: {idle}" if idle else ""), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    store = dist.PrefixStore("plan", next(dist.rendezvous("env://"))[0])
+    if rank in idle:
+        store.wait(["ended"], datetime.timedelta(days=365))
+        sys.exit(0)
+    os.environ["RANK"] = str(machines.index(rank))
+    if rank == machines[0]:
+        atexit.register(store.set, "ended", "")  # also where it ends with an error, which torchrun then reports
+    dist.init_process_group(backend, store=store, rank=machines.index(rank), world_size=len(machines))
