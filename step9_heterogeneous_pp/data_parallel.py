@@ -24,6 +24,7 @@ import process_group_manager as pgm
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate
 from timeline import timeline
+from wire import CompressedAllReduce
 
 
 class Owners(NamedTuple):
@@ -49,10 +50,15 @@ def find_owners(pipelines: list[PipelineTemplate], tied: tuple[str, str] | None)
 
 
 class Bucket:
-    """Parameters whose gradients share one flat buffer and one all-reduce over `group`; `weight` is this pipeline's."""
+    """Parameters whose gradients share one flat buffer and one all-reduce over `group`; `weight` is this pipeline's.
 
-    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup, weight: float):
+    `wire_dtype`: what gradients are encoded in on their way, see wire.py; None: they travel as they are.
+    """
+
+    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup, weight: float,
+                 wire_dtype: torch.dtype | None = None):
         self.params, self.group, self.weight = params, group, weight
+        self.wire_dtype = None if wire_dtype == params[0].dtype else wire_dtype
         self.buffer = params[0].new_zeros(sum(param.numel() for param in params))
         self.awaited, self.handle = set(params), None
         parts = self.buffer.split([param.numel() for param in params])
@@ -70,7 +76,16 @@ class Bucket:
         for param in self.awaited:
             param.grad = self.views[param].zero_() if param.grad is None else param.grad.mul_(self.weight)
         self.launched = timeline.now()
-        self.handle = dist.all_reduce(self.buffer, group=self.group, async_op=True)
+        if self.wire_dtype is None:
+            self.handle = dist.all_reduce(self.buffer, group=self.group, async_op=True)
+        else:
+            self.handle = CompressedAllReduce(self.buffer, self.group, self.wire_dtype)
+
+    def gather(self) -> None:
+        """The second half of a compressed sum, which has to have come so far that this rank's part can be added."""
+        if self.wire_dtype is not None:
+            with timeline.span("wait"):
+                self.handle.gather()
 
     def finish(self) -> None:
         """Waits for the sum of what each pipeline has weighted."""
@@ -87,12 +102,13 @@ class DataParallelBucket(nn.Module):
 
     After that backward, finish_gradient_sync() has to be called before the gradients are read.
     `weight`: this pipeline's share of the global batch. `owners`: see find_owners.
-    `bucket_mb`: megabytes a bucket; by default 25, or an eighth of a small model: one bucket would overlap nothing.
+    `wire_dtype`: see Bucket. `bucket_mb`: megabytes a bucket; by default 25, or an eighth of a small model: one bucket would overlap nothing.
     """
 
-    def __init__(self, module: PipelineStage, owners: dict[str, Owners], weight: float, bucket_mb: float | None = None):
+    def __init__(self, module: PipelineStage, owners: dict[str, Owners], weight: float, bucket_mb: float | None = None,
+                 wire_dtype: torch.dtype | None = None):
         super().__init__()
-        self.module, self.weight = module, weight
+        self.module, self.weight, self.wire_dtype = module, weight, wire_dtype
         self.require_backward_grad_sync = True
         self.buckets, self.bucket_of = [], {}
         ordered = list(reversed(in_model_order(module, owners)))  # backward reaches them roughly in this order
@@ -114,7 +130,7 @@ class DataParallelBucket(nn.Module):
             size += param.numel() * param.element_size()
             following = ordered[i + 1][1].places if i + 1 < len(ordered) else None
             if size >= limit or following != owners.places:
-                self.buckets.append(Bucket(members, owners.group, self.weight))
+                self.buckets.append(Bucket(members, owners.group, self.weight, self.wire_dtype))
                 self.bucket_of.update(dict.fromkeys(members, self.buckets[-1]))
                 members, size = [], 0
 
@@ -140,6 +156,8 @@ class DataParallelBucket(nn.Module):
         for bucket in self.buckets:
             if bucket.handle is None:
                 bucket.launch()
+        for bucket in self.buckets:
+            bucket.gather()
         for bucket in self.buckets:
             bucket.finish()
 

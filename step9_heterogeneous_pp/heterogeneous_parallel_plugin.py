@@ -30,6 +30,7 @@ from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate
 from stage_weights import load_weights
 from utils import choose_device
+from wire import parse_wire_dtype
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -48,14 +49,19 @@ class HeterogeneousParallelPlugin:
     """`microbatch_size` samples pass a pipeline at once; `tp_size` ranks share each stage.
 
     `precision`: of the computation; "bf16" keeps parameters and optimizer state in float32. `device`: as --device of
-    train.py. `schedule`: of pipeline_parallel. Joins the process group, if nobody has yet.
+    train.py. `schedule`: of pipeline_parallel. `wire_dtype`: "float32", "bfloat16" or "int8", in which hidden states and
+    their gradients travel between stages; `gradient_wire_dtype`: likewise the parameters' gradients between those who
+    hold them; None: unrounded. Joins the process group, if nobody has yet.
     """
 
     def __init__(self, tp_size: int = 1, microbatch_size: int = 1, precision: str = "fp32", device: str = "auto",
-                 schedule: Callable = one_f_one_b):
+                 schedule: Callable = one_f_one_b, wire_dtype: str | None = None,
+                 gradient_wire_dtype: str | None = None):
         if precision not in PRECISIONS:
             raise ValueError(f"precision={precision!r} is none of {', '.join(PRECISIONS)}")
         self.tp_size, self.microbatch_size, self.schedule = tp_size, microbatch_size, schedule
+        self.wire_dtype = parse_wire_dtype("wire_dtype", wire_dtype)
+        self.gradient_wire_dtype = parse_wire_dtype("gradient_wire_dtype", gradient_wire_dtype)
         self.compute_dtype = PRECISIONS[precision]
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         self.device, _, backend = choose_device(device, str(self.compute_dtype).removeprefix("torch."))
@@ -81,6 +87,9 @@ class HeterogeneousParallelPlugin:
             raise ValueError(f"num_microbatches={num_microbatches}: each pipeline, of at least one, needs at least one")
         if len(models := {template.model_name for template in pipelines}) > 1:
             raise ValueError(f"the pipelines are templates for several models: {', '.join(sorted(models))}")
+        if self.wire_dtype and all(template.num_stages == 1 for template in pipelines):
+            raise ValueError(f"wire_dtype={self.wire_dtype}, but no pipeline has a second stage to send anything to: "
+                             "leave it out (what travels between pipelines is in gradient_wire_dtype)")
         self.pipelines, self.num_microbatches = list(pipelines), list(num_microbatches)
         pgm.setup_process_group_manager([template.num_stages for template in pipelines], self.tp_size)
         self.template = pipelines[pgm.process_group_manager.dp_rank]
@@ -150,7 +159,11 @@ class HeterogeneousParallelPlugin:
         connect_neighbours()
         grid = pgm.process_group_manager
         torch.manual_seed(seed + 1000 * grid.dp_rank + grid.pp_rank)  # dropout: the same on the tp ranks of a stage
-        wrapped = DataParallelBucket(stage, find_owners(self.pipelines, stage.tied), self.weight)
+        owners = find_owners(self.pipelines, stage.tied)
+        if self.gradient_wire_dtype and all(len(owned.places) == 1 for owned in owners.values()):
+            raise ValueError(f"gradient_wire_dtype={self.gradient_wire_dtype}, but each module is held by one pipeline, "
+                             "so no gradients travel: leave it out (what travels between stages is in wire_dtype)")
+        wrapped = DataParallelBucket(stage, owners, self.weight, wire_dtype=self.gradient_wire_dtype)
         return wrapped, optimizer(list(stage.model.named_parameters())), dataloader
 
     def execute_pipeline(self, data_iter: Iterator[dict], model: nn.Module, criterion: Callable,
@@ -161,7 +174,8 @@ class HeterogeneousParallelPlugin:
         every rank. Whatever gradients there were are gone; optimizer.step() is up to the caller.
         """
         optimizer.zero_grad()
-        loss = run_schedule(self.schedule, model, data_iter, criterion, self.own_num_microbatches, self.device)
+        loss = run_schedule(self.schedule, model, data_iter, criterion, self.own_num_microbatches, self.device,
+                            self.wire_dtype)
         if not return_loss:
             return None
         loss *= self.weight if pgm.process_group_manager.tp_rank == 0 else 0.0  # tp ranks have the same one

@@ -34,6 +34,7 @@ import torch.nn as nn
 
 import process_group_manager as pgm
 from timeline import timeline
+from wire import decode, empty_message, encode
 
 
 class Action(NamedTuple):
@@ -81,11 +82,12 @@ def connect_neighbours() -> None:
 class StageCommunication:
     """This stage's transfers: what an action needs is received early, what it made is sent in the background.
 
-    gloo moves tensors of the host only: on CUDA over gloo they are copied there and back.
+    gloo moves tensors of the host only: on CUDA over gloo they are copied there and back. `wire_dtype`: what tensors
+    are encoded in on their way, see wire.py; without it they travel in `dtype`, as they are.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device):
-        self.dtype, self.device = dtype, device
+    def __init__(self, dtype: torch.dtype, device: torch.device, wire_dtype: torch.dtype | None = None):
+        self.dtype, self.device, self.wire_dtype = dtype, device, wire_dtype or dtype
         self.wire_device = torch.device("cpu") if dist.get_backend() == "gloo" else device
         grid = pgm.process_group_manager
         self.source = {"F": grid.pp_prev_rank, "B": grid.pp_next_rank}
@@ -96,24 +98,24 @@ class StageCommunication:
 
     def post_receive(self, action: Action, shape: tuple[int, int, int]) -> None:
         if self.source[action.kind] is not None and action not in self.receiving:
-            buffer = torch.empty(shape, dtype=self.dtype, device=self.wire_device)
+            buffer = empty_message(shape, self.wire_dtype, self.wire_device)
             handle = dist.irecv(buffer, self.source[action.kind], group=self.group[action.kind])
-            self.receiving[action] = (handle, buffer, timeline.now())
+            self.receiving[action] = (handle, buffer, shape, timeline.now())
 
     def receive(self, action: Action) -> torch.Tensor | None:
         """Waits for the input (F) or the output's gradient (B) of this micro-batch; None at the pipeline's ends."""
         if action not in self.receiving:
             return None
-        handle, buffer, posted = self.receiving.pop(action)
+        handle, buffer, shape, posted = self.receiving.pop(action)
         with timeline.span("wait", action.microbatch):
             handle.wait()
         timeline.add("receive", action.microbatch, posted, communication=True)
-        return buffer.to(self.device)
+        return decode(buffer.to(self.device), shape, self.wire_dtype, self.dtype)
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         if self.destination[action.kind] is None:
             return
-        tensor = tensor.detach().to(self.wire_device).contiguous()
+        tensor = encode(tensor.detach(), self.wire_dtype).to(self.wire_device)
         handle = dist.isend(tensor, self.destination[action.kind], group=self.group[action.kind])
         self.sending.append((handle, tensor, timeline.now(), action))  # the tensor has to live until it is sent
         if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # long received: this bounds the memory
@@ -129,17 +131,19 @@ class StageCommunication:
             self.finish_oldest_send()
 
 
-def run_schedule(schedule, model: nn.Module, data_iter, criterion, num_microbatches: int, device) -> torch.Tensor:
+def run_schedule(schedule, model: nn.Module, data_iter, criterion, num_microbatches: int, device,
+                 wire_dtype: torch.dtype | None = None) -> torch.Tensor:
     """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
 
     Every stage reads every batch of its pipeline: a dictionary of the model's inputs, of which masks and positions
     concern all stages. `criterion(output, batch)` is the mean loss of a micro-batch. Returns the mean over this
     pipeline's micro-batches on the last stage, zero elsewhere.
+    `wire_dtype`: see StageCommunication.
     `model.peak_live_activations` is then the number of micro-batches whose activations this stage held at most.
     """
     grid, stage = pgm.process_group_manager, model.module
     actions = list(schedule(grid.pp_rank, grid.pp_world_size, num_microbatches))
-    communication = StageCommunication(stage.dtype, device)
+    communication = StageCommunication(stage.dtype, device, wire_dtype)
     total_loss = torch.zeros((), dtype=torch.promote_types(stage.dtype, torch.float32), device=device)
     batches: dict[int, dict] = {}  # read as their forward comes near
     alive: dict[int, tuple] = {}  # micro-batch -> what its backward needs

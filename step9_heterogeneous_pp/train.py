@@ -27,6 +27,7 @@ from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, choose_device, compile_layers, load_config, once_per_machine, one_clear_error,
     positive_int, to_readable_format,
 )
+from wire import WIRE_DTYPES
 
 
 def parse_args():
@@ -68,6 +69,10 @@ def parse_args():
     parser.add_argument("--plan", metavar="PLAN.JSON",
                         help="instead of all these: what plan.py wrote, or auto, which measures and plans first")
     parser.add_argument("--pp_engine", choices=["afab", "1f1b"], default="1f1b", help="the pipeline's schedule")
+    parser.add_argument("--wire_dtype", choices=WIRE_DTYPES, default=None,
+                        help="what hidden states travel in between stages (default: in what they are)")
+    parser.add_argument("--gradient_wire_dtype", choices=WIRE_DTYPES, default=None,
+                        help="what gradients travel in between pipelines (default: in what they are)")
     # Logging
     parser.add_argument("--run_name", default="default_run")
     parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
@@ -110,7 +115,8 @@ def make_plugin(args, model, dtype) -> HeterogeneousParallelPlugin:
     sizes, num_microbatches = pipelines_of(args, model.config.num_hidden_layers)
     precision = next(name for name in PRECISIONS if PRECISIONS[name] == dtype)
     schedule = one_f_one_b if args.pp_engine == "1f1b" else afab
-    plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, precision, args.device, schedule)
+    plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, precision, args.device, schedule,
+                                         args.wire_dtype, args.gradient_wire_dtype)
     pipelines = [PipelineTemplate.from_layers_per_stage(model, layers) for layers in sizes]
     try:
         plugin.set_pipelines(pipelines, num_microbatches)
