@@ -26,10 +26,10 @@ def follow_plan(args, config, dtype, device) -> None:
     can't be read, is not for this model, or names more machines than there are ranks.
     """
     outcome = [None]
-    cluster = measure(args, config, dtype, device) if args.plan == "auto" else None
+    cluster = measure_machines(args, config, dtype, device) if args.plan == "auto" else None
     if dist.get_rank() == 0:
         try:
-            outcome = [make_plan(args, cluster) if cluster else read_plan(args.plan)]
+            outcome = [plan_for(args, cluster) if cluster else read_plan(args.plan)]
             check_plan(outcome[0], args, config.num_hidden_layers, dist.get_world_size())
         except ValueError as error:
             outcome = [error]
@@ -39,16 +39,29 @@ def follow_plan(args, config, dtype, device) -> None:
     plan = outcome[0]
     args.micro_batch_size = plan["micro_batch_size"]
     args.pipelines = ";".join(",".join(map(str, pipeline["layers"])) for pipeline in plan["pipelines"])
+    args.wire_dtype = args.wire_dtype or plan.get("wire_dtype")
+    args.gradient_wire_dtype = args.gradient_wire_dtype or plan.get("gradient_wire_dtype")
     args.num_microbatches = ",".join(str(pipeline["num_microbatches"]) for pipeline in plan["pipelines"])
     reorder_ranks([rank for pipeline in plan["pipelines"] for rank in pipeline["machines"]])
 
 
-def measure(args, config, dtype, device) -> dict:
-    from measure_cluster import measure_cluster  # only here
+def measure_machines(args, config, dtype, device) -> dict:
+    from measure_cluster import MICRO_BATCH_SIZES, measure_cluster  # only here
 
     batch = args.micro_batch_size * args.gradient_accumulation_steps
-    return measure_cluster(config, args.seq_len, dtype, device, args.model_name,
-                           [size for size in (1, 2, 4, 8, 16) if batch % size == 0])
+    sizes = tuple(size for size in MICRO_BATCH_SIZES if batch % size == 0)
+    return measure_cluster(config, args.seq_len, dtype, device, args.model_name, sizes)
+
+
+def plan_for(args, cluster: dict) -> dict:
+    """The best plan for a step of as many samples as one process would take, micro_batch_size x accumulation."""
+    from pipeline_parallel import afab, one_f_one_b
+    from pipeline_simulation import Setting
+    from plan_report import make_plan
+
+    schedule = one_f_one_b if args.pp_engine == "1f1b" else afab
+    setting = Setting(schedule, args.wire_dtype, args.gradient_wire_dtype)
+    return make_plan(cluster, args.micro_batch_size * args.gradient_accumulation_steps, setting)
 
 
 def read_plan(path: str) -> dict:
