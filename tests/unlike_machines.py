@@ -35,6 +35,8 @@ CASES = {  # speeds in percent of a core, links, samples a step, sizes to choose
                   model=dict(hidden_size=256, intermediate_size=688, head_dim=32)),
 }
 
+TITLES = {"speeds": "Speeds 4:2:1, fast links, 7168 tokens a step", "links": "10 Mbit/s, equal speeds, 4096 tokens a step"}
+
 
 def bed(*args) -> None:
     subprocess.run([BED, *map(str, args)], check=True, stdin=subprocess.DEVNULL)
@@ -190,9 +192,43 @@ def table(name: str, result: dict) -> None:
               f"{result['losses'][key][0]:.6f}", flush=True)
 
 
+def draw(results: dict, picture: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(17, 6.5), dpi=85, layout="constrained")
+    axes = figure.subplots(1, 3, width_ratios=(1, 1, 0.8))
+    for ax, (name, title) in zip(axes, TITLES.items()):
+        found = results[name]["candidates"]
+        rows = sorted(found, key=lambda key: -statistics.median(found[key]["measured"]))
+        for y, key in enumerate(rows):
+            times = found[key]["measured"]
+            ax.barh(y, median := statistics.median(times), color="#0072b2" if key.startswith("plan") else "#b8c4cc")
+            ax.plot([min(times), max(times)], [y, y], color="black", linewidth=1)
+            ax.plot(found[key]["predicted"], y, "D", color="#d55e00", markersize=5)
+            ax.text(max(*times, found[key]["predicted"]), y, f"  {median:.2f} s", va="center", fontsize=9.5)
+        ax.set_yticks(range(len(rows)), rows)
+        ax.set(xlabel="seconds a step", xlim=(0, ax.get_xlim()[1] * 1.13))
+        ax.set_title(title, loc="left", fontsize=11.5, weight="bold")
+    everything = [(found["predicted"], statistics.median(found["measured"]))
+                  for result in results.values() for found in result["candidates"].values()]
+    lowest, highest = 0.8 * min(map(min, everything)), 1.25 * max(map(max, everything))
+    axes[2].fill_between([lowest, highest], [0.85 * lowest, 0.85 * highest], [1.15 * lowest, 1.15 * highest],
+                         color="#e9eef2", label="within 15 %")
+    axes[2].plot(*zip(*everything), "D", color="#d55e00", markersize=5)
+    axes[2].set(xscale="log", yscale="log", xlim=(lowest, highest), ylim=(lowest, highest), aspect="equal",
+                xlabel="predicted seconds a step", ylabel="measured (median)")
+    axes[2].legend(frameon=False, loc="upper left")
+    axes[2].set_title("Prediction", loc="left", fontsize=11.5, weight="bold")
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("Plans on three hosts: bars are measured medians (lines: smallest to largest), diamonds are predicted",
+                    x=0.01, ha="left", fontsize=14)
+    figure.savefig(picture)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="to measure")
+    parser.add_argument("cases", nargs="*", help=f"to measure: {', '.join(CASES)}")
     parser.add_argument("--json", type=pathlib.Path, default=ROOT / "runs" / "unlike_machines.json")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--plot", help="draw what --json holds")
