@@ -10,13 +10,14 @@
 #
 #         switch (a bridge) ------ this machine, 198.18.0.1
 #        /       |        \
-#     node0    node1     node2                 each: network namespace, eth0, /etc/hosts, cgroup, sshd on ports 22 and 2222
+#     node0    node1     node2                 each: namespace, eth0, /etc/hosts, cgroup, sshd on ports 22 and 2222
 #   198.18.0.10  .11      .12
 #
 # The hosts share the disk, the clock and the memory of this machine; all else is as between three machines. `ssh node1`
 # works from each of them, and from this machine as `ssh -F /run/testbed/ssh_config node1`. Exit code 2: this machine
 # cannot do it (or nobody can: the usage); 1: it went wrong; `exec` ends with the code of COMMAND.
-set -euo pipefail
+set -eEuo pipefail
+trap 'fail 1 "\"$BASH_COMMAND\" in line $LINENO ended with code $?"' ERR
 PATH=$PATH:/usr/sbin:/sbin
 
 nodes=(node0 node1 node2)
@@ -51,7 +52,7 @@ require_machine() {  # root, the programs, namespaces
 
 # --- cgroups: version 1 has a directory tree per controller, version 2 one for all -----------------------------------
 
-# Sets cgroup to the directory of the hosts' cgroups and version to 1 or 2; cgroup is empty where there is no cpu controller.
+# Sets cgroup to the directory of the hosts' cgroups (empty: there is no cpu controller) and version to 1 or 2.
 find_cgroup() {
     cgroup="" version=1
     local _ directory kind options
@@ -113,14 +114,15 @@ make_network() {
     done
 }
 
-rate() {  # NODE RATE|off: what node sends waits at its eth0, what it gets at the switch
+rate() {  # NODE RATE|off: what node sends waits at its eth0, what it gets waits at the switch
     [[ $2 =~ ^([1-9][0-9]{0,8}[kmg]bit|off)$ ]] || fail 2 "rate $1 $2: give a rate as 10mbit, 500kbit or 1gbit, or off"
     tc -n "$bed-$1" qdisc del dev eth0 root 2>/dev/null || true
     tc -n "$bed-switch" qdisc del dev "$1" root 2>/dev/null || true
     [[ $2 != off ]] || return 0
-    local limit=(tbf rate "$2" burst 32kb latency 400ms)
-    tc -n "$bed-$1" qdisc add dev eth0 root "${limit[@]}"
-    tc -n "$bed-switch" qdisc add dev "$1" root "${limit[@]}"
+    # A burst of one packet: what a larger one lets through at once, a short message, would cost nothing. The host's own
+    # queue drops nothing, for a real card makes the sender wait; the queue of the switch is 0.4 s long.
+    tc -n "$bed-$1" qdisc add dev eth0 root tbf rate "$2" burst 2kb limit 64mb
+    tc -n "$bed-switch" qdisc add dev "$1" root tbf rate "$2" burst 2kb latency 400ms
 }
 
 # --- hosts -----------------------------------------------------------------------------------------------------------
@@ -179,6 +181,7 @@ is_up() {
     local node
     [[ -e $state/up ]] || return 1
     for node in "${nodes[@]}"; do
+        [[ -e /run/netns/$bed-$node ]] || return 1
         (exec 3<>"/dev/tcp/$(address "$node")/22") 2>/dev/null || return 1
     done
 }
