@@ -51,7 +51,7 @@ def find_plans(cluster: Cluster, global_batch: int, setting: Setting, sizes: lis
     search = Search(cluster, setting, memory_fraction)
     estimates = {size: Estimate(cluster, setting, size, search.memory) for size in sizes}
     fastest_first = sorted(range(len(cluster.machines)), key=lambda rank: -estimates[sizes[0]].speed(rank))
-    groupings = list(find_groupings(alike(cluster), fastest_first))
+    groupings = list(find_groupings(search.classes, fastest_first))
     promising, num_estimated = rank_by_estimate(groupings, estimates, global_batch)
     uniform = {name: search.uniform(options)
                for name, options in uniform_plans(cluster, global_batch, sizes, fastest_first).items()}
@@ -81,6 +81,8 @@ class Search:
 
     def __init__(self, cluster: Cluster, setting: Setting, memory_fraction: float):
         self.cluster, self.setting = cluster, setting
+        self.classes = alike(cluster)
+        self.kind = {rank: kind for kind, members in enumerate(self.classes) for rank in members}
         self.memory = [memory_fraction * machine.free_memory for machine in cluster.machines]
         self.scored: dict[Candidate, Scored] = {}
         self.runs: dict = {}
@@ -119,7 +121,8 @@ class Search:
         """By time, the best of each grouping."""
         found: dict = {}
         for scored in sorted(self.scored.values(), key=lambda scored: scored.result.step_seconds):
-            groups = tuple(sorted(tuple(sorted(pipeline.machines)) for pipeline in scored.candidate.pipelines))
+            groups = tuple(sorted(tuple(sorted(self.kind[rank] for rank in pipeline.machines))
+                                  for pipeline in scored.candidate.pipelines))
             found.setdefault(groups, scored)
         return list(found.values())[:number]
 
@@ -138,7 +141,7 @@ class Search:
         improved = True
         while improved:
             improved = False
-            for candidate in neighbours(scored.candidate, self.cluster):
+            for candidate in neighbours(scored.candidate, self.kind):
                 is_new = candidate not in self.scored
                 other = self.score(candidate) if is_new else None
                 if other and other.result.step_seconds < scored.result.step_seconds * (1 - 1e-6):
@@ -147,8 +150,8 @@ class Search:
                 yield
 
 
-def neighbours(candidate: Candidate, cluster: Cluster) -> Iterator[Candidate]:
-    """A micro-batch moved between pipelines, a layer between stages, or two machines swapped."""
+def neighbours(candidate: Candidate, kind: dict[int, int]) -> Iterator[Candidate]:
+    """A micro-batch moved between pipelines, a layer between stages, or two machines swapped that are of unlike `kind`."""
     pipelines = candidate.pipelines
 
     def changed(**replaced: Pipeline) -> Candidate:
@@ -167,9 +170,11 @@ def neighbours(candidate: Candidate, cluster: Cluster) -> Iterator[Candidate]:
                 layers[s], layers[t] = layers[s] - 1, layers[t] + 1
                 yield changed(**{f"p{k}": pipeline._replace(layers=tuple(layers))})
     used = [rank for pipeline in pipelines for rank in pipeline.machines]
-    idle = [rank for rank in range(len(cluster.machines)) if rank not in used]
+    idle = [rank for rank in kind if rank not in used]
     for a, b in [*combinations(used, 2), *((a, b) for a in used for b in idle)]:
         swap = {a: b, b: a}
+        if kind[a] == kind[b]:
+            continue
         yield candidate._replace(pipelines=tuple(
             pipeline._replace(machines=tuple(swap.get(rank, rank) for rank in pipeline.machines))
             for pipeline in pipelines))
