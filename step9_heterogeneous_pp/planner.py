@@ -285,14 +285,13 @@ def uniform_plans(cluster: Cluster, global_batch: int, sizes: list[int], fastest
 
 
 def missing_memory(cluster: Cluster, estimate: Estimate, num_microbatches: int, memory_fraction: float) -> str:
-    """Why no plan fits: what the machines would hold as one pipeline, those with most memory first."""
+    """Why no plan fits: what the machines can hold as one pipeline, those with most memory first."""
     order = sorted(range(len(cluster.machines)), key=lambda rank: -estimate.memory[rank])[: cluster.num_layers]
     held = [max(0, estimate.most_layers(rank, s, len(order), num_microbatches)) for s, rank in enumerate(order)]
-    needed = [peak_memory(cluster, Pipeline(tuple(order), tuple(max(1, n) for n in held), num_microbatches),
-                          estimate.size, estimate.setting)[s] for s in range(len(order))]
-    lines = [f"machine {rank} ({cluster.machines[rank].host}) may use {estimate.memory[rank] / 1e6:.1f} MB and holds "
-             f"{layers} decoder layers" + ("" if layers else f", one of which takes {num_bytes / 1e6:.1f} MB here")
-             for rank, layers, num_bytes in zip(order, held, needed)]
-    return (f"not enough memory for any plan: in micro-batches of {estimate.size} samples, as one pipeline, "
-            f"{'; '.join(lines)}: {sum(held)} of {cluster.num_layers} layers. Free memory (may use: "
-            f"{memory_fraction} of what was free), add a machine, or take fewer layers or a smaller --seq_len")
+    whole = peak_memory(cluster, Pipeline((0,), (cluster.num_layers,), 1), estimate.size, estimate.setting)[0]
+    lines = [f"machine {rank} ({cluster.machines[rank].host}) {estimate.memory[rank] / 1e6:.4g} MB for {layers} of the "
+             "layers" for rank, layers in zip(order, held)]
+    return (f"not enough memory for any plan: the model takes {whole / 1e6:.4g} MB, and all machines may use "
+            f"{sum(estimate.memory) / 1e6:.4g} MB: {memory_fraction} of what was free. In one pipeline, with "
+            f"micro-batches of {estimate.size} samples: {'; '.join(lines)}: {sum(held)} of {cluster.num_layers} layers "
+            "are placed. Free memory, add a machine, or take fewer layers, a smaller --seq_len or other sizes")
