@@ -1,6 +1,7 @@
 """Every way to group machines into pipelines, where machines that are alike are not told apart."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from machines import Cluster
 
@@ -19,8 +20,8 @@ def alike(cluster: Cluster) -> list[list[int]]:
         pairs += [(a.passed[kind][size][-1], b.passed[kind][size][-1]) for kind in "FB" for size in cluster.sizes]
         for k in range(len(cluster.machines)):
             if k not in (i, j):
-                for one, other in ((cluster.links[i][k], cluster.links[j][k]), (cluster.links[k][i], cluster.links[k][j])):
-                    pairs += zip(one, other)
+                pairs += zip(cluster.links[i][k], cluster.links[j][k])
+                pairs += zip(cluster.links[k][i], cluster.links[k][j])
         return all(close(*pair) for pair in [*pairs, *zip(cluster.links[i][j], cluster.links[j][i])])
 
     classes: list[list[int]] = []
@@ -59,5 +60,5 @@ def rows_of(fastest_first: list[int]) -> Iterator[list[tuple[int, ...]]]:
         for row in (fastest_first[:number], sorted(fastest_first[:number])):
             for k in range(1, number + 1):
                 cuts = [number * i // k for i in range(k + 1)]
-                yield [tuple(row[start:stop]) for start, stop in zip(cuts, cuts[1:])]
+                yield [tuple(row[start:stop]) for start, stop in pairwise(cuts)]
                 yield [tuple(row[i::k]) for i in range(k)]

@@ -247,7 +247,8 @@ def uniform_plans(cluster: Cluster, global_batch: int, sizes: list[int], fastest
 def missing_memory(cluster: Cluster, estimate: Estimate, memory_fraction: float) -> str:
     """Why no plan fits: what the machines can hold as one pipeline, those with most memory first."""
     order = sorted(range(len(cluster.machines)), key=lambda rank: -estimate.memory[rank])[: cluster.num_layers]
-    held = [max(0, estimate.most_layers(rank, s, len(order), estimate.num_microbatches)) for s, rank in enumerate(order)]
+    p, m = len(order), estimate.num_microbatches
+    held = [max(0, estimate.most_layers(rank, s, p, m)) for s, rank in enumerate(order)]
     whole = peak_memory(cluster, Pipeline((0,), (cluster.num_layers,), 1), estimate.size, estimate.setting)[0]
     lines = [f"machine {rank} ({cluster.machines[rank].host}) {estimate.memory[rank] / 1e6:.4g} MB for {layers} of the "
              "layers" for rank, layers in zip(order, held)]

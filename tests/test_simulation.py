@@ -48,6 +48,8 @@ def test_slow_transfers():
     options = {"speeds": [1e6, 1e6], "bandwidth": 4096.0, "parameters": 0}
     result = simulated(options, ((0, 1), (4, 4), 6), schedule=afab)
     assert result.step_seconds == pytest.approx(12, rel=1e-3)
+    starts = [span.start for span in result.spans if span[:2] == (0, "F")]
+    assert starts[4] < 0.1 and starts[5] >= 1  # four sends under way at most: the next action waits until one is over
     result = simulated(options, ((0, 1), (4, 4), 6))
     assert result.step_seconds == pytest.approx(7, rel=1e-3)  # F0, F1 with B0, ..., B5
 
@@ -88,6 +90,9 @@ def test_the_order_is_possible(schedule):
         assert at[transfer.ranks[0], kind, i].end <= transfer.start
         assert transfer.end - transfer.start == pytest.approx(4096 / 2e6 + 1e-3)
         assert transfer.end <= at[rank, kind, i].start
+        order = list(schedule(chain.index(rank), 3, 7))
+        if (k := order.index((kind, i))) >= 2:  # its receive is posted while the action before waits or computes
+            assert transfer.start >= at[(rank, *order[k - 2])].end
     for rank in range(4):
         spans = sorted(span[3:] for span in result.spans if span.rank == rank)
         assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:]))
