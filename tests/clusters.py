@@ -4,8 +4,8 @@
 def made_up_cluster(speeds, layers=8, sizes=(1,), **options) -> dict:
     """cluster.json of machines of these speeds.
 
-    A machine of speed 1 takes `layer` seconds for a layer forward, twice that backward; `ends` for the embedding and for
-    the projection. `bandwidth`, `latency`: one for all links, or links[i][j]. `memory`: one for all, or a list.
+    A machine of speed 1 takes `layer` seconds for a layer forward, twice that backward; `ends` for the embedding and
+    for the projection. `bandwidth`, `latency`: one for all links, or links[i][j]. `memory`: one for all, or a list.
     """
     known = {"layer": 1e-3, "ends": 0.0, "bandwidth": 1e15, "latency": 0.0, "memory": 1e15, "parameters": 1000,
              "saved_bytes": 1e4, "hidden_bytes": 4096.0, "tied": False, "optimizer_seconds": 0.0, "overhead": 0.0,

@@ -55,7 +55,7 @@ def test_slow_transfers():
 
 
 def test_uplinks_are_shared():
-    """A middle stage sends forward and backward through one uplink: with m micro-batches 2 m messages, not m at a time."""
+    """A middle stage sends forward and backward through one uplink: m micro-batches are 2 m messages."""
     options = {"speeds": [1e6] * 3, "bandwidth": 4096.0, "parameters": 0, "layers": 3}
     m = 20
     result = simulated(options, ((0, 1, 2), (1, 1, 1), m))
@@ -99,8 +99,8 @@ def test_the_order_is_possible(schedule):
         for i in range(7 if rank != 1 else 2):
             assert at[rank, "F", i].end <= at[rank, "B", i].start
     for stage, rank in enumerate(chain):
-        order = [(span.kind, span.microbatch) for span in sorted(result.spans, key=lambda s: s.start) if span.rank == rank]
-        assert order == list(schedule(stage, 3, 7))
+        own = sorted((span for span in result.spans if span.rank == rank), key=lambda span: span.start)
+        assert [(span.kind, span.microbatch) for span in own] == list(schedule(stage, 3, 7))
     for i in range(7):  # the first stage has no input to wait for, nor the last a gradient
         assert ("F", i, 3) not in arrived and ("B", i, 2) not in arrived
 
@@ -116,9 +116,21 @@ def test_gradients_are_summed_by_their_owners():
     for rank in range(4):
         own = sorted((t.start, t.end) for t in sums if rank in t.ranks)
         assert all(first[1] <= second[0] + 1e-12 for first, second in zip(own, own[1:]))
-    for t in sums:  # a ring of two: half of the bytes, twice, and two latencies (or more, for a module that is two buckets)
+    backward = {span.rank: span for span in result.spans}  # the last of each rank
+    for t in sums:  # a ring of two: half of the bytes, twice, and two latencies (more for a module of several buckets)
+        assert t.start >= max(backward[rank].start + 2e-3 for rank in t.ranks)  # one layer's backward, at least
         assert t.end - t.start >= t.num_bytes / 2 / 1e6 + 2e-3 - 1e-12
     assert result.step_seconds == pytest.approx(max(t.end for t in sums) + 2 * 3 * 1e-3)
+
+
+def test_buckets_end_where_owners_change():
+    """Layers so small that several share a bucket; those of unlike owners do not."""
+    result = simulated({"speeds": [1] * 4, "layers": 32}, ((0, 1), (13, 19), 2), ((2, 3), (19, 13), 2))
+    sums = [t for t in result.transfers if t.kind == "all-reduce"]
+    layers = {owners: sum(t.num_bytes for t in sums if t.ranks == owners) / (2 * 4 * 1000)
+              for owners in {t.ranks for t in sums}}
+    assert layers == {(0, 2): 14, (1, 2): 6, (1, 3): 14}  # the ends' two included
+    assert 8 < len(sums) < 20
 
 
 def test_the_time_of_gradients():
