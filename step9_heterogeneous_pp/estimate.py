@@ -4,6 +4,7 @@
 
     fill      the first micro-batch's way through all stages and back, transfers included
     period    from then on, one micro-batch each: what the slowest stage computes, or what the busiest network carries,
+              (for AFAB that is too little, as all forward comes before all backward, and each has its slowest stage),
               or, since 1F1B lets p - s micro-batches at most go beyond stage s: their round trip, shared among them
 
 Layers of a model are alike, so a stage's time is linear in their number, and giving each next layer to the stage that
@@ -112,7 +113,9 @@ class Estimate:
         sent, received = [0.0] * p, [0.0] * p
         around = [0.0] * p  # from stage s to s + 1 and back
         for s, (a, b) in enumerate(pairwise(machines)):
-            around[s] = carry[a][b] + carry[b][a] + cluster.links[a][b].latency + cluster.links[b][a].latency
+            latency = cluster.links[a][b].latency + cluster.links[b][a].latency
+            around[s] = carry[a][b] + carry[b][a] + latency
+            period = max(period, (around[s] + latency) / 2)  # receives are posted one action ahead, and not earlier
             for sender, receiver, time in (s, s + 1, carry[a][b]), (s + 1, s, carry[b][a]):
                 sent[sender] += time
                 received[receiver] += time

@@ -66,7 +66,7 @@ SLOW_TO_2 = [[1e6, 1e6, 2e4], [1e6, 1e6, 2e4], [2e4, 2e4, 2e4]]
     {"speeds": [2, 3, 2], "bandwidth": 4e6, "latency": 2e-3, "sizes": (1, 2), "optimizer_seconds": 1e-7},
     {"speeds": [1, 3.3, 2.7], "layers": 5, "bandwidth": 3.7e5, "parameters": 7669, "hidden_bytes": 65536.0,
      "tied": True, "memory": [1.35e6, 8.2e5, 1.25e6]},
-    {"speeds": [1, 2.9, 4], "layers": 5, "bandwidth": 4.7e6, "parameters": 5400, "ends": 4e-3,
+    {"speeds": [1, 2.875, 4], "layers": 5, "bandwidth": 4.679e6, "parameters": 5392, "ends": 4e-3,
      "optimizer_seconds": 1e-7},
 ], ids=["fast links", "slow links", "gradients too large", "one slow link", "little memory", "latency", "unlike memory",
         "unlike ends"])
@@ -90,17 +90,22 @@ def test_as_good_as_trying_everything(options):
 
 @pytest.mark.parametrize("options", [
     {"bandwidth": 1e9}, {"bandwidth": 1e6, "parameters": 50000}, {"bandwidth": 2e5, "parameters": 300},
-    {"bandwidth": 1e7, "latency": 5e-3, "ends": 4e-3},
-], ids=["fast links", "gradients", "hidden states", "latency"])
-def test_the_estimate(monkeypatch, options):
-    """What the formula likes best is nearly the best, before any other has been simulated or improved on."""
+    {"bandwidth": 1e7, "latency": 5e-3, "ends": 4e-3}, {"bandwidth": 3e5, "parameters": 10**6, "memory": 7e7},
+], ids=["fast links", "gradients", "hidden states", "latency", "a pipeline of slow links"])
+@pytest.mark.parametrize("schedule", [one_f_one_b, afab])
+def test_the_estimate(monkeypatch, options, schedule):
+    """What the formula likes best is nearly the best, before any other has been simulated or improved on.
+
+    For AFAB it is coarser: it takes forward and backward as if they could make up for each other.
+    """
     cluster = Cluster(made_up_cluster([4, 3, 2, 1], **options))
-    best = find_plans(cluster, 24, Setting()).best[0].result.step_seconds
+    best = find_plans(cluster, 24, Setting(schedule)).best[0].result.step_seconds
     monkeypatch.setattr(planner, "ESTIMATES_KEPT", 1)
     monkeypatch.setattr(planner.Search, "improve", lambda *_: iter(()))
     monkeypatch.setattr(planner, "uniform_plans", lambda *_: {})
-    plans = find_plans(cluster, 24, Setting())
-    assert plans.num_simulated == 1 and plans.best[0].result.step_seconds <= 1.1 * best
+    plans = find_plans(cluster, 24, Setting(schedule))
+    assert plans.num_simulated == 1
+    assert plans.best[0].result.step_seconds <= (1.1 if schedule is one_f_one_b else 1.5) * best
 
 
 def test_shares_by_speed():

@@ -131,6 +131,9 @@ def test_buckets_end_where_owners_change():
               for owners in {t.ranks for t in sums}}
     assert layers == {(0, 2): 14, (1, 2): 6, (1, 3): 14}  # the ends' two included
     assert 8 < len(sums) < 20
+    result = simulated({"speeds": [1] * 2}, ((0,), (8,), 2), ((1,), (8,), 2))
+    before = (2 * 1e-3 + 2e-3) * 8  # seconds until the last backward, which takes 16 more
+    assert before <= min(t.start for t in result.transfers) < before + 3e-3
 
 
 def test_the_time_of_gradients():
