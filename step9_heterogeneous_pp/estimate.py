@@ -4,9 +4,9 @@
 
     fill      the first micro-batch's way through all stages and back, transfers included
     period    from then on, one micro-batch each: what the slowest stage computes, or what the busiest network carries,
-              (for AFAB that is too little, as all forward comes before all backward, and each has its slowest stage),
               or, since 1F1B lets p - s micro-batches at most go beyond stage s: their round trip, shared among them
 
+For AFAB the period is reckoned too short: a stage that is slow forward can't make up for it backward.
 Layers of a model are alike, so a stage's time is linear in their number, and giving each next layer to the stage that
 ends up fastest makes the slowest stage as fast as can be.
 """

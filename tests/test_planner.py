@@ -108,6 +108,13 @@ def test_the_estimate(monkeypatch, options, schedule):
     assert plans.best[0].result.step_seconds <= (1.1 if schedule is one_f_one_b else 1.5) * best
 
 
+def test_the_period_of_a_slow_network():
+    """The middle one of three stages sends two messages a micro-batch, of a second each."""
+    cluster = Cluster(made_up_cluster([1e6] * 3, layers=3, bandwidth=4096.0))
+    estimate = planner.Estimate(cluster, Setting(afab), 1, 8, [1e15] * 3)
+    assert estimate.time((0, 1, 2), (1, 1, 1), 8).period == pytest.approx(2)
+
+
 def test_shares_by_speed():
     """4:2:1 on fast links: each machine the whole model, and micro-batches by its speed."""
     best = plans_for({"speeds": [2, 4, 1], "bandwidth": 1e9}, 28).best[0]
