@@ -24,7 +24,7 @@ class Link(NamedTuple):
 
 
 class Machine:
-    """One rank. `passed["F"][size][k]`: seconds of the first k modules, forward (F) or backward (B), of a micro-batch."""
+    """One rank. `passed["F"][size][k]`: seconds of the first k modules for a micro-batch, forward; "B": backward."""
 
     def __init__(self, entry: dict, rank: int, num_modules: int):
         where = f"machine {rank}"
@@ -64,7 +64,7 @@ class Cluster:
         self.names = [field(module, "name", str, f"module {i}") for i, module in enumerate(modules)]
         numbered = [i for i, name in enumerate(self.names) if name.rpartition(".")[2].isdigit()]
         if not numbered or numbered != list(range(numbered[0], numbered[-1] + 1)):
-            raise ValueError(f"cluster.json: modules {self.names} have no row of numbered decoder layers: measure again")
+            raise ValueError(f"cluster.json: modules {self.names} have no row of numbered layers: measure again")
         self.first_layer, self.num_layers = numbered[0], len(numbered)
         self.parameters = [int(number(module, "parameters", name)) for module, name in zip(modules, self.names)]
         saved = [number(module, "saved_bytes", name) for module, name in zip(modules, self.names)]

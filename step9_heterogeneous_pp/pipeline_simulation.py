@@ -67,7 +67,7 @@ class Run(NamedTuple):
 
 
 class PipelineSimulation:
-    """The machines of one pipeline until their last backward. Other pipelines concern it only when gradients are summed.
+    """The machines of one pipeline until their last backward; other pipelines matter only where gradients are summed.
 
     A message is named by (receiving stage, action): there is one at most for each action of a stage.
     """

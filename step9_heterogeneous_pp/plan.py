@@ -77,15 +77,15 @@ def with_defaults(args) -> None:
 
 def measure(args) -> None:
     """Writes cluster.json. Every machine measures; rank 0 writes."""
+    if "RANK" not in os.environ:
+        raise ValueError("--measure times the machines and their network: start it with torchrun on all of them, "
+                         "as train.py will be")
     import torch
     import torch.distributed as dist
 
     import process_group_manager as pgm
     from measure_cluster import MICRO_BATCH_SIZES, measure_cluster, write_cluster
 
-    if "RANK" not in os.environ:
-        raise ValueError("--measure times the machines and their network: start it with torchrun on all of them, "
-                         "as train.py will be")
     with_defaults(args)
     device, dtype, backend = choose_device(args.device, args.dtype)
     pgm.init_process_group(backend)

@@ -68,15 +68,17 @@ def bottleneck(cluster: Cluster, scored: Scored) -> str:
             carries[kind, rank] += transfer.end - transfer.start
     slowest = max(computes, key=computes.get)
     (kind, place), busy = max(carries.items(), key=lambda item: item[1], default=(("", None), 0.0))
-    step = f"of {result.step_seconds:.4g} s"
-    if computes[slowest] >= busy:
-        others = [seconds for rank, seconds in computes.items() if rank != slowest]
-        rest = f", the others {sum(others) / len(others):.4g} s on average" if others else ""
-        return f"machine {slowest} ({cluster.machines[slowest].host}) computes {computes[slowest]:.4g} s {step}{rest}"
     where = f"gradients' sums keep the network of machine {place}"
     if kind == "stages":
         where = f"transfers between stages keep the link from machine {place[0]} to {place[1]}"
-    return f"{where} busy for {busy:.4g} s {step}; no machine computes longer than {computes[slowest]:.4g} s"
+    network = f"{where} busy for {busy:.4g} s"
+    others = [seconds for rank, seconds in computes.items() if rank != slowest]
+    rest = f" (the others {sum(others) / len(others):.4g} s on average)" if others else ""
+    machine = f"machine {slowest} ({cluster.machines[slowest].host}) computes for {computes[slowest]:.4g} s{rest}"
+    causes = [machine, network] if computes[slowest] >= busy else [network, machine]
+    if min(computes[slowest], busy) < 0.2 * result.step_seconds:
+        causes.pop()
+    return f"of {result.step_seconds:.4g} s {' and '.join(causes)}"
 
 
 def report(cluster: Cluster, plans: Plans, top: int) -> str:

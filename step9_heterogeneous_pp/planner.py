@@ -10,20 +10,21 @@ machines by speed is cut into pipelines instead, or dealt to them like cards.
 """
 
 import heapq
-from collections import Counter
+import math
 from collections.abc import Iterable, Iterator
 from itertools import combinations, permutations
 from typing import NamedTuple
 
 from estimate import Estimate, Shape, pipelines_of, share_out
+from groupings import alike, find_groupings
 from machines import Cluster
 from pipeline_simulation import Pipeline, Setting
 from simulation import Candidate, Result, peak_memory, simulate
 
-MOST_GROUPINGS = 30000
 ESTIMATES_KEPT = 200  # to be simulated
-ACTIONS = 100_000  # forward and backward actions to simulate, for the estimates' best and then for improving on these
-ALIKE = 0.05  # machines whose measurements differ by less than this share are alike
+ALTERNATIVES = 8  # orders and splits of the machines of a pipeline
+STARTS = 10  # of these, to be improved
+ACTIONS = 60_000  # forward and backward actions to simulate, for the estimates' best and then for improving on these
 
 
 class Scored(NamedTuple):
@@ -49,18 +50,20 @@ def find_plans(cluster: Cluster, global_batch: int, setting: Setting, sizes: lis
     """
     sizes = usable_sizes(cluster, global_batch, sizes)
     search = Search(cluster, setting, memory_fraction)
-    estimates = {size: Estimate(cluster, setting, size, search.memory) for size in sizes}
+    estimates = {size: Estimate(cluster, setting, size, global_batch // size, search.memory) for size in sizes}
     fastest_first = sorted(range(len(cluster.machines)), key=lambda rank: -estimates[sizes[0]].speed(rank))
     groupings = list(find_groupings(search.classes, fastest_first))
-    promising, num_estimated = rank_by_estimate(groupings, estimates, global_batch)
+    promising, num_estimated = rank_by_estimate(groupings, estimates)
     uniform = {name: search.uniform(options)
                for name, options in uniform_plans(cluster, global_batch, sizes, fastest_first).items()}
     search.spend(ACTIONS, (search.score(candidate) for candidate in promising))
-    for start in search.best(3):
-        search.spend(ACTIONS // 3, search.improve(start))
+    most = search.num_actions + ACTIONS
+    for start in search.best(STARTS):
+        estimate = estimates[start.candidate.micro_batch_size]
+        search.spend(min(ACTIONS // 3, most - search.num_actions), search.improve(start, estimate))
     best = search.best()
     if not best:
-        raise ValueError(missing_memory(cluster, estimates[sizes[0]], global_batch // sizes[0], memory_fraction))
+        raise ValueError(missing_memory(cluster, estimates[sizes[0]], memory_fraction))
     return Plans(best, uniform, num_estimated, len(search.scored))
 
 
@@ -136,12 +139,12 @@ class Search:
         rank = self.too_much(options[0])
         return f"the memory of machine {rank} ({self.cluster.machines[rank].host}) does not suffice"
 
-    def improve(self, scored: Scored) -> Iterator[None]:
+    def improve(self, scored: Scored, estimate: Estimate) -> Iterator[None]:
         """Goes from neighbour to better neighbour; a yield for each that was tried."""
         improved = True
         while improved:
             improved = False
-            for candidate in neighbours(scored.candidate, self.kind):
+            for candidate in neighbours(scored.candidate, self.kind, estimate):
                 is_new = candidate not in self.scored
                 other = self.score(candidate) if is_new else None
                 if other and other.result.step_seconds < scored.result.step_seconds * (1 - 1e-6):
@@ -150,8 +153,9 @@ class Search:
                 yield
 
 
-def neighbours(candidate: Candidate, kind: dict[int, int]) -> Iterator[Candidate]:
-    """A micro-batch moved between pipelines, a layer between stages, or two machines swapped that are of unlike `kind`."""
+def neighbours(candidate: Candidate, kind: dict[int, int], estimate: Estimate) -> Iterator[Candidate]:
+    """A micro-batch moved between pipelines, a pipeline in another order or split, a layer moved between its stages, or
+    two machines swapped that are of unlike `kind`."""
     pipelines = candidate.pipelines
 
     def changed(**replaced: Pipeline) -> Candidate:
@@ -164,6 +168,8 @@ def neighbours(candidate: Candidate, kind: dict[int, int]) -> Iterator[Candidate
             yield changed(**{f"p{a}": pipelines[a]._replace(num_microbatches=m - 1),
                              f"p{b}": pipelines[b]._replace(num_microbatches=n + 1)})
     for k, pipeline in enumerate(pipelines):
+        for shape in estimate.shapes(tuple(sorted(pipeline.machines)), pipeline.num_microbatches)[:ALTERNATIVES]:
+            yield changed(**{f"p{k}": pipeline._replace(machines=shape.machines, layers=shape.layers)})
         for s, t in permutations(range(len(pipeline.layers)), 2):
             if pipeline.layers[s] > 1:
                 layers = list(pipeline.layers)
@@ -180,76 +186,23 @@ def neighbours(candidate: Candidate, kind: dict[int, int]) -> Iterator[Candidate
             for pipeline in pipelines))
 
 
-def alike(cluster: Cluster) -> list[list[int]]:
-    """The machines in classes: within one, exchanging two machines changes no measurement by more than ALIKE."""
-    def close(a: float, b: float) -> bool:
-        return abs(a - b) <= ALIKE * max(abs(a), abs(b))
-
-    def same(i: int, j: int) -> bool:
-        a, b = cluster.machines[i], cluster.machines[j]
-        pairs = [(a.free_memory, b.free_memory), (a.optimizer_seconds, b.optimizer_seconds)]
-        pairs += [(a.passed[kind][size][-1], b.passed[kind][size][-1]) for kind in "FB" for size in cluster.sizes]
-        for k in range(len(cluster.machines)):
-            if k not in (i, j):
-                for one, other in ((cluster.links[i][k], cluster.links[j][k]), (cluster.links[k][i], cluster.links[k][j])):
-                    pairs += zip(one, other)
-        return all(close(*pair) for pair in [*pairs, *zip(cluster.links[i][j], cluster.links[j][i])])
-
-    classes: list[list[int]] = []
-    for rank in range(len(cluster.machines)):
-        for members in classes:
-            if all(same(rank, member) for member in members):
-                members.append(rank)
-                break
-        else:
-            classes.append([rank])
-    return classes
-
-
-def find_groupings(classes: list[list[int]], fastest_first: list[int]) -> Iterator[list[tuple[int, ...]]]:
-    """Groups of machines, one a pipeline. All of them, where two that differ by machines of one class are the same."""
-    found: set[tuple] = {()}  # a grouping: groups of classes, sorted
-    for kind, members in enumerate(classes):
-        for _ in members:
-            larger = set(found)  # this machine idles
-            for groups in found:
-                for k in range(len(groups) + 1):
-                    group = (*groups[k], kind) if k < len(groups) else (kind,)
-                    larger.add(tuple(sorted((*groups[:k], group, *groups[k + 1 :]))))
-            found = larger
-            if len(found) > MOST_GROUPINGS:
-                yield from rows_of(fastest_first)
-                return
-    for groups in found - {()}:
-        ranks = [iter(members) for members in classes]
-        yield [tuple(next(ranks[kind]) for kind in group) for group in groups]
-
-
-def rows_of(fastest_first: list[int]) -> Iterator[list[tuple[int, ...]]]:
-    """The fastest machines, in that order or in the order of their ranks, cut into pipelines or dealt to them."""
-    for number in range(1, len(fastest_first) + 1):
-        for row in (fastest_first[:number], sorted(fastest_first[:number])):
-            for k in range(1, number + 1):
-                cuts = [number * i // k for i in range(k + 1)]
-                yield [tuple(row[start:stop]) for start, stop in zip(cuts, cuts[1:])]
-                yield [tuple(row[i::k]) for i in range(k)]
-
-
-def rank_by_estimate(groupings: list[list[tuple]], estimates: dict[int, Estimate], global_batch: int) -> tuple[list, int]:
+def rank_by_estimate(groupings: list[list[tuple]], estimates: dict[int, Estimate]) -> tuple[list, int]:
     """The candidates of shortest estimated step, shortest first, and how many were looked at."""
     kept: list[tuple] = []  # a heap, the worst first
     order = 0
     for size, estimate in estimates.items():
-        num_microbatches = global_batch // size
-        total = sum(map(estimate.speed, range(len(estimate.memory))))
+        num_microbatches = estimate.num_microbatches
+        speed = {group: sum(map(estimate.speed, group)) for groups in groupings for group in groups}
         shapes: dict[tuple, Shape | None] = {}
         for groups in groupings:
-            for group in groups:
-                if group not in shapes:
-                    share = num_microbatches * sum(map(estimate.speed, group)) / total
-                    shapes[group] = estimate.best_shape(group, max(1, round(share)))
             order += 1
-            chosen = [shapes[group] for group in groups]
+            total, chosen = sum(speed[group] for group in groups), []
+            for group in groups:
+                halvings = int(math.log2(total / speed[group]) + 1e-9)  # its share is at most the half, a quarter, ...
+                key = group, max(1, -(-num_microbatches // 2**halvings))
+                if key not in shapes:
+                    shapes[key] = first_shape(estimate, *key)
+                chosen.append(shapes[key])
             if None in chosen or (shares := share_out(chosen, num_microbatches)) is None:
                 continue
             seconds = max(shape.time(share) for shape, share in zip(chosen, shares))
@@ -260,6 +213,13 @@ def rank_by_estimate(groupings: list[list[tuple]], estimates: dict[int, Estimate
             if len(kept) > ESTIMATES_KEPT:
                 heapq.heappop(kept)
     return [candidate for _, _, candidate in sorted(kept, reverse=True)], order
+
+
+def first_shape(estimate: Estimate, group: tuple[int, ...], num_microbatches: int) -> Shape | None:
+    """The quickest for so many micro-batches or, where memory does not suffice, for a smaller share of them."""
+    while not (shapes := estimate.shapes(group, num_microbatches)) and num_microbatches > 1:
+        num_microbatches = -(-num_microbatches // 2)
+    return shapes[0] if shapes else None
 
 
 def uniform_plans(cluster: Cluster, global_batch: int, sizes: list[int], fastest_first: list[int]) -> dict:
@@ -284,15 +244,15 @@ def uniform_plans(cluster: Cluster, global_batch: int, sizes: list[int], fastest
     return plans
 
 
-def missing_memory(cluster: Cluster, estimate: Estimate, num_microbatches: int, memory_fraction: float) -> str:
-    """Why no plan fits: what the machines would hold as one pipeline, those with most memory first."""
+def missing_memory(cluster: Cluster, estimate: Estimate, memory_fraction: float) -> str:
+    """Why no plan fits: what the machines can hold as one pipeline, those with most memory first."""
     order = sorted(range(len(cluster.machines)), key=lambda rank: -estimate.memory[rank])[: cluster.num_layers]
-    held = [max(0, estimate.most_layers(rank, s, len(order), num_microbatches)) for s, rank in enumerate(order)]
-    needed = [peak_memory(cluster, Pipeline(tuple(order), tuple(max(1, n) for n in held), num_microbatches),
-                          estimate.size, estimate.setting)[s] for s in range(len(order))]
-    lines = [f"machine {rank} ({cluster.machines[rank].host}) may use {estimate.memory[rank] / 1e6:.1f} MB and holds "
-             f"{layers} decoder layers" + ("" if layers else f", one of which takes {num_bytes / 1e6:.1f} MB here")
-             for rank, layers, num_bytes in zip(order, held, needed)]
-    return (f"not enough memory for any plan: in micro-batches of {estimate.size} samples, as one pipeline, "
-            f"{'; '.join(lines)}: {sum(held)} of {cluster.num_layers} layers. Free memory (may use: "
-            f"{memory_fraction} of what was free), add a machine, or take fewer layers or a smaller --seq_len")
+    p, m = len(order), estimate.num_microbatches
+    held = [max(0, estimate.most_layers(rank, s, p, m)) for s, rank in enumerate(order)]
+    whole = peak_memory(cluster, Pipeline((0,), (cluster.num_layers,), 1), estimate.size, estimate.setting)[0]
+    lines = [f"machine {rank} ({cluster.machines[rank].host}) {estimate.memory[rank] / 1e6:.4g} MB for {layers} of the "
+             "layers" for rank, layers in zip(order, held)]
+    return (f"not enough memory for any plan: the model takes {whole / 1e6:.4g} MB, and all machines may use "
+            f"{sum(estimate.memory) / 1e6:.4g} MB: {memory_fraction} of what was free. In one pipeline, with "
+            f"micro-batches of {estimate.size} samples: {'; '.join(lines)}: {sum(held)} of {cluster.num_layers} layers "
+            "are placed. Free memory, add a machine, or take fewer layers, a smaller --seq_len or other sizes")
