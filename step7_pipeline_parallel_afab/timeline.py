@@ -71,7 +71,7 @@ class Timeline:
 
 
 class Transfer:
-    """Takes a handle's place, see Timeline.watch. On NCCL a handle orders work of the GPU: noted when it is waited for."""
+    """Takes a handle's place, see Timeline.watch. NCCL's handles order work of the GPU: noted when it is waited for."""
 
     def __init__(self, handle, kind: str, microbatch: int, peer: int):
         self.handle, self.span = handle, (kind, microbatch, timeline.now())
