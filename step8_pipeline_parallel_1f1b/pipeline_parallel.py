@@ -138,8 +138,8 @@ class StageCommunication:
     def post_receive(self, action: Action) -> None:
         if self.source[action.kind] is not None and action not in self.receiving:
             buffer = torch.empty(self.shape, dtype=self.dtype, device=self.wire_device)
-            handle = dist.irecv(buffer, self.source[action.kind], group=self.group[action.kind])
-            handle = timeline.watch(handle, "receive", action.microbatch, self.source[action.kind])
+            source, group = self.source[action.kind], self.group[action.kind]
+            handle = timeline.transfer(dist.irecv, buffer, source, group, action.microbatch)
             self.receiving[action] = (handle, buffer)
 
     def receive(self, action: Action) -> torch.Tensor | None:
@@ -155,8 +155,8 @@ class StageCommunication:
         if self.destination[action.kind] is None:
             return
         tensor = tensor.detach().to(self.wire_device).contiguous()
-        handle = dist.isend(tensor, self.destination[action.kind], group=self.group[action.kind])
-        handle = timeline.watch(handle, "send", action.microbatch, self.destination[action.kind])
+        destination, group = self.destination[action.kind], self.group[action.kind]
+        handle = timeline.transfer(dist.isend, tensor, destination, group, action.microbatch)
         self.sending.append((handle, tensor))  # the tensor has to live until it is sent
         if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # long received: this bounds the memory
             self.finish_oldest_send()

@@ -99,8 +99,8 @@ class StageCommunication:
     def post_receive(self, action: Action, shape: tuple[int, int, int]) -> None:
         if self.source[action.kind] is not None and action not in self.receiving:
             buffer = empty_message(shape, self.wire_dtype, self.wire_device)
-            handle = dist.irecv(buffer, self.source[action.kind], group=self.group[action.kind])
-            handle = timeline.watch(handle, "receive", action.microbatch, self.source[action.kind])
+            source, group = self.source[action.kind], self.group[action.kind]
+            handle = timeline.transfer(dist.irecv, buffer, source, group, action.microbatch)
             self.receiving[action] = (handle, buffer, shape)
 
     def receive(self, action: Action) -> torch.Tensor | None:
@@ -116,8 +116,8 @@ class StageCommunication:
         if self.destination[action.kind] is None:
             return
         tensor = encode(tensor.detach(), self.wire_dtype).to(self.wire_device)
-        handle = dist.isend(tensor, self.destination[action.kind], group=self.group[action.kind])
-        handle = timeline.watch(handle, "send", action.microbatch, self.destination[action.kind])
+        destination, group = self.destination[action.kind], self.group[action.kind]
+        handle = timeline.transfer(dist.isend, tensor, destination, group, action.microbatch)
         self.sending.append((handle, tensor))  # the tensor has to live until it is sent
         if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # long received: this bounds the memory
             self.finish_oldest_send()

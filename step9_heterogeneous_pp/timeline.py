@@ -48,9 +48,11 @@ class Timeline:
         yield
         self.add(kind, microbatch, start)
 
-    def watch(self, handle, kind: str, microbatch: int, peer: int):
-        """The handle of a transfer from or to rank `peer` that has just begun, noted when it ends; wait() as before."""
-        return Transfer(handle, kind, microbatch, peer) if self.recording else handle
+    def transfer(self, begin, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, microbatch: int):
+        """The handle of begin(tensor, peer, group=group), which is dist.isend or dist.irecv. Noted when it ends."""
+        kind, start = "send" if begin is dist.isend else "receive", self.now()
+        handle = begin(tensor, peer, group=group)
+        return Transfer(handle, kind, microbatch, start, peer) if self.recording else handle
 
     def write(self, path: str, grid, num_microbatches: int, device: torch.device) -> None:
         """Gathers all ranks' spans, and the logging rank writes them to `path` and prints the bubble. Collective."""
@@ -81,10 +83,10 @@ class Timeline:
 
 
 class Transfer:
-    """Takes a handle's place, see Timeline.watch. NCCL's handles order work of the GPU: noted when it is waited for."""
+    """Takes a handle's place, see Timeline.transfer. NCCL's handles order work of the GPU: noted when waited for."""
 
-    def __init__(self, handle, kind: str, microbatch: int, peer: int):
-        self.handle, self.span = handle, (kind, microbatch, timeline.now())
+    def __init__(self, handle, kind: str, microbatch: int, start: int, peer: int):
+        self.handle, self.span = handle, (kind, microbatch, start)
         self.peer, self.error, self.thread = peer, None, None
         if dist.get_backend() == "gloo":
             self.thread = threading.Thread(target=self.finish, daemon=True)  # no exit has to wait for a dead peer
