@@ -41,6 +41,7 @@ def draw(trace_path: str, png_path: str) -> None:
     axes.set_yticks(list(names), list(names.values()))
     axes.set_ylim(max(names) + 0.6, min(names) - 0.6)
     axes.tick_params(axis="y", length=0)
+    axes.margins(x=0.01)
     axes.set_xlabel("milliseconds")
     counts = {event["pid"]: event["args"]["microbatch"] + 1 for event in compute}  # of a pipeline, the last counts
     axes.set_title(f"{len(names)} ranks, up to {max(counts.values())} micro-batches: {length:.0f} ms from the first "

@@ -9,16 +9,19 @@ import torch
 from launch import ROOT, STEPS, free_port, launch, losses, modules_of
 
 SHAPES = [(2, 3, 7), (1, 1, 1), (3, 1024), (5, 1)]
-STEPS_TRAINED, COMMON = 20, ["--seq_len", 32, "--micro_batch_size", 2, "--max_tokens", 20 * 16 * 32]
+STEPS_TRAINED, SEQ_LEN = 20, 16
+COMMON = ["--num_hidden_layers", 4, "--seq_len", SEQ_LEN, "--micro_batch_size", 2,
+          "--max_tokens", STEPS_TRAINED * 16 * SEQ_LEN]
 UNLIKE, THREE, OVER_TP = (["--pipelines", pipelines, "--num_microbatches", counts, "--tp_size", tp] for
-                          pipelines, counts, tp in (("8;5,3", "6,2", 1), ("2,5,1", "8", 1), ("5,3;8", "6,2", 2)))
+                          pipelines, counts, tp in (("4;3,1", "6,2", 1), ("1,2,1", "8", 1), ("3,1;4", "6,2", 2)))
 RUNS = {  # name -> ranks, flags
     "unlike": (3, UNLIKE),
     "unlike-as-it-is": (3, [*UNLIKE, "--wire_dtype", "float32", "--gradient_wire_dtype", "float32"]),
     "unlike-bfloat16": (3, [*UNLIKE, "--wire_dtype", "bfloat16", "--gradient_wire_dtype", "bfloat16"]),
     "unlike-int8": (3, [*UNLIKE, "--wire_dtype", "int8", "--gradient_wire_dtype", "int8"]),
     "three-int8": (3, [*THREE, "--wire_dtype", "int8"]),
-    "float64-float32": (3, [*UNLIKE, "--dtype", "float64", "--wire_dtype", "float32", "--gradient_wire_dtype", "float32"]),
+    "float64-float32": (3, [*UNLIKE, "--dtype", "float64", "--wire_dtype", "float32",
+                            "--gradient_wire_dtype", "float32"]),
     "tied-int8": (3, [*UNLIKE, "--wire_dtype", "int8", "--gradient_wire_dtype", "int8"]),
     "tp2-int8": (6, [*OVER_TP, "--wire_dtype", "int8", "--gradient_wire_dtype", "int8"]),
 }
@@ -57,7 +60,7 @@ def test_rounding(wire, shape, source):
         message, room = wire.encode(x, dtype), wire.empty_message(shape, dtype, x.device)
         assert message.is_contiguous() and (message.shape, message.dtype) == (room.shape, room.dtype)
         rows = math.prod(shape[:-1])
-        assert message.nbytes == {"float32": 4, "bfloat16": 2, "int8": 1}[name] * x.numel() + 4 * rows * (name == "int8")
+        assert message.nbytes == {"float32": 4 * x.numel(), "bfloat16": 2 * x.numel(), "int8": x.numel() + 4 * rows}[name]
         back = wire.decode(message, shape, dtype, source)
         largest = x.double().abs().amax(-1, keepdim=True)
         allowed = {"float32": 2**-24 * x.double().abs(), "bfloat16": 2**-8 * x.double().abs(),
@@ -110,9 +113,9 @@ def test_copies_of_a_parameter_keep_the_same_bits(recorded, name):
     for path in (recorded / name).glob("rank*.pt"):
         rank = torch.load(path)
         for key, tensor in rank["final"].items():
-            key = key.replace("final_proj", "embedding") if "tied" in name else key
-            copies.setdefault((rank["place"]["tp"], key), []).append((tensor, rank["grads"][key]))
-    assert len(copies) > 50
+            place = rank["place"]["tp"], key.replace("final_proj", "embedding") if "tied" in name else key
+            copies.setdefault(place, []).append((tensor, rank["grads"][key]))
+    assert len(copies) > 30
     for (tp_rank, key), found in copies.items():
         assert len(found) == (3 if key == "embedding.weight" and "tied" in name else 2), key
         assert all(torch.equal(one, found[0][i]) for pair in found for i, one in enumerate(pair)), (key, tp_rank)
