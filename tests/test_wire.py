@@ -59,8 +59,8 @@ def test_rounding(wire, shape, source):
     for name, dtype in wire.WIRE_DTYPES.items():
         message, room = wire.encode(x, dtype), wire.empty_message(shape, dtype, x.device)
         assert message.is_contiguous() and (message.shape, message.dtype) == (room.shape, room.dtype)
-        rows = math.prod(shape[:-1])
-        assert message.nbytes == {"float32": 4 * x.numel(), "bfloat16": 2 * x.numel(), "int8": x.numel() + 4 * rows}[name]
+        size, rows = x.numel(), math.prod(shape[:-1])
+        assert message.nbytes == {"float32": 4 * size, "bfloat16": 2 * size, "int8": size + 4 * rows}[name]
         back = wire.decode(message, shape, dtype, source)
         largest = x.double().abs().amax(-1, keepdim=True)
         allowed = {"float32": 2**-24 * x.double().abs(), "bfloat16": 2**-8 * x.double().abs(),
