@@ -29,7 +29,7 @@ class Timeline:
 
     def start(self, device: torch.device) -> None:
         """Records from now on, until write(). Collective."""
-        self.recording, self.before = True, clock_offset(device)
+        self.recording, self.spans, self.before = True, [], clock_offset(device)
 
     def now(self) -> int:
         """Nanoseconds of this rank's clock. On CUDA the GPU finishes first what it was given, while recording."""
