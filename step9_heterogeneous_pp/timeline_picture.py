@@ -16,12 +16,11 @@ HEIGHT = 0.62  # of a block; rows are 1 apart
 
 
 def draw(trace_path: str, png_path: str) -> None:
-    """Draws what Timeline.write() has written. Without matplotlib: says how to get it, and leaves no picture."""
+    """Draws what Timeline.write() has written. Raises ImportError, with the remedy, without matplotlib."""
     try:
         import matplotlib  # imported here: training needs none
     except ImportError:
-        print(f"{png_path} is not drawn, as matplotlib is missing: pip install -e '.[test]'", flush=True)
-        return
+        raise ImportError("a picture of the timeline needs matplotlib: pip install -e '.[test]'") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -80,4 +79,7 @@ def draw_transfers(axes, spans: list[dict]) -> None:
 
 
 if __name__ == "__main__":
-    draw(sys.argv[1], sys.argv[2])
+    try:
+        draw(*sys.argv[1:])
+    except (ImportError, OSError) as error:
+        sys.exit(f"error: {error}")
