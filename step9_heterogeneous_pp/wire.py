@@ -93,7 +93,8 @@ class CompressedAllReduce:
         total = sum(self.decoded())
         self.outgoing = encode(total, self.dtype).flatten().view(torch.uint8)
         self.incoming = torch.empty_like(self.incoming)
-        self.handle = dist.all_gather_into_tensor(self.incoming, self.outgoing, group=self.group, async_op=True)
+        messages = list(self.incoming.chunk(self.num_ranks))
+        self.handle = dist.all_gather(messages, self.outgoing, group=self.group, async_op=True)
 
     def wait(self) -> None:
         self.handle.wait()
