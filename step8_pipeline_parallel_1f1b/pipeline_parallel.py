@@ -138,32 +138,32 @@ class StageCommunication:
     def post_receive(self, action: Action) -> None:
         if self.source[action.kind] is not None and action not in self.receiving:
             buffer = torch.empty(self.shape, dtype=self.dtype, device=self.wire_device)
-            handle = dist.irecv(buffer, self.source[action.kind], group=self.group[action.kind])
-            self.receiving[action] = (handle, buffer, timeline.now())
+            source, group = self.source[action.kind], self.group[action.kind]
+            handle = timeline.transfer(dist.irecv, buffer, source, group, action.microbatch)
+            self.receiving[action] = (handle, buffer)
 
     def receive(self, action: Action) -> torch.Tensor | None:
         """Waits for the input (F) or the output's gradient (B) of this micro-batch; None at the pipeline's ends."""
         if action not in self.receiving:
             return None
-        handle, buffer, posted = self.receiving.pop(action)
+        handle, buffer = self.receiving.pop(action)
         with timeline.span("wait", action.microbatch):
             handle.wait()
-        timeline.add("receive", action.microbatch, posted, communication=True)
         return buffer.to(self.device)
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         if self.destination[action.kind] is None:
             return
         tensor = tensor.detach().to(self.wire_device).contiguous()
-        handle = dist.isend(tensor, self.destination[action.kind], group=self.group[action.kind])
-        self.sending.append((handle, tensor, timeline.now(), action))  # the tensor has to live until it is sent
+        destination, group = self.destination[action.kind], self.group[action.kind]
+        handle = timeline.transfer(dist.isend, tensor, destination, group, action.microbatch)
+        self.sending.append((handle, tensor))  # the tensor has to live until it is sent
         if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # long received: this bounds the memory
             self.finish_oldest_send()
 
     def finish_oldest_send(self) -> None:
-        handle, _, posted, action = self.sending.popleft()
+        handle, _ = self.sending.popleft()
         handle.wait()
-        timeline.add("send", action.microbatch, posted, communication=True)
 
     def finish(self) -> None:
         while self.sending:

@@ -102,11 +102,12 @@ class DataParallelBucket(nn.Module):
 
     After that backward, finish_gradient_sync() has to be called before the gradients are read.
     `weight`: this pipeline's share of the global batch. `owners`: see find_owners.
-    `wire_dtype`: see Bucket. `bucket_mb`: megabytes a bucket; by default 25, or an eighth of a small model: one bucket would overlap nothing.
+    `bucket_mb`: megabytes a bucket; by default 25, or an eighth of a small model: one bucket would overlap nothing.
+    `wire_dtype`: see Bucket.
     """
 
-    def __init__(self, module: PipelineStage, owners: dict[str, Owners], weight: float, bucket_mb: float | None = None,
-                 wire_dtype: torch.dtype | None = None):
+    def __init__(self, module: PipelineStage, owners: dict[str, Owners], weight: float,
+                 bucket_mb: float | None = None, wire_dtype: torch.dtype | None = None):
         super().__init__()
         self.module, self.weight, self.wire_dtype = module, weight, wire_dtype
         self.require_backward_grad_sync = True

@@ -49,9 +49,9 @@ class HeterogeneousParallelPlugin:
     """`microbatch_size` samples pass a pipeline at once; `tp_size` ranks share each stage.
 
     `precision`: of the computation; "bf16" keeps parameters and optimizer state in float32. `device`: as --device of
-    train.py. `schedule`: of pipeline_parallel. `wire_dtype`: "float32", "bfloat16" or "int8", in which hidden states and
-    their gradients travel between stages; `gradient_wire_dtype`: likewise the parameters' gradients between those who
-    hold them; None: unrounded. Joins the process group, if nobody has yet.
+    train.py. `schedule`: of pipeline_parallel. `wire_dtype`: "float32", "bfloat16" or "int8", what hidden states and
+    their gradients travel in between stages; `gradient_wire_dtype`: what the parameters' gradients travel in between
+    those who hold them; None: as they are. Joins the process group, if nobody has yet.
     """
 
     def __init__(self, tp_size: int = 1, microbatch_size: int = 1, precision: str = "fp32", device: str = "auto",
@@ -161,8 +161,8 @@ class HeterogeneousParallelPlugin:
         torch.manual_seed(seed + 1000 * grid.dp_rank + grid.pp_rank)  # dropout: the same on the tp ranks of a stage
         owners = find_owners(self.pipelines, stage.tied)
         if self.gradient_wire_dtype and all(len(owned.places) == 1 for owned in owners.values()):
-            raise ValueError(f"gradient_wire_dtype={self.gradient_wire_dtype}, but each module is held by one pipeline, "
-                             "so no gradients travel: leave it out (what travels between stages is in wire_dtype)")
+            raise ValueError(f"gradient_wire_dtype={self.gradient_wire_dtype}, but each module is held by one pipeline "
+                             "and no gradients travel: leave it out (what travels between stages is in wire_dtype)")
         wrapped = DataParallelBucket(stage, owners, self.weight, wire_dtype=self.gradient_wire_dtype)
         return wrapped, optimizer(list(stage.model.named_parameters())), dataloader
 

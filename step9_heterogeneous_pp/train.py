@@ -173,7 +173,8 @@ def main():
         return cross_entropy(logits, batch["target_ids"], config.vocab_size)
 
     for step in range(1, num_steps + 1):
-        timeline.recording = step == args.profile_batch
+        if step == args.profile_batch:
+            timeline.start(device)
         start = time.perf_counter()
         loss = plugin.execute_pipeline(data_loader, model, criterion, optimizer)
         with timeline.span("optimizer"):

@@ -46,11 +46,12 @@ def encode(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     rows = x.reshape(-1, x.size(-1)).float()  # (R, N)
     scales = rows.abs().amax(dim=1, keepdim=True) / 127  # (R, 1); NaN and infinity win
     steps = rows / scales.masked_fill(scales == 0, 1)
-    numbers = steps.nan_to_num().round().clamp(-127, 127).to(torch.int8)  # what a NaN becomes matters not, its scale is
+    numbers = steps.nan_to_num().round().clamp(-127, 127).to(torch.int8)  # not finite: its scale says so
     return torch.cat([scales.flatten().view(torch.uint8), numbers.flatten().view(torch.uint8)])
 
 
-def decode(message: torch.Tensor, shape: tuple[int, ...], wire_dtype: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+def decode(message: torch.Tensor, shape: tuple[int, ...], wire_dtype: torch.dtype,
+           dtype: torch.dtype) -> torch.Tensor:
     """The tensor of this shape that the message was made of, as far as it has kept it, in `dtype`."""
     if wire_dtype != torch.int8:
         return message.view(shape).to(dtype)
@@ -64,14 +65,14 @@ class CompressedAllReduce:
 
     Each rank sums one n-th of the buffer: it gets the others' n-ths encoded (all-to-all), adds them in the order of the
     ranks, unrounded, and sends the sum encoded to all (all-gather). All decode the same bytes, its own sum too, so
-    replicas keep the same bits. That is a reduce-scatter and an all-gather, as a ring's all-reduce, and as many numbers.
+    replicas keep the same bits. That is a reduce-scatter and an all-gather, as a ring's all-reduce is.
     gather() and then wait() have to be called, by all ranks for the same buffers in the same order.
     """
 
     def __init__(self, buffer: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype):
         self.buffer, self.group, self.dtype = buffer, group, dtype
         self.num_ranks = dist.get_world_size(group)
-        self.shape = (math.ceil(buffer.numel() / (self.num_ranks * ROW)), ROW)  # of one n-th, with zeros behind the last
+        self.shape = (math.ceil(buffer.numel() / (self.num_ranks * ROW)), ROW)  # of an n-th, zeros behind the last
         parts = self.padded(buffer).view(self.num_ranks, *self.shape)
         self.outgoing = torch.cat([encode(part, dtype).flatten().view(torch.uint8) for part in parts])
         self.incoming = torch.empty_like(self.outgoing)
@@ -92,7 +93,8 @@ class CompressedAllReduce:
         total = sum(self.decoded())
         self.outgoing = encode(total, self.dtype).flatten().view(torch.uint8)
         self.incoming = torch.empty_like(self.incoming)
-        self.handle = dist.all_gather_into_tensor(self.incoming, self.outgoing, group=self.group, async_op=True)
+        messages = list(self.incoming.chunk(self.num_ranks))
+        self.handle = dist.all_gather(messages, self.outgoing, group=self.group, async_op=True)
 
     def wait(self) -> None:
         self.handle.wait()

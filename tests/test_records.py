@@ -203,4 +203,5 @@ def test_nothing_arrives_before_it_is_made(timeline):
             received, sent = spans(events[receiver], "receive"), spans(events[maker], "send")
             for i in range(4):
                 assert received[i][1] > made[i][0] - 2 * error, (kind, i)
+                assert max(sent[i]) <= received[i][1] + error, (kind, i)
                 assert received[i][1] <= computed[i][0] and sent[i][0] >= made[i][1], (kind, i)

@@ -1,0 +1,85 @@
+"""A recorded timeline as a picture: a row a rank, time to the right.
+
+    python timeline_picture.py runs/default_run/timeline_batch5_all.json timeline.png
+
+Blocks are forward and backward passes, with the number of their micro-batch; what stays grey between the first and the
+last of them is the bubble. A line leads from where a tensor was sent to where it had arrived; bars under a row are
+all-reduces of gradients.
+"""
+
+import json
+import sys
+
+COLOURS = {"forward": "#4477aa", "backward": "#228833", "optimizer": "#aa3377", "bubble": "#dddddd",
+           "transfer": "#ee7733", "all-reduce": "#66ccee"}
+HEIGHT = 0.62  # of a block; rows are 1 apart
+
+
+def draw(trace_path: str, png_path: str) -> None:
+    """Draws what Timeline.write() has written. Raises ImportError, with the remedy, without matplotlib."""
+    try:
+        import matplotlib  # imported here: training needs none
+    except ImportError:
+        raise ImportError("a picture of the timeline needs matplotlib: pip install -e '.[test]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with open(trace_path) as file:
+        events = json.load(file)["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    spans = [event for event in events if event["ph"] == "X"]
+    compute = [event for event in spans if event["cat"] in ("forward", "backward")]
+    start = min(event["ts"] for event in compute) / 1e3
+    length = max(event["ts"] + event["dur"] for event in compute) / 1e3 - start
+    bubble = 1 - sum(event["dur"] for event in compute) / 1e3 / (length * len(names))
+    figure, axes = plt.subplots(figsize=(12, 0.75 * len(names) + 1.4), dpi=120, layout="constrained")
+    axes.barh(list(names), length, left=start, height=HEIGHT, color=COLOURS["bubble"])
+    for event in spans:
+        draw_span(axes, event)
+    draw_transfers(axes, spans)
+    axes.set_yticks(list(names), list(names.values()))
+    axes.set_ylim(max(names) + 0.6, min(names) - 0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.margins(x=0.01)
+    axes.set_xlabel("milliseconds")
+    counts = {event["pid"]: event["args"]["microbatch"] + 1 for event in compute}  # of a pipeline, the last counts
+    axes.set_title(f"{len(names)} ranks, up to {max(counts.values())} micro-batches: {length:.0f} ms from the first "
+                   f"forward to the last backward, bubble {bubble:.0%}", loc="left", fontsize=10, pad=26)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
+    axes.legend(handles, COLOURS, ncols=len(COLOURS), loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
+                fontsize=9, borderaxespad=0.2)
+    figure.savefig(png_path)
+    plt.close(figure)
+
+
+def draw_span(axes, event: dict) -> None:
+    start, length, row = event["ts"] / 1e3, event["dur"] / 1e3, event["pid"]
+    if event["cat"] == "all-reduce":
+        axes.barh(row + HEIGHT / 2 + 0.06, length, left=start, height=0.08, color=COLOURS["all-reduce"])
+    elif event["cat"] in ("forward", "backward", "optimizer"):
+        axes.barh(row, length, left=start, height=HEIGHT, color=COLOURS[event["cat"]], edgecolor="white", linewidth=0.5)
+        if "microbatch" in event["args"]:
+            axes.text(start + length / 2, row, event["args"]["microbatch"], ha="center", va="center", color="white",
+                      fontsize=7, clip_on=True)
+
+
+def draw_transfers(axes, spans: list[dict]) -> None:
+    """From the edge of the sender's row to the edge of the receiver's, with a point where it arrives."""
+    arrived = {(event["args"]["peer"], event["pid"], event["args"]["microbatch"]): event["ts"] + event["dur"]
+               for event in spans if event["cat"] == "receive"}
+    for event in spans:
+        if event["cat"] == "send":
+            sender, receiver = event["pid"], event["args"]["peer"]
+            edge = HEIGHT / 2 if receiver > sender else -HEIGHT / 2
+            times = (event["ts"] / 1e3, arrived[sender, receiver, event["args"]["microbatch"]] / 1e3)
+            axes.plot(times, (sender + edge, receiver - edge), color=COLOURS["transfer"], linewidth=1,
+                      marker="o", markevery=[1], markersize=2.5)
+
+
+if __name__ == "__main__":
+    try:
+        draw(*sys.argv[1:])
+    except (ImportError, OSError) as error:
+        sys.exit(f"error: {error}")
