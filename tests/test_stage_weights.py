@@ -8,7 +8,7 @@ import torch
 from families import (
     CASES, DECODERS, IDS, TIED, PipelineStage, hf_tensor_parallel, load_weights, run_chain, stages_on_meta, toy,
     toy_batch, toy_on_meta)
-from launch import ROOT, launch
+from launch import MODELS, ROOT, fork
 from safetensors.torch import save_file
 
 
@@ -129,7 +129,7 @@ def test_a_buffer_that_the_model_does_not_compute(saved):
 def tp_errors(tmp_path_factory):
     """Of all families, from one start of two processes."""
     folder = tmp_path_factory.mktemp("tp")
-    launch(9, 2, folder, script=ROOT / "tests" / "families_over_tp.py", env={"TRANSFORMERS_VERBOSITY": "error"})
+    fork(9, 2, folder, script=ROOT / "tests" / "families_over_tp.py", modules=MODELS)
     with open(folder / "errors.json") as file:
         return json.load(file)
 
