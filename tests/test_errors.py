@@ -78,11 +78,11 @@ def test_several_processes_of_torchrun_one_error(tmp_path):
     fails_afresh(tmp_path, 8, 2, ["--dp_size", 2, "--dataset_name", "no/such"], ["'no/such'", "no such path", "Hub id"])
 
 
-def test_an_error_that_rank_0_does_not_meet(tmp_path):
+def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
     """The last stage writes, so it alone finds that it can't; it waits a while for rank 0 to speak."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "taken").write_text("a file")
-    fails_afresh(tmp_path, 8, 2, ["--pp_size", 2, "--run_name", "taken"], ["taken"])
+    fails(8, ["--pp_size", 2, "--run_name", "taken"], ["taken"], 2)
 
 
 @pytest.mark.parametrize("step, args, expected", [
