@@ -1,5 +1,7 @@
 """--compile: the losses of the eager run, with all three axes; what it says without a compiler."""
 
+import re
+
 import pytest
 
 from launch import fork, losses
@@ -16,8 +18,13 @@ def test_compiled_losses_are_those_of_the_eager_run(tmp_path):
     eager, compiled = losses(tmp_path, "eager"), losses(tmp_path, "compiled")
     assert len(eager) == 4 and compiled == pytest.approx(eager, abs=1e-4)
 
+    grid = ["--pipelines", "1,1;2", "--num_microbatches", "3,1"]
+    done = fork(9, 3, *COMMON, *where, "unlike", *grid, "--compile", timeout=300)
+    assert losses(tmp_path, "unlike") == pytest.approx(eager, abs=1e-4)
+    assert re.search(r"[\d.]+K to [\d.]+K parameters a rank on cpu", done.stdout), done.stdout
 
-@pytest.mark.parametrize("step", [3, 8])
+
+@pytest.mark.parametrize("step", [3, 9])
 def test_no_compiler(tmp_path, step):
     done = fork(step, 1, "--compile", "--log_dir", tmp_path, check=False, env={"CXX": "no-such-compiler"})
     assert done.returncode != 0

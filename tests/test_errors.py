@@ -78,6 +78,23 @@ def test_several_processes_of_torchrun_one_error(tmp_path):
     fails_afresh(tmp_path, 8, 2, ["--dp_size", 2, "--dataset_name", "no/such"], ["'no/such'", "no such path", "Hub id"])
 
 
+@pytest.mark.parametrize("step", [2, 9])
+def test_machines_with_unlike_backends(tmp_path, step):
+    """As one with a GPU and one without have them: each would wait for ranks that wait elsewhere."""
+    script = tmp_path / "unlike.py"
+    script.write_text(f"""
+import os, sys
+sys.path.insert(0, {str(STEPS[str(step)])!r})
+from process_group_manager import init_process_group
+from utils import one_clear_error
+with one_clear_error():
+    init_process_group("nccl" if os.environ["RANK"] == "1" else "gloo")
+""")
+    done = fork(step, 2, script=script, check=False, timeout=SECONDS)
+    assert done.returncode == 2 and "error: all ranks have to communicate over one backend, but" in done.stderr
+    assert "these differ (rank 0: gloo, rank 1: nccl)" in done.stderr
+
+
 def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
     """The last stage writes, so it alone finds that it can't; it waits a while for rank 0 to speak."""
     (tmp_path / "runs").mkdir()

@@ -64,6 +64,11 @@ def test_unlike_pipelines_equal_one_process(recorded, name, variant):
             assert worst <= (1e-8 if what == "final" else TOLERANCE), f"{what} of {key}: {worst:.1e} apart"
 
 
+def test_config_lists_the_stages_of_each_pipeline(recorded):
+    config = json.loads((recorded("1+1+2", 9).parent / "step9-1+1+2-plain" / "config.json").read_text())
+    assert config["topology"] == {"dp_size": 3, "stages_per_pipeline": [1, 1, 2], "tp_size": 1, "world_size": 4}
+
+
 def test_live_activations(recorded):
     for rank in load(recorded("1+1+2", 9)):
         limit = {0: 1, 1: 1, 2: 2 - rank["place"]["pp"]}[rank["place"]["dp"]]
@@ -94,6 +99,8 @@ def test_every_family_equals_the_plain_model(tmp_path, tp_size):
      "All pipelines must have a corresponding number of microbatches: 1 numbers [6] for 2 pipelines"),
     (["--pipelines", "8;7"], "stages of 7 decoder layers have 7 together, but the model has 8"),
     (["--pipelines", "8;x"], "--pipelines 'x': write positive numbers with commas between them, as in 5,3"),
+    (["--pipelines", ""], "--pipelines '': write positive numbers with commas between them, as in 5,3"),
+    (["--num_microbatches", ""], "--num_microbatches '': write positive numbers with commas between them"),
     (["--pipelines", "8;8", "--dp_size", "2"], "leave out --dp_size and --pp_size"),
 ])
 def test_wrong_pipelines(tmp_path, flags, message):
@@ -137,9 +144,21 @@ attempt(T5Model(T5Config(num_layers=1, d_model=8, d_kv=4, num_heads=2, d_ff=8, v
             assert f"<{rank} {error}" in out, out
 
 
-@pytest.mark.parametrize("name, steps", [("gpt2", 8), ("llama", 8), ("qwen", 8), ("bert", 25), ("vit", 8)])
-def test_scripts_learn(name, steps):
-    script = STEPS["9"] / f"run_{name}.py"
-    done = fork(9, 4, "--steps", steps, "--device", "cpu", script=script, modules=MODELS)
+@pytest.mark.parametrize("name, steps, precision", [
+    ("gpt2", 8, "bf16"), ("llama", 8, "fp64"), ("qwen", 8, "fp32"), ("bert", 25, "fp32"), ("vit", 8, "bf16")])
+def test_scripts_learn(name, steps, precision):
+    flags = ["--steps", steps, "--device", "cpu", "--precision", precision]
+    done = fork(9, 4, *flags, script=STEPS["9"] / f"run_{name}.py", modules=MODELS)
     first, last = map(float, re.search("loss of the first step (.*), of the last (.*)", done.stdout).groups())
     assert last < first
+
+
+@pytest.mark.parametrize("ranks, flags, message", [
+    (3, [], "Number of ranks in pipeline templates does not match world size: stages [2, 1, 1] x tp_size=1 need 4"),
+    (4, ["--seq_len", 129], "--seq_len 129 is more than the 128 positions of the model: use 128 or less"),
+    (4, ["--model_name_or_path", "no/such"], "--model_name_or_path 'no/such': there is no such path"),
+])
+def test_errors_of_the_scripts(ranks, flags, message):
+    done = fork(9, ranks, *flags, "--device", "cpu", script=STEPS["9"] / "run_gpt2.py", modules=MODELS, check=False)
+    assert done.returncode == 2 and f"error: {message}" in done.stderr, done.stderr
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr, done.stderr
