@@ -108,7 +108,7 @@ def test_the_plugins_precision_is_that_of_our_llama(precision, dtype):
     plugin = HeterogeneousParallelPlugin(device="cpu", precision=precision)
     try:
         model, seen = our_model.Llama(config, torch.float32), []
-        our_model.init_weights(model, 0, torch.device("cpu"))
+        our_model.init_weights(model, 0, torch.device("cpu"), lambda full, dim: full)
         template = PipelineTemplate.from_layers_per_stage(model, [2])
         plugin.set_pipelines([template], [2])
         stage, optimizer, loader = plugin.configure(model, torch.optim.AdamW(model.parameters()),
