@@ -133,8 +133,13 @@ attempt(model, [[modules[1:4], [modules[0], *modules[4:]]]], [1])
 attempt(model, [[modules[:-1], modules[-1:]]], {{}})
 attempt(model, [[modules]], [1])
 attempt(T5Model(T5Config(num_layers=1, d_model=8, d_kv=4, num_heads=2, d_ff=8, vocab_size=16)), [[["a"], ["b"]]], [1])
+one = PipelineTemplate(name, [modules])
+plugin.set_pipelines([one, one], [3, 5])
+sizes = plugin.dp_size, plugin.pp_size, plugin.global_batch_size, plugin.train_batch_size
+print(f"<{{dist.get_rank()}} {{sizes}}>", flush=True)
 ''')
     out = fork(9, 2, script=script, modules=MODELS, timeout=60).stdout
+    assert "<0 (2, 1, 8, 3)>" in out and "<1 (2, 1, 8, 5)>" in out, out
     for rank in (0, 1):
         for error in ("ValueError: Modules in the pipeline template do not match the modules in the model",
                       "ValueError: The first stage must contain the transformer.wte module",

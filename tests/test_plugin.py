@@ -12,6 +12,7 @@ from launch import modules_of
 
 with modules_of(9):
     import run_common
+    from pipeline_parallel import afab
 
 
 @pytest.fixture
@@ -50,6 +51,40 @@ def test_what_execute_pipeline_takes(plugin):
     with pytest.raises(ValueError, match="the model that configure returns, but got a GPT2LMHeadModel"):
         plugin.execute_pipeline(iter(loader), toy("gpt2"), mean_logit, optimizer)
     assert plugin.execute_pipeline(iter(loader), stage, mean_logit, optimizer).dtype == torch.float64
+
+
+def test_configure_keeps_the_optimizers_groups_and_settings(plugin):
+    model = toy("gpt2")
+    decayed = [param for param in model.parameters() if param.dim() > 1]
+    others = [param for param in model.parameters() if param.dim() == 1]
+    names = {name for name, param in model.named_parameters() if param.dim() > 1}
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": others, "lr": 0.5}], lr=0.2,
+                                  betas=(0.8, 0.7))
+    plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [3])
+    _, made, _ = plugin.configure(model, optimizer)
+    first, second = made.param_groups
+    assert (first["lr"], first["weight_decay"], second["lr"], second["weight_decay"]) == (0.2, 0.3, 0.5, 0.01)
+    assert first["betas"] == second["betas"] == made.defaults["betas"] == (0.8, 0.7)
+    assert set(first["param_names"]) == names and not names & set(second["param_names"])
+    assert len(first["params"] + second["params"]) == len(decayed + others)
+
+
+@pytest.mark.parametrize("schedule, peak", [(afab, 3), (None, 1)])
+def test_the_schedule_and_no_loss(schedule, peak):
+    plugin = HeterogeneousParallelPlugin(device="cpu", **({"schedule": schedule} if schedule else {}))
+    try:
+        model = toy("gpt2")
+        plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [3])
+        loader = plugin.prepare_dataloader(samples(6))
+        stage, optimizer, _ = plugin.configure(model, torch.optim.SGD(model.parameters()))
+        batches = iter(loader)
+        assert plugin.execute_pipeline(batches, stage, mean_logit, optimizer, return_loss=False) is None
+        gradients = [param.grad.clone() for param in stage.parameters()]
+        assert plugin.execute_pipeline(iter(loader), stage, mean_logit, optimizer) is not None
+        assert all(torch.equal(param.grad, old) for param, old in zip(stage.parameters(), gradients, strict=True))
+    finally:
+        dist.destroy_process_group()
+    assert stage.peak_live_activations == peak
 
 
 @pytest.mark.parametrize("counts, message", [
