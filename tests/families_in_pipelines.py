@@ -88,7 +88,7 @@ def compare(name: str, tied: bool, tp_size: int, expected: list[float], gradient
         loss = plugin.execute_pipeline(batches, model, loss_of, optimizer)
         off_loss = max(off_loss, abs(loss.item() - expected[step]))
         for n, param in model.module.model.named_parameters(remove_duplicate=False) if step == 0 else ():
-            assert (param.grad is None) == (gradients[n] is None), f"{name}: {n}, {param.grad} here, {gradients[n]} there"
+            assert (param.grad is None) == (gradients[n] is None), f"{name}: {n}, {param.grad}, {gradients[n]}"
             if param.grad is not None:
                 module, _, key = n.rpartition(".")
                 part = hf_tensor_parallel.split_parameter(model.module.model.get_submodule(module), key, gradients[n])

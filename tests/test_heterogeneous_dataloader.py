@@ -70,7 +70,6 @@ def test_collate_fn_and_workers_are_used():
 
 
 def test_less_than_one_step():
-    with pytest.raises(ValueError, match=r"^the data set has 9 samples, fewer than a global batch of microbatch_size=2 x"
-                                         r" 5 micro-batches: lower these, or take more data$"):
+    with pytest.raises(ValueError, match=r"has 9 samples, fewer than a global batch of microbatch_size=2 x 5 micro-"):
         loader([3, 2], dataset=SAMPLES[:9])
     assert loader([3, 2], dataset=SAMPLES[:10]).steps_per_epoch == 1

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from families import HeterogeneousParallelPlugin, PipelineTemplate, our_model, pgm, stages_on_meta, toy
+from families import HeterogeneousParallelPlugin, PipelineTemplate, our_model, stages_on_meta, toy
 from transformers import LlamaConfig
 
 from launch import modules_of
