@@ -164,7 +164,7 @@ def test_text_that_does_not_go_with_the_model(monkeypatch):
         run_common.speeches(plugin, args, 99)
     assert len(run_common.speeches(plugin, args, 100)) == 1
     args.seq_len = 10
-    with pytest.raises(ValueError, match=r"hold 10 tokens, fewer than the --seq_len 10 \+ 1 of a sample"):
+    with pytest.raises(ValueError, match=r"holds? 10 tokens, fewer than the --seq_len 10 \+ 1 of a sample"):
         run_common.speeches(plugin, args, 100)
 
 
