@@ -80,7 +80,9 @@ def fork(step: int | str, num_processes: int, *args, timeout: float = 120, check
         job = {"argv": argv, "ranks": num_processes, "timeout": timeout, "env": env or {}, "modules": list(modules),
                "output": output}
         print(json.dumps(job), file=server.stdin, flush=True)
-        code = int(server.stdout.readline())
+        answer = server.stdout.readline()
+        assert answer, f"the server of forked processes has ended, exit code {server.poll()}: see its stderr"
+        code = int(answer)
         stdout, stderr = (pathlib.Path(f"{output}{descriptor}").read_text() for descriptor in (1, 2))
     return finished(argv, code, stdout, stderr, check)
 
