@@ -76,11 +76,22 @@ class ProcessGroupManager:
 
 
 def init_process_group(backend: str) -> None:
-    """Joins the world that torchrun describes in the environment, or, without torchrun, a world of one."""
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
+    """Joins the world that torchrun describes in the environment, or, without torchrun, a world of one.
+
+    Raises ValueError where ranks come with unlike backends, as on machines with and without a GPU: each would wait for
+    ranks that wait elsewhere.
+    """
+    if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    store.set(f"backend/{rank}", backend)
+    backends = [store.get(f"backend/{other}").decode() for other in range(world_size)]
+    if len(set(backends)) > 1:
+        listed = ", ".join(f"rank {other}: {name}" for other, name in enumerate(backends[:16]))
+        raise ValueError(f"all ranks have to communicate over one backend, but these differ ({listed}): give all the "
+                         "same --device, for instance --device cpu")
+    dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size)
 
 
 def setup_process_group_manager(dp_size: int, pp_size: int, tp_size: int) -> None:

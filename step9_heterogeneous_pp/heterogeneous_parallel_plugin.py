@@ -48,10 +48,11 @@ class StageManager:
 class HeterogeneousParallelPlugin:
     """`microbatch_size` samples pass a pipeline at once; `tp_size` ranks share each stage.
 
-    `precision`: of the computation; "bf16" keeps parameters and optimizer state in float32. `device`: as --device of
-    train.py. `schedule`: of pipeline_parallel. `wire_dtype`: "float32", "bfloat16" or "int8", what hidden states and
-    their gradients travel in between stages; `gradient_wire_dtype`: what the parameters' gradients travel in between
-    those who hold them; None: as they are. Joins the process group, if nobody has yet.
+    `precision`: of the computation, also of a model that says otherwise; "bf16" keeps parameters and optimizer state in
+    float32. `device`: as --device of train.py. `schedule`: of pipeline_parallel. `wire_dtype`: "float32", "bfloat16" or
+    "int8", what hidden states and their gradients travel in between stages; `gradient_wire_dtype`: what the parameters'
+    gradients travel in between those who hold them; None: as they are. Joins the process group, if nobody has yet.
+    Raises ValueError for another precision or dtype, and for what choose_device and init_process_group find.
     """
 
     def __init__(self, tp_size: int = 1, microbatch_size: int = 1, precision: str = "fp32", device: str = "auto",
@@ -64,6 +65,7 @@ class HeterogeneousParallelPlugin:
         self.gradient_wire_dtype = parse_wire_dtype("gradient_wire_dtype", gradient_wire_dtype)
         self.compute_dtype = PRECISIONS[precision]
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
+        self.pipelines: list[PipelineTemplate] = []
         self.device, _, backend = choose_device(device, str(self.compute_dtype).removeprefix("torch."))
         if not dist.is_initialized():
             pgm.init_process_group(backend)
@@ -73,14 +75,20 @@ class HeterogeneousParallelPlugin:
                       num_microbatches: Mapping[PipelineTemplate, int] | list[int]) -> None:
         """Which pipelines there are, and how many micro-batches of a step each takes: by template, or one a pipeline.
 
-        Raises AssertionError where the ranks do not match or a number is missing, ValueError for unlike models.
+        Raises AssertionError where the ranks do not match or a number is missing, ValueError for unlike models, and for
+        what is no number.
         """
+        if not isinstance(num_microbatches, (Mapping, list, tuple)):
+            raise ValueError(f"num_microbatches={num_microbatches!r}: write a dictionary with a number for each "
+                             "template, or a list with one for each pipeline")
         missing = "All pipelines must have a corresponding number of microbatches"
         if isinstance(num_microbatches, Mapping):
             without = [template for template in pipelines if template not in num_microbatches]
             assert not without, (f"{missing}: {len(num_microbatches)} numbers for {len(pipelines)} pipelines, none for "
                                  f"{', '.join(map(repr, without))}")
             num_microbatches = [num_microbatches[template] for template in pipelines]
+        if not all(type(count) is int for count in num_microbatches):
+            raise ValueError(f"num_microbatches={num_microbatches}: each has to be a whole number, an int")
         assert len(num_microbatches) == len(pipelines), (
             f"{missing}: {len(num_microbatches)} numbers {num_microbatches} for {len(pipelines)} pipelines")
         if min(num_microbatches, default=0) < 1:
@@ -93,6 +101,11 @@ class HeterogeneousParallelPlugin:
         self.pipelines, self.num_microbatches = list(pipelines), list(num_microbatches)
         pgm.setup_process_group_manager([template.num_stages for template in pipelines], self.tp_size)
         self.template = pipelines[pgm.process_group_manager.dp_rank]
+
+    def require_pipelines(self, call: str) -> None:
+        if not self.pipelines:
+            raise ValueError(f"{call} comes after set_pipelines, which has not been called: call it before, with "
+                             "the pipelines and their num_microbatches")
 
     @property
     def dp_size(self) -> int:
@@ -125,6 +138,7 @@ class HeterogeneousParallelPlugin:
     def prepare_dataloader(self, dataset, shuffle: bool = False, seed: int = 0, collate_fn: Callable | None = None,
                            num_workers: int = 0) -> HeterogeneousDataLoader:
         """This pipeline's share of the data set, whose items collate_fn makes into a dictionary of model inputs."""
+        self.require_pipelines("prepare_dataloader")
         return HeterogeneousDataLoader(dataset, self.microbatch_size, self.num_microbatches,
                                        pgm.process_group_manager.dp_rank, self.device, self.master_dtype, shuffle, seed,
                                        collate_fn, num_workers)
@@ -139,6 +153,7 @@ class HeterogeneousParallelPlugin:
         that makes one for a list of (name, parameter).
         Raises what PipelineTemplate.check does, on every rank.
         """
+        self.require_pipelines("configure")
         for template in self.pipelines:  # all of them on every rank: no rank waits for one that has stopped
             template.check(model)
         if not callable(optimizer):
@@ -148,8 +163,9 @@ class HeterogeneousParallelPlugin:
                 raise ValueError("the model is on the meta device and has no weights: pass configure(weights=...)")
             weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         is_ours = PipelineTemplate.get_model_name(model) == "model.Llama"
-        model = model if is_ours else model.to(self.master_dtype)
-        model = apply_tensor_parallel(forget_values(model, self.device))
+        if is_ours:
+            model.dtype = self.compute_dtype  # of its activations; Hugging Face's have that of their parameters
+        model = apply_tensor_parallel(forget_values(model.to(self.master_dtype), self.device))
         autocast = self.compute_dtype if self.compute_dtype == torch.bfloat16 and not is_ours else None
         stage = PipelineStage(model, self.template, pgm.process_group_manager.pp_rank, autocast)
         if callable(weights):
@@ -172,7 +188,15 @@ class HeterogeneousParallelPlugin:
 
         `criterion(output, batch)`: the mean loss of one micro-batch, called on last stages. Returns the global mean, on
         every rank. Whatever gradients there were are gone; optimizer.step() is up to the caller.
+        Raises ValueError for a model that configure did not return, and for what is no iterator.
         """
+        self.require_pipelines("execute_pipeline")
+        if not isinstance(model, DataParallelBucket):
+            raise ValueError(f"execute_pipeline takes the model that configure returns, but got a "
+                             f"{type(model).__name__}: write model, optimizer, dataloader = plugin.configure(...)")
+        if not hasattr(data_iter, "__next__"):
+            raise ValueError(f"execute_pipeline takes an iterator, but a {type(data_iter).__name__} is none: write "
+                             "batches = iter(dataloader) before the loop and hand on batches")
         optimizer.zero_grad()
         loss = run_schedule(self.schedule, model, data_iter, criterion, self.own_num_microbatches, self.device,
                             self.wire_dtype)
@@ -202,11 +226,16 @@ def remake_for(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable:
     """A function that makes the optimizer anew, with its groups and settings, for what a stage holds of the model.
 
     A tied head on a stage of its own has a parameter that the whole model does not list: it goes with its embedding.
+    A stage with none of the optimizer's parameters gets one that has nothing to do.
+    Raises ValueError where the optimizer has parameters that are not the model's.
     """
     group_of, settings, names = {}, [], {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     for i, group in enumerate(optimizer.param_groups):
+        if unknown := sum(param not in names for param in group["params"]):
+            raise ValueError(f"{unknown} of {len(group['params'])} parameters of the optimizer's group {i} are not the "
+                             "model's: make the optimizer of model.parameters(), after the model has its final form")
         settings.append({key: value for key, value in group.items() if key not in ("params", "param_names")})
         group_of.update((name, i) for param in group["params"] for name in names[param])
     accepted = inspect.signature(type(optimizer).__init__).parameters
@@ -215,6 +244,6 @@ def remake_for(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable:
     def make(held: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         groups = [{**values, "params": [(name, param) for name, param in held if group_of.get(name) == i]}
                   for i, values in enumerate(settings)]
-        return type(optimizer)([group for group in groups if group["params"]], **defaults)
+        return type(optimizer)([group for group in groups if group["params"]] or groups[:1], **defaults)
 
     return make

@@ -32,7 +32,8 @@ class RunLogger:
         if os.path.exists(os.path.join(self.folder, "metrics.jsonl")):  # a run of ours, not just any folder
             shutil.rmtree(self.folder)
         os.makedirs(self.folder, exist_ok=True)
-        sizes = {"dp_size": grid.dp_world_size, "pp_size": grid.pp_world_size, "tp_size": grid.tp_world_size}
+        stages = [len(pipeline) for pipeline in grid.pipelines]
+        sizes = {"dp_size": grid.dp_world_size, "stages_per_pipeline": stages, "tp_size": grid.tp_world_size}
         config = {**vars(args), "topology": {**sizes, "world_size": grid.world_size}}
         with open(os.path.join(self.folder, "config.json"), "w") as file:
             json.dump(config, file, indent=2)

@@ -170,7 +170,8 @@ def run_schedule(schedule, model: nn.Module, data_iter, criterion, num_microbatc
             del batches[i]
             model.require_backward_grad_sync = i == num_microbatches - 1
             with timeline.span("backward", i):
-                torch.autograd.backward(out, received)
+                if out.requires_grad:  # not where all of a first stage is frozen
+                    torch.autograd.backward(out, received)
             communication.send(action, None if x is None else x.grad)
     communication.finish()
     model.finish_gradient_sync()

@@ -110,9 +110,15 @@ class PipelineStage(nn.Module):
             wire.received = wire.hidden = wire.output = None  # whoever needs them has them: free memory
 
     def hidden_shape(self, **batch) -> tuple[int, int, int]:
-        """(B, T, D) of what stages send each other for this batch; for ViT T is one more than an image has patches."""
+        """(B, T, D) of what stages send each other for this batch; for ViT T is one more than an image has patches.
+
+        Raises ValueError for a batch that does not tell.
+        """
         if "input_ids" in batch:
             return (*batch["input_ids"].shape, self.config.hidden_size)
+        if "pixel_values" not in batch:
+            raise ValueError(f"the batch has {', '.join(batch) or 'nothing'}, but neither input_ids nor pixel_values, "
+                             "which say what shape the hidden states have: name the model's inputs as its forward does")
         batch_size, _, height, width = batch["pixel_values"].shape
         patches = (height // self.config.patch_size) * (width // self.config.patch_size)
         return batch_size, patches + 1, self.config.hidden_size

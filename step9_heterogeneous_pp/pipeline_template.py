@@ -89,10 +89,13 @@ class PipelineTemplate:
     """`modules_per_stage`: for each stage the names of its modules, all of the model's in the order of get_modules.
 
     Equal, and the same dictionary key, where the model's name and the stages are. Raises ValueError for a stage without
-    modules; whether the names are those of a model is for check(model) to say.
+    modules and for what is no list of lists; whether the names are those of a model is for check(model) to say.
     """
 
     def __init__(self, model_name: str, modules_per_stage: list[list[str]]):
+        if isinstance(modules_per_stage, str) or any(isinstance(modules, str) for modules in modules_per_stage):
+            raise ValueError(f"modules_per_stage={modules_per_stage!r} is no list of stages: write a list of names for "
+                             "each stage, as in [['embedding', 'decoder_layers.0'], ['decoder_layers.1', ...]]")
         self.model_name = model_name
         self.modules_per_stage = [list(modules) for modules in modules_per_stage]
         if not self.modules_per_stage or not all(self.modules_per_stage):
@@ -147,6 +150,9 @@ class PipelineTemplate:
     def check(self, model: nn.Module) -> None:
         """Raises NotImplementedError or ValueError where this is no template for the model."""
         first, layers, last = listed_modules(model)
+        if self.model_name != (model_name := self.get_model_name(model)):
+            raise ValueError(f"the pipeline template is one for {self.model_name}, but the model is a {model_name}: "
+                             "take the name from PipelineTemplate.get_model_name(model)")
         wanted = first + layers + last
         place = {name: i for i, name in enumerate(wanted)}
         listed = [name for modules in self.modules_per_stage for name in modules]
@@ -162,8 +168,6 @@ class PipelineTemplate:
                                      f"{self.num_stages - 1} does: move it to stage {stage}")
         raise_mismatch(misplaced=[f"{name} (after {previous})" for previous, name in pairwise(listed)
                                   if place[name] < place[previous]])
-        if self.model_name != (model_name := self.get_model_name(model)):
-            raise ValueError(f"the pipeline template is one for {self.model_name}, but the model is a {model_name}")
 
     def __eq__(self, other) -> bool:
         same_kind = isinstance(other, PipelineTemplate)

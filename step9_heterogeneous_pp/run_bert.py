@@ -15,8 +15,8 @@ import torch
 from dataloader import load_tokenizer
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from pipeline_template import PipelineTemplate
-from run_common import class_loss, load_model, parse_args, train
-from utils import TINY_LLAMA, one_clear_error
+from run_common import class_loss, clear_errors, load_model, parse_args, train
+from utils import TINY_LLAMA
 
 TOY = dict(vocab_size=1024, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
            max_position_embeddings=128, num_labels=2)
@@ -63,5 +63,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error():
+    with clear_errors():
         main()

@@ -1,6 +1,7 @@
 """What the run_*.py scripts share: flags, a model with its weights, text, and the training loop with a progress bar."""
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable
 
@@ -12,9 +13,28 @@ import torch.nn.functional as F
 import process_group_manager as pgm
 from dataloader import TokenSamples, load_tokens
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
-from utils import ROOT, TINY_LLAMA, ArgumentParser, once_per_machine, positive_int, require_reachable_hub
+from utils import (
+    ROOT, TINY_LLAMA, ArgumentParser, once_per_machine, one_clear_error, positive_int, require_reachable_hub,
+)
 
 CACHE = os.path.join(ROOT, "runs", "token_cache")
+
+
+@contextlib.contextmanager
+def clear_errors():
+    """Around main(): one_clear_error, also for what is not implemented and the two AssertionErrors of set_pipelines.
+
+    Any other assertion is a fault of ours, and keeps its traceback.
+    """
+    with one_clear_error():
+        try:
+            yield
+        except NotImplementedError as error:
+            raise ValueError(str(error)) from None
+        except AssertionError as error:
+            if str(error).startswith(("Number of ranks in pipeline templates", "All pipelines must have")):
+                raise ValueError(str(error)) from None
+            raise
 
 
 def parse_args(doc: str, learning_rate: float = 1e-3, seq_len: int = 64) -> argparse.Namespace:

@@ -8,8 +8,7 @@ The slow pair of machines is one pipeline and takes 2 of a step's 8 micro-batche
 
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from pipeline_template import PipelineTemplate
-from run_common import load_model, next_token_loss, next_tokens, parse_args, speeches, train
-from utils import one_clear_error
+from run_common import clear_errors, load_model, next_token_loss, next_tokens, parse_args, speeches, train
 
 TOY = dict(vocab_size=1024, n_embd=64, n_layer=4, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=0)
 
@@ -34,5 +33,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error():
+    with clear_errors():
         main()

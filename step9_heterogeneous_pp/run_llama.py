@@ -9,8 +9,7 @@ The first machine of the pipeline is the largest, and holds half of the layers.
 
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from pipeline_template import PipelineTemplate
-from run_common import load_model, next_token_loss, next_tokens, parse_args, speeches, train
-from utils import one_clear_error
+from run_common import clear_errors, load_model, next_token_loss, next_tokens, parse_args, speeches, train
 
 TOY = dict(vocab_size=1024, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4,
            num_key_value_heads=2, max_position_embeddings=128)
@@ -36,5 +35,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error():
+    with clear_errors():
         main()

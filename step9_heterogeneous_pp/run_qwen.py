@@ -8,8 +8,7 @@ Both pipelines have the same template, so their numbers of micro-batches are giv
 
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from pipeline_template import PipelineTemplate
-from run_common import load_model, next_token_loss, next_tokens, parse_args, speeches, train
-from utils import one_clear_error
+from run_common import clear_errors, load_model, next_token_loss, next_tokens, parse_args, speeches, train
 
 TOY = dict(vocab_size=1024, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4,
            num_key_value_heads=2, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True)
@@ -32,5 +31,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error():
+    with clear_errors():
         main()

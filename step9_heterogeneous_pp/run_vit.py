@@ -11,8 +11,7 @@ import torch
 
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from pipeline_template import PipelineTemplate
-from run_common import class_loss, load_model, parse_args, train
-from utils import one_clear_error
+from run_common import class_loss, clear_errors, load_model, parse_args, train
 
 TOY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, image_size=32,
            patch_size=8, num_labels=3)
@@ -61,5 +60,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error():
+    with clear_errors():
         main()

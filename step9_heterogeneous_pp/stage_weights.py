@@ -115,12 +115,23 @@ def load_weights(
     if missing:
         raise ValueError(f"{where} has no weights for {len(missing)} parameters of stage {stage.stage_index}: "
                          f"{', '.join(missing[:8])}{', ...' * (len(missing) > 8)}")
-    for module in dict.fromkeys(name.rpartition(".")[0] for name in drawn):
-        with torch.random.fork_rng():
-            digest = hashlib.sha256(f"{seed} {module}".encode()).digest()
-            torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            model._init_weights(model.get_submodule(module))
+    draw(model, drawn, seed)
     return drawn
+
+
+@torch.no_grad()
+def draw(model: nn.Module, names: list[str], seed: int) -> None:
+    """Draws these parameters by `seed` and module. Hugging Face draws whole modules: what was loaded is put back."""
+    for module_name in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        module = model.get_submodule(module_name)
+        params = dict(module.named_parameters())
+        loaded = {name: params[name].clone() for name in params if f"{module_name}.{name}" not in names}
+        with torch.random.fork_rng():
+            digest = hashlib.sha256(f"{seed} {module_name}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            model._init_weights(module)
+        for name, value in loaded.items():
+            params[name].copy_(value)
 
 
 def fits(full, param: nn.Parameter) -> bool:

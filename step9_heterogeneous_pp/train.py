@@ -79,7 +79,7 @@ def parse_args():
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
     parser.add_argument("--profile_batch", type=int, default=0, help="write this step's timeline (0: none)")
     args = parser.parse_args()
-    if args.pipelines and (args.dp_size, args.pp_size) != (1, 1):
+    if args.pipelines is not None and (args.dp_size, args.pp_size) != (1, 1):
         raise ValueError(f"--pipelines {args.pipelines!r} says how many pipelines and stages there are: leave out "
                          "--dp_size and --pp_size")
     if args.plan and (args.pipelines or args.num_microbatches or (args.dp_size, args.pp_size, args.tp_size) != (1, 1, 1)):
@@ -97,7 +97,7 @@ def numbers(flag: str, text: str) -> list[int]:
 
 def pipelines_of(args, num_layers: int) -> tuple[list[list[int]], list[int]]:
     """Decoder layers a stage of each pipeline, and micro-batches of each."""
-    if args.pipelines:
+    if args.pipelines is not None:
         pipelines = [numbers("--pipelines", part) for part in args.pipelines.split(";")]
     else:  # as even as it goes: where there is a remainder, the first stages hold one more
         if args.pp_size > num_layers:
@@ -105,7 +105,7 @@ def pipelines_of(args, num_layers: int) -> tuple[list[list[int]], list[int]]:
                              f"each stage needs a layer, use --pp_size {num_layers} or less")
         size, left_over = divmod(num_layers, args.pp_size)
         pipelines = [[size + (stage < left_over) for stage in range(args.pp_size)]] * args.dp_size
-    if args.num_microbatches:
+    if args.num_microbatches is not None:
         return pipelines, numbers("--num_microbatches", args.num_microbatches)
     return pipelines, [args.gradient_accumulation_steps] * len(pipelines)
 
@@ -164,8 +164,11 @@ def main():
 
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, _ = plugin.configure(model, adamw, weights=materialise)
+    counts = [0] * grid.world_size
+    dist.all_gather_object(counts, sum(p.numel() for p in model.parameters()))
     if grid.is_logging_rank:
-        num_params = to_readable_format(sum(p.numel() for p in model.parameters()))
+        fewest, most = to_readable_format(min(counts)), to_readable_format(max(counts))
+        num_params = most if fewest == most else f"{fewest} to {most}"
         print(f"{num_params} parameters a rank on {device}, activations in {dtype}")
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 

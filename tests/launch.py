@@ -1,6 +1,11 @@
-"""Runs a step's train.py as its reader does, with torchrun, on the CPU, one thread a rank, and reads what it leaves."""
+"""Runs a step's train.py on the CPU, one thread a rank, and reads what it leaves.
 
+launch() starts it as its reader does, with torchrun; fork() in processes that need not import anything first.
+"""
+
+import atexit
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -8,9 +13,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEPS = {path.name.split("_")[0].removeprefix("step"): path for path in ROOT.glob("step*_*")}
+MODELS = [f"transformers.models.{name}.modeling_{name}" for name in  # what step 9 cuts; seconds to import
+          ("bert", "gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3", "vit")]
 
 
 def free_port() -> int:
@@ -43,11 +51,40 @@ def launch(step: int | str, num_processes: int, *args, timeout: float = 120, che
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # the ranks too, not torchrun alone
         raise
-    done = subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+    return finished(command, process.returncode, stdout, stderr, check)
+
+
+def finished(command: list[str], code: int, stdout: str, stderr: str, check: bool) -> subprocess.CompletedProcess:
     if check:
-        end = (done.stdout + done.stderr)[-6000:]
-        assert done.returncode == 0, f"{' '.join(command)}\nexit code {done.returncode}\n{end}"
-    return done
+        assert code == 0, f"{' '.join(command)}\nexit code {code}\n{(stdout + stderr)[-6000:]}"
+    return subprocess.CompletedProcess(command, code, stdout, stderr)
+
+
+@functools.cache
+def fork_server() -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / "tests" / "forks.py"), str(ROOT / "assets" / "tiny_llama")]
+    server = subprocess.Popen(command, env=environment(), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    atexit.register(server.kill)
+    return server
+
+
+def fork(step: int | str, num_processes: int, *args, timeout: float = 120, check: bool = True, env=None, script=None,
+         modules=()):
+    """What launch() does, in processes forked from one that has imported torch, transformers and `modules`.
+
+    One such process serves all tests: use it wherever starting with torchrun is not what is tested.
+    """
+    server, argv = fork_server(), [str(script or STEPS[str(step)] / "train.py"), *map(str, args)]
+    with tempfile.TemporaryDirectory() as folder:
+        output = os.path.join(folder, "output")
+        job = {"argv": argv, "ranks": num_processes, "timeout": timeout, "env": env or {}, "modules": list(modules),
+               "output": output}
+        print(json.dumps(job), file=server.stdin, flush=True)
+        answer = server.stdout.readline()
+        assert answer, f"the server of forked processes has ended, exit code {server.poll()}: see its stderr"
+        code = int(answer)
+        stdout, stderr = (pathlib.Path(f"{output}{descriptor}").read_text() for descriptor in (1, 2))
+    return finished(argv, code, stdout, stderr, check)
 
 
 def metrics(log_dir, run_name: str = "default_run") -> list[dict]:

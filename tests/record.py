@@ -1,16 +1,11 @@
-"""Runs a step's train.py, unchanged, and saves what its optimizer sees. `torchrun ... tests/record.py JOBS.json`
+"""Runs a step's train.py, unchanged, and saves what its optimizer sees. `record.py OUT train.py FLAGS...`, as N ranks
 
-JOBS.json is a list of [OUT, train.py, [flags], port], run one after the other in the same processes: starting those
-costs more than a short run. The ranks of each job meet at a port of its own: torchrun's store remembers the last job's
-addresses. Each rank writes OUT/rank<r>.pt: its place in the grid, its parameters before the first and after the
-last step, the gradients that the first step uses, and how many micro-batches' activations it held at most (None without
-a pipeline).
+Each rank writes OUT/rank<r>.pt: its place in the grid, its parameters before the first and after the last step, the
+gradients that the first step uses, and how many micro-batches' activations it held at most (None without a pipeline).
 """
 
 import gc
-import json
 import os
-import pathlib
 import runpy
 import sys
 
@@ -21,7 +16,7 @@ FIRST: dict = {}
 
 
 def snapshot(optimizer, _args, _kwargs) -> None:
-    """Before each optimizer step; only the first one of a job counts."""
+    """Before each optimizer step; only the first one counts."""
     if FIRST:
         return
     group = optimizer.param_groups[0]
@@ -34,13 +29,8 @@ def snapshot(optimizer, _args, _kwargs) -> None:
                          and any(param is owner for param in module.parameters())]
 
 
-def run(out: str, script: str, flags: list[str], port: int) -> None:
-    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
-    folder = os.path.dirname(script)
-    for path in pathlib.Path(folder).glob("*.py"):  # another step's module of that name
-        sys.modules.pop(path.stem, None)
-    sys.argv, sys.path[0] = [script, *flags], folder
-    FIRST.clear()
+def run(out: str, script: str) -> None:
+    sys.path[0] = os.path.dirname(script)
     runpy.run_path(script, run_name="__main__")
     grid = sys.modules["process_group_manager"].process_group_manager
     peaks = [getattr(module, "peak_live_activations", None) for module in FIRST.pop("wrappers")]
@@ -53,7 +43,6 @@ def run(out: str, script: str, flags: list[str], port: int) -> None:
 
 if __name__ == "__main__":
     register_optimizer_step_pre_hook(snapshot)
-    with open(sys.argv[1]) as file:
-        jobs = json.load(file)
-    for job in jobs:
-        run(*job)
+    out, script = sys.argv[1:3]
+    sys.argv = sys.argv[2:]
+    run(out, script)

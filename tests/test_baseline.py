@@ -1,13 +1,12 @@
 """The baseline, step 3's train.py, against Hugging Face's Llama and torch.optim.AdamW, sample for sample."""
 
-import json
-
 import numpy as np
 import torch
 from transformers import AutoConfig
 
 from huggingface import reference, their_name
-from launch import ROOT, STEPS, free_port, launch, losses
+from launch import ROOT, losses
+from test_same_math import record
 
 STEPS_TAKEN, SAMPLES, SEQ_LEN, LEARNING_RATE = 20, 8, 16, 3e-3
 
@@ -15,9 +14,7 @@ STEPS_TAKEN, SAMPLES, SEQ_LEN, LEARNING_RATE = 20, 8, 16, 3e-3
 def test_baseline_equals_huggingface(tmp_path):
     flags = ["--dtype", "float64", "--micro_batch_size", 2, "--gradient_accumulation_steps", 4, "--seq_len", SEQ_LEN,
              "--max_tokens", STEPS_TAKEN * SAMPLES * SEQ_LEN, "--learning_rate", LEARNING_RATE, "--log_dir", tmp_path]
-    jobs = tmp_path / "jobs.json"
-    jobs.write_text(json.dumps([[str(tmp_path), str(STEPS["3"] / "train.py"), list(map(str, flags)), free_port()]]))
-    launch(3, 1, jobs, script=ROOT / "tests" / "record.py")
+    record(tmp_path, 3, 1, flags)
     recorded = torch.load(tmp_path / "rank0.pt")
     [tokens] = [np.fromfile(path, dtype=np.int32) for path in (tmp_path / "token_cache").glob("*.bin")]
     tokens = torch.from_numpy(tokens.astype(np.int64))

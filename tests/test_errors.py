@@ -1,6 +1,6 @@
 """Bad input: one clear error, from one rank, a non-zero exit code, soon, and nothing left running.
 
-Most cases need no second process. They run train.py in a process forked from one that has imported the slow libraries.
+Most cases run train.py in processes forked from one that has imported the slow libraries, see forks.py.
 """
 
 import json
@@ -14,40 +14,12 @@ import uuid
 
 import pytest
 
-from launch import ROOT, STEPS, environment, torchrun
+from launch import ROOT, STEPS, environment, fork, torchrun
 from test_interrupt import processes
 
 TINY = ROOT / "assets" / "tiny_llama"
 SECONDS = 20
 SHORT = ["--seq_len", 32, "--micro_batch_size", 1, "--max_tokens", 256, "--num_hidden_layers", 2]  # 4 steps
-FORK_SERVER = """
-import faulthandler, json, os, runpy, sys, traceback
-import torch
-from datasets import load_dataset
-from transformers import AutoConfig, AutoTokenizer
-
-for auto in AutoConfig, AutoTokenizer:
-    auto.from_pretrained(sys.argv[1])
-for line in sys.stdin:
-    arguments, output = json.loads(line)
-    if (pid := os.fork()) == 0:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for descriptor in 1, 2:
-            os.dup2(os.open(f"{output}{descriptor}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-        faulthandler.dump_traceback_later(20, exit=True)
-        sys.argv, sys.path[0] = arguments, os.path.dirname(arguments[0])
-        code = 0
-        try:
-            runpy.run_path(arguments[0], run_name="__main__")
-        except SystemExit as end:
-            code = end.code
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush()
-        os._exit(code)  # a second less than to tear down all that was imported
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
 
 
 def words(step: int, folder, args) -> list[str]:
@@ -65,24 +37,13 @@ def check(folder, code: int, stderr: str, seconds: float, expected: list[str]) -
     assert not (folder / "runs" / "default_run").exists(), "it failed after training had begun"
 
 
-@pytest.fixture(scope="module")
-def fork_server():
-    server = subprocess.Popen([sys.executable, "-c", FORK_SERVER, str(TINY)], env=environment(), text=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    yield server
-    server.kill()
-    server.communicate()
-
-
 @pytest.fixture
-def fails(fork_server, tmp_path):
-    def fails(step, args, expected):
-        """Runs the step in a forked process; a hang ends with the server, after a minute."""
-        job = [str(STEPS[str(step)] / "train.py"), *words(step, tmp_path, args)], str(tmp_path / "output")
+def fails(tmp_path):
+    def fails(step, args, expected, num_processes=1):
+        """Runs the step in forked processes; of a hang stderr has the traceback."""
         start = time.perf_counter()
-        print(json.dumps(job), file=fork_server.stdin, flush=True)
-        code = int(fork_server.stdout.readline())
-        check(tmp_path, code, (tmp_path / "output2").read_text(), time.perf_counter() - start, expected)
+        done = fork(step, num_processes, *words(step, tmp_path, args), check=False, timeout=SECONDS)
+        check(tmp_path, done.returncode, done.stderr, time.perf_counter() - start, expected)
 
     return fails
 
@@ -108,17 +69,37 @@ def title(value):
     (4, 3, ["--tp_size", 3], ["num_attention_heads=8", "tp_size=3", "divides 8"]),
     (8, 2, ["--tp_size", 2, "--num_key_value_heads", 1], ["num_key_value_heads=1", "tp_size=2", "divides 1"]),
     (7, 3, ["--pp_size", 3], ["pp_size=3", "num_hidden_layers=2", "--pp_size 2"]),
-    (8, 2, ["--dp_size", 2, "--dataset_name", "no/such"], ["'no/such'", "no such path", "Hub id"]),
 ], ids=title)
-def test_several_processes_one_error(tmp_path, step, num_processes, args, expected):
-    fails_afresh(tmp_path, step, num_processes, args, expected)
+def test_several_processes_one_error(fails, step, num_processes, args, expected):
+    fails(step, args, expected, num_processes)
 
 
-def test_an_error_that_rank_0_does_not_meet(tmp_path):
+def test_several_processes_of_torchrun_one_error(tmp_path):
+    fails_afresh(tmp_path, 8, 2, ["--dp_size", 2, "--dataset_name", "no/such"], ["'no/such'", "no such path", "Hub id"])
+
+
+@pytest.mark.parametrize("step", [2, 9])
+def test_machines_with_unlike_backends(tmp_path, step):
+    """As one with a GPU and one without have them: each would wait for ranks that wait elsewhere."""
+    script = tmp_path / "unlike.py"
+    script.write_text(f"""
+import os, sys
+sys.path.insert(0, {str(STEPS[str(step)])!r})
+from process_group_manager import init_process_group
+from utils import one_clear_error
+with one_clear_error():
+    init_process_group("nccl" if os.environ["RANK"] == "1" else "gloo")
+""")
+    done = fork(step, 2, script=script, check=False, timeout=SECONDS)
+    assert done.returncode == 2 and "error: all ranks have to communicate over one backend, but" in done.stderr
+    assert "these differ (rank 0: gloo, rank 1: nccl)" in done.stderr
+
+
+def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
     """The last stage writes, so it alone finds that it can't; it waits a while for rank 0 to speak."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "taken").write_text("a file")
-    fails_afresh(tmp_path, 8, 2, ["--pp_size", 2, "--run_name", "taken"], ["taken"])
+    fails(8, ["--pp_size", 2, "--run_name", "taken"], ["taken"], 2)
 
 
 @pytest.mark.parametrize("step, args, expected", [

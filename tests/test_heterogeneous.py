@@ -1,12 +1,13 @@
 """Step 9: unlike pipelines compute what one process computes, losses and every gradient, in float64, accumulating."""
 
 import json
+import re
 
 import pytest
 import torch
 
-from launch import ROOT, STEPS, free_port, launch, losses
-from test_same_math import SEQ_LEN, TOLERANCE, assemble, folder  # noqa: F401, the fixture of its models
+from launch import MODELS, ROOT, STEPS, fork, losses
+from test_same_math import SEQ_LEN, TOLERANCE, assemble, folder, record  # noqa: F401, the fixture of its models
 
 NUM_STEPS, SAMPLES = 10, 16
 SHAPES = {  # name -> pipelines, micro-batches of a step, tp_size: 8 micro-batches of 2 samples in all
@@ -18,31 +19,28 @@ SHAPES = {  # name -> pipelines, micro-batches of a step, tp_size: 8 micro-batch
 LIKE = {8: ["--gradient_accumulation_steps", "4"], 9: ["--num_microbatches", "4,4"]}  # dp 2 x pp 2, in two ways
 
 
-def job(folder, name: str, step: int, variant: str, flags: list[str]) -> list:
-    """[output folder, train.py, flags, port] for record.py."""
-    out = folder / f"step{step}-{name}-{variant}"
-    common = ["--micro_batch_size", 2, "--seq_len", SEQ_LEN, "--dtype", "float64", "--log_dir", out,
-              "--max_tokens", NUM_STEPS * SAMPLES * SEQ_LEN, "--model_name", folder / f"model_{variant}"]
-    return [str(out), str(STEPS[str(step)] / "train.py"), [str(word) for word in common + flags], free_port()]
-
-
 @pytest.fixture(scope="module")
 def recorded(folder):  # noqa: F811
-    """Runs everything, as many jobs a torchrun as have equally many ranks; returns the folder of the recordings."""
-    by_ranks: dict[int, list] = {}
-    for variant in ("plain", "tied"):
-        by_ranks.setdefault(1, []).append(job(folder, "base", 3, variant, []))
-        for name, (pipelines, counts, tp) in SHAPES.items():
+    """A function that runs a case, unless it has been run, and returns its folder, beside metrics.jsonl."""
+    def recorded(name: str, step: int, variant: str = "plain"):
+        out = folder / f"step{step}-{name}-{variant}"
+        if out.exists():
+            return out
+        if name == "2x2":
+            ranks, flags = 4, ["--dp_size", 2, "--pp_size", 2, *LIKE[step]]
+        elif name == "base":
+            ranks, flags = 1, []
+        else:
+            pipelines, counts, tp = SHAPES[name]
             ranks = tp * len(pipelines.replace(";", ",").split(","))
             flags = ["--pipelines", pipelines, "--num_microbatches", counts, "--tp_size", tp]
-            by_ranks.setdefault(ranks, []).append(job(folder, name, 9, variant, flags))
-    for step, counts in LIKE.items():
-        by_ranks[4].append(job(folder, "2x2", step, "plain", ["--dp_size", 2, "--pp_size", 2, *counts]))
-    for ranks, jobs in by_ranks.items():
-        path = folder / f"heterogeneous_{ranks}.json"
-        path.write_text(json.dumps(jobs))
-        launch(9, ranks, path, script=ROOT / "tests" / "record.py", timeout=400)
-    return folder
+        common = ["--micro_batch_size", 2, "--seq_len", SEQ_LEN, "--dtype", "float64", "--log_dir", folder,
+                  "--run_name", out.name, "--max_tokens", NUM_STEPS * SAMPLES * SEQ_LEN,
+                  "--model_name", folder / f"model_{variant}"]
+        record(out, step, ranks, common + flags)
+        return out
+
+    return recorded
 
 
 def load(path) -> list[dict]:
@@ -52,8 +50,8 @@ def load(path) -> list[dict]:
 @pytest.mark.parametrize("variant", ["plain", "tied"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_unlike_pipelines_equal_one_process(recorded, name, variant):
-    one, many = recorded / f"step3-base-{variant}", recorded / f"step9-{name}-{variant}"
-    expected, found = losses(one), losses(many)
+    one, many = recorded("base", 3, variant), recorded(name, 9, variant)
+    expected, found = losses(one.parent, one.name), losses(many.parent, many.name)
     assert len(found) == NUM_STEPS and max(abs(a - b) for a, b in zip(expected, found)) <= TOLERANCE
     [base], ranks = load(one), load(many)
     for what in ("initial", "grads", "final"):
@@ -66,21 +64,27 @@ def test_unlike_pipelines_equal_one_process(recorded, name, variant):
             assert worst <= (1e-8 if what == "final" else TOLERANCE), f"{what} of {key}: {worst:.1e} apart"
 
 
+def test_config_lists_the_stages_of_each_pipeline(recorded):
+    config = json.loads((recorded("1+1+2", 9).parent / "step9-1+1+2-plain" / "config.json").read_text())
+    assert config["topology"] == {"dp_size": 3, "stages_per_pipeline": [1, 1, 2], "tp_size": 1, "world_size": 4}
+
+
 def test_live_activations(recorded):
-    for rank in load(recorded / "step9-1+1+2-plain"):
+    for rank in load(recorded("1+1+2", 9)):
         limit = {0: 1, 1: 1, 2: 2 - rank["place"]["pp"]}[rank["place"]["dp"]]
         assert rank["peak"] == limit, rank["place"]
 
 
 def test_like_pipelines_are_step_8(recorded):
-    eight, nine = (losses(recorded / f"step{step}-2x2-plain") for step in LIKE)
+    eight, nine = (losses(path.parent, path.name) for path in (recorded("2x2", step) for step in LIKE))
     assert len(nine) == NUM_STEPS and eight == nine
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_every_family_equals_the_plain_model(tmp_path, tp_size):
     """Besides, as a 2-stage and a 1-stage pipeline train it: over three ranks, or six with tp 2."""
-    launch(9, 3 * tp_size, tmp_path, tp_size, script=ROOT / "tests" / "families_in_pipelines.py", timeout=300)
+    script = ROOT / "tests" / "families_in_pipelines.py"
+    fork(9, 3 * tp_size, tmp_path, tp_size, script=script, modules=MODELS, timeout=300)
     results = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     assert len(results) == 3 * tp_size and len(results[0]) >= 15
     off = {f"{name}, {what}": worst for result in results for name, pair in result.items()
@@ -95,10 +99,12 @@ def test_every_family_equals_the_plain_model(tmp_path, tp_size):
      "All pipelines must have a corresponding number of microbatches: 1 numbers [6] for 2 pipelines"),
     (["--pipelines", "8;7"], "stages of 7 decoder layers have 7 together, but the model has 8"),
     (["--pipelines", "8;x"], "--pipelines 'x': write positive numbers with commas between them, as in 5,3"),
+    (["--pipelines", ""], "--pipelines '': write positive numbers with commas between them, as in 5,3"),
+    (["--num_microbatches", ""], "--num_microbatches '': write positive numbers with commas between them"),
     (["--pipelines", "8;8", "--dp_size", "2"], "leave out --dp_size and --pp_size"),
 ])
 def test_wrong_pipelines(tmp_path, flags, message):
-    done = launch(9, 2, *flags, "--log_dir", tmp_path, check=False, timeout=60)
+    done = fork(9, 2, *flags, "--log_dir", tmp_path, check=False, timeout=60)
     assert done.returncode != 0 and message in done.stderr
     assert sum(line.startswith("error: ") for line in done.stderr.splitlines()) == 1, done.stderr
 
@@ -127,8 +133,13 @@ attempt(model, [[modules[1:4], [modules[0], *modules[4:]]]], [1])
 attempt(model, [[modules[:-1], modules[-1:]]], {{}})
 attempt(model, [[modules]], [1])
 attempt(T5Model(T5Config(num_layers=1, d_model=8, d_kv=4, num_heads=2, d_ff=8, vocab_size=16)), [[["a"], ["b"]]], [1])
+one = PipelineTemplate(name, [modules])
+plugin.set_pipelines([one, one], [3, 5])
+sizes = plugin.dp_size, plugin.pp_size, plugin.global_batch_size, plugin.train_batch_size
+print(f"<{{dist.get_rank()}} {{sizes}}>", flush=True)
 ''')
-    out = launch(9, 2, script=script, timeout=60).stdout
+    out = fork(9, 2, script=script, modules=MODELS, timeout=60).stdout
+    assert "<0 (2, 1, 8, 3)>" in out and "<1 (2, 1, 8, 5)>" in out, out
     for rank in (0, 1):
         for error in ("ValueError: Modules in the pipeline template do not match the modules in the model",
                       "ValueError: The first stage must contain the transformer.wte module",
@@ -138,15 +149,21 @@ attempt(T5Model(T5Config(num_layers=1, d_model=8, d_kv=4, num_heads=2, d_ff=8, v
             assert f"<{rank} {error}" in out, out
 
 
-def test_scripts_learn(tmp_path):
-    """Each on four ranks, one after the other in the same processes: starting those is what takes the time."""
-    names = ("gpt2", "llama", "qwen", "bert", "vit")
-    jobs = [[str(tmp_path / name), str(STEPS["9"] / f"run_{name}.py"),
-             ["--steps", "25" if name == "bert" else "8", "--device", "cpu"], free_port()] for name in names]
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    done = launch(9, 4, tmp_path / "jobs.json", script=ROOT / "tests" / "record.py", timeout=200)
-    parts = done.stdout.split("loss of the first step")[1:]
-    assert len(parts) == len(names), done.stdout
-    for name, part in zip(names, parts):
-        first, last = (float(word) for word in part.splitlines()[0].replace(", of the last", "").split())
-        assert last < first, f"{name}: {first}, then {last}"
+@pytest.mark.parametrize("name, steps, precision", [
+    ("gpt2", 8, "bf16"), ("llama", 8, "fp64"), ("qwen", 8, "fp32"), ("bert", 25, "fp32"), ("vit", 8, "bf16")])
+def test_scripts_learn(name, steps, precision):
+    flags = ["--steps", steps, "--device", "cpu", "--precision", precision]
+    done = fork(9, 4, *flags, script=STEPS["9"] / f"run_{name}.py", modules=MODELS)
+    first, last = map(float, re.search("loss of the first step (.*), of the last (.*)", done.stdout).groups())
+    assert last < first
+
+
+@pytest.mark.parametrize("ranks, flags, message", [
+    (3, [], "Number of ranks in pipeline templates does not match world size: stages [2, 1, 1] x tp_size=1 need 4"),
+    (4, ["--seq_len", 129], "--seq_len 129 is more than the 128 positions of the model: use 128 or less"),
+    (4, ["--model_name_or_path", "no/such"], "--model_name_or_path 'no/such': there is no such path"),
+])
+def test_errors_of_the_scripts(ranks, flags, message):
+    done = fork(9, ranks, *flags, "--device", "cpu", script=STEPS["9"] / "run_gpt2.py", modules=MODELS, check=False)
+    assert done.returncode == 2 and f"error: {message}" in done.stderr, done.stderr
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr, done.stderr

@@ -120,6 +120,14 @@ def test_a_template_that_is_not_the_models(stages, message):
 def test_a_template_for_another_model():
     with pytest.raises(ValueError, match=f"is one for gpt5, but the model is a {re.escape(GPT2)}"):
         PipelineTemplate("gpt5", [GPT2_MODULES]).check(toy_on_meta("gpt2"))
+    with pytest.raises(ValueError, match="is one for gpt5"):  # and not a list of all its modules
+        PipelineTemplate("gpt5", [["a"]]).check(toy_on_meta("gpt2"))
+
+
+@pytest.mark.parametrize("stages", [GPT2_MODULES, [GPT2_MODULES[:5], "lm_head"], "lm_head"])
+def test_names_in_place_of_stages(stages):
+    with pytest.raises(ValueError, match="is no list of stages: write a list of names for each stage"):
+        PipelineTemplate(GPT2, stages)
 
 
 def test_a_model_of_no_family():

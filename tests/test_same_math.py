@@ -15,12 +15,18 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from launch import ROOT, STEPS, free_port, launch, losses
+from launch import ROOT, STEPS, fork, losses
 
 TOLERANCE = 1e-11  # splitting the batch of one process differently moves its losses by 1e-15
 SEQ_LEN = 8
 COLUMN_PARALLEL = ("embedding", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "final_proj")  # split along dim 0
 ROW_PARALLEL = ("out_proj", "down_proj")  # split along dim 1
+
+
+def record(out, step: int, num_processes: int, flags: list) -> None:
+    """Runs the step's train.py and leaves out/rank<r>.pt, see record.py."""
+    train = STEPS[str(step)] / "train.py"
+    fork(step, num_processes, out, train, *flags, script=ROOT / "tests" / "record.py", timeout=200)
 
 
 @dataclasses.dataclass
@@ -43,22 +49,24 @@ class Case:
 
     @property
     def baseline(self) -> "Case":
-        return Case(3, samples=self.samples, variant=self.variant)
+        return Case(3, accumulation=2, samples=self.samples, variant=self.variant)
 
-    def job(self, folder) -> list:
-        """[output folder, train.py, flags, port] for record.py."""
+    def record(self, folder) -> None:
+        """Runs record.py with the flags of this case, unless it has been run."""
+        if (folder / str(self) / "rank0.pt").exists():
+            return
         micro_batch_size = self.samples // (self.accumulation * self.dp)
         assert micro_batch_size * self.accumulation * self.dp == self.samples
         flags = {"dp_size": self.dp, "pp_size": self.pp, "tp_size": self.tp, "micro_batch_size": micro_batch_size,
                  "gradient_accumulation_steps": self.accumulation, "seq_len": SEQ_LEN, "dtype": "float64",
                  "max_tokens": self.num_steps * self.samples * SEQ_LEN, "model_name": folder / f"model_{self.variant}",
-                 "log_dir": folder / str(self)}
+                 "log_dir": folder, "run_name": self}
         if self.variant == "vocab1022":
             flags["dataset_name"] = folder / "small_vocabulary.txt"
         if self.engine:
             flags["pp_engine"] = self.engine
-        words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-        return [str(folder / str(self)), str(STEPS[str(self.step)] / "train.py"), words, free_port()]
+        words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+        record(folder / str(self), self.step, self.num_processes, words)
 
     def __str__(self):
         axes = "-".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "tp") if getattr(self, axis) > 1)
@@ -95,23 +103,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def recording(folder, request):
-    """case -> what each of its ranks recorded. Runs all selected cases of as many processes in one go."""
-    selected = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
-    launched = set()
-
-    def get(case: Case) -> list[dict]:
-        if case.num_processes not in launched:
-            launched.add(case.num_processes)
-            alike = {str(other): other for one in selected for other in (one, one.baseline)
-                     if other.num_processes == case.num_processes}
-            jobs = folder / f"jobs_{case.num_processes}.json"
-            jobs.write_text(json.dumps([other.job(folder) for other in alike.values()]))
-            launch(case.step, case.num_processes, jobs, script=ROOT / "tests" / "record.py", timeout=400)
-        return [torch.load(folder / str(case) / f"rank{rank}.pt") for rank in range(case.num_processes)]
-
-    return get
+def recording(case: Case, folder) -> list[dict]:
+    """What each rank of the case recorded."""
+    case.record(folder)
+    return [torch.load(folder / str(case) / f"rank{rank}.pt") for rank in range(case.num_processes)]
 
 
 def assemble(ranks: list[dict], what: str) -> dict[str, torch.Tensor]:
@@ -136,10 +131,10 @@ def assemble(ranks: list[dict], what: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_topology_equals_one_process(case, folder, recording):
-    [base], ranks = recording(case.baseline), recording(case)
+def test_topology_equals_one_process(case, folder):
+    [base], ranks = recording(case.baseline, folder), recording(case, folder)
 
-    expected, found = losses(folder / str(case.baseline)), losses(folder / str(case))
+    expected, found = losses(folder, str(case.baseline)), losses(folder, str(case))
     assert len(found) == case.num_steps
     assert max(abs(a - b) for a, b in zip(expected, found)) <= TOLERANCE
 

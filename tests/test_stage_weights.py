@@ -8,7 +8,7 @@ import torch
 from families import (
     CASES, DECODERS, IDS, TIED, PipelineStage, hf_tensor_parallel, load_weights, run_chain, stages_on_meta, toy,
     toy_batch, toy_on_meta)
-from launch import ROOT, launch
+from launch import MODELS, ROOT, fork
 from safetensors.torch import save_file
 
 
@@ -118,6 +118,27 @@ def test_a_new_head_over_pretrained_weights(saved):
     assert 0 < one.score.weight.std() < 0.1
 
 
+def test_a_new_head_for_another_number_of_classes(saved):
+    names = ["classifier.weight", "classifier.bias"]
+    stage = stages_on_meta("bert-classifier", [1, 2], num_labels=5)[1]
+    assert load_weights(stage, saved("bert-classifier"), new_modules=("classifier",)) == names
+    assert stage.model.classifier.weight.shape == (5, 32)
+    stage = stages_on_meta("bert-classifier", [1, 2])[1]
+    assert load_weights(stage, saved("bert-classifier"), new_modules=("classifier",)) == []
+    stage = stages_on_meta("bert-classifier", [1, 2], num_labels=5)[1]
+    with pytest.raises(ValueError, match=r"classifier.weight has the shape \(3, 32\) in .*of the model \(5, 32\)"):
+        load_weights(stage, saved("bert-classifier"))
+
+
+def test_of_a_new_module_only_what_is_missing_is_drawn():
+    weights = toy("bert-classifier").state_dict()
+    del weights["bert.pooler.dense.bias"]
+    stage = stages_on_meta("bert-classifier", [1, 2])[1]
+    assert load_weights(stage, weights, new_modules=("bert.pooler",)) == ["bert.pooler.dense.bias"]
+    assert torch.equal(stage.model.bert.pooler.dense.weight, weights["bert.pooler.dense.weight"])
+    assert not stage.model.bert.pooler.dense.bias.any(), "as Hugging Face draws it"
+
+
 def test_a_buffer_that_the_model_does_not_compute(saved):
     stage, = stages_on_meta("llama", [3])
     stage.model.model.rotary_emb.register_buffer("scale", torch.ones(2, device="meta"), persistent=False)
@@ -129,7 +150,7 @@ def test_a_buffer_that_the_model_does_not_compute(saved):
 def tp_errors(tmp_path_factory):
     """Of all families, from one start of two processes."""
     folder = tmp_path_factory.mktemp("tp")
-    launch(9, 2, folder, script=ROOT / "tests" / "families_over_tp.py", env={"TRANSFORMERS_VERBOSITY": "error"})
+    fork(9, 2, folder, script=ROOT / "tests" / "families_over_tp.py", modules=MODELS)
     with open(folder / "errors.json") as file:
         return json.load(file)
 

@@ -1,0 +1,75 @@
+"""Step 9's loader: unequal shares, which together are what one process reads; epochs, permutations, dtypes."""
+
+import pytest
+import torch
+
+from launch import modules_of
+
+with modules_of(9):
+    from heterogeneous_dataloader import HeterogeneousDataLoader, deal_microbatches
+
+SAMPLES = [{"input_ids": torch.tensor([i, i + 1]), "pixel_values": torch.tensor([i / 2])} for i in range(37)]
+
+
+def loader(counts: list[int], pipeline: int = 0, size: int = 2, dataset=SAMPLES, **options) -> HeterogeneousDataLoader:
+    return HeterogeneousDataLoader(dataset, size, counts, pipeline, torch.device("cpu"), torch.float64, **options)
+
+
+def microbatches(of: HeterogeneousDataLoader) -> list[list[int]]:
+    """The numbers of the samples of each."""
+    return [batch["input_ids"][:, 0].tolist() for batch in of]
+
+
+@pytest.mark.parametrize("counts, hands", [
+    ([3, 2, 3], [[0, 3, 6], [1, 4], [2, 5, 7]]),
+    ([6, 2], [[0, 2, 4, 5, 6, 7], [1, 3]]),
+    ([1, 4], [[0], [1, 2, 3, 4]]),
+    ([2, 2], [[0, 2], [1, 3]]),  # as step 8 deals
+    ([3], [[0, 1, 2]]),
+])
+def test_micro_batches_are_dealt_in_turn(counts, hands):
+    assert deal_microbatches(counts) == hands
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_pipelines_together_read_what_one_process_reads(shuffle):
+    counts, options = [3, 1, 2], {"shuffle": shuffle, "seed": 5}
+    one = loader([6], **options)
+    parts = [loader(counts, pipeline, **options) for pipeline in range(3)]
+    epochs = []
+    for epoch in range(2):
+        for each in (one, *parts):
+            each.set_epoch(epoch)
+        together, apart = microbatches(one), [microbatches(part) for part in parts]
+        assert one.steps_per_epoch == 3 == {part.steps_per_epoch for part in parts}.pop()  # 37 samples, 12 a step
+        assert [len(part) for part in parts] == [len(found) for found in apart] == [9, 3, 6]
+        for step in range(3):
+            hands = [found[step * count : (step + 1) * count] for found, count in zip(apart, counts, strict=True)]
+            dealt = {i: hand[k] for hand, mine in zip(hands, deal_microbatches(counts), strict=True)
+                     for k, i in enumerate(mine)}
+            assert [dealt[i] for i in range(6)] == together[step * 6 : (step + 1) * 6]
+        epochs.append(sum(together, []))
+        assert len(set(epochs[-1])) == 36
+    assert (epochs[0] == list(range(36))) == (not shuffle)
+    assert (epochs[0] == epochs[1]) == (not shuffle)
+    other_seed = microbatches(loader([6], shuffle=shuffle, seed=6))
+    assert (other_seed == microbatches(loader([6], **options))) == (not shuffle)
+
+
+def test_floats_take_the_dtype_and_numbers_stay():
+    batch = next(iter(loader([1])))
+    assert batch["pixel_values"].dtype == torch.float64 and batch["input_ids"].dtype == torch.int64
+    assert batch["pixel_values"].tolist() == [[0.0], [0.5]]
+
+
+def test_collate_fn_and_workers_are_used():
+    def lists(items):
+        return {"input_ids": torch.stack([item["input_ids"] for item in items]) + 100}
+
+    assert microbatches(loader([2], collate_fn=lists, num_workers=1))[:2] == [[100, 101], [102, 103]]
+
+
+def test_less_than_one_step():
+    with pytest.raises(ValueError, match=r"has 9 samples, fewer than a global batch of microbatch_size=2 x 5 micro-"):
+        loader([3, 2], dataset=SAMPLES[:9])
+    assert loader([3, 2], dataset=SAMPLES[:10]).steps_per_epoch == 1

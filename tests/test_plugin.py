@@ -1,0 +1,182 @@
+"""Step 9's plugin and scripts, used wrongly: one clear error each. In one process, a world of one."""
+
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import HeterogeneousParallelPlugin, PipelineTemplate, our_model, stages_on_meta, toy
+from transformers import LlamaConfig
+
+from launch import modules_of
+
+with modules_of(9):
+    import run_common
+    from pipeline_parallel import afab
+
+
+@pytest.fixture
+def plugin():
+    """Of a world of one, before set_pipelines."""
+    yield HeterogeneousParallelPlugin(device="cpu", precision="fp64")
+    dist.destroy_process_group()
+
+
+def samples(count: int) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": torch.arange(i, i + 6)} for i in range(count)]
+
+
+def mean_logit(output, batch) -> torch.Tensor:
+    return output.logits.mean()
+
+
+def test_calls_before_set_pipelines(plugin):
+    model = toy("gpt2")
+    calls = {"prepare_dataloader": lambda: plugin.prepare_dataloader(samples(4)),
+             "configure": lambda: plugin.configure(model, torch.optim.SGD(model.parameters())),
+             "execute_pipeline": lambda: plugin.execute_pipeline(iter([]), model, mean_logit, None)}
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=f"^{name} comes after set_pipelines"):
+            call()
+
+
+def test_what_execute_pipeline_takes(plugin):
+    model = toy("gpt2")
+    template = PipelineTemplate.from_layers_per_stage(model, [3])
+    plugin.set_pipelines([template], {template: 2})
+    loader = plugin.prepare_dataloader(samples(4))
+    stage, optimizer, _ = plugin.configure(model, torch.optim.SGD(model.parameters()), loader)
+    with pytest.raises(ValueError, match="an iterator, but a HeterogeneousDataLoader is none: write batches = iter"):
+        plugin.execute_pipeline(loader, stage, mean_logit, optimizer)
+    with pytest.raises(ValueError, match="the model that configure returns, but got a GPT2LMHeadModel"):
+        plugin.execute_pipeline(iter(loader), toy("gpt2"), mean_logit, optimizer)
+    assert plugin.execute_pipeline(iter(loader), stage, mean_logit, optimizer).dtype == torch.float64
+
+
+def test_configure_keeps_the_optimizers_groups_and_settings(plugin):
+    model = toy("gpt2")
+    decayed = [param for param in model.parameters() if param.dim() > 1]
+    others = [param for param in model.parameters() if param.dim() == 1]
+    names = {name for name, param in model.named_parameters() if param.dim() > 1}
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": others, "lr": 0.5}], lr=0.2,
+                                  betas=(0.8, 0.7))
+    plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [3])
+    _, made, _ = plugin.configure(model, optimizer)
+    first, second = made.param_groups
+    assert (first["lr"], first["weight_decay"], second["lr"], second["weight_decay"]) == (0.2, 0.3, 0.5, 0.01)
+    assert first["betas"] == second["betas"] == made.defaults["betas"] == (0.8, 0.7)
+    assert set(first["param_names"]) == names and not names & set(second["param_names"])
+    assert len(first["params"] + second["params"]) == len(decayed + others)
+
+
+@pytest.mark.parametrize("schedule, peak", [(afab, 3), (None, 1)])
+def test_the_schedule_and_no_loss(schedule, peak):
+    plugin = HeterogeneousParallelPlugin(device="cpu", **({"schedule": schedule} if schedule else {}))
+    try:
+        model = toy("gpt2")
+        plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [3])
+        loader = plugin.prepare_dataloader(samples(6))
+        stage, optimizer, _ = plugin.configure(model, torch.optim.SGD(model.parameters()))
+        batches = iter(loader)
+        assert plugin.execute_pipeline(batches, stage, mean_logit, optimizer, return_loss=False) is None
+        gradients = [param.grad.clone() for param in stage.parameters()]
+        assert plugin.execute_pipeline(iter(loader), stage, mean_logit, optimizer) is not None
+        assert all(torch.equal(param.grad, old) for param, old in zip(stage.parameters(), gradients, strict=True))
+    finally:
+        dist.destroy_process_group()
+    assert stage.peak_live_activations == peak
+
+
+@pytest.mark.parametrize("counts, message", [
+    (["3"], r"num_microbatches=\['3'\]: each has to be a whole number"),
+    ([2.0], r"num_microbatches=\[2.0\]: each has to be a whole number"),
+    ("3", "num_microbatches='3': write a dictionary"),
+    (3, "num_microbatches=3: write a dictionary"),
+    ([0], r"num_microbatches=\[0\]: each pipeline, of at least one, needs at least one"),
+])
+def test_numbers_of_micro_batches(plugin, counts, message):
+    template = PipelineTemplate.from_layers_per_stage(toy("gpt2"), [3])
+    with pytest.raises(ValueError, match=f"^{message}"):
+        plugin.set_pipelines([template], counts)
+    if isinstance(counts, list):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            plugin.set_pipelines([template], {template: counts[0]})
+
+
+def test_templates_of_several_models(plugin):
+    pipelines = [PipelineTemplate.from_layers_per_stage(toy(name), [3]) for name in ("gpt2", "llama")]
+    with pytest.raises(ValueError, match=r"templates for several models: .*GPT2LMHeadModel, .*LlamaForCausalLM$"):
+        plugin.set_pipelines(pipelines, [1, 1])
+
+
+def test_an_optimizer_of_another_model(plugin):
+    model, other = toy("gpt2"), toy("gpt2")
+    template = PipelineTemplate.from_layers_per_stage(model, [3])
+    plugin.set_pipelines([template], [1])
+    with pytest.raises(ValueError, match="^41 of 41 parameters of the optimizer's group 0 are not the model's"):
+        plugin.configure(model, torch.optim.SGD(other.parameters()))
+
+
+def test_a_precision_and_a_meta_model(plugin):
+    with pytest.raises(ValueError, match="precision='fp16' is none of fp32, bf16, fp64"):
+        HeterogeneousParallelPlugin(device="cpu", precision="fp16")
+    template = PipelineTemplate.from_layers_per_stage(toy("gpt2"), [3])
+    plugin.set_pipelines([template], [1])
+    with torch.device("meta"):
+        model = toy("gpt2")
+    with pytest.raises(ValueError, match=r"on the meta device and has no weights: pass configure\(weights=...\)"):
+        plugin.configure(model, torch.optim.SGD(model.parameters()))
+
+
+def test_a_batch_that_does_not_tell_the_shape():
+    stage = stages_on_meta("gpt2", [1, 2])[0]
+    with pytest.raises(ValueError, match="^the batch has tokens, mask, but neither input_ids nor pixel_values"):
+        stage.hidden_shape(tokens=torch.zeros(2, 3), mask=torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("precision, dtype", [
+    ("fp64", torch.float64), ("fp32", torch.float32), ("bf16", torch.float32)])
+def test_the_plugins_precision_is_that_of_our_llama(precision, dtype):
+    """Also where the model was made for another. Of bf16 the logits are float32: compared are the first layer's."""
+    config = LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+    plugin = HeterogeneousParallelPlugin(device="cpu", precision=precision)
+    try:
+        model, seen = our_model.Llama(config, torch.float32), []
+        our_model.init_weights(model, 0, torch.device("cpu"), lambda full, dim: full)
+        template = PipelineTemplate.from_layers_per_stage(model, [2])
+        plugin.set_pipelines([template], [2])
+        stage, optimizer, loader = plugin.configure(model, torch.optim.AdamW(model.parameters()),
+                                                    plugin.prepare_dataloader(samples(2)))
+        stage.module.model.decoder_layers[0].register_forward_hook(lambda module, x, out: seen.append(out.dtype))
+        loss = plugin.execute_pipeline(iter(loader), stage, lambda logits, batch: logits.mean(), optimizer)
+    finally:
+        dist.destroy_process_group()
+    assert set(seen) == {plugin.compute_dtype} and loss.dtype == dtype
+    assert {tensor.dtype for param in stage.parameters() for tensor in (param, param.grad)} == {dtype}
+
+
+def test_text_that_does_not_go_with_the_model(monkeypatch):
+    args = types.SimpleNamespace(model_name_or_path="DIR", steps=1, seq_len=8)
+    plugin = types.SimpleNamespace(global_batch_size=2)
+    monkeypatch.setattr(run_common, "load_tokens", lambda *_: torch.arange(90, 100))
+    with pytest.raises(ValueError, match="tokenizer of 'DIR' gives the id 99, but the model's vocab_size is 99: "):
+        run_common.speeches(plugin, args, 99)
+    assert run_common.speeches(plugin, args, 100)[0].tolist() == list(range(90, 99))
+    args.seq_len = 10
+    with pytest.raises(ValueError, match=r"holds? 10 tokens, fewer than the --seq_len 10 \+ 1 of a sample"):
+        run_common.speeches(plugin, args, 100)
+
+
+@pytest.mark.parametrize("error, code", [
+    (NotImplementedError("Auto policy for X is not implemented"), 2),
+    (AssertionError("Number of ranks in pipeline templates does not match world size: 1"), 2),
+    (AssertionError("All pipelines must have a corresponding number of microbatches: 1"), 2),
+    (ValueError("wrong"), 2),
+    (AssertionError("an invariant of ours"), None),
+])
+def test_the_scripts_say_it_in_a_line(error, code, capsys):
+    with pytest.raises(AssertionError if code is None else SystemExit) as end, run_common.clear_errors():
+        raise error
+    assert (end.value is error) if code is None else (end.value.code == 2)
+    assert capsys.readouterr().err == ("" if code is None else f"error: {error}\n")
