@@ -163,9 +163,10 @@ class ModuleClock:
 
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 x = call(x.detach().requires_grad_() if x.is_floating_point() else x)
-                out = cross_entropy(x, torch.zeros_like(x[..., 0], dtype=torch.int64)) if i == len(self.calls) - 1 else x
+                if i == len(self.calls) - 1:
+                    loss = cross_entropy(x, torch.zeros_like(x[..., 0], dtype=torch.int64))
             saved.append(float(sum(storages.values())))
-            del out
+        del loss
         count = [float(sum(param.numel() for param in module.parameters())) for module in self.modules]
         names = ["embedding", *(f"decoder_layers.{i}" for i in range(self.num_layers)), "final_norm", "final_proj"]
         return [{"name": name, "parameters": int(size), "saved_bytes": kept} for name, size, kept in

@@ -82,9 +82,10 @@ def parse_args():
     if args.pipelines is not None and (args.dp_size, args.pp_size) != (1, 1):
         raise ValueError(f"--pipelines {args.pipelines!r} says how many pipelines and stages there are: leave out "
                          "--dp_size and --pp_size")
-    if args.plan and (args.pipelines or args.num_microbatches or (args.dp_size, args.pp_size, args.tp_size) != (1, 1, 1)):
-        raise ValueError(f"--plan {args.plan!r} says which pipelines there are and what each takes: leave out --pipelines, "
-                         "--num_microbatches, --dp_size, --pp_size and --tp_size")
+    said = [args.pipelines, args.num_microbatches, args.dp_size, args.pp_size, args.tp_size]
+    if args.plan and said != [None, None, 1, 1, 1]:
+        raise ValueError(f"--plan {args.plan!r} says which pipelines there are and what each takes: leave out "
+                         "--pipelines, --num_microbatches, --dp_size, --pp_size and --tp_size")
     return args
 
 
@@ -123,6 +124,14 @@ def make_plugin(args, model, dtype) -> HeterogeneousParallelPlugin:
     except AssertionError as error:
         raise ValueError(str(error)) from None
     return plugin
+
+
+def parameters_a_rank(model) -> str:
+    """Of all ranks the fewest and the most. Collective."""
+    counts = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, sum(param.numel() for param in model.parameters()))
+    fewest, most = to_readable_format(min(counts)), to_readable_format(max(counts))
+    return most if fewest == most else f"{fewest} to {most}"
 
 
 def main():
@@ -164,11 +173,8 @@ def main():
 
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, _ = plugin.configure(model, adamw, weights=materialise)
-    counts = [0] * grid.world_size
-    dist.all_gather_object(counts, sum(p.numel() for p in model.parameters()))
+    num_params = parameters_a_rank(model)
     if grid.is_logging_rank:
-        fewest, most = to_readable_format(min(counts)), to_readable_format(max(counts))
-        num_params = most if fewest == most else f"{fewest} to {most}"
         print(f"{num_params} parameters a rank on {device}, activations in {dtype}")
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 

@@ -1,4 +1,4 @@
-"""What planning is worth, and how well it predicts: plans on three unlike hosts of the test bed, run one after the other.
+"""What planning is worth, and how well it predicts: plans on three unlike hosts of the test bed, in turns.
 
     python tests/unlike_machines.py speeds links --json assets/unlike_machines.json     # as root, about half an hour
     python tests/unlike_machines.py --plot assets/unlike_machines.png --json assets/unlike_machines.json
@@ -29,13 +29,14 @@ NODES = ("node0", "node1", "node2")
 STEP = STEPS["9"]
 BED = ROOT / "tests" / "cluster.sh"
 PORT = 29500
-CASES = {  # speeds in percent of a core, links, samples a step, sizes to choose from, the model's changes, steps of a run
+CASES = {  # speeds: percent of a core; batch: samples a step; sizes: to choose from; model: changes; steps of a run
     "speeds": dict(speeds=(100, 50, 25), rate="off", batch=56, sizes="1,2,4", model={}, steps=4),
     "links": dict(speeds=(60, 60, 60), rate="10mbit", batch=32, sizes="1,2,4", steps=3,
                   model=dict(hidden_size=256, intermediate_size=688, head_dim=32)),
 }
 
-TITLES = {"speeds": "Speeds 4:2:1, fast links, 7168 tokens a step", "links": "10 Mbit/s, equal speeds, 4096 tokens a step"}
+TITLES = {"speeds": "Speeds 4:2:1, fast links, 7168 tokens a step",
+          "links": "10 Mbit/s, equal speeds, 4096 tokens a step"}
 
 
 def bed(*args) -> None:
@@ -165,7 +166,8 @@ def candidates_of_links(bench: Bench) -> None:
     add["machine 0 alone"] = bench.predict(4, ((0,), (8,), 8))
     data_parallel = [((0,), (8,), 11), ((1,), (8,), 11), ((2,), (8,), 10)]
     for dtype in (None, "bfloat16", "int8"):
-        add[f"data parallel{', ' + dtype if dtype else ''}"] = bench.predict(1, *data_parallel, gradient_wire_dtype=dtype)
+        name = f"data parallel, {dtype}" if dtype else "data parallel"
+        add[name] = bench.predict(1, *data_parallel, gradient_wire_dtype=dtype)
 
 
 def measure(names: list[str], rounds: int, results: dict) -> dict:
@@ -185,10 +187,10 @@ def measure(names: list[str], rounds: int, results: dict) -> dict:
 
 def table(name: str, result: dict) -> None:
     rows = sorted((statistics.median(found["measured"]), key, found) for key, found in result["candidates"].items())
-    print(f"{name:24} measured s (smallest - largest)   predicted   measured / predicted   first losses")
+    print(f"{name:24} measured s (smallest - largest), predicted, measured / predicted, loss of the first step")
     for seconds, key, found in rows:
         spread = f"{min(found['measured']):.3f} - {max(found['measured']):.3f}"
-        print(f"{key:24} {seconds:8.3f} ({spread:>15})   {found['predicted']:12.3f}   {seconds / found['predicted']:12.2f}   "
+        print(f"{key:24} {seconds:8.3f} ({spread:>15})  {found['predicted']:8.3f}  {seconds / found['predicted']:8.2f}  "
               f"{result['losses'][key][0]:.6f}", flush=True)
 
 
@@ -221,8 +223,7 @@ def draw(results: dict, picture: str) -> None:
     axes[2].set_title("Prediction", loc="left", fontsize=11.5, weight="bold")
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("Plans on three hosts: bars are measured medians (lines: smallest to largest), diamonds are predicted",
-                    x=0.01, ha="left", fontsize=14)
+    figure.suptitle("Plans on three hosts. Bars: measured medians, with smallest to largest; diamonds: predicted", x=0.01, ha="left", fontsize=14)
     figure.savefig(picture)
 
 
