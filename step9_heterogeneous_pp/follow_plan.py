@@ -39,8 +39,10 @@ def follow_plan(args, config, dtype, device) -> None:
     plan = outcome[0]
     args.micro_batch_size = plan["micro_batch_size"]
     args.pipelines = ";".join(",".join(map(str, pipeline["layers"])) for pipeline in plan["pipelines"])
-    args.wire_dtype = args.wire_dtype or plan.get("wire_dtype")
-    args.gradient_wire_dtype = args.gradient_wire_dtype or plan.get("gradient_wire_dtype")
+    # How to send what nobody sends is an error of make_plugin: here the plan decides whether it is sent.
+    has_stages, has_copies = any(len(p["layers"]) > 1 for p in plan["pipelines"]), len(plan["pipelines"]) > 1
+    args.wire_dtype = (args.wire_dtype or plan.get("wire_dtype")) if has_stages else None
+    args.gradient_wire_dtype = (args.gradient_wire_dtype or plan.get("gradient_wire_dtype")) if has_copies else None
     args.num_microbatches = ",".join(str(pipeline["num_microbatches"]) for pipeline in plan["pipelines"])
     reorder_ranks([rank for pipeline in plan["pipelines"] for rank in pipeline["machines"]])
 

@@ -190,7 +190,8 @@ def table(name: str, result: dict) -> None:
     print(f"{name:24} measured s (smallest - largest), predicted, measured / predicted, loss of the first step")
     for seconds, key, found in rows:
         spread = f"{min(found['measured']):.3f} - {max(found['measured']):.3f}"
-        print(f"{key:24} {seconds:8.3f} ({spread:>15})  {found['predicted']:8.3f}  {seconds / found['predicted']:8.2f}  "
+        expected = found["predicted"]
+        print(f"{key:24} {seconds:8.3f} ({spread:>15})  {expected:8.3f}  {seconds / expected:8.2f}  "
               f"{result['losses'][key][0]:.6f}", flush=True)
 
 
@@ -223,7 +224,8 @@ def draw(results: dict, picture: str) -> None:
     axes[2].set_title("Prediction", loc="left", fontsize=11.5, weight="bold")
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("Plans on three hosts. Bars: measured medians, with smallest to largest; diamonds: predicted", x=0.01, ha="left", fontsize=14)
+    figure.suptitle("Plans on three hosts. Bars: measured medians, with smallest to largest; diamonds: predicted",
+                    x=0.01, ha="left", fontsize=14)
     figure.savefig(picture)
 
 
