@@ -8,7 +8,6 @@ hands it round, so that one machine has the file. Then those that the plan names
 wait until these have ended.
 """
 
-import atexit
 import datetime
 import json
 import os
@@ -16,6 +15,7 @@ import sys
 
 import torch.distributed as dist
 
+waiting: dict = {}  # on the plan's first rank: what each idle rank will set, and in which store it waits
 FIELDS = {"model_name", "seq_len", "global_batch", "micro_batch_size", "pipelines"}
 
 
@@ -104,8 +104,20 @@ def reorder_ranks(machines: list[int]) -> None:
     store = dist.PrefixStore("plan", next(dist.rendezvous("env://"))[0])
     if rank in idle:
         store.wait(["ended"], datetime.timedelta(days=365))
+        store.set(f"left {rank}", "")
         sys.exit(0)
     os.environ["RANK"] = str(machines.index(rank))
     if rank == machines[0]:
-        atexit.register(store.set, "ended", "")  # also where it ends with an error, which torchrun then reports
+        waiting.update({f"left {other}": store for other in idle})
     dist.init_process_group(backend, store=store, rank=machines.index(rank), world_size=len(machines))
+
+
+def release_idle_ranks() -> None:
+    """After the training: lets the idle ranks go. Where it ended with an error, torchrun ends them."""
+    for store in set(waiting.values()):
+        store.set("ended", "")
+        try:
+            store.wait(list(waiting), datetime.timedelta(seconds=30))
+        except RuntimeError:
+            pass  # started without torchrun, the store is in rank 0's process: where that idled, it has gone with it
+    waiting.clear()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from dataloader import MicroBatchDataLoader
-from follow_plan import follow_plan
+from follow_plan import follow_plan, release_idle_ranks
 from heterogeneous_parallel_plugin import PRECISIONS, HeterogeneousParallelPlugin
 from metrics import RunLogger
 from model import DecoderLayer, Llama, init_weights
@@ -194,6 +194,7 @@ def main():
             timeline.write(path, grid, plugin.own_num_microbatches, device)
     logger.close()
     dist.destroy_process_group()
+    release_idle_ranks()
 
 
 if __name__ == "__main__":

@@ -58,10 +58,7 @@ def on_all_hosts(script, *args, timeout: float) -> str:
 
 def rank_side(folder: pathlib.Path) -> None:
     """On each host: the trainings of jobs.json one after the other, each with a rendezvous of its own."""
-    import atexit
-
-    at_end, rank = [], os.environ["RANK"]
-    atexit.register = lambda function, *args: at_end.append(lambda: function(*args))  # here a run ends before a process
+    rank = os.environ["RANK"]
     sys.path[0] = str(STEP)
     for job in json.loads((folder / "jobs.json").read_text()):
         os.environ.update(RANK=rank, MASTER_PORT=str(job["port"]), TORCHELASTIC_USE_AGENT_STORE="False")
@@ -70,8 +67,6 @@ def rank_side(folder: pathlib.Path) -> None:
             runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as ended:  # an idle rank
             assert not ended.code, ended.code
-        while at_end:
-            at_end.pop()()
 
 
 class Bench:
