@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from known_devices import Cluster
 
-EFFICIENCY = 0.7  # see tests/test_what_if.py: of what was tried, the one nearest to published runs on A100
+EFFICIENCY = 0.7  # with it, published runs on A100 come out between 0.8 and 1.45 of what they measured: test_what_if.py
 LINK_SHARE = 0.8  # of a link's nominal rate, what messages get
 NODE_LATENCY = 5e-6  # seconds between two devices of a node
 BUCKET = 25e6  # bytes, as in data_parallel.py

@@ -43,10 +43,10 @@ def search(job: Job, micro_batch: int | None = None) -> list[Prediction]:
         if grid[:3] not in best or rank(job, found) < rank(job, best[grid[:3]]):
             best[grid[:3]] = found
     if not best:
+        of = f" in micro-batches of {micro_batch}" if micro_batch else ""
         raise ValueError(
-            f"{job.cluster.num_devices} devices can't share a global batch of {job.global_batch} samples and "
-            f"{job.shape.layers} layers evenly: choose a --global_batch that many divisors of "
-            f"{job.cluster.num_devices} divide" + f", and of --micro_batch_size {micro_batch}" * bool(micro_batch))
+            f"no dp x pp x tp = {job.cluster.num_devices} shares {job.global_batch} samples{of} and {job.shape.layers} "
+            "layers: dp has to divide --global_batch, pp is at most the layers, tp divides heads and MLP width")
     return sorted(best.values(), key=lambda found: rank(job, found))
 
 
@@ -147,7 +147,7 @@ def report(job: Job, ranking: list[Prediction], top: int) -> str:
         "", "   dp  pp  tp  micro  count     step s  tokens/s    MFU      GB  "
         + "".join(f"{name:>10}" for name in fitting[0].seconds)]
     lines += [row(job, found) for found in fitting[:top]]
-    lines += ["", f"best: {stages_as_text(fitting[0].layers)} layers a stage" if len(fitting[0].layers) > 1 else ""]
+    lines += ["", f"fastest: {stages_as_text(fitting[0].layers)} layers a stage"]
     for found in sorted(unfit, key=lambda found: found.step_seconds)[:1]:
         if found.step_seconds < fitting[0].step_seconds:
             dp, pp, tp, size = found.grid
@@ -158,7 +158,7 @@ def report(job: Job, ranking: list[Prediction], top: int) -> str:
         times = alone.step_seconds / fitting[0].step_seconds
         lines.append(f"one device alone: {alone.step_seconds:.4g} s a step; the {cluster.num_devices} together are "
                      f"{times:.3g} times as fast")
-    return "\n".join(line for line in lines)
+    return "\n".join(lines)
 
 
 def main(args) -> None:
