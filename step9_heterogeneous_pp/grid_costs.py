@@ -4,7 +4,7 @@
                              forward 2 FLOPs a weight and token, and causal attention; backward twice that
     tp                       4 all-reduces a layer of the hidden states (B, T, D); nothing hides them
     pp                       1F1B's or AFAB's time with the transfers between stages, see pipeline_seconds
-    dp                       one all-reduce of the gradients, behind the first stage's last backward as far as that lasts
+    dp                       an all-reduce of the gradients, behind the first stage's last backward while that lasts
     optimizer                AdamW reads 4 numbers and writes 3 a parameter: memory bandwidth
 
 The grid is laid out as train.py does it: tp innermost, then stages, then pipelines, node after node. All devices are
@@ -122,7 +122,8 @@ def layer_seconds(job: Job, grid: Grid) -> tuple[float, float, float]:
     flops = 2 * tokens * (shape.layer_weights + job.seq_len * shape.heads * shape.head_dim) / grid.tp
     moved = 2 * tokens * saved_numbers(job, grid) * job.float_bytes
     weights, is_cast = shape.layer_weights / grid.tp, job.float_bytes == 2
-    forward = flops / (job.peak * job.efficiency) + (moved + 6 * is_cast * weights) / job.cluster.device.memory_bandwidth
+    moved += 6 * is_cast * weights
+    forward = flops / (job.peak * job.efficiency) + moved / job.cluster.device.memory_bandwidth
     backward = 2 * forward + 12 * weights / job.cluster.device.memory_bandwidth
     in_node = min(grid.tp, job.cluster.per_node)
     reduce = 2 * all_reduce_seconds(tokens * shape.hidden * job.float_bytes, grid.tp, in_node, job.cluster)

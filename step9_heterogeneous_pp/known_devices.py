@@ -38,7 +38,7 @@ DEVICES = {
     "RaspberryPi5": Device(None, 0.154e12, 8 * GB, 17 * GB, 17 * GB, 1 * GBIT, ETHERNET),
 }
 GROUP = re.compile(r"(\d+)x([A-Za-z]\w*)(?::(\d+))?")
-RATE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)(bit|b)", re.I)
+RATE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)(bit|b)", re.IGNORECASE)
 
 
 class Cluster(NamedTuple):

@@ -1,7 +1,7 @@
 """What would a cluster that is not here do? `plan.py --cluster 64xH100:8`: the best dp x pp x tp, from data sheets.
 
-Every grid with dp pp tp = N devices, and every micro-batch size, is put through the formulas of grid_costs.py; the table
-has the best micro-batch size of each grid. Of unlike devices the slowest counts, as pipelines are all cut alike: for
+Every grid with dp pp tp = N devices goes through the formulas of grid_costs.py, with every micro-batch size, of which the
+table has the best. Of unlike devices the slowest counts, as pipelines are all cut alike: for
 machines that are at hand, measure and plan instead.
 """
 
@@ -12,7 +12,8 @@ from grid_costs import EFFICIENCY, LINK_SHARE, WIRE_BYTES, Grid, Job, Prediction
 from known_devices import Cluster, parse_cluster, parse_rate
 from utils import load_config, to_readable_format
 
-PRESETS = {  # layers, hidden, MLP width, heads, key/value heads, head size, vocabulary, tied: Llama 3.2 and 3.1, Meta 2024
+# Llama 3.2 and 3.1 (Meta 2024): layers, hidden, MLP width, heads, key/value heads, head size, vocabulary, tied.
+PRESETS = {
     "llama-1b": (16, 2048, 8192, 32, 8, 64, 128256, True),
     "llama-8b": (32, 4096, 14336, 32, 8, 128, 128256, False),
     "llama-70b": (80, 8192, 28672, 64, 8, 128, 128256, False),
@@ -140,10 +141,11 @@ def report(job: Job, ranking: list[Prediction], top: int) -> str:
             + ", a smaller --seq_len" + ", or --recompute" * (not job.recompute))
     port = f", {cluster.network / 1e9:.4g} GB/s a node between them" if cluster.num_devices > cluster.per_node else ""
     node = f", {cluster.device.node_link / 1e9:.4g} GB/s inside" if cluster.per_node > 1 else ""
+    tokens = f"{job.global_batch} samples of {job.seq_len} tokens a step"
     lines = [
         f"{cluster.names}, nodes of {cluster.per_node}{node}{port}; of links {LINK_SHARE:.0%} is reached",
-        f"{to_readable_format(job.shape.parameters)} parameters, {job.global_batch} samples of {job.seq_len} tokens a "
-        f"step; {job.efficiency:.0%} of {job.peak / 1e12:.3g} TFLOP/s, {job.memory / 1e9:.3g} GB may be used",
+        f"{to_readable_format(job.shape.parameters)} parameters, {tokens}",
+        f"{job.efficiency:.0%} of {job.peak / 1e12:.3g} TFLOP/s, {job.memory / 1e9:.3g} GB a device may be used",
         "", "   dp  pp  tp  micro  count     step s  tokens/s    MFU      GB  "
         + "".join(f"{name:>10}" for name in fitting[0].seconds)]
     lines += [row(job, found) for found in fitting[:top]]
