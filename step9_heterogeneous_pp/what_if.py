@@ -1,8 +1,8 @@
 """What would a cluster that is not here do? `plan.py --cluster 64xH100:8`: the best dp x pp x tp, from data sheets.
 
 Every grid with dp pp tp = N devices goes through the formulas of grid_costs.py, with every micro-batch size; the table
-has the best size of each. Of unlike devices the slowest counts, as pipelines are all cut alike: for machines that are at
-hand, measure and plan instead.
+has the best size of each. Of unlike devices the slowest counts, as pipelines are all cut alike: for machines
+that are at hand, measure and plan instead.
 """
 
 import os

@@ -125,7 +125,17 @@ def test_compute_is_6_flops_a_weight_and_causal_attention():
     assert forward + backward == pytest.approx(flops / (0.5 * 989e12)) and backward == 2 * forward and reduce == 0
     again = layer_seconds(job._replace(cluster=endless, recompute=True), Grid(1, 1, 1, 2))
     assert again[1] == pytest.approx(3 * forward)
-    assert sum(layer_seconds(job, Grid(1, 1, 1, 2))) > forward + backward
+
+
+def test_what_moves_through_memory_takes_time():
+    for size, cast, added in ((2, 6, 24), (4, 0, 12)):  # forward casts; backward twice that, and adds gradients
+        job, grid = job_on("1xH100", float_bytes=size, efficiency=1e30), Grid(1, 1, 1, 2)
+        forward, backward, _ = layer_seconds(job, grid)
+        moved = 2 * 2 * 4096 * saved_numbers(job, grid) * size
+        assert forward * 3350e9 == pytest.approx(moved + cast * job.shape.layer_weights)
+        assert backward * 3350e9 == pytest.approx(2 * moved + added * job.shape.layer_weights)
+        optimizer = predict(job, grid).seconds["optimizer"]
+        assert optimizer == pytest.approx(28 * job.shape.parameters / 3350e9)
 
 
 def test_communication_by_hand():
