@@ -96,8 +96,8 @@ def test_wire_of_its_own_dtype_changes_no_bit(recorded):
 
 
 @pytest.mark.parametrize("name, worst, least", [
-    ("unlike-bfloat16", 0.005, 1e-6), ("unlike-int8", 0.03, 1e-5), ("three-int8", 0.03, 1e-5),
-    ("float64-float32", 1e-3, 0), ("tp2-int8", 0.03, 1e-5)])
+    ("unlike-bfloat16", 0.005, 5e-5), ("unlike-int8", 0.03, 1e-4), ("three-int8", 0.03, 1e-4),
+    ("float64-float32", 1e-3, 0), ("tp2-int8", 0.03, 1e-4)])
 def test_losses_stay_near_those_in_full_precision(recorded, name, worst, least):
     """At least so far apart as well: else nothing was rounded."""
     full, rounded = losses(recorded / "unlike"), losses(recorded / name)

@@ -8,6 +8,7 @@ has the same initial weights and samples. Prints a row a run, in markdown, and d
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -51,7 +52,7 @@ def draw(curves: dict, figure: Path) -> None:
             steps = range(1, len(curve) + 1)
             above.plot(steps, curve, color=COLOURS[dtype], linewidth=3 if dtype == "float32" else 1.2, label=dtype)
             if dtype != "float32":
-                off = [abs(a - b) for a, b in zip(curve, by_dtype["float32"])]
+                off = [abs(a - b) or math.nan for a, b in zip(curve, by_dtype["float32"])]  # zero: no logarithm
                 below.semilogy(steps, off, color=COLOURS[dtype], linewidth=1.2)
         above.set_title(title, loc="left")
         below.set_xlabel("step")
