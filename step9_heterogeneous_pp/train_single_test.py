@@ -90,9 +90,10 @@ def kept_for_backward(model: Llama, ids: torch.Tensor) -> int:
 def largest_batch(args, model: Llama, device: torch.device) -> tuple[int, str]:
     """The largest power of two that fits, and what ended the search. 0 where not even one sample does."""
     bound = float("inf") if args.memory_gb is None else args.memory_gb * 1e9
-    fits = 0
+    fits = kept = 0
     while (size := max(2 * fits, 1)) <= args.max_batch_size:
-        if device.type == "cpu" and fits and (needed := 2 * TRANSIENT * kept) > min(free_memory(device), bound):
+        needed = 2 * TRANSIENT * kept
+        if device.type == "cpu" and needed > min(free_memory(device), bound):
             return fits, f"{size} would take {needed / 1e9:.2f} GB"
         ids = torch.zeros(size, args.seq_len, dtype=torch.int64, device=device)
         try:
