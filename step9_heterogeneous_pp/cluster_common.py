@@ -1,8 +1,8 @@
 """What the scripts for a few unlike machines share: flags, the banner, shares by speed, what each rank did when.
 
 Speeds come from cluster.json, which plan.py --measure writes. Rank 0 reads it and tells the others, so that one machine
-has the file. Shares are dealt one by one, each to the rank that would be done with it first: with 4:2:1 speeds 7 layers,
-or 7 micro-batches, go 4, 2, 1. No other split has a smaller largest time.
+has the file. Shares are dealt one by one, each to the rank that would be done with it first: with speeds of 4:2:1 seven
+layers, or micro-batches, go 4, 2, 1. No other split has a smaller largest time.
 """
 
 import argparse

@@ -25,7 +25,9 @@ from metrics import peak_memory_gb
 from model import Llama, cross_entropy, init_weights
 from process_group_manager import init_process_group
 from run_common import check_positions, next_tokens, text_samples
-from utils import TINY_LLAMA, ArgumentParser, choose_device, load_config, once_per_machine, one_clear_error, positive_int
+from utils import (
+    TINY_LLAMA, ArgumentParser, choose_device, load_config, once_per_machine, one_clear_error, positive_int,
+)
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1}  # between machines of unlike kinds, which sum in unlike orders
 TRANSIENT = 1.5  # the most that is alive during backward, in units of what forward kept

@@ -38,7 +38,8 @@ def make_jobs(folder, ranks: int) -> list[list]:
     speeds = ["--cluster_json", folder / "cluster.json"] if ranks > 1 else []
     three = ["--train_steps", 12, "--batch_size", 8, "--microbatch_num", 4, "--profile_batch", 3, *speeds]
     data_parallel = ["--epochs", 2, "--max_steps_per_epoch", 4, "--batch_size", 1, "--run_name", "uneven",
-                     "--gradient_accumulation", 21 // ranks, "--checkpoint_dir", folder / f"checkpoints{ranks}", *speeds]
+                     "--gradient_accumulation", 21 // ranks, "--checkpoint_dir",
+                     folder / f"checkpoints{ranks}", *speeds]
     alone = ["--steps", 3, "--max_batch_size", 4]
     flags = {"three_stages_simple_pp": data + three, "train_distributed": data + data_parallel}
     if ranks > 1:
@@ -204,7 +205,8 @@ def test_4_2_1():
 
 
 @pytest.mark.parametrize("content, expected", [
-    (None, "No such file"), ("{", "holds no speeds"), ("[]", "holds no speeds"), ('{"machines": [{}, {}, {}]}', "forward"),
+    (None, "No such file"), ("{", "holds no speeds"), ("[]", "holds no speeds"),
+    ('{"machines": [{}, {}, {}]}', "forward"),
     (json.dumps({"machines": SPEEDS["machines"][:2]}), "speeds of 2 machines .* 3 ranks run"),
 ])
 def test_bad_cluster_json(tmp_path, monkeypatch, content, expected):

@@ -33,8 +33,8 @@ def test_the_password_is_nowhere(tmp_path):
     """Neither in what is printed or written, W&B's files included, nor in the title of a worker while it runs."""
     marker, titles, corpus = uuid.uuid4().hex, [], tmp_path / "corpus.txt"
     corpus.write_text("It was the best of times, it was the worst of times. " * 40)
-    command = torchrun(1, SCRIPT, "--sudo_pass", SECRET, "--train_steps", 30, "--batch_size", 4, "--dataset_name", corpus,
-                       "--log_dir", tmp_path, "--use_wandb")
+    command = torchrun(1, SCRIPT, "--sudo_pass", SECRET, "--train_steps", 30, "--batch_size", 4,
+                       "--dataset_name", corpus, "--log_dir", tmp_path, "--use_wandb")
     process = subprocess.Popen(command, env=environment(MARKER=marker, WANDB_MODE="offline", WANDB_SILENT="true"),
                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "three_stages" / "metrics.jsonl"
@@ -61,7 +61,7 @@ def test_one_rank_warns(tmp_path):
                           env=environment(), capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.splitlines()[0] == sudo_pass.WARNING
     assert done.stderr.splitlines()[1].startswith("error: --batch_size 10") and len(done.stderr.splitlines()) == 2
-    code = "import sys, sudo_pass; sys.argv[1:] = ['--sudo_pass']; sudo_pass.os.execv = print; sudo_pass.drop_password()"
+    code = "import sys, sudo_pass as own; sys.argv[1:] = ['--sudo_pass']; own.os.execv = print; own.drop_password()"
     done = subprocess.run([sys.executable, "-c", code], env=environment(RANK="1", PYTHONPATH=str(STEPS["9"])),
                           capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout and not done.stderr
