@@ -36,7 +36,7 @@ def make_jobs(folder, ranks: int) -> list[list]:
     data = ["--dataset_name", folder / "corpus", "--seq_len", SEQ_LEN, "--dtype", "fp64", "--device", "cpu",
             "--log_dir", folder / f"runs{ranks}"]
     speeds = ["--cluster_json", folder / "cluster.json"] if ranks > 1 else []
-    three = ["--train_steps", 12, "--batch_size", 8, "--microbatch_num", 4, "--profile_batch", 3, *speeds]
+    three = ["--train_steps", 16, "--batch_size", 16, "--microbatch_num", 4, "--profile_batch", 3, *speeds]
     data_parallel = ["--epochs", 2, "--max_steps_per_epoch", 4, "--batch_size", 1, "--run_name", "uneven",
                      "--gradient_accumulation", 21 // ranks, "--checkpoint_dir",
                      folder / f"checkpoints{ranks}", *speeds]
@@ -62,7 +62,7 @@ def trained(tmp_path_factory):
     return folder, printed[3]
 
 
-@pytest.mark.parametrize("run, steps", [("three_stages", 12), ("uneven", 8)])
+@pytest.mark.parametrize("run, steps", [("three_stages", 16), ("uneven", 8)])
 def test_three_ranks_equal_one_process(trained, run, steps):
     folder, _ = trained
     expected, found = losses(folder / "runs1", run), losses(folder / "runs3", run)
