@@ -93,7 +93,7 @@ def test_shares_by_speed_and_banner(trained):
     _, printed = trained
     assert f"micro-batches of a step, of 1 samples each: {', '.join(map(str, SHARES))}" in printed
     assert "3 ranks over gloo, fp64, torch " + torch.__version__ in printed
-    assert re.search(rf"^2 +{re.escape(os.uname().nodename)} +.*\d cores +lo 127.0.0.1$", printed, re.MULTILINE)
+    assert re.search(r"^2 +\S+ +.*\d cores +lo 127.0.0.1$", printed, re.MULTILINE)
 
 
 def test_checkpoint_is_hugging_faces(trained):
@@ -140,7 +140,7 @@ def test_single_test_prints_a_table_of_machines(trained):
     _, printed = trained
     [rows] = re.findall(r"^rank +host +device.*\n((?:\d .*\n)+)all losses are equal", printed, re.MULTILINE)
     rows = [re.split(r"  +", line) for line in rows.splitlines()]
-    assert [row[:3] for row in rows] == [[str(rank), os.uname().nodename, "cpu"] for rank in range(3)]
+    assert [(row[0], row[2]) for row in rows] == [("0", "cpu"), ("1", "cpu"), ("2", "cpu")]
     assert len({tuple(row[6:8]) for row in rows}) == 1 and float(rows[0][7]) < float(rows[0][6])  # losses
     assert all(float(row[5]) > 0 and row[8:] == ["4", "--max_batch_size 4"] for row in rows)
 
