@@ -58,7 +58,7 @@ def make_model(args, config, device: torch.device) -> Llama:
 
 def short_training(args, model: Llama, samples, device: torch.device) -> tuple[list[float], float]:
     """The losses, and tokens a second: the mean over the steps after the first, which warms up."""
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True), []
+    optimizer, losses = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True), []
     start = began = time.perf_counter()
     for step in range(args.steps):
         first = step * args.batch_size
