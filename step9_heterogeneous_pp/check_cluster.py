@@ -78,7 +78,10 @@ class Contact:
         self.offset = min(times)[1]
 
     def end(self) -> None:
-        self.process.stdin.close()
+        try:
+            self.process.stdin.close()
+        except OSError:
+            pass  # ssh has ended before
         try:
             self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -88,7 +91,7 @@ class Contact:
 def compare(contact: Contact, first: Contact) -> None:
     """Python, torch, CUDA, the project and the clock against the first host's."""
     here, there = contact.facts, first.facts
-    name, label = contact.host.label, first.host.label
+    label = first.host.label
     if "torch_error" in here:
         contact.fail("no torch", here["torch_error"], "pip install torch there, or give this host a python=")
     rows = (("Python", "python", lambda version: version and version.rsplit(".", 1)[0], "install Python {} there"),
@@ -103,10 +106,9 @@ def compare(contact: Contact, first: Contact) -> None:
         contact.fail("no project", f"there is no {contact.host.dir}", "copy it there, or give this host a dir=")
     elif here["project"] != there["project"]:
         copy = f"rsync -a --delete {first.host.dir}/ {contact.host.to}:{contact.host.dir}/"
-        contact.fail("other project version", f"its files have the hash {here['project']}, not {there['project']}", copy)
+        contact.fail("other project version", f"hash of its files {here['project']}, not {there['project']}", copy)
     if abs(skew := contact.offset - first.offset) > MAX_SKEW:
-        detail = f"{name} is {skew:+.1f} s from {label}"
-        contact.fail("clock skew", detail, "on both: sudo timedatectl set-ntp true")
+        contact.fail("clock skew", f"{skew:+.1f} s from {label}", "on both: sudo timedatectl set-ntp true")
 
 
 def check_host(contact: Contact) -> None:
@@ -114,7 +116,8 @@ def check_host(contact: Contact) -> None:
     facts, host = contact.facts, contact.host
     own, name = facts["own_address"], facts["host_name"]
     if "interface_error" in facts:
-        contact.fail("no interface", facts["interface_error"], "give this host an iface= (ip -brief address lists them)")
+        error = facts["interface_error"]
+        contact.fail("no interface", error, "give this host an iface=: ip -brief address lists them")
     if not host.iface and (own is None or own.startswith("127.")):
         what = f"host name that resolves to {own}" if own else "host name that resolves to nothing"
         cure = f"iface={facts['interface'] or 'eth0'} for this host, or {name} with its real address in its /etc/hosts"
@@ -125,7 +128,7 @@ def check_host(contact: Contact) -> None:
         contact.fail("full disk" if full else "no writing", f"{facts['runs']}: {why}",
                      "delete old runs there (du -sh runs/*)" if full else "make it writable for this user")
     if facts["free_memory"] and facts["free_memory"] < MIN_MEMORY:
-        contact.fail("little memory", f"{facts['free_memory'] / 1e9:.2f} GB free", "end other programs there, or add swap")
+        contact.fail("little memory", f"{facts['free_memory'] / 1e9:.2f} GB free", "end other programs there")
 
 
 def check_ports(contacts: list[Contact], pool) -> None:
@@ -137,7 +140,9 @@ def check_ports(contacts: list[Contact], pool) -> None:
             why = f"{contact.facts['listen_error']}, by another program or an earlier run"
             contact.fail("blocked port", f"{port}: {why}", f"--port {port + 1}, or see who has it: ss -ltnp")
         else:
-            targets.append((contact, [contact.facts["address"] or contact.host.address, port]))
+            rendezvous = contact.host.rank == 0  # this one is looked for by the address of hosts.txt
+            address = None if rendezvous else contact.facts["address"]
+            targets.append((contact, [address or contact.host.address, port]))
 
     def try_all(source: Contact) -> list:
         others = [target for contact, target in targets if contact is not source]

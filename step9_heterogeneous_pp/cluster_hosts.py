@@ -29,7 +29,7 @@ NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 VALUES = {"port": r"[0-9]{1,5}", "nproc": r"[1-9][0-9]{0,3}", "iface": r"[A-Za-z0-9_][A-Za-z0-9._-]{0,14}",
           "address": r"[A-Za-z0-9_][A-Za-z0-9._:-]*", "python": r"[^-\s][^\x00-\x1f]*", "dir": r"[^-\s][^\x00-\x1f]*"}
 SSH_FAILURES = (  # what ssh says, what it means, what to do
-    ("Permission denied", "wrong key", "ssh-copy-id {to}, or name the right key: SSH_OPTIONS='-i KEY' or ~/.ssh/config"),
+    ("Permission denied", "wrong key", "ssh-copy-id {to}, or the right key by SSH_OPTIONS='-i KEY' or ~/.ssh/config"),
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "other host key", "if it was set up anew: ssh-keygen -R {host}"),
     ("Host key verification failed", "unknown host key", "ssh {to} once by hand, and compare the fingerprint"),
     ("Could not resolve", "unreachable host", "its name is not known here: check it, or write its IP address"),
@@ -49,6 +49,7 @@ class Host:
     dir: str = HERE
     iface: str | None = None
     address: str | None = None
+    rank: int = 0  # of the host: torchrun's node rank
     label: str = ""
 
     def ssh(self, *words: str) -> list[str]:
@@ -106,8 +107,8 @@ def read_hosts(path: str) -> list[Host]:
     if twice := [name for (name, _), count in places.items() if count > 1]:
         raise ValueError(f"{path} names {', '.join(twice)} more than once: for more processes there write nproc=2")
     names = collections.Counter(name for name, _ in places)
-    for host in hosts:
-        name = host.to.rpartition("@")[2]
+    for rank, host in enumerate(hosts):
+        host.rank, name = rank, host.to.rpartition("@")[2]
         host.label = name if names[name] == 1 else f"{name}:{host.port or 22}"
         host.find_address()
     if len(hosts) > 1 and re.fullmatch(r"localhost|127\..*", hosts[0].address):
@@ -117,7 +118,7 @@ def read_hosts(path: str) -> list[Host]:
 
 def peer(hosts: list[Host], host: Host) -> str | None:
     """The address towards which a host's interface is looked for: the first host's, and for that one the second's."""
-    return None if len(hosts) == 1 else hosts[host is hosts[0]].address
+    return None if len(hosts) == 1 else hosts[1 if host.rank == 0 else 0].address
 
 
 def ssh_failure(host: Host, said: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ import time
 
 SIOCGIFADDR = 0x8915  # of netdevice(7): the IPv4 address of an interface
 MARK = "host_facts:"  # begins an answer, as a login shell may print lines of its own
+LISTENERS = []  # a listener that nobody holds would be closed
 
 
 def interfaces() -> dict[str, str]:
@@ -124,7 +125,7 @@ def memory() -> int | None:
         return None
 
 
-def listen(port: int, kept: list = []) -> dict:
+def listen(port: int) -> dict:
     """Listens on `port` (0: any that is free) until this process ends; nobody needs to accept for others to connect."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -133,7 +134,7 @@ def listen(port: int, kept: list = []) -> dict:
         listener.listen()
     except OSError as error:
         return {"port": port, "listen_error": error.strerror}
-    kept.append(listener)
+    LISTENERS.append(listener)
     return {"port": listener.getsockname()[1]}
 
 

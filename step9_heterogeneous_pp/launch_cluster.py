@@ -108,11 +108,11 @@ def launch(hosts: list[Host], jobs: list[dict]) -> int:
             else:
                 run.stop(now > stop_at + STOP)
     if failed:
-        return report(failed, hosts)
+        return report(failed)
     return 128 + number if number else 0
 
 
-def report(failed: list[Run], hosts: list[Host]) -> int:
+def report(failed: list[Run]) -> int:
     """Says which host failed first, and why; returns its exit code.
 
     When one host fails, the others soon fail too, in the middle of a collective. On unlike machines their end may be
@@ -122,13 +122,13 @@ def report(failed: list[Run], hosts: list[Host]) -> int:
     lines = list(run.last)
     ends = [index for index, line in enumerate(lines) if "torch/distributed/elastic" in line and "exitcode" in line]
     shown = lines[:ends[0] + 1 if ends else None][-12:]  # after that torchrun speaks of itself
-    what = f"{run.host.label} (node rank {hosts.index(run.host)}) failed first, with exit code {run.code}"
+    what = f"{run.host.label} (node rank {run.host.rank}) failed first, with exit code {run.code}"
     print(f"\nlaunch_cluster: {what}", file=sys.stderr)
     if run.code == 255:
         name, cure = ssh_failure(run.host, "\n".join(lines))
         print(f"launch_cluster: 255 is ssh's own: {name}. {cure}", file=sys.stderr)
     elif run.code in (126, 127):
-        print(f"launch_cluster: the shell there can't start {run.host.python}: give this host a python=", file=sys.stderr)
+        print(f"launch_cluster: can't start {run.host.python} there: give this host a python=", file=sys.stderr)
     print("launch_cluster: its last lines:" if shown else "launch_cluster: it printed nothing", file=sys.stderr)
     print("".join(f"    {line}\n" for line in shown), end="", file=sys.stderr)
     return run.code if run.code > 0 else 128 - run.code
@@ -173,8 +173,8 @@ def main() -> int:
         return 2
     shared = {"nnodes": len(hosts), "master_port": args.port, "environment": variables, "command": command,
               "master_address": hosts[0].address if len(hosts) > 1 else "127.0.0.1"}
-    jobs = [{**shared, "node_rank": rank, "nproc": int(host.nproc), "interface": host.iface, "peer": peer(hosts, host)}
-            for rank, host in enumerate(hosts)]
+    jobs = [{**shared, "node_rank": host.rank, "nproc": int(host.nproc), "interface": host.iface,
+             "peer": peer(hosts, host)} for host in hosts]
     return launch(hosts, jobs) if command else 0
 
 
