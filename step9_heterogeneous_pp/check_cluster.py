@@ -94,18 +94,16 @@ def compare(contact: Contact, first: Contact) -> None:
     label = first.host.label
     if "torch_error" in here:
         contact.fail("no torch", here["torch_error"], "pip install torch there, or give this host a python=")
-    rows = (("Python", "python", lambda version: version and version.rsplit(".", 1)[0], "install Python {} there"),
-            ("torch", "torch", lambda version: version and version.split("+")[0], "pip install torch=={} there"),
-            ("CUDA", "cuda", str, "the same build of torch on all hosts, or --device cpu for the script"),
-            ("transformers", "transformers", str, "pip install transformers=={} there"))
-    for title, key, same, cure in rows:
-        if here[key] and same(here[key]) != same(there[key]) or title == "CUDA" and here["cuda"] != there["cuda"]:
-            detail = f"{here[key] or 'none'}, but {label} has {there[key] or 'none'}"
-            contact.fail(f"other {title} version", detail, cure.format(there[key]))
+    for name, cure in (("Python", "install Python {} there"), ("torch", "pip install torch=={} there"),
+                       ("CUDA", "the same build of torch on all hosts, or --device cpu for the script"),
+                       ("transformers", "pip install transformers=={} there")):
+        mine, its = (str(facts[name.lower()]).split("+")[0] for facts in (here, there))  # 2.13.0 of 2.13.0+cpu
+        if mine != its and (name == "Python" or here["torch"] and there["torch"]):
+            contact.fail(f"other {name} version", f"{mine}, but {label} has {its}", cure.format(its))
     if not here["project"]:
         contact.fail("no project", f"there is no {contact.host.dir}", "copy it there, or give this host a dir=")
     elif here["project"] != there["project"]:
-        copy = f"rsync -a --delete {first.host.dir}/ {contact.host.to}:{contact.host.dir}/"
+        copy = f"on {label}: rsync -a --delete {first.host.dir}/ {contact.host.to}:{contact.host.dir}/"
         contact.fail("other project version", f"hash of its files {here['project']}, not {there['project']}", copy)
     if abs(skew := contact.offset - first.offset) > MAX_SKEW:
         contact.fail("clock skew", f"{skew:+.1f} s from {label}", "on both: sudo timedatectl set-ntp true")

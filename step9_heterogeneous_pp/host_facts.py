@@ -77,7 +77,7 @@ def network(interface: str | None, peer: str | None) -> dict:
 
 def packages() -> dict:
     """Versions, and the GPUs that torch sees."""
-    answer = {"python": platform.python_version(), "torch": None, "cuda": None, "gpus": []}
+    answer = {"python": "{}.{}".format(*sys.version_info), "torch": None, "cuda": None, "gpus": []}
     try:
         answer["transformers"] = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
