@@ -135,7 +135,7 @@ def wait_until_inside(before: dict, seconds: float) -> None:
 # --- hosts.txt -------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("line", [
-    "-oProxyCommand=touch${IFS}HERE", "a;touch HERE", "$(touch HERE)", "`touch HERE`@a", "a port=22;touch",
+    "-oProxyCommand=touch${IFS}HERE", "-v", "a;touch HERE", "$(touch HERE)", "`touch HERE`@a", "a port=22;touch",
     "a port=70000", "a iface=$(touch)", "a iface=eth0;touch", "a address=-x", "a python=-c", "a dir=-", "a nproc=0",
     "a what=1", "a nproc=2 nproc=3", "a 'touch HERE", "a dir='x\ttouch HERE'", "a b", "", "a\na port=22 nproc=2\na",
 ])
