@@ -109,14 +109,14 @@ def compare(contact: Contact, first: Contact) -> None:
         contact.fail("clock skew", f"{skew:+.1f} s from {label}", "on both: sudo timedatectl set-ntp true")
 
 
-def check_host(contact: Contact) -> None:
-    """Interface, host name, disk and memory."""
+def check_host(contact: Contact, alone: bool) -> None:
+    """Interface, host name, disk and memory; a host alone is looked for by nobody."""
     facts, host = contact.facts, contact.host
     own, name = facts["own_address"], facts["host_name"]
     if "interface_error" in facts:
         error = facts["interface_error"]
         contact.fail("no interface", error, "give this host an iface=: ip -brief address lists them")
-    if not host.iface and (own is None or own.startswith("127.")):
+    if not alone and not host.iface and (own is None or own.startswith("127.")):
         what = f"host name that resolves to {own}" if own else "host name that resolves to nothing"
         cure = f"iface={facts['interface'] or 'eth0'} for this host, or {name} with its real address in its /etc/hosts"
         contact.fail(what, f"{name}, by which other ranks would look for it in vain", cure)
@@ -193,7 +193,7 @@ def check(hosts: list[Host], port: int) -> bool:
         there = [contact for contact in contacts if contact.facts]
         for contact in there:
             compare(contact, there[0])
-            check_host(contact)
+            check_host(contact, len(hosts) == 1)
         check_ports(there, pool)
         list(pool.map(Contact.end, contacts))
     table = [COLUMNS, *(row(contact, there[0] if there else None) for contact in contacts)]
