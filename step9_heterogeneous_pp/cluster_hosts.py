@@ -1,0 +1,127 @@
+"""hosts.txt, and how a host is reached over ssh: what launch_cluster.py and check_cluster.py have in common.
+
+hosts.txt names one host a line, in rank order; the first one hosts the rendezvous:
+
+    # [user@]host     what may follow, where it is not as it is here
+    pi@pi0            iface=eth0
+    pi@pi1            port=2222 nproc=1 python=~/venv/bin/python dir=~/tutorial/step9_heterogeneous_pp
+    desk              nproc=2 address=192.168.1.7
+
+`port` is ssh's. `nproc`: processes on that host. `python`, `dir`: its Python and its copy of this directory. `iface`:
+the network interface of the run, else the one that reaches the first host. `address`: where other hosts find it.
+
+No word of it is read by a shell here, nor by one there: each has to look like what it is, and is quoted all the same.
+"""
+
+import collections
+import dataclasses
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+# OpenSSH takes the first value it is given: what must not be changed comes before SSH_OPTIONS, the rest behind.
+FIXED = ["-T", "-o", "BatchMode=yes", "-o", "ControlMaster=no", "-o", "ControlPath=none"]
+DEFAULTS = ["-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2"]
+NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+VALUES = {"port": r"[0-9]{1,5}", "nproc": r"[1-9][0-9]{0,3}", "iface": r"[A-Za-z0-9_][A-Za-z0-9._-]{0,14}",
+          "address": r"[A-Za-z0-9_][A-Za-z0-9._:-]*", "python": r"[^-\s][^\x00-\x1f]*", "dir": r"[^-\s][^\x00-\x1f]*"}
+SSH_FAILURES = (  # what ssh says, what it means, what to do
+    ("Permission denied", "wrong key", "ssh-copy-id {to}, or the right key by SSH_OPTIONS='-i KEY' or ~/.ssh/config"),
+    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "other host key", "if it was set up anew: ssh-keygen -R {host}"),
+    ("Host key verification failed", "unknown host key", "ssh {to} once by hand, and compare the fingerprint"),
+    ("Could not resolve", "unreachable host", "its name is not known here: check it, or write its IP address"),
+    ("Connection refused", "unreachable host", "it is there, but no ssh server at this port: start sshd, or port=N"),
+    ("", "unreachable host", "switch it on, look at cable and network, try: ssh {to} true"),
+)
+
+
+@dataclasses.dataclass
+class Host:
+    """One line of hosts.txt."""
+
+    to: str  # what ssh is told: [user@]host
+    port: str | None = None
+    nproc: str = "1"
+    python: str = sys.executable
+    dir: str = HERE
+    iface: str | None = None
+    address: str | None = None
+    rank: int = 0  # of the host: torchrun's node rank
+    label: str = ""
+
+    def ssh(self, *words: str) -> list[str]:
+        """The local command line that runs `words` there: quoted, as ssh hands them to a shell in one string.
+
+        A relative path there begins in the home directory, which so needs no ~ that quotes would keep from meaning it.
+        """
+        words = [word.removeprefix("~/") for word in words]
+        options = [*FIXED, *shlex.split(os.environ.get("SSH_OPTIONS", "")), *DEFAULTS]
+        return ["ssh", *options, *(["-p", self.port] if self.port else []), "--", self.to, shlex.join(words)]
+
+    def find_address(self) -> str:
+        """Where the other hosts find it: as the line says, else by the name that ~/.ssh/config makes of the host."""
+        if not self.address:
+            done = subprocess.run(["ssh", *shlex.split(os.environ.get("SSH_OPTIONS", "")), "-G", "--", self.to],
+                                  stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            if done.returncode:
+                raise ValueError(f"ssh does not take {self.to}: {done.stderr.strip()}")
+            self.address = next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname "))
+        return self.address
+
+
+def read_host(line: str) -> Host | None:
+    """The host of one line, None for an empty one. Raises ValueError."""
+    words = shlex.split(line, comments=True)
+    if not words:
+        return None
+    if not re.fullmatch(rf"({NAME}@)?{NAME}", words[0]):
+        raise ValueError(f"{words[0]!r} is no [user@]host: letters, digits, dots, dashes (an IPv6 host: address=)")
+    host, seen = Host(words[0]), set()
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if key not in VALUES or not equals or key in seen:
+            raise ValueError(f"{word!r} is none of {', '.join(f'{name}=' for name in VALUES)}, each at most once")
+        if not re.fullmatch(VALUES[key], value) or key == "port" and not 0 < int(value) < 65536:
+            raise ValueError(f"{value!r} can't be the value of {key}=")
+        setattr(host, key, value)
+        seen.add(key)
+    return host
+
+
+def read_hosts(path: str) -> list[Host]:
+    """All hosts, with labels to print and addresses. Raises ValueError, with the line, where one makes no sense."""
+    hosts = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                if host := read_host(line):
+                    hosts.append(host)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    if not hosts:
+        raise ValueError(f"{path} names no host: write one a line, [user@]host, in the order of the ranks")
+    places = collections.Counter((host.to.rpartition("@")[2], host.port) for host in hosts)
+    if twice := [name for (name, _), count in places.items() if count > 1]:
+        raise ValueError(f"{path} names {', '.join(twice)} more than once: for more processes there write nproc=2")
+    names = collections.Counter(name for name, _ in places)
+    for rank, host in enumerate(hosts):
+        host.rank, name = rank, host.to.rpartition("@")[2]
+        host.label = name if names[name] == 1 else f"{name}:{host.port or 22}"
+        host.find_address()
+    if len(hosts) > 1 and re.fullmatch(r"localhost|127\..*", hosts[0].address):
+        raise ValueError(f"the other hosts can't reach the first one as {hosts[0].address}: give it an address=")
+    return hosts
+
+
+def peer(hosts: list[Host], host: Host) -> str | None:
+    """The address towards which a host's interface is looked for: the first host's, and for that one the second's."""
+    return None if len(hosts) == 1 else hosts[1 if host.rank == 0 else 0].address
+
+
+def ssh_failure(host: Host, said: str) -> tuple[str, str]:
+    """(what is wrong, what to do) from what ssh said on its standard error."""
+    name, cure = next((name, cure) for text, name, cure in SSH_FAILURES if text in said)
+    return name, cure.format(to=host.to, host=host.to.rpartition("@")[2])

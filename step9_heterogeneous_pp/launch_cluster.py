@@ -1,0 +1,182 @@
+"""The Python of launch_cluster.sh: one torchrun on each host of hosts.txt, over ssh, as if it were one command.
+
+Each host is one ssh process without a terminal, so nothing can ask for a password: keys it must be. Down its standard
+input go the job and heartbeats; what was started ends when they do (see host_run.py). What it prints comes back as
+`host | line`. The run ends on all hosts when it has ended on one with an error, and on Ctrl-C. Names and arguments of
+the script pass through no shell: they are part of the job. Paths in them are the hosts', and begin in `dir`.
+"""
+
+import argparse
+import collections
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import cluster_hosts
+from cluster_hosts import Host, peer, read_hosts, ssh_failure
+
+HEARTBEAT = 2  # seconds
+GRACE = 3  # seconds from the first failure until the others are stopped: whose fault was it?
+STOP = 10  # seconds from there until ssh itself is ended: then the host is out of reach
+LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|Connection refused")
+
+
+class Run:
+    """The ssh process of one host: sends the job, prints what comes back, and reports its end to `events`."""
+
+    def __init__(self, host: Host, job: dict, width: int, events: queue.SimpleQueue):
+        self.host, self.events, self.code, self.beaten = host, events, None, 0.0
+        self.prefix, self.last = f"{host.label:<{width}} | ", collections.deque(maxlen=200)
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        words = host.ssh(host.python, os.path.join(host.dir, "host_run.py"))
+        # In a session of its own ssh has no terminal to ask anything on, and Ctrl-C reaches the launcher alone.
+        self.process = subprocess.Popen(words, start_new_session=True, **pipes)
+        self.send(json.dumps(job))
+        streams = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
+        self.readers = [threading.Thread(target=self.read, args=pair, daemon=True) for pair in streams]
+        for thread in [*self.readers, threading.Thread(target=self.wait, daemon=True)]:
+            thread.start()
+
+    def send(self, line: str = "") -> None:
+        """The first line is the job, the others are heartbeats."""
+        try:
+            self.process.stdin.write(line.encode() + b"\n")
+            self.process.stdin.flush()
+        except (OSError, ValueError):
+            pass  # ssh has ended, or its input was closed
+
+    def read(self, stream, out) -> None:
+        for line in stream:
+            text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]  # what a progress bar shows last
+            self.last.append(text)
+            try:
+                out.write(f"{self.prefix}{text}\n")
+                out.flush()
+            except OSError:
+                self.events.put(signal.SIGPIPE)  # nobody reads any more
+
+    def wait(self) -> None:
+        self.code = self.process.wait()
+        for thread in self.readers:
+            thread.join(timeout=2)
+        self.events.put(self)
+
+    def beat(self, now: float) -> None:
+        if now > self.beaten + HEARTBEAT:
+            self.beaten = now
+            self.send()
+
+    def stop(self, out_of_reach: bool) -> None:
+        """The end of its input is the word for host_run.py to end all; where that does not arrive, ssh is ended."""
+        try:
+            self.process.stdin.close()
+        except OSError:
+            pass  # ssh has ended meanwhile
+        if out_of_reach:
+            self.process.kill()
+
+
+def launch(hosts: list[Host], jobs: list[dict]) -> int:
+    """Runs the jobs until all have ended, one has failed or a signal comes; the exit code."""
+    events, width = queue.SimpleQueue(), max(len(host.label) for host in hosts)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: events.put(number))
+    runs = [Run(host, job, width, events) for host, job in zip(hosts, jobs)]
+    left, failed, number, stop_at = set(runs), [], None, float("inf")
+    while left:
+        try:
+            event = events.get(timeout=HEARTBEAT / 4)
+        except queue.Empty:
+            event = None
+        now = time.monotonic()
+        if isinstance(event, Run):
+            left.discard(event)
+            if event.code and now < stop_at:  # later ones end because they are told to
+                failed.append(event)
+                stop_at = min(stop_at, now + GRACE) if len(failed) == 1 else stop_at
+        elif event and not number:
+            number, stop_at = event, min(stop_at, now)
+        for run in left:
+            if now < stop_at:
+                run.beat(now)
+            else:
+                run.stop(now > stop_at + STOP)
+    if failed:
+        return report(failed)
+    return 128 + number if number else 0
+
+
+def report(failed: list[Run]) -> int:
+    """Says which host failed first, and why; returns its exit code.
+
+    When one host fails, the others soon fail too, in the middle of a collective. On unlike machines their end may be
+    reported before its own, so the first one that does not complain about a lost peer counts.
+    """
+    run = next((run for run in failed if not any(map(LOST_PEER.search, run.last))), failed[0])
+    lines = list(run.last)
+    ends = [index for index, line in enumerate(lines) if "torch/distributed/elastic" in line and "exitcode" in line]
+    shown = lines[:ends[0] + 1 if ends else None][-12:]  # after that torchrun speaks of itself
+    what = f"{run.host.label} (node rank {run.host.rank}) failed first, with exit code {run.code}"
+    print(f"\nlaunch_cluster: {what}", file=sys.stderr)
+    if run.code == 255:
+        name, cure = ssh_failure(run.host, "\n".join(lines))
+        print(f"launch_cluster: 255 is ssh's own: {name}. {cure}", file=sys.stderr)
+    elif run.code in (126, 127):
+        print(f"launch_cluster: can't start {run.host.python} there: give this host a python=", file=sys.stderr)
+    print("launch_cluster: its last lines:" if shown else "launch_cluster: it printed nothing", file=sys.stderr)
+    print("".join(f"    {line}\n" for line in shown), end="", file=sys.stderr)
+    return run.code if run.code > 0 else 128 - run.code
+
+
+def read_environment(words: list[str]) -> dict[str, str]:
+    """--env's NAME=VALUE, or NAME for the value that it has here. Raises ValueError."""
+    variables = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or not equals and name not in os.environ:
+            raise ValueError(f"--env {word!r}: write NAME=VALUE, or the NAME of a variable that is set here")
+        variables[name] = value if equals else os.environ[name]
+    return variables
+
+
+def main() -> int:
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    parser = argparse.ArgumentParser(prog="launch_cluster.sh", description=cluster_hosts.__doc__,
+                                     usage="%(prog)s hosts.txt [--check] [--port N] [--env NAME] -- SCRIPT ARGUMENTS",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("hosts", metavar="hosts.txt")
+    parser.add_argument("--check", action="store_true", help="look at each host first; without SCRIPT only that")
+    parser.add_argument("--port", type=int, default=29500, help="of the rendezvous, on the first host (29500)")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]",
+                        help="a variable for the hosts, more than once for more; nothing else of this environment goes")
+    args = parser.parse_args(sys.argv[1:split])
+    command = sys.argv[split + 1:]
+    if not command and not args.check:
+        parser.error("nothing to start: write -- and the script with its arguments at the end, or --check")
+    if not 0 < args.port < 65536:
+        parser.error(f"--port {args.port}: a port is a number from 1 to 65535")
+    try:
+        hosts, variables = read_hosts(args.hosts), read_environment(args.env)
+        if args.check:
+            from check_cluster import check
+
+            if not check(hosts, args.port):
+                return 1
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    shared = {"nnodes": len(hosts), "master_port": args.port, "environment": variables, "command": command,
+              "master_address": hosts[0].address if len(hosts) > 1 else "127.0.0.1"}
+    jobs = [{**shared, "node_rank": host.rank, "nproc": int(host.nproc), "interface": host.iface,
+             "peer": peer(hosts, host)} for host in hosts]
+    return launch(hosts, jobs) if command else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
