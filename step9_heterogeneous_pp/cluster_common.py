@@ -168,11 +168,13 @@ class StepTimes:
     """Where this rank's time goes: seconds of forward, backward, optimizer, and of the whole step."""
 
     def __init__(self, device: torch.device):
-        self.every, self.measured = MEASURE_EVERY[device.type], []
+        self.device, self.every, self.measured = device, MEASURE_EVERY[device.type], []
 
     def start(self, step: int, profile: bool = False) -> None:
-        """`step` from 1 on. `profile`: measure, whatever the number."""
-        timeline.recording, timeline.spans = profile or (step - 1) % self.every == 0, []
+        """`step` from 1 on. `profile`: measure, whatever the number, and for timeline.write(); then it is collective."""
+        timeline.recording, timeline.spans = (step - 1) % self.every == 0, []
+        if profile:
+            timeline.start(self.device)
         self.began = time.perf_counter()
 
     def stop(self) -> tuple[float, float]:
@@ -184,7 +186,7 @@ class StepTimes:
         if not timeline.recording:
             return step_seconds, float("nan")
         spent = Counter(step=step_seconds)
-        for kind, _, start, end, communication in timeline.spans:
+        for kind, _, start, end, communication, _ in timeline.spans:
             if not communication:
                 spent[kind] += (end - start) / 1e9
         spent["compute"] = sum(spent[kind] for kind in ("forward", "backward", "optimizer"))

@@ -22,10 +22,10 @@ COMPUTE_KINDS = ("forward", "backward")
 
 
 class Timeline:
-    """Notes spans while `recording`; otherwise each call costs next to nothing."""
+    """Notes spans while `recording`; otherwise each call costs next to nothing. Transfers only from start() on."""
 
     def __init__(self):
-        self.recording, self.spans = False, []
+        self.recording, self.spans, self.before = False, [], None
 
     def start(self, device: torch.device) -> None:
         """Records from now on, until write(). Collective."""
@@ -52,7 +52,7 @@ class Timeline:
         """The handle of begin(tensor, peer, group=group), which is dist.isend or dist.irecv. Noted when it ends."""
         kind, start = "send" if begin is dist.isend else "receive", self.now()
         handle = begin(tensor, peer, group=group)
-        return Transfer(handle, kind, microbatch, start, peer) if self.recording else handle
+        return Transfer(handle, kind, microbatch, start, peer) if self.before else handle
 
     def write(self, path: str, grid, num_microbatches: int, device: torch.device) -> None:
         """Gathers all ranks' spans, and the logging rank writes them to `path` and prints the bubble. Collective."""
@@ -64,7 +64,7 @@ class Timeline:
         place = f"rank {grid.global_rank}: dp {grid.dp_rank} pp {grid.pp_rank} tp {grid.tp_rank}"
         everyone = [None] * grid.world_size
         dist.all_gather_object(everyone, (place, error, spans))
-        self.recording, self.spans = False, []
+        self.recording, self.spans, self.before = False, [], None
         if not grid.is_logging_rank:
             return
         late = end_sends_with_receives(everyone)
