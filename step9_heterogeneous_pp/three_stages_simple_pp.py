@@ -134,6 +134,7 @@ def train(args, plugin: HeterogeneousParallelPlugin, model, weights: str | None)
         logger.log(step, loss.item(), times.stop()[0])
         if step == args.profile_batch:
             write_timeline(args, plugin, step)
+            dist.barrier()  # drawing takes a second: no part of the next step
     logger.close()
     layers = plugin.template.get_num_layers_per_stage()[grid.pp_rank]
     print_stage_times(times, layers, grid.is_logging_rank)
