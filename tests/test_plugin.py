@@ -2,6 +2,7 @@
 
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -159,7 +160,7 @@ def test_the_plugins_precision_is_that_of_our_llama(precision, dtype):
 def test_text_that_does_not_go_with_the_model(monkeypatch):
     args = types.SimpleNamespace(model_name_or_path="DIR", steps=1, seq_len=8)
     plugin = types.SimpleNamespace(global_batch_size=2)
-    monkeypatch.setattr(run_common, "load_tokens", lambda *_: torch.arange(90, 100))
+    monkeypatch.setattr(run_common, "load_tokens", lambda *_: np.arange(90, 100))
     with pytest.raises(ValueError, match="tokenizer of 'DIR' gives the id 99, but the model's vocab_size is 99: "):
         run_common.speeches(plugin, args, 99)
     assert run_common.speeches(plugin, args, 100)[0].tolist() == list(range(90, 99))
