@@ -118,6 +118,15 @@ def test_an_optimizer_of_another_model(plugin):
         plugin.configure(model, torch.optim.SGD(other.parameters()))
 
 
+def test_buffers_with_values_keep_them(plugin):
+    """They are in no state dict, and a model that was loaded with others would otherwise get the configuration's."""
+    model = toy("llama")
+    frequencies = model.model.rotary_emb.inv_freq.mul_(2).clone()
+    plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [1])
+    stage, _, _ = plugin.configure(model, torch.optim.SGD(model.parameters()))
+    assert torch.equal(stage.module.model.model.rotary_emb.inv_freq, frequencies)
+
+
 def test_a_precision_and_a_meta_model(plugin):
     with pytest.raises(ValueError, match="precision='fp16' is none of fp32, bf16, fp64"):
         HeterogeneousParallelPlugin(device="cpu", precision="fp16")
