@@ -13,6 +13,7 @@ from launch import modules_of
 
 with modules_of(9):
     import run_common
+    from data_parallel import Bucket
     from pipeline_parallel import afab
 
 
@@ -125,6 +126,32 @@ def test_buffers_with_values_keep_them(plugin):
     plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [1])
     stage, _, _ = plugin.configure(model, torch.optim.SGD(model.parameters()))
     assert torch.equal(stage.module.model.model.rotary_emb.inv_freq, frequencies)
+
+
+def test_new_modules_are_drawn_by_the_seed(plugin):
+    def score_of(seed: int) -> torch.Tensor:
+        model = toy("gpt2-classifier")
+        weights = {name: tensor for name, tensor in model.state_dict().items() if name != "score.weight"}
+        plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [1])
+        stage, _, _ = plugin.configure(model, torch.optim.SGD(model.parameters()), None, weights, ("score",), seed)
+        return stage.module.model.score.weight
+
+    assert torch.equal(score_of(1), score_of(1)) and not torch.equal(score_of(1), score_of(2))
+
+
+def test_what_the_last_micro_batch_does_not_reach(plugin):
+    """A bucket weights each gradient once: what arrived last, what earlier micro-batches left, what none has reached."""
+    reached, left, never = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    bucket = Bucket([reached, left, never], dist.group.WORLD, 0.25)
+    reached.grad, left.grad = torch.full((2,), 4.0), torch.full((2,), 8.0)
+    for param in reached, left:
+        bucket.take(param)
+    reached.grad *= bucket.weight  # as gradient_arrived does in the last micro-batch
+    bucket.awaited.discard(reached)
+    bucket.launch()
+    bucket.finish()
+    assert reached.grad.tolist() == [1, 1] and left.grad.tolist() == [2, 2] and never.grad is None
+    assert bucket.awaited == {reached, left, never}
 
 
 def test_a_precision_and_a_meta_model(plugin):
