@@ -140,7 +140,7 @@ def test_new_modules_are_drawn_by_the_seed(plugin):
 
 
 def test_what_the_last_micro_batch_does_not_reach(plugin):
-    """A bucket weights each gradient once: what arrived last, what earlier micro-batches left, what none has reached."""
+    """A bucket weights each gradient once: arrived last, left by earlier ones, never reached."""
     reached, left, never = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
     bucket = Bucket([reached, left, never], dist.group.WORLD, 0.25)
     reached.grad, left.grad = torch.full((2,), 4.0), torch.full((2,), 8.0)
