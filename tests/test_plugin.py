@@ -154,6 +154,21 @@ def test_what_the_last_micro_batch_does_not_reach(plugin):
     assert bucket.awaited == {reached, left, never}
 
 
+def test_buckets_are_launched_in_order(plugin):
+    """Whatever arrives first: ranks that launch in unlike orders would sum what does not belong together."""
+    model = toy("gpt2")
+    plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [1])
+    wrapper, _, _ = plugin.configure(model, torch.optim.SGD(model.parameters()))
+    first, second = params = list(wrapper.parameters())[:2]
+    wrapper.buckets = [Bucket([param], dist.group.WORLD, 1.0) for param in params]
+    wrapper.bucket_of = dict(zip(params, wrapper.buckets, strict=True))
+    for param, launched in ((second, [False, False]), (first, [True, True])):
+        param.grad = torch.ones_like(param)
+        wrapper.gradient_arrived(param)
+        assert [bucket.handle is not None for bucket in wrapper.buckets] == launched
+    wrapper.finish_gradient_sync()
+
+
 def test_a_precision_and_a_meta_model(plugin):
     with pytest.raises(ValueError, match="precision='fp16' is none of fp32, bf16, fp64"):
         HeterogeneousParallelPlugin(device="cpu", precision="fp16")
