@@ -2,6 +2,7 @@
 
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from launch import modules_of
 
 with modules_of(9):
     import run_common
+    from data_parallel import Bucket
     from pipeline_parallel import afab
 
 
@@ -117,6 +119,56 @@ def test_an_optimizer_of_another_model(plugin):
         plugin.configure(model, torch.optim.SGD(other.parameters()))
 
 
+def test_buffers_with_values_keep_them(plugin):
+    """They are in no state dict, and a model that was loaded with others would otherwise get the configuration's."""
+    model = toy("llama")
+    frequencies = model.model.rotary_emb.inv_freq.mul_(2).clone()
+    plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [1])
+    stage, _, _ = plugin.configure(model, torch.optim.SGD(model.parameters()))
+    assert torch.equal(stage.module.model.model.rotary_emb.inv_freq, frequencies)
+
+
+def test_new_modules_are_drawn_by_the_seed(plugin):
+    def score_of(seed: int) -> torch.Tensor:
+        model = toy("gpt2-classifier")
+        weights = {name: tensor for name, tensor in model.state_dict().items() if name != "score.weight"}
+        plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [1])
+        stage, _, _ = plugin.configure(model, torch.optim.SGD(model.parameters()), None, weights, ("score",), seed)
+        return stage.module.model.score.weight
+
+    assert torch.equal(score_of(1), score_of(1)) and not torch.equal(score_of(1), score_of(2))
+
+
+def test_what_the_last_micro_batch_does_not_reach(plugin):
+    """A bucket weights each gradient once: arrived last, left by earlier ones, never reached."""
+    reached, left, never = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    bucket = Bucket([reached, left, never], dist.group.WORLD, 0.25)
+    reached.grad, left.grad = torch.full((2,), 4.0), torch.full((2,), 8.0)
+    for param in reached, left:
+        bucket.take(param)
+    reached.grad *= bucket.weight  # as gradient_arrived does in the last micro-batch
+    bucket.awaited.discard(reached)
+    bucket.launch()
+    bucket.finish()
+    assert reached.grad.tolist() == [1, 1] and left.grad.tolist() == [2, 2] and never.grad is None
+    assert bucket.awaited == {reached, left, never}
+
+
+def test_buckets_are_launched_in_order(plugin):
+    """Whatever arrives first: ranks that launch in unlike orders would sum what does not belong together."""
+    model = toy("gpt2")
+    plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [1])
+    wrapper, _, _ = plugin.configure(model, torch.optim.SGD(model.parameters()))
+    first, second = params = list(wrapper.parameters())[:2]
+    wrapper.buckets = [Bucket([param], dist.group.WORLD, 1.0) for param in params]
+    wrapper.bucket_of = dict(zip(params, wrapper.buckets, strict=True))
+    for param, launched in ((second, [False, False]), (first, [True, True])):
+        param.grad = torch.ones_like(param)
+        wrapper.gradient_arrived(param)
+        assert [bucket.handle is not None for bucket in wrapper.buckets] == launched
+    wrapper.finish_gradient_sync()
+
+
 def test_a_precision_and_a_meta_model(plugin):
     with pytest.raises(ValueError, match="precision='fp16' is none of fp32, bf16, fp64"):
         HeterogeneousParallelPlugin(device="cpu", precision="fp16")
@@ -159,7 +211,7 @@ def test_the_plugins_precision_is_that_of_our_llama(precision, dtype):
 def test_text_that_does_not_go_with_the_model(monkeypatch):
     args = types.SimpleNamespace(model_name_or_path="DIR", steps=1, seq_len=8)
     plugin = types.SimpleNamespace(global_batch_size=2)
-    monkeypatch.setattr(run_common, "load_tokens", lambda *_: torch.arange(90, 100))
+    monkeypatch.setattr(run_common, "load_tokens", lambda *_: np.arange(90, 100))
     with pytest.raises(ValueError, match="tokenizer of 'DIR' gives the id 99, but the model's vocab_size is 99: "):
         run_common.speeches(plugin, args, 99)
     assert run_common.speeches(plugin, args, 100)[0].tolist() == list(range(90, 99))
