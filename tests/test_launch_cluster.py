@@ -275,7 +275,7 @@ def test_a_cut_cable_ends_both_sides_within_30_s(bed, tools, tmp_path):
 def test_a_killed_worker_of_a_true_run_ends_the_others_within_30_s(bed, tools, tmp_path):
     before = inside()
     hosts = hosts_file(tmp_path, *(f"{node} python={sys.executable}" for node in NODES))
-    run = Launch(hosts, "--env", "OMP_NUM_THREADS=1", "--", tools / "true" / "gloo.py")  # out of the reach of the fast torch
+    run = Launch(hosts, "--env", "OMP_NUM_THREADS=1", "--", tools / "true" / "gloo.py")
     os.kill(run.pids()["node1"][0], signal.SIGKILL)
     code, text = run.end(30)
     assert text.count("interface eth0") == 3, text
