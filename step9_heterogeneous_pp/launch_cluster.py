@@ -32,6 +32,7 @@ class Run:
 
     def __init__(self, host: Host, job: dict, width: int, events: queue.SimpleQueue):
         self.host, self.events, self.code, self.beaten = host, events, None, 0.0
+        self.quiet = False
         self.prefix, self.last = f"{host.label:<{width}} | ", collections.deque(maxlen=200)
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         words = host.ssh(host.python, os.path.join(host.dir, "host_run.py"))
@@ -55,6 +56,8 @@ class Run:
         for line in stream:
             text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]  # what a progress bar shows last
             self.last.append(text)
+            if self.quiet:
+                continue
             try:
                 out.write(f"{self.prefix}{text}\n")
                 out.flush()
@@ -106,6 +109,7 @@ def launch(hosts: list[Host], jobs: list[dict]) -> int:
             if now < stop_at:
                 run.beat(now)
             else:
+                run.quiet = bool(failed)  # how torchrun takes being stopped would bury the cause
                 run.stop(now > stop_at + STOP)
     if failed:
         return report(failed)

@@ -58,7 +58,7 @@ def tools(tmp_path_factory):
     """A folder with `python`, of the fast torch, `python_old`, of an old torch and a clock ahead, and `ssh`."""
     folder = tmp_path_factory.mktemp("tools")
     files = {"torch/__init__.py": TORCH, "torch/distributed/__init__.py": "", "torch/distributed/run.py": TORCHRUN,
-             "sitecustomize.py": CLOCK, "sleep.py": SLEEP, "gloo.py": GLOO, "ssh": SSH}
+             "sitecustomize.py": CLOCK, "sleep.py": SLEEP, "true/gloo.py": GLOO, "ssh": SSH}
     start = f'PYTHONPATH={shlex.quote(str(folder))} exec {shlex.quote(sys.executable)} "$@"\n'
     files |= {"python": f"#!/bin/sh\n{start}", "python_old": f"#!/bin/sh\nTORCH=2.9.1 AHEAD=40 {start}"}
     for name, text in files.items():
@@ -275,7 +275,7 @@ def test_a_cut_cable_ends_both_sides_within_30_s(bed, tools, tmp_path):
 def test_a_killed_worker_of_a_true_run_ends_the_others_within_30_s(bed, tools, tmp_path):
     before = inside()
     hosts = hosts_file(tmp_path, *(f"{node} python={sys.executable}" for node in NODES))
-    run = Launch(hosts, "--env", "OMP_NUM_THREADS=1", "--", tools / "gloo.py")
+    run = Launch(hosts, "--env", "OMP_NUM_THREADS=1", "--", tools / "true" / "gloo.py")
     os.kill(run.pids()["node1"][0], signal.SIGKILL)
     code, text = run.end(30)
     assert text.count("interface eth0") == 3, text
