@@ -126,12 +126,14 @@ def make_plugin(args, model, dtype) -> HeterogeneousParallelPlugin:
     return plugin
 
 
-def parameters_a_rank(model) -> str:
-    """Of all ranks the fewest and the most. Collective."""
+def print_parameters(model, device, dtype) -> None:
+    """Of all ranks the fewest and the most, printed by the one that logs. Collective."""
     counts = [0] * dist.get_world_size()
     dist.all_gather_object(counts, sum(param.numel() for param in model.parameters()))
     fewest, most = to_readable_format(min(counts)), to_readable_format(max(counts))
-    return most if fewest == most else f"{fewest} to {most}"
+    if pgm.process_group_manager.is_logging_rank:
+        num_params = most if fewest == most else f"{fewest} to {most}"
+        print(f"{num_params} parameters a rank on {device}, activations in {dtype}")
 
 
 def main():
@@ -173,9 +175,7 @@ def main():
 
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, _ = plugin.configure(model, adamw, weights=materialise)
-    num_params = parameters_a_rank(model)
-    if grid.is_logging_rank:
-        print(f"{num_params} parameters a rank on {device}, activations in {dtype}")
+    print_parameters(model, device, dtype)
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
     def criterion(logits, batch):
