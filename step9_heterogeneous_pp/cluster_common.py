@@ -171,7 +171,7 @@ class StepTimes:
         self.device, self.every, self.measured = device, MEASURE_EVERY[device.type], []
 
     def start(self, step: int, profile: bool = False) -> None:
-        """`step` from 1 on. `profile`: measure, whatever the number, for timeline.write() too; then it is collective."""
+        """`step` from 1 on. `profile`: measure, whatever the number, for timeline.write() too: collective then."""
         timeline.recording, timeline.spans = (step - 1) % self.every == 0, []
         if profile:
             timeline.start(self.device)
