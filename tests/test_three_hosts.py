@@ -1,0 +1,67 @@
+"""Step 9's scripts over three hosts of the test bed, over ssh and by hand, train what one process trains: float64.
+
+ALL_WAYS=1 pytest tests/test_three_hosts.py starts each script in each way; without it each script and each way is there.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bed import NODES, STATE, bed, start  # noqa: F401, the fixture of its hosts
+from launch import STEPS, environment, fork, losses
+
+TOLERANCE = 1e-9
+DATA = ["--seq_len", 16, "--dtype", "fp64", "--device", "cpu"]
+SCRIPTS = {  # flags on three hosts, and those of one process that takes the same samples in a step
+    "three_stages_simple_pp": (["--train_steps", 6], ["--train_steps", 6]),
+    "train_distributed": (["--epochs", 1, "--max_steps_per_epoch", 6, "--batch_size", 2, "--gradient_accumulation", 3,
+                           "--num_microbatches", "5,3,1"],
+                          ["--epochs", 1, "--max_steps_per_epoch", 6, "--batch_size", 2, "--gradient_accumulation", 9]),
+    "train_single_test": (["--steps", 3, "--max_batch_size", 2], None),
+}
+FORMS = {
+    "master-addr": ["--master-addr=node0", "--master-port=29500"],
+    "rdzv": ["--rdzv_id=1", "--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500"],
+}
+PAIRS = [("three_stages_simple_pp", "ssh"), ("three_stages_simple_pp", "master-addr"), ("train_distributed", "ssh"),
+         ("train_distributed", "rdzv"), ("train_single_test", "ssh")]
+if os.environ.get("ALL_WAYS"):
+    PAIRS = [(script, way) for script in SCRIPTS for way in ("ssh", *FORMS)]
+
+
+def over_ssh(folder, script, words) -> str:
+    hosts = folder / "hosts.txt"
+    hosts.write_text("".join(f"{node} python={sys.executable}\n" for node in NODES))
+    command = [STEPS["9"] / "launch_cluster.sh", hosts, "--env", "OMP_NUM_THREADS=1", "--", script, *words]
+    done = subprocess.run(list(map(str, command)), env=environment(SSH_OPTIONS=f"-F {STATE}/ssh_config"), text=True,
+                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=90)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def by_hand(form, script, words) -> str:
+    processes = [start(node, sys.executable, "-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=1",
+                       f"--node-rank={rank}", *FORMS[form], script, *words, env=environment())
+                 for rank, node in enumerate(NODES)]
+    outputs = [process.communicate(timeout=90)[0] for process in processes]
+    assert not any(process.returncode for process in processes), "\n".join(text[-3000:] for text in outputs)
+    return "\n".join(outputs)
+
+
+@pytest.mark.parametrize("name, way", PAIRS)
+def test_three_hosts_equal_one_process(bed, tmp_path, name, way):  # noqa: F811
+    script, (flags, alone) = STEPS["9"] / f"{name}.py", SCRIPTS[name]
+    places = {"train_distributed": ["--log_dir", tmp_path / "many", "--checkpoint_dir", tmp_path / "checkpoints"],
+              "three_stages_simple_pp": ["--log_dir", tmp_path / "many"], "train_single_test": []}[name]
+    words = list(map(str, [*DATA, *flags, "--run_name", "run", *places] if alone else [*DATA, *flags]))
+    printed = over_ssh(tmp_path, script, words) if way == "ssh" else by_hand(way, script, words)
+    assert all(node in printed for node in NODES), printed
+    if alone is None:  # it trains alike on all hosts, and compares
+        assert "error" not in printed
+        return
+    places = [str(place).replace("many", "one").replace("checkpoints", "checkpoint") for place in places]
+    fork(9, 1, *DATA, *alone, "--run_name", "run", *places, script=script)
+    expected, found = losses(tmp_path / "one", "run"), losses(tmp_path / "many", "run")
+    assert len(found) == 6 and max(abs(a - b) for a, b in zip(expected, found)) <= TOLERANCE
