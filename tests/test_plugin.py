@@ -232,3 +232,19 @@ def test_the_scripts_say_it_in_a_line(error, code, capsys):
         raise error
     assert (end.value is error) if code is None else (end.value.code == 2)
     assert capsys.readouterr().err == ("" if code is None else f"error: {error}\n")
+
+
+@pytest.mark.parametrize("precision, matmul, master", [
+    ("bf16", torch.bfloat16, torch.float32), ("fp64", torch.float64, torch.float64)])
+def test_the_precision_of_hugging_faces_models(precision, matmul, master):
+    plugin, seen = HeterogeneousParallelPlugin(device="cpu", precision=precision), []
+    try:
+        model = toy("gpt2").float()
+        plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [1])
+        batches = iter(plugin.prepare_dataloader(samples(1)))
+        stage, optimizer, _ = plugin.configure(model, torch.optim.SGD(model.parameters()))
+        stage.module.model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda m, x, out: seen.append(out.dtype))
+        plugin.execute_pipeline(batches, stage, mean_logit, optimizer)
+    finally:
+        dist.destroy_process_group()
+    assert seen == [matmul] and {tensor.dtype for p in stage.parameters() for tensor in (p, p.grad)} == {master}
