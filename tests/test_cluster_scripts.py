@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from huggingface import ExactRMSNorm, their_name
-from launch import ROOT, STEPS, free_port, launch, losses, modules_of
+from launch import MODELS, ROOT, STEPS, fork, losses, modules_of
 
 with modules_of(9):
     import cluster_common
@@ -31,8 +31,8 @@ SPEEDS = {"machines": [{"forward": {"1": [9.0, *[seconds] * 8, 9.0, 9.0]}, "back
 SHARES = [8, 5, 8]  # of 21 micro-batches: a whole model takes 35, 47 and 35
 
 
-def make_jobs(folder, ranks: int) -> list[list]:
-    """record.py's, with `ranks` times the micro-batches where there is one rank."""
+def flags_of(folder, ranks: int) -> dict[str, list]:
+    """Script -> flags. One rank takes as many micro-batches a step as three do together."""
     data = ["--dataset_name", folder / "corpus", "--seq_len", SEQ_LEN, "--dtype", "fp64", "--device", "cpu",
             "--log_dir", folder / f"runs{ranks}"]
     speeds = ["--cluster_json", folder / "cluster.json"] if ranks > 1 else []
@@ -44,22 +44,23 @@ def make_jobs(folder, ranks: int) -> list[list]:
     flags = {"three_stages_simple_pp": data + three, "train_distributed": data + data_parallel}
     if ranks > 1:
         flags["train_single_test"] = data[:-2] + alone
-    return [[str(folder / f"{name}{ranks}"), str(STEPS["9"] / f"{name}.py"), [str(word) for word in words], free_port()]
-            for name, words in flags.items()]
+    return flags
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The folder, and what was printed on 3 ranks."""
-    folder, printed = tmp_path_factory.mktemp("cluster"), {}
+    folder, printed = tmp_path_factory.mktemp("cluster"), ""
     (folder / "corpus").mkdir()
     for i in range(8):
         (folder / "corpus" / f"{i}.txt").write_text(f"{i}. {TEXT[i:]}")
     (folder / "cluster.json").write_text(json.dumps(SPEEDS))
     for ranks in (3, 1):
-        (folder / f"{ranks}.json").write_text(json.dumps(make_jobs(folder, ranks)))
-        printed[ranks] = launch(9, ranks, folder / f"{ranks}.json", script=ROOT / "tests" / "record.py").stdout
-    return folder, printed[3]
+        for name, flags in flags_of(folder, ranks).items():
+            done = fork(9, ranks, folder / f"{name}{ranks}", STEPS["9"] / f"{name}.py", *flags,
+                        script=ROOT / "tests" / "record.py", modules=MODELS)
+            printed += done.stdout if ranks == 3 else ""
+    return folder, printed
 
 
 @pytest.mark.parametrize("run, steps", [("three_stages", 16), ("uneven", 8)])
