@@ -278,7 +278,7 @@ def test_a_killed_worker_of_a_true_run_ends_the_others_within_30_s(bed, tools, t
     run = Launch(hosts, "--env", "OMP_NUM_THREADS=1", "--", tools / "true" / "gloo.py")
     os.kill(run.pids()["node1"][0], signal.SIGKILL)
     code, text = run.end(30)
-    assert text.count("interface eth0") == 3, text
+    assert len(re.findall(r"^node\d \| pids .* interface eth0$", text, re.M)) == 3, text
     assert code == 1 and "node1 (node rank 1) failed first, with exit code 1" in text, text
     assert "exitcode: -9" in text.rpartition("failed first")[2], text
     wait_until_inside(before, 2)
