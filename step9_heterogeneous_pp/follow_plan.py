@@ -99,9 +99,10 @@ def reorder_ranks(machines: list[int]) -> None:
     idle = sorted(set(range(dist.get_world_size())) - set(machines))
     if rank == 0:
         print(f"ranks in the plan's order: {machines}" + (f", idle: {idle}" if idle else ""), flush=True)
+    # Before the old group goes: without torchrun the store's server is in rank 0's process, and would go with it.
+    store = dist.PrefixStore("plan", next(dist.rendezvous("env://"))[0])
     dist.barrier()
     dist.destroy_process_group()
-    store = dist.PrefixStore("plan", next(dist.rendezvous("env://"))[0])
     if rank in idle:
         store.wait(["ended"], datetime.timedelta(days=365))
         store.set(f"left {rank}", "")

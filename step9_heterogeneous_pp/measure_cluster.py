@@ -17,14 +17,17 @@ import socket
 import statistics
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.utils.data import DataLoader
 
+from dataloader import TokenSamples
 from model import Llama, cross_entropy, init_weights, rotary_tables
 
 TIMED_LAYERS = 8  # decoder layers are all alike: of a deeper model so many are timed, the others take their mean
-BLOCKS, BLOCK_SECONDS = 3, 0.7  # of timing a micro-batch size
+BLOCKS, BLOCK_SECONDS = 5, 0.6  # of timing a micro-batch size
 LINK_SECONDS = 0.3  # that the large message takes at least
 LARGEST_MESSAGE = 1 << 24  # numbers of 4 bytes, where that takes less
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
@@ -122,7 +125,7 @@ class ModuleClock:
             for kind in found:
                 per_module = [statistics.median(values) for values in zip(*(block[kind] for block in blocks))]
                 found[kind][str(size)] = self.for_all_layers(per_module)
-        return {**found, **self.measure_optimizer(), "microbatch_overhead": 0.0}
+        return {**found, **self.measure_optimizer(), "microbatch_overhead": self.measure_loading(sizes[0]) / 2}
 
     def block(self, ids: torch.Tensor) -> dict[str, list[float]]:
         """The mean seconds of each module over BLOCK_SECONDS of micro-batches, three at least."""
@@ -148,6 +151,16 @@ class ModuleClock:
             count += 1
         seconds, parameters = (self.now() - start) / count, sum(param.numel() for param in self.model.parameters())
         return {"optimizer_seconds": seconds / parameters, "step_overhead": 0.0}
+
+    def measure_loading(self, size: int) -> float:
+        """Seconds to read a micro-batch, over a block: forward and backward count half of it each."""
+        samples = TokenSamples(np.zeros(1000 * self.seq_len + 1, dtype=np.int32), self.seq_len)
+        batches = iter(DataLoader(samples, batch_sampler=itertools.repeat(list(range(size)))))
+        count, start = 0, time.perf_counter()
+        while count < 3 or time.perf_counter() - start < BLOCK_SECONDS:
+            next(batches).to(self.device)
+            count += 1
+        return (time.perf_counter() - start) / count
 
     def describe(self) -> list[dict]:
         """For each module its name, number of parameters, and the bytes that a sample leaves for its backward."""

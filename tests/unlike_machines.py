@@ -12,6 +12,7 @@ The machines are measured first. Then the candidates are trained in turns, round
 """
 
 import argparse
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 from launch import ROOT, STEPS, environment, metrics, modules_of
 
@@ -51,7 +53,15 @@ def on_all_hosts(script, *args, timeout: float) -> str:
                    f"--node-rank={rank}", "--master-addr=node0", f"--master-port={PORT}", script, *map(str, args)]
         pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         processes.append(subprocess.Popen(command, env=environment(), **pipes))
-    outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        outputs = [pool.submit(process.communicate) for process in processes]
+        done, _ = concurrent.futures.wait(outputs, timeout, concurrent.futures.FIRST_COMPLETED)
+        for output in done:  # the first host to end
+            if processes[outputs.index(output)].returncode:
+                time.sleep(5)  # the others' own reports
+                for process in processes:
+                    process.kill()
+        outputs = [output.result()[0] for output in outputs]
     assert not any(process.returncode for process in processes), "\n".join(output[-3000:] for output in outputs)
     return outputs[0]
 
