@@ -51,7 +51,9 @@ def test_the_password_is_nowhere(tmp_path):
     assert SECRET not in stdout + stderr
     assert [line for line in stderr.splitlines() if "sudo_pass" in line] == [sudo_pass.WARNING]
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {"config.json", "wandb-metadata.json"} <= {path.name for path in written}
+    [record] = [path.read_bytes() for path in written if path.suffix == ".wandb"]
+    assert b"--train_steps" in record, "W&B notes the command line elsewhere: look there"
+    assert "config.json" in {path.name for path in written}
     assert not [path for path in written if SECRET.encode() in path.read_bytes()]
 
 
