@@ -33,7 +33,7 @@ BED = ROOT / "tests" / "cluster.sh"
 PORT = 29500
 CASES = {  # speeds: percent of a core; batch: samples a step; sizes: to choose from; model: changes; steps of a run
     "speeds": dict(speeds=(100, 50, 25), rate="off", batch=56, sizes="1,2,4", model={}, steps=3),
-    "links": dict(speeds=(50, 50, 50), rate="10mbit", batch=32, sizes="1,2,4", steps=3,
+    "links": dict(speeds=(50, 50, 50), rate="10mbit", batch=32, sizes="1,2,4", steps=2,
                   model=dict(hidden_size=256, intermediate_size=688, head_dim=32)),
 }
 
@@ -154,7 +154,7 @@ def candidates_of_speeds(bench: Bench) -> None:
     add["uniform, data parallel"] = bench.predict(1, *(((k,), (layers,), n) for k, n in enumerate((19, 19, 18))))
     add["uniform, one pipeline"] = bench.predict(1, ((0, 1, 2), (3, 3, 2), batch))
     for k in range(3):
-        add[f"machine {k} alone"] = bench.predict(2, ((k,), (layers,), batch // 2))
+        add[f"machine {k} alone"] = bench.predict(4, ((k,), (layers,), batch // 4))
     add["pipeline 5,2,1"] = bench.predict(2, ((0, 1, 2), (5, 2, 1), batch // 2))
     add["pipeline 1,2,5"] = bench.predict(1, ((2, 1, 0), (1, 2, 5), batch))
     add["8; 5,3"] = bench.predict(2, ((0,), (8,), 16), ((1, 2), (5, 3), 12))
