@@ -171,6 +171,7 @@ def candidates_of_links(bench: Bench) -> None:
         wire = dict(wire_dtype=dtype)
         add[f"pipeline 3,3,2{', ' + dtype if dtype else ''}"] = bench.predict(1, ((0, 1, 2), (3, 3, 2), 32), **wire)
     add["pipeline 4,4"] = bench.predict(2, ((0, 1), (4, 4), 16))
+    add["pipeline 3,5"] = bench.predict(2, ((0, 1), (3, 5), 16))
     add["machine 0 alone"] = bench.predict(4, ((0,), (8,), 8))
     data_parallel = [((0,), (8,), 11), ((1,), (8,), 11), ((2,), (8,), 10)]
     for dtype in (None, "bfloat16", "int8"):
