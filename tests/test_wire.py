@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 import torch
-from launch import ROOT, STEPS, free_port, launch, losses, modules_of
+
+from launch import ROOT, STEPS, fork, losses, modules_of
 
 SHAPES = [(2, 3, 7), (1, 1, 1), (3, 1024), (5, 1)]
 STEPS_TRAINED, SEQ_LEN = 20, 16
@@ -36,18 +37,15 @@ def wire():
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Runs all, as many a torchrun as have equally many ranks; returns the folder of what they leave."""
+    """Runs all; returns the folder of what they leave."""
     folder = tmp_path_factory.mktemp("wire")
     shutil.copytree(ROOT / "assets" / "tiny_llama", folder / "tied")
     config = json.loads((folder / "tied" / "config.json").read_text())
     (folder / "tied" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    for ranks in (3, 6):
-        jobs = [[str(folder / name), str(STEPS["9"] / "train.py"),
-                 [str(word) for word in (*COMMON, *flags, "--log_dir", folder / name,
-                                         *(["--model_name", folder / "tied"] if "tied" in name else []))], free_port()]
-                for name, (needed, flags) in RUNS.items() if needed == ranks]
-        (folder / "jobs.json").write_text(json.dumps(jobs))
-        launch(9, ranks, folder / "jobs.json", script=ROOT / "tests" / "record.py", timeout=300)
+    for name, (ranks, flags) in RUNS.items():
+        model = ["--model_name", folder / "tied"] if "tied" in name else []
+        fork(9, ranks, folder / name, STEPS["9"] / "train.py", *COMMON, *flags, *model, "--log_dir", folder / name,
+             script=ROOT / "tests" / "record.py")
     return folder
 
 
@@ -152,7 +150,7 @@ for size in (1, 5, 3 * ROW, 7 * ROW + 3):
         assert all(torch.equal(one, everyone[0]) for one in everyone)
 dist.destroy_process_group()
 """)
-    launch(9, 3, script=script, timeout=60)
+    fork(9, 3, script=script, timeout=60)
 
 
 def test_unknown_wire_dtype(wire):

@@ -151,8 +151,8 @@ class Bench:
 def candidates_of_speeds(bench: Bench) -> None:
     layers, batch, add = 8, CASES["speeds"]["batch"], bench.candidates
     add["plan"] = bench.plan()
-    add["uniform, data parallel"] = bench.predict(1, *(((k,), (layers,), n) for k, n in enumerate((19, 19, 18))))
-    add["uniform, one pipeline"] = bench.predict(1, ((0, 1, 2), (3, 3, 2), batch))
+    add["uniform, data parallel"] = bench.predict(4, *(((k,), (layers,), n) for k, n in enumerate((5, 5, 4))))
+    add["uniform, one pipeline"] = bench.predict(4, ((0, 1, 2), (3, 3, 2), batch // 4))
     for k in range(3):
         add[f"machine {k} alone"] = bench.predict(4, ((k,), (layers,), batch // 4))
     add["pipeline 5,2,1"] = bench.predict(2, ((0, 1, 2), (5, 2, 1), batch // 2))

@@ -7,7 +7,6 @@ has the same initial weights and samples. Prints a row a run, in markdown, and d
 """
 
 import argparse
-import json
 import math
 import sys
 import tempfile
@@ -17,7 +16,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from launch import ROOT, STEPS, free_port, launch, losses
+from launch import ROOT, fork, losses
 
 SAMPLES, SEQ_LEN = 32, 64
 KINDS = {  # title -> the flag, pipelines, micro-batches of 4 samples
@@ -28,17 +27,13 @@ COLOURS = {"float32": "#999999", "bfloat16": "#4477aa", "int8": "#ee7733"}
 
 
 def train(folder: Path, steps: int) -> dict[str, dict[str, list[float]]]:
-    """title -> wire dtype -> losses. All in one torchrun."""
-    jobs, curves = [], {}
+    """title -> wire dtype -> losses."""
+    curves = {}
     for title, (flag, pipelines, counts) in KINDS.items():
         for dtype in COLOURS:
-            words = [flag, dtype, "--pipelines", pipelines, "--num_microbatches", counts, "--micro_batch_size", 4,
-                     "--seq_len", SEQ_LEN, "--max_tokens", steps * SAMPLES * SEQ_LEN, "--dtype", "float32",
-                     "--log_dir", folder / f"{title}, {dtype}"]
-            out, script = folder / f"{title}, {dtype}", STEPS["9"] / "train.py"
-            jobs.append([str(out), str(script), [str(word) for word in words], free_port()])
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    launch(9, 3, folder / "jobs.json", script=ROOT / "tests" / "record.py", timeout=3600)
+            fork(9, 3, flag, dtype, "--pipelines", pipelines, "--num_microbatches", counts, "--micro_batch_size", 4,
+                 "--seq_len", SEQ_LEN, "--max_tokens", steps * SAMPLES * SEQ_LEN, "--dtype", "float32", "--log_dir",
+                 folder / f"{title}, {dtype}", timeout=600)
     for title in KINDS:
         curves[title] = {dtype: losses(folder / f"{title}, {dtype}") for dtype in COLOURS}
     return curves
