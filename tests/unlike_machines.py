@@ -179,19 +179,19 @@ def candidates_of_links(bench: Bench) -> None:
         add[name] = bench.predict(1, *data_parallel, gradient_wire_dtype=dtype)
 
 
-def measure(names: list[str], rounds: int, results: dict) -> dict:
+def measure(args, results: dict) -> None:
     bed("up")
     try:
-        for name in names:
+        for name in args.cases:
             with tempfile.TemporaryDirectory() as folder:
                 bench = Bench(name, pathlib.Path(folder))
                 bench.prepare()
                 (candidates_of_speeds if name == "speeds" else candidates_of_links)(bench)
-                results[name] = bench.run(rounds)
+                results[name] = bench.run(args.rounds)
+            args.json.write_text(json.dumps(results, indent=1))
             table(name, results[name])
     finally:
         bed("down")
-    return results
 
 
 def table(name: str, result: dict) -> None:
@@ -248,7 +248,7 @@ def main() -> None:
     results = json.loads(args.json.read_text()) if args.json.exists() else {}
     if args.cases:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(measure(args.cases, args.rounds, results), indent=1))
+        measure(args, results)
     if args.plot:
         draw(results, args.plot)
 
