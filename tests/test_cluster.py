@@ -57,6 +57,7 @@ dist.init_process_group("gloo")
 number = torch.tensor([float(socket.gethostname().removeprefix("node")) + 1])
 dist.all_reduce(number)
 print(socket.gethostname(), dist.get_rank(), number.item(), flush=True)
+dist.destroy_process_group()  # else gloo's threads may be ended by an abort
 """
 
 

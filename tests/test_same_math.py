@@ -76,7 +76,8 @@ class Case:
 
 
 CASES = [
-    Case(4, tp=4), Case(4, tp=2), Case(4, tp=4, variant="vocab1022"), Case(4, tp=2, variant="tied", num_steps=5),
+    Case(4, tp=4), Case(4, tp=2), Case(4, tp=4, variant="vocab1022", num_steps=5),
+    Case(4, tp=2, variant="tied", num_steps=5),
     Case(5, dp=4, samples=32), Case(5, dp=3, samples=24, num_steps=5),
     Case(6, dp=4, samples=32), Case(6, dp=3, samples=24), Case(6, dp=2, tp=2, num_steps=5),
     Case(7, pp=4), Case(7, pp=3), Case(7, pp=4, accumulation=2), Case(7, pp=2, variant="tied"),
