@@ -12,7 +12,6 @@ while the bandwidth. What it costs the processors to send is in it.
 
 import itertools
 import json
-import os
 import socket
 import statistics
 import time
@@ -24,6 +23,7 @@ import torch.nn as nn
 from torch.utils.data import DataLoader
 
 from dataloader import TokenSamples
+from machine_facts import free_memory
 from model import Llama, cross_entropy, init_weights, rotary_tables
 
 TIMED_LAYERS = 8  # decoder layers are all alike: of a deeper model so many are timed, the others take their mean
@@ -43,7 +43,7 @@ def measure_cluster(config, seq_len: int, dtype: torch.dtype, device: torch.devi
     dist.barrier()
     machine = clock.measure(sizes)
     machine.update(rank=dist.get_rank(), host=socket.gethostname(), device=str(device),
-                   free_memory=free_memory(device))
+                   free_memory=float(free_memory(device)))
     machines = [None] * dist.get_world_size()
     dist.all_gather_object(machines, (machine, measure_links(device)))
     count, hidden_bytes = config.num_hidden_layers, seq_len * config.hidden_size * dtype.itemsize
@@ -230,15 +230,3 @@ def answer_link(sender: int, wire: torch.device) -> None:
         dist.send(answer, sender)
         dist.recv(message, sender)
         dist.send(answer, sender)
-
-
-def free_memory(device: torch.device) -> float:
-    """Bytes that this rank may take: what is free, shared with the other ranks of this machine."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo") as file:
-            available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except OSError:  # not Linux: all there is
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
