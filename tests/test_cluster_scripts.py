@@ -17,8 +17,8 @@ from huggingface import ExactRMSNorm, their_name
 from launch import MODELS, ROOT, STEPS, fork, losses, modules_of
 
 with modules_of(9):
-    import cluster_common
-    import hf_checkpoint
+    from training import cluster_common
+    from training import hf_checkpoint
     import three_stages_simple_pp as three_stages
     import train_distributed
     import train_single_test as single_test
@@ -58,7 +58,7 @@ def trained(tmp_path_factory):
     for ranks in (3, 1):
         for name, flags in flags_of(folder, ranks).items():
             done = fork(9, ranks, folder / f"{name}{ranks}", STEPS["9"] / f"{name}.py", *flags,
-                        script=ROOT / "tests" / "record.py", modules=MODELS)
+                        script=ROOT / "tests" / "support" / "record.py", modules=MODELS)
             printed += done.stdout if ranks == 3 else ""
     return folder, printed
 

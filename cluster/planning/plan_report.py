@@ -1,0 +1,100 @@
+"""Plans as the file that train.py follows, and in words: what each will take, and what holds the uniform ones up."""
+
+import json
+from collections import defaultdict
+
+from planning.machines import Cluster
+from planning.pipeline_simulation import Setting
+from planning.planner import Plans, Scored, find_plans
+from utils import to_readable_format
+
+
+def make_plan(cluster: dict, global_batch: int, setting: Setting, sizes: list[int] | None = None,
+              memory_fraction: float = 0.9) -> dict:
+    """The content of plan.json out of that of cluster.json. Raises ValueError as find_plans does."""
+    measured = Cluster(cluster)
+    return as_plan(measured, find_plans(measured, global_batch, setting, sizes, memory_fraction).best[0], setting)
+
+
+def as_plan(cluster: Cluster, scored: Scored, setting: Setting) -> dict:
+    """The content of plan.json. Machines are the ranks that measured, in stage order; those in no pipeline idle."""
+    pipelines, size = scored.candidate
+    result = scored.result
+    return {
+        "model_name": cluster.model_name, "seq_len": cluster.seq_len, "dtype": cluster.dtype,
+        "global_batch": size * sum(pipeline.num_microbatches for pipeline in pipelines), "micro_batch_size": size,
+        "schedule": setting.schedule.__name__,
+        "wire_dtype": setting.wire_dtype, "gradient_wire_dtype": setting.gradient_wire_dtype,
+        "pipelines": [{"machines": list(pipeline.machines), "layers": list(pipeline.layers),
+                       "num_microbatches": pipeline.num_microbatches} for pipeline in pipelines],
+        "predicted": {"step_seconds": result.step_seconds, "bubble": result.bubble,
+                      "bytes_on_wire": result.bytes_on_wire,
+                      "peak_memory": {str(rank): peak for rank, peak in sorted(result.peak_memory.items())}},
+    }
+
+
+def write_plan(path: str, plan: dict) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(plan, file, indent=1)
+
+
+def describe(cluster: Cluster, scored: Scored) -> list[str]:
+    """Two lines: what a plan takes; its pipelines and machines in the words of train.py's flags."""
+    pipelines, size = scored.candidate
+    result = scored.result
+    tokens = size * sum(pipeline.num_microbatches for pipeline in pipelines) * cluster.seq_len
+    used = [rank for pipeline in pipelines for rank in pipeline.machines]
+    idle = [rank for rank in range(len(cluster.machines)) if rank not in used]
+    peaks = ", ".join(f"{result.peak_memory[rank] / 1e6:.0f}" for rank in used)
+    layers = ";".join(",".join(map(str, pipeline.layers)) for pipeline in pipelines)
+    shares = ",".join(str(pipeline.num_microbatches) for pipeline in pipelines)
+    machines = "; ".join(",".join(map(str, pipeline.machines)) for pipeline in pipelines)
+    return [f"{result.step_seconds:.4g} s a step | {to_readable_format(tokens / result.step_seconds)} tokens/s | "
+            f"bubble {result.bubble:.0%} | {result.bytes_on_wire / 1e6:.3g} MB on the wire | peak memory {peaks} MB",
+            f'--pipelines "{layers}" --num_microbatches "{shares}" --micro_batch_size {size} | machines {machines}'
+            + (f" | idle: {', '.join(map(str, idle))}" if idle else "")]
+
+
+def bottleneck(cluster: Cluster, scored: Scored) -> str:
+    """What a plan waits for most: the machine that computes longest, or the busiest network."""
+    result = scored.result
+    computes: dict[int, float] = defaultdict(float)
+    carries: dict[tuple, float] = defaultdict(float)
+    for span in result.spans:
+        computes[span.rank] += span.end - span.start
+    for transfer in result.transfers:
+        kind = "sums" if transfer.kind == "all-reduce" else "stages"
+        for rank in transfer.ranks if kind == "sums" else [transfer.ranks]:
+            carries[kind, rank] += transfer.end - transfer.start
+    slowest = max(computes, key=computes.get)
+    (kind, place), busy = max(carries.items(), key=lambda item: item[1], default=(("", None), 0.0))
+    where = f"gradients' sums keep the network of machine {place}"
+    if kind == "stages":
+        where = f"transfers between stages keep the link from machine {place[0]} to {place[1]}"
+    network = f"{where} busy for {busy:.4g} s"
+    others = [seconds for rank, seconds in computes.items() if rank != slowest]
+    rest = f" (the others {sum(others) / len(others):.4g} s on average)" if others else ""
+    machine = f"machine {slowest} ({cluster.machines[slowest].host}) computes for {computes[slowest]:.4g} s{rest}"
+    causes = [machine, network] if computes[slowest] >= busy else [network, machine]
+    if min(computes[slowest], busy) < 0.2 * result.step_seconds:
+        causes.pop()
+    return f"of {result.step_seconds:.4g} s {' and '.join(causes)}"
+
+
+def report(cluster: Cluster, plans: Plans, top: int) -> str:
+    """The best few plans, then the uniform ones against the best."""
+    names = ", ".join(f"{machine.rank} {machine.host}" for machine in cluster.machines)
+    lines = [f"machines: {names}", f"{plans.num_estimated} groupings estimated, {plans.num_simulated} plans simulated"]
+    for i, scored in enumerate(plans.best[:top], 1):
+        first, second = describe(cluster, scored)
+        lines += [f"{i:2}. {first}", f"    {second}"]
+    best = plans.best[0].result.step_seconds
+    for name, scored in plans.uniform.items():
+        if isinstance(scored, str):
+            lines.append(f"{name}: not possible, {scored}")
+        elif scored.result.step_seconds <= best:
+            lines.append(f"{name}: this is the best plan")
+        else:
+            lines.append(f"{name}: {scored.result.step_seconds / best:.2f} times the best plan's step: "
+                         f"{bottleneck(cluster, scored)}")
+    return "\n".join(lines)

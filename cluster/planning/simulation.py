@@ -1,0 +1,120 @@
+"""What a step of unlike pipelines will take, without running it: the pipelines' events, then gradients, loss, memory.
+
+pipeline_simulation does with the actions of the schedule what run_schedule does. Then:
+
+    gradients   bucket by bucket, last module first: a sum starts when the last backward of all its owners has passed
+                the module and their network is free; a ring of n takes 2 (n-1)/n bytes / bandwidth + 2 (n-1) latency
+    the end     the loss is summed over all ranks: they wait for each other. Then each runs its optimizer
+
+A step is one period of this: it begins with the optimizer of the step before, so that a stage that has to wait for
+its first input anyway has this time for free.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from planning.machines import Cluster
+from planning.pipeline_simulation import Pipeline, PipelineSimulation, Run, Setting, Span, Transfer
+
+
+class Candidate(NamedTuple):
+    pipelines: tuple[Pipeline, ...]
+    micro_batch_size: int
+
+
+class Result(NamedTuple):
+    """`bubble`: the share of the step that the machines of the plan do not compute. `peak_memory`: bytes by rank."""
+
+    step_seconds: float
+    bubble: float
+    bytes_on_wire: float
+    peak_memory: dict[int, float]
+    spans: list[Span]
+    transfers: list[Transfer]
+
+
+def simulate(cluster: Cluster, candidate: Candidate, setting: Setting, runs: dict | None = None) -> Result:
+    """One step of a candidate. `runs`: results of pipelines, kept for the next call with the same setting."""
+    runs, size = {} if runs is None else runs, candidate.micro_batch_size
+    for pipeline in candidate.pipelines:
+        if (pipeline, size) not in runs:
+            runs[pipeline, size] = PipelineSimulation(cluster, pipeline, size, setting).run()
+    done = [runs[pipeline, size] for pipeline in candidate.pipelines]
+    ranks = [rank for pipeline in candidate.pipelines for rank in pipeline.machines]
+    sums = sum_gradients(cluster, candidate, setting, done)
+    latency = max((cluster.links[a][b].latency for a, b in zip(ranks, ranks[1:] + ranks[:1]) if a != b), default=0.0)
+    step = max([*(end for run in done for end in run.ends), *(transfer.end for transfer in sums)])
+    step += 2 * (len(ranks) - 1) * latency  # the loss's sum over all ranks, a ring as well
+    spans = [span for run in done for span in run.spans]
+    transfers = [transfer for run in done for transfer in run.transfers] + sums
+    busy = sum(span.end - span.start for span in spans)
+    memory = {rank: num_bytes for pipeline in candidate.pipelines
+              for rank, num_bytes in zip(pipeline.machines, peak_memory(cluster, pipeline, size, setting))}
+    num_bytes = sum(transfer.num_bytes for transfer in transfers)
+    return Result(step, 1 - busy / (len(ranks) * step) if step else 0.0, num_bytes, memory, spans, transfers)
+
+
+def sum_gradients(cluster: Cluster, candidate: Candidate, setting: Setting, runs: list[Run]) -> list[Transfer]:
+    """The all-reduces of a step, with the buckets of data_parallel: an eighth of a rank's parameters, 25 MB at most."""
+    places = [list(zip(p.machines, cluster.stages(p.layers))) for p in candidate.pipelines]
+    free, ready, held = {}, {}, 0
+    for pipeline, run in zip(places, runs):
+        last = {span.rank: span for span in run.spans}  # spans are in the order of time: the last backward of each
+        for s, (rank, stage) in enumerate(pipeline):
+            held = max(held, cluster.parameters_of(stage))
+            free[rank], ready[rank, None] = run.network_free[s], last[rank].end
+            passed = cluster.machines[rank].passed["B"][candidate.micro_batch_size]
+            for module in range(*stage):  # backward comes from the end
+                ready[rank, module] = last[rank].start + passed[stage[1]] - passed[module]
+    limit, sums = min(25e6, held * cluster.master_bytes / 8), []
+    for owners, module, parameters in buckets(cluster, places, limit):
+        num_bytes, n = cluster.gradient_bytes(parameters, setting.gradient_wire_dtype), len(owners)
+        ring = [cluster.links[a][b] for a, b in zip(owners, owners[1:] + owners[:1])]
+        rounds = max(1, round(parameters * cluster.master_bytes / limit))  # a large module is several buckets
+        start = max(max(ready[rank, module], free[rank]) for rank in owners)
+        end = start + 2 * (n - 1) * (num_bytes / n / min(link.bandwidth for link in ring)
+                                     + rounds * max(link.latency for link in ring))
+        free.update(dict.fromkeys(owners, end))
+        sums.append(Transfer("all-reduce", None, owners, 2 * (n - 1) * num_bytes, start, end))
+    return sums
+
+
+def buckets(cluster: Cluster, places: list[list[tuple]], limit: float):
+    """(ranks that own it, the module that completes it, parameters) of each bucket, in the order of their launch.
+
+    The tied parameter comes last; module None stands for the end of backward.
+    """
+    parameters = 0
+    owners_of = [tuple(rank for pipeline in places for rank, stage in pipeline if stage[0] <= module < stage[1])
+                 for module in range(len(cluster.names))]
+    for module in reversed(range(len(cluster.names))):
+        owners = owners_of[module]
+        parameters += cluster.parameters[module]
+        is_full = parameters * cluster.master_bytes >= limit
+        if module == 0 or is_full or owners_of[module - 1] != owners:
+            if len(owners) > 1 and parameters:
+                yield owners, module, parameters
+            parameters = 0
+    ends = tuple(dict.fromkeys(rank for pipeline in places for rank, _ in (pipeline[0], pipeline[-1])))
+    if cluster.tied_parameters and len(ends) > 1:
+        yield ends, None, cluster.tied_parameters
+
+
+def peak_memory(cluster: Cluster, pipeline: Pipeline, size: int, setting: Setting) -> list[float]:
+    """Bytes at most, stage by stage: weights, gradients and AdamW's two moments; live activations; messages."""
+    p, peaks = len(pipeline.machines), []
+    for s, stage in enumerate(cluster.stages(pipeline.layers)):
+        live = live_microbatches(setting.schedule, s, p, pipeline.num_microbatches)
+        messages = 4 * size * cluster.hidden_bytes if p > 1 else 0.0  # two posted receives, two sends under way
+        state = 4 * cluster.parameters_of(stage) * cluster.master_bytes
+        peaks.append(state + live * cluster.saved_bytes(stage, size) + messages)
+    return peaks
+
+
+@cache
+def live_microbatches(schedule: Callable, stage: int, num_stages: int, num_microbatches: int) -> int:
+    """Micro-batches at most whose activations a stage holds: what the schedule's own order says."""
+    alive = accumulate(1 if action.kind == "F" else -1 for action in schedule(stage, num_stages, num_microbatches))
+    return max(alive)

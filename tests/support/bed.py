@@ -1,0 +1,40 @@
+"""The test bed tools/testbed.sh from Python: three hosts node0, node1 and node2 on this machine."""
+
+import pathlib
+import subprocess
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "tools" / "testbed.sh"
+NODES = ["node0", "node1", "node2"]
+STATE = pathlib.Path("/run/testbed")  # ssh -F STATE/ssh_config node1, from this machine
+
+
+def cluster(*args, check: bool = True, timeout: float = 60, **options) -> subprocess.CompletedProcess:
+    """Runs `tools/testbed.sh args`, e.g. cluster("exec", "node1", "hostname"), and returns it with its output as text.
+
+    With `check` an exit code other than zero is an AssertionError that shows the output. `options`: subprocess.run's.
+    """
+    command = [SCRIPT, *map(str, args)]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    done = subprocess.run(command, check=False, timeout=timeout, **{**pipes, **options})
+    assert not check or done.returncode == 0, f"{args}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def start(node: str, *command, **options) -> subprocess.Popen:
+    """Starts `command` on `node` and doesn't wait for it. Killing the process that it returns kills the command."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([SCRIPT, "exec", node, *map(str, command)], **{**pipes, **options})
+
+
+@pytest.fixture(scope="module")
+def bed():
+    """Three fresh hosts for the tests of a module; skips them where this machine can't have any (no root, say)."""
+    for command in ("down", "up"):
+        done = cluster(command, check=False)
+        if done.returncode == 2:
+            pytest.skip(done.stderr.strip())
+        assert done.returncode == 0, done.stderr
+    yield
+    cluster("down")

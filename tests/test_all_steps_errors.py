@@ -1,0 +1,219 @@
+"""Bad input: one clear error, from one rank, a non-zero exit code, soon, and nothing left running.
+
+Most cases run train.py in processes forked from one that has imported the slow libraries, see forks.py.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+
+from launch import ROOT, STEPS, environment, fork, torchrun
+from test_step8_interrupt import processes
+
+TINY = ROOT / "assets" / "tiny_llama"
+SECONDS = 20
+SHORT = ["--seq_len", 32, "--micro_batch_size", 1, "--max_tokens", 256, "--num_hidden_layers", 2]  # 4 steps
+
+
+def words(step: int, folder, args) -> list[str]:
+    """The flags of a short run, with `args` last: of a flag given twice the second one counts."""
+    data = ["--gradient_accumulation_steps", 2, "--log_dir", folder / "runs"] if step >= 3 else []
+    return [str(word) for word in (*SHORT, *data, *args)]
+
+
+def check(folder, code: int, stderr: str, seconds: float, expected: list[str]) -> None:
+    errors = re.findall("^error: .*", stderr, re.MULTILINE)
+    assert code > 0 and len(errors) == 1, f"exit code {code}\n{stderr[-4000:]}"
+    assert "Traceback" not in stderr[: stderr.index("error: ")], stderr
+    assert all(text in errors[0] for text in expected), errors[0]
+    assert seconds < SECONDS, f"{seconds:.0f} s until {errors[0]}"
+    assert not (folder / "runs" / "default_run").exists(), "it failed after training had begun"
+
+
+@pytest.fixture
+def fails(tmp_path):
+    def fails(step, args, expected, num_processes=1):
+        """Runs the step in forked processes; of a hang stderr has the traceback."""
+        start = time.perf_counter()
+        done = fork(step, num_processes, *words(step, tmp_path, args), check=False, timeout=SECONDS)
+        check(tmp_path, done.returncode, done.stderr, time.perf_counter() - start, expected)
+
+    return fails
+
+
+def fails_afresh(tmp_path, step, num_processes, args, expected, **env):
+    """The same with torchrun, or as a process of its own; and nothing may be left running."""
+    script, marker = STEPS[str(step)] / "train.py", uuid.uuid4().hex
+    flags = words(step, tmp_path, args)
+    command = torchrun(num_processes, script, *flags) if num_processes > 1 else [sys.executable, str(script), *flags]
+    start = time.perf_counter()
+    done = subprocess.run(command, env=environment(MARKER=marker, **env), capture_output=True, text=True, timeout=60,
+                          stdin=subprocess.DEVNULL)
+    check(tmp_path, done.returncode, done.stderr, time.perf_counter() - start, expected)
+    assert not processes(marker)
+
+
+def title(value):
+    return " ".join(map(str, value[:4])) or None if isinstance(value, list) and str(value[0])[:2] == "--" else None
+
+
+@pytest.mark.parametrize("step, num_processes, args, expected", [
+    (8, 4, ["--tp_size", 2, "--pp_size", 2, "--dp_size", 2], ["dp_size=2 x pp_size=2 x tp_size=2", "8", "4 run"]),
+    (4, 3, ["--tp_size", 3], ["num_attention_heads=8", "tp_size=3", "divides 8"]),
+    (8, 2, ["--tp_size", 2, "--num_key_value_heads", 1], ["num_key_value_heads=1", "tp_size=2", "divides 1"]),
+    (7, 3, ["--pp_size", 3], ["pp_size=3", "num_hidden_layers=2", "--pp_size 2"]),
+], ids=title)
+def test_several_processes_one_error(fails, step, num_processes, args, expected):
+    fails(step, args, expected, num_processes)
+
+
+def test_several_processes_of_torchrun_one_error(tmp_path):
+    fails_afresh(tmp_path, 8, 2, ["--dp_size", 2, "--dataset_name", "no/such"], ["'no/such'", "no such path", "Hub id"])
+
+
+@pytest.mark.parametrize("step", [2, 9])
+def test_machines_with_unlike_backends(tmp_path, step):
+    """As one with a GPU and one without have them: each would wait for ranks that wait elsewhere."""
+    script = tmp_path / "unlike.py"
+    script.write_text(f"""
+import os, sys
+sys.path.insert(0, {str(STEPS[str(step)])!r})
+from process_group_manager import init_process_group
+from utils import one_clear_error
+with one_clear_error():
+    init_process_group("nccl" if os.environ["RANK"] == "1" else "gloo")
+""")
+    done = fork(step, 2, script=script, check=False, timeout=SECONDS)
+    assert done.returncode == 2 and "error: all ranks have to communicate over one backend, but" in done.stderr
+    assert "these differ (rank 0: gloo, rank 1: nccl)" in done.stderr
+
+
+def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
+    """The last stage writes, so it alone finds that it can't; it waits a while for rank 0 to speak."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "taken").write_text("a file")
+    fails(8, ["--pp_size", 2, "--run_name", "taken"], ["taken"], 2)
+
+
+@pytest.mark.parametrize("step, args, expected", [
+    (1, ["--micro_batch_size", 0], ["--micro_batch_size", "at least 1", "0"]),
+    (2, ["--pp_size", 0], ["--pp_size", "at least 1", "0"]),
+    (8, ["--tp_size", 0], ["--tp_size", "at least 1", "0"]),
+    (8, ["--dp_size", -2], ["--dp_size", "at least 1", "-2"]),
+    (8, ["--seq_len", -1], ["--seq_len", "at least 1", "-1"]),
+    (8, ["--seq_len", "long"], ["--seq_len", "'long'"]),
+    (8, ["--gradient_accumulation_steps", 0], ["--gradient_accumulation_steps", "at least 1"]),
+    (8, ["--max_tokens", 0], ["--max_tokens", "at least 1"]),
+    (8, ["--num_hidden_layers", 0], ["--num_hidden_layers", "at least 1"]),
+    (8, ["--num_proc", 0], ["--num_proc", "at least 1"]),
+    (8, ["--num_workers", -1], ["num_workers", "non-negative"]),
+    (1, ["--max_tokens", 31], ["--max_tokens 31", "32"]),
+    (8, ["--max_tokens", 63], ["--max_tokens 63", "64"]),
+    (8, ["--profile_batch", 5], ["--profile_batch 5", "1 to 4"]),
+    (8, ["--profile_batch", -1], ["--profile_batch -1", "1 to 4"]),
+    (8, ["--run_name", "a/b"], ["--run_name 'a/b'", "without slashes"]),
+    (8, ["--run_name", ".."], ["--run_name '..'"]),
+    (8, ["--device", "cuda"], ["--device cuda", "no GPU", "--device cpu"]),
+    (8, ["--pp_engine", "gpipe"], ["--pp_engine", "'gpipe'", "1f1b"]),
+    (9, ["--wire_dtype", "int8"], ["wire_dtype=torch.int8", "no pipeline has a second stage"]),
+    (9, ["--gradient_wire_dtype", "int8"], ["gradient_wire_dtype=torch.int8", "each module is held by one pipeline"]),
+    (9, ["--wire_dtype", "fp8"], ["--wire_dtype", "'fp8'", "bfloat16"]),
+    (8, ["--no_such_flag"], ["--no_such_flag", "--help"]),
+    (8, ["--num_attention_heads", 7], ["--num_attention_heads 7", "128"]),
+    (1, ["--num_key_value_heads", 3], ["num_attention_heads=8", "num_key_value_heads=3"]),
+    (8, ["--tp_size", 2], ["dp_size=1 x pp_size=1 x tp_size=2", "2 processes", "1 run"]),
+    (3, ["--tp_size", 2], ["--tp_size 2", "step 4"]),
+    (3, ["--dp_size", 2], ["--dp_size 2", "step 5"]),
+    (3, ["--pp_size", 2], ["--pp_size 2", "step 7"]),
+    (4, ["--dp_size", 2], ["--dp_size 2", "step 5"]),
+    (5, ["--pp_size", 2], ["--pp_size 2", "step 7"]),
+    (6, ["--pp_size", 2], ["--pp_size 2", "step 7"]),
+], ids=title)
+def test_flags(fails, step, args, expected):
+    fails(step, args, expected)
+
+
+@pytest.mark.parametrize("step, flag", [(1, "--model_name"), (8, "--model_name"), (8, "--dataset_name")])
+def test_neither_a_path_nor_a_hub_id(fails, step, flag):
+    fails(step, [flag, "no/such"], [f"{flag} 'no/such'", f"no such path ({os.path.abspath('no/such')})", "Hub id"])
+
+
+@pytest.mark.parametrize("step, flag", [(1, "--model_name"), (8, "--dataset_name")])
+def test_unreachable_hub_is_found_out_quickly(tmp_path, step, flag):
+    """Without HF_HUB_OFFLINE, as on a laptop in a train: no minute of retries. Port 9 of this machine is nobody's."""
+    env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    fails_afresh(tmp_path, step, 1, [flag, "no/such"], ["no such path", "can't be reached"], **env)
+
+
+@pytest.mark.parametrize("changes, removed, expected", [
+    ({}, ["config.json"], ["holds no model configuration"]),
+    ({}, ["config.json", "tokenizer.json", "tokenizer_config.json"], ["holds no model configuration"]),
+    ({"vocab_size": 512}, [], ["vocab_size=512", "do not belong together"]),
+    ({"attention_bias": True}, [], ["attention_bias=True", "--model_name"]),
+    ({"model_type": "gpt2"}, [], ["--model_name"]),
+    ({"model_type": "t5"}, [], ["--model_name"]),
+    ({"model_type": "mistral"}, [], ["model_type='mistral'", "--model_name"]),
+    ({"model_type": "no_such_type"}, [], ["holds no model configuration"]),
+    ({}, ["tokenizer.json", "tokenizer_config.json"], ["holds no tokenizer"]),
+], ids=lambda value: str(value) if isinstance(value, dict) else None)
+def test_model_directories(fails, tmp_path, changes, removed, expected):
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    for name in removed:
+        (folder / name).unlink()
+    fails(8, ["--model_name", folder], expected)
+
+
+def test_broken_model_files(fails, tmp_path):
+    for name, expected in (("config.json", "holds no model configuration"), ("tokenizer.json", "holds no tokenizer")):
+        folder = shutil.copytree(TINY, tmp_path / name)
+        (folder / name).write_text("{")
+        fails(8, ["--model_name", folder], [expected])
+
+
+@pytest.mark.parametrize("name, content, expected", [
+    ("empty.txt", b"", ["holds 1 tokens", "seq_len + 1 = 33", "--seq_len"]),
+    ("short.txt", b"a few words", ["fewer than", "seq_len + 1 = 33", "larger corpus"]),
+    ("latin1.txt", "caf\u00e9 ".encode("latin-1") * 100, ["not UTF-8", "latin1.txt"]),
+    ("latin1.jsonl", '{"text": "caf\u00e9"}\n'.encode("latin-1") * 100, ["latin1.jsonl"]),
+    ("no_text.jsonl", b'{"story": "once"}\n' * 50, ["no column 'text'", "story"]),
+    ("numbers.jsonl", b'{"text": 5}\n' * 50, ["no column 'text' of strings"]),
+    ("lists.jsonl", b'{"text": ["a", "b"]}\n' * 50, ["no column 'text' of strings"]),
+    ("broken.jsonl", b'{"text": "a"}\n{"text": \n', ["broken.jsonl"]),
+    ("empty.jsonl", b"", ["empty.jsonl"]),
+    ("rubbish.parquet", b"rubbish" * 50, ["rubbish.parquet", "can't be read"]),
+    ("picture.png", b"\x89PNG", [".txt", "found none"]),
+], ids=lambda value: value if isinstance(value, str) else None)
+def test_corpora(fails, tmp_path, name, content, expected):
+    (tmp_path / name).write_bytes(content)
+    fails(8, ["--dataset_name", tmp_path / name], expected)
+
+
+def test_a_bad_corpus_leaves_nothing_in_the_cache(fails, tmp_path):
+    (tmp_path / "latin1.txt").write_bytes("caf\u00e9 ".encode("latin-1") * 100)
+    fails(8, ["--dataset_name", tmp_path / "latin1.txt"], ["not UTF-8"])
+    left = [path.name for path in (tmp_path / "runs").glob("token_cache/*") if path.suffix != ".bin"]
+    assert not left, f"half a file is left: {left}"
+
+
+@pytest.mark.parametrize("names, found", [(["a.txt", "b.jsonl"], ".jsonl, .txt"), ([], "none"), (["a.pdf"], "none")])
+def test_folders(fails, tmp_path, names, found):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text("words")
+    fails(8, ["--dataset_name", folder], [f"found {found}", "one kind"])
+
+
+def test_a_run_that_diverges_says_so(fails, tmp_path):
+    """Not bad input alone, so training has begun by then: `runs` holds the steps before."""
+    args = ["--learning_rate", 1e30, "--max_tokens", 2560, "--run_name", "diverges"]
+    fails(8, args, ["the loss of step", "the run has diverged, lower --learning_rate"])

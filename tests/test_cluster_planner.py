@@ -1,0 +1,279 @@
+"""The planner finds what trying everything finds, on machines of all kinds, and says why where it finds nothing."""
+
+import copy
+import itertools
+import json
+import sys
+
+import pytest
+
+from clusters import made_up_cluster
+from launch import modules_of
+
+with modules_of(9):
+    import plan
+    from planning import planner
+    from planning.groupings import alike
+    from planning.machines import Cluster
+    from pipeline_parallel import afab, one_f_one_b
+    from planning.pipeline_simulation import Pipeline, Setting
+    from planning.plan_report import as_plan, bottleneck, make_plan, report
+    from planning.planner import find_plans
+    from planning.simulation import Candidate, peak_memory, simulate
+
+
+def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
+    """All ways to write `total` as a sum of `parts` numbers from 1 on."""
+    cuts = itertools.combinations(range(1, total), parts - 1)
+    return [tuple(b - a for a, b in zip((0, *cut), (*cut, total))) for cut in cuts]
+
+
+def everything(cluster: Cluster, global_batch: int, setting: Setting, memory: list[float]) -> float:
+    """The shortest step of all candidates there are: every order of every subset, cut in every way."""
+    best, n, runs = float("inf"), len(cluster.machines), {}
+    rows = {row for used in range(1, n + 1) for row in itertools.permutations(range(n), used)}
+    for row, size in itertools.product(rows, cluster.sizes):
+        for number in range(1, len(row) + 1):
+            for cut in compositions(len(row), number):
+                ends = list(itertools.accumulate(cut, initial=0))
+                groups = [row[a:b] for a, b in zip(ends, ends[1:])]
+                if groups != sorted(groups):  # the order of the pipelines changes nothing
+                    continue
+                layers = [compositions(cluster.num_layers, len(group)) for group in groups]
+                for shares in compositions(global_batch // size, number):
+                    for split in itertools.product(*layers):
+                        pipelines = tuple(map(Pipeline, groups, split, shares))
+                        if all(peak <= memory[rank] for p in pipelines
+                               for rank, peak in zip(p.machines, peak_memory(cluster, p, size, setting))):
+                            result = simulate(cluster, Candidate(pipelines, size), setting, runs)
+                            best = min(best, result.step_seconds)
+    return best
+
+
+def plans_for(options: dict, global_batch: int, **arguments):
+    return find_plans(Cluster(made_up_cluster(**options)), global_batch, Setting(), **arguments)
+
+
+SLOW_TO_2 = [[1e6, 1e6, 2e4], [1e6, 1e6, 2e4], [2e4, 2e4, 2e4]]
+
+
+@pytest.mark.parametrize("options", [
+    {"speeds": [4, 2, 1]},
+    {"speeds": [4, 2, 1], "bandwidth": 1e6, "parameters": 3000, "ends": 2e-3},
+    {"speeds": [1, 1, 1], "bandwidth": 1e6, "parameters": 30000, "latency": 1e-4},
+    {"speeds": [3, 1, 2], "bandwidth": SLOW_TO_2, "tied": True, "overhead": 2e-4},
+    {"speeds": [1, 5, 3], "memory": [3e5, 8e4, 1.5e5], "bandwidth": 1e7},
+    {"speeds": [2, 3, 2], "bandwidth": 4e6, "latency": 2e-3, "sizes": (1, 2), "optimizer_seconds": 1e-7},
+    {"speeds": [1, 3.3, 2.7], "layers": 5, "bandwidth": 3.7e5, "parameters": 7669, "hidden_bytes": 65536.0,
+     "tied": True, "memory": [1.35e6, 8.2e5, 1.25e6]},
+    {"speeds": [1, 2.875, 4], "layers": 5, "bandwidth": 4.679e6, "parameters": 5392, "ends": 4e-3,
+     "optimizer_seconds": 1e-7},
+], ids=["fast links", "slow links", "gradients too large", "one slow link", "little memory", "latency", "unlike memory",
+        "unlike ends"])
+def test_as_good_as_trying_everything(options):
+    for schedule in one_f_one_b, afab:
+        cluster, setting = Cluster(made_up_cluster(**{"layers": 4, **options})), Setting(schedule)
+        memory = [0.9 * machine.free_memory for machine in cluster.machines]
+        best = everything(cluster, 6, setting, memory)
+        if best == float("inf"):  # AFAB with little memory
+            with pytest.raises(ValueError, match="not enough memory for any plan"):
+                find_plans(cluster, 6, setting)
+            continue
+        plans = find_plans(cluster, 6, setting)
+        assert best * (1 - 1e-9) <= plans.best[0].result.step_seconds <= 1.01 * best
+        groupings = {frozenset(frozenset(p.machines) for p in scored.candidate.pipelines) for scored in plans.best}
+        assert len(groupings) == len(plans.best)
+        for scored in plans.best:  # as simulated alone, and within memory
+            assert simulate(cluster, scored.candidate, setting).step_seconds == scored.result.step_seconds
+            assert all(peak <= memory[rank] for rank, peak in scored.result.peak_memory.items())
+
+
+@pytest.mark.parametrize("options", [
+    {"bandwidth": 1e9}, {"bandwidth": 1e6, "parameters": 50000}, {"bandwidth": 2e5, "parameters": 300},
+    {"bandwidth": 1e7, "latency": 5e-3, "ends": 4e-3}, {"bandwidth": 3e5, "parameters": 10**6, "memory": 7e7},
+], ids=["fast links", "gradients", "hidden states", "latency", "a pipeline of slow links"])
+@pytest.mark.parametrize("schedule", [one_f_one_b, afab])
+def test_the_estimate(monkeypatch, options, schedule):
+    """What the formula likes best is nearly the best, before any other has been simulated or improved on.
+
+    For AFAB it is coarser: it takes forward and backward as if they could make up for each other.
+    """
+    cluster = Cluster(made_up_cluster([4, 3, 2, 1], **options))
+    best = find_plans(cluster, 24, Setting(schedule)).best[0].result.step_seconds
+    monkeypatch.setattr(planner, "ESTIMATES_KEPT", 1)
+    monkeypatch.setattr(planner.Search, "improve", lambda *_: iter(()))
+    monkeypatch.setattr(planner, "uniform_plans", lambda *_: {})
+    plans = find_plans(cluster, 24, Setting(schedule))
+    assert plans.num_simulated == 1
+    assert plans.best[0].result.step_seconds <= (1.1 if schedule is one_f_one_b else 1.5) * best
+
+
+def test_the_period_of_a_slow_network():
+    """The middle one of three stages sends two messages a micro-batch, of a second each."""
+    cluster = Cluster(made_up_cluster([1e6] * 3, layers=3, bandwidth=4096.0))
+    estimate = planner.Estimate(cluster, Setting(afab), 1, 8, [1e15] * 3)
+    assert estimate.time((0, 1, 2), (1, 1, 1), 8).period == pytest.approx(2)
+
+
+def test_shares_by_speed():
+    """4:2:1 on fast links: each machine the whole model, and micro-batches by its speed."""
+    best = plans_for({"speeds": [2, 4, 1], "bandwidth": 1e9}, 28).best[0]
+    assert {p.machines: p.num_microbatches for p in best.candidate.pipelines} == {(0,): 8, (1,): 16, (2,): 4}
+    assert best.result.step_seconds == pytest.approx(28 / 7 * 8 * 3e-3, rel=0.01)
+
+
+def test_slow_links():
+    """Gradients too large for the network: a pipeline, as hidden states are smaller. These too: one machine."""
+    best = plans_for({"speeds": [1] * 3, "bandwidth": 1e6, "parameters": 10**6, "layer": 0.02}, 32).best[0]
+    assert len(best.candidate.pipelines) == 1 and len(best.candidate.pipelines[0].machines) == 3
+    options = {"speeds": [4, 3, 1], "bandwidth": 1e3, "parameters": 10**6}
+    plans = plans_for(options, 32)
+    assert plans.best[0].candidate.pipelines == (Pipeline((0,), (8,), 32),)
+    assert plans.uniform["the fastest machine alone"].candidate == plans.best[0].candidate
+
+
+def test_a_slow_machine_idles():
+    plans = plans_for({"speeds": [4, 4, 0.01], "bandwidth": 1e9, "layers": 4}, 8)
+    assert {p.machines for p in plans.best[0].candidate.pipelines} == {(0,), (1,)}
+
+
+def test_a_machine_behind_a_slow_link_is_not_in_the_middle():
+    far = [[1e5 if 0 in (i, j) else 1e8 for j in range(4)] for i in range(4)]
+    options = {"speeds": [1] * 4, "bandwidth": far, "parameters": 10**6, "memory": 6e7, "layer": 0.05}
+    pipelines = plans_for(options, 16).best[0].candidate.pipelines
+    assert len(pipelines) == 1 and 0 not in pipelines[0].machines[1:-1]
+
+
+def test_never_worse_than_uniform():
+    for speeds, bandwidth in (([1, 1, 1, 1], 1e7), ([3, 2, 2, 1], 1e8), ([1, 1.5, 2, 4, 4], 1e6)):
+        plans = plans_for({"speeds": speeds, "bandwidth": bandwidth, "latency": 1e-4}, 24)
+        steps = [scored.result.step_seconds for scored in plans.uniform.values()]
+        assert len(steps) == 3 and plans.best[0].result.step_seconds <= min(steps)
+
+
+def test_alike_machines_are_searched_once():
+    plans = plans_for({"speeds": [1] * 10, "bandwidth": 1e8}, 20)
+    partitions_up_to_10 = 1 + 2 + 3 + 5 + 7 + 11 + 15 + 22 + 30 + 42
+    assert plans.num_estimated == partitions_up_to_10
+    nearly = Cluster(made_up_cluster([1, 1.02, 2, 0.99]))
+    assert alike(nearly) == [[0, 1, 3], [2]]
+    other_link = Cluster(made_up_cluster([1] * 3, latency=[[1, 1, 1], [1, 1, 2], [1, 2, 1]]))
+    assert alike(other_link) == [[0], [1, 2]]
+
+
+def test_eight_unlike_machines():
+    """All 21146 groupings of them, in one go: a few seconds, as only what is promising is simulated."""
+    speeds = [8, 7, 6, 5, 4, 3, 2, 1]
+    options = {"speeds": speeds, "layers": 32, "bandwidth": 1e8, "parameters": 10000}
+    plans = plans_for(options, 64)
+    assert plans.num_estimated == 21146
+    actions = sum(2 * len(p.machines) * p.num_microbatches
+                  for p in {p for s in plans.best for p in s.candidate.pipelines})
+    assert actions < 1.2 * 2 * planner.ACTIONS
+    ideal = 64 * 32 * 3e-3 / sum(speeds)
+    assert plans.best[0].result.step_seconds < 1.15 * ideal
+
+
+def test_many_machines():
+    """More than can be grouped in all ways: pipelines cut from a row of them."""
+    speeds = [1 + 0.2 * i for i in range(10)]
+    plans = plans_for({"speeds": speeds, "layers": 16, "bandwidth": 1e8, "parameters": 10000}, 30)
+    assert plans.num_estimated < 1000
+    assert plans.best[0].result.step_seconds < 1.5 * 30 * 16 * 3e-3 / sum(speeds)
+
+
+def test_memory():
+    """Machines that hold a few layers each are one pipeline; with less memory there is no plan, and it says why."""
+    options = {"speeds": [4, 2, 1], "parameters": 1000, "saved_bytes": 100.0}
+    plans = plans_for({**options, "memory": 9.5e4}, 12)
+    assert [sorted(p.machines) for p in plans.best[0].candidate.pipelines] == [[0, 1, 2]]
+    assert plans.uniform["data parallel, even shares"] == "the memory of machine 0 (host0) does not suffice"
+    with pytest.raises(ValueError, match=r"takes 0.1611 MB, and all machines may use 0.1125 MB: .*machine 1 \(host1\) "
+                                         r"0.0495 MB for 1 of the layers; .*: 2 of 8 layers are placed"):
+        plans_for({**options, "memory": [4e4, 5.5e4, 3e4]}, 12)
+    with pytest.raises(ValueError, match="not enough memory"):
+        plans_for({**options, "memory": 9.5e4}, 12, memory_fraction=0.5)
+
+
+def test_micro_batch_sizes():
+    options = {"speeds": [2, 1], "sizes": (1, 2, 4), "overhead": 1e-3}
+    plans = plans_for(options, 24)
+    assert plans.best[0].candidate.micro_batch_size == 4  # of equal speed, with the fewest overheads
+    assert plans_for(options, 6).best[0].candidate.micro_batch_size == 2
+    assert plans_for(options, 24, sizes=[1]).best[0].candidate.micro_batch_size == 1
+    with pytest.raises(ValueError, match="--micro_batch_size 3 was not measured"):
+        plans_for(options, 24, sizes=[3])
+    with pytest.raises(ValueError, match=r"--global_batch 3 is no multiple of a micro-batch size \(2\)"):
+        plans_for(options, 3, sizes=[2])
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda data: data.pop("links"), "'links' is missing"),
+    (lambda data: data["machines"][1].pop("free_memory"), "machine 1: 'free_memory' is missing"),
+    (lambda data: data["machines"][0]["forward"]["1"].pop(), "machine 0: 'forward' of micro-batch size 1 should have"),
+    (lambda data: data["machines"][0]["backward"].update({"x": []}), "micro-batch size 'x'"),
+    (lambda data: data["machines"][1]["backward"].clear(), "no micro-batch size in common"),
+    (lambda data: data["links"][0][1].update(bandwidth=0), "link from machine 0 to machine 1: bandwidth 0"),
+    (lambda data: data["links"][0].__setitem__(1, None), "the link from machine 0 to machine 1 is missing"),
+    (lambda data: data["links"].pop(), "'links' should be 2 rows of 2"),
+    (lambda data: data.update(hidden_bytes="much"), "'hidden_bytes' should be a number, zero or more, but is 'much'"),
+    (lambda data: data["modules"][2].update(parameters=float("nan")), "decoder_layers.1: 'parameters' should be a"),
+    (lambda data: data.update(dtype="float3"), "dtype 'float3' is none of"),
+    (lambda data: data.update(modules=data["modules"][:1]), "no row of numbered layers"),
+    (lambda data: data.update(machines=[], links=[]), "0 machines"),
+])
+def test_a_broken_cluster_json(change, message):
+    data = made_up_cluster([1, 2])
+    change(data)
+    with pytest.raises(ValueError, match=message):
+        Cluster(data)
+
+
+def test_why_uniform_loses():
+    cluster = Cluster(made_up_cluster([4, 2, 1], bandwidth=1e9))
+    plans = find_plans(cluster, 28, Setting())
+    why = bottleneck(cluster, plans.uniform["data parallel, even shares"])
+    assert "machine 2 (host2) computes for 0.216 s (the others 0.084 s on average)" in why
+    text = report(cluster, plans, top=2)
+    assert '--pipelines "8;8;8" --num_microbatches "16,8,4" --micro_batch_size 1 | machines 0; 1; 2' in text
+    assert "data parallel, even shares: 2.25 times the best plan's step: of 0.216 s machine 2" in text
+    cluster = Cluster(made_up_cluster([1] * 3, bandwidth=1e6, parameters=10**6))
+    even = find_plans(cluster, 9, Setting()).uniform["data parallel, even shares"]
+    assert "gradients' sums keep the network of machine 0 busy for" in bottleneck(cluster, even)
+    cluster = Cluster(made_up_cluster([1] * 2, bandwidth=1e4))
+    even = find_plans(cluster, 9, Setting()).uniform["one pipeline, even layers"]
+    assert "transfers between stages keep the link from machine 0 to 1 busy" in bottleneck(cluster, even)
+
+
+def run_plan(monkeypatch, *flags) -> None:
+    monkeypatch.setattr(sys, "argv", ["plan.py", *map(str, flags)])
+    plan.main()
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    data, out = made_up_cluster([4, 2, 1], bandwidth=1e7), tmp_path / "plan.json"
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(data))
+    run_plan(monkeypatch, path, "--global_batch", 28, "--out", out, "--wire_dtype", "int8", "--schedule", "afab")
+    written = json.loads(out.read_text())
+    assert written == make_plan(copy.deepcopy(data), 28, Setting(afab, "int8"))
+    assert written["global_batch"] == 28 and written["wire_dtype"] == "int8" and written["schedule"] == "afab"
+    assert sum(p["num_microbatches"] for p in written["pipelines"]) * written["micro_batch_size"] == 28
+    assert all(sum(p["layers"]) == 8 for p in written["pipelines"])
+    printed = capsys.readouterr().out
+    assert f"plan: {out}" in printed and f"train.py --plan {out} --model_name toy" in printed
+    assert "--pp_engine afab --wire_dtype int8" in printed and "2 on host2" in printed
+    for flags, message in (
+        ([], "say what to do"),
+        ([path, "--measure", "x.json"], "one of the three"),
+        ([path, "--seq_len", 99], "--seq_len 99, but .* was measured with 16"),
+        ([path, "--memory_fraction", 2], "more than 0 and at most 1"),
+        ([out], "'machines' is missing|'hidden_bytes' is missing"),
+        ([__file__], "is no JSON file"),
+        (["--measure", "x.json"], "start it with torchrun"),
+    ):
+        monkeypatch.delenv("RANK", raising=False)
+        with pytest.raises(ValueError, match=message):
+            run_plan(monkeypatch, *flags)
+    cluster = Cluster(data)
+    assert as_plan(cluster, find_plans(cluster, 28, Setting(afab, "int8")).best[0], Setting(afab, "int8")) == written

@@ -1,0 +1,37 @@
+"""The baseline, step 3's train.py, against Hugging Face's Llama and torch.optim.AdamW, sample for sample."""
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from huggingface import reference, their_name
+from launch import ROOT, losses
+from test_all_steps_same_math import record
+
+STEPS_TAKEN, SAMPLES, SEQ_LEN, LEARNING_RATE = 20, 8, 16, 3e-3
+
+
+def test_baseline_equals_huggingface(tmp_path):
+    flags = ["--dtype", "float64", "--micro_batch_size", 2, "--gradient_accumulation_steps", 4, "--seq_len", SEQ_LEN,
+             "--max_tokens", STEPS_TAKEN * SAMPLES * SEQ_LEN, "--learning_rate", LEARNING_RATE, "--log_dir", tmp_path]
+    record(tmp_path, 3, 1, flags)
+    recorded = torch.load(tmp_path / "rank0.pt")
+    [tokens] = [np.fromfile(path, dtype=np.int32) for path in (tmp_path / "token_cache").glob("*.bin")]
+    tokens = torch.from_numpy(tokens.astype(np.int64))
+
+    model = reference(AutoConfig.from_pretrained(ROOT / "assets" / "tiny_llama"), recorded["initial"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    for step, loss in enumerate(losses(tmp_path)):
+        first = step * SAMPLES * SEQ_LEN
+        input_ids = tokens[first : first + SAMPLES * SEQ_LEN].view(SAMPLES, SEQ_LEN)
+        target_ids = tokens[first + 1 : first + SAMPLES * SEQ_LEN + 1].view(SAMPLES, SEQ_LEN)
+        logits = model(input_ids, use_cache=False).logits
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target_ids.flatten())
+        optimizer.zero_grad()
+        expected.backward()
+        if step == 0:
+            gradients = {name: param.grad for name, param in model.named_parameters()}
+            for name, gradient in recorded["grads"].items():
+                assert (gradient - gradients[their_name(name)]).abs().max() <= 1e-9, name
+        optimizer.step()
+        assert abs(loss - expected.item()) <= 1e-9, f"step {step + 1}: {loss} against {expected.item()}"

@@ -1,0 +1,204 @@
+"""Step 9: weights of a stage that was built on the meta device, and what a tp rank keeps of them."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from families import (
+    CASES, DECODERS, IDS, TIED, PipelineStage, hf_tensor_parallel, load_weights, run_chain, stages_on_meta, toy,
+    toy_batch, toy_on_meta)
+from launch import MODELS, ROOT, fork
+from safetensors.torch import save_file
+
+
+def same_parameters(stage: PipelineStage, whole) -> None:
+    expected = dict(whole.named_parameters(remove_duplicate=False))
+    for name, param in stage.model.named_parameters(remove_duplicate=False):
+        assert torch.equal(param, expected[name]) and param.dtype == torch.float64 and param.is_contiguous(), name
+    buffers = dict(whole.named_buffers())
+    for name, buffer in stage.model.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(name, tied) -> a directory that save_pretrained wrote, in several files."""
+    folders = {}
+
+    def save(name: str, tied: bool = False) -> str:
+        if (name, tied) not in folders:
+            folders[name, tied] = str(tmp_path_factory.mktemp("saved") / name)
+            toy(name, tied).save_pretrained(folders[name, tied], max_shard_size="40KB")
+        return folders[name, tied]
+
+    return save
+
+
+@pytest.mark.parametrize("name, tied", CASES, ids=IDS)
+def test_stages_built_on_meta_and_read_from_a_directory(name, tied, saved):
+    whole, batch = toy(name, tied), toy_batch(name)
+    stages = stages_on_meta(name, [1, 2], tied)
+    for stage in stages:
+        assert load_weights(stage, saved(name, tied)) == []
+        same_parameters(stage, whole)
+    assert torch.equal(run_chain(stages, batch)[0].logits, whole(**batch).logits)
+
+
+def test_weights_from_memory():
+    whole = toy("gpt2", tied=True)
+    stages = stages_on_meta("gpt2", [1, 2], tied=True)
+    for stage in stages:
+        load_weights(stage, whole.state_dict())
+        same_parameters(stage, whole)
+        assert all(param.data_ptr() not in {p.data_ptr() for p in whole.parameters()} for param in stage.parameters())
+    single, = stages_on_meta("gpt2", [3], tied=True)
+    load_weights(single, whole.state_dict())
+    assert single.model.lm_head.weight is single.model.transformer.wte.weight
+
+
+def test_names_of_the_hub(tmp_path, saved):
+    """GPT-2's file is one of the bare model; older BERTs call the norm's weights gamma and beta."""
+    for name, rename in {"gpt2": lambda n: n.removeprefix("transformer."),
+                         "bert": lambda n: n.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+                             "LayerNorm.bias", "LayerNorm.beta")}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        weights = toy(name, tied=True).state_dict()
+        first = "transformer.wte.weight" if name == "gpt2" else "bert.embeddings.word_embeddings.weight"
+        untied = {n: w for n, w in weights.items() if n == first or w.data_ptr() != weights[first].data_ptr()}
+        save_file({rename(n): w.clone() for n, w in untied.items()}, folder / "model.safetensors")
+        for stage in stages_on_meta(name, [1, 2], tied=True):
+            load_weights(stage, str(folder))
+            same_parameters(stage, toy(name, tied=True))
+
+
+def test_a_stage_opens_only_its_files(tmp_path, saved):
+    folder = tmp_path / "part"
+    shutil.copytree(saved("llama"), folder)
+    with open(folder / "model.safetensors.index.json") as file:
+        file_of = json.load(file)["weight_map"]
+    first, last = stages_on_meta("llama", [1, 2])
+    own = {file_of[name] for name, _ in first.model.named_parameters()}
+    others = set(file_of.values()) - own
+    assert own and others
+    for name in others:
+        (folder / name).unlink()
+    load_weights(first, str(folder))
+    with pytest.raises(ValueError, match=r"model-.*safetensors is missing, though .*index.json names it"):
+        load_weights(last, str(folder))
+
+
+def test_weights_that_are_not_there(tmp_path, saved):
+    stage, = stages_on_meta("gpt2-classifier", [3])
+    with pytest.raises(ValueError, match=r"has no weights for 1 parameters of stage 0: score.weight$"):
+        load_weights(stage, saved("gpt2"))
+    stage, = stages_on_meta("llama", [3])
+    with pytest.raises(ValueError, match=r"the state dict has no weights for 30 parameters of stage 0: .*, \.\.\.$"):
+        load_weights(stage, {})
+    with pytest.raises(ValueError, match=r"has neither model.safetensors nor .* \(pytorch_model.bin\)"):
+        (tmp_path / "pytorch_model.bin").touch()
+        load_weights(stage, str(tmp_path))
+    with pytest.raises(ValueError, match=r"has neither model.safetensors nor .*\(no such directory\)"):
+        load_weights(stage, str(tmp_path / "nowhere"))
+    stage, = stages_on_meta("gpt2", [3], n_positions=64)
+    with pytest.raises(ValueError, match=r"wpe.weight has the shape \(32, 32\) in .*of the model \(64, 32\)"):
+        load_weights(stage, saved("gpt2"))
+
+
+def test_a_new_head_over_pretrained_weights(saved):
+    def load(seed):
+        stage = stages_on_meta("gpt2-classifier", [1, 2])[1]
+        assert load_weights(stage, saved("gpt2"), new_modules=("score",), seed=seed) == ["score.weight"]
+        return stage.model
+
+    one, again, other = load(1), load(1), load(2)
+    assert torch.equal(one.transformer.ln_f.weight, toy("gpt2").transformer.ln_f.weight)
+    assert torch.equal(one.score.weight, again.score.weight) and not torch.equal(one.score.weight, other.score.weight)
+    assert 0 < one.score.weight.std() < 0.1
+
+
+def test_a_new_head_for_another_number_of_classes(saved):
+    names = ["classifier.weight", "classifier.bias"]
+    stage = stages_on_meta("bert-classifier", [1, 2], num_labels=5)[1]
+    assert load_weights(stage, saved("bert-classifier"), new_modules=("classifier",)) == names
+    assert stage.model.classifier.weight.shape == (5, 32)
+    stage = stages_on_meta("bert-classifier", [1, 2])[1]
+    assert load_weights(stage, saved("bert-classifier"), new_modules=("classifier",)) == []
+    stage = stages_on_meta("bert-classifier", [1, 2], num_labels=5)[1]
+    with pytest.raises(ValueError, match=r"classifier.weight has the shape \(3, 32\) in .*of the model \(5, 32\)"):
+        load_weights(stage, saved("bert-classifier"))
+
+
+def test_of_a_new_module_only_what_is_missing_is_drawn():
+    weights = toy("bert-classifier").state_dict()
+    del weights["bert.pooler.dense.bias"]
+    stage = stages_on_meta("bert-classifier", [1, 2])[1]
+    assert load_weights(stage, weights, new_modules=("bert.pooler",)) == ["bert.pooler.dense.bias"]
+    assert torch.equal(stage.model.bert.pooler.dense.weight, weights["bert.pooler.dense.weight"])
+    assert not stage.model.bert.pooler.dense.bias.any(), "as Hugging Face draws it"
+
+
+def test_a_buffer_that_the_model_does_not_compute(saved):
+    stage, = stages_on_meta("llama", [3])
+    stage.model.model.rotary_emb.register_buffer("scale", torch.ones(2, device="meta"), persistent=False)
+    with pytest.raises(NotImplementedError, match="the buffer model.rotary_emb.scale is not computed"):
+        load_weights(stage, saved("llama"))
+
+
+@pytest.fixture(scope="module")
+def tp_errors(tmp_path_factory):
+    """Of all families, from one start of two processes."""
+    folder = tmp_path_factory.mktemp("tp")
+    fork(9, 2, folder, script=ROOT / "tests" / "support" / "families_over_tp.py", modules=MODELS)
+    with open(folder / "errors.json") as file:
+        return json.load(file)
+
+
+TP_CASES = [*DECODERS, "opt-projected", "gpt2-classifier", "llama-classifier"]
+
+
+@pytest.mark.parametrize("name", [*TP_CASES, *(f"{name}-tied" for name in TP_CASES if name in TIED)])
+def test_two_tp_ranks_compute_the_whole_model(name, tp_errors):
+    loss, gradients, unlike = tp_errors[name]
+    assert loss <= 1e-9 and gradients <= 1e-9
+    assert unlike == 0.0, "what is whole on each tp rank has to stay the same there"
+
+
+def test_two_tp_ranks_with_the_librarys_own_norms(tp_errors):
+    assert max(tp_errors["qwen3-float32-norms"]) <= 1e-6
+
+
+@pytest.mark.parametrize("name, changes, message", [
+    ("gpt2", {}, "num_attention_heads=4 cannot be split over tp_size=3: use a tp_size that divides 4"),
+    ("llama", dict(num_attention_heads=6, num_key_value_heads=2, hidden_size=48),
+     "num_key_value_heads=2 cannot be split over tp_size=3"),
+    ("gpt-neox", dict(num_attention_heads=3, hidden_size=48, intermediate_size=50),
+     "intermediate_size=50 cannot be split over tp_size=3"),
+    ("opt", dict(num_attention_heads=3, hidden_size=48, ffn_dim=50), "ffn_dim=50 cannot be split over tp_size=3"),
+    ("gpt2", dict(n_head=3, n_embd=48, n_inner=50), "n_inner=50 cannot be split over tp_size=3"),
+])
+def test_sizes_that_tp_does_not_divide(name, changes, message, monkeypatch):
+    monkeypatch.setattr(hf_tensor_parallel.pgm, "process_group_manager", Grid())
+    with pytest.raises(ValueError, match=message):
+        hf_tensor_parallel.apply_tensor_parallel(toy_on_meta(name, **changes))
+
+
+@pytest.mark.parametrize("name", ["bert", "bert-classifier", "vit"])
+def test_models_that_tp_does_not_split(name, monkeypatch):
+    monkeypatch.setattr(hf_tensor_parallel.pgm, "process_group_manager", Grid())
+    message = "^Tensor parallelism for .* is not implemented, but .*GPT2Block.*tp_size 1$"
+    with pytest.raises(NotImplementedError, match=message):
+        hf_tensor_parallel.apply_tensor_parallel(toy_on_meta(name))
+
+
+class Grid:
+    tp_world_size, tp_rank = 3, 0
+
+
+def test_fused_matrices_are_cut_matrix_by_matrix(monkeypatch):
+    monkeypatch.setattr(hf_tensor_parallel.pgm, "process_group_manager", Grid())
+    full = torch.arange(18).view(1, 18)  # q is 0 to 5, k 6 to 11, v 12 to 17
+    assert hf_tensor_parallel.part_of(full, 1, fused=3).tolist() == [[0, 1, 6, 7, 12, 13]]
+    assert hf_tensor_parallel.part_of(full, 1).tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert hf_tensor_parallel.part_of(full, None).tolist() == full.tolist()

@@ -1,0 +1,159 @@
+"""Step 9's wire: what travels as bfloat16 or int8 is rounded no more than it says, and training stays what it was."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+from launch import ROOT, STEPS, fork, losses, modules_of
+
+SHAPES = [(2, 3, 7), (1, 1, 1), (3, 1024), (5, 1)]
+STEPS_TRAINED, SEQ_LEN = 20, 16
+COMMON = ["--num_hidden_layers", 4, "--seq_len", SEQ_LEN, "--micro_batch_size", 2,
+          "--max_tokens", STEPS_TRAINED * 16 * SEQ_LEN]
+UNLIKE, THREE, OVER_TP = (["--pipelines", pipelines, "--num_microbatches", counts, "--tp_size", tp] for
+                          pipelines, counts, tp in (("4;3,1", "6,2", 1), ("1,2,1", "8", 1), ("3,1;4", "6,2", 2)))
+RUNS = {  # name -> ranks, flags
+    "unlike": (3, UNLIKE),
+    "unlike-as-it-is": (3, [*UNLIKE, "--wire_dtype", "float32", "--gradient_wire_dtype", "float32"]),
+    "unlike-bfloat16": (3, [*UNLIKE, "--wire_dtype", "bfloat16", "--gradient_wire_dtype", "bfloat16"]),
+    "unlike-int8": (3, [*UNLIKE, "--wire_dtype", "int8", "--gradient_wire_dtype", "int8"]),
+    "three-int8": (3, [*THREE, "--wire_dtype", "int8"]),
+    "float64-float32": (3, [*UNLIKE, "--dtype", "float64", "--wire_dtype", "float32",
+                            "--gradient_wire_dtype", "float32"]),
+    "tied-int8": (3, [*UNLIKE, "--wire_dtype", "int8", "--gradient_wire_dtype", "int8"]),
+    "tp2-int8": (6, [*OVER_TP, "--wire_dtype", "int8", "--gradient_wire_dtype", "int8"]),
+}
+
+
+@pytest.fixture(scope="module")
+def wire():
+    with modules_of(9):
+        import wire
+        yield wire
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Runs all; returns the folder of what they leave."""
+    folder = tmp_path_factory.mktemp("wire")
+    shutil.copytree(ROOT / "assets" / "tiny_llama", folder / "tied")
+    config = json.loads((folder / "tied" / "config.json").read_text())
+    (folder / "tied" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    for name, (ranks, flags) in RUNS.items():
+        model = ["--model_name", folder / "tied"] if "tied" in name else []
+        fork(9, ranks, folder / name, STEPS["9"] / "train.py", *COMMON, *flags, *model, "--log_dir", folder / name,
+             script=ROOT / "tests" / "support" / "record.py")
+    return folder
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float64])
+def test_rounding(wire, shape, source):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(1e3).to(source)
+    x.view(-1, shape[-1])[0] = 0  # a row of zeros has no scale to divide by
+    for name, dtype in wire.WIRE_DTYPES.items():
+        message, room = wire.encode(x, dtype), wire.empty_message(shape, dtype, x.device)
+        assert message.is_contiguous() and (message.shape, message.dtype) == (room.shape, room.dtype)
+        size, rows = x.numel(), math.prod(shape[:-1])
+        assert message.nbytes == {"float32": 4 * size, "bfloat16": 2 * size, "int8": size + 4 * rows}[name]
+        back = wire.decode(message, shape, dtype, source)
+        largest = x.double().abs().amax(-1, keepdim=True)
+        allowed = {"float32": 2**-24 * x.double().abs(), "bfloat16": 2**-8 * x.double().abs(),
+                   "int8": largest / 254 * (1 + 1e-5)}[name]
+        if source == torch.bfloat16:  # the result is rounded once more
+            allowed = allowed + 2**-8 * largest
+        assert back.dtype == source and back.shape == x.shape
+        assert ((back.double() - x.double()).abs() <= allowed).all()
+        assert back.view(-1, shape[-1])[0].eq(0).all()
+        if dtype == source:
+            assert message is x, "a copy, where nothing has to change"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e300])
+def test_what_is_not_finite_stays_so(wire, bad):
+    """In float32 1e300 is none either."""
+    x = torch.ones(3, 5, dtype=torch.float64)
+    x[1, 2] = bad
+    for dtype in wire.WIRE_DTYPES.values():
+        back = wire.decode(wire.encode(x, dtype), x.shape, dtype, torch.float32)
+        assert not back[1, 2].isfinite() and back[[0, 2]].eq(1).all(), (bad, dtype)
+
+
+def test_tiny_and_huge_rows(wire):
+    for value in (1e-44, 1e-38, 3e38):
+        x = torch.tensor([[value, -value, value / 2]])
+        back = wire.decode(wire.encode(x, torch.int8), x.shape, torch.int8, x.dtype)
+        assert ((back - x).abs() <= max(value / 254 * 1.01, 1e-43)).all(), (x, back)
+
+
+def test_wire_of_its_own_dtype_changes_no_bit(recorded):
+    assert losses(recorded / "unlike-as-it-is") == losses(recorded / "unlike")
+
+
+@pytest.mark.parametrize("name, worst, least", [
+    ("unlike-bfloat16", 0.005, 5e-5), ("unlike-int8", 0.03, 1e-4), ("three-int8", 0.03, 1e-4),
+    ("float64-float32", 1e-3, 0), ("tp2-int8", 0.03, 1e-4)])
+def test_losses_stay_near_those_in_full_precision(recorded, name, worst, least):
+    """At least so far apart as well: else nothing was rounded."""
+    full, rounded = losses(recorded / "unlike"), losses(recorded / name)
+    off = max(abs(a - b) for a, b in zip(full, rounded))
+    assert len(rounded) == STEPS_TRAINED and least < off < worst, off
+    assert rounded[-1] < rounded[0] - 0.5
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "three-int8"])
+def test_copies_of_a_parameter_keep_the_same_bits(recorded, name):
+    """Those in the two pipelines, and at both ends of one: what all have summed is what all have decoded."""
+    copies: dict = {}
+    for path in (recorded / name).glob("rank*.pt"):
+        rank = torch.load(path)
+        for key, tensor in rank["final"].items():
+            place = rank["place"]["tp"], key.replace("final_proj", "embedding") if "tied" in name else key
+            copies.setdefault(place, []).append((tensor, rank["grads"][key]))
+    assert len(copies) > 30
+    for (tp_rank, key), found in copies.items():
+        assert len(found) == (3 if key == "embedding.weight" and "tied" in name else 2), key
+        assert all(torch.equal(one, found[0][i]) for pair in found for i, one in enumerate(pair)), (key, tp_rank)
+
+
+def test_gradients_that_are_not_finite_reach_all(wire, tmp_path):
+    """A NaN of one rank ends up in everyone's sum; buffers shorter than one row a rank, and odd, sum up right."""
+    script = tmp_path / "sum.py"
+    script.write_text(f"""
+import sys
+sys.path.insert(0, {str(STEPS["9"])!r})
+import torch, torch.distributed as dist
+from wire import ROW, CompressedAllReduce
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for size in (1, 5, 3 * ROW, 7 * ROW + 3):
+    for dtype, allowed in ((torch.int8, 2 / 127), (torch.bfloat16, 2 / 256), (torch.float32, 1e-6)):
+        exact = torch.stack([torch.randn(size, generator=torch.Generator().manual_seed(r)) for r in range(3)])
+        both = []
+        for poison in (False, True):
+            buffer = exact[rank].clone()
+            if poison and rank == 1:
+                buffer[size // 2] = float("nan")
+            both.append((buffer, CompressedAllReduce(buffer, dist.group.WORLD, dtype)))  # two under way at once
+        for _, handle in both:
+            handle.gather()
+        for _, handle in both:
+            handle.wait()
+        off = (both[0][0] - exact.sum(0)).abs().max() / exact.abs().max()
+        assert off <= 2 * allowed, (size, dtype, off)
+        assert both[1][0][size // 2].isnan() and (size <= ROW or both[1][0][-1].isfinite()), (size, dtype)
+        everyone = [torch.empty_like(both[0][0]) for _ in range(3)]
+        dist.all_gather(everyone, both[0][0])
+        assert all(torch.equal(one, everyone[0]) for one in everyone)
+dist.destroy_process_group()
+""")
+    fork(9, 3, script=script, timeout=60)
+
+
+def test_unknown_wire_dtype(wire):
+    with pytest.raises(ValueError, match="wire_dtype='fp8' is none of float32, bfloat16, int8"):
+        wire.parse_wire_dtype("wire_dtype", "fp8")
+    assert wire.parse_wire_dtype("wire_dtype", None) is None

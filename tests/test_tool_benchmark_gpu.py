@@ -1,0 +1,160 @@
+"""The GPU benchmark without a GPU: its arithmetic, its search, its one error, and the toy shape on the CPU."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig
+
+import benchmark_gpu
+from benchmark_gpu import CONTESTANTS, SHAPES, Llama, flops_per_token, initial_weights, largest_that_pays, peak_tflops
+from launch import ROOT, environment
+
+CPU = torch.device("cpu")
+
+
+def test_flops_of_tinyllama_by_hand():
+    config = LlamaConfig(**SHAPES["tinyllama"][0], tie_word_embeddings=False)
+    with torch.device("meta"):
+        num_params = sum(param.numel() for param in Llama(config).parameters())
+    attention, mlp, norms = 2 * 2048 * 2048 + 2 * 2048 * 256, 3 * 2048 * 5632, 2 * 2048
+    assert num_params == 22 * (attention + mlp + norms) + 2048 + 2 * 32000 * 2048 == 1_100_048_384
+    flops = flops_per_token(config, num_params, seq_len=1024)
+    assert flops["mfu"] == 6 * 1_100_048_384 + 12 * 22 * 32 * 64 * 1024 == 7_153_938_432
+    assert flops["causal_mfu"] == 6 * (1_100_048_384 - 32000 * 2048) + 6 * 22 * 32 * 64 * 1024
+
+
+def test_flops_are_those_that_torch_counts():
+    """In both conventions: torch counts matmuls, and an attention without a fused kernel as if not causal."""
+    config = LlamaConfig(**SHAPES["toy"][0], tie_word_embeddings=False)
+    model = benchmark_gpu.build(CONTESTANTS[0], initial_weights(config), config, CPU)[0]
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(torch.zeros(3, 32, dtype=torch.long)).float().sum().backward()
+    num_params = sum(param.numel() for param in model.parameters())
+    norms, table, attention = 5 * 64, 256 * 64, 12 * 2 * 64 * 32  # what is no matmul, and attention's FLOPs a token
+    flops = flops_per_token(config, num_params, seq_len=32)
+    assert counter.get_total_flops() / (3 * 32) == flops["mfu"] - 6 * (norms + table)
+    assert counter.get_total_flops() / (3 * 32) == flops["causal_mfu"] - 6 * norms + attention / 2
+
+
+@pytest.mark.parametrize("name, tflops", [
+    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835),
+    ("NVIDIA GH200 480GB", 989), ("NVIDIA H20", 148), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10", 125),
+    ("NVIDIA L40S", 362), ("NVIDIA L4", 121), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA B200", 2250),
+    ("NVIDIA GB200", 2500), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("Tesla V100-SXM2-16GB", None), ("CPU", None),
+])
+def test_peak_by_name(name, tflops):
+    assert peak_tflops(name) == tflops
+
+
+def fake_run(seconds: float, losses: list[float]) -> dict:
+    return {"seconds": seconds, "steps": [9.0, seconds], "losses": losses, "compile_seconds": 9 - seconds,
+            "peak_gib": 7.0}
+
+
+def test_mfu_and_ratios_of_known_times():
+    """1000 tokens in half a second at 3e9 FLOPs a token are 6 TFLOP/s: 60 % of 10."""
+    rounds = [{"ours": fake_run(ours, [8.0, 4.0]), "Hugging Face": fake_run(1.0, [8.0, 4.2])}
+              for ours in (0.5, 0.4, 0.8)]
+    ours, theirs = benchmark_gpu.summarise(rounds, 100, 10, {"mfu": 3e9, "causal_mfu": 2e9}, peak=10)
+    assert (ours["tokens_per_second"], ours["ratio"], theirs["ratio"]) == (2000, [2.0, 1.25, 2.5], None)
+    assert (ours["mfu"], ours["causal_mfu"]) == pytest.approx((0.6, 0.4))
+    assert ours["loss_difference"] == 0 and theirs["loss_difference"] == pytest.approx(0.05)
+    assert benchmark_gpu.summarise(rounds, 100, 10, {"mfu": 3e9, "causal_mfu": 2e9}, peak=None)[0]["mfu"] is None
+
+
+@pytest.mark.parametrize("speeds, limit, best", [
+    ([100, 190, 300, 305], 64, 4),  # 8 brings 1.7 % only
+    ([100, 190, 194, 300], 64, 8),  # 4 brings 2.1 %, so it goes on, until memory is out
+    ([100, 190, None], 64, 2),
+    ([100, 190, 300, 900], 4, 4),
+    ([100, 90], 64, 1),
+    ([None], 64, 0),
+])
+def test_the_largest_micro_batch_that_pays(speeds, limit, best):
+    asked = []
+
+    def speed_of(size: int) -> float | None:
+        asked.append(size)
+        return speeds[len(asked) - 1] if len(asked) <= len(speeds) else None
+
+    found, tried = largest_that_pays(speed_of, limit)
+    assert found == best and tried == list(zip(asked, [*speeds, None]))
+    assert asked == [2**k for k in range(len(asked))] and asked[-1] <= min(limit, 2 * best or 1)
+
+
+def toy(*flags) -> None:
+    benchmark_gpu.main(["--device", "cpu", "--shape", "toy", "--no_compile", "--seq_len", "32", *map(str, flags)])
+
+
+@pytest.mark.parametrize("fits, expected", [
+    (lambda one, size: size <= 4, (4, [1, 2, 4, 8])),
+    (lambda one, size: size <= (2 if one.is_compiled else 8), (2, [1, 2, 4, 8, 16])),  # compiled needs more: halved
+])
+def test_out_of_memory_ends_the_search_and_halves_the_comparison(fits, expected, monkeypatch, capsys):
+    def train(one, weights, config, device, size, seq_len, num_steps):
+        if not fits(one, size):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return fake_run(1.0, [5.0] * num_steps)
+
+    monkeypatch.setattr(benchmark_gpu, "train", train)
+    args = benchmark_gpu.parse_args(["--device", "cpu", "--rounds", "2"])
+    size, tried, rounds = benchmark_gpu.benchmark(CONTESTANTS, {}, None, 32, CPU, args)
+    assert (size, [size for size, _ in tried]) == expected and tried[-1][1] is None
+    assert [list(results) for results in rounds] == 2 * [[one.name for one in CONTESTANTS]]
+    assert f"micro-batch {tried[-1][0]}: out of memory" in capsys.readouterr().out
+    monkeypatch.setattr(benchmark_gpu, "train", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+    with pytest.raises(SystemExit, match="error: a micro-batch of one sample of 32 tokens is more than"):
+        benchmark_gpu.benchmark(CONTESTANTS, {}, None, 32, CPU, args)
+
+
+def test_both_have_float32_masters_and_bf16_logits_of_the_same_model():
+    config = LlamaConfig(**SHAPES["toy"][0], tie_word_embeddings=False, attn_implementation="sdpa")
+    ids, weights = torch.arange(64).view(2, 32), initial_weights(config)
+    (ours, our_forward), (theirs, their_forward) = (
+        benchmark_gpu.build(one, weights, config, CPU) for one in CONTESTANTS[:2])
+    for model in (ours, theirs):
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+    our_logits, their_logits = our_forward(ids), their_forward(ids)
+    assert our_logits.dtype == their_logits.dtype == torch.bfloat16
+    assert (our_logits - their_logits).abs().max() < 0.03 * our_logits.abs().max()
+
+
+def test_toy_run_on_the_cpu(tmp_path, capsys):
+    toy("--rounds", 2, "--steps", 3, "--max_micro_batch_size", 2, "--peak_tflops", 0.5, "--json", tmp_path / "gpu.json")
+    out = capsys.readouterr().out
+    record = json.loads((tmp_path / "gpu.json").read_text())
+    (found,), (ours, theirs) = record["seq_lens"], record["rows"]
+    assert f"| ours | {ours['tokens_per_second']:.0f} | {ours['mfu']:.1%} |" in out and "micro-batch 1:" in out
+    assert [list(results) for results in found["rounds"]] == 2 * [["ours", "Hugging Face"]]
+    assert found["search"][0][0] == 1 and found["micro_batch_size"] in (1, 2)
+    assert ours["loss_difference"] == 0 and theirs["loss_difference"] <= 0.002
+    assert ours["last_loss"] < 0.95 * ours["first_loss"]  # so that a run that does not learn is off by more than 1 %
+    assert 0 < ours["causal_mfu"] < ours["mfu"] < 1 and ours["peak_gib"] is None
+
+
+@pytest.mark.parametrize("factor", [1.02, float("nan")])
+def test_other_work_is_an_error(factor, monkeypatch):
+    train = benchmark_gpu.train
+
+    def train_astray(contestant, *arguments):
+        result = train(contestant, *arguments)
+        if not contestant.is_ours:
+            result["losses"][-1] *= factor
+        return result
+
+    monkeypatch.setattr(benchmark_gpu, "train", train_astray)
+    with pytest.raises(SystemExit, match="error: the losses of 'Hugging Face' at seq_len 32 are off by"):
+        toy("--rounds", 1, "--steps", 2, "--micro_batch_size", 1)
+
+
+@pytest.mark.parametrize("script", [["benchmark_gpu.py"], ["benchmark.py", "--gpu"]])
+def test_without_cuda_it_is_one_clear_error(script):
+    command = [sys.executable, str(ROOT / "tools" / script[0]), *script[1:]]
+    done = subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.startswith("error: torch sees no CUDA device") and done.stderr.count("\n") == 1

@@ -1,0 +1,260 @@
+#!/usr/bin/env bash
+# Three machines on one: node0, node1 and node2, each with its own host name, network, speed and sshd. Needs root.
+#
+#   tools/testbed.sh up                      three hosts on a switch of their own; a bed that is up stays as it is
+#   tools/testbed.sh exec node1 COMMAND...   runs COMMAND on node1, from this directory and with this environment
+#   tools/testbed.sh rate node1 10mbit       node1's cable, in each direction; `all` for all hosts, `off` for no limit
+#   tools/testbed.sh slow node1 50           node1 computes with 50 % of one core; `all`, `off` as above
+#   tools/testbed.sh cut node1               pulls the cable of node1; `join node1` plugs it in again
+#   tools/testbed.sh down                    ends what runs in the hosts and leaves nothing behind
+#
+#         switch (a bridge) ------ this machine, 198.18.0.1
+#        /       |        \
+#     node0    node1     node2                 each: namespace, eth0, /etc/hosts, cgroup, sshd on ports 22 and 2222
+#   198.18.0.10  .11      .12
+#
+# The hosts share the disk, the clock and the memory of this machine; all else is as between three machines. `ssh node1`
+# works from each of them, and from this machine as `ssh -F /run/testbed/ssh_config node1`. Exit code 2: this machine
+# cannot do it (or nobody can: the usage); 1: it went wrong; `exec` ends with the code of COMMAND.
+set -eEuo pipefail
+trap 'fail 1 "\"$BASH_COMMAND\" in line $LINENO ended with code $?"' ERR
+PATH=$PATH:/usr/sbin:/sbin
+
+nodes=(node0 node1 node2)
+bed=testbed                  # prefix of the namespaces, name of the cgroup and of this machine's end of the cable
+state=/run/$bed              # keys and configuration of ssh
+network=198.18.0             # RFC 2544 keeps it for tests of networks: no LAN has it
+period_us=10000              # a quota counts per 10 ms: with the usual 100 ms, a short operation is slowed fully or not
+
+fail() { echo "cluster.sh: error: ${*:2}" >&2; exit "$1"; }  # CODE MESSAGE...
+
+address() { echo "$network.$((10 + ${1#node}))"; }
+
+require_node() {  # NODE...: hosts of a bed that is up
+    local node
+    for node in "$@"; do
+        [[ " ${nodes[*]} " == *" $node "* ]] || fail 2 "no host '$node': the hosts are ${nodes[*]}"
+        [[ -e /run/netns/$bed-$node ]] || fail 1 "$node is down: start the hosts with $0 up"
+    done
+}
+
+require_machine() {  # root, the programs, namespaces
+    ((EUID == 0)) || fail 2 "network namespaces need root: run it as root, or with sudo"
+    local program missing=()
+    for program in ip tc unshare flock hostname ssh ssh-keygen sshd; do
+        command -v "$program" >/dev/null || missing+=("$program")
+    done
+    ((${#missing[@]} == 0)) || fail 2 "no ${missing[*]} here: apt-get install -y --no-install-recommends" \
+        "iproute2 util-linux hostname openssh-client openssh-server"
+    unshare --net --uts --mount true 2>/dev/null || fail 2 "this machine allows no namespaces (a container?): try a" \
+        "virtual machine, or a container with --privileged"
+}
+
+# --- cgroups: version 1 has a directory tree per controller, version 2 one for all -----------------------------------
+
+# Sets cgroup to the directory of the hosts' cgroups (empty: there is no cpu controller) and version to 1 or 2.
+find_cgroup() {
+    cgroup="" version=1
+    local _ directory kind options
+    while read -r _ directory kind options _; do
+        if [[ $kind == cgroup && ",$options," == *,cpu,* ]]; then
+            cgroup=$directory/$bed version=1
+        elif [[ $kind == cgroup2 && " $(cat "$directory/cgroup.controllers") " == *" cpu "* ]]; then
+            cgroup=$directory/$bed version=2
+        fi
+    done </proc/mounts
+}
+
+make_cgroups() {
+    [[ $cgroup ]] || return 0
+    mkdir -p "${nodes[@]/#/$cgroup/}"
+    if ((version == 2)); then  # a cgroup has a controller only if its parent passes it on
+        echo +cpu >"${cgroup%/*}/cgroup.subtree_control"
+        echo +cpu >"$cgroup/cgroup.subtree_control"
+        rmdir "${nodes[@]/#/$cgroup/}" && mkdir "${nodes[@]/#/$cgroup/}"
+    fi
+}
+
+slow() {  # NODE PERCENT|off
+    [[ -d $cgroup/$1 ]] || fail 2 "no cgroup with a cpu controller on this machine: cannot slow $1"
+    local period=$period_us quota=-1
+    if [[ $2 != off ]]; then
+        [[ $2 =~ ^[1-9][0-9]{0,3}$ ]] || fail 2 "slow $1 $2: give a whole number of percent of one core, as 50, or off"
+        ((period * $2 / 100 >= 1000)) || period=$((100000 / $2 + 1))  # the kernel takes no quota under 1 ms
+        quota=$((period * $2 / 100))
+    fi
+    if ((version == 2)); then
+        echo "${quota/#-1/max} $period" >"$cgroup/$1/cpu.max"
+    else
+        echo -1 >"$cgroup/$1/cpu.cfs_quota_us"
+        echo "$period" >"$cgroup/$1/cpu.cfs_period_us"
+        echo "$quota" >"$cgroup/$1/cpu.cfs_quota_us"
+    fi
+}
+
+# --- network ---------------------------------------------------------------------------------------------------------
+
+make_network() {
+    local node
+    ip netns add "$bed-switch"
+    # The bridge is in a namespace too: there no firewall of this machine (Docker's, say) sees what the hosts send.
+    ip -n "$bed-switch" link add bridge type bridge
+    ip -n "$bed-switch" link set bridge up
+    ip link add "$bed" type veth peer name laptop netns "$bed-switch"
+    ip -n "$bed-switch" link set laptop master bridge up
+    ip address add "$network.1/24" dev "$bed"
+    ip link set "$bed" up
+    for node in "${nodes[@]}"; do
+        ip netns add "$bed-$node"
+        ip -n "$bed-switch" link add "$node" type veth peer name eth0 netns "$bed-$node"
+        ip -n "$bed-switch" link set "$node" master bridge up
+        ip -n "$bed-$node" address add "$(address "$node")/24" dev eth0
+        ip -n "$bed-$node" link set lo up
+        ip -n "$bed-$node" link set eth0 up
+    done
+}
+
+rate() {  # NODE RATE|off: what node sends waits at its eth0, what it gets waits at the switch
+    [[ $2 =~ ^([1-9][0-9]{0,8}[kmg]bit|off)$ ]] || fail 2 "rate $1 $2: give a rate as 10mbit, 500kbit or 1gbit, or off"
+    tc -n "$bed-$1" qdisc del dev eth0 root 2>/dev/null || true
+    tc -n "$bed-switch" qdisc del dev "$1" root 2>/dev/null || true
+    [[ $2 != off ]] || return 0
+    # A burst of one packet: what a larger one lets through at once, a short message, would cost nothing. The host's own
+    # queue drops nothing, for a real card makes the sender wait; the queue of the switch is 0.4 s long.
+    tc -n "$bed-$1" qdisc add dev eth0 root tbf rate "$2" burst 2kb limit 64mb
+    tc -n "$bed-switch" qdisc add dev "$1" root tbf rate "$2" burst 2kb latency 400ms
+}
+
+# --- hosts -----------------------------------------------------------------------------------------------------------
+
+# Files in /etc/netns/NAME/ take the place of those in /etc for what `ip netns exec NAME` starts.
+make_files() {
+    local node
+    mkdir -p "$state"
+    chmod 700 "$state"
+    ssh-keygen -q -t ed25519 -N "" -C testbed -f "$state/id_ed25519"
+    ssh-keygen -q -t ed25519 -N "" -C testbed -f "$state/host_key"
+    echo "$bed $(cat "$state/host_key.pub")" >"$state/known_hosts"
+    {
+        for node in "${nodes[@]}"; do printf 'Host %s\n    HostName %s\n' "$node" "$(address "$node")"; done
+        printf 'Host node*\n    User root\n    IdentityFile %s\n    IdentitiesOnly yes\n' "$state/id_ed25519"
+        printf '    UserKnownHostsFile %s\n    HostKeyAlias %s\n' "$state/known_hosts" "$bed"
+    } >"$state/ssh_config"
+    # No PAM: it would move a session into a cgroup of its own, out of reach of `slow`.
+    printf '%s\n' "Port 22" "Port 2222" "HostKey $state/host_key" "AuthorizedKeysFile $state/id_ed25519.pub" \
+        "AuthenticationMethods publickey" "PermitRootLogin prohibit-password" "StrictModes no" "UsePAM no" \
+        "PidFile none" >"$state/sshd_config"
+    for node in "${nodes[@]}"; do
+        mkdir -p "/etc/netns/$bed-$node/ssh"
+        cp "$state/ssh_config" "/etc/netns/$bed-$node/ssh/ssh_config"
+        (umask 077 && echo 'root:*:19000::::::' >"/etc/netns/$bed-$node/shadow")  # sshd refuses a locked root
+        {
+            echo "127.0.0.1 localhost"
+            for other in "${nodes[@]}"; do echo "$(address "$other") $other"; done
+        } >"/etc/netns/$bed-$node/hosts"
+    done
+}
+
+run_in() {  # NODE COMMAND...: becomes COMMAND on that host. The cgroup first: the namespace hides the directory.
+    local node=$1
+    shift
+    [[ ! -d $cgroup/$node ]] || echo "$BASHPID" >"$cgroup/$node/cgroup.procs"
+    exec ip netns exec "$bed-$node" unshare --uts bash -c 'hostname "$0" && exec "$@"' "$node" "$@"
+}
+
+start_sshd() {
+    local node attempt
+    [[ -d /run/sshd ]] || { mkdir /run/sshd && touch "$state/made_run_sshd"; }
+    for node in "${nodes[@]}"; do
+        (run_in "$node" "$(command -v sshd)" -f "$state/sshd_config" -E "$state/$node.log") 9<&-
+    done
+    for node in "${nodes[@]}"; do
+        for attempt in {1..50}; do
+            (exec 3<>"/dev/tcp/$(address "$node")/22") 2>/dev/null && continue 2
+            sleep 0.1
+        done
+        fail 1 "the sshd of $node does not answer: $(tail -n 1 "$state/$node.log")"
+    done
+}
+
+is_up() {
+    local node
+    [[ -e $state/up ]] || return 1
+    for node in "${nodes[@]}"; do
+        [[ -e /run/netns/$bed-$node ]] || return 1
+        (exec 3<>"/dev/tcp/$(address "$node")/22") 2>/dev/null || return 1
+    done
+}
+
+processes() {  # of all hosts, by namespace and by cgroup
+    local node
+    for node in "${nodes[@]}"; do
+        ip netns pids "$bed-$node" 2>/dev/null || true
+        cat "$cgroup/$node/cgroup.procs" 2>/dev/null || true
+    done
+}
+
+down() {
+    local node attempt pids
+    for attempt in {1..50}; do  # again: what was killed may just have started something
+        pids=$(processes)
+        [[ $pids ]] || break
+        kill -KILL $pids 2>/dev/null || true
+        sleep 0.1
+    done
+    [[ ! $pids ]] || fail 1 "these processes do not end:" $pids
+    ip link del "$bed" 2>/dev/null || true
+    for node in "${nodes[@]}" switch; do
+        [[ ! -e /run/netns/$bed-$node ]] || ip netns del "$bed-$node"
+        rm -rf "/etc/netns/${bed:?}-$node"
+    done
+    rmdir /etc/netns 2>/dev/null || true
+    [[ ! -d $cgroup ]] || rmdir "${nodes[@]/#/$cgroup/}" "$cgroup"
+    [[ ! -e $state/made_run_sshd ]] || rmdir /run/sshd 2>/dev/null || true
+    rm -rf "$state"
+}
+
+up() {
+    ! is_up || return 0
+    down  # what a crash has left
+    make_cgroups
+    make_network
+    make_files
+    start_sshd
+    touch "$state/up"
+}
+
+usage() { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2; }  # the head of this file
+
+command=${1:-}
+shift || usage
+case $command:$# in
+    up:0 | down:0)
+        require_machine
+        find_cgroup
+        exec 9<"$0"  # one at a time
+        flock 9
+        $command
+        ;;
+    exec:0 | exec:1) usage ;;
+    exec:*)
+        require_machine
+        require_node "$1"
+        find_cgroup
+        run_in "$@"
+        ;;
+    rate:2 | slow:2)
+        require_machine
+        find_cgroup
+        if [[ $1 == all ]]; then targets=("${nodes[@]}"); else targets=("$1"); fi
+        require_node "${targets[@]}"
+        for target in "${targets[@]}"; do $command "$target" "$2"; done
+        ;;
+    cut:1 | join:1)
+        require_machine
+        require_node "$1"
+        if [[ $command == cut ]]; then state_of_link=down; else state_of_link=up; fi
+        ip -n "$bed-switch" link set "$1" "$state_of_link"
+        ;;
+    *) usage ;;
+esac
