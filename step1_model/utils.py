@@ -78,7 +78,7 @@ def compile_layers(layers, device: torch.device) -> None:
 
 
 def require_reachable_hub(name: str, kind: str) -> None:
-    """Raises ValueError, within seconds, where the Hugging Face Hub can't be asked for `name`, which is no path here."""
+    """Raises ValueError, within seconds, where the Hugging Face Hub can't be asked for `name`, which is no path."""
     from huggingface_hub import constants, scan_cache_dir
 
     if os.path.isdir(constants.HF_HUB_CACHE) and any(repo.repo_id == name for repo in scan_cache_dir().repos):
@@ -98,7 +98,8 @@ def require_reachable_hub(name: str, kind: str) -> None:
 
 
 def load_config(model_name: str, **overrides: int | None):
-    """The Hugging Face configuration of `model_name`, a directory or a Hub id. An override of None keeps the model's value.
+    """The Hugging Face configuration of `model_name`, a directory or a Hub id. An override of None keeps the model's
+    value.
 
     Returns a plain namespace, so that reading it does not require importing transformers.
     """

@@ -8,9 +8,9 @@ All ranks of a tp group read the same samples and hold the same activations (B, 
     f  CopyToTensorParallel      forward: nothing      backward: all-reduce (each rank's gradient is a partial sum)
     g  ReduceFromTensorParallel  forward: all-reduce   backward: nothing
 
-An all-reduce leaves the sum over all ranks on each of them. A decoder layer needs four per micro-batch: f and g, for the
-attention and for the MLP. The embedding and the final projection are split along the vocabulary. The loss is computed
-from the split logits, and the ranks exchange three numbers per token for it.
+An all-reduce leaves the sum over all ranks on each of them. A decoder layer needs four per micro-batch: f and g, for
+the attention and for the MLP. The embedding and the final projection are split along the vocabulary. The loss is
+computed from the split logits, and the ranks exchange three numbers per token for it.
 
 The model contains none of this: apply_tensor_parallel replaces its modules from outside, by the table TP_MODULES.
 A size that tp_size does not divide (a vocabulary of 1022 over 4 ranks) is split unevenly, as torch.tensor_split does.
@@ -85,8 +85,8 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the rows of W (out/tp, in) split: each rank makes out/tp of the outputs.
 
-    It replaces an nn.Linear and keeps this rank's part of it. With `copy_input=False` the caller applies f: where several
-    layers read the same input (q, k and v), one f in front of them needs one all-reduce instead of three.
+    It replaces an nn.Linear and keeps this rank's part of it. With `copy_input=False` the caller applies f: where
+    several layers read the same input (q, k and v), one f in front of them needs one all-reduce instead of three.
     """
 
     tp_dims = {"weight": 0, "bias": 0}
@@ -102,7 +102,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with the columns of W (out, in/tp) split. x is split too, and partial products are summed over tp."""
+    """y = x W^T + b with the columns of W (out, in/tp) split. x is split too, partial products are summed over tp."""
 
     tp_dims = {"weight": 1}
 
@@ -116,7 +116,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds V/tp rows, looks up the ids among them, and returns zero for the others. The sum is the lookup."""
+    """Each rank holds V/tp rows, looks up the ids among them, and gives zero for the others. The sum is the lookup."""
 
     tp_dims = {"weight": 0}
 

@@ -39,7 +39,7 @@ class Action(NamedTuple):
 
 
 def afab(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]:
-    """All forward, all backward (GPipe, Huang et al. 2019). The activations of all m micro-batches are alive at once."""
+    """All forward, all backward (GPipe, Huang et al. 2019): the activations of all m micro-batches are alive."""
     for i in range(num_microbatches):
         yield Action("F", i)
     for i in range(num_microbatches):
@@ -154,7 +154,8 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
     """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
 
     `tensor_shape` is that of the hidden states, (B, T, D). Returns the mean loss on the last stage, zero on the others.
-    Afterwards `model.peak_live_activations` is the largest number of micro-batches whose activations were alive at once.
+    Afterwards `model.peak_live_activations` is the largest number of micro-batches whose activations were alive at
+    once.
     """
     grid, num_microbatches = pgm.process_group_manager, data_loader.gradient_accumulation_steps
     actions = list(schedule(grid.pp_rank, grid.pp_world_size, num_microbatches))

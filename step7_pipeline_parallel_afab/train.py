@@ -111,9 +111,10 @@ def main():
         compile_layers(model.decoder_layers.children(), device)
     model = DataParallelBucket(model)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
+    num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
+    dist.all_reduce(num_params, dist.ReduceOp.MAX)  # stages hold different numbers of parameters
     if grid.is_logging_rank:
-        num_params = to_readable_format(sum(p.numel() for p in model.parameters()))
-        print(f"{num_params} parameters per rank on {device}, activations in {dtype}")
+        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, activations in {dtype}")
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
     for step in range(1, num_steps + 1):

@@ -75,7 +75,7 @@ def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, s
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
     if local_ranks > gpus and local_rank == 0:
-        print(f"{local_ranks} ranks share {gpus} GPU(s) over gloo: what they send passes through host memory", flush=True)
+        print(f"{local_ranks} ranks share {gpus} GPU(s) over gloo: messages pass through host memory", flush=True)
     torch.cuda.set_device(local_rank % gpus)
     return torch.device("cuda", local_rank % gpus), getattr(torch, dtype), "gloo" if local_ranks > gpus else "nccl"
 
@@ -112,7 +112,7 @@ def once_per_machine(make):
 
 
 def require_reachable_hub(name: str, kind: str) -> None:
-    """Raises ValueError, within seconds, where the Hugging Face Hub can't be asked for `name`, which is no path here."""
+    """Raises ValueError, within seconds, where the Hugging Face Hub can't be asked for `name`, which is no path."""
     from huggingface_hub import constants, scan_cache_dir
 
     if os.path.isdir(constants.HF_HUB_CACHE) and any(repo.repo_id == name for repo in scan_cache_dir().repos):
@@ -132,7 +132,8 @@ def require_reachable_hub(name: str, kind: str) -> None:
 
 
 def load_config(model_name: str, **overrides: int | None):
-    """The Hugging Face configuration of `model_name`, a directory or a Hub id. An override of None keeps the model's value.
+    """The Hugging Face configuration of `model_name`, a directory or a Hub id. An override of None keeps the model's
+    value.
 
     Returns a plain namespace, so that reading it does not require importing transformers.
     """

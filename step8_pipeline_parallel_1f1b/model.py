@@ -4,8 +4,8 @@ Shapes: B samples, T tokens a sample, D hidden, H query heads, K key/value heads
 V vocabulary.
 
 Precision: parameters, gradients and optimizer state are float32 "masters" (float64 in a float64 run). Activations are
-cast to the run's dtype once, after the embedding, and each matmul casts its weight to the dtype of its input. A bfloat16
-run therefore needs no autocast.
+cast to the run's dtype once, after the embedding, and each matmul casts its weight to the dtype of its input. A
+bfloat16 run therefore needs no autocast.
 
 Initial weights: each parameter is drawn from its own random generator, seeded by the run's seed and the parameter's
 name. Its values do not depend on which parameters were drawn before it, nor on the machine that draws them.

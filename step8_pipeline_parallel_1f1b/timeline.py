@@ -1,9 +1,9 @@
 """What each rank did when, during one optimizer step: a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
 
 Each rank records spans of time by its own clock. The clocks of several machines disagree and run at different speeds,
-so each rank compares its clock with rank 0's before and after the step (Cristian 1989). It asks for the time and assumes
-that the answer was given in the middle of the round trip, which is wrong by half of that trip at most. The quickest of
-several trips counts, and between the two comparisons the offset is interpolated.
+so each rank compares its clock with rank 0's before and after the step (Cristian 1989). It asks for the time and
+assumes that the answer was given in the middle of the round trip, which is wrong by half of that trip at most. The
+quickest of several trips counts, and between the two comparisons the offset is interpolated.
 
 Each rank is a process of the trace. Its first track is what it computes or waits for, the others are transfers and
 all-reduces that run in the background meanwhile.

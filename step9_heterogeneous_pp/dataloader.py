@@ -3,8 +3,13 @@
 The corpus is one long sequence of tokens, with the tokenizer's end-of-text token after each document. Sample i is the
 tokens [i*T, i*T + T]: the first T are the input, and the same tokens shifted by one are the targets. After the last
 sample of the corpus comes the first one again: a new epoch.
-Optimizer step k reads the samples [k*G, (k+1)*G), with the global batch G = micro_batch_size *
-gradient_accumulation_steps * dp_size. Within it, the dp ranks take turns, one micro-batch each.
+Optimizer step k reads the samples [k*G, (k+1)*G), with the global batch G = microbatch_size * sum(num_microbatches).
+The micro-batches of a step are dealt like cards: one to each pipeline in turn, as long as it has to take more. For
+three pipelines that take 3, 2 and 3 of the micro-batches 0 to 7:
+
+    pipeline 0   0  3  6
+    pipeline 1   1  4
+    pipeline 2   2  5  7          with equal numbers this is the order of step 8
 
 One process of each machine encodes as many tokens as the run needs into a file, and the others map that file into
 memory. A later run with the same needs finds the file and does not even import the tokenizer. The corpus is read only
@@ -17,14 +22,13 @@ import importlib.util
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-import process_group_manager as pgm
 from utils import once_per_machine, require_reachable_hub
 
 BLOCK = 1 << 16  # characters that are handed to the tokenizer at a time
@@ -46,24 +50,62 @@ class TokenSamples(Dataset):
         return torch.from_numpy(self.tokens[first : first + self.seq_len + 1].astype(np.int64))
 
 
-class MicroBatchDataLoader(DataLoader):
-    """Iterates over micro-batches {"input_ids": (B, T), "target_ids": (B, T)} on `device`, those of this dp rank."""
+def deal_microbatches(num_microbatches: list[int]) -> list[list[int]]:
+    """For each pipeline, its micro-batches among the step's 0 to sum(num_microbatches) - 1."""
+    turns = sorted((turn, pipeline) for pipeline, count in enumerate(num_microbatches) for turn in range(count))
+    return [[i for i, (_, dealt_to) in enumerate(turns) if dealt_to == pipeline]
+            for pipeline in range(len(num_microbatches))]
 
-    def __init__(self, samples: Dataset, micro_batch_size: int, gradient_accumulation_steps: int,
-                 device: torch.device, num_workers: int = 0):
-        self.gradient_accumulation_steps, self.device = gradient_accumulation_steps, device
-        grid = pgm.process_group_manager
-        first_samples = range(grid.dp_rank * micro_batch_size, len(samples), grid.dp_world_size * micro_batch_size)
-        super().__init__(samples, num_workers=num_workers, pin_memory=device.type == "cuda", collate_fn=next_tokens,
-                         batch_sampler=[range(first, first + micro_batch_size) for first in first_samples])
-        self.batches = iter(self)
+
+class HeterogeneousDataLoader(DataLoader):
+    """Iterates over this pipeline's micro-batches of a map-style `dataset`, on `device`. Floating point takes `dtype`.
+
+    An epoch has `steps_per_epoch` optimizer steps, and samples that do not fill another step are left out. With
+    `shuffle` the samples of each epoch are permuted by `seed` and the number of the epoch, in the same way on all
+    ranks. Raises ValueError for a data set with fewer samples than one step.
+    """
+
+    def __init__(self, dataset: Dataset, microbatch_size: int, num_microbatches: list[int], pipeline: int,
+                 device: torch.device, dtype: torch.dtype, shuffle: bool = False, seed: int = 0,
+                 collate_fn: Callable | None = None, num_workers: int = 0):
+        global_batch_size = microbatch_size * sum(num_microbatches)
+        if len(dataset) < global_batch_size:
+            raise ValueError(f"the data set has {len(dataset)} samples, fewer than a global batch of microbatch_size="
+                             f"{microbatch_size} x {sum(num_microbatches)} micro-batches: lower these, or add data")
+        self.steps_per_epoch, self.target, self.dtype = len(dataset) // global_batch_size, device, dtype
+        sampler = MicroBatchSampler(len(dataset), microbatch_size, num_microbatches, pipeline, shuffle, seed)
+        super().__init__(dataset, batch_sampler=sampler, collate_fn=collate_fn, num_workers=num_workers,
+                         pin_memory=device.type == "cuda")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Selects the permutation of that epoch."""
+        self.batch_sampler.epoch = epoch
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for batch in super().__iter__():  # from pinned memory, the copy to a GPU runs in the background
-            yield {name: ids.to(self.device, non_blocking=True) for name, ids in batch.items()}
+            yield {name: value.to(self.target, self.dtype if value.is_floating_point() else None, non_blocking=True)
+                   for name, value in dict(batch).items()}
 
-    def __next__(self) -> dict[str, torch.Tensor]:
-        return next(self.batches)
+
+class MicroBatchSampler:
+    """The indices of the samples in each of this pipeline's micro-batches, in the order of its steps."""
+
+    def __init__(self, num_samples: int, microbatch_size: int, num_microbatches: list[int], pipeline: int,
+                 shuffle: bool, seed: int):
+        self.num_samples, self.size, self.total = num_samples, microbatch_size, sum(num_microbatches)
+        self.mine, self.shuffle, self.seed, self.epoch = deal_microbatches(num_microbatches)[pipeline], shuffle, seed, 0
+
+    def __len__(self) -> int:
+        return self.num_samples // (self.size * self.total) * len(self.mine)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = range(self.num_samples)
+        if self.shuffle:
+            order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        for step in range(self.num_samples // (self.size * self.total)):
+            for microbatch in self.mine:
+                first = (step * self.total + microbatch) * self.size
+                yield [int(i) for i in order[first : first + self.size]]
 
 
 def next_tokens(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -3,14 +3,13 @@
     PipelineTemplate("model.Llama", [["embedding", "decoder_layers.0"],                      # stage 0
                                      ["decoder_layers.1", "final_norm", "final_proj"]])      # stage 1
 
-A template is plain data and names no rank: two pipelines may share one, a dictionary may have it as a key. A model is
-cut between its decoder layers: what comes before them belongs to the first stage, what comes after to the last.
+A template is plain data and names no rank, so two pipelines may share one, and it can be the key of a dictionary. A
+model is cut between its decoder layers: what comes before them belongs to the first stage, what comes after to the last
+one.
 
-The table FAMILIES says what that is for each class of model that can be cut. A new family is a line there: its modules
-before the layers, the prefix of the layers, its modules after them, each in the order in which forward calls them.
+The table FAMILIES lists these modules for each class of model that can be cut: those before the layers, the prefix of
+the layers, and those after them, each in the order in which forward calls them. A new family is a new line.
 Modules without parameters that every layer uses (Hugging Face's `rotary_emb`) are not listed: each stage keeps them.
-What forward itself does to hidden states, between the modules of the list, every stage does: it may add embeddings up
-or pick a token for the head, but a model that scales its embedding there (Granite) cannot be one.
 """
 
 import re
@@ -23,15 +22,15 @@ import torch.nn as nn
 
 
 class Family(NamedTuple):
-    """Where a model can be cut. A listed module that a configuration leaves out (None in the model) is skipped."""
+    """Where a model can be cut. A module that a configuration leaves out (None in the model) is skipped."""
 
-    first: tuple[str, ...]  # embeddings, the token embedding before those that are added to it, and their dropout
+    first: tuple[str, ...]  # embeddings and their dropout
     layers: str  # decoder layer i is the module "{layers}.{i}"
     last: tuple[str, ...]  # final norm, pooler, head
-    arguments: dict = {}  # forward's arguments besides the batch
+    arguments: dict = {}  # arguments of forward besides the batch
 
 
-NO_CACHE = {"use_cache": False}  # keys and values are kept for generation only
+NO_CACHE = {"use_cache": False}  # keys and values are only needed for generation
 GPT2 = ("transformer.wte", "transformer.wpe", "transformer.drop"), "transformer.h"
 LLAMA = ("model.embed_tokens",), "model.layers"
 OPT = ("model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.project_in")
@@ -42,12 +41,13 @@ def hugging_face(folder: str, name: str) -> str:
     return f"transformers.models.{folder}.modeling_{folder}.{name}"
 
 
-FAMILIES: dict[str, Family] = {  # class path -> where to cut; by name, so that nothing has to be imported
+FAMILIES: dict[str, Family] = {  # the class by its path, so that nothing has to be imported -> where to cut
     "model.Llama": Family(("embedding",), "decoder_layers", ("final_norm", "final_proj")),
     hugging_face("gpt2", "GPT2LMHeadModel"): Family(*GPT2, ("transformer.ln_f", "lm_head"), NO_CACHE),
     hugging_face("gpt2", "GPT2ForSequenceClassification"): Family(*GPT2, ("transformer.ln_f", "score"), NO_CACHE),
     hugging_face("llama", "LlamaForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head"), NO_CACHE),
     hugging_face("llama", "LlamaForSequenceClassification"): Family(*LLAMA, ("model.norm", "score"), NO_CACHE),
+    hugging_face("granite", "GraniteForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head"), NO_CACHE),
     hugging_face("mistral", "MistralForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head"), NO_CACHE),
     hugging_face("qwen2", "Qwen2ForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head"), NO_CACHE),
     hugging_face("qwen3", "Qwen3ForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head"), NO_CACHE),
@@ -65,7 +65,7 @@ FAMILIES: dict[str, Family] = {  # class path -> where to cut; by name, so that 
 
 
 def family_of(model: nn.Module) -> Family:
-    """The model's row of FAMILIES; NotImplementedError where it has none."""
+    """The model's row of FAMILIES. Raises NotImplementedError where it has none."""
     model_name = PipelineTemplate.get_model_name(model)
     if model_name not in FAMILIES:
         known = "\n  ".join(FAMILIES)
@@ -74,7 +74,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
-    """The names of the modules that the model has before its decoder layers, of these, and of those after them."""
+    """The names of the model's modules before its decoder layers, of the layers, and of the modules after them."""
     family = family_of(model)
 
     def present(names: Iterable[str]) -> list[str]:
@@ -86,10 +86,10 @@ def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
 
 
 class PipelineTemplate:
-    """`modules_per_stage`: for each stage the names of its modules, all of the model's in the order of get_modules.
+    """`modules_per_stage` lists the modules of each stage by name: all of the model's, in the order of get_modules.
 
-    Equal, and the same dictionary key, where the model's name and the stages are. Raises ValueError for a stage without
-    modules and for what is no list of lists; whether the names are those of a model is for check(model) to say.
+    Templates with equal names and stages are equal, and the same key of a dictionary. Raises ValueError for a stage
+    without modules, and for anything but a list of lists. check(model) compares the names with those of a model.
     """
 
     def __init__(self, model_name: str, modules_per_stage: list[list[str]]):
@@ -114,9 +114,9 @@ class PipelineTemplate:
 
     @classmethod
     def from_layers_per_stage(cls, model: nn.Module, layers_per_stage: list[int]) -> "PipelineTemplate":
-        """Stages of so many decoder layers each: [5, 3] is five and three. Embeddings go first, norm and head last.
+        """Stages with these numbers of decoder layers. Embeddings join the first stage, norm and head the last one.
 
-        Raises ValueError where a stage has no layer or the layers are not the model's.
+        Raises ValueError where a stage has no layer, or where the sum is not the model's number of layers.
         """
         first, layers, last = listed_modules(model)
         if min(layers_per_stage, default=0) < 1 or sum(layers_per_stage) != len(layers):
@@ -131,7 +131,7 @@ class PipelineTemplate:
 
     @staticmethod
     def find_pipeline_template(templates: Iterable["PipelineTemplate"], num_stages: int) -> "PipelineTemplate | None":
-        """The first of the templates that has so many stages, None where there is none."""
+        """The first of the templates with this number of stages. None where there is none."""
         return next((template for template in templates if template.num_stages == num_stages), None)
 
     @property
@@ -144,7 +144,7 @@ class PipelineTemplate:
         return sum(self.get_num_layers_per_stage())
 
     def get_num_layers_per_stage(self) -> list[int]:
-        """Decoder layers of each stage: the modules that are numbered."""
+        """The number of decoder layers of each stage, which are the modules whose names end in a number."""
         return [sum(bool(re.search(r"\.\d+$", name)) for name in modules) for modules in self.modules_per_stage]
 
     def check(self, model: nn.Module) -> None:
@@ -181,7 +181,7 @@ class PipelineTemplate:
 
 
 def raise_mismatch(**names: list[str]) -> None:
-    """ValueError with what is wrong with these names, by kind; nothing where there are none."""
+    """Raises ValueError that lists these names by kind. Does nothing where there are none."""
     details = "; ".join(f"{kind}: {', '.join(found)}" for kind, found in names.items() if found)
     if details:
         raise ValueError(f"Modules in the pipeline template do not match the modules in the model: {details}")
