@@ -4,12 +4,17 @@ Sizes are chosen so that what is often alike differs: Qwen3's head size is not h
 Qwen2's windows are shorter than the samples, one OPT has projections around its layers and no final norm.
 """
 
+import pathlib
+import sys
+
 import torch
 import torch.nn.functional as F
 import transformers
 from huggingface import ExactRMSNorm
-from launch import modules_of
 from transformers.utils import logging
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "tools"))  # in a rank pytest.ini does not count
+from launch import modules_of  # noqa: E402
 
 with modules_of(9):  # here, once: tests take them from this module
     import hf_tensor_parallel
