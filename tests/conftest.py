@@ -12,6 +12,8 @@ import re
 import pytest
 from launch import environment
 
+pytest.register_assert_rewrite("recordings", "families")  # so that their asserts show what they compared
+
 ROOMS = (  # file name -> mark
     (r"test_(step\d)_", r"\1"),
     (r"test_(cluster)_", r"\1"),

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl, config.json, W&B, the timeline; and what it shows on a terminal."""
+"""What a run leaves behind: metrics.jsonl, config.json, W&B; and what it shows on a terminal."""
 
 import fcntl
 import json
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import termios
 import time
-from collections import defaultdict
 
 import pytest
 
@@ -133,75 +132,3 @@ def test_elsewhere_lines_are_shown(rerun):
                        r"\d\.\d\d GB$", rerun.stdout, re.MULTILINE)
     assert lines == [("1", "64"), ("2", "128")], rerun.stdout
     assert "\r" not in rerun.stdout and "%|" not in rerun.stdout + rerun.stderr
-
-
-@pytest.fixture(scope="module")
-def timeline(log_dir):
-    """rank -> its events, of two pipelines of two stages with four micro-batches; the clocks' error; stdout."""
-    done = launch(8, 4, *SHORT, "--pp_size", 2, "--dp_size", 2, "--gradient_accumulation_steps", 4, "--max_tokens", 768,
-                  "--run_name", "timeline", "--log_dir", log_dir, "--profile_batch", 2)
-    trace = json.loads((log_dir / "timeline" / "timeline_batch2_all.json").read_text())
-    events = defaultdict(list)
-    for event in trace["traceEvents"]:
-        events[event["pid"]].append(event)
-    assert not list((log_dir / "timeline").glob("timeline_batch[13]*"))
-    return events, trace["otherData"]["clock_error_us"], done.stdout
-
-
-def spans(events, kind: str) -> dict:
-    """micro-batch (or None) -> (start, end) of a rank's events of this kind, in the order of their starts."""
-    events = sorted((event for event in events if event.get("cat") == kind), key=lambda event: event["ts"])
-    found = {event["args"].get("microbatch"): (event["ts"], event["ts"] + event["dur"]) for event in events}
-    assert None in found or len(found) == len(events), f"a micro-batch occurs twice as {kind}"
-    return found
-
-
-def test_timeline_holds_all_ranks_and_kinds(timeline):
-    events, _, stdout = timeline
-    names = {rank: [event["args"]["name"] for event in events[rank] if event["ph"] == "M"] for rank in sorted(events)}
-    places = ["dp 0 pp 0", "dp 0 pp 1", "dp 1 pp 0", "dp 1 pp 1"]
-    assert names == {rank: [f"rank {rank}: {place} tp 0"] for rank, place in enumerate(places)}
-    kinds = {"forward", "backward", "wait", "receive", "send", "all-reduce", "optimizer"}
-    for rank in events:
-        assert {event["cat"] for event in events[rank] if event["ph"] == "X"} == kinds, rank
-        assert len(spans(events[rank], "optimizer")) == 1
-        assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events[rank] if event["ph"] == "X")
-    assert min(event["ts"] for rank in events for event in events[rank] if event["ph"] == "X") == 0
-    assert re.search(r"bubble: \d+\.\d% measured, 20\.0% ideal.*p=2 stages and m=4 micro-batches", stdout), stdout
-
-
-def test_timeline_is_the_schedule(timeline):
-    """Every micro-batch goes forward and backward once on each stage, in the order of one forward, one backward."""
-    orders = ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
-    for rank, events in timeline[0].items():
-        compute = [(start, f"{letter}{i}") for letter, kind in (("F", "forward"), ("B", "backward"))
-                   for i, (start, _) in spans(events, kind).items()]
-        assert " ".join(name for _, name in sorted(compute)) == orders[rank % 2], rank
-        assert set(spans(events, "receive")) == set(spans(events, "send")) == {0, 1, 2, 3}
-
-
-def test_spans_of_one_track_do_not_overlap(timeline):
-    for rank, events in timeline[0].items():
-        tracks = defaultdict(list)
-        for event in events:
-            if event["ph"] == "X":
-                tracks[event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
-                assert (event["tid"] > 0) == (event["cat"] in ("receive", "send", "all-reduce")), event
-        assert len(tracks) > 1
-        for track in tracks.values():
-            for (_, end, name), (start, _, after) in zip(sorted(track), sorted(track)[1:]):
-                assert end <= start + 0.01, f"rank {rank}: {name} ends {end - start} us after {after} begins"
-
-
-def test_nothing_arrives_before_it_is_made(timeline):
-    """Across ranks clocks are compared, each of which may be off by their error."""
-    events, error, _ = timeline
-    assert 0 < error < 1e5
-    for first in (0, 2):
-        for kind, maker, receiver in (("forward", first, first + 1), ("backward", first + 1, first)):
-            made, computed = spans(events[maker], kind), spans(events[receiver], kind)
-            received, sent = spans(events[receiver], "receive"), spans(events[maker], "send")
-            for i in range(4):
-                assert received[i][1] > made[i][0] - 2 * error, (kind, i)
-                assert max(sent[i]) <= received[i][1] + error, (kind, i)
-                assert received[i][1] <= computed[i][0] and sent[i][0] >= made[i][1], (kind, i)
