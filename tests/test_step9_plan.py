@@ -19,9 +19,9 @@ def write_plan(path, *pipelines, **changes):
 
 
 ORDERS = {  # name -> the plan's pipelines, what train.py prints of them
-    "unlike": ([([3], [4], 4), ([2, 0], [1, 3], 2)], "ranks in the plan's order: [3, 2, 0], idle: [1]"),
-    "one": ([([1, 2, 3], [2, 1, 1], 6)], "ranks in the plan's order: [1, 2, 3], idle: [0]"),
-    "like": ([([0, 1], [3, 1], 5), ([2, 3], [2, 2], 1)], "4 ranks = 2 pipelines of 2 + 2 stages"),
+    "unlike": ([([3], [4], 4), ([2, 0], [1, 3], 2)], "pipeline 1: stage 0 on [1], stage 1 on [2]"),
+    "one": ([([1, 2, 3], [2, 1, 1], 6)], "pipeline 0: stage 0 on [0], stage 1 on [1], stage 2 on [2]"),
+    "like": ([([0, 1], [3, 1], 5), ([2, 3], [2, 2], 1)], "pipeline 1: stage 0 on [2], stage 1 on [3]"),
 }
 
 
@@ -47,7 +47,8 @@ def test_the_plans_order_of_machines(name, runs):
     expected, found = losses(folder, "one_process"), losses(folder, name)
     assert len(found) == 4 and max(abs(a - b) for a, b in zip(expected, found)) <= TOLERANCE
     config = json.loads((folder / name / "config.json").read_text())
-    assert config["num_microbatches"] == ",".join(str(count) for _, _, count in pipelines)
+    assert config["num_microbatches"] == [count for _, _, count in pipelines]
+    assert config["topology"]["world_size"] == sum(len(machines) for machines, _, _ in pipelines)
 
 
 @pytest.mark.parametrize("pipelines, changes, flags, expected", [

@@ -14,6 +14,7 @@ port that was never free again after it was chosen, so no two jobs can meet. See
 """
 
 import contextlib
+import atexit
 import faulthandler
 import gc
 import importlib
@@ -58,6 +59,7 @@ def supervise(job: dict) -> int:
         if (pid := os.fork()) == 0:
             listener.close()
             code = run_rank(job, rank, port)
+            atexit._run_exitfuncs()  # what the script has registered
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)  # a second less than to tear down all that was imported
