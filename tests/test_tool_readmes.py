@@ -38,7 +38,8 @@ def missing_paths(text: str, folder: pathlib.Path) -> list[str]:
 
 @pytest.mark.parametrize("readme", READMES, ids=str)
 def test_named_paths_exist(readme):
-    assert not missing_paths((ROOT / readme).read_text(encoding="utf-8"), (ROOT / readme).parent)
+    missing = missing_paths((ROOT / readme).read_text(encoding="utf-8"), (ROOT / readme).parent)
+    assert not missing, f"{readme} names {missing}"
 
 
 def test_every_room_has_a_readme():
