@@ -90,21 +90,22 @@ def main():
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # the variable OMP_NUM_THREADS is read when torch is imported
 
+    config = once_per_machine(lambda: load_config(
+        args.model_name, num_hidden_layers=args.num_hidden_layers,
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
+    with torch.device("meta"):  # shapes only; init_weights allocates the memory
+        model = apply_tensor_parallel(Llama(config, dtype))
+
     global_batch_size = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size  # in samples
     tokens_per_step = global_batch_size * args.seq_len
     num_steps = args.max_tokens // tokens_per_step
     if num_steps == 0:
         raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
 
-    config = once_per_machine(lambda: load_config(
-        args.model_name, num_hidden_layers=args.num_hidden_layers,
-        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
     samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
                            num_steps * global_batch_size, os.path.join(args.log_dir, "token_cache"))
     data_loader = MicroBatchDataLoader(
         samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
-    with torch.device("meta"):  # shapes only; init_weights allocates the memory
-        model = apply_tensor_parallel(Llama(config, dtype))
     init_weights(model, args.seed, device, split_over_tp)
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)

@@ -42,13 +42,14 @@ class ProcessGroupManager:
         self.topology = {"dp_size": dp_size, "pp_size": pp_size, "tp_size": tp_size, "world_size": self.world_size}
 
         # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
-        self.tp_group, _ = dist.new_subgroups_by_enumeration(self.grid.reshape(-1, tp_size).tolist())
-        pipelines = self.grid.transpose(1, 2).reshape(-1, pp_size).tolist()
-        self.pp_group, _ = dist.new_subgroups_by_enumeration(pipelines)
+        rows = [row for block in self.grid for row in block.tolist()]
+        columns = [column for block in self.grid for column in block.T.tolist()]
+        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows)
+        self.pp_group, _ = dist.new_subgroups_by_enumeration(columns)
         self.dp_group, _ = dist.new_subgroups_by_enumeration(self.grid.permute(1, 2, 0).reshape(-1, dp_size).tolist())
 
-        self.tp_group_ids = self.grid[self.dp_rank, self.pp_rank, :].tolist()
-        self.pp_group_ids = self.grid[self.dp_rank, :, self.tp_rank].tolist()
+        block = self.grid[self.dp_rank]
+        self.tp_group_ids, self.pp_group_ids = block[self.pp_rank].tolist(), block[:, self.tp_rank].tolist()
         self.dp_group_ids = self.grid[:, self.pp_rank, self.tp_rank].tolist()
 
         self.pp_is_first_stage = self.pp_rank == 0
@@ -80,10 +81,9 @@ def init_process_group(backend: str) -> None:
     Raises ValueError where ranks choose different backends, as machines with and without a GPU do: each backend would
     wait for ever for the ranks that chose the other one.
     """
-    if "RANK" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    store, rank, world_size = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://"))
     store.set(f"backend/{rank}", backend)
     backends = [store.get(f"backend/{other}").decode() for other in range(world_size)]
     if len(set(backends)) > 1:

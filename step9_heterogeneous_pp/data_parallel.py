@@ -14,8 +14,6 @@ A tied embedding is owned by all first and all last stages. `param.grad` is a vi
 ranks fill and launch their buckets in the same order: the model's last module first, a tied parameter at the end.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -27,17 +25,11 @@ from timeline import timeline
 from wire import CompressedAllReduce
 
 
-class Owners(NamedTuple):
-    """The places (pipeline, stage) of a module, and the group of the ranks there that have this tp rank."""
+def find_owners(pipelines: list[PipelineTemplate], tied: tuple[str, str] | None) -> dict[str, dist.ProcessGroup | None]:
+    """The group of each module's owners, in the order of the model. Collective.
 
-    places: list[tuple[int, int]]
-    group: dist.ProcessGroup | None  # None where this rank is not among them, or is the only one
-
-
-def find_owners(pipelines: list[PipelineTemplate], tied: tuple[str, str] | None) -> dict[str, Owners]:
-    """The owners of each module by its name, in the order of the model. Collective.
-
-    A tied parameter comes first, under its own name. Its owners are those of both modules that use it.
+    It is None where this rank is not among the owners, or is the only one. A tied parameter comes first, under its own
+    name. Its owners are those of both modules that use it.
     """
     modules = [name for stage in pipelines[0].modules_per_stage for name in stage]
     places = {name: [(k, s) for k, template in enumerate(pipelines)
@@ -46,7 +38,7 @@ def find_owners(pipelines: list[PipelineTemplate], tied: tuple[str, str] | None)
         first, last = (next(name for name in modules if param.startswith(f"{name}.")) for param in tied)
         places = {tied[0]: sorted({*places[first], *places[last]}), **places}
     grid = pgm.process_group_manager
-    return {name: Owners(at, grid.group_of(at) if len(at) > 1 else None) for name, at in places.items()}
+    return {name: grid.group_of(at) if len(at) > 1 else None for name, at in places.items()}
 
 
 class Bucket:
@@ -95,8 +87,8 @@ class DataParallelBucket(nn.Module):
     `bucket_mb`: megabytes per bucket, by default 25, or an eighth of a smaller model. `wire_dtype`: see Bucket.
     """
 
-    def __init__(self, module: PipelineStage, owners: dict[str, Owners], bucket_mb: float | None = None,
-                 wire_dtype: torch.dtype | None = None):
+    def __init__(self, module: PipelineStage, owners: dict[str, dist.ProcessGroup | None],
+                 bucket_mb: float | None = None, wire_dtype: torch.dtype | None = None):
         super().__init__()
         self.module, self.wire_dtype = module, wire_dtype
         self.require_backward_grad_sync = True
@@ -108,17 +100,17 @@ class DataParallelBucket(nn.Module):
         for param in self.bucket_of:
             param.register_post_accumulate_grad_hook(self.gradient_arrived)
 
-    def make_buckets(self, ordered: list[tuple[nn.Parameter, Owners]], limit: float) -> None:
+    def make_buckets(self, ordered: list[tuple[nn.Parameter, dist.ProcessGroup | None]], limit: float) -> None:
         """Fills one bucket after the other. One is full once it holds `limit` bytes, or the next owners are others."""
         members, size = [], 0
-        for i, (param, owners) in enumerate(ordered):
-            if owners.group is None:  # nothing to sum
+        for i, (param, group) in enumerate(ordered):
+            if group is None:  # nothing to sum
                 continue
             members.append(param)
             size += param.numel() * param.element_size()
-            following = ordered[i + 1][1].places if i + 1 < len(ordered) else None
-            if size >= limit or following != owners.places:
-                self.buckets.append(Bucket(members, owners.group, self.wire_dtype))
+            following = ordered[i + 1][1] if i + 1 < len(ordered) else None
+            if size >= limit or following is not group:
+                self.buckets.append(Bucket(members, group, self.wire_dtype))
                 self.bucket_of.update(dict.fromkeys(members, self.buckets[-1]))
                 members, size = [], 0
 
@@ -152,17 +144,16 @@ class DataParallelBucket(nn.Module):
             bucket.finish()
 
 
-def in_backward_order(stage: PipelineStage, owners: dict[str, Owners]) -> list[tuple[nn.Parameter, Owners]]:
-    """The stage's parameters with their owners: those of the model's last module first, a tied one at the end.
+def in_backward_order(stage: PipelineStage, owners: dict) -> list[tuple[nn.Parameter, dist.ProcessGroup | None]]:
+    """The stage's parameters with the group of their owners: the model's last module first, a tied one at the end.
 
     Frozen parameters have no gradient and are left out.
     """
     keys, found = list(owners), []
     for name, param in stage.model.named_parameters():
-        if not param.requires_grad:
-            continue
-        is_tied = stage.tied is not None and name in stage.tied
-        key = stage.tied[0] if is_tied else next(module for module in owners if name.startswith(f"{module}."))
-        found.append((keys.index(key), param, owners[key]))
+        if param.requires_grad:
+            is_tied = stage.tied is not None and name in stage.tied
+            key = stage.tied[0] if is_tied else next(module for module in owners if name.startswith(f"{module}."))
+            found.append((keys.index(key), param, owners[key]))
     found.sort(key=lambda item: item[0])  # stable: within a module the parameters keep their order
-    return [(param, owned) for _, param, owned in reversed(found)]
+    return [(param, group) for _, param, group in reversed(found)]

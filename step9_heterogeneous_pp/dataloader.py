@@ -20,6 +20,7 @@ import glob
 import hashlib
 import importlib.util
 import itertools
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -61,51 +62,37 @@ class HeterogeneousDataLoader(DataLoader):
     """Iterates over this pipeline's micro-batches of a map-style `dataset`, on `device`. Floating point takes `dtype`.
 
     An epoch has `steps_per_epoch` optimizer steps, and samples that do not fill another step are left out. With
-    `shuffle` the samples of each epoch are permuted by `seed` and the number of the epoch, in the same way on all
-    ranks. Raises ValueError for a data set with fewer samples than one step.
+    `shuffle` the samples of each epoch are permuted by `seed` and the number of the epoch, equally on all ranks.
+    Raises ValueError for a data set with fewer samples than one step.
     """
 
     def __init__(self, dataset: Dataset, microbatch_size: int, num_microbatches: list[int], pipeline: int,
                  device: torch.device, dtype: torch.dtype, shuffle: bool = False, seed: int = 0,
                  collate_fn: Callable | None = None, num_workers: int = 0):
-        global_batch_size = microbatch_size * sum(num_microbatches)
-        if len(dataset) < global_batch_size:
+        total = sum(num_microbatches)
+        self.steps_per_epoch, self.shuffle, self.seed = len(dataset) // (microbatch_size * total), shuffle, seed
+        if self.steps_per_epoch == 0:
             raise ValueError(f"the data set has {len(dataset)} samples, fewer than a global batch of microbatch_size="
-                             f"{microbatch_size} x {sum(num_microbatches)} micro-batches: lower these, or add data")
-        self.steps_per_epoch, self.target, self.dtype = len(dataset) // global_batch_size, device, dtype
-        sampler = MicroBatchSampler(len(dataset), microbatch_size, num_microbatches, pipeline, shuffle, seed)
-        super().__init__(dataset, batch_sampler=sampler, collate_fn=collate_fn, num_workers=num_workers,
+                             f"{microbatch_size} x {total} micro-batches: lower these, or add data")
+        self.shape = self.steps_per_epoch, total, microbatch_size
+        self.mine, self.microbatches = deal_microbatches(num_microbatches)[pipeline], []
+        self.target, self.dtype = device, dtype
+        super().__init__(dataset, batch_sampler=self.microbatches, collate_fn=collate_fn, num_workers=num_workers,
                          pin_memory=device.type == "cuda")
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Selects the permutation of that epoch."""
-        self.batch_sampler.epoch = epoch
+        """Chooses the samples of each micro-batch in that epoch."""
+        order = torch.arange(len(self.dataset))
+        if self.shuffle:
+            order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.seed + epoch))
+        steps = order[: math.prod(self.shape)].view(self.shape)  # (steps, micro-batches of a step, samples of one)
+        self.microbatches[:] = steps[:, self.mine].flatten(0, 1).tolist()
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for batch in super().__iter__():  # from pinned memory, the copy to a GPU runs in the background
             yield {name: value.to(self.target, self.dtype if value.is_floating_point() else None, non_blocking=True)
                    for name, value in dict(batch).items()}
-
-
-class MicroBatchSampler:
-    """The indices of the samples in each of this pipeline's micro-batches, in the order of its steps."""
-
-    def __init__(self, num_samples: int, microbatch_size: int, num_microbatches: list[int], pipeline: int,
-                 shuffle: bool, seed: int):
-        self.num_samples, self.size, self.total = num_samples, microbatch_size, sum(num_microbatches)
-        self.mine, self.shuffle, self.seed, self.epoch = deal_microbatches(num_microbatches)[pipeline], shuffle, seed, 0
-
-    def __len__(self) -> int:
-        return self.num_samples // (self.size * self.total) * len(self.mine)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = range(self.num_samples)
-        if self.shuffle:
-            order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(self.seed + self.epoch))
-        for step in range(self.num_samples // (self.size * self.total)):
-            for microbatch in self.mine:
-                first = (step * self.total + microbatch) * self.size
-                yield [int(i) for i in order[first : first + self.size]]
 
 
 def next_tokens(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ import inspect
 import torch
 import torch.nn as nn
 
-from pipeline_template import PipelineTemplate, family_of, listed_modules
+from pipeline_template import PipelineTemplate, listed_modules
 
 
 class Absent(nn.Module):
@@ -54,19 +54,18 @@ class PipelineStage(nn.Module):
     `model` may be on the meta device and may be split over a tp group. It stays an attribute, whose named_parameters()
     are this stage's, under the whole model's names. `tied` is (embedding's name, head's name) where these two share a
     parameter in the whole model, else None. `autocast` is the dtype of the matmuls where it is not the model's.
-    Raises what template.check(model) raises.
+    template.check(model) has to hold.
     """
 
     def __init__(self, model: nn.Module, template: PipelineTemplate, stage_index: int,
                  autocast: torch.dtype | None = None):
         super().__init__()
-        template.check(model)
         assert 0 <= stage_index < template.num_stages, f"stage {stage_index} of {template.num_stages}"
         self.template, self.stage_index = template, stage_index
         self.is_first, self.is_last = stage_index == 0, stage_index == template.num_stages - 1
         self.config, self.tied = model.config, find_tied(model)
-        self.arguments, self.autocast = family_of(model).arguments, autocast
-        self.inputs = inspect.signature(model.forward).parameters.keys() - {"labels"}
+        self.inputs, self.autocast = inspect.signature(model.forward).parameters.keys() - {"labels"}, autocast
+        self.arguments = {"use_cache": False} if "use_cache" in self.inputs else {}  # the cache is for generation
         self.received = self.output = None  # hidden states (B, T, D), during a forward pass
         if not self.is_first:
             own = model.get_submodule(template.modules_per_stage[stage_index][0])
@@ -107,15 +106,12 @@ class PipelineStage(nn.Module):
             self.received = self.output = None  # what is still needed is referenced elsewhere: free the rest
 
     def hidden_shape(self, **batch) -> tuple[int, int, int]:
-        """(B, T, D) of the hidden states for this batch. For ViT, T is one more than an image has patches.
-
-        Raises ValueError for a batch with neither input_ids nor pixel_values.
-        """
+        """(B, T, D) of the hidden states for this batch. For ViT, T is one more than an image has patches."""
         if "input_ids" in batch:
             return (*batch["input_ids"].shape, self.config.hidden_size)
         if "pixel_values" not in batch:
-            raise ValueError(f"the batch has {', '.join(batch) or 'nothing'}, but neither input_ids nor pixel_values, "
-                             "which say what shape the hidden states have: name the model's inputs as its forward does")
+            raise ValueError(f"the batch has {', '.join(batch) or 'nothing'}, but neither input_ids nor pixel_values: "
+                             "name the model's inputs as its forward does")
         batch_size, _, height, width = batch["pixel_values"].shape
         patches = (height // self.config.patch_size) * (width // self.config.patch_size)
         return batch_size, patches + 1, self.config.hidden_size

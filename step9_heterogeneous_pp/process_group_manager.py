@@ -12,10 +12,17 @@
 The grid of step 8 is the special case in which all pipelines have the same number of stages.
 """
 
+import atexit
+import contextlib
+import datetime
+import json
 import os
+import sys
 
 import torch
 import torch.distributed as dist
+
+from plan_file import read_plan
 
 process_group_manager = None
 
@@ -38,17 +45,17 @@ class ProcessGroupManager:
                 f"--nproc_per_node {needed}, or change the sizes"
             )
         ranks = torch.arange(self.world_size).split([stages * tp_size for stages in stages_per_pipeline])
-        self.pipelines = [block.view(-1, tp_size) for block in ranks]  # pipelines[dp][pp, tp]: a global rank
-        self.dp_rank = next(i for i, block in enumerate(self.pipelines) if self.global_rank in block)
-        block = self.pipelines[self.dp_rank]
+        self.grid = [block.view(-1, tp_size) for block in ranks]  # grid[dp][pp, tp]: a global rank
+        self.dp_rank = next(dp for dp, block in enumerate(self.grid) if self.global_rank in block)
+        block = self.grid[self.dp_rank]
         self.pp_rank, self.tp_rank = (block == self.global_rank).nonzero().flatten().tolist()
-        self.dp_world_size, self.pp_world_size, self.tp_world_size = len(self.pipelines), len(block), tp_size
-        self.topology = {"dp_size": len(self.pipelines), "stages_per_pipeline": stages_per_pipeline,
+        self.dp_world_size, self.pp_world_size, self.tp_world_size = len(self.grid), len(block), tp_size
+        self.topology = {"dp_size": len(self.grid), "stages_per_pipeline": stages_per_pipeline,
                          "tp_size": tp_size, "world_size": self.world_size}
 
         # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
-        rows = [row for pipeline in self.pipelines for row in pipeline.tolist()]
-        columns = [column for pipeline in self.pipelines for column in pipeline.T.tolist()]
+        rows = [row for block in self.grid for row in block.tolist()]
+        columns = [column for block in self.grid for column in block.T.tolist()]
         self.tp_group, _ = dist.new_subgroups_by_enumeration(rows)
         self.pp_group, _ = dist.new_subgroups_by_enumeration(columns)
         self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns)  # for gradients, which travel back
@@ -70,46 +77,56 @@ class ProcessGroupManager:
         """
         mine = None
         for tp_rank in range(self.tp_world_size):
-            ranks = tuple(sorted({self.pipelines[dp][pp, tp_rank].item() for dp, pp in places}))
+            ranks = tuple(sorted({self.grid[dp][pp, tp_rank].item() for dp, pp in places}))
             if ranks not in self.groups:
                 self.groups[ranks] = dist.new_group(ranks)
             mine = self.groups[ranks] if self.global_rank in ranks else mine
         return mine
 
     def __str__(self) -> str:
-        stages = "+".join(str(len(pipeline)) for pipeline in self.pipelines)
+        stages = "+".join(str(len(block)) for block in self.grid)
         return f"DP({self.dp_world_size})-PP({stages})-TP({self.tp_world_size})-Rank({self.global_rank})"
 
     def describe(self) -> str:
-        """One line per rank (of the first 16): its coordinates and the groups that it belongs to."""
-        stages = " + ".join(str(len(pipeline)) for pipeline in self.pipelines)
-        lines = [f"{self.world_size} {'rank' if self.world_size == 1 else 'ranks'} = "
-                 f"{self.dp_world_size} pipelines of {stages} stages x tp {self.tp_world_size}"]
-        for dp, pipeline in enumerate(self.pipelines):
-            for rank in pipeline.flatten().tolist():
-                pp, tp = (pipeline == rank).nonzero().flatten().tolist()
-                lines.append(f"rank {rank}: dp {dp} pp {pp} tp {tp} | pp group {pipeline[:, tp].tolist()} "
-                             f"tp group {pipeline[pp].tolist()}")
-        return "\n".join(lines[:17])
+        """One line per pipeline (of the first 16): the ranks of its stages."""
+        lines = [f"pipeline {dp}: " + ", ".join(f"stage {pp} on {ranks.tolist()}" for pp, ranks in enumerate(block))
+                 for dp, block in enumerate(self.grid[:16])]
+        return "\n".join([f"{self.world_size} ranks, tp {self.tp_world_size}", *lines])
 
 
-def init_process_group(backend: str) -> None:
+def init_process_group(backend: str, plan_path: str | None = None) -> dict | None:
     """Joins the processes that torchrun describes in the environment. Without torchrun, this process is the only one.
 
+    With a plan, the ranks that it names join in its order. The others wait until the training has ended, and exit.
+    Rank 0 reads the file and sends it to all, so only one machine needs it. Returns the plan.
     Raises ValueError where ranks choose different backends, as machines with and without a GPU do: each backend would
-    wait for ever for the ranks that chose the other one.
+    wait for ever for the ranks that chose the other one. Also for a plan that can't be read or needs other ranks.
     """
-    if "RANK" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    store, rank, world_size = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://"))
     store.set(f"backend/{rank}", backend)
     backends = [store.get(f"backend/{other}").decode() for other in range(world_size)]
     if len(set(backends)) > 1:
         listed = ", ".join(f"rank {other}: {name}" for other, name in enumerate(backends[:16]))
         raise ValueError(f"all ranks have to communicate over one backend, but these differ ({listed}): give all the "
                          "same --device, for instance --device cpu")
+    if plan_path:
+        if rank == 0:
+            store.set("plan", json.dumps(read_plan(plan_path)))
+        plan = json.loads(store.get("plan"))
+        order = plan["machines"]
+        if len(set(order)) < len(order) or not set(order) <= set(range(world_size)):
+            raise ValueError(f"the plan is for the ranks {sorted(order)}, each once, but {world_size} run, counted "
+                             "from 0: start torchrun as it was started for plan.py --measure")
+        if rank not in order:
+            with contextlib.suppress(RuntimeError):  # without torchrun, rank 0 keeps the store, and may leave first
+                store.wait(["ended"], datetime.timedelta(days=365))
+            sys.exit(0)
+        atexit.register(store.set, "ended", "")
+        rank, world_size = order.index(rank), len(order)
     dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size)
+    return plan if plan_path else None
 
 
 def setup_process_group_manager(stages_per_pipeline: list[int], tp_size: int) -> None:

@@ -5,7 +5,6 @@
     torchrun --nproc_per_node 3 train.py --plan plan.json
 """
 
-import argparse
 import functools
 import os
 import time
@@ -20,7 +19,7 @@ from metrics import RunLogger
 from model import DecoderLayer, Llama, init_weights
 from pipeline_parallel import afab, one_f_one_b
 from pipeline_template import PipelineTemplate
-from plan_file import follow_plan, release_idle_ranks
+from plan_file import follow_plan
 from tensor_parallel import cross_entropy, split_over_tp
 from timeline import timeline
 from utils import (
@@ -28,6 +27,16 @@ from utils import (
     positive_int, to_readable_format,
 )
 from wire import WIRE_DTYPES
+
+
+def counts(text: str) -> list[int]:
+    """The type of flags like 5,3."""
+    return [positive_int(part) for part in text.split(",")]
+
+
+def pipelines(text: str) -> list[list[int]]:
+    """The type of flags like 8;5,3."""
+    return [counts(part) for part in text.split(";")]
 
 
 def parse_args():
@@ -56,15 +65,15 @@ def parse_args():
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
     parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
-    parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8,
-                        help="micro-batches a step, for each pipeline")
-    parser.add_argument("--num_microbatches", metavar="6,2", help="instead: micro-batches a step, pipeline by pipeline")
+    parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8, help="micro-batches a step")
+    parser.add_argument("--num_microbatches", type=counts, metavar="6,2",
+                        help="instead: micro-batches a step of each pipeline")
     parser.add_argument("--max_tokens", type=positive_int, default=204800, help="tokens to train on")
     # Parallelism
     parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--dp_size", type=positive_int, default=1, help="equal pipelines")
-    parser.add_argument("--pp_size", type=positive_int, default=1, help="stages of each of them")
-    parser.add_argument("--pipelines", metavar="8;5,3",
+    parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
+    parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
+    parser.add_argument("--pipelines", type=pipelines, metavar="8;5,3",
                         help="instead of these two: decoder layers of each stage, with ';' between pipelines")
     parser.add_argument("--plan", metavar="PLAN.JSON", help="instead of all these: a plan that cluster/plan.py wrote")
     parser.add_argument("--pp_engine", choices=["afab", "1f1b"], default="1f1b", help="the pipeline's schedule")
@@ -78,49 +87,35 @@ def parse_args():
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
     parser.add_argument("--profile_batch", type=int, default=0, help="write the timeline of this step (0: none)")
     args = parser.parse_args()
-    if args.pipelines is not None and (args.dp_size, args.pp_size) != (1, 1):
-        raise ValueError(f"--pipelines {args.pipelines!r} says how many pipelines and stages there are: leave out "
-                         "--dp_size and --pp_size")
-    given = [args.pipelines, args.num_microbatches, args.dp_size, args.pp_size, args.tp_size]
-    if args.plan and given != [None, None, 1, 1, 1]:
+    if args.pipelines and (args.dp_size, args.pp_size) != (1, 1):
+        raise ValueError("--pipelines says how many pipelines and stages there are: leave out --dp_size and --pp_size")
+    said = args.pipelines or args.num_microbatches or (args.dp_size, args.pp_size, args.tp_size) != (1, 1, 1)
+    if args.plan and said:
         raise ValueError(f"--plan {args.plan!r} says which pipelines there are and what each takes: leave out "
                          "--pipelines, --num_microbatches, --dp_size, --pp_size and --tp_size")
     return args
 
 
-def numbers(flag: str, text: str) -> list[int]:
-    try:
-        return [positive_int(part) for part in text.split(",")]
-    except (ValueError, argparse.ArgumentTypeError):
-        raise ValueError(f"{flag} {text!r}: write positive numbers with commas between them, as in 5,3") from None
-
-
 def make_plugin(args, model) -> HeterogeneousParallelPlugin:
     """The plugin with the pipelines that the flags ask for. Raises ValueError where these are not possible."""
     num_layers = model.config.num_hidden_layers
-    if args.pipelines is not None:
-        pipelines = [numbers("--pipelines", part) for part in args.pipelines.split(";")]
-    elif args.pp_size <= num_layers:  # equally many layers in each stage, or one more in the first ones
-        size, left_over = divmod(num_layers, args.pp_size)
-        pipelines = [[size + (stage < left_over) for stage in range(args.pp_size)]] * args.dp_size
-    else:
+    if args.pp_size > num_layers:
         raise ValueError(f"pp_size={args.pp_size} stages for num_hidden_layers={num_layers}: "
                          f"each stage needs a layer, use --pp_size {num_layers} or less")
-    num_microbatches = [args.gradient_accumulation_steps] * len(pipelines)
-    if args.num_microbatches is not None:
-        num_microbatches = numbers("--num_microbatches", args.num_microbatches)
+    size, left_over = divmod(num_layers, args.pp_size)  # equal stages, or one more layer in the first ones
+    layers = args.pipelines or [[size + (s < left_over) for s in range(args.pp_size)]] * args.dp_size
+    num_microbatches = args.num_microbatches or [args.gradient_accumulation_steps] * len(layers)
     schedule = one_f_one_b if args.pp_engine == "1f1b" else afab
     plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, args.dtype, args.device, schedule,
                                          args.wire_dtype, args.gradient_wire_dtype)
-    templates = [PipelineTemplate.from_layers_per_stage(model, layers) for layers in pipelines]
-    plugin.set_pipelines(templates, num_microbatches)
+    plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, sizes) for sizes in layers], num_microbatches)
     return plugin
 
 
 def main():
     args = parse_args()
     device, dtype, backend = choose_device(args.device, args.dtype)
-    pgm.init_process_group(backend)
+    plan = pgm.init_process_group(backend, args.plan)
     os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
     os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
     if args.omp_num_threads:
@@ -129,8 +124,8 @@ def main():
     config = once_per_machine(lambda: load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,
         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
-    if args.plan:
-        follow_plan(args, config.num_hidden_layers)
+    if plan:
+        follow_plan(args, plan, config.num_hidden_layers)
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
         model = Llama(config, dtype)
     plugin = make_plugin(args, model)
@@ -179,7 +174,6 @@ def main():
             timeline.write(path, grid, plugin.own_num_microbatches, device)
     logger.close()
     dist.destroy_process_group()
-    release_idle_ranks()
 
 
 if __name__ == "__main__":
