@@ -1,4 +1,4 @@
-"""Step 9 over Hugging Face's families: pipelines of two stages and of one train what the plain model trains; run_*.py."""
+"""Step 9 over Hugging Face's families: unlike pipelines train what the plain model trains; the run_*.py scripts."""
 
 import json
 import re

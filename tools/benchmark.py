@@ -198,7 +198,7 @@ def print_table(rows: list[dict]) -> None:
 
 
 def plot(rows: list[dict], path: str) -> None:
-    """Speed-up over one process with one thread: a bar a run, ours and others' in two colours, whiskers for the range."""
+    """Speed-up over one process with one thread: a bar a run, ours and others' in two colours, with the range."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -25,7 +25,7 @@ MODELS = [f"transformers.models.{name}.modeling_{name}" for name in  # what step
 
 
 PROXIES = {f"{name}_proxy" for name in ("http", "https", "all", "no")}  # a test must not find a way to the Hub
-SLOTS = 2 * len(os.sched_getaffinity(0))  # so many ranks of forked jobs run at the same time, or one larger job
+SLOTS = max(4, 2 * len(os.sched_getaffinity(0)))  # so many ranks of forked jobs run at the same time, or one larger job
 
 
 def torchrun(num_processes: int, script, *args) -> list[str]:

@@ -1,7 +1,7 @@
 """Imports modules, and asks scripts for --help, each in a process of its own and in another working directory.
 
-`imports.py FILE...` prints a JSON object: "FILE" or "FILE --help" -> what was printed, for each that failed. A FILE is a
-script where it parses arguments. A module's own folder is on the path, or the folder of the package that it is part of.
+`imports.py FILE...` prints a JSON object: "FILE" or "FILE --help" -> what was printed, for each that failed. A FILE is
+a script where it parses arguments. A module's own folder is on the path, or the folder of the package that holds it.
 """
 
 import contextlib
