@@ -5,6 +5,7 @@
     torchrun --nproc_per_node 3 train.py --plan plan.json
 """
 
+import argparse
 import functools
 import os
 import time
@@ -31,7 +32,10 @@ from wire import WIRE_DTYPES
 
 def counts(text: str) -> list[int]:
     """The type of flags like 5,3."""
-    return [positive_int(part) for part in text.split(",")]
+    try:
+        return [positive_int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write positive numbers and commas, as in 5,3") from None
 
 
 def pipelines(text: str) -> list[list[int]]:
@@ -89,10 +93,9 @@ def parse_args():
     args = parser.parse_args()
     if args.pipelines and (args.dp_size, args.pp_size) != (1, 1):
         raise ValueError("--pipelines says how many pipelines and stages there are: leave out --dp_size and --pp_size")
-    said = args.pipelines or args.num_microbatches or (args.dp_size, args.pp_size, args.tp_size) != (1, 1, 1)
-    if args.plan and said:
-        raise ValueError(f"--plan {args.plan!r} says which pipelines there are and what each takes: leave out "
-                         "--pipelines, --num_microbatches, --dp_size, --pp_size and --tp_size")
+    given = args.pipelines or args.num_microbatches or (args.dp_size, args.pp_size, args.tp_size) != (1, 1, 1)
+    if args.plan and given:
+        raise ValueError("--plan says what runs where: leave out --pipelines, --num_microbatches and the three sizes")
     return args
 
 
