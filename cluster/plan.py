@@ -16,7 +16,7 @@ import sys
 from planning.machines import Cluster, load_cluster
 from pipeline_parallel import afab, one_f_one_b
 from planning.pipeline_simulation import Setting
-from planning.plan_report import as_plan, report, write_plan
+from planning.report import as_plan, report, write_plan
 from planning.planner import find_plans
 from utils import TINY_LLAMA, ArgumentParser, choose_device, load_config, one_clear_error, positive_int
 
