@@ -138,19 +138,18 @@ class Search:
         return Pace(machines, layers, ends[0] - (few - 1) * each, each)
 
     def orders(self, group: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """All orders of up to three machines; of more by speed, and from each machine to the nearest one left."""
+        """All orders of up to three machines; of more by speed, and from each machine on to the best connected one."""
         if len(group) <= 3:
             return list(permutations(group))
         by_speed = tuple(sorted(group, key=lambda rank: self.speed[rank]))
-        found, links = [by_speed, by_speed[::-1]], self.cluster.links
+        found = [by_speed, by_speed[::-1]]
         for first in group:
             path, left = [first], set(group) - {first}
             while left:
-                path.append(max(left, key=lambda rank: (links[path[-1]][rank].bandwidth, -rank)))
+                path.append(max(left, key=lambda rank: (self.cluster.links[path[-1]][rank].bandwidth, -rank)))
                 left.remove(path[-1])
             found.append(tuple(path))
-        by_kinds = {tuple(self.kind[rank] for rank in order): order for order in found}
-        return list(by_kinds.values())
+        return list({tuple(self.kind[rank] for rank in order): order for order in found}.values())
 
     def promising(self, groupings: list[list[tuple]]) -> list[Candidate]:
         """Those of shortest expected step, shortest first: what the micro-batches take, and the gradients' all-reduce
@@ -174,11 +173,15 @@ class Search:
         return [candidate for candidate in candidates if candidate]
 
     def gradient_seconds(self, paces: list[Pace]) -> float:
+        """Of eight buckets with the parameters of the largest stage, over the slowest link between the pipelines."""
         n, cluster = len(paces), self.cluster
-        bandwidth = min((cluster.links[a.machines[0]][b.machines[0]].bandwidth for a, b in permutations(paces, 2)),
-                        default=1.0)
+        links = [cluster.links[a.machines[0]][b.machines[0]] for a, b in permutations(paces, 2)]
+        if n == 1:
+            return 0.0
         most = max(max(pace.layers) for pace in paces) / cluster.num_layers * cluster.parameters_before[-1]
-        return 2 * (n - 1) / n * cluster.gradient_bytes(most, self.setting.gradient_wire_dtype) / bandwidth
+        num_bytes = cluster.gradient_bytes(most, self.setting.gradient_wire_dtype)
+        return 2 * (n - 1) * (num_bytes / n / min(link.bandwidth for link in links)
+                              + 8 * max(link.latency for link in links))
 
     def share_microbatches(self, paces: list[Pace], size: int) -> Candidate | None:
         """Micro-batches of each pipeline, so that the last one ends early; None where memory does not suffice."""
