@@ -11,8 +11,8 @@ import course  # noqa: F401  before step 9's modules
 import argparse
 import os
 import shlex
-import sys
 
+from planning import grids
 from planning.machines import Cluster, load_cluster
 from pipeline_parallel import afab, one_f_one_b
 from planning.pipeline_simulation import Setting
@@ -60,10 +60,7 @@ def parse_args():
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b")
     parser.add_argument("--out", default="plan.json", help="where to write the best plan")
     parser.add_argument("--top", type=positive_int, default=5, help="plans to print")
-    if any(argument.split("=")[0] == "--cluster" for argument in sys.argv[1:]):
-        from planning import what_if  # its flags matter only here
-
-        what_if.add_flags(parser)
+    grids.add_flags(parser)
     args = parser.parse_args()
     if sum(map(bool, (args.cluster_json, args.measure, args.cluster))) != 1:
         raise ValueError("say what to do: --measure PATH under torchrun, or the cluster.json to plan for, or --cluster "
@@ -137,13 +134,10 @@ def main():
     elif args.cluster_json:
         plan(args)
     else:
-        from planning import what_if
-
         with_defaults(args)
         if args.micro_batch_size and len(args.micro_batch_size) > 1:
             raise ValueError("--cluster takes one --micro_batch_size, or none")
-        args.micro_batch_size = args.micro_batch_size[0] if args.micro_batch_size else None
-        what_if.main(args)
+        print(grids.what_if(args, Setting(SCHEDULES[args.schedule], args.wire_dtype, args.gradient_wire_dtype)))
 
 
 if __name__ == "__main__":
