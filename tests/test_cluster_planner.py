@@ -234,7 +234,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert all(sum(p["layers"]) == 8 for p in written["pipelines"])
     printed = capsys.readouterr().out
     assert f"plan: {out}" in printed and f"train.py --plan {out} --model_name toy" in printed
-    assert "--pp_engine afab --wire_dtype int8" in printed and "2 on host2" in printed
+    assert "--pp_engine afab" in printed and "2 on host2" in printed
     for flags, message in (
         ([], "say what to do"),
         ([path, "--measure", "x.json"], "one of the three"),

@@ -222,13 +222,13 @@ def read_nodes(args) -> tuple[list[Node], str]:
 def what_if(args, setting: Setting) -> str:
     """What `plan.py --cluster` prints. `args` are its flags. Raises ValueError where they can't be read."""
     nodes, dtype = read_nodes(args)
-    job = Job(read_shape(args), nodes, args.seq_len, args.global_batch, dtype, setting, args.efficiency,
+    job = Job(read_shape(args), nodes, args.seq_len, args.global_batch or 32, dtype, setting, args.efficiency,
               args.memory_fraction)
     size = args.micro_batch_size[0] if args.micro_batch_size else None
     counts = {name: sum(node.count for node in nodes if node.name == name) for name in dict.fromkeys(n.name for n in nodes)}
     head = (f"{' + '.join(f'{count} x {name}' for name, count in counts.items())} in {len(nodes)} nodes, {dtype}; "
             f"{LINK_SHARE:.0%} of links and {args.efficiency:.0%} of FLOP/s are reached\n"
-            f"{to_readable_format(job.shape.parameters)} parameters, {args.global_batch} samples of {args.seq_len} tokens "
+            f"{to_readable_format(job.shape.parameters)} parameters, {job.global_batch} samples of {args.seq_len} tokens "
             f"a step; {args.memory_fraction:.0%} of the memory may be used\n\n")
     if len(set(nodes)) == 1:
         return head + table(job, list(grids(job, size)), args.top)
