@@ -26,10 +26,10 @@ from wire import CompressedAllReduce
 
 
 def find_owners(pipelines: list[PipelineTemplate], tied: tuple[str, str] | None) -> dict[str, dist.ProcessGroup | None]:
-    """The group of each module's owners, in the order of the model. Collective.
+    """The group of each module's owners, None where this rank is no owner or the only one. Collective.
 
-    It is None where this rank is not among the owners, or is the only one. A tied parameter comes first, under its own
-    name. Its owners are those of both modules that use it.
+    Modules are in the order of the model. A tied parameter comes before them: it is owned by the owners of both
+    modules.
     """
     modules = [name for stage in pipelines[0].modules_per_stage for name in stage]
     places = {name: [(k, s) for k, template in enumerate(pipelines)

@@ -37,37 +37,32 @@ def split_parameter(module: nn.Module, key: str, full) -> torch.Tensor:
     return parts[0] if fused == 1 else torch.cat(parts, dim)
 
 
-class ColumnParallelConv1D(nn.Module):
-    """ColumnParallelLinear for Hugging Face's Conv1D, y = x W + b: the columns of W (in, out/tp) are split."""
-
-    tp_dims = {"weight": 1, "bias": 0}
+class PartOfConv1D(nn.Module):
+    """This rank's part of Hugging Face's Conv1D, y = x W + b."""
 
     def __init__(self, conv: nn.Module, fused: int = 1):
         super().__init__()
         self.tp_fused = fused
-        keep_parts(self, conv)
+        for key, param in conv.named_parameters():
+            setattr(self, key, nn.Parameter(split_parameter(self, key, param.detach()).clone()))
+
+
+class ColumnParallelConv1D(PartOfConv1D):
+    """As ColumnParallelLinear: the columns of W (in, out/tp) are split."""
+
+    tp_dims = {"weight": 1, "bias": 0}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, in) -> (B, T, out/tp)
         return F.linear(CopyToTensorParallel.apply(x), self.weight.T.to(x.dtype), self.bias.to(x.dtype))
 
 
-class RowParallelConv1D(nn.Module):
-    """RowParallelLinear for Conv1D: the rows of W (in/tp, out) are split, and the bias is added to the sum, once."""
+class RowParallelConv1D(PartOfConv1D):
+    """As RowParallelLinear: the rows of W (in/tp, out) are split, and the bias is added to the sum, once."""
 
     tp_dims = {"weight": 0}
 
-    def __init__(self, conv: nn.Module):
-        super().__init__()
-        keep_parts(self, conv)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, in/tp) -> (B, T, out)
         return ReduceFromTensorParallel.apply(F.linear(x, self.weight.T.to(x.dtype))) + self.bias.to(x.dtype)
-
-
-def keep_parts(module: nn.Module, source: nn.Module) -> None:
-    """Gives `module` this rank's part of each parameter of `source`."""
-    for key, param in source.named_parameters():
-        setattr(module, key, nn.Parameter(split_parameter(module, key, param.detach()).clone()))
 
 
 class SharedByHeads(nn.Module):
@@ -111,10 +106,7 @@ TP_MODULES = {  # class of a decoder layer -> the place in it -> what replaces t
         "attn.c_attn": partial(ColumnParallelConv1D, fused=3), "attn.c_proj": RowParallelConv1D,
         "mlp.c_fc": ColumnParallelConv1D, "mlp.c_proj": RowParallelConv1D,
     },
-    "GraniteDecoderLayer": LLAMA,
-    "LlamaDecoderLayer": LLAMA,
-    "MistralDecoderLayer": LLAMA,
-    "Qwen2DecoderLayer": LLAMA,
+    **{f"{name}DecoderLayer": LLAMA for name in ("Granite", "Llama", "Mistral", "Qwen2")},
     "Qwen3DecoderLayer": LLAMA | {"self_attn.q_norm": SharedByHeads, "self_attn.k_norm": SharedByHeads},
     "OPTDecoderLayer": {
         "self_attn": lambda block: copy_input(divide(block, names=("num_heads",))),

@@ -51,16 +51,15 @@ class Absent(nn.Module):
 class PipelineStage(nn.Module):
     """Takes the model over: its modules outside of `template`'s stage `stage_index` are replaced, in place.
 
-    `model` may be on the meta device and may be split over a tp group. It stays an attribute, whose named_parameters()
-    are this stage's, under the whole model's names. `tied` is (embedding's name, head's name) where these two share a
-    parameter in the whole model, else None. `autocast` is the dtype of the matmuls where it is not the model's.
-    template.check(model) has to hold.
+    `model`, which has passed template.check, may be on the meta device and may be split over a tp group. It stays an
+    attribute, whose named_parameters() are this stage's, under the whole model's names. `tied` is (embedding's name,
+    head's name) where these two share a parameter in the whole model, else None. `autocast` is the dtype of the matmuls
+    where it is not the model's.
     """
 
     def __init__(self, model: nn.Module, template: PipelineTemplate, stage_index: int,
                  autocast: torch.dtype | None = None):
         super().__init__()
-        assert 0 <= stage_index < template.num_stages, f"stage {stage_index} of {template.num_stages}"
         self.template, self.stage_index = template, stage_index
         self.is_first, self.is_last = stage_index == 0, stage_index == template.num_stages - 1
         self.config, self.tied = model.config, find_tied(model)

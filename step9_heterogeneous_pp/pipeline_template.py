@@ -41,12 +41,9 @@ FAMILIES: dict[str, Family] = {  # the class by its path, so that nothing has to
     "model.Llama": Family(("embedding",), "decoder_layers", ("final_norm", "final_proj")),
     hugging_face("gpt2", "GPT2LMHeadModel"): Family(*GPT2, ("transformer.ln_f", "lm_head")),
     hugging_face("gpt2", "GPT2ForSequenceClassification"): Family(*GPT2, ("transformer.ln_f", "score")),
-    hugging_face("granite", "GraniteForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head")),
-    hugging_face("llama", "LlamaForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head")),
+    **{hugging_face(folder, f"{name}ForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head")) for folder, name in (
+        ("granite", "Granite"), ("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"))},
     hugging_face("llama", "LlamaForSequenceClassification"): Family(*LLAMA, ("model.norm", "score")),
-    hugging_face("mistral", "MistralForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head")),
-    hugging_face("qwen2", "Qwen2ForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head")),
-    hugging_face("qwen3", "Qwen3ForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head")),
     hugging_face("opt", "OPTForCausalLM"): Family(
         OPT, "model.decoder.layers", ("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head")),
     hugging_face("gpt_neox", "GPTNeoXForCausalLM"): Family(

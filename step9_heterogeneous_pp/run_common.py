@@ -26,8 +26,7 @@ def parse_args(doc: str) -> argparse.Namespace:
     parser.add_argument("--microbatch_size", type=positive_int, default=4)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--seq_len", type=positive_int, default=64, help="tokens in a sample of text")
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto",
-                        help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--run_name", default="default_run")
@@ -45,23 +44,22 @@ def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = 
     weights.
 
     Parameters of `new_modules`, the classifier of a new task, are random where the files have none of their shape.
-    Raises ValueError for a model with fewer positions than a sample has tokens.
     """
     import transformers  # imported here, because it takes seconds
 
     model_class = getattr(transformers, class_name)
-    if args.model_name_or_path is None:
-        check_positions(config := model_class.config_class(**toy), args.seq_len)
+    directory = args.model_name_or_path and once_per_machine(lambda: local_directory(args.model_name_or_path))
+    config = model_class.config_class.from_pretrained(directory) if directory else model_class.config_class(**toy)
+    check_positions(config, args.seq_len)
+    if directory is None:
         torch.manual_seed(args.seed)
         return model_class(config), None
-    directory = once_per_machine(lambda: local_directory(args.model_name_or_path))
-    check_positions(config := model_class.config_class.from_pretrained(directory), args.seq_len)
     config.num_labels = toy.get("num_labels", config.num_labels)
     with torch.device("meta"):
         model = model_class(config)
     weights, generator = open_directory(directory), torch.Generator().manual_seed(args.seed)
     for name, param in model.named_parameters():
-        if name.startswith(new_modules) and (name not in weights or tuple(weights[name].get_shape()) != param.shape):
+        if name.startswith(new_modules) and (name not in weights or tuple(weights[name]().get_shape()) != param.shape):
             std = config.initializer_range if param.dim() > 1 else 0.0
             weights[name] = torch.empty(param.shape).normal_(0.0, std, generator=generator)
     return model, weights
@@ -78,6 +76,7 @@ def local_directory(name_or_path: str, flag: str = "--model_name_or_path") -> st
 
 
 def check_positions(config, seq_len: int) -> None:
+    """Raises ValueError where the model has fewer positions than a sample has tokens."""
     positions = getattr(config, "max_position_embeddings", seq_len)
     if positions < seq_len:
         raise ValueError(f"--seq_len {seq_len} is more than the {positions} positions of the model: "

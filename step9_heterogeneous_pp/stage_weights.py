@@ -8,45 +8,52 @@ The names in a file can differ from the model's. Files of a bare model lack the 
 `transformer.h.0...`), a tied head is not in the file, and older files have older names, which transformers knows.
 """
 
+import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn as nn
+from safetensors import safe_open
 
 from hf_tensor_parallel import split_parameter
 from pipeline_stage import PipelineStage
 
 
-def open_directory(directory: str) -> dict:
-    """Name -> a slice that reads what is indexed of it, for all parameters in the safetensors of a directory.
+def open_directory(directory: str) -> dict[str, Callable]:
+    """For each parameter in the safetensors of a directory, a function that returns a slice, which reads when indexed.
 
-    Raises ValueError where the directory has no safetensors, or not all that its index names.
+    A file is opened when one of its parameters is asked for, so a rank needs only the files with its own parameters.
+    Raises ValueError where the directory has no safetensors, and later for a file that is missing.
     """
-    from safetensors import safe_open
-
     index, single = (os.path.join(directory, f"model.safetensors{end}") for end in (".index.json", ""))
     if os.path.isfile(index):
         with open(index) as file:
-            paths = [os.path.join(directory, name) for name in sorted(set(json.load(file)["weight_map"].values()))]
+            file_of = json.load(file)["weight_map"]
     elif os.path.isfile(single):
-        paths = [single]
+        file_of = dict.fromkeys(safe_open(single, framework="pt").keys(), single)
     else:
         found = ", ".join(sorted(os.listdir(directory))) if os.path.isdir(directory) else "no such directory"
         raise ValueError(f"{directory} has neither model.safetensors nor model.safetensors.index.json ({found}): "
                          "name a directory that save_pretrained wrote, or one from the Hub")
-    if missing := [path for path in paths if not os.path.isfile(path)]:
-        raise ValueError(f"{', '.join(missing)} is missing, though {index} names it: copy it there")
-    files = [safe_open(path, framework="pt") for path in paths]  # reads the names and shapes, and no values
-    return {name: file.get_slice(name) for file in files for name in file.keys()}
+    handles = {}
+
+    def get_slice(name: str):
+        path = os.path.join(directory, file_of[name])
+        if not os.path.isfile(path):
+            raise ValueError(f"{path} is missing, though {index} names it: copy it there")
+        handles[path] = handles.get(path) or safe_open(path, framework="pt")
+        return handles[path].get_slice(name)
+
+    return {name: functools.partial(get_slice, name) for name in file_of}
 
 
 def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,
                  device: torch.device | str = "cpu") -> None:
     """Gives each parameter of the stage its values, on `device` and in its dtype, and computes the stage's buffers.
 
-    `source` is a full state dict (its values may be slices, as those of open_directory), or a directory.
+    `source` is a full state dict, whose values may be functions as those of open_directory, or a directory.
     Raises ValueError where parameters are missing there, or where a shape is not the model's.
     """
     where = source if isinstance(source, str) else "the state dict"
@@ -63,12 +70,12 @@ def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,
         if found is None:
             raise ValueError(f"{where} has no weights for {here[0]} of stage {stage.stage_index}")
         module, _, key = here[0].rpartition(".")
-        part = split_parameter(model.get_submodule(module), key, source[found])
+        full = source[found]() if callable(source[found]) else source[found]
+        part = split_parameter(model.get_submodule(module), key, full)
         if part.shape != param.shape:
             raise ValueError(f"{found} has the shape {tuple(part.shape)} in {where}, but {here[0]} of the model "
                              f"{tuple(param.shape)}: are the configuration and the weights of one model?")
-        value = torch.empty_like(part, device=device, dtype=param.dtype, memory_format=torch.contiguous_format)
-        value = nn.Parameter(value.copy_(part), param.requires_grad)
+        value = nn.Parameter(part.to(device, param.dtype, copy=True).contiguous(), param.requires_grad)
         for name in here:
             module, _, key = name.rpartition(".")
             setattr(model.get_submodule(module), key, value)

@@ -1,11 +1,10 @@
 """Step 9 over Hugging Face's families: unlike pipelines train what the plain model trains; the run_*.py scripts."""
 
 import json
-import re
 
 import pytest
 from families import DECODERS, IDS
-from launch import MODELS, ROOT, STEPS, fork, start_fork
+from launch import MODELS, ROOT, STEPS, fork, losses, start_fork
 
 SAMPLED = {1: ["gpt2-tied", "llama", "bert-tied", "vit", "gpt2-frozen"],  # tp_size -> cases: each kind of model once
            2: ["gpt2", "qwen3-tied", "gpt-neox"]}
@@ -27,24 +26,27 @@ def test_families_equal_the_plain_model(tmp_path, cases, tp_size):
     assert not off, off
 
 
-SCRIPTS = {  # name -> steps, precision
-    "gpt2": (8, "bf16"), "vit": (8, "fp32"), "llama": (8, "fp64"), "qwen": (8, "fp32"), "bert": (25, "fp32")}
+SCRIPTS = {  # name -> steps, dtype
+    "gpt2": (8, "bfloat16"), "vit": (8, "float32"), "llama": (8, "float64"), "qwen": (8, "float32"),
+    "bert": (25, "float32")}
 
 
 @pytest.fixture(scope="module")
-def script_runs(selected):
-    """name -> the future of run_<name>.py on four ranks."""
-    return {name: start_fork(9, 4, "--steps", steps, "--device", "cpu", "--precision", precision, modules=MODELS,
-                             script=STEPS["9"] / f"run_{name}.py")
-            for name, (steps, precision) in SCRIPTS.items() if name in selected("name")}
+def script_runs(selected, tmp_path_factory):
+    """name -> the future of run_<name>.py on four ranks, and the folder of its records."""
+    folder = tmp_path_factory.mktemp("scripts")
+    return {name: (start_fork(9, 4, "--steps", steps, "--device", "cpu", "--dtype", dtype, "--log_dir", folder,
+                              "--run_name", name, modules=MODELS, script=STEPS["9"] / f"run_{name}.py"), folder)
+            for name, (steps, dtype) in SCRIPTS.items() if name in selected("name")}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "vit", *(pytest.param(name, marks=pytest.mark.slow)
                                                    for name in ("llama", "qwen", "bert"))])
 def test_scripts_learn(name, script_runs):
-    printed = script_runs[name].result().stdout
-    first, last = map(float, re.search("loss of the first step (.*), of the last (.*)", printed).groups())
-    assert last < first
+    run, folder = script_runs[name]
+    run.result()
+    found = losses(folder, name)
+    assert len(found) == SCRIPTS[name][0] and found[-1] < found[0]
 
 
 @pytest.mark.parametrize("ranks, flags, message", [

@@ -68,7 +68,7 @@ def run_and_note(script: str) -> None:
     note(pgm, "init_process_group", before="imports")
     note(pgm, "setup_process_group_manager", after="process group")
     note(utils, "once_per_machine", after="config")  # the loader has bound its own already
-    note(dataloader.MicroBatchDataLoader, "__init__", after="data")
+    note(dataloader, "load_samples", after="data")
     note(metrics.RunLogger, "__init__", after="model")
     note(metrics.RunLogger, "log", after="first step", then=finish)
     runpy.run_path(script, run_name="__main__")
