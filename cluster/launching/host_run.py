@@ -15,17 +15,16 @@ import subprocess
 import sys
 import time
 
-from host_facts import interface_towards
+from host_facts import run_interface
 
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # this host's copy of the project
 SILENCE = 15  # seconds; the launcher sends a heartbeat every 2
 PATIENCE = 5  # seconds between asking a process to end and ending it
 SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
 def prctl(option: int, value: int) -> None:
-    """Linux's prctl; elsewhere nothing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def command(job: dict) -> list[str]:
@@ -42,7 +41,7 @@ def environment(job: dict) -> dict[str, str]:
     """
     variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
     variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // job["nproc"])))
-    if interface := job["interface"] or (job["peer"] and interface_towards(job["peer"])[0]):
+    if interface := job["interface"] or run_interface(None, job["peer"])[0]:
         variables["GLOO_SOCKET_IFNAME"] = variables["NCCL_SOCKET_IFNAME"] = interface
     return {**variables, **job["environment"]}
 
@@ -63,23 +62,21 @@ def descendants() -> list[int]:
             continue  # it has ended meanwhile
         children.setdefault(parent, []).append(int(pid))
     found = children.get(os.getpid(), [])
-    for pid in found:  # grows while it is read
+    for pid in found:  # the list grows while it is read
         found += children.get(pid, [])
     return found
 
 
 def end_all() -> None:
-    """End all descendants: politely first."""
-    start = time.monotonic()
-    polite = True
+    """Asks all descendants to end, and ends those that are left after PATIENCE seconds."""
+    start, number = time.monotonic(), signal.SIGTERM
     while left := descendants():
-        if polite or time.monotonic() > start + PATIENCE:
-            for pid in left:
-                try:
-                    os.kill(pid, signal.SIGTERM if polite else signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-        polite = False
+        for pid in left if number else ():
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+        number = signal.SIGKILL if time.monotonic() > start + PATIENCE else None
         time.sleep(0.05)
 
 
@@ -92,7 +89,7 @@ def watch(child: subprocess.Popen) -> int:
     while child.poll() is None:
         if select.select([0], [], [], 0.1)[0]:
             if not os.read(0, 4096):
-                return 1  # the launcher has said that this is the end, or has met its own
+                return 1  # the launcher has closed the input, or has ended itself
             heard = time.monotonic()
         if stopped or time.monotonic() > heard + SILENCE:
             return 1
@@ -100,7 +97,7 @@ def watch(child: subprocess.Popen) -> int:
 
 
 def main() -> int:
-    os.chdir(os.path.dirname(os.path.abspath(__file__)))
+    os.chdir(ROOT)
     job = json.loads(sys.stdin.readline())
     try:
         variables = environment(job)

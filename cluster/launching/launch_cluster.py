@@ -3,7 +3,7 @@
 Each host is one ssh process without a terminal, so nothing can ask for a password: keys it must be. Down its standard
 input go the job and heartbeats; what was started ends when they do (see host_run.py). What it prints comes back as
 `host | line`. The run ends on all hosts when it has ended on one with an error, and on Ctrl-C. Names and arguments of
-the script pass through no shell: they are part of the job. Paths in them are the hosts', and begin in `dir`.
+the script pass through no shell: they are part of the job. Paths in them are the hosts', from the repository's root.
 """
 
 import argparse
@@ -18,8 +18,8 @@ import sys
 import threading
 import time
 
-import cluster_hosts
-from cluster_hosts import Host, peer, read_hosts, ssh_failure
+import hosts as hosts_file
+from hosts import Host, peer, read_hosts
 
 HEARTBEAT = 2  # seconds
 GRACE = 3  # seconds from the first failure until the others are stopped: whose fault was it?
@@ -31,11 +31,10 @@ class Run:
     """The ssh process of one host: sends the job, prints what comes back, and reports its end to `events`."""
 
     def __init__(self, host: Host, job: dict, width: int, events: queue.SimpleQueue):
-        self.host, self.events, self.code, self.beaten = host, events, None, 0.0
-        self.quiet = False
+        self.host, self.events, self.code, self.beaten, self.quiet = host, events, None, 0.0, False
         self.prefix, self.last = f"{host.label:<{width}} | ", collections.deque(maxlen=200)
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        words = host.ssh(host.python, os.path.join(host.dir, "host_run.py"))
+        words = host.ssh(host.python, os.path.join(host.dir, "cluster", "launching", "host_run.py"))
         # In a session of its own ssh has no terminal to ask anything on, and Ctrl-C reaches the launcher alone.
         self.process = subprocess.Popen(words, start_new_session=True, **pipes)
         self.send(json.dumps(job))
@@ -76,7 +75,7 @@ class Run:
             self.send()
 
     def stop(self, out_of_reach: bool) -> None:
-        """The end of its input is the word for host_run.py to end all; where that does not arrive, ssh is ended."""
+        """Closing its input makes host_run.py end all; where the host is out of reach, ssh itself is ended."""
         try:
             self.process.stdin.close()
         except OSError:
@@ -109,7 +108,7 @@ def launch(hosts: list[Host], jobs: list[dict]) -> int:
             if now < stop_at:
                 run.beat(now)
             else:
-                run.quiet = bool(failed)  # how torchrun takes being stopped would bury the cause
+                run.quiet = bool(failed)  # torchrun's own reports of being stopped would bury the cause
                 run.stop(now > stop_at + STOP)
     if failed:
         return report(failed)
@@ -129,7 +128,7 @@ def report(failed: list[Run]) -> int:
     what = f"{run.host.label} (node rank {run.host.rank}) failed first, with exit code {run.code}"
     print(f"\nlaunch_cluster: {what}", file=sys.stderr)
     if run.code == 255:
-        name, cure = ssh_failure(run.host, "\n".join(lines))
+        name, cure = run.host.ssh_failure("\n".join(lines))
         print(f"launch_cluster: 255 is ssh's own: {name}. {cure}", file=sys.stderr)
     elif run.code in (126, 127):
         print(f"launch_cluster: can't start {run.host.python} there: give this host a python=", file=sys.stderr)
@@ -149,9 +148,10 @@ def read_environment(words: list[str]) -> dict[str, str]:
     return variables
 
 
-def main() -> int:
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    """The launcher's own flags, and what follows `--`: the script and its arguments."""
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    parser = argparse.ArgumentParser(prog="launch_cluster.sh", description=cluster_hosts.__doc__,
+    parser = argparse.ArgumentParser(prog="launch_cluster.sh", description=hosts_file.__doc__,
                                      usage="%(prog)s hosts.txt [--check] [--port N] [--env NAME] -- SCRIPT ARGUMENTS",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hosts", metavar="hosts.txt")
@@ -159,16 +159,20 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=29500, help="of the rendezvous, on the first host (29500)")
     parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]",
                         help="a variable for the hosts, more than once for more; nothing else of this environment goes")
-    args = parser.parse_args(sys.argv[1:split])
-    command = sys.argv[split + 1:]
+    args, command = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1:]
     if not command and not args.check:
         parser.error("nothing to start: write -- and the script with its arguments at the end, or --check")
     if not 0 < args.port < 65536:
         parser.error(f"--port {args.port}: a port is a number from 1 to 65535")
+    return args, command
+
+
+def main() -> int:
+    args, command = parse_args()
     try:
         hosts, variables = read_hosts(args.hosts), read_environment(args.env)
         if args.check:
-            from check_cluster import check
+            from check_hosts import check
 
             if not check(hosts, args.port):
                 return 1

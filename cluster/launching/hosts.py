@@ -1,16 +1,17 @@
-"""hosts.txt, and how a host is reached over ssh: what launch_cluster.py and check_cluster.py have in common.
+"""hosts.txt, and how a host is reached over ssh: what launch_cluster.py and check_hosts.py have in common.
 
 hosts.txt names one host a line, in rank order; the first one hosts the rendezvous:
 
     # [user@]host     what may follow, where it is not as it is here
     pi@pi0            iface=eth0
-    pi@pi1            port=2222 nproc=1 python=~/venv/bin/python dir=~/tutorial/step9_heterogeneous_pp
+    pi@pi1            port=2222 nproc=1 python=~/venv/bin/python dir=~/tutorial
     desk              nproc=2 address=192.168.1.7
 
-`port` is ssh's. `nproc`: processes on that host. `python`, `dir`: its Python and its copy of this directory. `iface`:
-the network interface of the run, else the one that reaches the first host. `address`: where other hosts find it.
+`port` is ssh's. `nproc`: processes on that host. `python`, `dir`: its Python and its copy of this repository, in whose
+root the run starts. `iface`: the network interface of the run, else the one that reaches the first host. `address`:
+where the other hosts find it.
 
-No word of it is read by a shell here, nor by one there: each has to look like what it is, and is quoted all the same.
+No shell reads a word of this file: each word has to look like what it is, and is quoted besides.
 """
 
 import collections
@@ -21,20 +22,21 @@ import shlex
 import subprocess
 import sys
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-# OpenSSH takes the first value it is given: what must not be changed comes before SSH_OPTIONS, the rest behind.
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the repository
+# ssh takes the first value that it is given. What must not be changed therefore precedes SSH_OPTIONS, the rest follows.
 FIXED = ["-T", "-o", "BatchMode=yes", "-o", "ControlMaster=no", "-o", "ControlPath=none"]
 DEFAULTS = ["-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2"]
 NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 VALUES = {"port": r"[0-9]{1,5}", "nproc": r"[1-9][0-9]{0,3}", "iface": r"[A-Za-z0-9_][A-Za-z0-9._-]{0,14}",
           "address": r"[A-Za-z0-9_][A-Za-z0-9._:-]*", "python": r"[^-\s][^\x00-\x1f]*", "dir": r"[^-\s][^\x00-\x1f]*"}
 SSH_FAILURES = (  # what ssh says, what it means, what to do
-    ("Permission denied", "wrong key", "ssh-copy-id {to}, or the right key by SSH_OPTIONS='-i KEY' or ~/.ssh/config"),
-    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "other host key", "if it was set up anew: ssh-keygen -R {host}"),
-    ("Host key verification failed", "unknown host key", "ssh {to} once by hand, and compare the fingerprint"),
+    ("Permission denied", "wrong key", "ssh-copy-id{to}, or the right key by SSH_OPTIONS='-i KEY' or ~/.ssh/config"),
+    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "other host key",
+     "if it was set up anew, take its old key out of ~/.ssh/known_hosts; else somebody answers in its place"),
+    ("Host key verification failed", "unknown host key", "ssh{to} once by hand, and compare the fingerprint"),
     ("Could not resolve", "unreachable host", "its name is not known here: check it, or write its IP address"),
     ("Connection refused", "unreachable host", "it is there, but no ssh server at this port: start sshd, or port=N"),
-    ("", "unreachable host", "switch it on, look at cable and network, try: ssh {to} true"),
+    ("", "unreachable host", "switch it on, look at cable and network, try: ssh{to} true"),
 )
 
 
@@ -46,34 +48,46 @@ class Host:
     port: str | None = None
     nproc: str = "1"
     python: str = sys.executable
-    dir: str = HERE
+    dir: str = ROOT
     iface: str | None = None
     address: str | None = None
     rank: int = 0  # of the host: torchrun's node rank
-    label: str = ""
+    label: str = ""  # its name, with the port where two hosts have the same name
+
+    @property
+    def name(self) -> str:
+        return self.to.rpartition("@")[2]
 
     def ssh(self, *words: str) -> list[str]:
-        """The local command line that runs `words` there: quoted, as ssh hands them to a shell in one string.
+        """The local command line that runs `words` on the host, quoted for the shell that ssh starts there.
 
-        A relative path there begins in the home directory, which so needs no ~ that quotes would keep from meaning it.
+        A relative path begins in the home directory there, so a leading ~/, which quotes would disable, is dropped.
         """
         words = [word.removeprefix("~/") for word in words]
-        options = [*FIXED, *shlex.split(os.environ.get("SSH_OPTIONS", "")), *DEFAULTS]
-        return ["ssh", *options, *(["-p", self.port] if self.port else []), "--", self.to, shlex.join(words)]
+        port = ["-p", self.port] if self.port else []
+        return ["ssh", *FIXED, *ssh_options(), *DEFAULTS, *port, "--", self.to, shlex.join(words)]
 
-    def find_address(self) -> str:
-        """Where the other hosts find it: as the line says, else by the name that ~/.ssh/config makes of the host."""
-        if not self.address:
-            done = subprocess.run(["ssh", *shlex.split(os.environ.get("SSH_OPTIONS", "")), "-G", "--", self.to],
-                                  stdin=subprocess.DEVNULL, capture_output=True, text=True)
-            if done.returncode:
-                raise ValueError(f"ssh does not take {self.to}: {done.stderr.strip()}")
-            self.address = next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname "))
-        return self.address
+    def ssh_failure(self, said: str) -> tuple[str, str]:
+        """(what is wrong, what to do) from what ssh wrote to its standard error."""
+        name, cure = next((name, cure) for text, name, cure in SSH_FAILURES if text in said)
+        return name, cure.format(to=f" -p {self.port} {self.to}" if self.port else f" {self.to}")
+
+
+def ssh_options() -> list[str]:
+    return shlex.split(os.environ.get("SSH_OPTIONS", ""))
+
+
+def find_address(host: Host) -> str:
+    """The host name that ssh connects to, which ~/.ssh/config may set. Raises ValueError for what ssh refuses."""
+    done = subprocess.run(["ssh", *ssh_options(), "-G", "--", host.to], stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True)
+    if done.returncode:
+        raise ValueError(f"ssh does not take {host.to}: {done.stderr.strip()}")
+    return next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname "))
 
 
 def read_host(line: str) -> Host | None:
-    """The host of one line, None for an empty one. Raises ValueError."""
+    """The host of one line, None for an empty line. Raises ValueError."""
     words = shlex.split(line, comments=True)
     if not words:
         return None
@@ -92,7 +106,7 @@ def read_host(line: str) -> Host | None:
 
 
 def read_hosts(path: str) -> list[Host]:
-    """All hosts, with labels to print and addresses. Raises ValueError, with the line, where one makes no sense."""
+    """All hosts, with rank, label and address. Raises ValueError that names the line where one makes no sense."""
     hosts = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -103,14 +117,14 @@ def read_hosts(path: str) -> list[Host]:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     if not hosts:
         raise ValueError(f"{path} names no host: write one a line, [user@]host, in the order of the ranks")
-    places = collections.Counter((host.to.rpartition("@")[2], host.port) for host in hosts)
+    places = collections.Counter((host.name, host.port) for host in hosts)
     if twice := [name for (name, _), count in places.items() if count > 1]:
         raise ValueError(f"{path} names {', '.join(twice)} more than once: for more processes there write nproc=2")
-    names = collections.Counter(name for name, _ in places)
+    names = collections.Counter(host.name for host in hosts)
     for rank, host in enumerate(hosts):
-        host.rank, name = rank, host.to.rpartition("@")[2]
-        host.label = name if names[name] == 1 else f"{name}:{host.port or 22}"
-        host.find_address()
+        host.rank = rank
+        host.label = host.name if names[host.name] == 1 else f"{host.name}:{host.port or 22}"
+        host.address = host.address or find_address(host)
     if len(hosts) > 1 and re.fullmatch(r"localhost|127\..*", hosts[0].address):
         raise ValueError(f"the other hosts can't reach the first one as {hosts[0].address}: give it an address=")
     return hosts
@@ -119,9 +133,3 @@ def read_hosts(path: str) -> list[Host]:
 def peer(hosts: list[Host], host: Host) -> str | None:
     """The address towards which a host's interface is looked for: the first host's, and for that one the second's."""
     return None if len(hosts) == 1 else hosts[1 if host.rank == 0 else 0].address
-
-
-def ssh_failure(host: Host, said: str) -> tuple[str, str]:
-    """(what is wrong, what to do) from what ssh said on its standard error."""
-    name, cure = next((name, cure) for text, name, cure in SSH_FAILURES if text in said)
-    return name, cure.format(to=host.to, host=host.to.rpartition("@")[2])
