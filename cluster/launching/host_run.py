@@ -18,7 +18,7 @@ import time
 from host_facts import run_interface
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # this host's copy of the project
-SILENCE = 15  # seconds; the launcher sends a heartbeat every 2
+SILENCE = 15  # seconds; the launcher sends two heartbeats a second
 PATIENCE = 5  # seconds between asking a process to end and ending it
 SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 

@@ -21,27 +21,24 @@ import time
 import hosts as hosts_file
 from hosts import Host, peer, read_hosts
 
-HEARTBEAT = 2  # seconds
+HEARTBEAT = 0.5  # seconds at most between two of them
 GRACE = 3  # seconds from the first failure until the others are stopped: whose fault was it?
 STOP = 10  # seconds from there until ssh itself is ended: then the host is out of reach
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|Connection refused")
 
 
 class Run:
-    """The ssh process of one host: sends the job, prints what comes back, and reports its end to `events`."""
+    """The ssh process of one host: sends the job, prints what comes back, and puts itself in `events` at its end."""
 
     def __init__(self, host: Host, job: dict, width: int, events: queue.SimpleQueue):
-        self.host, self.events, self.code, self.beaten, self.quiet = host, events, None, 0.0, False
+        self.host, self.code, self.quiet = host, None, False
         self.prefix, self.last = f"{host.label:<{width}} | ", collections.deque(maxlen=200)
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         words = host.ssh(host.python, os.path.join(host.dir, "cluster", "launching", "host_run.py"))
         # In a session of its own ssh has no terminal to ask anything on, and Ctrl-C reaches the launcher alone.
-        self.process = subprocess.Popen(words, start_new_session=True, **pipes)
+        self.process = subprocess.Popen(words, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=subprocess.STDOUT)
         self.send(json.dumps(job))
-        streams = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
-        self.readers = [threading.Thread(target=self.read, args=pair, daemon=True) for pair in streams]
-        for thread in [*self.readers, threading.Thread(target=self.wait, daemon=True)]:
-            thread.start()
+        threading.Thread(target=self.read, args=[events], daemon=True).start()
 
     def send(self, line: str = "") -> None:
         """The first line is the job, the others are heartbeats."""
@@ -51,28 +48,19 @@ class Run:
         except (OSError, ValueError):
             pass  # ssh has ended, or its input was closed
 
-    def read(self, stream, out) -> None:
-        for line in stream:
+    def read(self, events: queue.SimpleQueue) -> None:
+        for line in self.process.stdout:
             text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]  # what a progress bar shows last
             self.last.append(text)
             if self.quiet:
                 continue
             try:
-                out.write(f"{self.prefix}{text}\n")
-                out.flush()
+                sys.stdout.write(f"{self.prefix}{text}\n")
+                sys.stdout.flush()
             except OSError:
-                self.events.put(signal.SIGPIPE)  # nobody reads any more
-
-    def wait(self) -> None:
+                events.put(signal.SIGPIPE)  # nobody reads any more
         self.code = self.process.wait()
-        for thread in self.readers:
-            thread.join(timeout=2)
-        self.events.put(self)
-
-    def beat(self, now: float) -> None:
-        if now > self.beaten + HEARTBEAT:
-            self.beaten = now
-            self.send()
+        events.put(self)
 
     def stop(self, out_of_reach: bool) -> None:
         """Closing its input makes host_run.py end all; where the host is out of reach, ssh itself is ended."""
@@ -89,30 +77,30 @@ def launch(hosts: list[Host], jobs: list[dict]) -> int:
     events, width = queue.SimpleQueue(), max(len(host.label) for host in hosts)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: events.put(number))
-    runs = [Run(host, job, width, events) for host, job in zip(hosts, jobs)]
-    left, failed, number, stop_at = set(runs), [], None, float("inf")
+    left = {Run(host, job, width, events) for host, job in zip(hosts, jobs)}
+    failed, signalled, stop_at = [], None, float("inf")
     while left:
         try:
-            event = events.get(timeout=HEARTBEAT / 4)
+            event = events.get(timeout=HEARTBEAT)
         except queue.Empty:
             event = None
         now = time.monotonic()
         if isinstance(event, Run):
             left.discard(event)
-            if event.code and now < stop_at:  # later ones end because they are told to
+            if event.code and now < stop_at:  # what ends later was told to
                 failed.append(event)
-                stop_at = min(stop_at, now + GRACE) if len(failed) == 1 else stop_at
-        elif event and not number:
-            number, stop_at = event, min(stop_at, now)
+                stop_at = min(stop_at, now + GRACE)
+        elif event and not signalled:
+            signalled, stop_at = event, min(stop_at, now)
         for run in left:
             if now < stop_at:
-                run.beat(now)
+                run.send()
             else:
                 run.quiet = bool(failed)  # torchrun's own reports of being stopped would bury the cause
                 run.stop(now > stop_at + STOP)
     if failed:
         return report(failed)
-    return 128 + number if number else 0
+    return 128 + signalled if signalled else 0
 
 
 def report(failed: list[Run]) -> int:
@@ -137,15 +125,12 @@ def report(failed: list[Run]) -> int:
     return run.code if run.code > 0 else 128 - run.code
 
 
-def read_environment(words: list[str]) -> dict[str, str]:
-    """--env's NAME=VALUE, or NAME for the value that it has here. Raises ValueError."""
-    variables = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or not equals and name not in os.environ:
-            raise ValueError(f"--env {word!r}: write NAME=VALUE, or the NAME of a variable that is set here")
-        variables[name] = value if equals else os.environ[name]
-    return variables
+def variable(text: str) -> tuple[str, str]:
+    """The type of --env: NAME=VALUE, or NAME for the value that it has here."""
+    name, equals, value = text.partition("=")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or not equals and name not in os.environ:
+        raise argparse.ArgumentTypeError(f"{text!r}: write NAME=VALUE, or the NAME of a variable that is set here")
+    return name, value if equals else os.environ[name]
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
@@ -157,7 +142,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("hosts", metavar="hosts.txt")
     parser.add_argument("--check", action="store_true", help="look at each host first; without SCRIPT only that")
     parser.add_argument("--port", type=int, default=29500, help="of the rendezvous, on the first host (29500)")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]",
+    parser.add_argument("--env", type=variable, action="append", default=[], metavar="NAME[=VALUE]",
                         help="a variable for the hosts, more than once for more; nothing else of this environment goes")
     args, command = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1:]
     if not command and not args.check:
@@ -170,7 +155,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
 def main() -> int:
     args, command = parse_args()
     try:
-        hosts, variables = read_hosts(args.hosts), read_environment(args.env)
+        hosts = read_hosts(args.hosts)
         if args.check:
             from check_hosts import check
 
@@ -179,8 +164,8 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    shared = {"nnodes": len(hosts), "master_port": args.port, "environment": variables, "command": command,
-              "master_address": hosts[0].address if len(hosts) > 1 else "127.0.0.1"}
+    shared = {"nnodes": len(hosts), "master_port": args.port, "environment": dict(args.env),
+              "command": command, "master_address": hosts[0].address if len(hosts) > 1 else "127.0.0.1"}
     jobs = [{**shared, "node_rank": host.rank, "nproc": int(host.nproc), "interface": host.iface,
              "peer": peer(hosts, host)} for host in hosts]
     return launch(hosts, jobs) if command else 0
