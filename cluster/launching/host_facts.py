@@ -23,7 +23,7 @@ import time
 SIOCGIFADDR = 0x8915  # of netdevice(7): the IPv4 address of an interface
 PROJECT = ("step9_heterogeneous_pp", "cluster")  # what has to be the same on all hosts
 MARK = "host_facts:"  # precedes an answer, because a login shell may print lines of its own
-LISTENERS = []  # keeps the listening sockets open
+MIN_DISK, MIN_MEMORY = 1e9, 0.5e9  # bytes
 
 
 def interfaces() -> dict[str, str]:
@@ -101,68 +101,90 @@ def available_memory() -> int:
     return max(available, 0)
 
 
-def network(chosen: str | None, peer: str | None) -> dict:
-    """The interface of a run and its address, or `interface_error`, and what this host's own name resolves to."""
-    answer = {"host_name": socket.gethostname(), "own_address": None, "interface": None, "address": None}
-    with contextlib.suppress(OSError):
-        answer["own_address"] = socket.gethostbyname(answer["host_name"])
-    try:
-        answer["interface"], answer["address"] = run_interface(chosen, peer)
-    except OSError as error:
-        answer["interface_error"] = str(error)
-    return answer
+class Report:
+    """What this host can see by itself. It listens on `port` (0: any that is free) as long as this process lives.
 
+    `cells`: of its row in the table of --check. `problems`: [column, what is wrong, details, cure] each.
+    """
 
-def packages() -> dict:
-    """Versions, and the GPUs that torch sees."""
-    answer = {"Python": "{}.{}".format(*sys.version_info), "torch": None, "CUDA": None, "transformers": None, "GPU": []}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        answer["transformers"] = importlib.metadata.version("transformers")
-    try:
-        import torch  # imported here: it takes seconds
-    except (ImportError, OSError) as error:
-        return {**answer, "torch_error": str(error)}
-    answer["torch"], answer["CUDA"] = torch.__version__, torch.version.cuda
-    if torch.cuda.is_available():
-        answer["GPU"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return answer
+    def __init__(self, root: str, interface: str | None, peer: str | None, port: int):
+        self.cells, self.problems = {}, []
+        self.check_packages()
+        self.check_project(os.path.abspath(os.path.expanduser(root)))
+        self.check_network(interface, peer)
+        self.check_port(port)
+        free = available_memory()
+        self.cells["memory"] = f"{free / 1e9:.1f} GB"
+        if free < MIN_MEMORY:
+            self.fail("memory", "little memory", f"{self.cells['memory']} free", "end other programs there")
 
+    def fail(self, column: str, name: str, details: str, cure: str) -> None:
+        self.problems.append([column, name, details, cure])
 
-def project(root: str) -> str | None:
-    """A hash over the names and contents of the Python files in PROJECT's folders; None where there are none."""
-    digest = hashlib.sha256()
-    names = [name for folder in PROJECT for name in glob.glob(f"{folder}/**/*.py", root_dir=root, recursive=True)]
-    for name in sorted(names):
-        with open(os.path.join(root, name), "rb") as file:
-            digest.update(f"{name} {hashlib.sha256(file.read()).hexdigest()}\n".encode())
-    return digest.hexdigest()[:8] if names else None
+    def check_packages(self) -> None:
+        """Versions, and the GPUs that torch sees."""
+        self.cells |= {"Python": "{}.{}".format(*sys.version_info), "torch": "none", "CUDA": "none"}
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            self.cells["transformers"] = importlib.metadata.version("transformers")
+        try:
+            import torch  # imported here: it takes seconds
+        except (ImportError, OSError) as error:
+            return self.fail("torch", "no torch", str(error), "pip install torch there, or give this host a python=")
+        self.cells |= {"torch": torch.__version__, "CUDA": torch.version.cuda or "none"}
+        if torch.cuda.is_available():
+            gpus = range(torch.cuda.device_count())
+            self.cells["GPU"] = ", ".join(torch.cuda.get_device_name(index) for index in gpus)
 
+    def check_project(self, root: str) -> None:
+        """The Python files, and the disk where runs/ is or will be."""
+        self.root, digest = root, hashlib.sha256()
+        names = sorted(name for folder in PROJECT for name in
+                       glob.glob(f"{folder}/**/*.py", root_dir=root, recursive=True))
+        for name in names:
+            with open(os.path.join(root, name), "rb") as file:
+                digest.update(f"{name} {hashlib.sha256(file.read()).hexdigest()}\n".encode())
+        self.cells["project"] = digest.hexdigest()[:8] if names else "none"
+        if not names:
+            self.fail("project", "no project", f"nothing of it is in {root}",
+                      "copy the repository there, or give this host a dir=")
+        runs = os.path.join(root, "runs")
+        while not os.path.isdir(runs):
+            runs = os.path.dirname(runs)
+        free = shutil.disk_usage(runs).free
+        self.cells["disk"] = f"{free / 1e9:.1f} GB"
+        if free < MIN_DISK:
+            self.fail("disk", "full disk", f"{runs}: {self.cells['disk']} free, {MIN_DISK / 1e9:.0f} GB wanted",
+                      "make room there: du -sh runs/* shows what old runs take")
+        elif not os.access(runs, os.W_OK):
+            self.fail("disk", "no writing", runs, "make it writable for this user")
 
-def disk(root: str) -> dict:
-    """Free bytes where runs/ is or will be, and what hinders writing there."""
-    runs = os.path.join(root, "runs")
-    while not os.path.isdir(runs):
-        runs = os.path.dirname(runs)
-    answer = {"runs": runs, "free_disk": shutil.disk_usage(runs).free}
-    try:
-        with tempfile.TemporaryFile(dir=runs) as file:
-            file.write(bytes(4096))
-    except OSError as error:
-        answer["disk_error"] = str(error)
-    return answer
+    def check_network(self, interface: str | None, peer: str | None) -> None:
+        """The interface of the run, and what this host's own name resolves to. Without a peer nobody looks for it."""
+        self.address, name, own = None, socket.gethostname(), None
+        try:
+            interface, self.address = run_interface(chosen := interface, peer)
+        except OSError as error:
+            self.fail("interface", "no interface", str(error), "give this host an iface=: ip -brief address lists them")
+        with contextlib.suppress(OSError):
+            own = socket.gethostbyname(name)
+        self.cells |= {"interface": f"{interface or ''} {self.address or ''}".strip(), "own name": own or "none"}
+        if peer and not chosen and (own is None or own.startswith("127.")):
+            self.fail("own name", f"host name that resolves to {own or 'nothing'}",
+                      f"{name}, by which other ranks would look for it in vain",
+                      f"iface={interface or 'eth0'} for this host, or {name} with its real address in its /etc/hosts")
 
-
-def listen(port: int) -> dict:
-    """Listens on `port` (0: any that is free) until this process ends. A connection succeeds without being accepted."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(("", port))
-        listener.listen()
-    except OSError as error:
-        return {"port": port, "listen_error": error.strerror}
-    LISTENERS.append(listener)
-    return {"port": listener.getsockname()[1]}
+    def check_port(self, port: int) -> None:
+        """Other hosts can connect from now on; nobody needs to accept."""
+        self.listener, self.port = socket.socket(), None
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.listener.bind(("", port))
+            self.listener.listen()
+            self.port = self.listener.getsockname()[1]
+        except OSError as error:
+            self.fail("port", "blocked port", f"{port}: {error.strerror}, by another program or an earlier run",
+                      f"--port {port + 1}, or see who has it: ss -ltnp")
+        self.cells["port"] = str(self.port or port)
 
 
 def connect(target: list) -> str | None:
@@ -174,17 +196,12 @@ def connect(target: list) -> str | None:
     return None
 
 
-def answer(request: dict):
-    """The time, the outcome of connections, or all facts, as request["ask"] says."""
-    if request["ask"] == "clock":
-        return time.time()
-    if request["ask"] == "connect":
-        return [connect(target) for target in request["targets"]]
-    root = os.path.abspath(os.path.expanduser(request["root"]))
-    return {**network(request["interface"], request["peer"]), **listen(request["port"]), **packages(), **disk(root),
-            "root": root, "project": project(root), "free_memory": available_memory()}
-
-
 if __name__ == "__main__":
     for line in sys.stdin:
-        print(MARK + json.dumps(answer(json.loads(line))), flush=True)
+        ask, value = json.loads(line)
+        if ask == "report":
+            it = Report(**value)
+            answer = {name: getattr(it, name) for name in ("cells", "problems", "root", "address", "port")}
+        else:
+            answer = time.time() if ask == "clock" else [connect(target) for target in value]
+        print(MARK + json.dumps(answer), flush=True)

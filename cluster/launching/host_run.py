@@ -6,6 +6,7 @@ dead) or the input ends (the launcher or ssh is gone), every process that came f
 A worker whose torchrun is killed would train on alone: Linux is asked to make such orphans children of this process.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -48,11 +49,9 @@ def environment(job: dict) -> dict[str, str]:
 
 def descendants() -> list[int]:
     """The processes that came from this one, whatever session they are in; dead ones are reaped first."""
-    try:
+    with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:
-        pass
     children = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -72,10 +71,8 @@ def end_all() -> None:
     start, number = time.monotonic(), signal.SIGTERM
     while left := descendants():
         for pid in left if number else ():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-            except ProcessLookupError:
-                pass
         number = signal.SIGKILL if time.monotonic() > start + PATIENCE else None
         time.sleep(0.05)
 

@@ -67,8 +67,12 @@ class Host:
         port = ["-p", self.port] if self.port else []
         return ["ssh", *FIXED, *ssh_options(), *DEFAULTS, *port, "--", self.to, shlex.join(words)]
 
-    def ssh_failure(self, said: str) -> tuple[str, str]:
-        """(what is wrong, what to do) from what ssh wrote to its standard error."""
+    def explain(self, code: int, said: str) -> tuple[str, str] | None:
+        """(what is wrong, what to do) where the exit code of ssh() says that the words did not even start there."""
+        if code in (126, 127):
+            return "no Python", f"can't start {self.python} there: give this host a python="
+        if code != 255:  # 255 is ssh's own
+            return None
         name, cure = next((name, cure) for text, name, cure in SSH_FAILURES if text in said)
         return name, cure.format(to=f" -p {self.port} {self.to}" if self.port else f" {self.to}")
 

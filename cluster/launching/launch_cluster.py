@@ -8,6 +8,7 @@ the script pass through no shell: they are part of the job. Paths in them are th
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import queue
@@ -42,11 +43,9 @@ class Run:
 
     def send(self, line: str = "") -> None:
         """The first line is the job, the others are heartbeats."""
-        try:
+        with contextlib.suppress(OSError, ValueError):  # ssh has ended, or its input was closed
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
-        except (OSError, ValueError):
-            pass  # ssh has ended, or its input was closed
 
     def read(self, events: queue.SimpleQueue) -> None:
         for line in self.process.stdout:
@@ -64,10 +63,8 @@ class Run:
 
     def stop(self, out_of_reach: bool) -> None:
         """Closing its input makes host_run.py end all; where the host is out of reach, ssh itself is ended."""
-        try:
+        with contextlib.suppress(OSError):  # ssh has ended meanwhile
             self.process.stdin.close()
-        except OSError:
-            pass  # ssh has ended meanwhile
         if out_of_reach:
             self.process.kill()
 
@@ -80,10 +77,9 @@ def launch(hosts: list[Host], jobs: list[dict]) -> int:
     left = {Run(host, job, width, events) for host, job in zip(hosts, jobs)}
     failed, signalled, stop_at = [], None, float("inf")
     while left:
-        try:
+        event = None
+        with contextlib.suppress(queue.Empty):
             event = events.get(timeout=HEARTBEAT)
-        except queue.Empty:
-            event = None
         now = time.monotonic()
         if isinstance(event, Run):
             left.discard(event)
@@ -115,11 +111,8 @@ def report(failed: list[Run]) -> int:
     shown = lines[:ends[0] + 1 if ends else None][-12:]  # after that torchrun speaks of itself
     what = f"{run.host.label} (node rank {run.host.rank}) failed first, with exit code {run.code}"
     print(f"\nlaunch_cluster: {what}", file=sys.stderr)
-    if run.code == 255:
-        name, cure = run.host.ssh_failure("\n".join(lines))
-        print(f"launch_cluster: 255 is ssh's own: {name}. {cure}", file=sys.stderr)
-    elif run.code in (126, 127):
-        print(f"launch_cluster: can't start {run.host.python} there: give this host a python=", file=sys.stderr)
+    if explained := run.host.explain(run.code, "\n".join(lines)):
+        print(f"launch_cluster: {explained[0]}: {explained[1]}", file=sys.stderr)
     print("launch_cluster: its last lines:" if shown else "launch_cluster: it printed nothing", file=sys.stderr)
     print("".join(f"    {line}\n" for line in shown), end="", file=sys.stderr)
     return run.code if run.code > 0 else 128 - run.code
