@@ -9,7 +9,7 @@ SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "tools" / "testbed.sh"
 NODES = ["node0", "node1", "node2"]
 SHOWN = dict(line.split("=", 1) for line in
              subprocess.run([SCRIPT, "show"], capture_output=True, text=True).stdout.splitlines())
-NAME, NETWORK, SSH_CONFIG = (SHOWN.get(key, "none") for key in ("name", "network", "ssh_config"))
+NAME, NETWORK, SSH_CONFIG = (SHOWN.get(key, "0") for key in ("name", "network", "ssh_config"))
 
 
 def testbed(*args, check: bool = True, timeout: float = 60, **options) -> subprocess.CompletedProcess:
