@@ -24,4 +24,5 @@ def drop_password() -> None:
         return
     if os.environ.get("RANK", "0") == "0":
         print(WARNING, file=sys.stderr, flush=True)
-    os.execv(sys.executable, [*sys.orig_argv[:len(sys.orig_argv) - len(sys.argv[1:])], *kept])
+    script = sys.orig_argv[1:len(sys.orig_argv) - len(sys.argv[1:])]  # Python's own flags, and the script's path
+    os.execv(sys.executable, [sys.executable, *script, *kept])
