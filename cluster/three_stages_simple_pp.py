@@ -21,12 +21,9 @@ import os
 import torch
 import torch.distributed as dist
 
-import process_group_manager as pgm
 from pipeline_template import PipelineTemplate
 from run_common import check_positions, load_model, local_directory, next_token_loss, next_tokens
-from training.common import (
-    add_flags, add_run_flags, from_environment, load_text, make_plugin, print_banner, profile_number,
-)
+from training.common import add_flags, add_run_flags, from_environment, load_text, make_plugin, print_banner
 from training.loop import train
 from training.speeds import layers_by_speed, measured_speeds
 from utils import TINY_LLAMA, ArgumentParser, once_per_machine, one_clear_error, positive_int
@@ -42,12 +39,9 @@ def parse_args() -> argparse.Namespace:
                         help="samples of a step (else $BATCH_SIZE, else 16)")
     parser.add_argument("--microbatch_num", type=positive_int, default=from_environment("MICROBATCH_NUM", 4),
                         help="micro-batches they are cut into (else $MICROBATCH_NUM, else 4)")
-    parser.add_argument("--profile_batch", type=profile_number,
-                        default=from_environment("PROFILE_BATCH", 0, profile_number),
-                        help="write the timeline of this step, from 0 on; -1: of none (else $PROFILE_BATCH, else 0)")
     parser.add_argument("--model_name", help="a Qwen2 or Qwen3: a directory, or a Hub id (default: a toy Qwen3)")
     add_flags(parser)
-    add_run_flags(parser)
+    add_run_flags(parser, profile_batch=from_environment("PROFILE_BATCH", 0, int))
     parser.add_argument("--sudo_pass", help=argparse.SUPPRESS)
     parser.set_defaults(run_name="three_stages", seq_len=64, learning_rate=1e-3)
     args = parser.parse_args()
@@ -90,8 +84,8 @@ def main():
     loader = plugin.prepare_dataloader(samples, collate_fn=next_tokens)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, _ = plugin.configure(model, adamw, weights=weights, seed=args.seed)
-    num_steps, num_layers = args.train_steps or loader.steps_per_epoch, layers[pgm.process_group_manager.pp_rank]
-    for step in train(args, plugin, model, optimizer, loader, next_token_loss, num_steps, num_layers):
+    num_steps = args.train_steps or loader.steps_per_epoch
+    for step in train(args, plugin, model, optimizer, loader, next_token_loss, num_steps):
         if is_first and step.number % loader.steps_per_epoch == 0 and step.number < num_steps:
             print(f"the data holds {loader.steps_per_epoch} steps and starts again", flush=True)
     dist.destroy_process_group()

@@ -24,7 +24,7 @@ from planning.shares import shares_by_speed
 from run_common import check_positions, next_tokens
 from tensor_parallel import split_over_tp
 from training.board import Board
-from training.common import add_flags, add_run_flags, gather, load_text, make_plugin, print_banner, profile_number
+from training.common import add_flags, add_run_flags, gather, load_text, make_plugin, print_banner
 from training.hf_checkpoint import save_hugging_face
 from training.loop import make_llama, seconds_of_microbatch, train
 from training.speeds import measured_speeds
@@ -39,11 +39,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--gradient_accumulation", type=positive_int, default=8,
                         help="a step has so many micro-batches times the number of ranks, shared out by speed")
     parser.add_argument("--num_microbatches", metavar="4,2,1", help="instead: micro-batches a step, rank by rank")
-    parser.add_argument("--profile_batch", type=profile_number, default=-1,
-                        help="write the timeline of this step, from 0 on (default: of none)")
     parser.add_argument("--model_name", default=TINY_LLAMA, help="a Llama: a directory with config.json, or a Hub id")
     add_flags(parser)
-    add_run_flags(parser)
+    add_run_flags(parser, profile_batch=-1)
     parser.add_argument("--checkpoint_dir", default=os.path.join(ROOT, "checkpoints"))
     parser.set_defaults(run_name="train_distributed", log_dir=os.path.join(ROOT, "logs", "runs"))
     return parser.parse_args()
@@ -74,6 +72,10 @@ def choose_shares(args, config, device: torch.device, dtype: torch.dtype) -> lis
     return shares_by_speed(args.gradient_accumulation * world_size, seconds)
 
 
+def token_loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return cross_entropy(logits, batch["target_ids"])
+
+
 def main():
     args = parse_args()
     plugin = make_plugin(args, args.batch_size)
@@ -96,9 +98,7 @@ def main():
         model, adamw, weights=lambda stage: init_weights(stage.model, args.seed, plugin.device, split_over_tp))
     board = Board(os.path.join(args.log_dir, args.run_name), plugin.device)
     steps, total = loader.steps_per_epoch, 0.0
-    for step in train(args, plugin, model, optimizer, loader,
-                      lambda logits, batch: cross_entropy(logits, batch["target_ids"]), args.epochs * steps,
-                      config.num_hidden_layers):
+    for step in train(args, plugin, model, optimizer, loader, token_loss, args.epochs * steps):
         board.log(step, plugin.global_batch_size * args.seq_len)
         total += step.loss
         if step.number % steps == 0 and is_first:

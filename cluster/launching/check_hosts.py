@@ -34,19 +34,20 @@ class Contact:
 
     def __init__(self, host: Host):
         self.host, self.report, self.offset = host, None, 0.0  # offset: of its clock to this machine's, in seconds
-        self.cells, self.problems = {"host": host.label, "ssh": "ok"}, []  # as in host_facts.Report
+        self.cells, self.problems = {"host": host.label}, []  # as in host_facts.Report
+        self.unreachable_from = []
         self.said = tempfile.TemporaryFile("w+", errors="replace")  # what ssh writes to standard error
         with open(host_facts.__file__, encoding="utf-8") as file:
             words = host.ssh(host.python, "-c", file.read())
         self.process = subprocess.Popen(words, start_new_session=True, text=True, errors="replace", stderr=self.said,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def ask(self, seconds: float, question: str, value=None):
+    def ask(self, seconds: float, question) -> dict | None:
         """The answer; None where there is none within `seconds`: the reason is then among the problems."""
         watchdog = threading.Timer(seconds, self.process.kill)
         watchdog.start()
         try:
-            self.process.stdin.write(json.dumps([question, value]) + "\n")
+            self.process.stdin.write(json.dumps(question) + "\n")
             self.process.stdin.flush()
             for line in self.process.stdout:
                 if line.startswith(host_facts.MARK):
@@ -68,20 +69,32 @@ class Contact:
         self.problems.append([column, name, details, cure])
 
     def collect(self, hosts: list[Host], port: int) -> None:
-        """Asks for the host's report, and for its time. The first host listens on `port`."""
+        """Asks for the host's report. The first host listens on `port`."""
         host = self.host
-        question = {"root": host.dir, "interface": host.iface, "peer": peer(hosts, host),
-                    "port": port if host.rank == 0 else 0}
-        if report := self.ask(90, "report", question):
-            self.report = report
-            self.cells |= report["cells"]
-            self.problems += report["problems"]
-            sent = time.time()
-            if there := self.ask(10, "clock"):
-                self.offset = there - (sent + time.time()) / 2
+        self.report = self.ask(90, {"root": host.dir, "interface": host.iface, "peer": peer(hosts, host),
+                                    "port": port if host.rank == 0 else 0})
+        if self.report:
+            self.cells |= self.report["cells"]
+            self.problems += self.report["problems"]
+
+    def connect(self, contacts: list["Contact"]) -> None:
+        """Lets the host try to reach the others' ports, and reads its clock."""
+        others = [contact for contact in contacts if contact is not self and contact.report["port"]]
+        sent = time.time()
+        answer = self.ask(10 + 3 * len(others), [other.listens_at() for other in others])
+        if answer:
+            self.offset = answer["clock"] - sent
+            for other, error in zip(others, answer["errors"]):
+                if error:
+                    other.unreachable_from.append(f"{self.host.label} ({error})")
+
+    def listens_at(self) -> tuple[str, int]:
+        """Where the others look for this host: for the rendezvous at its address in hosts.txt."""
+        own = None if self.host.rank == 0 else self.report["address"]
+        return own or self.host.address, self.report["port"]
 
     def compare(self, first: "Contact") -> None:
-        """Versions, the project's files and the clock against the first host's."""
+        """Versions, the project's files and the clock against the first host's; who could not connect."""
         label, skew = first.host.label, self.offset - first.offset
         for name, cure in VERSIONS.items():
             here, there = (it.cells.get(name, "none").split("+")[0] for it in (self, first))  # 2.13.0 of 2.13.0+cpu
@@ -95,6 +108,10 @@ class Contact:
         self.cells["clock"] = f"{skew:+.2f} s"
         if abs(skew) > MAX_SKEW:
             self.fail("clock", "clock skew", f"{skew:+.1f} s from {label}", "on both: sudo timedatectl set-ntp true")
+        if self.unreachable_from:
+            address, port, sources = *self.listens_at(), ", ".join(self.unreachable_from)
+            self.fail("port", "blocked port", f"{address}:{port} can't be reached from {sources}",
+                      "let the hosts reach each other on all TCP ports: sudo ufw allow proto tcp from THEIR_NETWORK")
 
     def copy_command(self, first: "Contact") -> str:
         """Copies the project's folders from the first host to this one; it removes nothing there."""
@@ -106,26 +123,6 @@ class Contact:
         self.process.kill()
         self.process.communicate()
         self.said.close()
-
-
-def check_ports(contacts: list[Contact], pool: ThreadPoolExecutor) -> None:
-    """Every host tries to reach the port that each other one listens on."""
-    addresses = {}  # contact -> [address, port]; the rendezvous is looked for at its address in hosts.txt
-    for contact in contacts:
-        if contact.report["port"]:
-            own = None if contact.host.rank == 0 else contact.report["address"]
-            addresses[contact] = [own or contact.host.address, contact.report["port"]]
-
-    def try_others(source: Contact) -> dict[Contact, str | None]:
-        others = [contact for contact in addresses if contact is not source]
-        errors = source.ask(10 + 3 * len(others), "connect", [addresses[other] for other in others])
-        return dict(zip(others, errors or []))
-
-    errors = dict(zip(contacts, pool.map(try_others, contacts)))  # errors[source][target]
-    for target, (address, port) in addresses.items():
-        if failed := [f"{source.host.label} ({why})" for source in contacts if (why := errors[source].get(target))]:
-            target.fail("port", "blocked port", f"{address}:{port} can't be reached from {', '.join(failed)}",
-                        "let the hosts reach each other on all TCP ports: sudo ufw allow proto tcp from THEIR_NETWORK")
 
 
 def print_table(contacts: list[Contact]) -> None:
@@ -149,9 +146,9 @@ def check(hosts: list[Host], port: int) -> bool:
     with ThreadPoolExecutor(len(hosts)) as pool:
         list(pool.map(lambda contact: contact.collect(hosts, port), contacts))
         answered = [contact for contact in contacts if contact.report]
+        list(pool.map(lambda contact: contact.connect(answered), answered))
         for contact in answered:
             contact.compare(answered[0])
-        check_ports(answered, pool)
         list(pool.map(Contact.end, contacts))
     print_table(contacts)
     return not any(contact.problems for contact in contacts)

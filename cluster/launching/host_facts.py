@@ -1,8 +1,8 @@
 """Facts about the machine that this runs on: network, memory, processor, packages, disk and the project's files.
 
 Only Python's standard library is needed, because `launch_cluster.sh --check` sends this very text to each host
-(`python -c`): it answers even where the tutorial is missing or altered. Run like that, it reads requests, a line of
-JSON each, from standard input and answers each by a line of JSON, until the input ends. Units are seconds and bytes.
+(`python -c`): it answers even where the tutorial is missing or altered. Run like that, it reads two lines of JSON from
+standard input and answers each by one: what to report on, then which addresses to connect to. Units: seconds, bytes.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ import shutil
 import socket
 import struct
 import sys
-import tempfile
 import time
 
 SIOCGIFADDR = 0x8915  # of netdevice(7): the IPv4 address of an interface
@@ -108,22 +107,20 @@ class Report:
     """
 
     def __init__(self, root: str, interface: str | None, peer: str | None, port: int):
-        self.cells, self.problems = {}, []
+        self.cells, self.problems = {"torch": "none", "CUDA": "none", "project": "none", "own name": "none"}, []
+        self.root = os.path.abspath(os.path.expanduser(root))
         self.check_packages()
-        self.check_project(os.path.abspath(os.path.expanduser(root)))
+        self.check_project()
+        self.check_space()
         self.check_network(interface, peer)
         self.check_port(port)
-        free = available_memory()
-        self.cells["memory"] = f"{free / 1e9:.1f} GB"
-        if free < MIN_MEMORY:
-            self.fail("memory", "little memory", f"{self.cells['memory']} free", "end other programs there")
 
     def fail(self, column: str, name: str, details: str, cure: str) -> None:
         self.problems.append([column, name, details, cure])
 
     def check_packages(self) -> None:
         """Versions, and the GPUs that torch sees."""
-        self.cells |= {"Python": "{}.{}".format(*sys.version_info), "torch": "none", "CUDA": "none"}
+        self.cells["Python"] = "{}.{}".format(*sys.version_info)
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             self.cells["transformers"] = importlib.metadata.version("transformers")
         try:
@@ -135,73 +132,76 @@ class Report:
             gpus = range(torch.cuda.device_count())
             self.cells["GPU"] = ", ".join(torch.cuda.get_device_name(index) for index in gpus)
 
-    def check_project(self, root: str) -> None:
-        """The Python files, and the disk where runs/ is or will be."""
-        self.root, digest = root, hashlib.sha256()
-        names = sorted(name for folder in PROJECT for name in
-                       glob.glob(f"{folder}/**/*.py", root_dir=root, recursive=True))
+    def check_project(self) -> None:
+        """A hash of the names and contents of the Python files."""
+        digest, names = hashlib.sha256(), []
+        for folder in PROJECT:
+            names += sorted(glob.glob(f"{folder}/**/*.py", root_dir=self.root, recursive=True))
         for name in names:
-            with open(os.path.join(root, name), "rb") as file:
+            with open(os.path.join(self.root, name), "rb") as file:
                 digest.update(f"{name} {hashlib.sha256(file.read()).hexdigest()}\n".encode())
-        self.cells["project"] = digest.hexdigest()[:8] if names else "none"
-        if not names:
-            self.fail("project", "no project", f"nothing of it is in {root}",
+        if names:
+            self.cells["project"] = digest.hexdigest()[:8]
+        else:
+            self.fail("project", "no project", f"nothing of it is in {self.root}",
                       "copy the repository there, or give this host a dir=")
-        runs = os.path.join(root, "runs")
+
+    def check_space(self) -> None:
+        """Memory, and the disk where runs/ is or will be."""
+        runs = os.path.join(self.root, "runs")
         while not os.path.isdir(runs):
             runs = os.path.dirname(runs)
-        free = shutil.disk_usage(runs).free
-        self.cells["disk"] = f"{free / 1e9:.1f} GB"
-        if free < MIN_DISK:
+        disk, memory = shutil.disk_usage(runs).free, available_memory()
+        self.cells |= {"disk": f"{disk / 1e9:.1f} GB", "memory": f"{memory / 1e9:.1f} GB"}
+        if disk < MIN_DISK:
             self.fail("disk", "full disk", f"{runs}: {self.cells['disk']} free, {MIN_DISK / 1e9:.0f} GB wanted",
                       "make room there: du -sh runs/* shows what old runs take")
         elif not os.access(runs, os.W_OK):
             self.fail("disk", "no writing", runs, "make it writable for this user")
+        if memory < MIN_MEMORY:
+            self.fail("memory", "little memory", f"{self.cells['memory']} free", "end other programs there")
 
-    def check_network(self, interface: str | None, peer: str | None) -> None:
+    def check_network(self, chosen: str | None, peer: str | None) -> None:
         """The interface of the run, and what this host's own name resolves to. Without a peer nobody looks for it."""
-        self.address, name, own = None, socket.gethostname(), None
+        interface, self.address, name = None, None, socket.gethostname()
         try:
-            interface, self.address = run_interface(chosen := interface, peer)
+            interface, self.address = run_interface(chosen, peer)
         except OSError as error:
             self.fail("interface", "no interface", str(error), "give this host an iface=: ip -brief address lists them")
+        self.cells["interface"] = f"{interface or ''} {self.address or ''}".strip()
         with contextlib.suppress(OSError):
-            own = socket.gethostbyname(name)
-        self.cells |= {"interface": f"{interface or ''} {self.address or ''}".strip(), "own name": own or "none"}
-        if peer and not chosen and (own is None or own.startswith("127.")):
-            self.fail("own name", f"host name that resolves to {own or 'nothing'}",
+            self.cells["own name"] = socket.gethostbyname(name)
+        if peer and not chosen and self.cells["own name"].startswith(("127.", "none")):
+            self.fail("own name", f"host name that resolves to {self.cells['own name']}",
                       f"{name}, by which other ranks would look for it in vain",
                       f"iface={interface or 'eth0'} for this host, or {name} with its real address in its /etc/hosts")
 
     def check_port(self, port: int) -> None:
         """Other hosts can connect from now on; nobody needs to accept."""
-        self.listener, self.port = socket.socket(), None
-        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.port = None
         try:
-            self.listener.bind(("", port))
-            self.listener.listen()
-            self.port = self.listener.getsockname()[1]
+            LISTENER.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            LISTENER.bind(("", port))
+            LISTENER.listen()
+            self.port = port = LISTENER.getsockname()[1]
         except OSError as error:
             self.fail("port", "blocked port", f"{port}: {error.strerror}, by another program or an earlier run",
                       f"--port {port + 1}, or see who has it: ss -ltnp")
-        self.cells["port"] = str(self.port or port)
+        self.cells["port"] = str(port)
 
 
-def connect(target: list) -> str | None:
-    """What hinders a connection to target = [address, port] within three seconds; None: nothing."""
+def connect(address: str, port: int) -> str | None:
+    """What hinders a connection within three seconds; None: nothing."""
     try:
-        socket.create_connection(target, timeout=3).close()
+        socket.create_connection((address, port), timeout=3).close()
     except OSError as error:
         return error.strerror or str(error)
     return None
 
 
 if __name__ == "__main__":
+    LISTENER = socket.socket()
+    print(MARK + json.dumps(vars(Report(**json.loads(sys.stdin.readline())))), flush=True)
     for line in sys.stdin:
-        ask, value = json.loads(line)
-        if ask == "report":
-            it = Report(**value)
-            answer = {name: getattr(it, name) for name in ("cells", "problems", "root", "address", "port")}
-        else:
-            answer = time.time() if ask == "clock" else [connect(target) for target in value]
+        answer = {"clock": time.time(), "errors": [connect(*address) for address in json.loads(line)]}
         print(MARK + json.dumps(answer), flush=True)

@@ -29,20 +29,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                         help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
 
 
-def add_run_flags(parser: argparse.ArgumentParser) -> None:
+def add_run_flags(parser: argparse.ArgumentParser, profile_batch: int) -> None:
     """Flags of the two scripts that train on all machines together: shares of the work, and what a run leaves."""
+    parser.add_argument("--profile_batch", type=int, default=profile_batch,
+                        help=f"write the timeline of this step, from 0 on; -1: of none (default: {profile_batch})")
     parser.add_argument("--cluster_json", help="measured speeds (default: cluster.json in the repository, if there)")
     parser.add_argument("--equal_shares", action="store_true", help="take all machines as equally fast")
     parser.add_argument("--run_name")
     parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
-
-
-def profile_number(text: str) -> int:
-    """The type of --profile_batch: a step from 0 on, or -1 for none."""
-    if (value := int(text)) < -1:
-        raise argparse.ArgumentTypeError(f"must be at least -1, got {value}")
-    return value
 
 
 def from_environment(name: str, default: int, kind=positive_int) -> int:
@@ -82,16 +77,14 @@ def gather(value) -> list:
 
 def from_rank_0(make):
     """What make() returns on rank 0, on every rank, or the ValueError that it raises there. Collective."""
-    outcome = [None]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [make()]
-        except ValueError as error:
-            outcome = [error]
-    dist.broadcast_object_list(outcome)
-    if isinstance(outcome[0], ValueError):
-        raise outcome[0]
-    return outcome[0]
+    outcome = None
+    try:
+        outcome = make() if dist.get_rank() == 0 else None
+    except ValueError as error:
+        outcome = error
+    if isinstance(outcome := gather(outcome)[0], ValueError):
+        raise outcome
+    return outcome
 
 
 def print_table(heads: list[str], rows: list[list]) -> None:
@@ -109,8 +102,8 @@ def print_banner(device: torch.device, dtype: torch.dtype) -> None:
     everyone = gather((str(dtype).removeprefix("torch."), socket.gethostname(), processor_name(device), network_name()))
     dtypes = [dtype for dtype, *_ in everyone]
     if len(set(dtypes)) > 1:
-        raise ValueError(f"all ranks have to compute in one dtype, but these differ, by rank: {', '.join(dtypes)}: give "
-                         "all the same --dtype, for instance --dtype float32")
+        raise ValueError(f"all ranks have to compute in one dtype, but these differ, by rank: {', '.join(dtypes)}: "
+                         "give all the same --dtype, for instance --dtype float32")
     if dist.get_rank() == 0:
         ranks = "1 rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
         print(f"{ranks} over {dist.get_backend()}, {dtypes[0]}, torch {torch.__version__}", flush=True)

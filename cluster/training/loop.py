@@ -6,6 +6,7 @@ of a rank by itself.
 """
 
 import functools
+import itertools
 import os
 import socket
 import statistics
@@ -62,8 +63,8 @@ class StepTimes:
         self.measured.append(spent)
         return step_seconds, spent["compute"]
 
-    def print(self, layers: int) -> None:
-        """Of each rank: decoder layers, mean milliseconds of a step by what they went to, peak memory. Collective.
+    def print(self) -> None:
+        """Of each rank: the mean milliseconds of a step by what they went to, and peak memory. Collective.
 
         The first step, which warms up, does not count. A rank is idle while it waits for others, or for the network.
         """
@@ -71,11 +72,10 @@ class StepTimes:
         mean = {kind: 1e3 * statistics.fmean(spent[kind] for spent in steps) for kind in (*KINDS, "compute", "step")}
         mean["idle"] = mean["step"] - mean["compute"]
         heads = [*KINDS, "idle", "step"]
-        rows = gather([socket.gethostname(), layers, *(f"{mean[kind]:.1f}" for kind in heads),
-                       f"{peak_memory_gb():.2f}"])
+        rows = gather([socket.gethostname(), *(f"{mean[kind]:.1f}" for kind in heads), f"{peak_memory_gb():.2f}"])
         if dist.get_rank() == 0:
             print("milliseconds of a step, mean, and peak memory")
-        print_table(["rank", "host", "layers", *heads, "GB"], [[rank, *row] for rank, row in enumerate(rows)])
+        print_table(["rank", "host", *heads, "GB"], [[rank, *row] for rank, row in enumerate(rows)])
 
 
 def optimizer_steps(forward_backward: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer, num_steps: int,
@@ -94,16 +94,16 @@ def optimizer_steps(forward_backward: Callable[[], torch.Tensor], optimizer: tor
 
 
 def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader, criterion: Callable,
-          num_steps: int, num_layers: int) -> Iterator[Step]:
+          num_steps: int) -> Iterator[Step]:
     """Trains what plugin.configure returned, epoch after epoch; yields each step when it is done. Collective.
 
-    Writes metrics, and the timeline of step args.profile_batch; in the end rank 0 prints where the time of each rank
-    went, beside the `num_layers` decoder layers of that rank.
+    Writes metrics, and the timeline of step args.profile_batch. In the end rank 0 prints where the time of each rank
+    went. Raises ValueError for a --profile_batch that is no step.
     """
     grid, batches = pgm.process_group_manager, endless(loader)
-    if args.profile_batch >= num_steps:
-        raise ValueError(f"--profile_batch {args.profile_batch} is not among the steps 0 to {num_steps - 1}: lower it, "
-                         "or -1 for none")
+    if not -1 <= args.profile_batch < num_steps:
+        raise ValueError(f"--profile_batch {args.profile_batch} is not among the steps 0 to {num_steps - 1}: choose "
+                         "one of them, or -1 for none")
     logger = RunLogger(args, grid, num_steps, plugin.global_batch_size * args.seq_len)
     forward_backward = functools.partial(plugin.execute_pipeline, batches, model, criterion, optimizer)
     times = StepTimes(plugin.device)
@@ -113,14 +113,12 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
             write_timeline(args, plugin)
         yield step
     logger.close()
-    times.print(num_layers)
+    times.print()
 
 
 def endless(loader) -> Iterator[dict[str, torch.Tensor]]:
     """Epoch after epoch of micro-batches, each shuffled in its own way where the loader shuffles."""
-    epoch = 0
-    while True:
-        epoch += 1
+    for epoch in itertools.count(1):
         loader.set_epoch(epoch)
         yield from loader
 
