@@ -31,6 +31,10 @@ from training.speeds import measured_speeds
 from utils import ROOT, TINY_LLAMA, ArgumentParser, load_config, once_per_machine, one_clear_error, positive_int
 
 
+def positive_ints(text: str) -> list[int]:
+    return [positive_int(part) for part in text.split(",")]
+
+
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=1)
@@ -38,7 +42,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch_size", type=positive_int, default=4, help="samples of a micro-batch")
     parser.add_argument("--gradient_accumulation", type=positive_int, default=8,
                         help="a step has so many micro-batches times the number of ranks, shared out by speed")
-    parser.add_argument("--num_microbatches", metavar="4,2,1", help="instead: micro-batches a step, rank by rank")
+    parser.add_argument("--num_microbatches", type=positive_ints, metavar="4,2,1",
+                        help="instead: micro-batches a step, rank by rank")
     parser.add_argument("--model_name", default=TINY_LLAMA, help="a Llama: a directory with config.json, or a Hub id")
     add_flags(parser)
     add_run_flags(parser, profile_batch=-1)
@@ -51,14 +56,10 @@ def choose_shares(args, config, device: torch.device, dtype: torch.dtype) -> lis
     """Micro-batches of a step, rank by rank: as told, or by speed: measured before, or now. Collective."""
     world_size = dist.get_world_size()
     if args.num_microbatches:
-        try:
-            shares = [positive_int(part) for part in args.num_microbatches.split(",")]
-        except (ValueError, argparse.ArgumentTypeError):
-            shares = []
-        if len(shares) != world_size:
-            raise ValueError(f"--num_microbatches {args.num_microbatches!r}: write {world_size} positive numbers, one "
-                             "a rank, with commas between them")
-        return shares
+        if len(args.num_microbatches) != world_size:
+            raise ValueError(f"--num_microbatches {args.num_microbatches}: write {world_size} numbers, one per rank, "
+                             "with commas between them")
+        return args.num_microbatches
     if args.equal_shares or world_size == 1:
         return [args.gradient_accumulation] * world_size
     if speeds := measured_speeds(args, args.batch_size):

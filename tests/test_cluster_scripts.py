@@ -105,6 +105,13 @@ def test_shares_by_speed_and_banner(trained):
     assert re.search(r"^2 +\S+ +.*\d cores +lo 127.0.0.1$", printed, re.MULTILINE)
 
 
+def test_loss_of_an_epoch(trained):
+    folder, printed = trained
+    found = [float(text) for text in re.findall(r"^epoch \d: loss (\S+), checkpoint ", printed, re.MULTILINE)]
+    expected = losses(folder / "runs3", "uneven")
+    assert found == pytest.approx([sum(expected[:2]) / 2, sum(expected[2:]) / 2], abs=1e-4)
+
+
 def test_checkpoint_is_hugging_faces(trained):
     """The last epoch's, in transformers: the loss of our model with the weights that training ended with."""
     from transformers import AutoTokenizer, LlamaForCausalLM
@@ -308,11 +315,15 @@ def test_a_timeline_of_no_step(batch):
         next(steps)
 
 
-@pytest.mark.parametrize("counts", ["4,2", "4,0,1", "a,b,c", "4,2,1,1"])
-def test_numbers_of_micro_batches(parse, monkeypatch, counts):
+def test_numbers_of_micro_batches(parse, monkeypatch):
     monkeypatch.setattr(train_distributed.dist, "get_world_size", lambda: 3)
-    with pytest.raises(ValueError, match=f"--num_microbatches '{counts}': write 3 positive numbers"):
-        train_distributed.choose_shares(parse("--num_microbatches", counts, module=train_distributed), *[None] * 3)
+    for counts in ("4,0,1", "a,b,c", "4,,1"):
+        with pytest.raises(ValueError, match="--num_microbatches: "):
+            parse("--num_microbatches", counts, module=train_distributed)
+    for counts in ("4,2", "4,2,1,1"):
+        args = parse("--num_microbatches", counts, module=train_distributed)
+        with pytest.raises(ValueError, match=r"--num_microbatches \[4, 2.*\]: write 3 numbers"):
+            train_distributed.choose_shares(args, *[None] * 3)
     args = parse("--num_microbatches", "4,2,1", module=train_distributed)
     assert train_distributed.choose_shares(args, *[None] * 3) == [4, 2, 1]
     args = parse("--equal_shares", module=train_distributed)

@@ -1,12 +1,12 @@
 """TensorBoard's files: the loss of each step, and what each rank did and used in it."""
 
 import os
+import resource
 import time
 
 import torch
 import torch.distributed as dist
 
-from metrics import peak_memory_gb
 from training.common import gather
 from training.loop import Step
 
@@ -26,7 +26,7 @@ class Board:
             print("no TensorBoard files: pip install tensorboard. metrics.jsonl has the losses", flush=True)
 
     def log(self, step: Step, tokens: int) -> None:
-        """`tokens`: of the step. Collective."""
+        """`tokens`: of the step, on all ranks. Collective."""
         everyone = gather(self.values_of_this_rank(step))
         if self.writer is None:
             return
@@ -39,7 +39,8 @@ class Board:
     def values_of_this_rank(self, step: Step) -> dict[str, float]:
         """Seconds, gigabytes, and percent: 100 percent of the CPU is one core. What is unknown is left out."""
         busy_before, self.busy = self.busy, time.process_time()
-        values = {"step_seconds": step.seconds, "cpu_memory_gb": resident_gb(),
+        peak_kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux
+        values = {"step_seconds": step.seconds, "cpu_memory_gb": peak_kilobytes * 1024 / 1e9,
                   "cpu_percent": 100 * (self.busy - busy_before) / step.seconds}
         if step.compute_seconds is not None:
             values["compute_seconds"] = step.compute_seconds
@@ -55,12 +56,3 @@ class Board:
         if self.writer is not None:
             self.writer.close()
             print(f"TensorBoard: tensorboard --logdir {os.path.dirname(self.writer.log_dir)}", flush=True)
-
-
-def resident_gb() -> float:
-    """Memory of this process that is in RAM now; its peak where the system doesn't say."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
-    except OSError:
-        return peak_memory_gb()
