@@ -3,12 +3,12 @@
 Shapes: B samples, T tokens a sample, D hidden, H query heads, K key/value heads, hd head size, I MLP width,
 V vocabulary.
 
-Precision: parameters, gradients and optimizer state are float32 "masters" (float64 in a float64 run). Activations take
-the run's dtype where the embedding hands them out, and a matmul casts the weight to its input's dtype. So bf16 needs
-no autocast.
+Precision: parameters, gradients and optimizer state are float32 "masters" (float64 in a float64 run). Activations are
+cast to the run's dtype once, after the embedding, and each matmul casts its weight to the dtype of its input. A
+bfloat16 run therefore needs no autocast.
 
-Initial weights: each parameter is drawn from a generator of its own, seeded by the run's seed and the parameter's name.
-No parameter's value depends on which others were drawn before it, or on this machine.
+Initial weights: each parameter is drawn from its own random generator, seeded by the run's seed and the parameter's
+name. Its values do not depend on which parameters were drawn before it, nor on the machine that draws them.
 """
 
 import functools
@@ -40,7 +40,7 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 class Linear(nn.Linear):
-    """nn.Linear that multiplies in its input's dtype; the gradient of the float32 weight comes back as float32."""
+    """nn.Linear that multiplies in the dtype of its input. The gradient of the float32 weight is float32 again."""
 
     def reset_parameters(self) -> None:
         """Nothing: init_weights draws them."""
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
         batch, seq_len, _ = x.shape
-        # The number of heads follows from the width, so that this code also serves a share of the heads.
+        # The number of heads is computed from the width, so that a layer can also hold only some of the heads.
         q = self.q_proj(x).view(batch, seq_len, -1, self.head_dim).transpose(1, 2)  # (B, H, T, hd)
         k = self.k_proj(x).view(batch, seq_len, -1, self.head_dim).transpose(1, 2)  # (B, K, T, hd)
         v = self.v_proj(x).view(batch, seq_len, -1, self.head_dim).transpose(1, 2)  # (B, K, T, hd)
@@ -116,9 +116,9 @@ class DecoderLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model; `config` is a Hugging Face `LlamaConfig`, `dtype` that of the activations.
+    """The whole model. `config` has the fields of a Hugging Face `LlamaConfig`, `dtype` is that of the activations.
 
-    Raises ValueError for what a LlamaConfig can ask for and this model does not do.
+    Raises ValueError for a configuration that asks for something this model does not implement.
     """
 
     def __init__(self, config, dtype: torch.dtype = torch.float32):
@@ -143,20 +143,20 @@ class Llama(nn.Module):
 
 
 def cross_entropy(logits: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
-    """Mean over tokens of -log p(target), in float32 at least: logits (B, T, V), target_ids (B, T) -> scalar."""
+    """Mean of -log p(target) over the tokens, computed in float32 or better: (B, T, V), (B, T) -> scalar."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, 1), target_ids.flatten())
 
 
 def check_config(config) -> None:
-    """Raises ValueError where the configuration is not one that this model computes."""
+    """Raises ValueError for a configuration that this model does not implement."""
     expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     found = {name: getattr(config, name, None) for name in expected}
     rotary = getattr(config, "rope_parameters", None) or {}
     expected["rope_type"], found["rope_type"] = "default", rotary.get("rope_type", "default")
     unlike = [f"{name}={found[name]!r} (needs {want!r})" for name, want in expected.items() if found[name] != want]
     if unlike:
-        raise ValueError(f"this Llama does not do {', '.join(unlike)}: choose another --model_name")
+        raise ValueError(f"this Llama does not implement {', '.join(unlike)}: choose another --model_name")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise ValueError(
@@ -167,14 +167,14 @@ def check_config(config) -> None:
 
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int, device: torch.device) -> None:
-    """Moves a model built on the meta device to `device`, with initial weights that only `seed` and the names decide.
+    """Gives a model on the meta device its initial weights, on `device`. They depend on `seed` and the names only.
 
-    Norm weights are one, matrices normal with standard deviation `config.initializer_range`. Those that write into the
-    residual stream are 1/sqrt(2 * layers) of that: the sum of all layers' outputs then starts no larger than one
-    (GPT-2, Radford et al. 2019). All are drawn in float32 on the CPU, so that any device and dtype start alike.
+    Norm weights are one. Matrices are normal with standard deviation `config.initializer_range`, divided by
+    sqrt(2 * layers) for those that write into the residual stream, so that the sum over all layers does not grow with
+    their number (GPT-2, Radford et al. 2019). All are drawn in float32 on the CPU, the same for any device and dtype.
     """
     config = model.config
-    for name, param in list(model.named_parameters()):  # a tied weight comes once, under its first name
+    for name, param in list(model.named_parameters()):  # a tied weight is listed once, by its first name
         full = torch.ones(param.shape)
         if param.dim() == 2:
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()

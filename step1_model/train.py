@@ -1,4 +1,4 @@
-"""Step 1, the model: a Llama learns one random batch by heart.
+"""Step 1, the model: a Llama memorises one random batch.
 
     python train.py
     python train.py --num_hidden_layers 2 --dtype float64 --max_tokens 5120
@@ -8,7 +8,7 @@ import torch
 
 from model import Llama, cross_entropy, init_weights
 from utils import (
-    TINY_LLAMA, ArgumentParser, choose_device, load_config, one_clear_error, positive_int,
+    TINY_LLAMA, ArgumentParser, choose_device, compile_layers, load_config, one_clear_error, positive_int,
     to_readable_format,
 )
 
@@ -21,6 +21,7 @@ def parse_args():
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto",
                         help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
     # Model
     parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with a config.json, or a Hub id")
     parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
@@ -41,17 +42,20 @@ def main():
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # the variable OMP_NUM_THREADS is read when torch is imported
 
+    config = load_config(
+        args.model_name, num_hidden_layers=args.num_hidden_layers,
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
+    with torch.device("meta"):  # shapes only; init_weights allocates the memory
+        model = Llama(config, dtype)
+
     tokens_per_step = args.micro_batch_size * args.seq_len
     num_steps = args.max_tokens // tokens_per_step
     if num_steps == 0:
         raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
 
-    config = load_config(
-        args.model_name, num_hidden_layers=args.num_hidden_layers,
-        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
-    with torch.device("meta"):  # shapes only; memory comes with the weights
-        model = Llama(config, dtype)
     init_weights(model, args.seed, device)
+    if args.compile:
+        compile_layers(model.decoder_layers.children(), device)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
     num_params = to_readable_format(sum(p.numel() for p in model.parameters()))
     print(f"{num_params} parameters on {device}, activations in {dtype}")

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -22,7 +23,7 @@ CONFIG_FIELDS = {
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse whose complaints go the way of every other mistake: a ValueError, see one_clear_error."""
+    """An argparse parser that raises its complaints as ValueError, like every other mistake. See one_clear_error."""
 
     def error(self, message: str):
         raise ValueError(f"{message} (--help lists the flags)")
@@ -30,9 +31,10 @@ class ArgumentParser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def one_clear_error():
-    """Around main(): a ValueError ends the program with its text and exit code 2; Ctrl-C ends it at once.
+    """Wraps main(): a ValueError ends the program with its message and exit code 2, and Ctrl-C ends it at once.
 
-    Python's own Ctrl-C waits for the main thread, which may sit inside a collective: the default action does not.
+    Python's own handler of Ctrl-C waits for the main thread, which may be waiting in C++ code. The system's default
+    action does not wait.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -64,8 +66,19 @@ def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     return torch.device(device), getattr(torch, dtype)
 
 
+def compile_layers(layers, device: torch.device) -> None:
+    """Compiles each layer with torch.compile, at its first call. Layers of one shape share the compiled code.
+
+    Raises ValueError where the CPU's code has no C++ compiler.
+    """
+    if device.type == "cpu" and not shutil.which(compiler := os.environ.get("CXX", "g++")):
+        raise ValueError(f"--compile needs a C++ compiler, and {compiler!r} is not found: install one, or set CXX")
+    for layer in layers:
+        layer.compile()
+
+
 def require_reachable_hub(name: str, kind: str) -> None:
-    """Raises ValueError, within seconds, where `name`, no path here, can't be asked of the Hugging Face Hub either."""
+    """Raises ValueError, within seconds, where the Hugging Face Hub can't be asked for `name`, which is no path."""
     from huggingface_hub import constants, scan_cache_dir
 
     if os.path.isdir(constants.HF_HUB_CACHE) and any(repo.repo_id == name for repo in scan_cache_dir().repos):
@@ -85,9 +98,10 @@ def require_reachable_hub(name: str, kind: str) -> None:
 
 
 def load_config(model_name: str, **overrides: int | None):
-    """The Hugging Face configuration in the directory, or of the Hub id, `model_name`; an override of None is none.
+    """The Hugging Face configuration of `model_name`, a directory or a Hub id. An override of None keeps the model's
+    value.
 
-    Returns a plain namespace: whoever only reads it need not import transformers.
+    Returns a plain namespace, so that reading it does not require importing transformers.
     """
     config = types.SimpleNamespace(**read_config(model_name))
     if (heads := overrides["num_attention_heads"]) is not None:
@@ -101,15 +115,15 @@ def load_config(model_name: str, **overrides: int | None):
 
 
 def read_config(model_name: str) -> dict:
-    """Every field, where the file holds all that the model asks for as it is; else Hugging Face fills in the others."""
+    """The fields of config.json. Where the file leaves out fields that the model needs, transformers fills them in."""
     try:
         with open(os.path.join(model_name, "config.json"), encoding="utf-8") as file:
             fields = json.load(file)
         if fields["model_type"] == "llama" and CONFIG_FIELDS <= fields.keys():
             return fields
     except (OSError, ValueError, TypeError, KeyError):
-        pass  # Hugging Face says what is wrong with it
-    from transformers import AutoConfig  # imported here: it takes seconds
+        pass  # transformers says below what is wrong with the file
+    from transformers import AutoConfig  # imported only where it is needed, because it takes seconds
 
     if not os.path.isdir(model_name):
         require_reachable_hub(model_name, "--model_name")

@@ -1,15 +1,19 @@
-"""Step 2, the process group manager: ranks as a grid, a group along each axis. Each rank still trains by itself.
+"""Step 2, the process group manager: ranks as a grid, with a group along each axis. Each rank still trains by itself.
 
     torchrun --nproc_per_node 8 train.py --tp_size 2 --pp_size 2 --dp_size 2
 """
+
+import os
+import time
 
 import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from metrics import RunLogger
 from model import Llama, cross_entropy, init_weights
 from utils import (
-    TINY_LLAMA, ArgumentParser, choose_device, load_config, once_per_machine, one_clear_error, positive_int,
+    ROOT, TINY_LLAMA, ArgumentParser, choose_device, compile_layers, load_config, one_clear_error, positive_int,
     to_readable_format,
 )
 
@@ -22,6 +26,7 @@ def parse_args():
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto",
                         help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
     # Model
     parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with a config.json, or a Hub id")
     parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
@@ -37,6 +42,10 @@ def parse_args():
     parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
     parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
+    # Logging
+    parser.add_argument("--run_name", default="default_run")
+    parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
+    parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
     return parser.parse_args()
 
 
@@ -51,34 +60,39 @@ def main():
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # the variable OMP_NUM_THREADS is read when torch is imported
 
+    config = load_config(
+        args.model_name, num_hidden_layers=args.num_hidden_layers,
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
+    with torch.device("meta"):  # shapes only; init_weights allocates the memory
+        model = Llama(config, dtype)
+
     tokens_per_step = args.micro_batch_size * args.seq_len
     num_steps = args.max_tokens // tokens_per_step
     if num_steps == 0:
         raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
 
-    config = once_per_machine(lambda: load_config(
-        args.model_name, num_hidden_layers=args.num_hidden_layers,
-        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
-    with torch.device("meta"):  # shapes only; memory comes with the weights
-        model = Llama(config, dtype)
     init_weights(model, args.seed, device)
+    if args.compile:
+        compile_layers(model.decoder_layers.children(), device)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
     if grid.is_logging_rank:
         num_params = to_readable_format(sum(p.numel() for p in model.parameters()))
         print(f"{num_params} parameters on {device}, activations in {dtype}")
+    logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
     generator = torch.Generator().manual_seed(args.seed)
     tokens = torch.randint(config.vocab_size, (args.micro_batch_size, args.seq_len + 1), generator=generator).to(device)
     input_ids, target_ids = tokens[:, :-1], tokens[:, 1:]  # each (B, T): the target is the next token
 
     for step in range(1, num_steps + 1):
+        start = time.perf_counter()
         model.zero_grad()
         logits = model(input_ids)  # (B, T, V)
         loss = cross_entropy(logits, target_ids)
         loss.backward()
         optimizer.step()
-        if grid.is_logging_rank:
-            print(f"step {step}/{num_steps} | loss {loss.item():.4f}", flush=True)
+        logger.log(step, loss.item(), time.perf_counter() - start)
+    logger.close()
     dist.destroy_process_group()
 
 

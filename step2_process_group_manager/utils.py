@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -12,7 +13,6 @@ import types
 import urllib.parse
 
 import torch
-import torch.distributed as dist
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
 TINY_LLAMA = os.path.join(ROOT, "assets", "tiny_llama")
@@ -24,7 +24,7 @@ CONFIG_FIELDS = {
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse whose complaints go the way of every other mistake: a ValueError, see one_clear_error."""
+    """An argparse parser that raises its complaints as ValueError, like every other mistake. See one_clear_error."""
 
     def error(self, message: str):
         raise ValueError(f"{message} (--help lists the flags)")
@@ -32,17 +32,18 @@ class ArgumentParser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def one_clear_error():
-    """Around main(): a ValueError ends the program with its text and exit code 2; Ctrl-C ends it at once.
+    """Wraps main(): a ValueError ends the program with its message and exit code 2, and Ctrl-C ends it at once.
 
-    Python's own Ctrl-C waits for the main thread, which may sit inside a collective: the default action does not.
-    Most mistakes are met by every rank at once: rank 0 speaks for all, and torchrun then ends the others.
+    Python's own handler of Ctrl-C waits for the main thread, which may be waiting in C++ code. The system's default
+    action does not wait. Usually every rank meets the same mistake: rank 0 reports it for all, and torchrun ends the
+    other ranks.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     except (ValueError, OSError) as error:
         if int(os.environ.get("RANK", 0)) > 0:
-            time.sleep(8)  # still here after that: rank 0 did not meet this mistake, so this rank names it
+            time.sleep(8)  # a rank that is still running after that met a mistake that rank 0 did not meet
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
@@ -55,10 +56,10 @@ def positive_int(text: str) -> int:
 
 
 def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, str]:
-    """The one place where the flags --device and --dtype become a device, a dtype and a backend to communicate with.
+    """The one place where the flags --device and --dtype become a device, a dtype and a communication backend.
 
     `auto` is CUDA where there is a GPU, and bfloat16 on CUDA, float32 on the CPU.
-    NCCL wants a GPU of its own for each rank of this machine; with fewer, ranks share the GPUs and talk over gloo.
+    NCCL needs a GPU for each rank of this machine. Where there are fewer, ranks share GPUs and communicate over gloo.
     Raises ValueError where CUDA is asked for and absent.
     """
     if device == "cuda" and not torch.cuda.is_available():
@@ -72,32 +73,24 @@ def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, s
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
     if local_ranks > gpus and local_rank == 0:
-        print(f"{local_ranks} ranks share {gpus} GPU(s), over gloo: what they send passes through the host", flush=True)
+        print(f"{local_ranks} ranks share {gpus} GPU(s) over gloo: messages pass through host memory", flush=True)
     torch.cuda.set_device(local_rank % gpus)
     return torch.device("cuda", local_rank % gpus), getattr(torch, dtype), "gloo" if local_ranks > gpus else "nccl"
 
 
-def once_per_machine(make):
-    """What make() returns in the first process of this machine, in each of its processes. Collective.
+def compile_layers(layers, device: torch.device) -> None:
+    """Compiles each layer with torch.compile, at its first call. Layers of one shape share the compiled code.
 
-    For what is slow, or must not be done twice. A ValueError of any of the first processes is raised everywhere.
+    Raises ValueError where the CPU's code has no C++ compiler.
     """
-    local_rank, outcome = int(os.environ.get("LOCAL_RANK", 0)), None
-    if local_rank == 0:
-        try:
-            outcome = make()
-        except ValueError as error:
-            outcome = error
-    outcomes = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome)
-    for error in outcomes:
-        if isinstance(error, ValueError):
-            raise error
-    return outcomes[dist.get_rank() - local_rank]
+    if device.type == "cpu" and not shutil.which(compiler := os.environ.get("CXX", "g++")):
+        raise ValueError(f"--compile needs a C++ compiler, and {compiler!r} is not found: install one, or set CXX")
+    for layer in layers:
+        layer.compile()
 
 
 def require_reachable_hub(name: str, kind: str) -> None:
-    """Raises ValueError, within seconds, where `name`, no path here, can't be asked of the Hugging Face Hub either."""
+    """Raises ValueError, within seconds, where the Hugging Face Hub can't be asked for `name`, which is no path."""
     from huggingface_hub import constants, scan_cache_dir
 
     if os.path.isdir(constants.HF_HUB_CACHE) and any(repo.repo_id == name for repo in scan_cache_dir().repos):
@@ -117,9 +110,10 @@ def require_reachable_hub(name: str, kind: str) -> None:
 
 
 def load_config(model_name: str, **overrides: int | None):
-    """The Hugging Face configuration in the directory, or of the Hub id, `model_name`; an override of None is none.
+    """The Hugging Face configuration of `model_name`, a directory or a Hub id. An override of None keeps the model's
+    value.
 
-    Returns a plain namespace: whoever only reads it need not import transformers.
+    Returns a plain namespace, so that reading it does not require importing transformers.
     """
     config = types.SimpleNamespace(**read_config(model_name))
     if (heads := overrides["num_attention_heads"]) is not None:
@@ -133,15 +127,15 @@ def load_config(model_name: str, **overrides: int | None):
 
 
 def read_config(model_name: str) -> dict:
-    """Every field, where the file holds all that the model asks for as it is; else Hugging Face fills in the others."""
+    """The fields of config.json. Where the file leaves out fields that the model needs, transformers fills them in."""
     try:
         with open(os.path.join(model_name, "config.json"), encoding="utf-8") as file:
             fields = json.load(file)
         if fields["model_type"] == "llama" and CONFIG_FIELDS <= fields.keys():
             return fields
     except (OSError, ValueError, TypeError, KeyError):
-        pass  # Hugging Face says what is wrong with it
-    from transformers import AutoConfig  # imported here: it takes seconds
+        pass  # transformers says below what is wrong with the file
+    from transformers import AutoConfig  # imported only where it is needed, because it takes seconds
 
     if not os.path.isdir(model_name):
         require_reachable_hub(model_name, "--model_name")

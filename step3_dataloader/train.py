@@ -1,4 +1,4 @@
-"""Step 3, the data loader: real text, gradient accumulation, metrics. The baseline that later steps have to reproduce.
+"""Step 3, the data loader: real text and gradient accumulation. The baseline that later steps have to reproduce.
 
     torchrun --nproc_per_node 1 train.py --run_name baseline
 """
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from dataloader import MicroBatchDataLoader
+from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger
 from model import Llama, cross_entropy, init_weights
 from utils import (
@@ -58,19 +58,19 @@ def parse_args():
     args = parser.parse_args()
     for flag, step in (("tp_size", 4), ("dp_size", 5), ("pp_size", 7)):
         if (size := getattr(args, flag)) > 1:
-            raise ValueError(f"--{flag} {size}: this step trains one process, step {step} brings this axis")
+            raise ValueError(f"--{flag} {size}: this step trains one process, step {step} adds this axis")
     return args
 
 
 def train_step(model, data_loader) -> torch.Tensor:
-    """Forward and backward of one optimizer step's micro-batches; returns their mean loss."""
+    """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
     total_loss = 0.0
     num_microbatches = data_loader.gradient_accumulation_steps
     for _ in range(num_microbatches):
         batch = next(data_loader)
         logits = model(batch["input_ids"])  # (B, T, V)
         loss = cross_entropy(logits, batch["target_ids"]) / num_microbatches
-        loss.backward()  # gradients add up, each already divided: their sum is the gradient of the mean
+        loss.backward()  # gradients add up, and each is divided already: their sum is the gradient of the mean loss
         total_loss += loss.detach()
     return total_loss
 
@@ -88,20 +88,22 @@ def main():
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # the variable OMP_NUM_THREADS is read when torch is imported
 
-    tokens_per_step = args.micro_batch_size * args.gradient_accumulation_steps * args.seq_len
+    config = once_per_machine(lambda: load_config(
+        args.model_name, num_hidden_layers=args.num_hidden_layers,
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
+    with torch.device("meta"):  # shapes only; init_weights allocates the memory
+        model = Llama(config, dtype)
+
+    global_batch_size = args.micro_batch_size * args.gradient_accumulation_steps  # in samples
+    tokens_per_step = global_batch_size * args.seq_len
     num_steps = args.max_tokens // tokens_per_step
     if num_steps == 0:
         raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
 
-    config = once_per_machine(lambda: load_config(
-        args.model_name, num_hidden_layers=args.num_hidden_layers,
-        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
-    token_cache = os.path.join(args.log_dir, "token_cache")
+    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
+                           num_steps * global_batch_size, os.path.join(args.log_dir, "token_cache"))
     data_loader = MicroBatchDataLoader(
-        args.micro_batch_size, args.gradient_accumulation_steps, args.seq_len, args.dataset_name, args.model_name,
-        config.vocab_size, num_steps * tokens_per_step, token_cache, device, args.num_workers)
-    with torch.device("meta"):  # shapes only; memory comes with the weights
-        model = Llama(config, dtype)
+        samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
     init_weights(model, args.seed, device)
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)

@@ -1,6 +1,7 @@
-"""What a run leaves behind and shows meanwhile: runs/<run_name>/config.json, metrics.jsonl, W&B, a bar or lines.
+"""What a run records: runs/<run_name>/config.json, metrics.jsonl and, with --use_wandb, Weights & Biases (W&B).
 
-Exactly one rank writes. The others hold a logger too, which does nothing: the training loop need not ask.
+All ranks run the same program, so without care each of them would print and write the same lines. Here every rank makes
+a RunLogger, but only that of the logging rank writes. The others do nothing, so the training loop need not ask.
 """
 
 import json
@@ -16,9 +17,10 @@ from utils import to_readable_format
 
 
 class RunLogger:
-    """One JSON object a step into `<log_dir>/<run_name>/metrics.jsonl`; a rerun under the same name starts anew.
+    """Writes one JSON object per optimizer step into `<log_dir>/<run_name>/metrics.jsonl`, and prints one line.
 
-    `loss` is the global mean in full precision, `memory_gb` this process's peak (GPU memory on CUDA, else resident).
+    `loss` is recorded in full precision. `memory_gb` is the peak of this process: of GPU memory on CUDA, else resident.
+    A rerun under the same name replaces the older records. Raises ValueError for a `run_name` that is no folder name.
     """
 
     def __init__(self, args, grid, num_steps: int, tokens_per_step: int):
@@ -28,24 +30,18 @@ class RunLogger:
             raise ValueError(f"--run_name {args.run_name!r} becomes a directory's name: use one without slashes")
         if not self.enabled:
             return
-        self.folder = os.path.join(args.log_dir, args.run_name)
-        if os.path.exists(os.path.join(self.folder, "metrics.jsonl")):  # a run of ours, not just any folder
-            shutil.rmtree(self.folder)
-        os.makedirs(self.folder, exist_ok=True)
-        sizes = {"dp_size": grid.dp_world_size, "pp_size": grid.pp_world_size, "tp_size": grid.tp_world_size}
-        config = {**vars(args), "topology": {**sizes, "world_size": grid.world_size}}
-        with open(os.path.join(self.folder, "config.json"), "w") as file:
+        folder = os.path.join(args.log_dir, args.run_name)
+        if os.path.exists(os.path.join(folder, "metrics.jsonl")):  # only a folder that an earlier run has written
+            shutil.rmtree(folder)
+        os.makedirs(folder, exist_ok=True)
+        config = {**vars(args), "topology": grid.topology}
+        with open(os.path.join(folder, "config.json"), "w") as file:
             json.dump(config, file, indent=2)
-        self.metrics = open(os.path.join(self.folder, "metrics.jsonl"), "w", buffering=1)  # writes line by line
-        self.wandb = start_wandb(f"{args.run_name}_{grid}", config, self.folder) if args.use_wandb else None
-        self.bar = None
-        if sys.stdout.isatty():
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=num_steps, unit="step", file=sys.stdout, dynamic_ncols=True)
+        self.metrics = open(os.path.join(folder, "metrics.jsonl"), "w", buffering=1)  # each line is written at once
+        self.wandb = start_wandb(f"{args.run_name}_{grid}", config, folder) if args.use_wandb else None
 
     def log(self, step: int, loss: float, seconds: float) -> None:
-        """Records optimizer step `step` (from 1 on). Raises ValueError where the loss is no number any more."""
+        """Records optimizer step `step`, counted from 1. Raises ValueError where the loss is not finite."""
         if not self.enabled:
             return
         if not math.isfinite(loss):
@@ -57,20 +53,14 @@ class RunLogger:
         self.metrics.write(json.dumps(row) + "\n")
         if self.wandb:
             self.wandb.log(row, step=step)
-        speed = f"{to_readable_format(row['tokens_per_second'])} tokens/s"
-        if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {loss:.4f}, {speed}", refresh=False)
-            self.bar.update()
-        else:
-            tokens, per_rank = (to_readable_format(row[k]) for k in ("trained_tokens", "tokens_per_second_per_rank"))
-            print(f"step {step}/{self.num_steps} | loss {loss:.4f} | {tokens} tokens | {speed} | {per_rank} a rank | "
-                  f"{row['memory_gb']:.2f} GB", flush=True)
+        tokens, speed, per_rank = (to_readable_format(row[name]) for name in (
+            "trained_tokens", "tokens_per_second", "tokens_per_second_per_rank"))
+        print(f"step {step}/{self.num_steps} | loss {loss:.4f} | {tokens} tokens | {speed} tokens/s | "
+              f"{per_rank} per rank | {row['memory_gb']:.2f} GB", flush=True)
 
     def close(self) -> None:
         if not self.enabled:
             return
-        if self.bar is not None:
-            self.bar.close()
         if self.wandb:
             self.wandb.finish()
         self.metrics.close()
@@ -78,20 +68,20 @@ class RunLogger:
 
 
 def start_wandb(name: str, config: dict, folder: str):
-    """A W&B run: online where a login exists, offline otherwise; WANDB_MODE has the last word. Never asks."""
+    """A W&B run: online where a login exists, else offline. WANDB_MODE overrides both. It never prompts."""
     import wandb
 
     mode = os.environ.get("WANDB_MODE")
     if mode is None:
         try:
             mode = "online" if wandb.login(prompt=False) else "offline"
-        except Exception:  # wandb raises errors of many kinds for a missing or refused key
+        except Exception:  # wandb raises errors of many classes for a missing or refused key
             mode = "offline"
     options = dict(project="picotron_tutorial", name=name, config=config, dir=folder)
     try:
         return wandb.init(mode=mode, settings=wandb.Settings(init_timeout=20), **options)
     except wandb.errors.CommError as error:
-        print(f"W&B can't be reached ({error}): this run stays offline, `wandb sync` sends it later", flush=True)
+        print(f"W&B can't be reached ({error}): this run stays offline, `wandb sync` uploads it later", flush=True)
         return wandb.init(mode="offline", **options)
 
 

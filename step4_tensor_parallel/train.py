@@ -1,4 +1,4 @@
-"""Step 4, tensor parallelism: each matrix split over the tp ranks, with the loss of the baseline.
+"""Step 4, tensor parallelism: each matrix is split over the tp ranks. The losses are those of the baseline.
 
     torchrun --nproc_per_node 4 train.py --tp_size 4 --run_name tp4
 """
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from dataloader import MicroBatchDataLoader
+from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger
 from model import Llama, init_weights
 from tensor_parallel import apply_tensor_parallel, cross_entropy, split_over_tp
@@ -59,19 +59,19 @@ def parse_args():
     args = parser.parse_args()
     for flag, step in (("dp_size", 5), ("pp_size", 7)):
         if (size := getattr(args, flag)) > 1:
-            raise ValueError(f"--{flag} {size}: this step trains one replica in one stage, see step {step}")
+            raise ValueError(f"--{flag} {size}: this step trains one replica in one stage, step {step} adds this axis")
     return args
 
 
 def train_step(model, data_loader) -> torch.Tensor:
-    """Forward and backward of one optimizer step's micro-batches; returns their mean loss."""
+    """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
     total_loss = 0.0
     num_microbatches = data_loader.gradient_accumulation_steps
     for _ in range(num_microbatches):
         batch = next(data_loader)
         logits = model(batch["input_ids"])  # (B, T, V/tp)
         loss = cross_entropy(logits, batch["target_ids"], model.config.vocab_size) / num_microbatches
-        loss.backward()  # gradients add up, each already divided: their sum is the gradient of the mean
+        loss.backward()  # gradients add up, and each is divided already: their sum is the gradient of the mean loss
         total_loss += loss.detach()
     return total_loss
 
@@ -89,27 +89,29 @@ def main():
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # the variable OMP_NUM_THREADS is read when torch is imported
 
-    tokens_per_step = args.micro_batch_size * args.gradient_accumulation_steps * args.seq_len
+    config = once_per_machine(lambda: load_config(
+        args.model_name, num_hidden_layers=args.num_hidden_layers,
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
+    with torch.device("meta"):  # shapes only; init_weights allocates the memory
+        model = apply_tensor_parallel(Llama(config, dtype))
+
+    global_batch_size = args.micro_batch_size * args.gradient_accumulation_steps  # in samples
+    tokens_per_step = global_batch_size * args.seq_len
     num_steps = args.max_tokens // tokens_per_step
     if num_steps == 0:
         raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
 
-    config = once_per_machine(lambda: load_config(
-        args.model_name, num_hidden_layers=args.num_hidden_layers,
-        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
-    token_cache = os.path.join(args.log_dir, "token_cache")
+    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
+                           num_steps * global_batch_size, os.path.join(args.log_dir, "token_cache"))
     data_loader = MicroBatchDataLoader(
-        args.micro_batch_size, args.gradient_accumulation_steps, args.seq_len, args.dataset_name, args.model_name,
-        config.vocab_size, num_steps * tokens_per_step, token_cache, device, args.num_workers)
-    with torch.device("meta"):  # shapes only; memory comes with the weights
-        model = apply_tensor_parallel(Llama(config, dtype))
+        samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
     init_weights(model, args.seed, device, split_over_tp)
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
     if grid.is_logging_rank:
         num_params = to_readable_format(sum(p.numel() for p in model.parameters()))
-        print(f"{num_params} parameters a rank on {device}, activations in {dtype}")
+        print(f"{num_params} parameters per rank on {device}, activations in {dtype}")
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
     for step in range(1, num_steps + 1):

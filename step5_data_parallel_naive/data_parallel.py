@@ -1,9 +1,10 @@
-"""Data parallelism, the naive way: every dp rank holds the whole model and reads other samples; gradients are averaged.
+"""Data parallelism, the naive way: every dp rank holds the whole model and reads different samples, and gradients are
+averaged.
 
-As soon as backward has a parameter's gradient, an all-reduce averages it over the dp group: one small message a
-parameter, and backward stands still meanwhile. With gradient accumulation only the last micro-batch communicates, and
-what it sends is the *accumulated* gradient: averaging just the last micro-batch's share would leave each replica with
-a sum of its own.
+As soon as backward has computed the gradient of a parameter, an all-reduce averages it over the dp group: one small
+message per parameter, and backward waits for each of them. With gradient accumulation only the last micro-batch
+communicates, and it sends the *accumulated* gradient. To average only the last micro-batch's gradient would leave each
+replica's earlier micro-batches unaveraged, so the replicas would diverge.
 """
 
 import torch
@@ -14,7 +15,7 @@ import process_group_manager as pgm
 
 
 class DataParallelNaive(nn.Module):
-    """Wraps a model; `require_backward_grad_sync` says whether the coming backward ends an accumulation."""
+    """Wraps a model. Set `require_backward_grad_sync` to whether the next backward is the last of the accumulation."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -28,7 +29,7 @@ class DataParallelNaive(nn.Module):
         return self.module(*args, **kwargs)
 
     def average_gradient(self, param: nn.Parameter) -> None:
-        """Runs inside backward, once `param.grad` holds the sum over the micro-batches so far."""
+        """Called by backward when `param.grad` holds the sum over the micro-batches so far."""
         if self.require_backward_grad_sync:
             grid = pgm.process_group_manager
             dist.all_reduce(param.grad, group=grid.dp_group)
@@ -36,7 +37,7 @@ class DataParallelNaive(nn.Module):
 
 
 def average_loss_across_dp_ranks(loss: torch.Tensor) -> torch.Tensor:
-    """The mean over the global batch: each dp rank has seen its share only."""
+    """The mean over the global batch, of which each dp rank has computed its own share."""
     grid = pgm.process_group_manager
     if grid.dp_world_size > 1:
         dist.all_reduce(loss, group=grid.dp_group)

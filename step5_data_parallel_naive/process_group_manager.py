@@ -1,6 +1,7 @@
 """The ranks as a grid: data parallel (DP) x pipeline parallel (PP) x tensor parallel (TP).
 
-8 ranks, dp_size 2, pp_size 2, tp_size 2:
+A rank is the number of one process. Along each axis of the grid, the ranks that share the other two coordinates form a
+process group: they are the ones that communicate for that kind of parallelism. With 8 ranks and all three sizes 2:
 
                  tp 0   tp 1                 a tp group is a row            [0, 1] [2, 3] [4, 5] [6, 7]
     dp 0  pp 0      0      1                 a pp group is a column         [0, 2] [1, 3] [4, 6] [5, 7]
@@ -8,7 +9,8 @@
     dp 1  pp 0      4      5                 a dp group is the same place   [0, 4] [1, 5] [2, 6] [3, 7]
           pp 1      6      7                     in every block
 
-TP varies fastest: its ranks talk most, and neighbours usually sit in one machine (Narayanan et al. 2021).
+TP varies fastest, because its ranks communicate most and neighbouring ranks usually sit in one machine (Narayanan et
+al. 2021).
 """
 
 import os
@@ -20,11 +22,11 @@ process_group_manager = None
 
 
 class ProcessGroupManager:
-    """This rank's place in the grid, and a process group along each axis through that place.
+    """The coordinates of this rank in the grid, and a process group along each axis through it.
 
     For each axis (tp, pp, dp): `<axis>_group` to communicate in, `<axis>_group_ids` (its global ranks in order),
-    `<axis>_world_size` and `<axis>_rank` (this rank's place in it). Collective: every rank has to build one.
-    Raises ValueError where the sizes do not multiply to the world size.
+    `<axis>_world_size` and `<axis>_rank` (the position of this rank in the group). Collective: every rank makes one.
+    Raises ValueError where the product of the sizes is not the number of processes.
     """
 
     def __init__(self, dp_size: int, pp_size: int, tp_size: int):
@@ -36,30 +38,32 @@ class ProcessGroupManager:
             )
         self.grid = torch.arange(self.world_size).view(dp_size, pp_size, tp_size)  # grid[dp, pp, tp]: a global rank
         self.dp_rank, self.pp_rank, self.tp_rank = (self.grid == self.global_rank).nonzero().flatten().tolist()
+        self.dp_world_size, self.pp_world_size, self.tp_world_size = dp_size, pp_size, tp_size
+        self.topology = {"dp_size": dp_size, "pp_size": pp_size, "tp_size": tp_size, "world_size": self.world_size}
 
-        # new_subgroups_by_enumeration makes all groups of one axis and hands out the one that holds this rank.
-        self.tp_group, _ = dist.new_subgroups_by_enumeration(self.grid.reshape(-1, tp_size).tolist())
-        pipelines = self.grid.transpose(1, 2).reshape(-1, pp_size).tolist()
-        self.pp_group, _ = dist.new_subgroups_by_enumeration(pipelines)
+        # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
+        rows = [row for block in self.grid for row in block.tolist()]
+        columns = [column for block in self.grid for column in block.T.tolist()]
+        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows)
+        self.pp_group, _ = dist.new_subgroups_by_enumeration(columns)
         self.dp_group, _ = dist.new_subgroups_by_enumeration(self.grid.permute(1, 2, 0).reshape(-1, dp_size).tolist())
 
-        self.tp_group_ids = self.grid[self.dp_rank, self.pp_rank, :].tolist()
-        self.pp_group_ids = self.grid[self.dp_rank, :, self.tp_rank].tolist()
+        block = self.grid[self.dp_rank]
+        self.tp_group_ids, self.pp_group_ids = block[self.pp_rank].tolist(), block[:, self.tp_rank].tolist()
         self.dp_group_ids = self.grid[:, self.pp_rank, self.tp_rank].tolist()
-        self.dp_world_size, self.pp_world_size, self.tp_world_size = dp_size, pp_size, tp_size
 
         self.pp_is_first_stage = self.pp_rank == 0
         self.pp_is_last_stage = self.pp_rank == pp_size - 1
         self.pp_prev_rank = None if self.pp_is_first_stage else self.pp_group_ids[self.pp_rank - 1]
         self.pp_next_rank = None if self.pp_is_last_stage else self.pp_group_ids[self.pp_rank + 1]
-        # One rank of the world logs. The loss is born in the last stage.
+        # One rank of all logs. Only the last stage of a pipeline computes the loss, so it is a last stage.
         self.is_logging_rank = self.dp_rank == 0 and self.tp_rank == 0 and self.pp_is_last_stage
 
     def __str__(self) -> str:
         return f"DP({self.dp_world_size})-PP({self.pp_world_size})-TP({self.tp_world_size})-Rank({self.global_rank})"
 
     def describe(self) -> str:
-        """The grid, a line a rank (of the first 16): its place on each axis and the groups it is in."""
+        """One line per rank (of the first 16): its coordinates and the groups that it belongs to."""
         sizes = f"dp {self.dp_world_size} x pp {self.pp_world_size} x tp {self.tp_world_size}"
         lines = [f"{self.world_size} {'rank' if self.world_size == 1 else 'ranks'} = {sizes}"]
         for rank in range(min(self.world_size, 16)):
@@ -72,15 +76,14 @@ class ProcessGroupManager:
 
 
 def init_process_group(backend: str) -> None:
-    """Joins the world that torchrun describes in the environment, or, without torchrun, a world of one.
+    """Joins the processes that torchrun describes in the environment. Without torchrun, this process is the only one.
 
-    Raises ValueError where ranks come with unlike backends, as on machines with and without a GPU: each would wait for
-    ranks that wait elsewhere.
+    Raises ValueError where ranks choose different backends, as machines with and without a GPU do: each backend would
+    wait for ever for the ranks that chose the other one.
     """
-    if "RANK" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    store, rank, world_size = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://"))
     store.set(f"backend/{rank}", backend)
     backends = [store.get(f"backend/{other}").decode() for other in range(world_size)]
     if len(set(backends)) > 1:

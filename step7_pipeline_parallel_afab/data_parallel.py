@@ -1,15 +1,15 @@
-"""Data parallelism with buckets: few large all-reduces instead of many small ones, while backward is still at work.
+"""Data parallelism with buckets: a few large all-reduces instead of many small ones, while backward still computes.
 
-Gradients arrive from the last layer to the first. They live side by side in flat buffers, the buckets, in that order:
+Backward computes gradients from the last layer to the first. They are stored one after the other in flat buffers, the
+buckets. As soon as all gradients of a bucket are there, its all-reduce starts and runs in the background:
 
     backward     | final_proj | layer 7 | layer 6 | layer 5 | layer 4 | ... | layer 0 | embedding |
     all-reduce                | bucket 0          | bucket 1          | ...                       | bucket n | wait
 
-`param.grad` is a view into its bucket: what autograd adds into is what travels, and what the optimizer reads.
-The buffer is never zeroed: the first micro-batch's gradient is copied in and divided by dp_size last, both while it is
-still in the processor's cache.
-With gradient accumulation only the last micro-batch communicates, and what it sends is the accumulated gradient.
-Buckets have the parameters' dtype: gradients add up and travel in float32 even where activations are bfloat16.
+`param.grad` is a view into its bucket: autograd adds to the very memory that is sent and that the optimizer reads.
+Buffers are never set to zero: the first micro-batch's gradient is copied in, and the division by dp_size comes last.
+With gradient accumulation only the last micro-batch communicates, and it sends the accumulated gradient.
+Buckets have the dtype of the parameters: gradients are summed in float32 even where activations are bfloat16.
 """
 
 import torch
@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import process_group_manager as pgm
-from timeline import timeline
 
 
 class Bucket:
@@ -31,28 +30,25 @@ class Bucket:
         self.views = {param: part.view_as(param) for param, part in zip(params, parts)}
 
     def take(self, param: nn.Parameter) -> None:
-        """Makes `param.grad` a view of the buffer where autograd, finding none to add to, has made a new tensor."""
+        """Makes `param.grad` a view of the buffer again where autograd has created a new tensor for it."""
         if param.grad is not self.views[param]:
             self.views[param].copy_(param.grad)
             param.grad = self.views[param]
 
     def launch(self) -> None:
-        self.launched = timeline.now()
         self.handle = dist.all_reduce(self.buffer, group=self.group, async_op=True)
 
     def finish(self) -> None:
-        """Waits for the sum of what each rank has divided by their number: the average."""
-        with timeline.span("wait"):
-            self.handle.wait()
-        timeline.add("all-reduce", None, self.launched, communication=True)
+        """Waits for the all-reduce. Each rank divided by dp_size first, so the sum is the mean."""
+        self.handle.wait()
         self.awaited, self.handle = set(self.params), None
 
 
 class DataParallelBucket(nn.Module):
-    """Wraps a model; `require_backward_grad_sync` says whether the coming backward ends an accumulation.
+    """Wraps a model. Set `require_backward_grad_sync` to whether the next backward is the last of the accumulation.
 
-    After that backward, finish_gradient_sync() has to be called before the gradients are read.
-    `bucket_mb`: megabytes a bucket; by default 25, or an eighth of a small model: one bucket would overlap nothing.
+    After that backward, call finish_gradient_sync() before reading the gradients. `bucket_mb`: megabytes per bucket, by
+    default 25, or an eighth of a smaller model, because a single bucket would overlap with nothing.
     """
 
     def __init__(self, module: nn.Module, bucket_mb: float | None = None):
@@ -60,7 +56,7 @@ class DataParallelBucket(nn.Module):
         self.module = module
         self.require_backward_grad_sync = True
         self.buckets, self.bucket_of = [], {}
-        params = list(reversed(list(module.parameters())))  # backward reaches them roughly in this order
+        params = list(reversed(list(module.parameters())))  # roughly the order of backward
         num_bytes = sum(param.numel() * param.element_size() for param in params)
         limit = min(25e6, num_bytes / 8) if bucket_mb is None else bucket_mb * 1e6
         if pgm.process_group_manager.dp_world_size == 1:
@@ -70,7 +66,7 @@ class DataParallelBucket(nn.Module):
             param.register_post_accumulate_grad_hook(self.gradient_arrived)
 
     def make_buckets(self, params: list[nn.Parameter], limit: float) -> None:
-        """Fills one bucket after the other; a bucket is full once it holds `limit` bytes."""
+        """Fills one bucket after the other. A bucket is full once it holds `limit` bytes."""
         members, size = [], 0
         for param in params:
             members.append(param)
@@ -84,21 +80,21 @@ class DataParallelBucket(nn.Module):
         return self.module(*args, **kwargs)
 
     def gradient_arrived(self, param: nn.Parameter) -> None:
-        """Runs inside backward, once `param.grad` holds the sum over the micro-batches so far."""
+        """Called by backward when `param.grad` holds the sum over the micro-batches so far."""
         bucket = self.bucket_of[param]
         bucket.take(param)
         if not self.require_backward_grad_sync:
             return
         param.grad /= bucket.group.size()
         bucket.awaited.discard(param)
-        for bucket in self.buckets:  # in order, so that all ranks launch the same all-reduces in the same order
+        for bucket in self.buckets:  # in order, because all ranks have to launch the same all-reduces in the same order
             if bucket.awaited:
                 break
             if bucket.handle is None:
                 bucket.launch()
 
     def finish_gradient_sync(self) -> None:
-        """Launches what no gradient has completed (a parameter that the loss did not reach), waits for all."""
+        """Launches the buckets that still miss gradients (of parameters that the loss does not use), waits for all."""
         for bucket in self.buckets:
             for param in bucket.awaited:
                 param.grad = bucket.views[param].zero_() if param.grad is None else param.grad.div_(bucket.group.size())
@@ -109,7 +105,7 @@ class DataParallelBucket(nn.Module):
 
 
 def average_loss_across_dp_ranks(loss: torch.Tensor) -> torch.Tensor:
-    """The mean over the global batch: each dp rank has seen its share only."""
+    """The mean over the global batch, of which each dp rank has computed its own share."""
     grid = pgm.process_group_manager
     if grid.dp_world_size > 1:
         dist.all_reduce(loss, group=grid.dp_group)

@@ -1,17 +1,18 @@
 """Tensor parallelism: each matrix is split over the tp group, and so is the work (Megatron-LM, Shoeybi et al. 2019).
 
-Every tp rank reads the same samples and holds the same activations (B, T, D) between blocks. Inside a block:
+All ranks of a tp group read the same samples and hold the same activations (B, T, D) between blocks. Inside a block:
 
-    x -> f -> column-parallel (q, k, v; gate, up): each rank makes its share of the heads or of the MLP's width
-           -> row-parallel (out; down): each rank makes a partial sum of the whole output  -> g -> x
+    x -> f -> column-parallel (q, k, v; gate, up): each rank computes some of the heads, or a part of the MLP's width
+           -> row-parallel (out; down): each rank computes a partial sum of the whole output  -> g -> x
 
     f  CopyToTensorParallel      forward: nothing      backward: all-reduce (each rank's gradient is a partial sum)
     g  ReduceFromTensorParallel  forward: all-reduce   backward: nothing
 
-So a decoder layer communicates four times a micro-batch: f and g, for attention and for the MLP. The embedding and the
-final projection are split along the vocabulary; the loss works on the split logits and exchanges three numbers a token.
+An all-reduce leaves the sum over all ranks on each of them. A decoder layer needs four per micro-batch: f and g, for
+the attention and for the MLP. The embedding and the final projection are split along the vocabulary. The loss is
+computed from the split logits, and the ranks exchange three numbers per token for it.
 
-The model never mentions any of this: apply_tensor_parallel replaces its modules from outside, by the table TP_MODULES.
+The model contains none of this: apply_tensor_parallel replaces its modules from outside, by the table TP_MODULES.
 A size that tp_size does not divide (a vocabulary of 1022 over 4 ranks) is split unevenly, as torch.tensor_split does.
 """
 
@@ -31,10 +32,11 @@ def split_over_tp(full: torch.Tensor, dim: int | None) -> torch.Tensor:
 
 
 def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
-    """Sum (or maximum) over the tp group, in place, the same bits on all its ranks. `tensor` has to be contiguous.
+    """The sum (or maximum) over the tp group, in place, with equal bits on all ranks. `tensor` has to be contiguous.
 
-    Activations are small, so what counts is the number of rounds. gloo's ring takes 2 (n - 1) of them; where ranks swap
-    what they have with a partner at distance 1, 2, 4, ..., log2(n) suffice (recursive doubling, Thakur et al. 2005).
+    Activations are small messages, so the time depends on the number of rounds. gloo's ring needs 2 (n - 1) of them. If
+    ranks exchange their values with a partner at distance 1, 2, 4, ..., log2(n) rounds are enough (recursive doubling,
+    Thakur et al. 2005).
     """
     grid = pgm.process_group_manager
     is_power_of_two = grid.tp_world_size & (grid.tp_world_size - 1) == 0
@@ -61,7 +63,7 @@ class CopyToTensorParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may still use the incoming one elsewhere
+        grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may use the incoming gradient elsewhere
         all_reduce(grad)
         return grad
 
@@ -83,8 +85,8 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the rows of W (out/tp, in) split: each rank makes out/tp of the outputs.
 
-    Takes the nn.Linear it stands for and keeps this rank's part. `copy_input=False` leaves f to the caller: where
-    several layers read one input (q, k and v), one all-reduce of the summed gradient replaces one each.
+    It replaces an nn.Linear and keeps this rank's part of it. With `copy_input=False` the caller applies f: where
+    several layers read the same input (q, k and v), one f in front of them needs one all-reduce instead of three.
     """
 
     tp_dims = {"weight": 0, "bias": 0}
@@ -100,7 +102,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with the columns of W (out, in/tp) split: x comes split, partial products are summed over tp."""
+    """y = x W^T + b with the columns of W (out, in/tp) split. x is split too, partial products are summed over tp."""
 
     tp_dims = {"weight": 1}
 
@@ -114,7 +116,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds V/tp rows, looks up the ids among them and gives zero for the rest: the sum is the lookup."""
+    """Each rank holds V/tp rows, looks up the ids among them, and gives zero for the others. The sum is the lookup."""
 
     tp_dims = {"weight": 0}
 
@@ -130,7 +132,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def keep_split_parameters(module: nn.Module, source: nn.Module) -> None:
-    """Gives `module` this rank's part of each parameter of `source`, split as module.tp_dims says."""
+    """Gives `module` this rank's part of each parameter of `source`, split along the dim in module.tp_dims."""
     module.bias = None
     for name, param in source.named_parameters():
         part = split_over_tp(param.detach(), module.tp_dims.get(name))
@@ -138,9 +140,9 @@ def keep_split_parameters(module: nn.Module, source: nn.Module) -> None:
 
 
 def to_local_ids(ids: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids relative to this rank's rows (0 for the ids of other ranks), and a mask of the ids that are elsewhere."""
+    """Ids relative to the first row of this rank, 0 for the ids of other ranks, and a mask of those ids."""
     grid = pgm.process_group_manager
-    rows, left_over = divmod(vocab_size, grid.tp_world_size)  # torch.tensor_split gives one row more to the first ranks
+    rows, left_over = divmod(vocab_size, grid.tp_world_size)  # torch.tensor_split gives the first ranks one row more
     first = grid.tp_rank * rows + min(grid.tp_rank, left_over)
     elsewhere = (ids < first) | (ids >= first + rows + (grid.tp_rank < left_over))
     return (ids - first).masked_fill(elsewhere, 0), elsewhere
@@ -157,7 +159,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         local_ids, elsewhere = to_local_ids(target_ids, vocab_size)
         target_logit = logits.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)  # (N,)
         exp = logits.exp_()
-        sums = torch.stack([exp.sum(dim=-1), target_logit])  # (2, N): both travel in one all-reduce
+        sums = torch.stack([exp.sum(dim=-1), target_logit])  # (2, N): one all-reduce for both
         all_reduce(sums)
         sum_exp, target_logit = sums
         ctx.save_for_backward(exp.div_(sum_exp.unsqueeze(-1)), local_ids, elsewhere)
@@ -172,14 +174,14 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(logits: torch.Tensor, target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Mean over tokens, in float32 at least: logits (B, T, V/tp), target_ids (B, T) -> scalar, the same on all."""
+    """Mean over the tokens, in float32 or better: (B, T, V/tp), (B, T) -> scalar, the same on all tp ranks."""
     if pgm.process_group_manager.tp_world_size == 1:
         return llama.cross_entropy(logits, target_ids)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return VocabParallelCrossEntropy.apply(logits.flatten(0, 1), target_ids.flatten(), vocab_size)
 
 
-TP_MODULES = {  # where in a Llama -> what replaces it
+TP_MODULES = {  # the module's place in a Llama -> the class that replaces it
     "embedding": VocabParallelEmbedding,
     "attention.q_proj": ColumnParallelLinear,
     "attention.k_proj": ColumnParallelLinear,
@@ -193,7 +195,7 @@ TP_MODULES = {  # where in a Llama -> what replaces it
 
 
 def apply_tensor_parallel(model: nn.Module) -> nn.Module:
-    """Splits a Llama over the tp group, in place (on the meta device: before it has weights).
+    """Splits a Llama over the tp group, in place, while it is on the meta device and has no weights yet.
 
     Raises ValueError where tp_size does not divide the heads, the key/value heads or the MLP's width.
     """
@@ -204,7 +206,7 @@ def apply_tensor_parallel(model: nn.Module) -> nn.Module:
         if (size := getattr(model.config, name)) % tp_size:
             raise ValueError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides {size}")
     for name, module in list(model.named_modules()):
-        if isinstance(module, (llama.Attention, llama.MLP)):  # one f for all that read the block's input
+        if isinstance(module, (llama.Attention, llama.MLP)):  # one f for all layers that read the block's input
             module.register_forward_pre_hook(lambda _, args: (CopyToTensorParallel.apply(args[0]), *args[1:]))
         for place, replacement in TP_MODULES.items():
             if f".{name}".endswith(f".{place}"):

@@ -1,6 +1,6 @@
-"""Step 7, pipeline parallelism: the layers in stages, all micro-batches forward, then all backward.
+"""Step 7, pipeline parallelism: the layers are divided into stages. All micro-batches go forward, then all backward.
 
-    torchrun --nproc_per_node 4 train.py --pp_size 4 --profile_batch 5 --run_name pp4_afab
+    torchrun --nproc_per_node 4 train.py --pp_size 4 --run_name pp4_afab
 """
 
 import os
@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from data_parallel import DataParallelBucket, average_loss_across_dp_ranks
-from dataloader import MicroBatchDataLoader
+from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger
 from model import Llama, init_weights
 from pipeline_parallel import PipelineParallel, train_step_pipeline_afab
 from tensor_parallel import apply_tensor_parallel, cross_entropy, split_over_tp
-from timeline import timeline
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, choose_device, compile_layers, load_config, once_per_machine, one_clear_error,
     positive_int, to_readable_format,
@@ -59,12 +58,11 @@ def parse_args():
     parser.add_argument("--run_name", default="default_run")
     parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
-    parser.add_argument("--profile_batch", type=int, default=0, help="write this step's timeline (0: none)")
     return parser.parse_args()
 
 
 def train_step(model, data_loader) -> torch.Tensor:
-    """Forward and backward of one optimizer step's micro-batches; returns their mean loss."""
+    """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
     total_loss = 0.0
     num_microbatches = data_loader.gradient_accumulation_steps
     for i in range(num_microbatches):
@@ -72,7 +70,7 @@ def train_step(model, data_loader) -> torch.Tensor:
         batch = next(data_loader)
         logits = model(batch["input_ids"])  # (B, T, V/tp)
         loss = cross_entropy(logits, batch["target_ids"], model.module.config.vocab_size) / num_microbatches
-        loss.backward()  # gradients add up, each already divided: their sum is the gradient of the mean
+        loss.backward()  # gradients add up, and each is divided already: their sum is the gradient of the mean loss
         total_loss += loss.detach()
     model.finish_gradient_sync()
     return total_loss
@@ -91,36 +89,36 @@ def main():
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # the variable OMP_NUM_THREADS is read when torch is imported
 
-    tokens_per_step = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size * args.seq_len
-    num_steps = args.max_tokens // tokens_per_step
-    if num_steps == 0:
-        raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
-    if not 0 <= args.profile_batch <= num_steps:
-        raise ValueError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
-
     config = once_per_machine(lambda: load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,
         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
-    token_cache = os.path.join(args.log_dir, "token_cache")
-    data_loader = MicroBatchDataLoader(
-        args.micro_batch_size, args.gradient_accumulation_steps, args.seq_len, args.dataset_name, args.model_name,
-        config.vocab_size, num_steps * tokens_per_step, token_cache, device, args.num_workers)
-    with torch.device("meta"):  # shapes only; memory comes with the weights
+    with torch.device("meta"):  # shapes only; init_weights allocates the memory
         model = apply_tensor_parallel(Llama(config, dtype))
         if args.pp_size > 1:
             model = PipelineParallel(model)
+
+    global_batch_size = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size  # in samples
+    tokens_per_step = global_batch_size * args.seq_len
+    num_steps = args.max_tokens // tokens_per_step
+    if num_steps == 0:
+        raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
+
+    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
+                           num_steps * global_batch_size, os.path.join(args.log_dir, "token_cache"))
+    data_loader = MicroBatchDataLoader(
+        samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
     init_weights(model, args.seed, device, split_over_tp)
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)
     model = DataParallelBucket(model)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
+    num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
+    dist.all_reduce(num_params, dist.ReduceOp.MAX)  # stages hold different numbers of parameters
     if grid.is_logging_rank:
-        num_params = to_readable_format(sum(p.numel() for p in model.parameters()))
-        print(f"{num_params} parameters a rank on {device}, activations in {dtype}")
+        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, activations in {dtype}")
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
     for step in range(1, num_steps + 1):
-        timeline.recording = step == args.profile_batch
         start = time.perf_counter()
         model.zero_grad()
         if args.pp_size > 1:
@@ -129,12 +127,8 @@ def main():
         else:
             loss = train_step(model, data_loader)
         loss = average_loss_across_dp_ranks(loss)
-        with timeline.span("optimizer"):
-            optimizer.step()
+        optimizer.step()
         logger.log(step, loss.item(), time.perf_counter() - start)
-        if timeline.recording:
-            path = os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json")
-            timeline.write(path, grid, args.gradient_accumulation_steps, device)
     logger.close()
     dist.destroy_process_group()
 

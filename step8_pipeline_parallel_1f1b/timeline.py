@@ -1,85 +1,97 @@
 """What each rank did when, during one optimizer step: a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
 
-Each rank notes spans by its own clock. Clocks of different machines disagree, so each rank asks rank 0 for the time and
-takes the answer of the quickest round trip (Cristian 1989): it is off by half that trip at most, as the file states.
-A process of the trace is a rank: its first track is what it computed or waited for, the others are transfers under way.
+Each rank records spans of time by its own clock. The clocks of several machines disagree and run at different speeds,
+so each rank compares its clock with rank 0's before and after the step (Cristian 1989). It asks for the time and
+assumes that the answer was given in the middle of the round trip, which is wrong by half of that trip at most. The
+quickest of several trips counts, and between the two comparisons the offset is interpolated.
 
-A transfer may end long before anyone asks for it. While recording, a thread of its own waits for it and notes the time.
+Each rank is a process of the trace. Its first track is what it computes or waits for, the others are transfers and
+all-reduces that run in the background meanwhile.
 """
 
 import contextlib
 import json
 import threading
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-COMPUTE_KINDS = ("forward", "backward")
+
+class Span(NamedTuple):
+    kind: str
+    microbatch: int | None
+    start: int  # nanoseconds
+    end: int
+    in_background: bool = False
+    peer: int | None = None  # the sender of what was received
 
 
 class Timeline:
-    """Notes spans while `recording`; otherwise each call costs next to nothing."""
+    """Records spans between start() and write(). Outside of these, its calls cost next to nothing."""
 
     def __init__(self):
-        self.recording, self.spans = False, []
+        self.recording, self.spans, self.before = False, [], None
 
-    def now(self) -> int:
-        """Nanoseconds of this rank's clock. On CUDA the GPU finishes first what it was given, while recording."""
-        if self.recording and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return time.perf_counter_ns()
-
-    def add(self, kind: str, microbatch: int | None, start: int, communication: bool = False) -> None:
-        """A span from `start` until now. Transfers overlap with all else, so they get tracks of their own."""
-        if self.recording:
-            self.spans.append((kind, microbatch, start, self.now(), communication, None))
+    def start(self, device: torch.device) -> None:
+        """Collective."""
+        self.recording, self.spans, self.before = True, [], compare_clocks(device)
 
     @contextlib.contextmanager
     def span(self, kind: str, microbatch: int | None = None):
+        """Records what runs inside of the block. On CUDA, the GPU finishes its work at both ends of a recorded span."""
         start = self.now() if self.recording else 0
         yield
-        self.add(kind, microbatch, start)
+        if self.recording:
+            self.spans.append(Span(kind, microbatch, start, self.now()))
 
-    def transfer(self, begin, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, microbatch: int):
-        """The handle of begin(tensor, peer, group=group), which is dist.isend or dist.irecv. Noted when it ends."""
-        kind, start = "send" if begin is dist.isend else "receive", self.now()
-        handle = begin(tensor, peer, group=group)
-        return Transfer(handle, kind, microbatch, start, peer) if self.recording else handle
+    def now(self) -> int:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter_ns()
+
+    def background(self, handle, kind: str, microbatch: int | None = None, peer: int | None = None):
+        """The handle of a transfer or an all-reduce. While recording, it is wrapped in one that records its end."""
+        return WatchedHandle(handle, kind, microbatch, peer) if self.before else handle
 
     def write(self, path: str, grid, num_microbatches: int, device: torch.device) -> None:
-        """Gathers all ranks' spans, and the logging rank writes them to `path` and prints the bubble. Collective."""
-        offset, error = clock_offset(device)
-        spans = [(kind, i, start + offset, end + offset, *rest) for kind, i, start, end, *rest in self.spans]
+        """Collects the spans of all ranks. The logging rank writes them to `path` and prints the bubble. Collective."""
+        before, after = self.before, compare_clocks(device)
+        drift = (after.offset - before.offset) / (after.at - before.at)
+
+        def by_rank_0(at: int) -> int:
+            return at + before.offset + round(drift * (at - before.at))
+
         place = f"rank {grid.global_rank}: dp {grid.dp_rank} pp {grid.pp_rank} tp {grid.tp_rank}"
+        spans = [span._replace(start=by_rank_0(span.start), end=by_rank_0(span.end)) for span in self.spans]
         everyone = [None] * grid.world_size
-        dist.all_gather_object(everyone, (place, error, spans))
-        self.recording, self.spans = False, []
+        dist.all_gather_object(everyone, (place, max(before.error, after.error), spans))
+        self.recording, self.spans, self.before = False, [], None
         if not grid.is_logging_rank:
             return
-        late = end_sends_with_receives(everyone)
-        origin = min(start for _, _, spans in everyone for _, _, start, *_ in spans)
-        events = []
-        for rank, (place, _, spans) in enumerate(everyone):
-            events += trace_events(rank, place, spans, origin)
-        clock_error = sum(sorted(error for _, error, _ in everyone)[-2:]) / 1e3  # between any two of the ranks
-        trace = {"traceEvents": events, "displayTimeUnit": "ms",
-                 "otherData": {"clock_error_us": clock_error, "sends_noticed_late_us": late / 1e3}}
+        events = trace_events([(place, spans) for place, _, spans in everyone])
+        error = sum(sorted(error for _, error, _ in everyone)[-2:]) / 1e3  # between any two of the ranks
         with open(path, "w") as file:
-            json.dump(trace, file)
-        p, m = grid.pp_world_size, num_microbatches
-        print(f"timeline: {path}\nbubble: {measured_bubble(everyone):.1%} measured, {(p - 1) / (m + p - 1):.1%} ideal, "
-              f"that is (p-1)/(m+p-1) with p={p} stages and m={m} micro-batches", flush=True)
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clock_error_us": error}}, file)
+        print(f"timeline: {path}", flush=True)
+        if (p := grid.pp_world_size) > 1:
+            bubble, m = measured_bubble([spans for _, _, spans in everyone]), num_microbatches
+            print(f"bubble: {bubble:.1%} measured, {(p - 1) / (m + p - 1):.1%} ideal, that is (p-1)/(m+p-1) with p={p} "
+                  f"stages and m={m} micro-batches", flush=True)
 
 
-class Transfer:
-    """Takes a handle's place, see Timeline.transfer. NCCL's handles order work of the GPU: noted when waited for."""
+class WatchedHandle:
+    """A handle whose end is recorded. It may end long before anyone waits for it, so over gloo a thread waits for it.
 
-    def __init__(self, handle, kind: str, microbatch: int, start: int, peer: int):
-        self.handle, self.span = handle, (kind, microbatch, start)
-        self.peer, self.error, self.thread = peer, None, None
+    With NCCL, wait() returns at once and only orders the work on the GPU. There the end is recorded when it is called.
+    """
+
+    def __init__(self, handle, kind: str, microbatch: int | None, peer: int | None):
+        self.handle, self.error, self.thread = handle, None, None
+        self.span = Span(kind, microbatch, time.perf_counter_ns(), 0, True, peer)
         if dist.get_backend() == "gloo":
-            self.thread = threading.Thread(target=self.finish, daemon=True)  # no exit has to wait for a dead peer
+            self.thread = threading.Thread(target=self.finish)
             self.thread.start()
 
     def finish(self) -> None:
@@ -87,8 +99,7 @@ class Transfer:
             self.handle.wait()
         except RuntimeError as error:
             self.error = error
-        end = time.perf_counter_ns() if self.thread else timeline.now()
-        timeline.spans.append((*self.span, end, True, self.peer))
+        timeline.spans.append(self.span._replace(end=time.perf_counter_ns()))
 
     def wait(self) -> None:
         self.thread.join() if self.thread else self.finish()
@@ -96,26 +107,18 @@ class Transfer:
             raise self.error
 
 
-def end_sends_with_receives(everyone: list[tuple]) -> int:
-    """A send has ended by the time it is received, though its own thread may have waited longer for a core to notice.
+class ClockOffset(NamedTuple):
+    """In nanoseconds: what to add to this rank's clock to get rank 0's, its error at most, and when it was measured."""
 
-    So the earlier of the two times counts. Returns by how many nanoseconds a send was noticed late at most.
-    """
-    received = {(span[5], rank, span[1]): span[3]  # (sender, receiver, micro-batch) -> end
-                for rank, (_, _, spans) in enumerate(everyone) for span in spans if span[0] == "receive"}
-    latest = 0
-    for rank, (_, _, spans) in enumerate(everyone):
-        for k, (kind, i, start, end, comm, peer) in enumerate(spans):
-            if kind == "send":
-                latest = max(latest, end - received[rank, peer, i])
-                spans[k] = (kind, i, start, max(start, min(end, received[rank, peer, i])), comm, peer)
-    return latest
+    offset: int
+    error: int
+    at: int
 
 
-def clock_offset(device: torch.device, rounds: int = 10) -> tuple[int, int]:
-    """Nanoseconds to add to this rank's clock to get rank 0's, and how far off that may be. Collective."""
-    wire = torch.device("cpu") if dist.get_backend() == "gloo" else device
-    message, quickest = torch.zeros(1, dtype=torch.int64, device=wire), None
+def compare_clocks(device: torch.device, rounds: int = 10) -> ClockOffset:
+    """This rank's clock against rank 0's. Collective."""
+    message = torch.zeros(1, dtype=torch.int64, device="cpu" if dist.get_backend() == "gloo" else device)
+    best = None
     for rank in range(1, dist.get_world_size()):
         for _ in range(rounds):
             if dist.get_rank() == 0:
@@ -126,34 +129,35 @@ def clock_offset(device: torch.device, rounds: int = 10) -> tuple[int, int]:
                 dist.send(message, 0)
                 dist.recv(message, 0)
                 theirs, answered = message.item(), time.perf_counter_ns()
-                if quickest is None or answered - asked < quickest[0]:
-                    quickest = (answered - asked, theirs - (asked + answered) // 2)
-    return (0, 0) if quickest is None else (quickest[1], quickest[0] // 2)
+                middle, error = (asked + answered) // 2, (answered - asked) // 2
+                if best is None or error < best.error:
+                    best = ClockOffset(theirs - middle, error, middle)
+    return best or ClockOffset(0, 0, time.perf_counter_ns())
 
 
-def trace_events(rank: int, place: str, spans: list[tuple], origin: int) -> list[dict]:
-    """Chrome trace events of one rank, in microseconds since `origin`; a transfer takes the first free track."""
-    events = [{"name": "process_name", "ph": "M", "pid": rank, "args": {"name": place}}]
-    free_at: list[int] = []  # when each transfer track becomes free
-    for kind, microbatch, start, end, communication, peer in sorted(spans, key=lambda span: span[2]):
-        track = 0
-        if communication:
-            track = next((i for i, free in enumerate(free_at, 1) if free <= start), len(free_at) + 1)
-            free_at[track - 1 : track] = [end]
-        name = kind if microbatch is None else f"{kind} {microbatch}"
-        args = {"microbatch": microbatch, "peer": peer}
-        events.append({"name": name, "cat": kind, "ph": "X", "pid": rank, "tid": track, "ts": (start - origin) / 1e3,
-                       "dur": (end - start) / 1e3,
-                       "args": {key: value for key, value in args.items() if value is not None}})
+def trace_events(ranks: list[tuple[str, list[Span]]]) -> list[dict]:
+    """Chrome trace events, in microseconds since the first span. What runs in the background takes a free track."""
+    events, origin = [], min(span.start for _, spans in ranks for span in spans)
+    for rank, (place, spans) in enumerate(ranks):
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": place}})
+        free_at: list[int] = []  # when each background track becomes free
+        for span in sorted(spans, key=lambda span: span.start):
+            track = 0
+            if span.in_background:
+                track = next((i for i, free in enumerate(free_at, 1) if free <= span.start), len(free_at) + 1)
+                free_at[track - 1 : track] = [span.end]
+            name = span.kind if span.microbatch is None else f"{span.kind} {span.microbatch}"
+            args = {key: value for key in ("microbatch", "peer") if (value := getattr(span, key)) is not None}
+            events.append({"name": name, "cat": span.kind, "ph": "X", "pid": rank, "tid": track, "args": args,
+                           "ts": (span.start - origin) / 1e3, "dur": (span.end - span.start) / 1e3})
     return events
 
 
-def measured_bubble(everyone: list[tuple]) -> float:
-    """The share of the ranks' time, from the first forward to the last backward, that was neither of the two."""
-    compute = [[(start, end) for kind, _, start, end, *_ in spans if kind in COMPUTE_KINDS] for _, _, spans in everyone]
-    window = max(end for spans in compute for _, end in spans) - min(start for spans in compute for start, _ in spans)
-    busy = sum(end - start for spans in compute for start, end in spans)
-    return 1 - busy / (window * len(compute))
+def measured_bubble(ranks: list[list[Span]]) -> float:
+    """The share of all ranks' time, from the first forward to the last backward, in which they computed neither."""
+    compute = [span for spans in ranks for span in spans if span.kind in ("forward", "backward")]
+    window = max(span.end for span in compute) - min(span.start for span in compute)
+    return 1 - sum(span.end - span.start for span in compute) / (window * len(ranks))
 
 
 timeline = Timeline()

@@ -1,6 +1,6 @@
 """Step 8, one forward, one backward: the same bubble with fewer activations alive, and all three axes together.
 
-    torchrun --nproc_per_node 4 train.py --pp_size 4 --pp_engine 1f1b
+    torchrun --nproc_per_node 4 train.py --pp_size 4 --pp_engine 1f1b --profile_batch 5
     torchrun --nproc_per_node 8 train.py --tp_size 2 --pp_size 2 --dp_size 2 --pp_engine 1f1b --micro_batch_size 2
 """
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from data_parallel import DataParallelBucket, average_loss_across_dp_ranks
-from dataloader import MicroBatchDataLoader
+from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger
 from model import Llama, init_weights
 from pipeline_parallel import PipelineParallel, train_step_pipeline_1f1b, train_step_pipeline_afab
@@ -61,12 +61,12 @@ def parse_args():
     parser.add_argument("--run_name", default="default_run")
     parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
-    parser.add_argument("--profile_batch", type=int, default=0, help="write this step's timeline (0: none)")
+    parser.add_argument("--profile_batch", type=int, default=0, help="write the timeline of this step (0: none)")
     return parser.parse_args()
 
 
 def train_step(model, data_loader) -> torch.Tensor:
-    """Forward and backward of one optimizer step's micro-batches; returns their mean loss."""
+    """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
     total_loss = 0.0
     num_microbatches = data_loader.gradient_accumulation_steps
     for i in range(num_microbatches):
@@ -74,7 +74,7 @@ def train_step(model, data_loader) -> torch.Tensor:
         batch = next(data_loader)
         logits = model(batch["input_ids"])  # (B, T, V/tp)
         loss = cross_entropy(logits, batch["target_ids"], model.module.config.vocab_size) / num_microbatches
-        loss.backward()  # gradients add up, each already divided: their sum is the gradient of the mean
+        loss.backward()  # gradients add up, and each is divided already: their sum is the gradient of the mean loss
         total_loss += loss.detach()
     model.finish_gradient_sync()
     return total_loss
@@ -93,36 +93,40 @@ def main():
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # the variable OMP_NUM_THREADS is read when torch is imported
 
-    tokens_per_step = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size * args.seq_len
+    config = once_per_machine(lambda: load_config(
+        args.model_name, num_hidden_layers=args.num_hidden_layers,
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
+    with torch.device("meta"):  # shapes only; init_weights allocates the memory
+        model = apply_tensor_parallel(Llama(config, dtype))
+        if args.pp_size > 1:
+            model = PipelineParallel(model)
+
+    global_batch_size = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size  # in samples
+    tokens_per_step = global_batch_size * args.seq_len
     num_steps = args.max_tokens // tokens_per_step
     if num_steps == 0:
         raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
     if not 0 <= args.profile_batch <= num_steps:
         raise ValueError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
 
-    config = once_per_machine(lambda: load_config(
-        args.model_name, num_hidden_layers=args.num_hidden_layers,
-        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
-    token_cache = os.path.join(args.log_dir, "token_cache")
+    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
+                           num_steps * global_batch_size, os.path.join(args.log_dir, "token_cache"))
     data_loader = MicroBatchDataLoader(
-        args.micro_batch_size, args.gradient_accumulation_steps, args.seq_len, args.dataset_name, args.model_name,
-        config.vocab_size, num_steps * tokens_per_step, token_cache, device, args.num_workers)
-    with torch.device("meta"):  # shapes only; memory comes with the weights
-        model = apply_tensor_parallel(Llama(config, dtype))
-        if args.pp_size > 1:
-            model = PipelineParallel(model)
+        samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
     init_weights(model, args.seed, device, split_over_tp)
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)
     model = DataParallelBucket(model)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
+    num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
+    dist.all_reduce(num_params, dist.ReduceOp.MAX)  # stages hold different numbers of parameters
     if grid.is_logging_rank:
-        num_params = to_readable_format(sum(p.numel() for p in model.parameters()))
-        print(f"{num_params} parameters a rank on {device}, activations in {dtype}")
+        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, activations in {dtype}")
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
     for step in range(1, num_steps + 1):
-        timeline.recording = step == args.profile_batch
+        if step == args.profile_batch:
+            timeline.start(device)
         start = time.perf_counter()
         model.zero_grad()
         if args.pp_size > 1:
@@ -135,7 +139,7 @@ def main():
         with timeline.span("optimizer"):
             optimizer.step()
         logger.log(step, loss.item(), time.perf_counter() - start)
-        if timeline.recording:
+        if step == args.profile_batch:
             path = os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json")
             timeline.write(path, grid, args.gradient_accumulation_steps, device)
     logger.close()

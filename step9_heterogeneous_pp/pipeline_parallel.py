@@ -1,31 +1,35 @@
-"""Pipeline parallelism: the layers are split into stages, micro-batches flow through them.
+"""Pipeline parallelism: the layers are divided into stages, and micro-batches pass through them one after the other.
 
-Stage s receives hidden states (B, T, D) from stage s-1, runs its layers, sends to stage s+1; backward, gradients of
-that shape flow the other way. The first stage holds the embedding, the last the final norm, the projection, the loss.
+Stage s receives hidden states (B, T, D) from stage s-1, runs its layers and sends the result to stage s+1. In backward,
+gradients of the same shape travel in the other direction. The first stage holds the embedding, the last one the final
+norm and the projection, so only the last stage computes the loss.
 
 A schedule is data: for one stage, the order in which micro-batches go forward (F) and backward (B). All forward, all
-backward (AFAB), 4 stages, 4 micro-batches, one column a unit of time:
+backward (AFAB) with 4 stages and 4 micro-batches, one column per unit of time:
 
     stage 0   F0 F1 F2 F3 .  .  .  .  .  .  B0 B1 B2 B3
     stage 1   .  F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3 .
     stage 2   .  .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .  .
-    stage 3   .  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .  .      dots: the bubble, (p-1)/(m+p-1) of the time
+    stage 3   .  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .  .
 
-One forward, one backward (1F1B) starts a micro-batch's backward as soon as it can. The bubble is the same, but stage s
-holds the activations of p - s micro-batches at most, instead of all m:
+Dots are idle time, the bubble: (p-1)/(m+p-1) of the whole, with p stages and m micro-batches.
+
+One forward, one backward (1F1B) starts the backward of a micro-batch as soon as it can. The bubble is the same, but
+stage s holds the activations of at most p - s micro-batches instead of all m:
 
     stage 0   F0 F1 F2 F3 .  .  .  B0 .  B1 .  B2 .  B3
     stage 1   .  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3 .
     stage 2   .  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .  .
     stage 3   .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .  .
 
-One executor, run_schedule, runs any schedule. It waits only for what the next action needs: a receive is posted before
-the compute that precedes it, sends go on in the background. Forward and backward traffic have a process group each:
-NCCL runs the transfers of one group in order, and a forward send must not queue behind a backward receive.
+One executor, run_schedule, runs any schedule. It waits only for what the next action needs. A receive is posted before
+the computation that precedes it, and sends continue in the background. Forward and backward traffic use separate
+process groups: NCCL runs the transfers of one group in order, and a forward send must not queue behind a backward
+receive.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -63,10 +67,10 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Iterator[
 
 
 def connect_neighbours() -> None:
-    """Opens the connections between stages, one after the other.
+    """Opens the connections between neighbouring stages, one pair after the other.
 
-    NCCL opens them on demand and makes both sides wait for it: a receive posted early would then wait for a peer that
-    waits for this stage.
+    NCCL opens a connection when it is first used, and both sides wait for it. A receive that is posted early would then
+    wait for a peer that itself waits for this stage.
     """
     grid = pgm.process_group_manager
     token = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -80,10 +84,10 @@ def connect_neighbours() -> None:
 
 
 class StageCommunication:
-    """This stage's transfers: what an action needs is received early, what it made is sent in the background.
+    """The transfers of one stage. What an action needs is received early, and its result is sent in the background.
 
-    gloo moves tensors of the host only: on CUDA over gloo they are copied there and back. `wire_dtype`: what tensors
-    are encoded in on their way, see wire.py; without it they travel in `dtype`, as they are.
+    gloo can only send tensors in host memory, so on CUDA over gloo they are copied there and back. `wire_dtype` is what
+    tensors are encoded in while they travel, see wire.py. Without it they travel in `dtype`, as they are.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, wire_dtype: torch.dtype | None = None):
@@ -100,11 +104,11 @@ class StageCommunication:
         if self.source[action.kind] is not None and action not in self.receiving:
             buffer = empty_message(shape, self.wire_dtype, self.wire_device)
             source, group = self.source[action.kind], self.group[action.kind]
-            handle = timeline.transfer(dist.irecv, buffer, source, group, action.microbatch)
-            self.receiving[action] = (handle, buffer, shape)
+            handle = dist.irecv(buffer, source, group=group)
+            self.receiving[action] = (timeline.background(handle, "receive", action.microbatch, source), buffer, shape)
 
     def receive(self, action: Action) -> torch.Tensor | None:
-        """Waits for the input (F) or the output's gradient (B) of this micro-batch; None at the pipeline's ends."""
+        """Waits for the input (F) or the gradient of the output (B) of a micro-batch. None at the pipeline's ends."""
         if action not in self.receiving:
             return None
         handle, buffer, shape = self.receiving.pop(action)
@@ -112,14 +116,13 @@ class StageCommunication:
             handle.wait()
         return decode(buffer.to(self.device), shape, self.wire_dtype, self.dtype)
 
-    def send(self, action: Action, tensor: torch.Tensor) -> None:
+    def send(self, action: Action, tensor: torch.Tensor | None) -> None:
         if self.destination[action.kind] is None:
             return
         tensor = encode(tensor.detach(), self.wire_dtype).to(self.wire_device)
         destination, group = self.destination[action.kind], self.group[action.kind]
-        handle = timeline.transfer(dist.isend, tensor, destination, group, action.microbatch)
-        self.sending.append((handle, tensor))  # the tensor has to live until it is sent
-        if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # long received: this bounds the memory
+        self.sending.append((dist.isend(tensor, destination, group=group), tensor))  # the tensor lives until it is sent
+        if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # the oldest has long arrived: free it
             self.finish_oldest_send()
 
     def finish_oldest_send(self) -> None:
@@ -131,21 +134,22 @@ class StageCommunication:
             self.finish_oldest_send()
 
 
-def run_schedule(schedule, model: nn.Module, data_iter, criterion, num_microbatches: int, device,
+def run_schedule(schedule, model: nn.Module, data_iter: Iterator[dict], criterion: Callable,
+                 num_microbatches: list[int], device: torch.device,
                  wire_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
+    """Runs this pipeline's micro-batches of one optimizer step through this stage, in the order that `schedule` gives.
 
-    Every stage reads every batch of its pipeline: a dictionary of the model's inputs, of which masks and positions
-    concern all stages. `criterion(output, batch)` is the mean loss of a micro-batch. Returns the mean over this
-    pipeline's micro-batches on the last stage, zero elsewhere.
-    `wire_dtype`: see StageCommunication.
-    `model.peak_live_activations` is then the number of micro-batches whose activations this stage held at most.
+    `criterion(output, batch)` is the loss of one micro-batch, and `num_microbatches` lists those of all pipelines.
+    Returns this pipeline's part of the mean loss on the last stage, zero on the others.
+    Afterwards `model.peak_live_activations` is the largest number of micro-batches whose activations were alive at
+    once.
     """
     grid, stage = pgm.process_group_manager, model.module
-    actions = list(schedule(grid.pp_rank, grid.pp_world_size, num_microbatches))
+    own_num_microbatches, total_num_microbatches = num_microbatches[grid.dp_rank], sum(num_microbatches)
+    actions = list(schedule(grid.pp_rank, grid.pp_world_size, own_num_microbatches))
     communication = StageCommunication(stage.dtype, device, wire_dtype)
     total_loss = torch.zeros((), dtype=torch.promote_types(stage.dtype, torch.float32), device=device)
-    batches: dict[int, dict] = {}  # read as their forward comes near
+    batches: dict[int, dict] = {}  # read when their forward is one of the next two actions
     alive: dict[int, tuple] = {}  # micro-batch -> what its backward needs
     model.peak_live_activations = 0
     for k, action in enumerate(actions):
@@ -160,7 +164,7 @@ def run_schedule(schedule, model: nn.Module, data_iter, criterion, num_microbatc
             with timeline.span("forward", i):
                 out = model(x, **batches[i])
                 if grid.pp_is_last_stage:
-                    out = criterion(out, batches[i]) / num_microbatches
+                    out = criterion(out, batches[i]) / total_num_microbatches
                     total_loss = total_loss + out.detach()
             communication.send(action, out)
             alive[i] = (x, out)
@@ -168,9 +172,9 @@ def run_schedule(schedule, model: nn.Module, data_iter, criterion, num_microbatc
         else:
             x, out = alive.pop(i)
             del batches[i]
-            model.require_backward_grad_sync = i == num_microbatches - 1
+            model.require_backward_grad_sync = i == own_num_microbatches - 1
             with timeline.span("backward", i):
-                if out.requires_grad:  # not where all of a first stage is frozen
+                if out.requires_grad:  # not where a whole first stage is frozen
                     torch.autograd.backward(out, received)
             communication.send(action, None if x is None else x.grad)
     communication.finish()

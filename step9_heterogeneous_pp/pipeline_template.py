@@ -3,60 +3,51 @@
     PipelineTemplate("model.Llama", [["embedding", "decoder_layers.0"],                      # stage 0
                                      ["decoder_layers.1", "final_norm", "final_proj"]])      # stage 1
 
-A template is plain data and names no rank: two pipelines may share one, a dictionary may have it as a key. A model is
-cut between its decoder layers: what comes before them belongs to the first stage, what comes after to the last.
+A template is plain data and names no rank, so two pipelines may share one, and it can be the key of a dictionary. A
+model is cut between its decoder layers: what comes before them belongs to the first stage, what comes after to the last
+one.
 
-The table FAMILIES says what that is for each class of model that can be cut. A new family is a line there: its modules
-before the layers, the prefix of the layers, its modules after them, each in the order in which forward calls them.
+The table FAMILIES lists these modules for each class of model that can be cut: those before the layers, the prefix of
+the layers, and those after them, each in the order in which forward calls them. A new family is a new line.
 Modules without parameters that every layer uses (Hugging Face's `rotary_emb`) are not listed: each stage keeps them.
-What forward itself does to hidden states, between the modules of the list, every stage does: it may add embeddings up
-or pick a token for the head, but a model that scales its embedding there (Granite) cannot be one.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.nn as nn
 
 
 class Family(NamedTuple):
-    """Where a model can be cut. A listed module that a configuration leaves out (None in the model) is skipped."""
+    """Where a model can be cut. A module that a configuration leaves out (None in the model) is skipped."""
 
-    first: tuple[str, ...]  # embeddings, the token embedding before those that are added to it, and their dropout
+    first: tuple[str, ...]  # embeddings and their dropout
     layers: str  # decoder layer i is the module "{layers}.{i}"
     last: tuple[str, ...]  # final norm, pooler, head
-    arguments: dict = {}  # forward's arguments besides the batch
-
-
-NO_CACHE = {"use_cache": False}  # keys and values are kept for generation only
-GPT2 = ("transformer.wte", "transformer.wpe", "transformer.drop"), "transformer.h"
-LLAMA = ("model.embed_tokens",), "model.layers"
-OPT = ("model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.project_in")
-BERT = ("bert.embeddings",), "bert.encoder.layer"
 
 
 def hugging_face(folder: str, name: str) -> str:
     return f"transformers.models.{folder}.modeling_{folder}.{name}"
 
 
-FAMILIES: dict[str, Family] = {  # class path -> where to cut; by name, so that nothing has to be imported
+GPT2 = ("transformer.wte", "transformer.wpe", "transformer.drop"), "transformer.h"
+LLAMA = ("model.embed_tokens",), "model.layers"
+OPT = ("model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.project_in")
+BERT = ("bert.embeddings",), "bert.encoder.layer"
+FAMILIES: dict[str, Family] = {  # the class by its path, so that nothing has to be imported -> where to cut
     "model.Llama": Family(("embedding",), "decoder_layers", ("final_norm", "final_proj")),
-    hugging_face("gpt2", "GPT2LMHeadModel"): Family(*GPT2, ("transformer.ln_f", "lm_head"), NO_CACHE),
-    hugging_face("gpt2", "GPT2ForSequenceClassification"): Family(*GPT2, ("transformer.ln_f", "score"), NO_CACHE),
-    hugging_face("llama", "LlamaForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head"), NO_CACHE),
-    hugging_face("llama", "LlamaForSequenceClassification"): Family(*LLAMA, ("model.norm", "score"), NO_CACHE),
-    hugging_face("mistral", "MistralForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head"), NO_CACHE),
-    hugging_face("qwen2", "Qwen2ForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head"), NO_CACHE),
-    hugging_face("qwen3", "Qwen3ForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head"), NO_CACHE),
+    hugging_face("gpt2", "GPT2LMHeadModel"): Family(*GPT2, ("transformer.ln_f", "lm_head")),
+    hugging_face("gpt2", "GPT2ForSequenceClassification"): Family(*GPT2, ("transformer.ln_f", "score")),
+    **{hugging_face(folder, f"{name}ForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head")) for folder, name in (
+        ("granite", "Granite"), ("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"))},
+    hugging_face("llama", "LlamaForSequenceClassification"): Family(*LLAMA, ("model.norm", "score")),
     hugging_face("opt", "OPTForCausalLM"): Family(
-        OPT, "model.decoder.layers", ("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"),
-        NO_CACHE),
+        OPT, "model.decoder.layers", ("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head")),
     hugging_face("gpt_neox", "GPTNeoXForCausalLM"): Family(
-        ("gpt_neox.embed_in", "gpt_neox.emb_dropout"), "gpt_neox.layers", ("gpt_neox.final_layer_norm", "lm_head"),
-        NO_CACHE),
+        ("gpt_neox.embed_in", "gpt_neox.emb_dropout"), "gpt_neox.layers", ("gpt_neox.final_layer_norm", "lm_head")),
     hugging_face("bert", "BertForMaskedLM"): Family(*BERT, ("cls",)),
     hugging_face("bert", "BertForSequenceClassification"): Family(*BERT, ("bert.pooler", "dropout", "classifier")),
     hugging_face("vit", "ViTForImageClassification"): Family(
@@ -65,7 +56,7 @@ FAMILIES: dict[str, Family] = {  # class path -> where to cut; by name, so that 
 
 
 def family_of(model: nn.Module) -> Family:
-    """The model's row of FAMILIES; NotImplementedError where it has none."""
+    """The model's row of FAMILIES. Raises NotImplementedError where it has none."""
     model_name = PipelineTemplate.get_model_name(model)
     if model_name not in FAMILIES:
         known = "\n  ".join(FAMILIES)
@@ -74,7 +65,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
-    """The names of the modules that the model has before its decoder layers, of these, and of those after them."""
+    """The names of the model's modules before its decoder layers, of the layers, and of the modules after them."""
     family = family_of(model)
 
     def present(names: Iterable[str]) -> list[str]:
@@ -85,21 +76,22 @@ def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
     return present(family.first), layers, present(family.last)
 
 
+@dataclass(frozen=True)
 class PipelineTemplate:
-    """`modules_per_stage`: for each stage the names of its modules, all of the model's in the order of get_modules.
+    """`modules_per_stage` lists the modules of each stage by name: all of the model's, in the order of get_modules.
 
-    Equal, and the same dictionary key, where the model's name and the stages are. Raises ValueError for a stage without
-    modules and for what is no list of lists; whether the names are those of a model is for check(model) to say.
+    Raises ValueError for anything but a list of lists. check(model) compares the names with those of a model.
     """
 
-    def __init__(self, model_name: str, modules_per_stage: list[list[str]]):
-        if isinstance(modules_per_stage, str) or any(isinstance(modules, str) for modules in modules_per_stage):
-            raise ValueError(f"modules_per_stage={modules_per_stage!r} is no list of stages: write a list of names for "
-                             "each stage, as in [['embedding', 'decoder_layers.0'], ['decoder_layers.1', ...]]")
-        self.model_name = model_name
-        self.modules_per_stage = [list(modules) for modules in modules_per_stage]
-        if not self.modules_per_stage or not all(self.modules_per_stage):
-            raise ValueError(f"each stage of a pipeline template needs a module, got {self.modules_per_stage}")
+    model_name: str
+    modules_per_stage: Sequence[Sequence[str]]
+
+    def __post_init__(self):
+        stages = self.modules_per_stage
+        if isinstance(stages, str) or not stages or not all(modules and type(modules) is not str for modules in stages):
+            raise ValueError(f"modules_per_stage={stages!r}: write a list with at least one name for each stage, as in "
+                             "[['embedding', 'decoder_layers.0'], ['decoder_layers.1', ...]]")
+        object.__setattr__(self, "modules_per_stage", tuple(map(tuple, stages)))  # so that it can be a key
 
     @staticmethod
     def get_model_name(model: nn.Module) -> str:
@@ -114,9 +106,9 @@ class PipelineTemplate:
 
     @classmethod
     def from_layers_per_stage(cls, model: nn.Module, layers_per_stage: list[int]) -> "PipelineTemplate":
-        """Stages of so many decoder layers each: [5, 3] is five and three. Embeddings go first, norm and head last.
+        """Stages with these numbers of decoder layers. Embeddings join the first stage, norm and head the last one.
 
-        Raises ValueError where a stage has no layer or the layers are not the model's.
+        Raises ValueError where a stage has no layer, or where the sum is not the model's number of layers.
         """
         first, layers, last = listed_modules(model)
         if min(layers_per_stage, default=0) < 1 or sum(layers_per_stage) != len(layers):
@@ -131,7 +123,7 @@ class PipelineTemplate:
 
     @staticmethod
     def find_pipeline_template(templates: Iterable["PipelineTemplate"], num_stages: int) -> "PipelineTemplate | None":
-        """The first of the templates that has so many stages, None where there is none."""
+        """The first of the templates with this number of stages. None where there is none."""
         return next((template for template in templates if template.num_stages == num_stages), None)
 
     @property
@@ -144,7 +136,7 @@ class PipelineTemplate:
         return sum(self.get_num_layers_per_stage())
 
     def get_num_layers_per_stage(self) -> list[int]:
-        """Decoder layers of each stage: the modules that are numbered."""
+        """The number of decoder layers of each stage, which are the modules whose names end in a number."""
         return [sum(bool(re.search(r"\.\d+$", name)) for name in modules) for modules in self.modules_per_stage]
 
     def check(self, model: nn.Module) -> None:
@@ -153,35 +145,17 @@ class PipelineTemplate:
         if self.model_name != (model_name := self.get_model_name(model)):
             raise ValueError(f"the pipeline template is one for {self.model_name}, but the model is a {model_name}: "
                              "take the name from PipelineTemplate.get_model_name(model)")
-        wanted = first + layers + last
-        place = {name: i for i, name in enumerate(wanted)}
-        listed = [name for modules in self.modules_per_stage for name in modules]
-        repeated = [f"{name} ({count} times)" for name, count in Counter(listed).items() if count > 1]
-        missing, unknown = [n for n in wanted if n not in listed], [n for n in dict.fromkeys(listed) if n not in place]
-        if missing or unknown or repeated:
-            raise_mismatch(missing=missing, unknown=unknown, misplaced=repeated)
-        for end, names, stage in ("first", first, 0), ("last", last, self.num_stages - 1):
-            for name in names:
-                if name not in self.modules_per_stage[stage]:
-                    found = next(i for i, modules in enumerate(self.modules_per_stage) if name in modules)
-                    raise ValueError(f"The {end} stage must contain the {name} module, but stage {found} of 0 to "
-                                     f"{self.num_stages - 1} does: move it to stage {stage}")
-        raise_mismatch(misplaced=[f"{name} (after {previous})" for previous, name in pairwise(listed)
-                                  if place[name] < place[previous]])
-
-    def __eq__(self, other) -> bool:
-        same_kind = isinstance(other, PipelineTemplate)
-        return same_kind and (self.model_name, self.modules_per_stage) == (other.model_name, other.modules_per_stage)
-
-    def __hash__(self) -> int:
-        return hash((self.model_name, tuple(map(tuple, self.modules_per_stage))))
-
-    def __repr__(self) -> str:
-        return f"PipelineTemplate({self.model_name!r}, {self.modules_per_stage!r})"
-
-
-def raise_mismatch(**names: list[str]) -> None:
-    """ValueError with what is wrong with these names, by kind; nothing where there are none."""
-    details = "; ".join(f"{kind}: {', '.join(found)}" for kind, found in names.items() if found)
-    if details:
-        raise ValueError(f"Modules in the pipeline template do not match the modules in the model: {details}")
+        wanted, listed = first + layers + last, [name for modules in self.modules_per_stage for name in modules]
+        wrong = {"missing": [name for name in wanted if name not in listed],
+                 "unknown": [name for name in dict.fromkeys(listed) if name not in wanted],
+                 "repeated": [name for name, count in Counter(listed).items() if count > 1]}
+        if not any(wrong.values()):
+            for end, names, stage in ("first", first, 0), ("last", last, self.num_stages - 1):
+                for name in names:
+                    if name not in self.modules_per_stage[stage]:
+                        raise ValueError(f"The {end} stage must contain the {name} module: move it to stage {stage} of "
+                                         f"0 to {self.num_stages - 1}")
+            wrong["misplaced"] = [f"{name} (where the model has {other})" for name, other in zip(listed, wanted)
+                                  if name != other][:1]
+        if details := "; ".join(f"{kind}: {', '.join(names)}" for kind, names in wrong.items() if names):
+            raise ValueError(f"Modules in the pipeline template do not match the modules in the model: {details}")

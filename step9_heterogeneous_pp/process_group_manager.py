@@ -1,112 +1,132 @@
-"""The ranks as a grid: pipelines of unlike length (DP) x their stages (PP) x tensor parallel (TP).
+"""The ranks as a grid: pipelines with different numbers of stages (DP) x their stages (PP) x tensor parallel (TP).
 
-10 ranks, two pipelines of 3 and 2 stages, tp_size 2: rank after rank, pipeline after pipeline, TP fastest.
+10 ranks, two pipelines of 3 and 2 stages, tp_size 2. Ranks are counted pipeline after pipeline, and TP varies fastest:
 
                  tp 0   tp 1                 a tp group is a row            [0, 1] [2, 3] [4, 5] [6, 7] [8, 9]
     dp 0  pp 0      0      1                 a pp group is a column         [0, 2, 4] [1, 3, 5] [6, 8] [7, 9]
           pp 1      2      3                     within one block
-          pp 2      4      5                 a group for gradients joins whoever holds the same modules: with layers
-    dp 1  pp 0      6      7                     3,3,2 over 5,3, layers 3 and 4 are on [2, 6] and [3, 7], layer 5
-          pp 1      8      9                     on [2, 8] and [3, 9]
+          pp 2      4      5                 a group for gradients holds the ranks with the same module: of 3,3,2 and
+    dp 1  pp 0      6      7                     5,3 layers, layers 3 and 4 are on [2, 6] and [3, 7], layer 5 on
+          pp 1      8      9                     [2, 8] and [3, 9]
 
-Step 8's grid is the case of pipelines of one length. TP's ranks talk most, and neighbours usually sit in one machine
-(Narayanan et al. 2021).
+The grid of step 8 is the special case in which all pipelines have the same number of stages.
 """
 
+import atexit
+import contextlib
+import datetime
+import json
 import os
+import sys
 
 import torch
 import torch.distributed as dist
+
+from plan_file import read_plan
 
 process_group_manager = None
 
 
 class ProcessGroupManager:
-    """This rank's place in the grid, and process groups through that place.
+    """The coordinates of this rank in the grid, and process groups through it.
 
     For tp and pp: `<axis>_group` to communicate in, `<axis>_group_ids` (its global ranks in order),
-    `<axis>_world_size` and `<axis>_rank` (this rank's place in it). `dp_rank` is the number of this rank's pipeline, of
-    `dp_world_size`. Collective: every rank has to build one.
-    Raises AssertionError where the pipelines' ranks are not those that run.
+    `<axis>_world_size` and `<axis>_rank` (the position of this rank in the group). `dp_rank` is the number of this
+    rank's pipeline, one of `dp_world_size`. Collective: every rank makes one.
+    Raises ValueError where the pipelines need another number of processes.
     """
 
     def __init__(self, stages_per_pipeline: list[int], tp_size: int):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        assert (needed := sum(stages_per_pipeline) * tp_size) == self.world_size, (
-            f"Number of ranks in pipeline templates does not match world size: stages {stages_per_pipeline} x "
-            f"tp_size={tp_size} need {needed} processes, but {self.world_size} run: start them with torchrun "
-            f"--nproc_per_node {needed}, or change the sizes")
+        if (needed := sum(stages_per_pipeline) * tp_size) != self.world_size:
+            raise ValueError(
+                f"Number of ranks in pipeline templates does not match world size: stages {stages_per_pipeline} x "
+                f"tp_size={tp_size} need {needed} processes, but {self.world_size} run: start them with torchrun "
+                f"--nproc_per_node {needed}, or change the sizes"
+            )
         ranks = torch.arange(self.world_size).split([stages * tp_size for stages in stages_per_pipeline])
-        self.pipelines = [block.view(-1, tp_size) for block in ranks]  # pipelines[dp][pp, tp]: a global rank
-        self.dp_rank = next(i for i, block in enumerate(self.pipelines) if self.global_rank in block)
-        block = self.pipelines[self.dp_rank]
+        self.grid = [block.view(-1, tp_size) for block in ranks]  # grid[dp][pp, tp]: a global rank
+        self.dp_rank = next(dp for dp, block in enumerate(self.grid) if self.global_rank in block)
+        block = self.grid[self.dp_rank]
         self.pp_rank, self.tp_rank = (block == self.global_rank).nonzero().flatten().tolist()
+        self.dp_world_size, self.pp_world_size, self.tp_world_size = len(self.grid), len(block), tp_size
+        self.topology = {"dp_size": len(self.grid), "stages_per_pipeline": stages_per_pipeline,
+                         "tp_size": tp_size, "world_size": self.world_size}
 
-        # new_subgroups_by_enumeration makes all groups of one axis and hands out the one that holds this rank.
-        rows = [row for pipeline in self.pipelines for row in pipeline.tolist()]
-        columns = [column for pipeline in self.pipelines for column in pipeline.T.tolist()]
+        # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
+        rows = [row for block in self.grid for row in block.tolist()]
+        columns = [column for block in self.grid for column in block.T.tolist()]
         self.tp_group, _ = dist.new_subgroups_by_enumeration(rows)
         self.pp_group, _ = dist.new_subgroups_by_enumeration(columns)
-        self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns)  # for gradients, which flow back
+        self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns)  # for gradients, which travel back
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
         self.tp_group_ids, self.pp_group_ids = block[self.pp_rank].tolist(), block[:, self.tp_rank].tolist()
-        self.dp_world_size, self.pp_world_size, self.tp_world_size = len(self.pipelines), len(block), tp_size
 
         self.pp_is_first_stage = self.pp_rank == 0
         self.pp_is_last_stage = self.pp_rank == self.pp_world_size - 1
         self.pp_prev_rank = None if self.pp_is_first_stage else self.pp_group_ids[self.pp_rank - 1]
         self.pp_next_rank = None if self.pp_is_last_stage else self.pp_group_ids[self.pp_rank + 1]
-        # One rank of the world logs. The loss is born in the last stage.
+        # One rank of all logs. Only the last stage of a pipeline computes the loss, so it is a last stage.
         self.is_logging_rank = self.dp_rank == 0 and self.tp_rank == 0 and self.pp_is_last_stage
 
     def group_of(self, places: list[tuple[int, int]]) -> dist.ProcessGroup | None:
-        """The group of this tp rank at some places (pipeline, stage); None where this rank is at none of them.
+        """The group of the ranks at some places (pipeline, stage) with this tp rank. None where this rank is not there.
 
-        Collective: every rank asks for the same places, in the same order.
+        Collective: every rank asks for the same places in the same order.
         """
         mine = None
         for tp_rank in range(self.tp_world_size):
-            ranks = tuple(sorted({self.pipelines[dp][pp, tp_rank].item() for dp, pp in places}))
+            ranks = tuple(sorted({self.grid[dp][pp, tp_rank].item() for dp, pp in places}))
             if ranks not in self.groups:
                 self.groups[ranks] = dist.new_group(ranks)
             mine = self.groups[ranks] if self.global_rank in ranks else mine
         return mine
 
     def __str__(self) -> str:
-        stages = "+".join(str(len(pipeline)) for pipeline in self.pipelines)
+        stages = "+".join(str(len(block)) for block in self.grid)
         return f"DP({self.dp_world_size})-PP({stages})-TP({self.tp_world_size})-Rank({self.global_rank})"
 
     def describe(self) -> str:
-        """The grid, a line a rank (of the first 16): its place on each axis and the groups it is in."""
-        stages = " + ".join(str(len(pipeline)) for pipeline in self.pipelines)
-        lines = [f"{self.world_size} {'rank' if self.world_size == 1 else 'ranks'} = "
-                 f"{self.dp_world_size} pipelines of {stages} stages x tp {self.tp_world_size}"]
-        for dp, pipeline in enumerate(self.pipelines):
-            for rank in pipeline.flatten().tolist():
-                pp, tp = (pipeline == rank).nonzero().flatten().tolist()
-                lines.append(f"rank {rank}: dp {dp} pp {pp} tp {tp} | pp group {pipeline[:, tp].tolist()} "
-                             f"tp group {pipeline[pp].tolist()}")
-        return "\n".join(lines[:17])
+        """One line per pipeline (of the first 16): the ranks of its stages."""
+        lines = [f"pipeline {dp}: " + ", ".join(f"stage {pp} on {ranks.tolist()}" for pp, ranks in enumerate(block))
+                 for dp, block in enumerate(self.grid[:16])]
+        return "\n".join([f"{self.world_size} ranks, tp {self.tp_world_size}", *lines])
 
 
-def init_process_group(backend: str) -> None:
-    """Joins the world that torchrun describes in the environment, or, without torchrun, a world of one.
+def init_process_group(backend: str, plan_path: str | None = None) -> dict | None:
+    """Joins the processes that torchrun describes in the environment. Without torchrun, this process is the only one.
 
-    Raises ValueError where ranks come with unlike backends, as on machines with and without a GPU: each would wait for
-    ranks that wait elsewhere.
+    With a plan, the ranks that it names join in its order. The others wait until the training has ended, and exit.
+    Rank 0 reads the file and sends it to all, so only one machine needs it. Returns the plan.
+    Raises ValueError where ranks choose different backends, as machines with and without a GPU do: each backend would
+    wait for ever for the ranks that chose the other one. Also for a plan that can't be read or needs other ranks.
     """
-    if "RANK" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    store, rank, world_size = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://"))
     store.set(f"backend/{rank}", backend)
     backends = [store.get(f"backend/{other}").decode() for other in range(world_size)]
     if len(set(backends)) > 1:
         listed = ", ".join(f"rank {other}: {name}" for other, name in enumerate(backends[:16]))
         raise ValueError(f"all ranks have to communicate over one backend, but these differ ({listed}): give all the "
                          "same --device, for instance --device cpu")
+    if plan_path:
+        if rank == 0:
+            store.set("plan", json.dumps(read_plan(plan_path)))
+        plan = json.loads(store.get("plan"))
+        order = plan["machines"]
+        if len(set(order)) < len(order) or not set(order) <= set(range(world_size)):
+            raise ValueError(f"the plan is for the ranks {sorted(order)}, each once, but {world_size} run, counted "
+                             "from 0: start torchrun as it was started for plan.py --measure")
+        if rank not in order:
+            with contextlib.suppress(RuntimeError):  # without torchrun, rank 0 keeps the store, and may leave first
+                store.wait(["ended"], datetime.timedelta(days=365))
+            sys.exit(0)
+        atexit.register(store.set, "ended", "")
+        rank, world_size = order.index(rank), len(order)
     dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size)
+    return plan if plan_path else None
 
 
 def setup_process_group_manager(stages_per_pipeline: list[int], tp_size: int) -> None:

@@ -1,8 +1,8 @@
-"""Step 9, heterogeneous pipelines: unlike numbers of stages, layers and micro-batches, one model.
+"""Step 9, heterogeneous pipelines: one model on pipelines with unlike numbers of stages, layers and micro-batches.
 
     torchrun --nproc_per_node 3 train.py --pipelines "8;5,3" --num_microbatches "6,2"
     torchrun --nproc_per_node 4 train.py --dp_size 2 --pp_size 2
-    torchrun --nproc_per_node 3 train.py --plan auto
+    torchrun --nproc_per_node 3 train.py --plan plan.json
 """
 
 import argparse
@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from dataloader import MicroBatchDataLoader
-from follow_plan import follow_plan, release_idle_ranks
-from heterogeneous_parallel_plugin import PRECISIONS, HeterogeneousParallelPlugin
+from dataloader import load_samples, next_tokens
+from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from metrics import RunLogger
 from model import DecoderLayer, Llama, init_weights
 from pipeline_parallel import afab, one_f_one_b
 from pipeline_template import PipelineTemplate
+from plan_file import follow_plan
 from tensor_parallel import cross_entropy, split_over_tp
 from timeline import timeline
 from utils import (
@@ -28,6 +28,19 @@ from utils import (
     positive_int, to_readable_format,
 )
 from wire import WIRE_DTYPES
+
+
+def counts(text: str) -> list[int]:
+    """The type of flags like 5,3."""
+    try:
+        return [positive_int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write positive numbers and commas, as in 5,3") from None
+
+
+def pipelines(text: str) -> list[list[int]]:
+    """The type of flags like 8;5,3."""
+    return [counts(part) for part in text.split(";")]
 
 
 def parse_args():
@@ -56,90 +69,56 @@ def parse_args():
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
     parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
-    parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8,
-                        help="micro-batches a step, of each pipeline")
-    parser.add_argument("--num_microbatches", metavar="6,2", help="instead: micro-batches a step, pipeline by pipeline")
+    parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8, help="micro-batches a step")
+    parser.add_argument("--num_microbatches", type=counts, metavar="6,2",
+                        help="instead: micro-batches a step of each pipeline")
     parser.add_argument("--max_tokens", type=positive_int, default=204800, help="tokens to train on")
     # Parallelism
     parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--dp_size", type=positive_int, default=1, help="pipelines, all alike")
-    parser.add_argument("--pp_size", type=positive_int, default=1, help="stages of each")
-    parser.add_argument("--pipelines", metavar="8;5,3",
-                        help="instead of these two: decoder layers a stage, ';' between pipelines")
-    parser.add_argument("--plan", metavar="PLAN.JSON",
-                        help="instead of all these: what plan.py wrote, or auto, which measures and plans first")
+    parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
+    parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
+    parser.add_argument("--pipelines", type=pipelines, metavar="8;5,3",
+                        help="instead of these two: decoder layers of each stage, with ';' between pipelines")
+    parser.add_argument("--plan", metavar="PLAN.JSON", help="instead of all these: a plan that cluster/plan.py wrote")
     parser.add_argument("--pp_engine", choices=["afab", "1f1b"], default="1f1b", help="the pipeline's schedule")
     parser.add_argument("--wire_dtype", choices=WIRE_DTYPES, default=None,
-                        help="what hidden states travel in between stages (default: in what they are)")
+                        help="what hidden states are sent as from stage to stage (default: as they are)")
     parser.add_argument("--gradient_wire_dtype", choices=WIRE_DTYPES, default=None,
-                        help="what gradients travel in between pipelines (default: in what they are)")
+                        help="what gradients are sent as between pipelines (default: as they are)")
     # Logging
     parser.add_argument("--run_name", default="default_run")
     parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
-    parser.add_argument("--profile_batch", type=int, default=0, help="write this step's timeline (0: none)")
+    parser.add_argument("--profile_batch", type=int, default=0, help="write the timeline of this step (0: none)")
     args = parser.parse_args()
-    if args.pipelines is not None and (args.dp_size, args.pp_size) != (1, 1):
-        raise ValueError(f"--pipelines {args.pipelines!r} says how many pipelines and stages there are: leave out "
-                         "--dp_size and --pp_size")
-    said = [args.pipelines, args.num_microbatches, args.dp_size, args.pp_size, args.tp_size]
-    if args.plan and said != [None, None, 1, 1, 1]:
-        raise ValueError(f"--plan {args.plan!r} says which pipelines there are and what each takes: leave out "
-                         "--pipelines, --num_microbatches, --dp_size, --pp_size and --tp_size")
+    if args.pipelines and (args.dp_size, args.pp_size) != (1, 1):
+        raise ValueError("--pipelines says how many pipelines and stages there are: leave out --dp_size and --pp_size")
+    given = args.pipelines or args.num_microbatches or (args.dp_size, args.pp_size, args.tp_size) != (1, 1, 1)
+    if args.plan and given:
+        raise ValueError("--plan says what runs where: leave out --pipelines, --num_microbatches and the three sizes")
     return args
 
 
-def numbers(flag: str, text: str) -> list[int]:
-    try:
-        return [positive_int(part) for part in text.split(",")]
-    except (ValueError, argparse.ArgumentTypeError):
-        raise ValueError(f"{flag} {text!r}: write positive numbers with commas between them, as in 5,3") from None
-
-
-def pipelines_of(args, num_layers: int) -> tuple[list[list[int]], list[int]]:
-    """Decoder layers a stage of each pipeline, and micro-batches of each."""
-    if args.pipelines is not None:
-        pipelines = [numbers("--pipelines", part) for part in args.pipelines.split(";")]
-    else:  # as even as it goes: where there is a remainder, the first stages hold one more
-        if args.pp_size > num_layers:
-            raise ValueError(f"pp_size={args.pp_size} stages for num_hidden_layers={num_layers}: "
-                             f"each stage needs a layer, use --pp_size {num_layers} or less")
-        size, left_over = divmod(num_layers, args.pp_size)
-        pipelines = [[size + (stage < left_over) for stage in range(args.pp_size)]] * args.dp_size
-    if args.num_microbatches is not None:
-        return pipelines, numbers("--num_microbatches", args.num_microbatches)
-    return pipelines, [args.gradient_accumulation_steps] * len(pipelines)
-
-
-def make_plugin(args, model, dtype) -> HeterogeneousParallelPlugin:
+def make_plugin(args, model) -> HeterogeneousParallelPlugin:
     """The plugin with the pipelines that the flags ask for. Raises ValueError where these are not possible."""
-    sizes, num_microbatches = pipelines_of(args, model.config.num_hidden_layers)
-    precision = next(name for name in PRECISIONS if PRECISIONS[name] == dtype)
+    num_layers = model.config.num_hidden_layers
+    if args.pp_size > num_layers:
+        raise ValueError(f"pp_size={args.pp_size} stages for num_hidden_layers={num_layers}: "
+                         f"each stage needs a layer, use --pp_size {num_layers} or less")
+    size, left_over = divmod(num_layers, args.pp_size)  # equal stages, or one more layer in the first ones
+    layers = args.pipelines or [[size + (s < left_over) for s in range(args.pp_size)]] * args.dp_size
+    num_microbatches = args.num_microbatches or [args.gradient_accumulation_steps] * len(layers)
     schedule = one_f_one_b if args.pp_engine == "1f1b" else afab
-    plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, precision, args.device, schedule,
+    plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, args.dtype, args.device, schedule,
                                          args.wire_dtype, args.gradient_wire_dtype)
-    pipelines = [PipelineTemplate.from_layers_per_stage(model, layers) for layers in sizes]
-    try:
-        plugin.set_pipelines(pipelines, num_microbatches)
-    except AssertionError as error:
-        raise ValueError(str(error)) from None
+    plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, sizes) for sizes in layers], num_microbatches)
     return plugin
-
-
-def print_parameters(model, device, dtype) -> None:
-    """Of all ranks the fewest and the most, printed by the one that logs. Collective."""
-    counts = [0] * dist.get_world_size()
-    dist.all_gather_object(counts, sum(param.numel() for param in model.parameters()))
-    fewest, most = to_readable_format(min(counts)), to_readable_format(max(counts))
-    if pgm.process_group_manager.is_logging_rank:
-        num_params = most if fewest == most else f"{fewest} to {most}"
-        print(f"{num_params} parameters a rank on {device}, activations in {dtype}")
 
 
 def main():
     args = parse_args()
     device, dtype, backend = choose_device(args.device, args.dtype)
-    pgm.init_process_group(backend)
+    plan = pgm.init_process_group(backend, args.plan)
     os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
     os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
     if args.omp_num_threads:
@@ -148,11 +127,11 @@ def main():
     config = once_per_machine(lambda: load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,
         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
-    if args.plan:
-        follow_plan(args, config, dtype, device)
-    with torch.device("meta"):  # shapes only; memory comes with the weights
+    if plan:
+        follow_plan(args, plan, config.num_hidden_layers)
+    with torch.device("meta"):  # shapes only; init_weights allocates the memory
         model = Llama(config, dtype)
-    plugin = make_plugin(args, model, dtype)
+    plugin = make_plugin(args, model)
     grid = pgm.process_group_manager
     if grid.global_rank == 0:
         print(grid.describe(), flush=True)
@@ -163,38 +142,41 @@ def main():
         raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
     if not 0 <= args.profile_batch <= num_steps:
         raise ValueError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
-    token_cache = os.path.join(args.log_dir, "token_cache")
-    data_loader = MicroBatchDataLoader(
-        args.micro_batch_size, plugin.num_microbatches, args.seq_len, args.dataset_name, args.model_name,
-        config.vocab_size, num_steps * tokens_per_step, token_cache, device, args.num_workers)
+
+    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
+                           num_steps * plugin.global_batch_size, os.path.join(args.log_dir, "token_cache"))
+    data_loader = plugin.prepare_dataloader(samples, collate_fn=next_tokens, num_workers=args.num_workers)
 
     def materialise(stage) -> None:
         init_weights(stage.model, args.seed, device, split_over_tp)
         if args.compile:
             compile_layers((layer for layer in stage.model.decoder_layers if isinstance(layer, DecoderLayer)), device)
 
-    adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
-    model, optimizer, _ = plugin.configure(model, adamw, weights=materialise)
-    print_parameters(model, device, dtype)
-    logger = RunLogger(args, grid, num_steps, tokens_per_step)
-
     def criterion(logits, batch):
         return cross_entropy(logits, batch["target_ids"], config.vocab_size)
 
+    adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
+    model, optimizer, _ = plugin.configure(model, adamw, weights=materialise)
+    num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
+    dist.all_reduce(num_params, dist.ReduceOp.MAX)  # stages hold different numbers of parameters
+    if grid.is_logging_rank:
+        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, activations in {dtype}")
+    logger = RunLogger(args, grid, num_steps, tokens_per_step)
+
+    batches = iter(data_loader)
     for step in range(1, num_steps + 1):
         if step == args.profile_batch:
             timeline.start(device)
         start = time.perf_counter()
-        loss = plugin.execute_pipeline(data_loader, model, criterion, optimizer)
+        loss = plugin.execute_pipeline(batches, model, criterion, optimizer)
         with timeline.span("optimizer"):
             optimizer.step()
         logger.log(step, loss.item(), time.perf_counter() - start)
-        if timeline.recording:
+        if step == args.profile_batch:
             path = os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json")
             timeline.write(path, grid, plugin.own_num_microbatches, device)
     logger.close()
     dist.destroy_process_group()
-    release_idle_ranks()
 
 
 if __name__ == "__main__":

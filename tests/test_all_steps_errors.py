@@ -1,4 +1,4 @@
-"""Bad input: one clear error, from one rank, a non-zero exit code, soon, and nothing left running.
+"""Bad input: one clear error, from one rank, a non-zero exit code, no hang, and nothing left running.
 
 Most cases run train.py in processes forked from one that has imported the slow libraries, see forks.py.
 """
@@ -9,16 +9,16 @@ import re
 import shutil
 import subprocess
 import sys
-import time
+import types
 import uuid
 
 import pytest
 
-from launch import ROOT, STEPS, environment, fork, torchrun
-from test_step8_interrupt import processes
+from launch import ROOT, STEPS, environment, fork, modules_of, torchrun
+from processes import processes
 
 TINY = ROOT / "assets" / "tiny_llama"
-SECONDS = 20
+SECONDS = 60  # what runs longer hangs
 SHORT = ["--seq_len", 32, "--micro_batch_size", 1, "--max_tokens", 256, "--num_hidden_layers", 2]  # 4 steps
 
 
@@ -28,12 +28,11 @@ def words(step: int, folder, args) -> list[str]:
     return [str(word) for word in (*SHORT, *data, *args)]
 
 
-def check(folder, code: int, stderr: str, seconds: float, expected: list[str]) -> None:
+def check(folder, code: int, stderr: str, expected: list[str]) -> None:
     errors = re.findall("^error: .*", stderr, re.MULTILINE)
     assert code > 0 and len(errors) == 1, f"exit code {code}\n{stderr[-4000:]}"
     assert "Traceback" not in stderr[: stderr.index("error: ")], stderr
     assert all(text in errors[0] for text in expected), errors[0]
-    assert seconds < SECONDS, f"{seconds:.0f} s until {errors[0]}"
     assert not (folder / "runs" / "default_run").exists(), "it failed after training had begun"
 
 
@@ -41,9 +40,8 @@ def check(folder, code: int, stderr: str, seconds: float, expected: list[str]) -
 def fails(tmp_path):
     def fails(step, args, expected, num_processes=1):
         """Runs the step in forked processes; of a hang stderr has the traceback."""
-        start = time.perf_counter()
         done = fork(step, num_processes, *words(step, tmp_path, args), check=False, timeout=SECONDS)
-        check(tmp_path, done.returncode, done.stderr, time.perf_counter() - start, expected)
+        check(tmp_path, done.returncode, done.stderr, expected)
 
     return fails
 
@@ -53,10 +51,9 @@ def fails_afresh(tmp_path, step, num_processes, args, expected, **env):
     script, marker = STEPS[str(step)] / "train.py", uuid.uuid4().hex
     flags = words(step, tmp_path, args)
     command = torchrun(num_processes, script, *flags) if num_processes > 1 else [sys.executable, str(script), *flags]
-    start = time.perf_counter()
-    done = subprocess.run(command, env=environment(MARKER=marker, **env), capture_output=True, text=True, timeout=60,
-                          stdin=subprocess.DEVNULL)
-    check(tmp_path, done.returncode, done.stderr, time.perf_counter() - start, expected)
+    done = subprocess.run(command, env=environment(MARKER=marker, **env), capture_output=True, text=True,
+                          timeout=SECONDS, stdin=subprocess.DEVNULL)
+    check(tmp_path, done.returncode, done.stderr, expected)
     assert not processes(marker)
 
 
@@ -95,6 +92,22 @@ with one_clear_error():
     assert "these differ (rank 0: gloo, rank 1: nccl)" in done.stderr
 
 
+@pytest.mark.parametrize("rank, waits", [(0, False), (1, True)])
+def test_rank_0_speaks_first(rank, waits, monkeypatch, capsys):
+    """A mistake of all ranks is reported by rank 0, which torchrun ends the others for: they wait for that."""
+    with modules_of(8):
+        import utils
+    slept = []
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(utils, "time", types.SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(utils, "signal", types.SimpleNamespace(signal=lambda *_: None, SIGINT=None, SIG_DFL=None))
+    with pytest.raises(SystemExit) as end, utils.one_clear_error():
+        raise ValueError("this and that")
+    assert end.value.code == 2 and capsys.readouterr().err == "error: this and that\n"
+    assert [seconds > 2 for seconds in slept] == [True] * waits
+
+
+@pytest.mark.slow
 def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
     """The last stage writes, so it alone finds that it can't; it waits a while for rank 0 to speak."""
     (tmp_path / "runs").mkdir()
@@ -145,7 +158,8 @@ def test_neither_a_path_nor_a_hub_id(fails, step, flag):
     fails(step, [flag, "no/such"], [f"{flag} 'no/such'", f"no such path ({os.path.abspath('no/such')})", "Hub id"])
 
 
-@pytest.mark.parametrize("step, flag", [(1, "--model_name"), (8, "--dataset_name")])
+@pytest.mark.parametrize("step, flag", [
+    (1, "--model_name"), pytest.param(8, "--dataset_name", marks=pytest.mark.slow)])
 def test_unreachable_hub_is_found_out_quickly(tmp_path, step, flag):
     """Without HF_HUB_OFFLINE, as on a laptop in a train: no minute of retries. Port 9 of this machine is nobody's."""
     env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -182,7 +196,7 @@ def test_broken_model_files(fails, tmp_path):
 @pytest.mark.parametrize("name, content, expected", [
     ("empty.txt", b"", ["holds 1 tokens", "seq_len + 1 = 33", "--seq_len"]),
     ("short.txt", b"a few words", ["fewer than", "seq_len + 1 = 33", "larger corpus"]),
-    ("latin1.txt", "caf\u00e9 ".encode("latin-1") * 100, ["not UTF-8", "latin1.txt"]),
+    ("latin1.txt", "caf\u00e9 ".encode("latin-1") * 100, ["has to be UTF-8", "latin1.txt"]),
     ("latin1.jsonl", '{"text": "caf\u00e9"}\n'.encode("latin-1") * 100, ["latin1.jsonl"]),
     ("no_text.jsonl", b'{"story": "once"}\n' * 50, ["no column 'text'", "story"]),
     ("numbers.jsonl", b'{"text": 5}\n' * 50, ["no column 'text' of strings"]),
@@ -199,7 +213,7 @@ def test_corpora(fails, tmp_path, name, content, expected):
 
 def test_a_bad_corpus_leaves_nothing_in_the_cache(fails, tmp_path):
     (tmp_path / "latin1.txt").write_bytes("caf\u00e9 ".encode("latin-1") * 100)
-    fails(8, ["--dataset_name", tmp_path / "latin1.txt"], ["not UTF-8"])
+    fails(8, ["--dataset_name", tmp_path / "latin1.txt"], ["has to be UTF-8"])
     left = [path.name for path in (tmp_path / "runs").glob("token_cache/*") if path.suffix != ".bin"]
     assert not left, f"half a file is left: {left}"
 

@@ -1,31 +1,51 @@
-"""--compile: the losses of the eager run, with all three axes; what it says without a compiler."""
+"""--compile: the losses of the eager run, from compiled layers; what it says without a compiler.
+
+The first run of these compiles for half a minute; torch keeps what it has compiled for later ones.
+"""
 
 import re
 
 import pytest
+from launch import STEPS, fork, losses, start_fork
 
-from launch import fork, losses
-
-COMMON = ["--num_hidden_layers", 2, "--seq_len", 32, "--learning_rate", 3e-4, "--max_tokens", 4 * 8 * 32,
-          "--micro_batch_size", 2]
+COMMON = ["--num_hidden_layers", 2, "--seq_len", 32, "--learning_rate", 3e-4, "--micro_batch_size", 2]
+COUNT = """
+import os, runpy, sys
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+from torch._dynamo.utils import counters
+print("compiled", counters["frames"]["ok"])
+"""
 
 
 def test_compiled_losses_are_those_of_the_eager_run(tmp_path):
-    where = ["--log_dir", tmp_path, "--run_name"]
-    fork(3, 1, *COMMON, *where, "eager", "--gradient_accumulation_steps", 4)
-    grid = ["--tp_size", 2, "--dp_size", 2, "--pp_size", 2, "--gradient_accumulation_steps", 2]
-    fork(8, 8, *COMMON, *where, "compiled", *grid, "--compile", timeout=300)
-    eager, compiled = losses(tmp_path, "eager"), losses(tmp_path, "compiled")
-    assert len(eager) == 4 and compiled == pytest.approx(eager, abs=1e-4)
-
-    grid = ["--pipelines", "1,1;2", "--num_microbatches", "3,1"]
-    done = fork(9, 3, *COMMON, *where, "unlike", *grid, "--compile", timeout=300)
-    assert losses(tmp_path, "unlike") == pytest.approx(eager, abs=1e-4)
-    assert re.search(r"[\d.]+K to [\d.]+K parameters a rank on cpu", done.stdout), done.stdout
+    (tmp_path / "count.py").write_text(COUNT)
+    flags = [STEPS["1"] / "train.py", *COMMON, "--max_tokens", 4 * 2 * 32]
+    eager, compiled = (start_fork(1, 1, *flags, *more, script=tmp_path / "count.py", timeout=400)
+                       for more in ([], ["--compile"]))
+    expected, found = (list(map(float, re.findall(r"loss (\S+)", run.result().stdout))) for run in (eager, compiled))
+    assert len(expected) == 4 and found == pytest.approx(expected, abs=2e-4)
+    assert "compiled 0\n" in eager.result().stdout
+    assert "compiled 1\n" in compiled.result().stdout, "the two layers are alike, and share the code"
 
 
-@pytest.mark.parametrize("step", [3, 9])
+@pytest.mark.slow
+@pytest.mark.parametrize("step, ranks, grid", [
+    (8, 8, ["--tp_size", 2, "--dp_size", 2, "--pp_size", 2, "--gradient_accumulation_steps", 2]),
+    (9, 3, ["--pipelines", "1,1;2", "--num_microbatches", "3,1"]),
+], ids=["step8-3d", "step9-unlike"])
+def test_compiled_layers_in_every_topology(step, ranks, grid, tmp_path):
+    common = [*COMMON, "--max_tokens", 4 * 8 * 32, "--log_dir", tmp_path, "--run_name"]
+    fork(3, 1, *common, "eager", "--gradient_accumulation_steps", 4)
+    fork(step, ranks, *common, "compiled", *grid, "--compile", timeout=500)
+    eager = losses(tmp_path, "eager")
+    assert len(eager) == 4 and losses(tmp_path, "compiled") == pytest.approx(eager, abs=1e-4)
+
+
+@pytest.mark.parametrize("step", [1, 9])
 def test_no_compiler(tmp_path, step):
-    done = fork(step, 1, "--compile", "--log_dir", tmp_path, check=False, env={"CXX": "no-such-compiler"})
+    logs = ["--log_dir", tmp_path] if step > 1 else []
+    done = fork(step, 1, "--compile", *logs, check=False, env={"CXX": "no-such-compiler"})
     assert done.returncode != 0
     assert "error: --compile needs a C++ compiler, and 'no-such-compiler' is not found" in done.stderr

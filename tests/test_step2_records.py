@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl, config.json, W&B, the timeline; and what it shows on a terminal."""
+"""What a run leaves behind: metrics.jsonl, config.json, W&B; and what it shows on a terminal."""
 
 import fcntl
 import json
@@ -12,16 +12,15 @@ import subprocess
 import sys
 import termios
 import time
-from collections import defaultdict
 
 import pytest
 
-from launch import STEPS, environment, launch, metrics, torchrun
+from launch import STEPS, environment, fork, metrics, torchrun
 
 METRICS = ["step", "loss", "trained_tokens", "tokens_per_second", "tokens_per_second_per_rank", "memory_gb",
            "step_seconds"]
 SHORT = ["--seq_len", 32, "--micro_batch_size", 1, "--num_hidden_layers", 2, "--learning_rate", 0.001]
-SECONDS = 60  # on a terminal: who asks a question there waits for ever
+SECONDS = 120  # on a terminal: a run that asks a question there waits for ever
 
 
 def on_a_terminal(command: list[str], env: dict[str, str]) -> tuple[int, str]:
@@ -37,7 +36,7 @@ def on_a_terminal(command: list[str], env: dict[str, str]) -> tuple[int, str]:
                 try:
                     output += os.read(ours, 1 << 16)
                 except OSError:  # all who had the terminal open are gone
-                    return process.wait(timeout=10), output.decode()
+                    return process.wait(timeout=60), output.decode()
         raise AssertionError(f"not done after {SECONDS} s; does it wait for an answer?\n{output.decode()}")
     finally:
         process.terminate()
@@ -66,8 +65,8 @@ def terminal_run(log_dir):
 @pytest.fixture(scope="module")
 def rerun(log_dir, terminal_run):
     """Half as many steps under the same name, not on a terminal, without W&B or a timeline."""
-    return launch(8, 2, *SHORT, "--pp_size", 2, "--gradient_accumulation_steps", 2, "--max_tokens", 128,
-                  "--run_name", "pair", "--log_dir", log_dir)
+    return fork(8, 2, *SHORT, "--pp_size", 2, "--gradient_accumulation_steps", 2, "--max_tokens", 128,
+                "--run_name", "pair", "--log_dir", log_dir)
 
 
 def test_metrics(terminal_run):
@@ -122,86 +121,16 @@ def test_wandb_holds_what_metrics_holds(terminal_run):
     assert {"pp_size": 2, "seq_len": 32}.items() <= start["config"]["update"].items()
 
 
-def test_terminal_shows_a_bar_and_no_question(terminal_run):
+LINE = (r"^step (\d)/{} \| loss \d+\.\d{{4}} \| (\d+) tokens \| [\d.]+K? tokens/s \| [\d.]+K? per rank \| "
+        r"\d\.\d\d GB\r?$")
+
+
+def test_terminal_shows_a_line_a_step_and_no_question(terminal_run):
     seen, _ = terminal_run
-    assert re.search(r"\r.*100%.*4/4 .*loss \d\.\d{4}, [\d.]+K? tokens/s", seen), seen
-    assert "step 1/4 |" not in seen and "choice" not in seen and "API key" not in seen
+    assert re.findall(LINE.format(4), seen, re.MULTILINE) == [(str(i), str(64 * i)) for i in range(1, 5)], seen
+    assert "choice" not in seen and "API key" not in seen
 
 
-def test_elsewhere_lines_are_shown(rerun):
-    lines = re.findall(r"^step (\d)/2 \| loss \d+\.\d{4} \| (\d+) tokens \| [\d.]+K? tokens/s \| [\d.]+K? a rank \| "
-                       r"\d\.\d\d GB$", rerun.stdout, re.MULTILINE)
-    assert lines == [("1", "64"), ("2", "128")], rerun.stdout
-    assert "\r" not in rerun.stdout and "%|" not in rerun.stdout + rerun.stderr
-
-
-@pytest.fixture(scope="module")
-def timeline(log_dir):
-    """rank -> its events, of two pipelines of two stages with four micro-batches; the clocks' error; stdout."""
-    done = launch(8, 4, *SHORT, "--pp_size", 2, "--dp_size", 2, "--gradient_accumulation_steps", 4, "--max_tokens", 768,
-                  "--run_name", "timeline", "--log_dir", log_dir, "--profile_batch", 2)
-    trace = json.loads((log_dir / "timeline" / "timeline_batch2_all.json").read_text())
-    events = defaultdict(list)
-    for event in trace["traceEvents"]:
-        events[event["pid"]].append(event)
-    assert not list((log_dir / "timeline").glob("timeline_batch[13]*"))
-    return events, trace["otherData"]["clock_error_us"], done.stdout
-
-
-def spans(events, kind: str) -> dict:
-    """micro-batch (or None) -> (start, end) of a rank's events of this kind, in the order of their starts."""
-    events = sorted((event for event in events if event.get("cat") == kind), key=lambda event: event["ts"])
-    found = {event["args"].get("microbatch"): (event["ts"], event["ts"] + event["dur"]) for event in events}
-    assert None in found or len(found) == len(events), f"a micro-batch occurs twice as {kind}"
-    return found
-
-
-def test_timeline_holds_all_ranks_and_kinds(timeline):
-    events, _, stdout = timeline
-    names = {rank: [event["args"]["name"] for event in events[rank] if event["ph"] == "M"] for rank in sorted(events)}
-    places = ["dp 0 pp 0", "dp 0 pp 1", "dp 1 pp 0", "dp 1 pp 1"]
-    assert names == {rank: [f"rank {rank}: {place} tp 0"] for rank, place in enumerate(places)}
-    kinds = {"forward", "backward", "wait", "receive", "send", "all-reduce", "optimizer"}
-    for rank in events:
-        assert {event["cat"] for event in events[rank] if event["ph"] == "X"} == kinds, rank
-        assert len(spans(events[rank], "optimizer")) == 1
-        assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events[rank] if event["ph"] == "X")
-    assert min(event["ts"] for rank in events for event in events[rank] if event["ph"] == "X") == 0
-    assert re.search(r"bubble: \d+\.\d% measured, 20\.0% ideal.*p=2 stages and m=4 micro-batches", stdout), stdout
-
-
-def test_timeline_is_the_schedule(timeline):
-    """Every micro-batch goes forward and backward once on each stage, in the order of one forward, one backward."""
-    orders = ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
-    for rank, events in timeline[0].items():
-        compute = [(start, f"{letter}{i}") for letter, kind in (("F", "forward"), ("B", "backward"))
-                   for i, (start, _) in spans(events, kind).items()]
-        assert " ".join(name for _, name in sorted(compute)) == orders[rank % 2], rank
-        assert set(spans(events, "receive")) == set(spans(events, "send")) == {0, 1, 2, 3}
-
-
-def test_spans_of_one_track_do_not_overlap(timeline):
-    for rank, events in timeline[0].items():
-        tracks = defaultdict(list)
-        for event in events:
-            if event["ph"] == "X":
-                tracks[event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
-                assert (event["tid"] > 0) == (event["cat"] in ("receive", "send", "all-reduce")), event
-        assert len(tracks) > 1
-        for track in tracks.values():
-            for (_, end, name), (start, _, after) in zip(sorted(track), sorted(track)[1:]):
-                assert end <= start + 0.01, f"rank {rank}: {name} ends {end - start} us after {after} begins"
-
-
-def test_nothing_arrives_before_it_is_made(timeline):
-    """Across ranks clocks are compared, each of which may be off by their error."""
-    events, error, _ = timeline
-    assert 0 < error < 1e5
-    for first in (0, 2):
-        for kind, maker, receiver in (("forward", first, first + 1), ("backward", first + 1, first)):
-            made, computed = spans(events[maker], kind), spans(events[receiver], kind)
-            received, sent = spans(events[receiver], "receive"), spans(events[maker], "send")
-            for i in range(4):
-                assert received[i][1] > made[i][0] - 2 * error, (kind, i)
-                assert max(sent[i]) <= received[i][1] + error, (kind, i)
-                assert received[i][1] <= computed[i][0] and sent[i][0] >= made[i][1], (kind, i)
+def test_elsewhere_the_same_lines_are_shown(rerun):
+    assert re.findall(LINE.format(2), rerun.stdout, re.MULTILINE) == [("1", "64"), ("2", "128")], rerun.stdout
+    assert "\r" not in rerun.stdout + rerun.stderr

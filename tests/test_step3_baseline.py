@@ -1,20 +1,22 @@
 """The baseline, step 3's train.py, against Hugging Face's Llama and torch.optim.AdamW, sample for sample."""
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoConfig
 
 from huggingface import reference, their_name
 from launch import ROOT, losses
-from test_all_steps_same_math import record
+from recordings import record
 
-STEPS_TAKEN, SAMPLES, SEQ_LEN, LEARNING_RATE = 20, 8, 16, 3e-3
+SAMPLES, SEQ_LEN, LEARNING_RATE = 8, 16, 3e-3
 
 
-def test_baseline_equals_huggingface(tmp_path):
+@pytest.mark.parametrize("num_steps", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_baseline_equals_huggingface(tmp_path, num_steps):
     flags = ["--dtype", "float64", "--micro_batch_size", 2, "--gradient_accumulation_steps", 4, "--seq_len", SEQ_LEN,
-             "--max_tokens", STEPS_TAKEN * SAMPLES * SEQ_LEN, "--learning_rate", LEARNING_RATE, "--log_dir", tmp_path]
-    record(tmp_path, 3, 1, flags)
+             "--max_tokens", num_steps * SAMPLES * SEQ_LEN, "--learning_rate", LEARNING_RATE, "--log_dir", tmp_path]
+    record(tmp_path, 3, 1, flags).result()
     recorded = torch.load(tmp_path / "rank0.pt")
     [tokens] = [np.fromfile(path, dtype=np.int32) for path in (tmp_path / "token_cache").glob("*.bin")]
     tokens = torch.from_numpy(tokens.astype(np.int64))
@@ -35,3 +37,4 @@ def test_baseline_equals_huggingface(tmp_path):
                 assert (gradient - gradients[their_name(name)]).abs().max() <= 1e-9, name
         optimizer.step()
         assert abs(loss - expected.item()) <= 1e-9, f"step {step + 1}: {loss} against {expected.item()}"
+    assert step == num_steps - 1

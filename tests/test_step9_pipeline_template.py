@@ -67,14 +67,14 @@ def test_a_template_is_data():
     template = PipelineTemplate(GPT2, [GPT2_MODULES[:4], GPT2_MODULES[4:]])
     same, other = PipelineTemplate(GPT2, [GPT2_MODULES[:4], GPT2_MODULES[4:]]), PipelineTemplate(GPT2, [GPT2_MODULES])
     assert (template.num_stages, template.num_layers, template.get_num_layers_per_stage()) == (2, 3, [1, 2])
-    assert template.modules_per_stage == [GPT2_MODULES[:4], GPT2_MODULES[4:]]
+    assert template.modules_per_stage == (tuple(GPT2_MODULES[:4]), tuple(GPT2_MODULES[4:]))
     assert template == same and hash(template) == hash(same) and {template: 3}[same] == 3
     assert template not in (other, PipelineTemplate("model.Llama", template.modules_per_stage), GPT2)
     assert PipelineTemplate.find_pipeline_template([template, other], 1) is other
     assert PipelineTemplate.find_pipeline_template([template, other], 2) is template
     assert PipelineTemplate.find_pipeline_template([template, other], 3) is None
     assert eval(repr(template)) == template
-    with pytest.raises(ValueError, match="each stage of a pipeline template needs a module"):
+    with pytest.raises(ValueError, match="write a list with at least one name for each stage"):
         PipelineTemplate(GPT2, [GPT2_MODULES, []])
 
 
@@ -82,7 +82,7 @@ def test_templates_from_layers_per_stage():
     model = toy_on_meta("gpt2")
     template = PipelineTemplate.from_layers_per_stage(model, [1, 2])
     assert template == PipelineTemplate(GPT2, [GPT2_MODULES[:4], GPT2_MODULES[4:]])
-    assert PipelineTemplate.from_layers_per_stage(model, [3]).modules_per_stage == [GPT2_MODULES]
+    assert PipelineTemplate.from_layers_per_stage(model, [3]).modules_per_stage == (tuple(GPT2_MODULES),)
     template.check(model)
     for sizes in [], [2, 2], [3, 0], [4, -1]:
         with pytest.raises(ValueError, match="the model has 3: give each stage at least one, 3 in all"):
@@ -97,24 +97,22 @@ MISMATCH = "Modules in the pipeline template do not match the modules in the mod
     ([[WTE, WPE, DROP, H0], [H2, NORM, HEAD]], f"{MISMATCH}missing: {H1}"),
     ([[WTE, WPE, DROP, H0, H1, H2, "h.3"], [NORM, HEAD]], f"{MISMATCH}unknown: h.3"),
     ([[WTE, WPE, DROP, H0], [H1, "h.2", NORM]], f"{MISMATCH}missing: {H2}, {HEAD}; unknown: h.2"),
-    ([[WTE, WPE, DROP, H0, H1], [H1, H2, NORM, HEAD]], f"{MISMATCH}misplaced: {H1} (2 times)"),
-    ([[WTE, WPE, DROP, H0, H2], [H1, NORM, HEAD]], f"{MISMATCH}misplaced: {H1} (after {H2})"),
-    ([[WPE, WTE, DROP, H0, H1], [H2, NORM, HEAD]], f"{MISMATCH}misplaced: {WTE} (after {WPE})"),
+    ([[WTE, WPE, DROP, H0, H1], [H1, H2, NORM, HEAD]], f"{MISMATCH}repeated: {H1}"),
+    ([[WTE, WPE, DROP, H0, H2], [H1, NORM, HEAD]], f"{MISMATCH}misplaced: {H2} (where the model has {H1})"),
+    ([[WPE, WTE, DROP, H0, H1], [H2, NORM, HEAD]], f"{MISMATCH}misplaced: {WPE} (where the model has {WTE})"),
     ([[WTE], [WPE, DROP, H0, H1, H2, NORM, HEAD]],
-     f"The first stage must contain the {WPE} module, but stage 1 of 0 to 1 does: move it to stage 0"),
+     f"The first stage must contain the {WPE} module: move it to stage 0 of 0 to 1"),
     ([[H0, H1], [WTE, WPE, DROP, H2, NORM, HEAD]],
-     f"The first stage must contain the {WTE} module, but stage 1 of 0 to 1 does: move it to stage 0"),
+     f"The first stage must contain the {WTE} module: move it to stage 0 of 0 to 1"),
     ([[WTE, WPE, DROP, H0], [H1, H2, NORM], [HEAD]],
-     f"The last stage must contain the {NORM} module, but stage 1 of 0 to 2 does: move it to stage 2"),
+     f"The last stage must contain the {NORM} module: move it to stage 2 of 0 to 2"),
     ([[WTE, WPE, DROP, H0, HEAD], [H1, H2, NORM]],
-     f"The last stage must contain the {HEAD} module, but stage 0 of 0 to 1 does: move it to stage 1"),
+     f"The last stage must contain the {HEAD} module: move it to stage 1 of 0 to 1"),
 ])
 def test_a_template_that_is_not_the_models(stages, message):
     model = toy_on_meta("gpt2")
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         PipelineTemplate(GPT2, stages).check(model)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        PipelineStage(model, PipelineTemplate(GPT2, stages), 0)
 
 
 def test_a_template_for_another_model():
@@ -126,7 +124,7 @@ def test_a_template_for_another_model():
 
 @pytest.mark.parametrize("stages", [GPT2_MODULES, [GPT2_MODULES[:5], "lm_head"], "lm_head"])
 def test_names_in_place_of_stages(stages):
-    with pytest.raises(ValueError, match="is no list of stages: write a list of names for each stage"):
+    with pytest.raises(ValueError, match="write a list with at least one name for each stage"):
         PipelineTemplate(GPT2, stages)
 
 

@@ -1,8 +1,7 @@
 """Step 9's plugin and scripts, used wrongly: one clear error each. In one process, a world of one."""
 
-import types
+import re
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +11,6 @@ from transformers import LlamaConfig
 from launch import modules_of
 
 with modules_of(9):
-    import run_common
     from data_parallel import Bucket
     from pipeline_parallel import afab
 
@@ -38,7 +36,7 @@ def test_calls_before_set_pipelines(plugin):
              "configure": lambda: plugin.configure(model, torch.optim.SGD(model.parameters())),
              "execute_pipeline": lambda: plugin.execute_pipeline(iter([]), model, mean_logit, None)}
     for name, call in calls.items():
-        with pytest.raises(ValueError, match=f"^{name} comes after set_pipelines"):
+        with pytest.raises(ValueError, match=f"^{name} needs the pipelines: call set_pipelines first"):
             call()
 
 
@@ -89,19 +87,14 @@ def test_the_schedule_and_no_loss(schedule, peak):
     assert stage.peak_live_activations == peak
 
 
-@pytest.mark.parametrize("counts, message", [
-    (["3"], r"num_microbatches=\['3'\]: each has to be a whole number"),
-    ([2.0], r"num_microbatches=\[2.0\]: each has to be a whole number"),
-    ("3", "num_microbatches='3': write a dictionary"),
-    (3, "num_microbatches=3: write a dictionary"),
-    ([0], r"num_microbatches=\[0\]: each pipeline, of at least one, needs at least one"),
-])
-def test_numbers_of_micro_batches(plugin, counts, message):
+@pytest.mark.parametrize("counts", [["3"], [2.0], "3", 3, [0], [1, 1]], ids=str)
+def test_numbers_of_micro_batches(plugin, counts):
     template = PipelineTemplate.from_layers_per_stage(toy("gpt2"), [3])
-    with pytest.raises(ValueError, match=f"^{message}"):
+    message = f"num_microbatches={re.escape(repr(counts))}.*needs a"
+    with pytest.raises(ValueError, match=message):
         plugin.set_pipelines([template], counts)
-    if isinstance(counts, list):
-        with pytest.raises(ValueError, match=f"^{message}"):
+    if isinstance(counts, list) and len(counts) == 1:
+        with pytest.raises(ValueError, match=message):
             plugin.set_pipelines([template], {template: counts[0]})
 
 
@@ -128,30 +121,42 @@ def test_buffers_with_values_keep_them(plugin):
     assert torch.equal(stage.module.model.model.rotary_emb.inv_freq, frequencies)
 
 
-def test_new_modules_are_drawn_by_the_seed(plugin):
-    def score_of(seed: int) -> torch.Tensor:
-        model = toy("gpt2-classifier")
-        weights = {name: tensor for name, tensor in model.state_dict().items() if name != "score.weight"}
-        plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [1])
-        stage, _, _ = plugin.configure(model, torch.optim.SGD(model.parameters()), None, weights, ("score",), seed)
-        return stage.module.model.score.weight
-
-    assert torch.equal(score_of(1), score_of(1)) and not torch.equal(score_of(1), score_of(2))
-
-
 def test_what_the_last_micro_batch_does_not_reach(plugin):
-    """A bucket weights each gradient once: arrived last, left by earlier ones, never reached."""
-    reached, left, never = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
-    bucket = Bucket([reached, left, never], dist.group.WORLD, 0.25)
-    reached.grad, left.grad = torch.full((2,), 4.0), torch.full((2,), 8.0)
-    for param in reached, left:
-        bucket.take(param)
-    reached.grad *= bucket.weight  # as gradient_arrived does in the last micro-batch
-    bucket.awaited.discard(reached)
-    bucket.launch()
-    bucket.finish()
-    assert reached.grad.tolist() == [1, 1] and left.grad.tolist() == [2, 2] and never.grad is None
-    assert bucket.awaited == {reached, left, never}
+    """The gradient that earlier micro-batches left is summed, and one that no micro-batch has is zero: on all owners."""
+    model = toy("gpt2")
+    plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [1])
+    wrapper, _, _ = plugin.configure(model, torch.optim.SGD(model.parameters()))
+    reached, left, never = params = list(wrapper.parameters())[:3]
+    bucket = Bucket(params, dist.group.WORLD)
+    wrapper.buckets, wrapper.bucket_of = [bucket], dict.fromkeys(params, bucket)
+    wrapper.require_backward_grad_sync = False
+    left.grad = torch.full_like(left, 2.0)
+    wrapper.gradient_arrived(left)
+    wrapper.require_backward_grad_sync = True
+    reached.grad = torch.ones_like(reached)
+    wrapper.gradient_arrived(reached)
+    assert bucket.handle is None
+    wrapper.finish_gradient_sync()
+    for param, value in ((reached, 1), (left, 2), (never, 0)):
+        assert param.grad.eq(value).all()
+    assert bucket.awaited == set(params)
+
+
+def test_frozen_parameters_and_others_of_the_model(plugin):
+    """Parameters that the optimizer does not have lose their gradients too, and frozen ones have none."""
+    model = toy("gpt2")
+    head, *_ = frozen = [model.lm_head.weight, model.transformer.wpe.weight]
+    model.transformer.wpe.weight.requires_grad_(False)
+    plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [1])
+    stage, optimizer, loader = plugin.configure(
+        model, torch.optim.SGD([param for param in model.parameters() if all(param is not other for other in frozen)]),
+        plugin.prepare_dataloader(samples(2)))
+    batches, gradients = iter(loader), []
+    for _ in range(2):
+        plugin.execute_pipeline(iter([next(batches)]), stage, mean_logit, optimizer)
+        gradients.append(head.grad.clone())
+    assert torch.allclose(*gradients, atol=1.0) and not torch.allclose(gradients[1], 2 * gradients[0])
+    assert stage.module.model.transformer.wpe.weight.grad is None
 
 
 def test_buckets_are_launched_in_order(plugin):
@@ -160,7 +165,7 @@ def test_buckets_are_launched_in_order(plugin):
     plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [1])
     wrapper, _, _ = plugin.configure(model, torch.optim.SGD(model.parameters()))
     first, second = params = list(wrapper.parameters())[:2]
-    wrapper.buckets = [Bucket([param], dist.group.WORLD, 1.0) for param in params]
+    wrapper.buckets = [Bucket([param], dist.group.WORLD) for param in params]
     wrapper.bucket_of = dict(zip(params, wrapper.buckets, strict=True))
     for param, launched in ((second, [False, False]), (first, [True, True])):
         param.grad = torch.ones_like(param)
@@ -170,7 +175,7 @@ def test_buckets_are_launched_in_order(plugin):
 
 
 def test_a_precision_and_a_meta_model(plugin):
-    with pytest.raises(ValueError, match="precision='fp16' is none of fp32, bf16, fp64"):
+    with pytest.raises(ValueError, match="precision='fp16' is none of auto, float32, bfloat16, float64"):
         HeterogeneousParallelPlugin(device="cpu", precision="fp16")
     template = PipelineTemplate.from_layers_per_stage(toy("gpt2"), [3])
     plugin.set_pipelines([template], [1])
@@ -208,34 +213,8 @@ def test_the_plugins_precision_is_that_of_our_llama(precision, dtype):
     assert {tensor.dtype for param in stage.parameters() for tensor in (param, param.grad)} == {dtype}
 
 
-def test_text_that_does_not_go_with_the_model(monkeypatch):
-    args = types.SimpleNamespace(model_name_or_path="DIR", steps=1, seq_len=8)
-    plugin = types.SimpleNamespace(global_batch_size=2)
-    monkeypatch.setattr(run_common, "load_tokens", lambda *_: np.arange(90, 100))
-    with pytest.raises(ValueError, match="tokenizer of 'DIR' gives the id 99, but the model's vocab_size is 99: "):
-        run_common.speeches(plugin, args, 99)
-    assert run_common.speeches(plugin, args, 100)[0].tolist() == list(range(90, 99))
-    args.seq_len = 10
-    with pytest.raises(ValueError, match=r"holds? 10 tokens, fewer than the --seq_len 10 \+ 1 of a sample"):
-        run_common.speeches(plugin, args, 100)
-
-
-@pytest.mark.parametrize("error, code", [
-    (NotImplementedError("Auto policy for X is not implemented"), 2),
-    (AssertionError("Number of ranks in pipeline templates does not match world size: 1"), 2),
-    (AssertionError("All pipelines must have a corresponding number of microbatches: 1"), 2),
-    (ValueError("wrong"), 2),
-    (AssertionError("an invariant of ours"), None),
-])
-def test_the_scripts_say_it_in_a_line(error, code, capsys):
-    with pytest.raises(AssertionError if code is None else SystemExit) as end, run_common.clear_errors():
-        raise error
-    assert (end.value is error) if code is None else (end.value.code == 2)
-    assert capsys.readouterr().err == ("" if code is None else f"error: {error}\n")
-
-
 @pytest.mark.parametrize("precision, matmul, master", [
-    ("bf16", torch.bfloat16, torch.float32), ("fp64", torch.float64, torch.float64)])
+    ("bfloat16", torch.bfloat16, torch.float32), ("float64", torch.float64, torch.float64)])
 def test_the_precision_of_hugging_faces_models(precision, matmul, master):
     plugin, seen = HeterogeneousParallelPlugin(device="cpu", precision=precision), []
     try:

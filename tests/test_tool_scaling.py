@@ -5,7 +5,8 @@ import json
 import pytest
 
 from launch import STEPS
-from scaling import GRIDS, MICRO_BATCH, SWEEPS, Case, Probe, bubble, draw, parse_bubbles, train
+from scaling import GRIDS, MICRO_BATCH, SWEEPS, Case, bubble, draw, parse_bubbles, train
+from scaling_rank import Probe
 
 
 @pytest.mark.parametrize("engine", ["afab", "1f1b"])

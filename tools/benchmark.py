@@ -140,7 +140,8 @@ def execute(run: Run, folder: str, tokens: str, checkout: str | None) -> dict:
     else:
         script = pathlib.Path(checkout or ROOT, STEPS[str(run.step)].name, "train.py")
         command = torchrun(run.ranks, script, *run.flags.split(), *common, "--log_dir", folder, "--seq_len", 128,
-                           "--learning_rate", 3e-4, "--max_tokens", STEPS_A_RUN * TOKENS_A_STEP, "--omp_num_threads", run.threads)
+                           "--learning_rate", 3e-4, "--max_tokens", STEPS_A_RUN * TOKENS_A_STEP,
+                           "--omp_num_threads", run.threads)
     start = time.perf_counter()
     done = subprocess.run(command, env=environment(OMP_NUM_THREADS=str(run.threads)), text=True, timeout=600,
                           stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -197,7 +198,7 @@ def print_table(rows: list[dict]) -> None:
 
 
 def plot(rows: list[dict], path: str) -> None:
-    """Speed-up over one process with one thread: a bar a run, ours and others' in two colours, the range as a whisker."""
+    """Speed-up over one process with one thread: a bar a run, ours and others' in two colours, with the range."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -23,7 +23,8 @@ def draw(path: str, picture: str, title: str) -> None:
         if event["ph"] != "X" or event["tid"] != 0 or event["cat"] not in COLOURS:
             continue
         start, length = event["ts"] / 1e3, event["dur"] / 1e3
-        axes.barh(event["pid"], length, left=start, height=0.8, color=COLOURS[event["cat"]], edgecolor="white", linewidth=0.5)
+        axes.barh(event["pid"], length, left=start, height=0.8, color=COLOURS[event["cat"]], edgecolor="white",
+                  linewidth=0.5)
         if "microbatch" in event["args"] and event["cat"] != "wait":
             axes.text(start + length / 2, event["pid"], event["args"]["microbatch"], ha="center", va="center",
                       color="white", fontsize=7, clip_on=True)

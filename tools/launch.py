@@ -1,19 +1,22 @@
 """Runs a step's train.py on the CPU, one thread a rank, and reads what it leaves.
 
-launch() starts it as its reader does, with torchrun; fork() in processes that need not import anything first.
+launch() starts it as its reader does, with torchrun; fork() in processes that need not import anything first, one job
+after the other; start_fork() several jobs at the same time.
 """
 
 import atexit
+import concurrent.futures
 import contextlib
 import functools
+import itertools
 import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
+import threading
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEPS = {path.name.split("_")[0].removeprefix("step"): path for path in ROOT.glob("step*_*")}
@@ -21,21 +24,20 @@ MODELS = [f"transformers.models.{name}.modeling_{name}" for name in  # what step
           ("bert", "gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3", "vit")]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+PROXIES = {f"{name}_proxy" for name in ("http", "https", "all", "no")}  # a test must not find a way to the Hub
+SLOTS = max(4, 2 * len(os.sched_getaffinity(0)))  # so many ranks of forked jobs run at the same time, or one larger job
 
 
 def torchrun(num_processes: int, script, *args) -> list[str]:
-    """The command line of `torchrun --nproc_per_node N script args` with this Python, on a port of its own."""
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_processes),
-            "--master_addr", "127.0.0.1", "--master_port", str(free_port()), str(script), *map(str, args)]
+    """The command line of `torchrun --nproc_per_node N script args` with this Python, on a port that it chooses."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1",
+            "--nproc_per_node", str(num_processes), str(script), *map(str, args)]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This process's environment, one thread a rank, no device but the CPU, no Hub; plus `extra`."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", **extra}
+    """This process's environment, one thread a rank, no device but the CPU, no Hub and no proxy; plus `extra`."""
+    inherited = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
+    return {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", **extra}
 
 
 def launch(step: int | str, num_processes: int, *args, timeout: float = 120, check: bool = True, env=None, script=None):
@@ -60,31 +62,83 @@ def finished(command: list[str], code: int, stdout: str, stderr: str, check: boo
     return subprocess.CompletedProcess(command, code, stdout, stderr)
 
 
+class ForkServer:
+    """This process's end of tests/support/forks.py, which runs scripts in processes that it forks. Thread-safe."""
+
+    def __init__(self):
+        command = [sys.executable, str(ROOT / "tests" / "support" / "forks.py"), str(ROOT / "assets" / "tiny_llama")]
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        self.process = subprocess.Popen(command, env=environment(), **pipes)
+        atexit.register(self.end)
+        self.jobs: dict[int, concurrent.futures.Future] = {}  # number -> its exit code, as soon as it is known
+        self.numbers, self.lock = itertools.count(), threading.Lock()
+        self.free_slots, self.slot_freed = SLOTS, threading.Condition()
+        threading.Thread(target=self.read_answers, daemon=True).start()
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # what it runs, too
+        self.process.wait()
+
+    def read_answers(self) -> None:
+        for line in self.process.stdout:
+            number, code = map(int, line.split())
+            self.jobs.pop(number).set_result(code)
+        for job in self.jobs.values():
+            job.set_exception(RuntimeError("the server of forked processes has ended: see its stderr"))
+
+    def run(self, job: dict) -> int:
+        """The exit code of the job; waits first until the ranks of other threads' jobs leave room for its own."""
+        slots = min(job["ranks"], SLOTS)
+        with self.slot_freed:
+            self.slot_freed.wait_for(lambda: self.free_slots >= slots)
+            self.free_slots -= slots
+        try:
+            with self.lock:
+                number, answer = next(self.numbers), concurrent.futures.Future()
+                self.jobs[number] = answer
+                print(json.dumps({"number": number, **job}), file=self.process.stdin, flush=True)
+            return answer.result(timeout=job["timeout"] + 120)  # the ranks end themselves before; imports come first
+        finally:
+            with self.slot_freed:
+                self.free_slots += slots
+                self.slot_freed.notify_all()
+
+
 @functools.cache
-def fork_server() -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "tests" / "support" / "forks.py"), str(ROOT / "assets" / "tiny_llama")]
-    server = subprocess.Popen(command, env=environment(), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    atexit.register(server.kill)
-    return server
+def fork_server() -> ForkServer:
+    return ForkServer()
 
 
-def fork(step: int | str, num_processes: int, *args, timeout: float = 120, check: bool = True, env=None, script=None,
-         modules=()):
+def fork(step: int | str, num_processes: int, *args, timeout: float = 180, check: bool = True, env=None, script=None,
+         modules=()) -> subprocess.CompletedProcess:
     """What launch() does, in processes forked from one that has imported torch, transformers and `modules`.
 
-    One such process serves all tests: use it wherever starting with torchrun is not what is tested.
+    One such process serves all tests: use it wherever starting with torchrun is not what is tested. A rank that still
+    runs after `timeout` seconds prints where it is and ends.
     """
-    server, argv = fork_server(), [str(script or STEPS[str(step)] / "train.py"), *map(str, args)]
+    argv = [str(script or STEPS[str(step)] / "train.py"), *map(str, args)]
     with tempfile.TemporaryDirectory() as folder:
         output = os.path.join(folder, "output")
-        job = {"argv": argv, "ranks": num_processes, "timeout": timeout, "env": env or {}, "modules": list(modules),
-               "output": output}
-        print(json.dumps(job), file=server.stdin, flush=True)
-        answer = server.stdout.readline()
-        assert answer, f"the server of forked processes has ended, exit code {server.poll()}: see its stderr"
-        code = int(answer)
+        code = fork_server().run({"argv": argv, "ranks": num_processes, "timeout": timeout, "env": env or {},
+                                  "modules": list(modules), "output": output})
         stdout, stderr = (pathlib.Path(f"{output}{descriptor}").read_text() for descriptor in (1, 2))
     return finished(argv, code, stdout, stderr, check)
+
+
+def start_fork(*args, **kwargs) -> concurrent.futures.Future:
+    """What fork() with these arguments will return, as a future: such jobs run at the same time, as far as SLOTS go."""
+    fork_server()  # one for all of them
+    future: concurrent.futures.Future = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(fork(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def metrics(log_dir, run_name: str = "default_run") -> list[dict]:

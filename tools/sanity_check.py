@@ -37,7 +37,7 @@ PRESETS = {"tiny": (128, 204_800, 3e-3, "float32"), "1b": (1024, 4_096_000, 3e-4
 # An optimizer step reads 32 samples: micro_batch_size * ACCUMULATION * dp_size. Rows with data parallelism take smaller
 # micro-batches, not fewer: each row accumulates gradients, and fills a pipeline of 4 stages.
 GLOBAL_BATCH, ACCUMULATION = 32, 8
-COLOURS = ["#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#004d40", "#1fa187", "#aa4499", "#882255"]  # of ROWS, a hue an axis
+COLOURS = ["#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#004d40", "#1fa187", "#aa4499", "#882255"]  # a hue an axis
 
 Row = collections.namedtuple("Row", "name label step flags")  # name: on the command line, and the run's in --log_dir
 ROWS = {row.name: row for row in [
@@ -187,7 +187,8 @@ def draw_gaps(axes, runs: list[Run], dtype: str) -> None:
         heights = [math.log10(gap) if gap else math.nan for gap in run_gaps]
         zeros = [math.nan if gap else zero for gap in run_gaps]
         steps = range(1, len(run_gaps) + 1)
-        axes.plot(steps, heights, color=colour, linewidth=1.5, marker="osD^vPX*"[i % 8], markersize=4, markeredgewidth=0)
+        marker = "osD^vPX*"[i % 8]
+        axes.plot(steps, heights, color=colour, linewidth=1.5, marker=marker, markersize=4, markeredgewidth=0)
         axes.plot(steps, zeros, color=colour, linewidth=0, marker="o", markersize=3, markeredgewidth=0)
         ends.append(((heights[-1] if run_gaps[-1] else zero) - floor + strip, run.label, colour))
     # The labels, at the lines' ends where there is room: a line's colour says what it is, in both panels.

@@ -5,28 +5,22 @@
 Runs step 8's train.py, unchanged, one quantity varied at a time. A time is the median over the steps of several rounds
 of all cases, without a run's first step and its last, whose timeline is written. Memory is counted in one more round,
 untimed: of what is saved for backward each storage counts once, parameters never. Cases of equally many ranks share a
-`torchrun ... tools/scaling.py --rank_side FOLDER`, which runs train.py for each.
+torchrun of tools/scaling_rank.py, which runs train.py for each.
 
 Theory is fair to the machine: a stage takes as long as its layers' FLOPs, and no more ranks compute at once than there
 are cores. With a core for each of p stages, all alike, the bubble is then the textbook's (p-1)/(m+p-1).
 """
 
 import argparse
-import collections
-import ctypes
-import gc
 import json
 import os
 import pathlib
 import re
-import runpy
 import statistics
-import sys
 import tempfile
-import weakref
 from typing import NamedTuple
 
-from launch import ROOT, STEPS, free_port, launch, metrics, modules_of
+from launch import ROOT, STEPS, launch, metrics, modules_of
 
 CONFIG = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
 HIDDEN, WIDTH, VOCABULARY = (CONFIG[f"{name}_size"] for name in ("hidden", "intermediate", "vocab"))
@@ -130,69 +124,6 @@ LABELS = {  # panel -> title, x
 }
 
 
-class Probe:
-    """What this rank holds while train.py runs."""
-
-    def __init__(self):
-        self.holders, self.now, self.found = collections.Counter(), 0, {"live": 1, "saved": 0}
-
-    def start(self, model) -> None:
-        """Before the first step. What an earlier case of this process left of resident memory is handed back."""
-        self.model, self.parameters = model, {param.untyped_storage().data_ptr() for param in model.parameters()}
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        self.found["resident"] = sum(param.nbytes for param in model.parameters()) - resident_bytes("VmRSS")
-
-    def pack(self, tensor):
-        """Called with each tensor that autograd saves; it keeps what this returns until backward is done with it."""
-        kept, storage = tensor.detach(), tensor.untyped_storage()
-        if storage.data_ptr() not in self.parameters:
-            self.hold(storage.data_ptr(), storage.nbytes(), 1)
-            weakref.finalize(kept, self.hold, storage.data_ptr(), storage.nbytes(), -1)
-        return kept
-
-    def hold(self, storage: int, size: int, change: int) -> None:
-        self.holders[storage] += change
-        self.now += change * size if self.holders[storage] == (change > 0) else 0  # the first comes, the last goes
-        self.found["saved"] = max(self.found["saved"], self.now)
-
-    def stepped(self, optimizer, *_) -> None:
-        self.found["state"] = sum(tensor.nbytes for param in self.model.parameters() for tensor in (
-            param, param.grad, optimizer.state[param]["exp_avg"], optimizer.state[param]["exp_avg_sq"]))
-        self.found["live"] = getattr(self.model, "peak_live_activations", 1)
-
-
-def resident_bytes(field: str) -> int:
-    """VmRSS, now, or VmHWM, the peak, of this process."""
-    return int(re.search(rf"{field}:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
-
-
-def rank_side(folder: pathlib.Path) -> None:
-    """Inside torchrun: the runs of <folder>/runs.json one after the other, each with a rendezvous of its own."""
-    train = STEPS["8"] / "train.py"
-    sys.path[0] = str(train.parent)
-    import data_parallel
-    import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    wrap = data_parallel.DataParallelBucket.__init__
-    for run in json.loads((folder / "runs.json").read_text()):
-        os.environ.update(MASTER_PORT=str(run["port"]), TORCHELASTIC_USE_AGENT_STORE="False")
-        sys.argv = [str(train), *run["flags"]]
-        if not run["counting"]:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-            continue
-        probe = Probe()
-        data_parallel.DataParallelBucket.__init__ = lambda model, *args: (wrap(model, *args), probe.start(model))[0]
-        hook = register_optimizer_step_post_hook(probe.stepped)
-        with torch.autograd.graph.saved_tensors_hooks(probe.pack, lambda kept: kept):
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        hook.remove()
-        probe.found["resident"] += resident_bytes("VmHWM")
-        (folder / f"{run['name']}_{os.environ['RANK']}.json").write_text(json.dumps(probe.found))
-
-
 def parse_bubbles(output: str) -> dict[str, float]:
     """Of each run, by name, the share that train.py printed."""
     found = re.findall(r"timeline: .*/(.+)/timeline_\S+\s+bubble: ([\d.]+)% measured", output)
@@ -201,12 +132,18 @@ def parse_bubbles(output: str) -> dict[str, float]:
 
 def train(cases: list[Case], folder: pathlib.Path, counting: bool, results: dict) -> None:
     """Runs cases with equally many ranks in one torchrun and adds what they leave to `results`, by name."""
+    import torch.distributed as dist
+
     ranks, steps = cases[0].pp * cases[0].tp, 2 if counting else 5
-    runs = [dict(name=case.name, port=free_port(), counting=counting, flags=case.flags(str(folder), steps))
-            for case in cases[:1] + cases]  # one twice: in a process's first run torch loads what it loads late
+    runs, stores = [], []
+    for case in cases[:1] + cases:  # one twice: in a process's first run torch loads what it loads late
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where the ranks of a run meet
+        stores.append(store)
+        runs.append(dict(name=case.name, port=store.port, counting=counting, flags=case.flags(str(folder), steps)))
     (folder / "runs.json").write_text(json.dumps(runs))
     print(f"{len(cases)} cases on {ranks} ranks", flush=True)
-    bubbles = parse_bubbles(launch(None, ranks, "--rank_side", folder, script=__file__, timeout=300).stdout)
+    script = ROOT / "tools" / "scaling_rank.py"
+    bubbles = parse_bubbles(launch(None, ranks, folder, script=script, timeout=300).stdout)
     for case in cases:
         result = results.setdefault(case.name, {"case": case._asdict(), "step_seconds": [], "bubble": []})
         if counting:
@@ -297,4 +234,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    rank_side(pathlib.Path(sys.argv[2])) if sys.argv[1:2] == ["--rank_side"] else main()
+    main()

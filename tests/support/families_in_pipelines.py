@@ -1,8 +1,10 @@
-"""Each Hugging Face family of step 9 in unlike pipelines against the plain model. `torchrun ... THIS_FILE OUT TP_SIZE`
+"""Hugging Face's families in step 9's unlike pipelines against the plain model.
 
-Pipelines of two stages and of one, with 2 and 1 micro-batches of a step, through the plugin; before, each rank trains
-some of the plain models, in its own process, with torch.optim. Each rank writes OUT/<rank>.json: for each family the
-largest difference of the losses of all steps, and of any gradient of the first.
+`torchrun ... families_in_pipelines.py OUT TP_SIZE CASE...`, where a CASE is a toy of families.py, as in gpt2 or
+gpt2-tied, or gpt2-frozen, of which only a part is trained. Pipelines of two stages and of one, with 2 and 1
+micro-batches of a step, through the plugin; before, each rank trains some of the plain models, in its own process, with
+torch.optim. Each rank writes OUT/<rank>.json: for each case the largest difference of the losses of all steps, and of
+any gradient of the first.
 """
 
 import json
@@ -13,17 +15,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from families import (
-    CASES, DECODERS, TIED, HeterogeneousParallelPlugin, PipelineTemplate, hf_tensor_parallel, pgm, toy, toy_batch,
-    with_exact_norms)
+    HeterogeneousParallelPlugin, PipelineTemplate, hf_tensor_parallel, pgm, toy, toy_batch, with_exact_norms)
 
-STEPS, MICROBATCH, NUM_MICROBATCHES = 10, 2, 3
+STEPS, MICROBATCH, NUM_MICROBATCHES = 5, 2, 3
 ROWS = [0, 1, 2, 2, 0, 1]  # of toy_batch: the samples of a step, whose order changes from step to step
-OVER_TP = [(name, tied) for name in (*DECODERS, "gpt2-classifier", "llama-classifier")
-           for tied in ((False, True) if name in TIED else (False,))]
 
 
-def samples_of(name: str) -> list[dict[str, torch.Tensor]]:
-    batch = toy_batch(name.removesuffix("-frozen"))
+def toy_of(case: str) -> str:
+    return case.removesuffix("-tied").removesuffix("-frozen")
+
+
+def samples_of(case: str) -> list[dict[str, torch.Tensor]]:
+    batch = toy_batch(toy_of(case))
     rows = [{key: value[i] for key, value in batch.items()} | {"targets": torch.tensor(i)} for i in range(3)]
     return [rows[(row + step) % 3] for step in range(STEPS) for row in ROWS]
 
@@ -36,17 +39,17 @@ def loss_of(out, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def make(name: str, tied: bool) -> torch.nn.Module:
+def make(case: str) -> torch.nn.Module:
     """The toy; of gpt2-frozen nothing of the first stage trains, and of the second only part."""
-    model = with_exact_norms(toy(name.removesuffix("-frozen"), tied))
-    for n, param in model.named_parameters() if name.endswith("-frozen") else ():
+    model = with_exact_norms(toy(toy_of(case), tied=case.endswith("-tied")))
+    for n, param in model.named_parameters() if case.endswith("-frozen") else ():
         param.requires_grad_(".h.2." in n or "ln_f" in n)
     return model
 
 
-def train_plain(name: str, tied: bool) -> tuple[list[float], dict]:
+def train_plain(case: str) -> tuple[list[float], dict]:
     """The losses of all steps and the gradients of the first."""
-    model, samples, losses, gradients = make(name, tied), samples_of(name), [], None
+    model, samples, losses, gradients = make(case), samples_of(case), [], None
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -66,29 +69,29 @@ def train_plain(name: str, tied: bool) -> tuple[list[float], dict]:
     return losses, gradients
 
 
-def train_all_plain(cases: list[tuple[str, bool]]) -> dict:
+def train_all_plain(cases: list[str]) -> dict[str, tuple]:
     """What train_plain gives for each case, on every rank. Each trains its share of them."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shares = [None] * world_size
-    dist.all_gather_object(shares, {case: train_plain(*case) for case in cases[rank::world_size]})
+    dist.all_gather_object(shares, {case: train_plain(case) for case in cases[rank::world_size]})
     return {case: result for share in shares for case, result in share.items()}
 
 
-def compare(name: str, tied: bool, tp_size: int, expected: list[float], gradients: dict) -> list[float]:
+def compare(case: str, tp_size: int, expected: list[float], gradients: dict) -> list[float]:
     # Hugging Face's RMSNorm rounds to float32, which makes 1e-8 of any 1e-16: norms that don't, in both models.
-    model = make(name, tied)
+    model = make(case)
     plugin = HeterogeneousParallelPlugin(tp_size=tp_size, microbatch_size=MICROBATCH, precision="fp64", device="cpu")
     two, one = (PipelineTemplate.from_layers_per_stage(model, sizes) for sizes in ([1, 2], [3]))
     plugin.set_pipelines([two, one], num_microbatches={two: 2, one: 1})
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
-    loader = plugin.prepare_dataloader(samples_of(name))
+    loader = plugin.prepare_dataloader(samples_of(case))
     model, optimizer, loader = plugin.configure(model, optimizer, loader)
     batches, off_loss, off_gradient = iter(loader), 0.0, 0.0
     for step in range(loader.steps_per_epoch):
         loss = plugin.execute_pipeline(batches, model, loss_of, optimizer)
         off_loss = max(off_loss, abs(loss.item() - expected[step]))
         for n, param in model.module.model.named_parameters(remove_duplicate=False) if step == 0 else ():
-            assert (param.grad is None) == (gradients[n] is None), f"{name}: {n}, {param.grad}, {gradients[n]}"
+            assert (param.grad is None) == (gradients[n] is None), f"{case}: {n}, {param.grad}, {gradients[n]}"
             if param.grad is not None:
                 module, _, key = n.rpartition(".")
                 part = hf_tensor_parallel.split_parameter(model.module.model.get_submodule(module), key, gradients[n])
@@ -98,14 +101,13 @@ def compare(name: str, tied: bool, tp_size: int, expected: list[float], gradient
     return [off_loss, off_gradient]
 
 
-def main(out: str, tp_size: int) -> None:
+def main(out: str, tp_size: int, cases: list[str]) -> None:
     pgm.init_process_group("gloo")
-    plain = train_all_plain([*CASES, ("gpt2-frozen", False)] if tp_size == 1 else OVER_TP)
-    errors = {f"{name}{'-tied' * tied}": compare(name, tied, tp_size, *plain[name, tied]) for name, tied in plain}
+    errors = {case: compare(case, tp_size, *plain) for case, plain in train_all_plain(cases).items()}
     with open(os.path.join(out, f"{dist.get_rank()}.json"), "w") as file:
         json.dump(errors, file)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

@@ -1,8 +1,9 @@
-"""Each decoder family of step 9 over a tp group, in two stages, against the plain model. `torchrun ... THIS_FILE OUT`
+"""Decoder families of step 9 over a tp group, in two stages, against the plain model.
 
-Every rank chains both stages in its own process, so that only tensor parallelism communicates. Rank 0 writes to
-OUT/errors.json, for each family: the largest difference of the loss, of any gradient on any rank, and between the
-gradients of what is whole on each rank.
+`torchrun ... families_over_tp.py OUT CASE...`, where a CASE is a toy of families.py, as in gpt2 or gpt2-tied, or
+qwen3-float32-norms: with the library's own norms, which round to float32. Every rank chains both stages in its own
+process, so that only tensor parallelism communicates. Rank 0 writes to OUT/errors.json, for each case: the largest
+difference of the loss, of any gradient on any rank, and between the gradients of what is whole on each rank.
 """
 
 import json
@@ -12,10 +13,8 @@ import sys
 import torch
 import torch.distributed as dist
 from families import (
-    DECODERS, TIED, PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, pgm, toy, toy_batch, toy_loss,
-    toy_on_meta, with_exact_norms)
-
-NAMES = (*DECODERS, "opt-projected", "gpt2-classifier", "llama-classifier")
+    PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, pgm, toy, toy_batch, toy_loss, toy_on_meta,
+    with_exact_norms)
 
 
 def reference(name: str, tied: bool, norms):
@@ -34,7 +33,9 @@ def stages_over_tp(name: str, tied: bool, norms, source: str) -> list[PipelineSt
     return stages
 
 
-def compare(name: str, tied: bool, folder: str, norms=with_exact_norms) -> list[float]:
+def compare(case: str, folder: str) -> list[float]:
+    name, tied = case.removesuffix("-tied").removesuffix("-float32-norms"), case.endswith("-tied")
+    norms = (lambda model: model) if case.endswith("-float32-norms") else with_exact_norms
     whole, expected = reference(name, tied, norms)
     if os.environ["RANK"] == "0":
         toy(name, tied).save_pretrained(folder)
@@ -63,15 +64,10 @@ def compare(name: str, tied: bool, folder: str, norms=with_exact_norms) -> list[
     return errors.tolist()
 
 
-def main(out: str) -> None:
+def main(out: str, cases: list[str]) -> None:
     pgm.init_process_group("gloo")
     pgm.setup_process_group_manager([1], dist.get_world_size())
-    errors = {}
-    for name in NAMES:
-        for tied in (False, True) if name in TIED else (False,):
-            errors[f"{name}{'-tied' * tied}"] = compare(name, tied, os.path.join(out, f"{name}{tied}"))
-    # As the library has it: its norms round to float32.
-    errors["qwen3-float32-norms"] = compare("qwen3", False, os.path.join(out, "qwen3"), norms=lambda model: model)
+    errors = {case: compare(case, os.path.join(out, case)) for case in cases}
     if dist.get_rank() == 0:
         with open(os.path.join(out, "errors.json"), "w") as file:
             json.dump(errors, file)
@@ -79,4 +75,4 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,92 @@
+"""What a run records: runs/<run_name>/config.json, metrics.jsonl and, with --use_wandb, Weights & Biases (W&B).
+
+All ranks run the same program, so without care each of them would print and write the same lines. Here every rank makes
+a RunLogger, but only that of the logging rank writes. The others do nothing, so the training loop need not ask.
+"""
+
+import json
+import math
+import os
+import resource
+import shutil
+import sys
+
+import torch
+
+from utils import to_readable_format
+
+
+class RunLogger:
+    """Writes one JSON object per optimizer step into `<log_dir>/<run_name>/metrics.jsonl`, and prints one line.
+
+    `loss` is recorded in full precision. `memory_gb` is the peak of this process: of GPU memory on CUDA, else resident.
+    A rerun under the same name replaces the older records. Raises ValueError for a `run_name` that is no folder name.
+    """
+
+    def __init__(self, args, grid, num_steps: int, tokens_per_step: int):
+        self.enabled = grid.is_logging_rank
+        self.world_size, self.num_steps, self.tokens_per_step = grid.world_size, num_steps, tokens_per_step
+        if os.path.basename(args.run_name) != args.run_name or args.run_name in ("", ".", ".."):
+            raise ValueError(f"--run_name {args.run_name!r} becomes a directory's name: use one without slashes")
+        if not self.enabled:
+            return
+        folder = os.path.join(args.log_dir, args.run_name)
+        if os.path.exists(os.path.join(folder, "metrics.jsonl")):  # only a folder that an earlier run has written
+            shutil.rmtree(folder)
+        os.makedirs(folder, exist_ok=True)
+        config = {**vars(args), "topology": grid.topology}
+        with open(os.path.join(folder, "config.json"), "w") as file:
+            json.dump(config, file, indent=2)
+        self.metrics = open(os.path.join(folder, "metrics.jsonl"), "w", buffering=1)  # each line is written at once
+        self.wandb = start_wandb(f"{args.run_name}_{grid}", config, folder) if args.use_wandb else None
+
+    def log(self, step: int, loss: float, seconds: float) -> None:
+        """Records optimizer step `step`, counted from 1. Raises ValueError where the loss is not finite."""
+        if not self.enabled:
+            return
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss of step {step} is {loss}: the run has diverged, lower --learning_rate")
+        row = {"step": step, "loss": loss, "trained_tokens": step * self.tokens_per_step,
+               "tokens_per_second": self.tokens_per_step / seconds,
+               "tokens_per_second_per_rank": self.tokens_per_step / seconds / self.world_size,
+               "memory_gb": peak_memory_gb(), "step_seconds": seconds}
+        self.metrics.write(json.dumps(row) + "\n")
+        if self.wandb:
+            self.wandb.log(row, step=step)
+        tokens, speed, per_rank = (to_readable_format(row[name]) for name in (
+            "trained_tokens", "tokens_per_second", "tokens_per_second_per_rank"))
+        print(f"step {step}/{self.num_steps} | loss {loss:.4f} | {tokens} tokens | {speed} tokens/s | "
+              f"{per_rank} per rank | {row['memory_gb']:.2f} GB", flush=True)
+
+    def close(self) -> None:
+        if not self.enabled:
+            return
+        if self.wandb:
+            self.wandb.finish()
+        self.metrics.close()
+        print(f"metrics: {self.metrics.name}", flush=True)
+
+
+def start_wandb(name: str, config: dict, folder: str):
+    """A W&B run: online where a login exists, else offline. WANDB_MODE overrides both. It never prompts."""
+    import wandb
+
+    mode = os.environ.get("WANDB_MODE")
+    if mode is None:
+        try:
+            mode = "online" if wandb.login(prompt=False) else "offline"
+        except Exception:  # wandb raises errors of many classes for a missing or refused key
+            mode = "offline"
+    options = dict(project="picotron_tutorial", name=name, config=config, dir=folder)
+    try:
+        return wandb.init(mode=mode, settings=wandb.Settings(init_timeout=20), **options)
+    except wandb.errors.CommError as error:
+        print(f"W&B can't be reached ({error}): this run stays offline, `wandb sync` uploads it later", flush=True)
+        return wandb.init(mode="offline", **options)
+
+
+def peak_memory_gb() -> float:
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 1e9
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9  # macOS counts bytes, Linux KiB

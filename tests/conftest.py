@@ -1,0 +1,63 @@
+"""For all tests: one thread a process, no Hub, no proxy; and marks that select the tests of a step or a room.
+
+    pytest                                  what a change has to pass, without root: minutes
+    pytest -m step4                         all tests of step 4, the slow ones too
+    pytest -m "slow or hosts or tools"      what the first leaves out
+"""
+
+import os
+import pathlib
+import re
+
+import pytest
+from launch import environment
+
+pytest.register_assert_rewrite("recordings", "families")  # so that their asserts show what they compared
+
+ROOMS = (  # file name -> mark
+    (r"test_(step\d)_", r"\1"),
+    (r"test_(cluster)_", r"\1"),
+    (r"test_(tool)_", r"\1s"),
+)
+
+
+def pytest_configure() -> None:
+    """Before a test module imports torch, which reads OMP_NUM_THREADS at that time."""
+    variables = environment()
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks each test with its file's room, and with the step that it is parametrised with, if any."""
+    for item in items:
+        for pattern, mark in ROOMS:
+            if match := re.match(pattern, item.path.name):
+                item.add_marker(match.expand(mark))
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        step = getattr(params.get("case"), "step", params.get("step"))
+        if step is not None:
+            item.add_marker(f"step{step}")
+
+
+@pytest.fixture(scope="module")
+def selected(request):
+    """selected(name): what the tests of this module that are to run have for the parameter `name`, each value once.
+
+    For fixtures that start many runs at the same time, and none that no test asks for.
+    """
+    def selected(name: str) -> list:
+        items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+        return list(dict.fromkeys(item.callspec.params[name] for item in items if name in item.callspec.params))
+
+    return selected
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> pathlib.Path:
+    """A folder with the models and the corpus of recordings.py, in which runs may leave what they record."""
+    import recordings  # and with it torch, which comes after pytest_configure
+
+    folder = tmp_path_factory.mktemp("models")
+    recordings.write_models(folder)
+    return folder

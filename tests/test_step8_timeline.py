@@ -1,0 +1,106 @@
+"""The timeline of a step: all ranks and what each did, in the schedule's order, on one clock whatever theirs say."""
+
+import json
+import re
+from collections import defaultdict
+
+import pytest
+from launch import ROOT, STEPS, fork
+
+SHORT = ["--seq_len", 32, "--micro_batch_size", 1, "--num_hidden_layers", 3, "--log_dir"]
+
+
+def read_trace(path) -> tuple[dict[int, list[dict]], float]:
+    """rank -> its events, and the error of the clocks in microseconds."""
+    trace, events = json.loads(path.read_text()), defaultdict(list)
+    for event in trace["traceEvents"]:
+        events[event["pid"]].append(event)
+    return events, trace["otherData"]["clock_error_us"]
+
+
+@pytest.fixture(scope="module")
+def timeline(tmp_path_factory):
+    """The trace of two pipelines of two stages with four micro-batches; what the run printed."""
+    folder = tmp_path_factory.mktemp("timeline")
+    done = fork(8, 4, *SHORT, folder, "--pp_size", 2, "--dp_size", 2, "--gradient_accumulation_steps", 4,
+                "--max_tokens", 768, "--run_name", "run", "--profile_batch", 2)
+    assert not list((folder / "run").glob("timeline_batch[13]*"))
+    return *read_trace(folder / "run" / "timeline_batch2_all.json"), done.stdout
+
+
+def spans(events: list[dict], kind: str) -> dict:
+    """micro-batch (or None) -> (start, end) of a rank's events of this kind, in the order of their starts."""
+    events = sorted((event for event in events if event.get("cat") == kind), key=lambda event: event["ts"])
+    found = {event["args"].get("microbatch"): (event["ts"], event["ts"] + event["dur"]) for event in events}
+    assert None in found or len(found) == len(events), f"a micro-batch occurs twice as {kind}"
+    return found
+
+
+def test_timeline_holds_all_ranks_and_kinds(timeline):
+    events, _, stdout = timeline
+    names = {rank: [event["args"]["name"] for event in events[rank] if event["ph"] == "M"] for rank in sorted(events)}
+    places = ["dp 0 pp 0", "dp 0 pp 1", "dp 1 pp 0", "dp 1 pp 1"]
+    assert names == {rank: [f"rank {rank}: {place} tp 0"] for rank, place in enumerate(places)}
+    kinds = {"forward", "backward", "wait", "receive", "all-reduce", "optimizer"}
+    for rank in events:
+        assert {event["cat"] for event in events[rank] if event["ph"] == "X"} == kinds, rank
+        assert len(spans(events[rank], "optimizer")) == 1
+        assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events[rank] if event["ph"] == "X")
+    assert min(event["ts"] for rank in events for event in events[rank] if event["ph"] == "X") == 0
+    assert re.search(r"bubble: \d+\.\d% measured, 20\.0% ideal.*p=2 stages and m=4 micro-batches", stdout), stdout
+
+
+def test_timeline_is_the_schedule(timeline):
+    """Every micro-batch goes forward and backward once on each stage, in the order of one forward, one backward."""
+    orders = ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
+    for rank, events in timeline[0].items():
+        compute = [(start, f"{letter}{i}") for letter, kind in (("F", "forward"), ("B", "backward"))
+                   for i, (start, _) in spans(events, kind).items()]
+        assert " ".join(name for _, name in sorted(compute)) == orders[rank % 2], rank
+        assert set(spans(events, "receive")) == {0, 1, 2, 3}
+        assert {event["args"]["peer"] for event in events if event.get("cat") == "receive"} == {rank ^ 1}
+
+
+def test_spans_of_one_track_do_not_overlap(timeline):
+    for rank, events in timeline[0].items():
+        tracks = defaultdict(list)
+        for event in events:
+            if event["ph"] == "X":
+                tracks[event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+                assert (event["tid"] > 0) == (event["cat"] in ("receive", "all-reduce")), event
+        assert len(tracks) > 1
+        for track in tracks.values():
+            for (_, end, name), (start, _, after) in zip(sorted(track), sorted(track)[1:]):
+                assert end <= start + 0.01, f"rank {rank}: {name} ends {end - start} us after {after} begins"
+
+
+def nothing_arrives_before_it_is_made(events: dict, error: float, first: int, num_microbatches: int) -> None:
+    """Between the ranks `first` and `first` + 1, forward and backward; `error` is that of their clocks."""
+    for kind, maker, receiver in (("forward", first, first + 1), ("backward", first + 1, first)):
+        made, computed = spans(events[maker], kind), spans(events[receiver], kind)
+        gradients = kind == "backward"
+        received = {event["args"]["microbatch"]: event["ts"] + event["dur"] for event in events[receiver]
+                    if event.get("cat") == "receive" and (event["args"]["peer"] > receiver) == gradients}
+        assert received.keys() == set(range(num_microbatches))
+        for i, arrived in received.items():
+            assert arrived > made[i][1] - error, f"{kind} {i} arrived {made[i][1] - arrived:.0f} us before it was made"
+            assert arrived <= computed[i][0], (kind, i)
+
+
+def test_nothing_arrives_before_it_is_made(timeline):
+    events, error, _ = timeline
+    assert 0 < error < 1e6
+    for first in (0, 2):
+        nothing_arrives_before_it_is_made(events, error, first, 4)
+
+
+def test_transfers_agree_across_unlike_clocks(tmp_path):
+    """The ranks' clocks disagree by seconds and days, and run at unlike speeds: the trace has that of rank 0 only."""
+    fork(8, 3, STEPS["8"] / "train.py", *SHORT, tmp_path, "--pp_size", 3, "--gradient_accumulation_steps", 6,
+         "--micro_batch_size", 8, "--seq_len", 128, "--max_tokens", 2 * 6 * 8 * 128, "--profile_batch", 2,
+         script=ROOT / "tests" / "support" / "unlike_clocks.py")
+    events, error = read_trace(tmp_path / "default_run" / "timeline_batch2_all.json")
+    for first in (0, 1):
+        nothing_arrives_before_it_is_made(events, error, first, 6)
+    window = max(event["ts"] + event["dur"] for rank in events for event in events[rank] if event["ph"] == "X")
+    assert window < 60e6, "the ranks' spans lie days apart"

@@ -1,0 +1,60 @@
+"""Step 9 over Hugging Face's families: unlike pipelines train what the plain model trains; the run_*.py scripts."""
+
+import json
+
+import pytest
+from families import DECODERS, IDS
+from launch import MODELS, ROOT, STEPS, fork, losses, start_fork
+
+SAMPLED = {1: ["gpt2-tied", "llama", "bert-tied", "vit", "gpt2-frozen"],  # tp_size -> cases: each kind of model once
+           2: ["gpt2", "qwen3-tied", "gpt-neox"]}
+OVER_TP = (*DECODERS, "gpt2-classifier", "llama-classifier")
+OTHERS = {1: [case for case in IDS if case not in SAMPLED[1]],
+          2: [case for case in IDS if case.removesuffix("-tied") in OVER_TP and case not in SAMPLED[2]]}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("cases", [SAMPLED, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["sampled", "others"])
+def test_families_equal_the_plain_model(tmp_path, cases, tp_size):
+    """Over three ranks, or six with tp 2, in one job: losses of all steps, gradients of the first."""
+    script = ROOT / "tests" / "support" / "families_in_pipelines.py"
+    fork(9, 3 * tp_size, tmp_path, tp_size, *cases[tp_size], script=script, modules=MODELS)
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert len(results) == 3 * tp_size and all(result.keys() == set(cases[tp_size]) for result in results)
+    off = {f"{case}, {what}": worst for result in results for case, pair in result.items()
+           for what, worst in zip(("loss", "gradient"), pair) if not worst <= 1e-9}
+    assert not off, off
+
+
+SCRIPTS = {  # name -> steps, dtype
+    "gpt2": (8, "bfloat16"), "vit": (8, "float32"), "llama": (8, "float64"), "qwen": (8, "float32"),
+    "bert": (25, "float32")}
+
+
+@pytest.fixture(scope="module")
+def script_runs(selected, tmp_path_factory):
+    """name -> the future of run_<name>.py on four ranks, and the folder of its records."""
+    folder = tmp_path_factory.mktemp("scripts")
+    return {name: (start_fork(9, 4, "--steps", steps, "--device", "cpu", "--dtype", dtype, "--log_dir", folder,
+                              "--run_name", name, modules=MODELS, script=STEPS["9"] / f"run_{name}.py"), folder)
+            for name, (steps, dtype) in SCRIPTS.items() if name in selected("name")}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit", *(pytest.param(name, marks=pytest.mark.slow)
+                                                   for name in ("llama", "qwen", "bert"))])
+def test_scripts_learn(name, script_runs):
+    run, folder = script_runs[name]
+    run.result()
+    found = losses(folder, name)
+    assert len(found) == SCRIPTS[name][0] and found[-1] < found[0]
+
+
+@pytest.mark.parametrize("ranks, flags, message", [
+    (3, [], "Number of ranks in pipeline templates does not match world size: stages [2, 1, 1] x tp_size=1 need 4"),
+    (4, ["--seq_len", 129], "--seq_len 129 is more than the 128 positions of the model: use 128 or less"),
+    (4, ["--model_name_or_path", "no/such"], "--model_name_or_path 'no/such': there is no such path"),
+])
+def test_errors_of_the_scripts(ranks, flags, message):
+    done = fork(9, ranks, *flags, "--device", "cpu", script=STEPS["9"] / "run_gpt2.py", modules=MODELS, check=False)
+    assert done.returncode == 2 and f"error: {message}" in done.stderr, done.stderr
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr, done.stderr

@@ -1,0 +1,113 @@
+"""steps.py check on small made-up steps, and the proof that the real ones keep its rules and budgets."""
+
+import pytest
+import steps_check
+from launch import ROOT
+from made_up_steps import clean, replace, repo, run, snapshot, write  # noqa: F401, three of them are fixtures
+
+
+def test_real_steps_keep_the_rules(run):
+    code, out = run("check", root=ROOT)
+    assert code == 0, out
+
+
+def test_check_is_silent_on_declared_changes(run):
+    assert run("check") == (0, "3 steps: all changes are declared, all steps are self-contained\n")
+
+
+def long_function(lines):
+    return "def f():\n" + "    pass\n" * (lines - 1)
+
+
+@pytest.mark.parametrize("name, old, new, problem", [
+    ("step2_two/model.py", "layer3 = 3", "layer3 = 4", "README.md:11: model.py is listed as 'unchanged' but is"),
+    ("step3_three/train.py", "range(2)", "range(3)", "train.py is changed since step2_two but not listed"),
+    ("step3_three/README.md", "| `model.py` | changed | +1 -0 |", "| `train.py` | changed | +1 -1 |",
+     "README.md:10: train.py is listed as 'changed' but is unchanged since step2_two"),
+    ("step3_three/README.md", "+1 -0", "+2 -0", "README.md:10: model.py: '+2 -0', but git counts '+1 -0'"),
+    ("step1_one/README.md", "+18", "+17", "model.py: '+17', but git counts '+18'"),
+    ("step1_one/README.md", "new | +18", "changed | +18 -0", "model.py is listed as 'changed' but is new"),
+    ("step3_three/README.md", "removed | -1", "removed | -2", "grid.py: '-2', but git counts '-1'"),
+    ("step2_two/README.md", "`grid.py`", "grid.py", "grid.py is new since step1_one but not listed"),
+    ("step3_three/README.md", "| `grid.py` |", "| `grip.py` |", "grip.py is neither in this step nor"),
+    ("step3_three/README.md", "| `grid.py` |", "| |", "grid.py is removed since step2_two but not listed"),
+    ("step3_three/README.md", "## Files", "## Other", "no heading '## Files'"),
+])
+def test_check_finds_drift(repo, run, name, old, new, problem):
+    replace(repo, name, old, new)
+    code, out = run("check")
+    assert code == 1 and problem in out, out
+
+
+@pytest.mark.parametrize("source, problem", [
+    ("import step1_one.model", "grid.py:1: imports step1_one.model: neither in step2_two"),
+    ("def f():\n    from tests import steps", "grid.py:2: imports tests"),
+    ("import picotron", "imports picotron"),
+    ("from . import model", "relative import"),
+    ("import sys\nsys.path.insert(0, '..')", "grid.py:2: sys.path"),
+    ("from sys import path", "sys.path"),
+    ("import importlib\nimportlib.import_module('step1_one.model')", "importlib.import_module"),
+    ("import matplotlib.pyplot", "imports matplotlib.pyplot"),
+    ("def f(:", "grid.py:1: syntax error"),
+    ("# TO" + "DO: later", "left-over TO" + "DO"),
+    ("x = 1\n" * 301, "301 lines, more than 300"),
+    (long_function(61), "grid.py:1: function f has 61 lines, more than 60"),
+    (f"x = '{'y' * 116}'", "grid.py:1: 122 characters, more than 120"),
+])
+def test_check_finds_a_bad_module(repo, run, source, problem):
+    write(repo, "step2_two/grid.py", source)
+    code, out = run("check")
+    assert code == 1 and problem in out, out
+
+
+@pytest.mark.parametrize("source", [
+    "import os.path, numpy as np, model\nfrom torch import nn\nos.path.join('a', 'b')",
+    "x = 1\n" * 300,
+    long_function(60),
+])
+def test_check_accepts_what_is_just_allowed(repo, run, source, monkeypatch):
+    monkeypatch.setattr(steps_check, "BUDGETS", {})
+    write(repo, "step2_two/grid.py", source)
+    run("check", "--fix-counts")
+    assert run("check")[0] == 0, run("check")[1]
+
+
+def test_check_wants_steps_within_their_budgets(repo, run):
+    write(repo, "step2_two/grid.py", "x = 1\n" * 248)  # and two lines of train.py
+    for name, source in (("other", "x = 1\n" * 249), ("another", "x = 1\n")):
+        write(repo, f"step3_three/{name}.py", source)  # and one line of model.py
+    out = run("check")[1]
+    assert "step2_two: adds" not in out and "step3_three: adds 251 lines of code to step2_two, more than 250" in out
+    assert "step3_three: has 2 new modules, more than 1: another.py, other.py" in out and "step2_two: has" not in out
+
+
+@pytest.mark.parametrize("room", ["cluster/planning", "tools"])
+def test_check_measures_modules_outside_of_the_steps(repo, run, room):
+    (repo / room).mkdir(parents=True)
+    write(repo, f"{room}/long.py", "import picotron\n" * 301)
+    code, out = run("check")
+    assert (code, out) == (1, f"{room}/long.py:1: 301 lines, more than 300\n")
+
+
+def test_check_wants_flat_steps_without_gaps(repo, run):
+    write(repo, "step2_two/package/other.py", "")
+    (repo / "step1_one").rename(repo / "step4_four")
+    out = run("check")[1]
+    assert "step1: missing" in out and "step2_two/package/other.py: a step is flat" in out
+
+
+def test_fix_counts_rewrites_only_the_counts(repo, run):
+    replace(repo, "step2_two/grid.py", "import torch\n", "import torch\nimport os\n")
+    before = snapshot(repo)
+    code, out = run("check", "--fix-counts")
+    assert code == 0, out
+    after = snapshot(repo)
+    readme = repo / "step2_two/README.md"
+    assert {path for path in before if before[path] != after[path]} == {readme, repo / "step3_three/README.md"}
+    assert after[readme] == before[readme].replace(b"| new | +1 |", b"| new | +2 |")
+
+
+def test_fix_counts_does_not_hide_other_drift(repo, run):
+    replace(repo, "step3_three/train.py", "range(2)", "range(3)")
+    code, out = run("check", "--fix-counts")
+    assert code == 1 and "train.py is changed" in out

