@@ -21,13 +21,16 @@ import os
 import torch
 import torch.distributed as dist
 
+from dataloader import next_tokens
+from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from pipeline_template import PipelineTemplate
-from run_common import check_positions, load_model, local_directory, next_token_loss, next_tokens
-from training.common import add_flags, add_run_flags, from_environment, load_text, make_plugin, print_banner
+from run_common import load_model, local_directory, mean_cross_entropy
+from training.common import add_flags, add_run_flags, from_environment, load_text, print_banner
 from training.loop import train
 from training.speeds import layers_by_speed, measured_speeds
 from utils import TINY_LLAMA, ArgumentParser, once_per_machine, one_clear_error, positive_int
 
+CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TOY = dict(vocab_size=1024, hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=8,
            num_key_value_heads=4, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=True)  # Qwen3
 
@@ -51,29 +54,25 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def load_qwen(args) -> tuple[torch.nn.Module, str | None]:
-    """The model, and the directory that its weights are in; the toy has them, random ones, in itself. Collective."""
-    import transformers  # here: it takes seconds, and a wrong flag need not wait for it
-
+def load_qwen(args) -> tuple[torch.nn.Module, dict | None]:
+    """The model and its weights; the toy has them, random ones, in itself. Collective."""
     directory, kind = None, "qwen3"
     if args.model_name is not None:
         directory = once_per_machine(lambda: local_directory(args.model_name, "--model_name"))
         with open(os.path.join(directory, "config.json"), encoding="utf-8") as file:
             kind = json.load(file).get("model_type")
-    classes = {"qwen2": transformers.Qwen2ForCausalLM, "qwen3": transformers.Qwen3ForCausalLM}
-    if kind not in classes:
-        raise ValueError(f"--model_name {args.model_name!r} is a {kind}, not one of {', '.join(classes)}: run_gpt2.py, "
+    if kind not in CLASSES:
+        raise ValueError(f"--model_name {args.model_name!r} is a {kind}, not one of {', '.join(CLASSES)}: run_gpt2.py, "
                          "run_llama.py and train.py of step 9 train others")
-    return load_model(classes[kind], TOY, argparse.Namespace(model_name_or_path=directory, seed=args.seed))
+    return load_model(CLASSES[kind], TOY, argparse.Namespace(**vars(args), model_name_or_path=directory))
 
 
 def main():
     args = parse_args()
     microbatch_size, is_first = args.batch_size // args.microbatch_num, int(os.environ.get("RANK", 0)) == 0
-    plugin = make_plugin(args, microbatch_size)
+    plugin = HeterogeneousParallelPlugin(1, microbatch_size, args.dtype, args.device)
     print_banner(plugin.device, plugin.compute_dtype)
     model, weights = load_qwen(args)
-    check_positions(model.config, args.seq_len)
     layers = layers_by_speed(model, measured_speeds(args, microbatch_size), dist.get_world_size())
     if is_first:
         print(f"decoder layers of the stages: {', '.join(map(str, layers))}", flush=True)
@@ -85,7 +84,7 @@ def main():
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, _ = plugin.configure(model, adamw, weights=weights, seed=args.seed)
     num_steps = args.train_steps or loader.steps_per_epoch
-    for step in train(args, plugin, model, optimizer, loader, next_token_loss, num_steps):
+    for step in train(args, plugin, model, optimizer, loader, mean_cross_entropy, num_steps):
         if is_first and step.number % loader.steps_per_epoch == 0 and step.number < num_steps:
             print(f"the data holds {loader.steps_per_epoch} steps and starts again", flush=True)
     dist.destroy_process_group()

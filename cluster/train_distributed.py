@@ -18,13 +18,15 @@ import os
 import torch
 import torch.distributed as dist
 
+from dataloader import next_tokens
+from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from model import Llama, cross_entropy, init_weights
 from pipeline_template import PipelineTemplate
 from planning.shares import shares_by_speed
-from run_common import check_positions, next_tokens
+from run_common import check_positions
 from tensor_parallel import split_over_tp
 from training.board import Board
-from training.common import add_flags, add_run_flags, gather, load_text, make_plugin, print_banner
+from training.common import add_flags, add_run_flags, gather, load_text, print_banner
 from training.hf_checkpoint import save_hugging_face
 from training.loop import make_llama, seconds_of_microbatch, train
 from training.speeds import measured_speeds
@@ -79,7 +81,7 @@ def token_loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Te
 
 def main():
     args = parse_args()
-    plugin = make_plugin(args, args.batch_size)
+    plugin = HeterogeneousParallelPlugin(1, args.batch_size, args.dtype, args.device)
     print_banner(plugin.device, plugin.compute_dtype)
     config = once_per_machine(lambda: load_config(args.model_name, num_attention_heads=None))
     check_positions(config, args.seq_len)

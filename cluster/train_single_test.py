@@ -21,10 +21,11 @@ import statistics
 import torch
 import torch.distributed as dist
 
+from dataloader import next_tokens
 from metrics import peak_memory_gb
 from model import Llama
 from process_group_manager import init_process_group
-from run_common import check_positions, next_tokens
+from run_common import check_positions
 from training.common import add_flags, gather, load_text, print_banner, print_table
 from training.loop import StepTimes, make_llama, one_microbatch, optimizer_steps
 from training.machine_facts import free_memory

@@ -1,19 +1,20 @@
 """What the training scripts of cluster/ share: flags, text, and what rank 0 prints about all ranks."""
 
 import argparse
+import contextlib
+import io
 import os
 import socket
 
 import torch
 import torch.distributed as dist
 
-from heterogeneous_parallel_plugin import PRECISIONS, HeterogeneousParallelPlugin
-from run_common import Numbered, text_samples
+from dataloader import TokenSamples, load_samples
 from training.machine_facts import network_name, processor_name
-from utils import ROOT, choose_device, positive_int
+from utils import ROOT, positive_int
 
 OLDER_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # spellings that are accepted too
-ALL = 1 << 60  # tokens
+ALL = 1 << 50  # samples
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -50,22 +51,17 @@ def from_environment(name: str, default: int, kind=positive_int) -> int:
                          "it, or unset it") from None
 
 
-def make_plugin(args, microbatch_size: int) -> HeterogeneousParallelPlugin:
-    """Step 9's plugin on the device and in the dtype of the flags; joins the process group. Collective."""
-    _, dtype, _ = choose_device(args.device, args.dtype)
-    precision = next(name for name in PRECISIONS if PRECISIONS[name] == dtype)
-    return HeterogeneousParallelPlugin(microbatch_size=microbatch_size, precision=precision, device=args.device)
+def load_text(args, tokenizer: str, vocab_size: int, num_samples: int | None = None) -> TokenSamples:
+    """The first `num_samples` samples of the corpus, or all where it has fewer, or for None. Collective.
 
-
-def load_text(args, tokenizer: str, vocab_size: int, num_samples: int | None = None) -> Numbered:
-    """The first `num_samples` samples of the corpus, or all of it where there are fewer, or for None. Collective.
-
-    A sample is a tensor of seq_len + 1 token ids. Raises ValueError where there is not one sample, or where the
-    tokenizer is not the model's.
+    A sample is a tensor of seq_len + 1 token ids. Raises ValueError for a corpus that can't be read, that has not one
+    sample, or whose tokenizer is not the model's.
     """
-    num_tokens = num_samples * args.seq_len if num_samples else ALL
-    samples = text_samples(args.dataset_name, tokenizer, args.seq_len, vocab_size, num_tokens)
-    return Numbered(samples, samples.samples_per_epoch)
+    cache = os.path.join(ROOT, "runs", "token_cache")
+    with contextlib.redirect_stdout(io.StringIO()):  # it would say how often a corpus of fewer samples is repeated
+        samples = load_samples(args.dataset_name, tokenizer, args.seq_len, vocab_size, num_samples or ALL, cache)
+    samples.num_samples = min(samples.num_samples, samples.samples_per_epoch)
+    return samples
 
 
 def gather(value) -> list:

@@ -56,9 +56,9 @@ class StepTimes:
         if not timeline.recording:
             return step_seconds, None
         spent = Counter(step=step_seconds)
-        for kind, _, start, end, communication, _ in timeline.spans:
-            if not communication:
-                spent[kind] += (end - start) / 1e9
+        for span in timeline.spans:
+            if not span.in_background:
+                spent[span.kind] += (span.end - span.start) / 1e9
         spent["compute"] = sum(spent[kind] for kind in KINDS)
         self.measured.append(spent)
         return step_seconds, spent["compute"]
