@@ -3,12 +3,15 @@
 An `ssh` that runs its command here takes the place of the true one; test_cluster_launch_on_hosts.py has hosts.
 """
 
+import json
 import os
 import re
 import shlex
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 from launch import ROOT
@@ -48,7 +51,7 @@ def test_what_a_line_says_arrives(tmp_path, monkeypatch, tools):
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     first, second = hosts_file.read_hosts(str(write_hosts(
         tmp_path, "# two", "pi@pi0 port=2222 dir=~/tutorial", "desk nproc=2 address=192.168.1.7  # mine")))
-    assert (first.rank, first.label, first.address, first.dir) == (0, "pi0", "pi@pi0", "~/tutorial")
+    assert (first.rank, first.label, first.address, first.dir) == (0, "pi0:2222", "pi@pi0", "~/tutorial")
     assert (second.rank, second.nproc, second.address, second.dir) == (1, "2", "192.168.1.7", str(ROOT))
     assert first.ssh("~/a b")[-5:] == ["-p", "2222", "--", "pi@pi0", "'a b'"]
     assert first.explain(255, "... Permission denied (publickey).")[1].startswith("ssh-copy-id -p 2222 pi@pi0, or")
@@ -112,17 +115,29 @@ def test_check_compares_the_hosts(tools, tmp_path):
         hosts = write_hosts(tmp_path, three(tools)[0], old, three(tools)[2])
         code, text = Launch(hosts, "--check", "--port", str(port), "--", "train.py", tools=tools).end()
     assert code == 1, text
-    problems = dict(re.findall(r"^([abc]: .+)\n    cure: (.+)$", text, re.M))
+    problems = dict(re.findall(r"^([abc]\S*: .+)\n    cure: (.+)$", text, re.M))
     copies = f"{ROOT}/step9_heterogeneous_pp {ROOT}/cluster 'b:{tmp_path}/old copy/'"
     for start, cure in {
             f"a: blocked port: {port}: Address already in use": f"--port {port + 1}",
-            "b: other torch version: 2.9.1, but a has 2.13.0": "pip install torch==2.13.0 there",
-            "b: other project version: hash ": f"on a: rsync -a -e 'ssh -p 2222' {copies}",
-            "b: clock skew: +40.0 s from a": "on both: sudo timedatectl"}.items():
+            "b:2222: other torch version: 2.9.1, but a has 2.13.0": "pip install torch==2.13.0 there",
+            "b:2222: other project version: hash ": f"on a: rsync -a -e 'ssh -p 2222' {copies}",
+            "b:2222: clock skew: +40.0 s from a": "on both: sudo timedatectl"}.items():
         assert [found for name, found in problems.items() if name.startswith(start) and cure in found], (start, text)
     assert len(problems) == 4 and " | " not in text and not re.search(r"--delete|\brm ", text), text
     rows = {line.split()[0]: line for line in text.splitlines()[1:4]}
-    assert rows["b"].count("!") == 3 and rows["a"].count("!") == 1 and "!" not in rows["c"], text
+    assert rows["b:2222"].count("!") == 3 and rows["a"].count("!") == 1 and "!" not in rows["c"], text
+
+
+def test_a_host_answers_without_torch_and_without_the_tutorial():
+    """The launcher sends it the program; Python's own modules are all that it imports."""
+    program = (ROOT / "cluster" / "launching" / "host_facts.py").read_text()
+    question = {"root": "/nowhere/at/all", "interface": "no0", "peer": None, "port": 0}
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], input=f"{json.dumps(question)}\n[]\n", text=True,
+                          capture_output=True, check=True, timeout=60)
+    report, connected = (json.loads(line.removeprefix("host_facts:")) for line in done.stdout.splitlines())
+    assert {name for _, name, *_ in report["problems"]} >= {"no torch", "no project", "no interface"}
+    assert report["root"] == "/nowhere/at/all" and report["port"] > 0 and connected["errors"] == []
+    assert re.fullmatch(r"\d+\.\d GB", report["cells"]["memory"])
 
 
 @pytest.mark.parametrize("words, message", [

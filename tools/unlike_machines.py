@@ -50,11 +50,11 @@ def on_all_hosts(script, *args, timeout: float) -> str:
     """torchrun of `script` over the three hosts; what the first one printed."""
     processes = []
     for rank, node in enumerate(NODES):
-        # Each host stays on a core: a quota of some milliseconds is partly lost whenever its process moves to another one.
+        # Each host stays on a core, because a quota is partly lost whenever the process moves to another one.
         core = str(min(rank, os.cpu_count() - 1))
-        command = [BED, "exec", node, "taskset", "-c", core, sys.executable, "-m", "torch.distributed.run", "--nnodes=3",
-                   "--nproc-per-node=1", f"--node-rank={rank}", "--master-addr=node0", f"--master-port={PORT}", script,
-                   *map(str, args)]
+        command = [BED, "exec", node, "taskset", "-c", core, sys.executable, "-m", "torch.distributed.run",
+                   "--nnodes=3", "--nproc-per-node=1", f"--node-rank={rank}", "--master-addr=node0",
+                   f"--master-port={PORT}", script, *map(str, args)]
         pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         processes.append(subprocess.Popen(command, env=environment(), **pipes))
     with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -14,7 +14,6 @@ where the other hosts find it.
 No shell reads a word of this file: each word has to look like what it is, and is quoted besides.
 """
 
-import collections
 import dataclasses
 import os
 import re
@@ -52,11 +51,12 @@ class Host:
     iface: str | None = None
     address: str | None = None
     rank: int = 0  # of the host: torchrun's node rank
-    label: str = ""  # its name, with the port where two hosts have the same name
 
     @property
-    def name(self) -> str:
-        return self.to.rpartition("@")[2]
+    def label(self) -> str:
+        """What the host is called in the output: two hosts may have the same name and differ in the port."""
+        name = self.to.rpartition("@")[2]
+        return f"{name}:{self.port}" if self.port else name
 
     def ssh(self, *words: str) -> list[str]:
         """The local command line that runs `words` on the host, quoted for the shell that ssh starts there.
@@ -110,7 +110,7 @@ def read_host(line: str) -> Host | None:
 
 
 def read_hosts(path: str) -> list[Host]:
-    """All hosts, with rank, label and address. Raises ValueError that names the line where one makes no sense."""
+    """All hosts, with rank and address. Raises ValueError that names the line where one makes no sense."""
     hosts = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -121,14 +121,11 @@ def read_hosts(path: str) -> list[Host]:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     if not hosts:
         raise ValueError(f"{path} names no host: write one a line, [user@]host, in the order of the ranks")
-    places = collections.Counter((host.name, host.port) for host in hosts)
-    if twice := [name for (name, _), count in places.items() if count > 1]:
+    labels = [host.label for host in hosts]
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise ValueError(f"{path} names {', '.join(twice)} more than once: for more processes there write nproc=2")
-    names = collections.Counter(host.name for host in hosts)
     for rank, host in enumerate(hosts):
-        host.rank = rank
-        host.label = host.name if names[host.name] == 1 else f"{host.name}:{host.port or 22}"
-        host.address = host.address or find_address(host)
+        host.rank, host.address = rank, host.address or find_address(host)
     if len(hosts) > 1 and re.fullmatch(r"localhost|127\..*", hosts[0].address):
         raise ValueError(f"the other hosts can't reach the first one as {hosts[0].address}: give it an address=")
     return hosts
