@@ -178,12 +178,13 @@ class Report:
 
     def check_port(self, port: int) -> None:
         """Other hosts can connect from now on; nobody needs to accept."""
-        self.port = None
+        self.port, listener = None, socket.socket()
+        Report.listener = listener  # of the class: what the report itself has is sent
         try:
-            LISTENER.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            LISTENER.bind(("", port))
-            LISTENER.listen()
-            self.port = port = LISTENER.getsockname()[1]
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", port))
+            listener.listen()
+            self.port = port = listener.getsockname()[1]
         except OSError as error:
             self.fail("port", "blocked port", f"{port}: {error.strerror}, by another program or an earlier run",
                       f"--port {port + 1}, or see who has it: ss -ltnp")
@@ -200,7 +201,6 @@ def connect(address: str, port: int) -> str | None:
 
 
 if __name__ == "__main__":
-    LISTENER = socket.socket()
     print(MARK + json.dumps(vars(Report(**json.loads(sys.stdin.readline())))), flush=True)
     for line in sys.stdin:
         answer = {"clock": time.time(), "errors": [connect(*address) for address in json.loads(line)]}
