@@ -51,7 +51,7 @@ def parse_args():
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--omp_num_threads", type=positive_int, default=None, help="threads a process")
     # The plan
-    parser.add_argument("--global_batch", type=positive_int, help="samples a step (default: 32); with --measure, plan too")
+    parser.add_argument("--global_batch", type=positive_int, help="samples a step (32); with --measure: plan too")
     parser.add_argument("--micro_batch_size", type=sizes, default=None, metavar="1,2,4",
                         help="sizes to measure, or to choose from (default: those measured)")
     parser.add_argument("--memory_fraction", type=fraction, default=0.9, help="of the free memory that may be used")
@@ -119,14 +119,14 @@ def plan(args) -> None:
 def command(cluster: Cluster, args) -> str:
     """How to start the training that the plan is for, in the order of ranks in which the machines were measured."""
     train = ["step9_heterogeneous_pp/train.py", "--plan", args.out, "--model_name", cluster.model_name,
-             "--num_hidden_layers", str(cluster.num_layers), "--seq_len", str(cluster.seq_len), "--dtype", cluster.dtype]
+             "--num_hidden_layers", cluster.num_layers, "--seq_len", cluster.seq_len, "--dtype", cluster.dtype]
     train += ["--pp_engine", args.schedule] if args.schedule != "1f1b" else []
     hosts = [machine.host for machine in cluster.machines]
     if len(set(hosts)) == 1:
-        return f"run it: torchrun --standalone --nproc_per_node {len(hosts)} {shlex.join(train)}"
-    return (f"run it: cluster/launch_cluster.sh hosts.txt -- {shlex.join(train)}\n"
+        return f"run it: torchrun --standalone --nproc_per_node {len(hosts)} {shlex.join(map(str, train))}"
+    return (f"run it: cluster/launch_cluster.sh hosts.txt -- {shlex.join(map(str, train))}\n"
             f"     or: torchrun --nnodes {len(hosts)} --nproc_per_node 1 --node_rank K --master_addr {hosts[0]} "
-            f"--master_port 29500 {shlex.join(train)}\n         with K = "
+            f"--master_port 29500 {shlex.join(map(str, train))}\n         with K = "
             + ", ".join(f"{rank} on {host}" for rank, host in enumerate(hosts)))
 
 

@@ -1,4 +1,4 @@
-"""`plan.py --cluster`: the best plans for a cluster that is not here, by the planner and the simulation of measured ones.
+"""`plan.py --cluster`: the best plans for a cluster that is not here, by the planner and simulation of measured ones.
 
 Of like devices, each grid dp x pp x tp is one pipeline, which is simulated, and dp replicas of it, which sum their
 gradients. Of unlike devices, every tp_size that divides all nodes makes machines, for which the planner searches.
@@ -75,7 +75,7 @@ def sizes_of(job: Job, dp: int, wanted: int | None) -> list[int]:
 
 
 def grids(job: Job, size: int | None) -> Iterator[Grid]:
-    """Every grid of like devices with its best micro-batch size: one that fits, if there is one, and the quickest."""
+    """Every grid of like devices with its best micro-batch size: one that fits, if there is one, the quickest."""
     for tp in tp_sizes(job):
         machines = job.num_devices // tp
         for pp in (pp for pp in range(1, min(job.shape.layers, machines) + 1) if machines % pp == 0):
@@ -85,7 +85,7 @@ def grids(job: Job, size: int | None) -> Iterator[Grid]:
 
 
 def rank(job: Job, grid: Grid) -> tuple[bool, float]:
-    """Grids that fit come first, the quickest of them before the others; of the rest the one that needs least memory."""
+    """Grids that fit come first, the quickest of them before the others. Of the rest, the least needy."""
     fits = grid.memory <= job.memory_fraction * job.nodes[0].device.memory
     return (False, grid.step_seconds) if fits else (True, grid.memory)
 
@@ -143,16 +143,16 @@ def mfu(job: Job, step_seconds: float) -> float:
 def table(job: Job, found: list[Grid], top: int) -> str:
     """The grids that fit, quickest first. Raises ValueError where none does, or where there is no grid at all."""
     if not found:
-        raise ValueError(f"no dp x pp x tp = {job.num_devices} shares {job.global_batch} samples and {job.shape.layers} "
-                         "layers: dp has to divide --global_batch, pp is at most the layers, tp divides the heads, the "
-                         "MLP's width and the devices of a node")
-    found = sorted(found, key=lambda grid: rank(job, grid))
-    fitting, memory = [grid for grid in found if not rank(job, grid)[0]], job.memory_fraction * job.nodes[0].device.memory
+        raise ValueError(f"no dp x pp x tp = {job.num_devices} shares {job.global_batch} samples and "
+                         f"{job.shape.layers} layers: dp has to divide --global_batch, pp is at most the layers, tp "
+                         "divides the heads, the MLP's width and the devices of a node")
+    found, memory = sorted(found, key=lambda grid: rank(job, grid)), job.memory_fraction * job.nodes[0].device.memory
+    fitting = [grid for grid in found if not rank(job, grid)[0]]
     if not fitting:
         dp, pp, tp, size, *_, needed = found[0]
         raise ValueError(f"does not fit: dp {dp} x pp {pp} x tp {tp} with micro-batches of {size} needs least, "
-                         f"{needed / 1e9:.3g} GB a device, {(needed - memory) / 1e9:.3g} GB more than may be used: take "
-                         "more devices, or a smaller --seq_len")
+                         f"{needed / 1e9:.3g} GB a device, {(needed - memory) / 1e9:.3g} GB more than may be used: "
+                         "take more devices, or a smaller --seq_len")
     lines = ["   dp  pp  tp  micro  count     step s  tokens/s    MFU      GB  "
              + "".join(f"{name:>10}" for name in fitting[0].seconds)]
     for dp, pp, tp, size, _, seconds, needed in fitting[:top]:
@@ -161,10 +161,6 @@ def table(job: Job, found: list[Grid], top: int) -> str:
         lines.append(f"{dp:5}{pp:4}{tp:4}{size:7}{job.global_batch // dp // size:6}{step:11.4g}"
                      f"{to_readable_format(tokens / step):>10}{mfu(job, step):7.1%}{needed / 1e9:8.3g}  {shares}")
     lines += ["", f"layers of the fastest: {','.join(map(str, fitting[0].layers))}"]
-    for grid in sorted(found[len(fitting):], key=lambda grid: grid.step_seconds)[:1]:
-        if grid.step_seconds < fitting[0].step_seconds:
-            lines.append(f"does not fit: dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, micro-batches of {grid.size}, would "
-                         f"take {grid.step_seconds:.4g} s but needs {(grid.memory - memory) / 1e9:.3g} GB more")
     return "\n".join(lines)
 
 
@@ -180,13 +176,14 @@ def unlike(job: Job, size: int | None, top: int) -> str:
             errors.append(error)
     if not found:
         raise errors[0]
-    return "\n".join(f"tp {tp}, {mfu(job, seconds):.1%} MFU of the best plan\n{text}" for seconds, tp, text in sorted(found))
+    return "\n".join(f"tp {tp}, {mfu(job, seconds):.1%} MFU of the best plan\n{text}"
+                     for seconds, tp, text in sorted(found))
 
 
 def add_flags(parser) -> None:
     """The flags that only --cluster has. Where they are left out, the data sheets count."""
-    group = parser.add_argument_group("with --cluster", "8xDEVICE:4 is 8 of them, 4 in a node; @100mbit a node's network; "
-                                      f"--model_name also takes {', '.join(PRESETS)}")
+    group = parser.add_argument_group("with --cluster", "8xDEVICE:4 is 8 of them, 4 in a node; @100mbit is a node's "
+                                      f"network; --model_name also takes {', '.join(PRESETS)}")
     group.add_argument("--peak_tflops", type=float, default=None, help="of a device, in this --dtype, dense")
     group.add_argument("--efficiency", type=float, default=EFFICIENCY, help="share of it that matrix products reach")
     group.add_argument("--device_memory", type=float, default=None, help="GB of a device")
@@ -225,11 +222,10 @@ def what_if(args, setting: Setting) -> str:
     job = Job(read_shape(args), nodes, args.seq_len, args.global_batch or 32, dtype, setting, args.efficiency,
               args.memory_fraction)
     size = args.micro_batch_size[0] if args.micro_batch_size else None
-    counts = {name: sum(node.count for node in nodes if node.name == name) for name in dict.fromkeys(n.name for n in nodes)}
-    head = (f"{' + '.join(f'{count} x {name}' for name, count in counts.items())} in {len(nodes)} nodes, {dtype}; "
-            f"{LINK_SHARE:.0%} of links and {args.efficiency:.0%} of FLOP/s are reached\n"
-            f"{to_readable_format(job.shape.parameters)} parameters, {job.global_batch} samples of {args.seq_len} tokens "
-            f"a step; {args.memory_fraction:.0%} of the memory may be used\n\n")
+    head = (f"{args.cluster}: {job.num_devices} devices in {len(nodes)} nodes, {dtype}; {LINK_SHARE:.0%} of links and "
+            f"{args.efficiency:.0%} of FLOP/s are reached\n{to_readable_format(job.shape.parameters)} parameters, "
+            f"{job.global_batch} samples of {args.seq_len} tokens a step; {args.memory_fraction:.0%} of the memory may "
+            "be used\n\n")
     if len(set(nodes)) == 1:
         return head + table(job, list(grids(job, size)), args.top)
     return head + unlike(job, size, args.top)

@@ -1,7 +1,7 @@
 """The search for a plan: which machines work, in which pipelines and order, with how many layers and micro-batches.
 
-    1. every group of machines as one pipeline, in a few orders, layers by speed: a few micro-batches are simulated, which
-       gives its pace, the seconds of the first micro-batch and of each further one
+    1. every group of machines as one pipeline, in a few orders, layers by speed: a few micro-batches are simulated,
+       which gives its pace, the seconds of the first micro-batch and of each further one
     2. every way to group the machines into pipelines, some machines idle: micro-batches by pace
     3. the most promising of these are simulated whole, and so are the uniform plans that one writes by hand
     4. from the best of them on: move a layer, move a micro-batch, swap two machines, as long as the step gets shorter
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from planning.groupings import alike, find_groupings
 from planning.machines import Cluster
+from planning.moves import layer_moves, microbatch_moves
 from planning.pipeline_simulation import Pipeline, Setting
 from planning.shares import shares_that_fit
 from planning.simulation import Candidate, Result, peak_memory, run_pipeline, simulate
@@ -260,7 +261,7 @@ class Search:
                 yield candidate._replace(pipelines=tuple(pipelines))
 
     def uniform_plans(self) -> dict[str, list[Candidate] | str]:
-        """What one would write without a planner: name -> a candidate of each micro-batch size, or why there is none."""
+        """What one would write without a planner: name -> a candidate per micro-batch size, or why there is none."""
         n, layers = len(self.cluster.machines), self.cluster.num_layers
         totals = [(size, self.global_batch // size) for size in self.sizes]
         alone, everyone = (self.fastest_first[0],), tuple(range(n))
@@ -287,41 +288,12 @@ class Search:
         return f"the memory of machine {rank} ({self.cluster.machines[rank].host}) does not suffice"
 
     def missing_memory(self, memory_fraction: float) -> str:
-        """Why no plan fits: what the machines can hold as one pipeline, those with most memory first."""
-        cluster, size, layers = self.cluster, self.sizes[0], self.cluster.num_layers
-        order = tuple(sorted(range(len(self.memory)), key=lambda rank: -self.memory[rank])[:layers])
-        number = self.global_batch // size
-
-        def most_layers(s: int) -> int:
-            others = [0] * len(order)
-            fitting = (count for count in range(layers, 0, -1) if s not in self.lacks_memory(
-                Pipeline(order, (*others[:s], count, *others[s + 1:]), number), size))
-            return next(fitting, 0)
-
-        held = [most_layers(s) for s in range(len(order))]
-        whole = peak_memory(cluster, Pipeline((0,), (layers,), 1), size, self.setting)[0]
-        lines = [f"machine {rank} ({cluster.machines[rank].host}) {self.memory[rank] / 1e6:.4g} MB for {count} of the "
-                 "layers" for rank, count in zip(order, held)]
-        return (f"not enough memory for any plan: the model takes {whole / 1e6:.4g} MB, and all machines may use "
-                f"{sum(self.memory) / 1e6:.4g} MB: {memory_fraction} of what was free. In one pipeline, with "
-                f"micro-batches of {size} samples: {'; '.join(lines)}: {sum(held)} of {layers} layers are placed. Free "
-                "memory, add a machine, or take fewer layers, a smaller --seq_len or other sizes")
-
-
-def microbatch_moves(candidate: Candidate) -> Iterator[Candidate]:
-    for a, b in permutations(range(len(candidate.pipelines)), 2):
-        pipelines = list(candidate.pipelines)
-        for k, more in (a, -1), (b, 1):
-            pipelines[k] = pipelines[k]._replace(num_microbatches=pipelines[k].num_microbatches + more)
-        if pipelines[a].num_microbatches:
-            yield candidate._replace(pipelines=tuple(pipelines))
-
-
-def layer_moves(candidate: Candidate) -> Iterator[Candidate]:
-    for k, pipeline in enumerate(candidate.pipelines):
-        for s, t in permutations(range(len(pipeline.layers)), 2):
-            layers, pipelines = list(pipeline.layers), list(candidate.pipelines)
-            layers[s], layers[t] = layers[s] - 1, layers[t] + 1
-            pipelines[k] = pipeline._replace(layers=tuple(layers))
-            if layers[s]:
-                yield candidate._replace(pipelines=tuple(pipelines))
+        """Why no plan fits: what the model takes, and what each machine has."""
+        layers, size = self.cluster.num_layers, self.sizes[0]
+        whole = peak_memory(self.cluster, Pipeline((0,), (layers,), 1), size, self.setting)[0]
+        each = ", ".join(f"machine {rank} ({machine.host}) {memory / 1e6:.4g}"
+                         for rank, (machine, memory) in enumerate(zip(self.cluster.machines, self.memory)))
+        return (f"not enough memory for any plan: one machine would need {whole / 1e6:.4g} MB for the model and a "
+                f"micro-batch of {size} samples, and stages need the activations of several. The machines may use, in "
+                f"MB: {each}: {memory_fraction} of what was free. Free memory, add a machine, or take fewer layers, a "
+                "smaller --seq_len or other sizes")
