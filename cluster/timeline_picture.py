@@ -1,10 +1,10 @@
-"""A recorded timeline as a picture: a row a rank, time to the right.
+"""A recorded timeline as a picture: one row per rank, time to the right.
 
-    python timeline_picture.py runs/default_run/timeline_batch5_all.json timeline.png
+    python cluster/timeline_picture.py runs/default_run/timeline_batch5_all.json timeline.png
 
-Blocks are forward and backward passes, with the number of their micro-batch; what stays grey between the first and the
-last of them is the bubble. A line leads from where a tensor was sent to where it had arrived; bars under a row are
-all-reduces of gradients.
+Blocks are forward and backward passes, with the number of their micro-batch. What stays grey between the first and the
+last of them is the bubble. A line leads from the end of the pass that made a tensor to the end of its receive. Bars
+under a row are all-reduces of gradients.
 """
 
 import json
@@ -66,14 +66,17 @@ def draw_span(axes, event: dict) -> None:
 
 
 def draw_transfers(axes, spans: list[dict]) -> None:
-    """From the edge of the sender's row to the edge of the receiver's, with a point where it arrives."""
-    arrived = {(event["args"]["peer"], event["pid"], event["args"]["microbatch"]): event["ts"] + event["dur"]
-               for event in spans if event["cat"] == "receive"}
+    """For each transfer, a line from the end of the sender's pass to the end of the receive, which a point marks.
+
+    A stage receives outputs of forward passes from a lower rank, and gradients of backward passes from a higher one.
+    """
+    computed = {(event["pid"], event["cat"], event["args"]["microbatch"]): event["ts"] + event["dur"]
+                for event in spans if event["cat"] in ("forward", "backward")}
     for event in spans:
-        if event["cat"] == "send":
-            sender, receiver = event["pid"], event["args"]["peer"]
-            edge = HEIGHT / 2 if receiver > sender else -HEIGHT / 2
-            times = (event["ts"] / 1e3, arrived[sender, receiver, event["args"]["microbatch"]] / 1e3)
+        if event["cat"] == "receive":
+            sender, receiver, microbatch = event["args"]["peer"], event["pid"], event["args"]["microbatch"]
+            kind, edge = ("forward", HEIGHT / 2) if sender < receiver else ("backward", -HEIGHT / 2)
+            times = (computed[sender, kind, microbatch] / 1e3, (event["ts"] + event["dur"]) / 1e3)
             axes.plot(times, (sender + edge, receiver - edge), color=COLOURS["transfer"], linewidth=1,
                       marker="o", markevery=[1], markersize=2.5)
 

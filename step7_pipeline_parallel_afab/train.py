@@ -76,6 +76,14 @@ def train_step(model, data_loader) -> torch.Tensor:
     return total_loss
 
 
+def print_parameters(model, device, dtype) -> None:
+    """Prints the largest number of parameters that a rank holds: stages hold different numbers. Collective."""
+    num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
+    dist.all_reduce(num_params, dist.ReduceOp.MAX)
+    if pgm.process_group_manager.is_logging_rank:
+        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, activations in {dtype}")
+
+
 def main():
     args = parse_args()
     device, dtype, backend = choose_device(args.device, args.dtype)
@@ -112,10 +120,7 @@ def main():
         compile_layers(model.decoder_layers.children(), device)
     model = DataParallelBucket(model)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
-    num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
-    dist.all_reduce(num_params, dist.ReduceOp.MAX)  # stages hold different numbers of parameters
-    if grid.is_logging_rank:
-        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, activations in {dtype}")
+    print_parameters(model, device, dtype)
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
     for step in range(1, num_steps + 1):

@@ -23,6 +23,8 @@ from utils import (
     positive_int, to_readable_format,
 )
 
+PIPELINE_STEPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
+
 
 def parse_args():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
@@ -56,7 +58,7 @@ def parse_args():
     parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
     parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
-    parser.add_argument("--pp_engine", choices=["afab", "1f1b"], default="1f1b", help="the pipeline's schedule")
+    parser.add_argument("--pp_engine", choices=list(PIPELINE_STEPS), default="1f1b", help="the pipeline's schedule")
     # Logging
     parser.add_argument("--run_name", default="default_run")
     parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
@@ -78,6 +80,14 @@ def train_step(model, data_loader) -> torch.Tensor:
         total_loss += loss.detach()
     model.finish_gradient_sync()
     return total_loss
+
+
+def print_parameters(model, device, dtype) -> None:
+    """Prints the largest number of parameters that a rank holds: stages hold different numbers. Collective."""
+    num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
+    dist.all_reduce(num_params, dist.ReduceOp.MAX)
+    if pgm.process_group_manager.is_logging_rank:
+        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, activations in {dtype}")
 
 
 def main():
@@ -118,10 +128,7 @@ def main():
         compile_layers(model.decoder_layers.children(), device)
     model = DataParallelBucket(model)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
-    num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
-    dist.all_reduce(num_params, dist.ReduceOp.MAX)  # stages hold different numbers of parameters
-    if grid.is_logging_rank:
-        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, activations in {dtype}")
+    print_parameters(model, device, dtype)
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
     for step in range(1, num_steps + 1):
@@ -131,8 +138,7 @@ def main():
         model.zero_grad()
         if args.pp_size > 1:
             tensor_shape = (args.micro_batch_size, args.seq_len, config.hidden_size)
-            pipeline_step = train_step_pipeline_1f1b if args.pp_engine == "1f1b" else train_step_pipeline_afab
-            loss = pipeline_step(model, data_loader, tensor_shape, device)
+            loss = PIPELINE_STEPS[args.pp_engine](model, data_loader, tensor_shape, device)
         else:
             loss = train_step(model, data_loader)
         loss = average_loss_across_dp_ranks(loss)

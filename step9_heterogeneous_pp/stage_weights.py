@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn as nn
+from safetensors import safe_open
 
 from hf_tensor_parallel import split_parameter
 from pipeline_stage import PipelineStage
@@ -26,8 +27,6 @@ def open_directory(directory: str) -> dict[str, Callable]:
     A file is opened when one of its parameters is asked for, so a rank needs only the files with its own parameters.
     Raises ValueError where the directory has no safetensors, and later for a file that is missing.
     """
-    from safetensors import safe_open
-
     index, single = (os.path.join(directory, f"model.safetensors{end}") for end in (".index.json", ""))
     if os.path.isfile(index):
         with open(index) as file:

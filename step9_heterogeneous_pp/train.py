@@ -29,6 +29,8 @@ from utils import (
 )
 from wire import WIRE_DTYPES
 
+SCHEDULES = {"afab": afab, "1f1b": one_f_one_b}
+
 
 def counts(text: str) -> list[int]:
     """The type of flags like 5,3."""
@@ -80,7 +82,7 @@ def parse_args():
     parser.add_argument("--pipelines", type=pipelines, metavar="8;5,3",
                         help="instead of these two: decoder layers of each stage, with ';' between pipelines")
     parser.add_argument("--plan", metavar="PLAN.JSON", help="instead of all these: a plan that cluster/plan.py wrote")
-    parser.add_argument("--pp_engine", choices=["afab", "1f1b"], default="1f1b", help="the pipeline's schedule")
+    parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="1f1b", help="the pipeline's schedule")
     parser.add_argument("--wire_dtype", choices=WIRE_DTYPES, default=None,
                         help="what hidden states are sent as from stage to stage (default: as they are)")
     parser.add_argument("--gradient_wire_dtype", choices=WIRE_DTYPES, default=None,
@@ -108,11 +110,18 @@ def make_plugin(args, model) -> HeterogeneousParallelPlugin:
     size, left_over = divmod(num_layers, args.pp_size)  # equal stages, or one more layer in the first ones
     layers = args.pipelines or [[size + (s < left_over) for s in range(args.pp_size)]] * args.dp_size
     num_microbatches = args.num_microbatches or [args.gradient_accumulation_steps] * len(layers)
-    schedule = one_f_one_b if args.pp_engine == "1f1b" else afab
-    plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, args.dtype, args.device, schedule,
-                                         args.wire_dtype, args.gradient_wire_dtype)
+    plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, args.dtype, args.device,
+                                         SCHEDULES[args.pp_engine], args.wire_dtype, args.gradient_wire_dtype)
     plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, sizes) for sizes in layers], num_microbatches)
     return plugin
+
+
+def print_parameters(model, device, dtype) -> None:
+    """Prints the largest number of parameters that a rank holds: stages hold different numbers. Collective."""
+    num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
+    dist.all_reduce(num_params, dist.ReduceOp.MAX)
+    if pgm.process_group_manager.is_logging_rank:
+        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, activations in {dtype}")
 
 
 def main():
@@ -157,10 +166,7 @@ def main():
 
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, _ = plugin.configure(model, adamw, weights=materialise)
-    num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
-    dist.all_reduce(num_params, dist.ReduceOp.MAX)  # stages hold different numbers of parameters
-    if grid.is_logging_rank:
-        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, activations in {dtype}")
+    print_parameters(model, device, dtype)
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
     batches = iter(data_loader)

@@ -58,7 +58,8 @@ def test_a_rank_that_hangs_shows_where(script):
 
 
 def test_output_exit_codes_and_stdin(script):
-    path = script("print('out', rank, sys.argv[1:]); print('err', file=sys.stderr); assert not sys.stdin.read()")
+    path = script("print('out', rank, sys.argv[1:]); print('err', file=sys.stderr); assert not sys.stdin.read()\n"
+                  "import atexit\natexit.register(print, 'end')")
     done = fork(1, 1, "a b", 3, script=path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "out 0 ['a b', '3']\n", "err\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "out 0 ['a b', '3']\nend\n", "err\n")
     assert fork(1, 1, script=script("raise KeyError(rank)"), check=False).returncode == 1

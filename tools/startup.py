@@ -68,7 +68,7 @@ def run_and_note(script: str) -> None:
     note(pgm, "init_process_group", before="imports")
     note(pgm, "setup_process_group_manager", after="process group")
     note(utils, "once_per_machine", after="config")  # the loader has bound its own already
-    note(dataloader.MicroBatchDataLoader, "__init__", after="data")
+    note(dataloader, "load_samples", after="data")
     note(metrics.RunLogger, "__init__", after="model")
     note(metrics.RunLogger, "log", after="first step", then=finish)
     runpy.run_path(script, run_name="__main__")
@@ -99,7 +99,7 @@ def compare_corpora(step, num_processes: int, flags: list[str], rounds: int) -> 
 
     with modules_of(step):
         import dataloader
-    names = dataloader.corpus_files(dataloader.corpus_path("sotu"))
+    names = dataloader.files_at(dataloader.corpus_path("sotu"))
     text = "".join(pathlib.Path(name).read_text(encoding="utf-8") for name in names).encode()
     with tempfile.TemporaryDirectory() as folder:
         for size in MEGABYTES:

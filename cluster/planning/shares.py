@@ -6,6 +6,7 @@ anywhere else.
 """
 
 import heapq
+from collections.abc import Callable
 
 
 def shares_by_speed(total: int, seconds_each: list[float], limits: list[int] | None = None,
@@ -32,3 +33,19 @@ def shares_by_speed(total: int, seconds_each: list[float], limits: list[int] | N
         if shares[rank] < limits[rank]:
             heapq.heappush(done, (besides[rank] + (shares[rank] + 1) * seconds_each[rank], rank))
     return shares
+
+
+def shares_that_fit(total: int, seconds_each: list[float], besides: list[float],
+                    too_large: Callable[[list[int]], list[int]]) -> list[int] | None:
+    """shares_by_speed within what memory allows; None where it does not suffice.
+
+    `too_large(shares)` names the ranks whose share does not fit. Each of them is dealt fewer pieces, until all fit.
+    """
+    limits = [total] * len(seconds_each)
+    while len(limits) <= total <= sum(limits) and min(limits) > 0:
+        shares = shares_by_speed(total, seconds_each, limits, besides)
+        if not (ranks := too_large(shares)):
+            return shares
+        for rank in ranks:
+            limits[rank] = shares[rank] - 1
+    return None

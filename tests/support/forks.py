@@ -13,8 +13,8 @@ is, and ends. `modules` are imported by the server, before the fork: what only s
 port that was never free again after it was chosen, so no two jobs can meet. See launch.fork, the other end.
 """
 
-import contextlib
 import atexit
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -40,6 +40,7 @@ def run_rank(job: dict, rank: int, port: int) -> int:
     for descriptor in 1, 2:
         os.dup2(os.open(f"{job['output']}{descriptor}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     faulthandler.dump_traceback_later(job["timeout"], exit=True)
+    atexit._clear()  # what the server's imports have registered is not the script's
     sys.argv, sys.path[0] = job["argv"], os.path.dirname(job["argv"][0])
     try:
         runpy.run_path(job["argv"][0], run_name="__main__")
