@@ -87,21 +87,22 @@ def test_a_missing_python_is_named(tools, tmp_path):
     assert code == 127 and "no Python: can't start /nowhere/python there: give this host a python=" in text, text
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "killed launcher", "killed torchrun", "killed worker"])
-def test_nothing_outlives_a_run(tools, tmp_path, how):
-    run = Launch(write_hosts(tmp_path, *three(tools)), "--", tools / "sleep.py", tools=tools)
-    pids = run.pids()
-    if how == "ctrl-c":
-        os.killpg(run.process.pid, signal.SIGINT)
-        assert run.end()[0] == 130
-    elif how == "killed launcher":
-        run.process.kill()
-    else:
-        victim, code = (pids["b"][1], 137) if how == "killed torchrun" else (pids["b"][0], 1)
-        os.kill(victim, signal.SIGKILL)
-        found, text = run.end()
-        assert found == code and f"b (node rank 1) failed first, with exit code {code}" in text, text
-    assert all_gone(pids)
+def test_nothing_outlives_a_run(tools, tmp_path):
+    """Not after Ctrl-C, nor where the launcher, a torchrun or a worker is killed."""
+    lines, runs = three(tools), {}
+    for how in ("ctrl-c", "killed launcher", "killed torchrun", "killed worker"):  # four runs at the same time
+        runs[how] = Launch(write_hosts(tmp_path, *lines), "--", tools / "sleep.py", tools=tools)
+        runs[how].pids()
+    os.killpg(runs["ctrl-c"].process.pid, signal.SIGINT)
+    runs["killed launcher"].process.kill()
+    os.kill(runs["killed torchrun"].pids()["b"][1], signal.SIGKILL)
+    os.kill(runs["killed worker"].pids()["b"][0], signal.SIGKILL)
+    assert runs["ctrl-c"].end()[0] == 130
+    for how, expected in ("killed torchrun", 137), ("killed worker", 1):
+        code, text = runs[how].end()
+        assert code == expected and f"b (node rank 1) failed first, with exit code {expected}" in text, text
+    for how, run in runs.items():
+        assert all_gone(run.pids()), how
 
 
 def test_check_compares_the_hosts(tools, tmp_path):

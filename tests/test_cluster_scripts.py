@@ -14,7 +14,7 @@ import torch
 from torch.distributed.run import get_args_parser
 
 from huggingface import ExactRMSNorm, their_name
-from launch import ROOT, fork, losses, modules_of
+from launch import ROOT, losses, modules_of, start_fork
 
 with modules_of(9):
     import three_stages_simple_pp as three_stages
@@ -65,11 +65,11 @@ def trained(tmp_path_factory):
     for i in range(4):
         (folder / "corpus" / f"{i}.txt").write_text(f"{i}. {TEXT[i:]}")
     (folder / "cluster.json").write_text(json.dumps(MEASURED))
-    for ranks in (3, 1):
-        for name, flags in flags_of(folder, ranks).items():
-            done = fork(9, ranks, folder / f"{name}{ranks}", CLUSTER / f"{name}.py", *flags,
-                        script=ROOT / "tests" / "support" / "record.py", modules=QWEN)
-            printed += done.stdout if ranks == 3 else ""
+    jobs = {(name, ranks): start_fork(9, ranks, folder / f"{name}{ranks}", CLUSTER / f"{name}.py", *flags, modules=QWEN,
+                                      script=ROOT / "tests" / "support" / "record.py")
+            for ranks in (3, 1) for name, flags in flags_of(folder, ranks).items()}
+    for (_, ranks), job in jobs.items():
+        printed += job.result().stdout if ranks == 3 else ""
     return folder, printed
 
 

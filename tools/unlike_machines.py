@@ -117,7 +117,7 @@ class Bench:
         with modules_of(9):
             from planning.machines import Cluster
             from planning.pipeline_simulation import Pipeline, Setting
-            from planning.plan_report import as_plan
+            from planning.report import as_plan
             from planning.planner import Scored
             from planning.simulation import Candidate, simulate
 
