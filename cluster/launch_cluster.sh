@@ -1,16 +1,12 @@
 #!/usr/bin/env bash
-# Start one training on several hosts over ssh, or look first whether they are fit for it.
+# Start one training on several hosts over ssh, or look first whether they are fit for it. Paths are those of the
+# hosts, from the root of the repository:
 #
-#   ./launch_cluster.sh hosts.txt --check                                  look at each host, start nothing
-#   ./launch_cluster.sh hosts.txt -- train_distributed.py --epochs 3       start it on all hosts
-#   ./launch_cluster.sh hosts.txt --check -- train_distributed.py          look, and start it if all is well
+#   cluster/launch_cluster.sh hosts.txt --check                                         look at each host only
+#   cluster/launch_cluster.sh hosts.txt -- cluster/train_distributed.py --epochs 3      start it on all hosts
+#   cluster/launch_cluster.sh hosts.txt --check -- step9_heterogeneous_pp/train.py      start it if all is well
 #
-# The work is done in Python, where no word of hosts.txt or of the arguments ever is a word of a shell's:
-#   launch_cluster.py   reads hosts.txt, starts, streams and ends the hosts' runs
-#   check_cluster.py    asks the hosts and prints the table of --check
-#   host_run.py         runs on each host: starts torchrun there, and ends it when this terminal is gone
-#   host_facts.py       runs on each host: answers --check
-#
+# The work is done in Python (launching/), where no word of hosts.txt or of the arguments is ever read by a shell.
 # PYTHON=/path/to/python names the Python of this machine, if it is not python3. It needs no torch.
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)

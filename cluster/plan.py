@@ -1,9 +1,11 @@
 """Measure the machines, or plan for measured ones, or ask what other machines would do.
 
-    torchrun ... plan.py --measure cluster.json                    on all machines, as train.py will be started
-    python plan.py cluster.json --global_batch 32 --out plan.json  anywhere: the best pipelines for these machines
-    torchrun ... train.py --plan plan.json                         as for --measure
-    python plan.py --cluster 64xH100:8 --model_name ...            a table for machines that are not here
+    torchrun ... cluster/plan.py --measure cluster.json                    on all machines, as train.py will be started
+    python cluster/plan.py cluster.json --global_batch 32 --out plan.json  anywhere: the best pipelines for them
+    torchrun ... step9_heterogeneous_pp/train.py --plan plan.json          as for --measure
+    python cluster/plan.py --cluster 64xH100:8 --model_name ...            a table for machines that are not here
+
+With --global_batch, --measure plans in the same go.
 """
 
 import course  # noqa: F401  before step 9's modules
@@ -11,17 +13,17 @@ import course  # noqa: F401  before step 9's modules
 import argparse
 import os
 import shlex
-import sys
 
+from planning import grids
 from planning.machines import Cluster, load_cluster
 from pipeline_parallel import afab, one_f_one_b
 from planning.pipeline_simulation import Setting
-from planning.plan_report import as_plan, report, write_plan
+from planning.report import as_plan, report, write_plan
 from planning.planner import find_plans
 from utils import TINY_LLAMA, ArgumentParser, choose_device, load_config, one_clear_error, positive_int
 
 SCHEDULES = {"1f1b": one_f_one_b, "afab": afab}
-MEASURED = {"model_name": TINY_LLAMA, "seq_len": 128, "dtype": "auto"}  # with --measure; a cluster.json says its own
+MEASURED = {"model_name": TINY_LLAMA, "seq_len": 128, "dtype": "auto"}  # with --measure: a cluster.json has its own
 
 
 def sizes(text: str) -> list[int]:
@@ -49,7 +51,7 @@ def parse_args():
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--omp_num_threads", type=positive_int, default=None, help="threads a process")
     # The plan
-    parser.add_argument("--global_batch", type=positive_int, default=32, help="samples a step")
+    parser.add_argument("--global_batch", type=positive_int, help="samples a step (32); with --measure: plan too")
     parser.add_argument("--micro_batch_size", type=sizes, default=None, metavar="1,2,4",
                         help="sizes to measure, or to choose from (default: those measured)")
     parser.add_argument("--memory_fraction", type=fraction, default=0.9, help="of the free memory that may be used")
@@ -60,10 +62,7 @@ def parse_args():
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b")
     parser.add_argument("--out", default="plan.json", help="where to write the best plan")
     parser.add_argument("--top", type=positive_int, default=5, help="plans to print")
-    if any(argument.split("=")[0] == "--cluster" for argument in sys.argv[1:]):
-        from planning import what_if  # its flags matter only here
-
-        what_if.add_flags(parser)
+    grids.add_flags(parser)
     args = parser.parse_args()
     if sum(map(bool, (args.cluster_json, args.measure, args.cluster))) != 1:
         raise ValueError("say what to do: --measure PATH under torchrun, or the cluster.json to plan for, or --cluster "
@@ -86,7 +85,7 @@ def measure(args) -> None:
     import torch.distributed as dist
 
     import process_group_manager as pgm
-    from planning.measure_cluster import MICRO_BATCH_SIZES, measure_cluster, write_cluster
+    from planning.measure import MICRO_BATCH_SIZES, measure_cluster, write_cluster
 
     with_defaults(args)
     device, dtype, backend = choose_device(args.device, args.dtype)
@@ -97,6 +96,9 @@ def measure(args) -> None:
                          num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
     write_cluster(args.measure, measure_cluster(config, args.seq_len, dtype, device, args.model_name, wanted))
+    if args.global_batch and dist.get_rank() == 0:
+        args.cluster_json, args.micro_batch_size, args.dtype = args.measure, None, "auto"
+        plan(args)
     dist.destroy_process_group()
 
 
@@ -108,7 +110,7 @@ def plan(args) -> None:
             raise ValueError(f"--{flag} {getattr(args, flag)}, but {args.cluster_json} was measured with {measured}: "
                              "leave the flag out, or measure again with it")
     setting = Setting(SCHEDULES[args.schedule], args.wire_dtype, args.gradient_wire_dtype)
-    plans = find_plans(cluster, args.global_batch, setting, args.micro_batch_size, args.memory_fraction)
+    plans = find_plans(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
     print(report(cluster, plans, args.top))
     write_plan(args.out, as_plan(cluster, plans.best[0], setting))
     print(f"plan: {args.out}\n{command(cluster, args)}")
@@ -116,17 +118,15 @@ def plan(args) -> None:
 
 def command(cluster: Cluster, args) -> str:
     """How to start the training that the plan is for, in the order of ranks in which the machines were measured."""
-    train = ["train.py", "--plan", args.out, "--model_name", cluster.model_name, "--num_hidden_layers",
-             str(cluster.num_layers), "--seq_len", str(cluster.seq_len), "--dtype", cluster.dtype]
+    train = ["step9_heterogeneous_pp/train.py", "--plan", args.out, "--model_name", cluster.model_name,
+             "--num_hidden_layers", cluster.num_layers, "--seq_len", cluster.seq_len, "--dtype", cluster.dtype]
     train += ["--pp_engine", args.schedule] if args.schedule != "1f1b" else []
-    for flag in ("wire_dtype", "gradient_wire_dtype"):
-        train += [f"--{flag}", value] if (value := getattr(args, flag)) else []
     hosts = [machine.host for machine in cluster.machines]
     if len(set(hosts)) == 1:
-        return f"run it: torchrun --standalone --nproc_per_node {len(hosts)} {shlex.join(train)}"
-    return (f"run it: ./launch_cluster.sh hosts.txt -- {shlex.join(train)}\n"
+        return f"run it: torchrun --standalone --nproc_per_node {len(hosts)} {shlex.join(map(str, train))}"
+    return (f"run it: cluster/launch_cluster.sh hosts.txt -- {shlex.join(map(str, train))}\n"
             f"     or: torchrun --nnodes {len(hosts)} --nproc_per_node 1 --node_rank K --master_addr {hosts[0]} "
-            f"--master_port 29500 {shlex.join(train)}\n         with K = "
+            f"--master_port 29500 {shlex.join(map(str, train))}\n         with K = "
             + ", ".join(f"{rank} on {host}" for rank, host in enumerate(hosts)))
 
 
@@ -137,13 +137,10 @@ def main():
     elif args.cluster_json:
         plan(args)
     else:
-        from planning import what_if
-
         with_defaults(args)
         if args.micro_batch_size and len(args.micro_batch_size) > 1:
             raise ValueError("--cluster takes one --micro_batch_size, or none")
-        args.micro_batch_size = args.micro_batch_size[0] if args.micro_batch_size else None
-        what_if.main(args)
+        print(grids.what_if(args, Setting(SCHEDULES[args.schedule], args.wire_dtype, args.gradient_wire_dtype)))
 
 
 if __name__ == "__main__":

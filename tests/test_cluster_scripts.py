@@ -4,7 +4,6 @@ All three run one after the other on three ranks, and again in one process, in f
 """
 
 import argparse
-import itertools
 import json
 import os
 import re
@@ -12,23 +11,34 @@ import sys
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser
 
 from huggingface import ExactRMSNorm, their_name
-from launch import MODELS, ROOT, STEPS, fork, losses, modules_of
+from launch import ROOT, losses, modules_of, start_fork
 
 with modules_of(9):
-    from training import cluster_common
-    from training import hf_checkpoint
     import three_stages_simple_pp as three_stages
     import train_distributed
     import train_single_test as single_test
     from model import Llama, cross_entropy, init_weights
+    from training import hf_checkpoint, loop, speeds
 
+CLUSTER = ROOT / "cluster"
+QWEN = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3")]  # seconds to import
 SEQ_LEN = 16
 TEXT = "It was the best of times, it was the worst of times; it was the age of wisdom. " * 12
-SPEEDS = {"machines": [{"forward": {"1": [9.0, *[seconds] * 8, 9.0, 9.0]}, "backward": {"1": [0.0] * 11}}
-                       for seconds in (1.0, 2.5, 1.0)]}
-SHARES = [8, 5, 8]  # of 21 micro-batches: a whole model takes 35, 47 and 35
+TINY_SIZES = [131072, *[184576] * 8, 128, 131072]  # parameters of the tiny Llama's modules
+
+
+def measured(*layer_seconds: float, embedding: float = 0.0, head: float = 0.0) -> dict:
+    """cluster.json of machines with these seconds for a decoder layer of the tiny Llama."""
+    return {"modules": [{"parameters": size} for size in TINY_SIZES],
+            "machines": [{"forward": {"1": [embedding, *[seconds] * 8, 0.0, head]}, "backward": {"1": [0.0] * 11}}
+                         for seconds in layer_seconds]}
+
+
+MEASURED = measured(1.0, 2.5, 1.0, head=3.0)
+SHARES = [9, 4, 8]  # of 21 micro-batches: a whole model takes 11, 23 and 11 seconds
 
 
 def flags_of(folder, ranks: int) -> dict[str, list]:
@@ -36,8 +46,8 @@ def flags_of(folder, ranks: int) -> dict[str, list]:
     data = ["--dataset_name", folder / "corpus", "--seq_len", SEQ_LEN, "--dtype", "fp64", "--device", "cpu",
             "--log_dir", folder / f"runs{ranks}"]
     speeds = ["--cluster_json", folder / "cluster.json"] if ranks > 1 else []
-    three = ["--train_steps", 16, "--batch_size", 16, "--microbatch_num", 4, "--profile_batch", 3, *speeds]
-    data_parallel = ["--epochs", 2, "--max_steps_per_epoch", 4, "--batch_size", 1, "--run_name", "uneven",
+    three = ["--train_steps", 8, "--batch_size", 16, "--microbatch_num", 4, *speeds]
+    data_parallel = ["--epochs", 2, "--max_steps_per_epoch", 2, "--batch_size", 1, "--run_name", "uneven",
                      "--gradient_accumulation", 21 // ranks, "--checkpoint_dir",
                      folder / f"checkpoints{ranks}", *speeds]
     alone = ["--steps", 3, "--max_batch_size", 4]
@@ -52,18 +62,18 @@ def trained(tmp_path_factory):
     """The folder, and what was printed on 3 ranks."""
     folder, printed = tmp_path_factory.mktemp("cluster"), ""
     (folder / "corpus").mkdir()
-    for i in range(8):
+    for i in range(4):
         (folder / "corpus" / f"{i}.txt").write_text(f"{i}. {TEXT[i:]}")
-    (folder / "cluster.json").write_text(json.dumps(SPEEDS))
-    for ranks in (3, 1):
-        for name, flags in flags_of(folder, ranks).items():
-            done = fork(9, ranks, folder / f"{name}{ranks}", STEPS["9"] / f"{name}.py", *flags,
-                        script=ROOT / "tests" / "support" / "record.py", modules=MODELS)
-            printed += done.stdout if ranks == 3 else ""
+    (folder / "cluster.json").write_text(json.dumps(MEASURED))
+    jobs = {(name, ranks): start_fork(9, ranks, folder / f"{name}{ranks}", CLUSTER / f"{name}.py", *flags, modules=QWEN,
+                                      script=ROOT / "tests" / "support" / "record.py")
+            for ranks in (3, 1) for name, flags in flags_of(folder, ranks).items()}
+    for (_, ranks), job in jobs.items():
+        printed += job.result().stdout if ranks == 3 else ""
     return folder, printed
 
 
-@pytest.mark.parametrize("run, steps", [("three_stages", 16), ("uneven", 8)])
+@pytest.mark.parametrize("run, steps", [("three_stages", 8), ("uneven", 4)])
 def test_three_ranks_equal_one_process(trained, run, steps):
     folder, _ = trained
     expected, found = losses(folder / "runs1", run), losses(folder / "runs3", run)
@@ -72,29 +82,34 @@ def test_three_ranks_equal_one_process(trained, run, steps):
 
 
 def test_three_stages(trained):
-    """Layers by speed, the next epoch without a halt, a table of the stages, a timeline."""
+    """Layers by speed, the next epoch without a halt, a table of the stages, a timeline of batch 0 by default."""
     folder, printed = trained
-    assert "decoder layers of the stages: 3, 1, 2" in printed  # 6 layers: a stage takes 3, 2.5 and 2
-    assert "epoch 2: the data holds" in printed
-    [stages, *_] = re.findall(r"^rank +host +layers +forward.*\n((?:\d .*\n)+)", printed, re.MULTILINE)
-    rows = [line.split() for line in stages.splitlines()[:3]]
-    assert [row[2] for row in rows] == ["3", "1", "2"]
-    for row in rows:
-        forward, backward, optimizer, idle, step, memory = map(float, row[3:])
+    assert "decoder layers of the stages: 4, 1, 1" in printed  # the stages take 4, 2.5 and, with the head, 4 seconds
+    assert re.search(r"the data holds \d+ steps and starts again", printed)
+    [stages, *_] = re.findall(r"^rank +host +forward.*\n((?:\d .*\n)+)", printed, re.MULTILINE)
+    for row in stages.splitlines()[:3]:
+        forward, backward, optimizer, idle, step, memory = map(float, row.split()[2:])
         assert min(forward, backward, optimizer) > 0 and 0.05 < memory < 5
         assert abs(forward + backward + optimizer + idle - step) < 0.3
-    trace = json.loads((folder / "runs3" / "three_stages" / "timeline_batch3_all.json").read_text())
+    trace = json.loads((folder / "runs3" / "three_stages" / "timeline_batch0_all.json").read_text())
     computed = [(event["pid"], event["name"]) for event in trace["traceEvents"] if event.get("cat") == "forward"]
     assert sorted(computed) == [(rank, f"forward {i}") for rank in range(3) for i in range(4)]
-    if (STEPS["9"] / "timeline_picture.py").exists():
-        assert (folder / "runs3" / "three_stages" / "timeline_batch3.png").stat().st_size > 5000
+    assert (folder / "runs3" / "three_stages" / "timeline_batch0.png").stat().st_size > 5000
+    assert not list((folder / "runs3" / "uneven").glob("timeline*"))  # train_distributed.py records none by default
 
 
 def test_shares_by_speed_and_banner(trained):
     _, printed = trained
     assert f"micro-batches of a step, of 1 samples each: {', '.join(map(str, SHARES))}" in printed
-    assert "3 ranks over gloo, fp64, torch " + torch.__version__ in printed
+    assert "3 ranks over gloo, float64, torch " + torch.__version__ in printed
     assert re.search(r"^2 +\S+ +.*\d cores +lo 127.0.0.1$", printed, re.MULTILINE)
+
+
+def test_loss_of_an_epoch(trained):
+    folder, printed = trained
+    found = [float(text) for text in re.findall(r"^epoch \d: loss (\S+), checkpoint ", printed, re.MULTILINE)]
+    expected = losses(folder / "runs3", "uneven")
+    assert found == pytest.approx([sum(expected[:2]) / 2, sum(expected[2:]) / 2], abs=1e-4)
 
 
 def test_checkpoint_is_hugging_faces(trained):
@@ -127,7 +142,7 @@ def test_tensorboard(trained):
     board.Reload()
     for name in ("step_seconds", "compute_seconds", "cpu_memory_gb", "cpu_percent"):
         for rank in range(3):
-            assert len(board.Scalars(f"{name}/rank{rank}")) == 8, (name, rank)
+            assert len(board.Scalars(f"{name}/rank{rank}")) == 4, (name, rank)
             assert all(event.value > 0 for event in board.Scalars(f"{name}/rank{rank}"))
     assert not any(tag.startswith("gpu") for tag in board.Tags()["scalars"])
     computed, step = (board.Scalars(f"{name}_seconds/rank1") for name in ("compute", "step"))
@@ -149,10 +164,10 @@ def test_single_test_prints_a_table_of_machines(trained):
 def test_unlike_losses_are_an_error():
     everyone = [{"host": "pi0", "losses": [2.0, 1.0]}, {"host": "pi1", "losses": [2.0, 1.01]}]
     with pytest.raises(ValueError, match=r"0.01 apart \(rank 0 on pi0: 1.000000, rank 1 on pi1: 1.010000\)"):
-        single_test.compare(argparse.Namespace(dtype="fp32", steps=2), everyone)
+        single_test.compare(everyone, tolerance=1e-3)
     everyone[1]["losses"][1] = float("nan")
     with pytest.raises(ValueError, match="nan apart"):
-        single_test.compare(argparse.Namespace(dtype="bf16", steps=2), everyone)
+        single_test.compare(everyone, tolerance=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -188,43 +203,71 @@ def test_a_checkpoint_is_whole_or_not_there(tiny, tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in where.iterdir()} == before
     hf_checkpoint.save_hugging_face(tiny, "a/hub-id", str(where))  # a rerun replaces it, and clears up
     assert os.listdir(tmp_path / "run") == ["epoch_1"]
+    for leftover in ("epoch_1.old", "epoch_1.unfinished"):  # of a run that was killed while it saved
+        (tmp_path / "run" / leftover).mkdir()
+        (tmp_path / "run" / leftover / "model.safetensors").write_text("cut")
+    hf_checkpoint.save_hugging_face(tiny, "a/hub-id", str(where))
+    assert os.listdir(tmp_path / "run") == ["epoch_1"]
 
 
-@pytest.mark.parametrize("total, seconds", [(7, [1, 2, 4]), (6, [1.0, 1.0, 1.0]), (3, [1, 9, 1]), (11, [3.0, 1.7, 2])])
-def test_shares_have_the_smallest_largest_time(total, seconds):
-    shares = cluster_common.shares_by_speed(total, seconds)
-    every = [split for split in itertools.product(range(1, total), repeat=3) if sum(split) == total]
-    best = min(max(n * t for n, t in zip(split, seconds)) for split in every)
-    assert sum(shares) == total and min(shares) > 0
-    assert max(n * t for n, t in zip(shares, seconds)) == best
+@pytest.fixture
+def three_ranks(monkeypatch):
+    monkeypatch.setattr(speeds, "from_rank_0", lambda make: make())
+    monkeypatch.setattr(speeds.dist, "get_world_size", lambda: 3)
 
 
-def test_4_2_1():
-    assert cluster_common.shares_by_speed(7, [1.0, 2.0, 4.0]) == [4, 2, 1]
-    with pytest.raises(ValueError, match="2 layers or micro-batches for 3 ranks"):
-        cluster_common.shares_by_speed(2, [1.0, 1.0, 1.0])
+def speeds_in(path, content, **flags) -> list | None:
+    if content is not None:
+        path.write_text(json.dumps(content) if isinstance(content, dict) else content)
+    args = argparse.Namespace(**{"cluster_json": str(path), "equal_shares": False, **flags})
+    return speeds.measured_speeds(args, 1)
 
 
 @pytest.mark.parametrize("content, expected", [
     (None, "No such file"), ("{", "holds no speeds"), ("[]", "holds no speeds"),
-    ('{"machines": [{}, {}, {}]}', "forward"),
-    (json.dumps({"machines": SPEEDS["machines"][:2]}), "speeds of 2 machines .* 3 ranks run"),
+    ({"modules": MEASURED["modules"], "machines": [{}, {}, {}]}, "forward"),
+    ({"machines": MEASURED["machines"]}, "KeyError: 'modules'"),
+    ({**MEASURED, "machines": MEASURED["machines"][:2]}, "speeds of 2 machines .* 3 ranks run"),
 ])
-def test_bad_cluster_json(tmp_path, monkeypatch, content, expected):
-    monkeypatch.setattr(cluster_common, "from_rank_0", lambda make: make())
-    monkeypatch.setattr(cluster_common.dist, "get_world_size", lambda: 3)
-    if content is not None:
-        (tmp_path / "cluster.json").write_text(content)
-    args = argparse.Namespace(cluster_json=str(tmp_path / "cluster.json"), even=False)
-    with pytest.raises(ValueError, match=f"cluster.json.*{expected}.*plan.py --measure, or use --even"):
-        cluster_common.measured_seconds(args, 1, "layer")
-    args.even = True
-    assert cluster_common.measured_seconds(args, 1, "layer") is None
+def test_bad_cluster_json(tmp_path, three_ranks, content, expected):
+    path = tmp_path / "cluster.json"
+    with pytest.raises(ValueError, match=f"cluster.json.*{expected}.*plan.py --measure, or use --equal_shares"):
+        speeds_in(path, content)
+    assert speeds_in(path, content, equal_shares=True) is None
+
+
+def test_ends_of_a_model_weigh_as_much_as_measured(tmp_path, three_ranks):
+    """Layers of the toy Qwen: the head's seconds count at the last stage, the embedding's at the first."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    def layers(num_layers, **seconds) -> list[int]:
+        with torch.device("meta"):
+            model = Qwen3ForCausalLM(Qwen3Config(**{**three_stages.TOY, "num_hidden_layers": num_layers}))
+        found = speeds_in(tmp_path / "cluster.json", measured(1.0, 1.0, 1.0, **seconds))
+        return speeds.layers_by_speed(model, found, 3)
+
+    assert layers(9) == [3, 3, 3]
+    assert layers(10, head=2.0) == [4, 4, 2] and layers(10, embedding=2.0) == [2, 4, 4]
+    assert layers(9, embedding=3.0, head=3.0) == [2, 5, 2]
+    with pytest.raises(ValueError, match="3 stages for a model of 2 decoder layers.* at most 2 processes"):
+        layers(2)
+
+
+def test_without_speeds_the_head_counts_by_its_parameters():
+    """A vocabulary of 60 layers' parameters: the last stage gets one layer, as many as a stage has at least."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    with torch.device("meta"):
+        toy = Qwen3ForCausalLM(Qwen3Config(**three_stages.TOY))
+        large = Qwen3ForCausalLM(Qwen3Config(**{**three_stages.TOY, "vocab_size": 90_000}))
+    assert speeds.layers_by_speed(toy, None, 3) == [2, 2, 2]
+    assert speeds.layers_by_speed(toy, None, 1) == [6]
+    assert speeds.layers_by_speed(large, None, 3) == [3, 2, 1]
 
 
 @pytest.fixture
 def parse(monkeypatch):
-    for name in ("BATCH_SIZE", "MICROBATCH_NUM", "PROFILE_BATCH", "WORLD_SIZE"):
+    for name in ("BATCH_SIZE", "MICROBATCH_NUM", "PROFILE_BATCH"):
         monkeypatch.delenv(name, raising=False)
 
     def parse(*flags, module=three_stages, **env):
@@ -241,32 +284,59 @@ def test_flags_then_environment_then_defaults(parse):
         return args.batch_size, args.microbatch_num, args.profile_batch, args.train_steps
 
     assert found(parse()) == (16, 4, 0, None)
+    assert found(parse("--profile_batch", -1)) == (16, 4, -1, None)
     assert found(parse(BATCH_SIZE="6", MICROBATCH_NUM="3", PROFILE_BATCH="2")) == (6, 3, 2, None)
     assert found(parse("--batch_size", 9, "--profile_batch", 0, "--train_steps", 5)) == (9, 3, 0, 5)
     assert found(parse(BATCH_SIZE="", MICROBATCH_NUM=" ", PROFILE_BATCH="0")) == (16, 4, 0, None)
-    assert not any("sudo" in name for name in vars(parse()))
-    assert [parse("--precision", name).dtype for name in ("fp64", "float64", "bf16")] == ["fp64", "fp64", "bf16"]
+    for module in (three_stages, train_distributed, single_test):
+        assert [parse(flag, name, module=module).dtype for flag, name in (
+            ("--dtype", "auto"), ("--precision", "fp64"), ("--dtype", "float64"), ("--dtype", "bf16"))] == [
+            "auto", "float64", "float64", "bfloat16"]
 
 
 @pytest.mark.parametrize("flags, env, expected", [
     (["--batch_size", 10], {}, "--batch_size 10 is not a multiple of --microbatch_num 4"),
     ([], {"MICROBATCH_NUM": "5"}, "--batch_size 16 is not a multiple of --microbatch_num 5"),
-    ([], {"BATCH_SIZE": "abc"}, "BATCH_SIZE='abc' is no whole number from 1 on"),
-    ([], {"MICROBATCH_NUM": "0"}, "MICROBATCH_NUM='0' is no whole number from 1 on"),
-    ([], {"PROFILE_BATCH": "-1"}, "PROFILE_BATCH='-1' is no whole number from 0 on"),
+    ([], {"BATCH_SIZE": "abc"}, "BATCH_SIZE='abc' is no number that --batch_size takes"),
+    ([], {"MICROBATCH_NUM": "0"}, "MICROBATCH_NUM='0' is no number that --microbatch_num takes"),
+    ([], {"PROFILE_BATCH": "all"}, "PROFILE_BATCH='all' is no number that --profile_batch takes"),
     (["--train_steps", 0], {}, "--train_steps: must be at least 1, got 0"),
-    (["--dtype", "fp16"], {}, "'fp16' is none of fp32, bf16, fp64"),
-    ([], {"WORLD_SIZE": "2"}, "three stages need three processes, but 2 run"),
+    (["--dtype", "fp16"], {}, "--dtype/--precision: invalid choice: 'fp16'"),
 ])
 def test_three_stages_errors(parse, flags, env, expected):
     with pytest.raises(ValueError, match=re.escape(expected)):
         parse(*flags, **env)
 
 
-@pytest.mark.parametrize("counts", ["4,2", "4,0,1", "a,b,c", "4,2,1,1"])
-def test_numbers_of_micro_batches(parse, monkeypatch, counts):
+@pytest.mark.parametrize("batch", [-2, 20])
+def test_a_timeline_of_no_step(batch):
+    steps = loop.train(argparse.Namespace(profile_batch=batch), None, None, None, None, None, num_steps=20)
+    with pytest.raises(ValueError, match=f"--profile_batch {batch} is not among the steps 0 to 19.* -1 for none"):
+        next(steps)
+
+
+def test_numbers_of_micro_batches(parse, monkeypatch):
     monkeypatch.setattr(train_distributed.dist, "get_world_size", lambda: 3)
-    with pytest.raises(ValueError, match=f"--num_microbatches '{counts}': write 3 positive numbers"):
-        train_distributed.choose_shares(parse("--num_microbatches", counts, module=train_distributed), None, None)
+    for counts in ("4,0,1", "a,b,c", "4,,1"):
+        with pytest.raises(ValueError, match="--num_microbatches: "):
+            parse("--num_microbatches", counts, module=train_distributed)
+    for counts in ("4,2", "4,2,1,1"):
+        args = parse("--num_microbatches", counts, module=train_distributed)
+        with pytest.raises(ValueError, match=r"--num_microbatches \[4, 2.*\]: write 3 numbers"):
+            train_distributed.choose_shares(args, *[None] * 3)
     args = parse("--num_microbatches", "4,2,1", module=train_distributed)
-    assert train_distributed.choose_shares(args, None, None) == [4, 2, 1]
+    assert train_distributed.choose_shares(args, *[None] * 3) == [4, 2, 1]
+    args = parse("--equal_shares", module=train_distributed)
+    assert train_distributed.choose_shares(args, *[None] * 3) == [8, 8, 8]
+
+
+def test_no_flag_is_an_ambiguous_prefix_of_torchruns():
+    """torchrun's parser looks at all words, the script's too, and ends with an error where it could mean several."""
+    sources = [path.read_text() for folder in (".", "training", "planning") for path in (CLUSTER / folder).glob("*.py")]
+    flags = set(re.findall(r'"(--[a-z_]+)"', "".join(sources)))
+    assert {"--measure", "--train_steps", "--equal_shares", "--epochs", "--memory_gb"} <= flags
+    for flag in flags:
+        args = get_args_parser().parse_args(["script.py", flag, "value"])
+        assert args.training_script_args == [flag, "value"]
+    with pytest.raises(SystemExit):  # what the older name of --equal_shares did
+        get_args_parser().parse_args(["script.py", "--even"])

@@ -1,6 +1,6 @@
-"""Step 9's scripts over three hosts of the test bed, over ssh and by hand, train what one process trains: float64.
+"""The scripts of cluster/ over three hosts of the test bed, over ssh and by hand, train what one process trains.
 
-ALL_WAYS=1 pytest tests/test_three_hosts.py starts each script in each way; without it each script and each way is there.
+ALL_WAYS=1 starts each script in each way; without it each script and each way is there. In float64.
 """
 
 import os
@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
-from bed import NODES, STATE, bed, start  # noqa: F401, the fixture of its hosts
-from launch import STEPS, environment, fork, losses
+from bed import NODES, SSH_CONFIG, bed, start
+from launch import ROOT, environment, fork, losses
 
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.usefixtures(bed.__name__)]
 TOLERANCE = 1e-9
 DATA = ["--seq_len", 16, "--dtype", "fp64", "--device", "cpu"]
 SCRIPTS = {  # flags on three hosts, and those of one process that takes the same samples in a step
@@ -34,25 +35,25 @@ if os.environ.get("ALL_WAYS"):
 def over_ssh(folder, script, words) -> str:
     hosts = folder / "hosts.txt"
     hosts.write_text("".join(f"{node} python={sys.executable}\n" for node in NODES))
-    command = [STEPS["9"] / "launch_cluster.sh", hosts, "--env", "OMP_NUM_THREADS=1", "--", script, *words]
-    done = subprocess.run(list(map(str, command)), env=environment(SSH_OPTIONS=f"-F {STATE}/ssh_config"), text=True,
-                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=90)
+    command = [ROOT / "cluster" / "launch_cluster.sh", hosts, "--env", "OMP_NUM_THREADS=1", "--", script, *words]
+    done = subprocess.run(list(map(str, command)), env=environment(SSH_OPTIONS=f"-F {SSH_CONFIG}"), text=True,
+                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
 
 
 def by_hand(form, script, words) -> str:
     processes = [start(node, sys.executable, "-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=1",
-                       f"--node-rank={rank}", *FORMS[form], script, *words, env=environment())
+                       f"--node-rank={rank}", *FORMS[form], script, *words, env=environment(), cwd=ROOT)
                  for rank, node in enumerate(NODES)]
-    outputs = [process.communicate(timeout=90)[0] for process in processes]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert not any(process.returncode for process in processes), "\n".join(text[-3000:] for text in outputs)
     return "\n".join(outputs)
 
 
 @pytest.mark.parametrize("name, way", PAIRS)
-def test_three_hosts_equal_one_process(bed, tmp_path, name, way):  # noqa: F811
-    script, (flags, alone) = STEPS["9"] / f"{name}.py", SCRIPTS[name]
+def test_three_hosts_equal_one_process(tmp_path, name, way):
+    script, (flags, alone) = f"cluster/{name}.py", SCRIPTS[name]  # both ways start in the root of the repository
     places = {"train_distributed": ["--log_dir", tmp_path / "many", "--checkpoint_dir", tmp_path / "checkpoints"],
               "three_stages_simple_pp": ["--log_dir", tmp_path / "many"], "train_single_test": []}[name]
     words = list(map(str, [*DATA, *flags, "--run_name", "run", *places] if alone else [*DATA, *flags]))
@@ -62,6 +63,6 @@ def test_three_hosts_equal_one_process(bed, tmp_path, name, way):  # noqa: F811
         assert "error" not in printed
         return
     places = [str(place).replace("many", "one").replace("checkpoints", "checkpoint") for place in places]
-    fork(9, 1, *DATA, *alone, "--run_name", "run", *places, script=script)
+    fork(9, 1, *DATA, *alone, "--run_name", "run", *places, script=ROOT / script)
     expected, found = losses(tmp_path / "one", "run"), losses(tmp_path / "many", "run")
     assert len(found) == 6 and max(abs(a - b) for a, b in zip(expected, found)) <= TOLERANCE

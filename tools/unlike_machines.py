@@ -28,7 +28,8 @@ import time
 from launch import ROOT, STEPS, environment, metrics, modules_of
 
 NODES = ("node0", "node1", "node2")
-STEP = STEPS["9"]
+STEP, CLUSTER = STEPS["9"], ROOT / "cluster"
+sys.path.append(str(CLUSTER))  # for the planner
 BED = ROOT / "tools" / "testbed.sh"
 PORT = 29500
 CASES = {  # speeds: percent of a core; batch: samples a step; sizes: to choose from; model: changes; steps of a run
@@ -49,11 +50,11 @@ def on_all_hosts(script, *args, timeout: float) -> str:
     """torchrun of `script` over the three hosts; what the first one printed."""
     processes = []
     for rank, node in enumerate(NODES):
-        # Each host stays on a core: a quota of some milliseconds is partly lost whenever its process moves to another one.
+        # Each host stays on a core, because a quota is partly lost whenever the process moves to another one.
         core = str(min(rank, os.cpu_count() - 1))
-        command = [BED, "exec", node, "taskset", "-c", core, sys.executable, "-m", "torch.distributed.run", "--nnodes=3",
-                   "--nproc-per-node=1", f"--node-rank={rank}", "--master-addr=node0", f"--master-port={PORT}", script,
-                   *map(str, args)]
+        command = [BED, "exec", node, "taskset", "-c", core, sys.executable, "-m", "torch.distributed.run",
+                   "--nnodes=3", "--nproc-per-node=1", f"--node-rank={rank}", "--master-addr=node0",
+                   f"--master-port={PORT}", script, *map(str, args)]
         pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         processes.append(subprocess.Popen(command, env=environment(), **pipes))
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -98,14 +99,14 @@ class Bench:
         for node, speed in zip(NODES, self.case["speeds"]):
             bed("rate", node, self.case["rate"])
             bed("slow", node, speed)
-        print(on_all_hosts(STEP / "plan.py", "--measure", self.folder / "cluster.json", "--model_name", self.model,
+        print(on_all_hosts(CLUSTER / "plan.py", "--measure", self.folder / "cluster.json", "--model_name", self.model,
                            "--micro_batch_size", self.case["sizes"], timeout=300), flush=True)
         self.cluster = json.loads((self.folder / "cluster.json").read_text())
 
     def plan(self, *flags) -> dict:
         """What plan.py finds best."""
         out = self.folder / "plan.json"
-        done = subprocess.run([sys.executable, STEP / "plan.py", self.folder / "cluster.json", "--out", out,
+        done = subprocess.run([sys.executable, CLUSTER / "plan.py", self.folder / "cluster.json", "--out", out,
                                "--global_batch", str(self.case["batch"]), *flags], check=True, text=True,
                               stdout=subprocess.PIPE)
         print(done.stdout, flush=True)
@@ -116,7 +117,7 @@ class Bench:
         with modules_of(9):
             from planning.machines import Cluster
             from planning.pipeline_simulation import Pipeline, Setting
-            from planning.plan_report import as_plan
+            from planning.report import as_plan
             from planning.planner import Scored
             from planning.simulation import Candidate, simulate
 

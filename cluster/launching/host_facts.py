@@ -1,11 +1,13 @@
-"""What `launch_cluster.sh --check` asks a host about itself: packages, network, clock, disk and memory.
+"""Facts about the machine that this runs on: network, memory, processor, packages, disk and the project's files.
 
-It needs Python and nothing beside it: the launcher sends this very text to each host (`python -c`), so that it also
-answers where the tutorial is missing, old or altered. Requests come as lines of JSON on standard input, each is
-answered by one line of JSON, and when the input ends so does this. Seconds and bytes.
+Only Python's standard library is needed, because `launch_cluster.sh --check` sends this very text to each host
+(`python -c`): it answers even where the tutorial is missing or altered. Run like that, it reads two lines of JSON from
+standard input and answers each by one: what to report on, then which addresses to connect to. Units: seconds, bytes.
 """
 
+import contextlib
 import fcntl
+import glob
 import hashlib
 import importlib.metadata
 import json
@@ -15,12 +17,12 @@ import shutil
 import socket
 import struct
 import sys
-import tempfile
 import time
 
 SIOCGIFADDR = 0x8915  # of netdevice(7): the IPv4 address of an interface
-MARK = "host_facts:"  # begins an answer, as a login shell may print lines of its own
-LISTENERS = []  # a listener that nobody holds would be closed
+PROJECT = ("step9_heterogeneous_pp", "cluster")  # what has to be the same on all hosts
+MARK = "host_facts:"  # precedes an answer, because a login shell may print lines of its own
+MIN_DISK, MIN_MEMORY = 1e9, 0.5e9  # bytes
 
 
 def interfaces() -> dict[str, str]:
@@ -28,135 +30,178 @@ def interfaces() -> dict[str, str]:
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            try:
+            with contextlib.suppress(OSError):  # it has no address
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:
-                continue  # it has no address
-            found[name] = socket.inet_ntoa(answer[20:24])
+                found[name] = socket.inet_ntoa(answer[20:24])
     return found
 
 
 def interface_towards(peer: str) -> tuple[str, str]:
     """(name, address) of the interface by which packets leave for the host `peer`; no packet is sent.
 
-    Raises OSError where `peer` is not known, or there is no way to it, or it is this very machine's loopback.
+    Raises OSError where `peer` is not known, where no way leads to it, or where the interface has another address.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
         address = probe.getsockname()[0]
-    if address.startswith("127."):
-        raise OSError(f"{peer} is 127.0.0.1, this machine itself, by its hosts file")
     for name, its_address in interfaces().items():
         if its_address == address:
             return name, address
     raise OSError(f"packets for {peer} leave from {address}, which is the first address of no interface")
 
 
-def network(interface: str | None, peer: str | None) -> dict:
-    """The interface of a run and its address, or `interface_error`; what this host's own name resolves to.
+def run_interface(chosen: str | None, peer: str | None) -> tuple[str | None, str | None]:
+    """(name, address) of the interface of a run: the `chosen` one, else the one towards the host `peer`.
 
-    With one host there is no peer, and nothing to find.
+    (None, None) where neither is given, as for a run on a single host. Raises OSError where there is no such
+    interface, and where `peer` is this machine itself by a wrong line of its /etc/hosts.
     """
-    answer = {"host_name": socket.gethostname(), "interface": None, "address": None}
+    if chosen:
+        if chosen not in (here := interfaces()):
+            others = ", ".join(name for name in here if name != "lo")
+            raise OSError(f"there is no interface {chosen} with an IPv4 address here, but there is: {others}")
+        return chosen, here[chosen]
+    if not peer:
+        return None, None
+    name, address = interface_towards(peer)
+    if address.startswith("127."):
+        raise OSError(f"{peer} is 127.0.0.1, this machine itself, by its hosts file")
+    return name, address
+
+
+def read_fields(path: str) -> dict[str, str]:
+    """Lines like `name : value`; none where there is no such file, as on systems other than Linux."""
     try:
-        answer["own_address"] = socket.gethostbyname(answer["host_name"])
+        with open(path) as file:
+            lines = [line.partition(":") for line in file]
     except OSError:
-        answer["own_address"] = None
+        return {}
+    return {name.strip(): value.strip() for name, _, value in lines}
+
+
+def processor() -> str:
+    """The name of the CPU (of a Raspberry Pi, that of the board) with the number of its cores."""
+    fields = read_fields("/proc/cpuinfo")
+    name = fields.get("model name") or fields.get("Model") or platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def available_memory() -> int:
+    """Bytes that new processes can have without swapping, within the limit of a container (cgroup 2 or 1)."""
+    if field := read_fields("/proc/meminfo").get("MemAvailable"):
+        available = int(field.split()[0]) * 1024
+    else:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit, used in (("memory.max", "memory.current"),
+                        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        with contextlib.suppress(OSError, ValueError):  # there is no such controller, or no limit
+            with open(f"/sys/fs/cgroup/{limit}") as most, open(f"/sys/fs/cgroup/{used}") as now:
+                available = min(available, int(most.read()) - int(now.read()))
+    return max(available, 0)
+
+
+class Report:
+    """What this host can see by itself. It listens on `port` (0: any that is free) as long as this process lives.
+
+    `cells`: of its row in the table of --check. `problems`: [column, what is wrong, details, cure] each.
+    """
+
+    def __init__(self, root: str, interface: str | None, peer: str | None, port: int):
+        self.cells, self.problems = {"torch": "none", "CUDA": "none", "project": "none", "own name": "none"}, []
+        self.root = os.path.abspath(os.path.expanduser(root))
+        self.check_packages()
+        self.check_project()
+        self.check_space()
+        self.check_network(interface, peer)
+        self.check_port(port)
+
+    def fail(self, column: str, name: str, details: str, cure: str) -> None:
+        self.problems.append([column, name, details, cure])
+
+    def check_packages(self) -> None:
+        """Versions, and the GPUs that torch sees."""
+        self.cells["Python"] = "{}.{}".format(*sys.version_info)
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            self.cells["transformers"] = importlib.metadata.version("transformers")
+        try:
+            import torch  # imported here: it takes seconds
+        except (ImportError, OSError) as error:
+            return self.fail("torch", "no torch", str(error), "pip install torch there, or give this host a python=")
+        self.cells |= {"torch": torch.__version__, "CUDA": torch.version.cuda or "none"}
+        if torch.cuda.is_available():
+            gpus = range(torch.cuda.device_count())
+            self.cells["GPU"] = ", ".join(torch.cuda.get_device_name(index) for index in gpus)
+
+    def check_project(self) -> None:
+        """A hash of the names and contents of the Python files."""
+        digest, names = hashlib.sha256(), []
+        for folder in PROJECT:
+            names += sorted(glob.glob(f"{folder}/**/*.py", root_dir=self.root, recursive=True))
+        for name in names:
+            with open(os.path.join(self.root, name), "rb") as file:
+                digest.update(f"{name} {hashlib.sha256(file.read()).hexdigest()}\n".encode())
+        if names:
+            self.cells["project"] = digest.hexdigest()[:8]
+        else:
+            self.fail("project", "no project", f"nothing of it is in {self.root}",
+                      "copy the repository there, or give this host a dir=")
+
+    def check_space(self) -> None:
+        """Memory, and the disk where runs/ is or will be."""
+        runs = os.path.join(self.root, "runs")
+        while not os.path.isdir(runs):
+            runs = os.path.dirname(runs)
+        disk, memory = shutil.disk_usage(runs).free, available_memory()
+        self.cells |= {"disk": f"{disk / 1e9:.1f} GB", "memory": f"{memory / 1e9:.1f} GB"}
+        if disk < MIN_DISK:
+            self.fail("disk", "full disk", f"{runs}: {self.cells['disk']} free, {MIN_DISK / 1e9:.0f} GB wanted",
+                      "make room there: du -sh runs/* shows what old runs take")
+        elif not os.access(runs, os.W_OK):
+            self.fail("disk", "no writing", runs, "make it writable for this user")
+        if memory < MIN_MEMORY:
+            self.fail("memory", "little memory", f"{self.cells['memory']} free", "end other programs there")
+
+    def check_network(self, chosen: str | None, peer: str | None) -> None:
+        """The interface of the run, and what this host's own name resolves to. Without a peer nobody looks for it."""
+        interface, self.address, name = None, None, socket.gethostname()
+        try:
+            interface, self.address = run_interface(chosen, peer)
+        except OSError as error:
+            self.fail("interface", "no interface", str(error), "give this host an iface=: ip -brief address lists them")
+        self.cells["interface"] = f"{interface or ''} {self.address or ''}".strip()
+        with contextlib.suppress(OSError):
+            self.cells["own name"] = socket.gethostbyname(name)
+        if peer and not chosen and self.cells["own name"].startswith(("127.", "none")):
+            self.fail("own name", f"host name that resolves to {self.cells['own name']}",
+                      f"{name}, by which other ranks would look for it in vain",
+                      f"iface={interface or 'eth0'} for this host, or {name} with its real address in its /etc/hosts")
+
+    def check_port(self, port: int) -> None:
+        """Other hosts can connect from now on; nobody needs to accept."""
+        self.port, listener = None, socket.socket()
+        Report.listener = listener  # of the class: what the report itself has is sent
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", port))
+            listener.listen()
+            self.port = port = listener.getsockname()[1]
+        except OSError as error:
+            self.fail("port", "blocked port", f"{port}: {error.strerror}, by another program or an earlier run",
+                      f"--port {port + 1}, or see who has it: ss -ltnp")
+        self.cells["port"] = str(port)
+
+
+def connect(address: str, port: int) -> str | None:
+    """What hinders a connection within three seconds; None: nothing."""
     try:
-        if interface and interface not in interfaces():
-            here = ", ".join(name for name in interfaces() if name != "lo")
-            raise OSError(f"there is no interface {interface} with an IPv4 address here, but there is: {here}")
-        if interface:
-            answer["interface"], answer["address"] = interface, interfaces()[interface]
-        elif peer:
-            answer["interface"], answer["address"] = interface_towards(peer)
-    except OSError as error:
-        answer["interface_error"] = str(error)
-    return answer
-
-
-def packages() -> dict:
-    """Versions, and the GPUs that torch sees."""
-    answer = {"python": "{}.{}".format(*sys.version_info), "torch": None, "cuda": None, "gpus": []}
-    try:
-        answer["transformers"] = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        answer["transformers"] = None
-    try:
-        import torch  # imported here: it takes seconds
-    except (ImportError, OSError) as error:
-        return {**answer, "torch_error": str(error)}
-    answer["torch"], answer["cuda"] = torch.__version__, torch.version.cuda
-    if torch.cuda.is_available():
-        answer["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return answer
-
-
-def project(folder: str) -> str | None:
-    """A hash over the names and the contents of the step's Python files; None where there are none."""
-    digest = hashlib.sha256()
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".py")) if os.path.isdir(folder) else []
-    for name in names:
-        with open(os.path.join(folder, name), "rb") as file:
-            digest.update(f"{name} {hashlib.sha256(file.read()).hexdigest()}\n".encode())
-    return digest.hexdigest()[:8] if names else None
-
-
-def disk(folder: str) -> dict:
-    """Free bytes where runs/ is or will be, beside the step directories, and what hinders writing there."""
-    runs = os.path.join(os.path.dirname(os.path.abspath(folder)), "runs")
-    while not os.path.isdir(runs):
-        runs = os.path.dirname(runs)
-    answer = {"runs": runs, "free_disk": shutil.disk_usage(runs).free}
-    try:
-        with tempfile.TemporaryFile(dir=runs) as file:
-            file.write(bytes(4096))
-    except OSError as error:
-        answer["disk_error"] = str(error)
-    return answer
-
-
-def memory() -> int | None:
-    """Bytes that a new process can have without pushing out others."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return None
-
-
-def listen(port: int) -> dict:
-    """Listens on `port` (0: any that is free) until this process ends; nobody needs to accept for others to connect."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(("", port))
-        listener.listen()
-    except OSError as error:
-        return {"port": port, "listen_error": error.strerror}
-    LISTENERS.append(listener)
-    return {"port": listener.getsockname()[1]}
-
-
-def connect(target: list) -> str | None:
-    """What hinders a connection to target = [address, port] within three seconds; None: nothing."""
-    try:
-        socket.create_connection(target, timeout=3).close()
+        socket.create_connection((address, port), timeout=3).close()
     except OSError as error:
         return error.strerror or str(error)
     return None
 
 
-def answer(request: dict):
-    if request["ask"] == "clock":
-        return time.time()
-    if request["ask"] == "connect":
-        return [connect(target) for target in request["targets"]]
-    folder = os.path.expanduser(request["folder"])
-    return {**network(request["interface"], request["peer"]), **listen(request["port"]), **packages(), **disk(folder),
-            "project": project(folder), "free_memory": memory(), "machine": platform.machine()}
-
-
 if __name__ == "__main__":
+    print(MARK + json.dumps(vars(Report(**json.loads(sys.stdin.readline())))), flush=True)
     for line in sys.stdin:
-        print(MARK + json.dumps(answer(json.loads(line))), flush=True)
+        answer = {"clock": time.time(), "errors": [connect(*address) for address in json.loads(line)]}
+        print(MARK + json.dumps(answer), flush=True)

@@ -6,6 +6,7 @@ dead) or the input ends (the launcher or ssh is gone), every process that came f
 A worker whose torchrun is killed would train on alone: Linux is asked to make such orphans children of this process.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -15,17 +16,16 @@ import subprocess
 import sys
 import time
 
-from host_facts import interface_towards
+from host_facts import run_interface
 
-SILENCE = 15  # seconds; the launcher sends a heartbeat every 2
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # this host's copy of the project
+SILENCE = 15  # seconds; the launcher sends two heartbeats a second
 PATIENCE = 5  # seconds between asking a process to end and ending it
 SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
 def prctl(option: int, value: int) -> None:
-    """Linux's prctl; elsewhere nothing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def command(job: dict) -> list[str]:
@@ -42,18 +42,16 @@ def environment(job: dict) -> dict[str, str]:
     """
     variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
     variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // job["nproc"])))
-    if interface := job["interface"] or (job["peer"] and interface_towards(job["peer"])[0]):
+    if interface := job["interface"] or run_interface(None, job["peer"])[0]:
         variables["GLOO_SOCKET_IFNAME"] = variables["NCCL_SOCKET_IFNAME"] = interface
     return {**variables, **job["environment"]}
 
 
 def descendants() -> list[int]:
     """The processes that came from this one, whatever session they are in; dead ones are reaped first."""
-    try:
+    with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:
-        pass
     children = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -63,23 +61,19 @@ def descendants() -> list[int]:
             continue  # it has ended meanwhile
         children.setdefault(parent, []).append(int(pid))
     found = children.get(os.getpid(), [])
-    for pid in found:  # grows while it is read
+    for pid in found:  # the list grows while it is read
         found += children.get(pid, [])
     return found
 
 
 def end_all() -> None:
-    """End all descendants: politely first."""
-    start = time.monotonic()
-    polite = True
+    """Asks all descendants to end, and ends those that are left after PATIENCE seconds."""
+    start, number = time.monotonic(), signal.SIGTERM
     while left := descendants():
-        if polite or time.monotonic() > start + PATIENCE:
-            for pid in left:
-                try:
-                    os.kill(pid, signal.SIGTERM if polite else signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-        polite = False
+        for pid in left if number else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        number = signal.SIGKILL if time.monotonic() > start + PATIENCE else None
         time.sleep(0.05)
 
 
@@ -92,7 +86,7 @@ def watch(child: subprocess.Popen) -> int:
     while child.poll() is None:
         if select.select([0], [], [], 0.1)[0]:
             if not os.read(0, 4096):
-                return 1  # the launcher has said that this is the end, or has met its own
+                return 1  # the launcher has closed the input, or has ended itself
             heard = time.monotonic()
         if stopped or time.monotonic() > heard + SILENCE:
             return 1
@@ -100,7 +94,7 @@ def watch(child: subprocess.Popen) -> int:
 
 
 def main() -> int:
-    os.chdir(os.path.dirname(os.path.abspath(__file__)))
+    os.chdir(ROOT)
     job = json.loads(sys.stdin.readline())
     try:
         variables = environment(job)

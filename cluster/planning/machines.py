@@ -1,6 +1,6 @@
-"""What was measured of machines, network and model (cluster.json), checked, with the sums that a planner asks for.
+"""The content of cluster.json, checked: machines, network and model, with the sums that a simulation asks for.
 
-Units: seconds, bytes, bytes a second, samples. A stage is a range of modules, first included, stop not.
+Units: seconds, bytes, bytes a second, samples. A stage is a range of modules (first, stop):
 
     modules     embedding | decoder_layers.0 ... decoder_layers.7 | final_norm final_proj      of the model, in order
     layers      [5, 3]: the first stage has the embedding and five layers, the last one three layers, norm and head
@@ -28,22 +28,17 @@ class Machine:
 
     def __init__(self, entry: dict, rank: int, num_modules: int):
         where = f"machine {rank}"
-        self.rank, self.host = rank, str(entry.get("host", f"machine{rank}"))
-        self.device = str(entry.get("device", "cpu"))
+        self.host = str(entry.get("host", f"machine{rank}"))
         self.free_memory = number(entry, "free_memory", where)
-        self.optimizer_seconds = number(entry, "optimizer_seconds", where)
-        self.microbatch_overhead = number(entry, "microbatch_overhead", where)
-        self.step_overhead = number(entry, "step_overhead", where)
-        self.passed: dict[str, dict[int, list[float]]] = {}
+        self.optimizer_seconds = number(entry, "optimizer_seconds", where)  # of a parameter
+        self.passed: dict[str, dict[int, list[float]]] = {"F": {}, "B": {}}
         for kind, name in ("F", "forward"), ("B", "backward"):
-            self.passed[kind] = {}
             for size, seconds in field(entry, name, dict, where).items():
                 if not str(size).isdigit() or int(size) < 1:
-                    raise ValueError(f"cluster.json, {where}: {name!r} has the micro-batch size {size!r}, which is no "
-                                     "positive number of samples: measure again")
+                    raise broken(f"{name!r} has the micro-batch size {size!r}, no positive number of samples", where)
                 if not isinstance(seconds, list) or len(seconds) != num_modules:
-                    raise ValueError(f"cluster.json, {where}: {name!r} of micro-batch size {size} should have the "
-                                     f"seconds of each of the {num_modules} modules: measure again")
+                    raise broken(f"{name!r} of micro-batch size {size} should have the seconds of each of the "
+                                 f"{num_modules} modules", where)
                 times = [number({name: value}, name, where) for value in seconds]
                 self.passed[kind][int(size)] = list(accumulate(times, initial=0.0))
 
@@ -53,35 +48,33 @@ class Cluster:
 
     def __init__(self, data: dict):
         if not isinstance(data, dict):
-            raise ValueError(f"cluster.json holds a {type(data).__name__}, not a dictionary: measure again")
+            raise broken(f"it holds a {type(data).__name__}, not a dictionary")
         self.model_name, self.dtype = field(data, "model_name", str), field(data, "dtype", str)
         if self.dtype not in NUMBER_BYTES:
-            raise ValueError(f"cluster.json: dtype {self.dtype!r} is none of {', '.join(NUMBER_BYTES)}: measure again")
-        self.seq_len, self.tied = int(number(data, "seq_len")), bool(data.get("tied", False))
-        self.hidden_bytes = number(data, "hidden_bytes")
+            raise broken(f"dtype {self.dtype!r} is none of {', '.join(NUMBER_BYTES)}")
+        self.seq_len, self.hidden_bytes = int(number(data, "seq_len")), number(data, "hidden_bytes")
         self.master_bytes = max(4, NUMBER_BYTES[self.dtype])  # of a parameter, a gradient, a moment
         modules = field(data, "modules", list)
         self.names = [field(module, "name", str, f"module {i}") for i, module in enumerate(modules)]
         numbered = [i for i, name in enumerate(self.names) if name.rpartition(".")[2].isdigit()]
         if not numbered or numbered != list(range(numbered[0], numbered[-1] + 1)):
-            raise ValueError(f"cluster.json: modules {self.names} have no row of numbered layers: measure again")
+            raise broken(f"modules {self.names} have no row of numbered layers")
         self.first_layer, self.num_layers = numbered[0], len(numbered)
         self.parameters = [int(number(module, "parameters", name)) for module, name in zip(modules, self.names)]
         saved = [number(module, "saved_bytes", name) for module, name in zip(modules, self.names)]
-        self.tied_parameters = self.parameters[0] if self.tied else 0
-        if self.tied:  # counted once for the two ends, whether or not the head's entry repeats it
+        self.tied_parameters = self.parameters[0] if data.get("tied", False) else 0
+        if self.tied_parameters:  # counted once for the two ends, whether or not the head's entry repeats it
             self.parameters[-1] -= min(self.parameters[-1], self.tied_parameters)
             self.parameters[0] = 0
         self.parameters_before = list(accumulate(self.parameters, initial=0))
         self.saved_before = list(accumulate(saved, initial=0.0))
-        entries = field(data, "machines", list)
-        self.machines = [Machine(entry, rank, len(modules)) for rank, entry in enumerate(entries)]
+        self.machines = [Machine(entry, rank, len(modules))
+                         for rank, entry in enumerate(field(data, "machines", list))]
         self.links = read_links(field(data, "links", list), len(self.machines))
-        self.sizes = sorted(set.intersection(*(set(times) for m in self.machines for times in m.passed.values()))
-                            if self.machines else ())
+        measured = [set(times) for machine in self.machines for times in machine.passed.values()]
+        self.sizes = sorted(set.intersection(*measured)) if measured else []
         if not self.sizes:
-            raise ValueError(f"cluster.json: its {len(self.machines)} machines have no micro-batch size in common: "
-                             "measure again")
+            raise broken(f"its {len(self.machines)} machines have no micro-batch size in common")
 
     def stages(self, layers: tuple[int, ...]) -> list[tuple[int, int]]:
         """The modules of each stage, as (first, stop)."""
@@ -89,10 +82,9 @@ class Cluster:
         return list(zip([0, *ends[:-1]], [*ends[:-1], len(self.names)]))
 
     def seconds(self, rank: int, kind: str, size: int, stage: tuple[int, int]) -> float:
-        """Of one forward or backward action of a stage, its overhead included."""
-        machine = self.machines[rank]
-        passed = machine.passed[kind][size]
-        return passed[stage[1]] - passed[stage[0]] + machine.microbatch_overhead
+        """Of one forward or backward action of a stage."""
+        passed = self.machines[rank].passed[kind][size]
+        return passed[stage[1]] - passed[stage[0]]
 
     def parameters_of(self, stage: tuple[int, int]) -> int:
         """Numbers that a stage holds; the tied one counts on the first and on the last stage."""
@@ -109,39 +101,39 @@ class Cluster:
         rows = size * self.seq_len if wire_dtype == "int8" else 0
         return numbers * NUMBER_BYTES[wire_dtype or self.dtype] + rows * SCALE_BYTES
 
-    def gradient_bytes(self, parameters: int, wire_dtype: str | None) -> float:
+    def gradient_bytes(self, parameters: float, wire_dtype: str | None) -> float:
         """Gradients of so many parameters on the wire."""
-        if wire_dtype is None:
-            return parameters * self.master_bytes
         scales = parameters / GRADIENT_ROW * SCALE_BYTES if wire_dtype == "int8" else 0
-        return parameters * NUMBER_BYTES[wire_dtype] + scales
+        return parameters * (NUMBER_BYTES[wire_dtype] if wire_dtype else self.master_bytes) + scales
 
 
 def read_links(rows: list, num_machines: int) -> list[list[Link | None]]:
     """links[i][j], from i to j; None on the diagonal."""
     if len(rows) != num_machines or any(not isinstance(row, list) or len(row) != num_machines for row in rows):
-        raise ValueError(f"cluster.json: 'links' should be {num_machines} rows of {num_machines} links: measure again")
-    links: list[list[Link | None]] = []
+        raise broken(f"'links' should be {num_machines} rows of {num_machines} links")
+    links: list[list[Link | None]] = [[None] * num_machines for _ in rows]
     for i, row in enumerate(rows):
-        links.append([None] * num_machines)
         for j, link in enumerate(row):
             if i == j:
                 continue
             where = f"the link from machine {i} to machine {j}"
             if not isinstance(link, dict):
-                raise ValueError(f"cluster.json: {where} is missing: measure again")
+                raise broken("it is missing", where)
             links[i][j] = Link(number(link, "latency", where), number(link, "bandwidth", where))
             if links[i][j].bandwidth <= 0:
-                raise ValueError(f"cluster.json, {where}: bandwidth {links[i][j].bandwidth}: measure again")
+                raise broken(f"bandwidth {links[i][j].bandwidth}", where)
     return links
 
 
+def broken(what: str, where: str = "") -> ValueError:
+    return ValueError(f"cluster.json{', ' + where if where else ''}: {what}: measure again with plan.py --measure")
+
+
 def field(entry: dict, name: str, kind: type, where: str = "") -> object:
-    place = f"cluster.json, {where}" if where else "cluster.json"
     if not isinstance(entry, dict) or name not in entry:
-        raise ValueError(f"{place}: {name!r} is missing: measure again with plan.py --measure")
+        raise broken(f"{name!r} is missing", where)
     if not isinstance(entry[name], kind):
-        raise ValueError(f"{place}: {name!r} should be a {kind.__name__}, but is {entry[name]!r:.60}: measure again")
+        raise broken(f"{name!r} should be a {kind.__name__}, but is {entry[name]!r:.60}", where)
     return entry[name]
 
 
@@ -149,8 +141,7 @@ def number(entry: dict, name: str, where: str = "") -> float:
     """A finite number, zero or more."""
     value = field(entry, name, object, where)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        place = f"cluster.json, {where}" if where else "cluster.json"
-        raise ValueError(f"{place}: {name!r} should be a number, zero or more, but is {value!r:.60}: measure again")
+        raise broken(f"{name!r} should be a number, zero or more, but is {value!r:.60}", where)
     return value
 
 

@@ -1,12 +1,12 @@
 """The search for a plan: which machines work, in which pipelines and order, with how many layers and micro-batches.
 
-    1. every way to group the machines into pipelines, some of them idle; machines that are alike are not told apart
-    2. each group as one pipeline: its order, its layers by formula (estimate); then the micro-batches of each pipeline
-    3. the most promising of these are simulated (simulation), and so are the uniform plans that one writes by hand
+    1. every group of machines as one pipeline, in a few orders, layers by speed: a few micro-batches are simulated,
+       which gives its pace, the seconds of the first micro-batch and of each further one
+    2. every way to group the machines into pipelines, some machines idle: micro-batches by pace
+    3. the most promising of these are simulated whole, and so are the uniform plans that one writes by hand
     4. from the best of them on: move a layer, move a micro-batch, swap two machines, as long as the step gets shorter
 
-Eight unlike machines have 21147 groupings, all of which are estimated. Where there are more than 30000, a row of the
-machines by speed is cut into pipelines instead, or dealt to them like cards.
+The paces only decide which plans are simulated first. Eight unlike machines have 21146 groupings of 255 groups.
 """
 
 import heapq
@@ -15,16 +15,28 @@ from collections.abc import Iterable, Iterator
 from itertools import combinations, permutations
 from typing import NamedTuple
 
-from planning.estimate import Estimate, Shape, pipelines_of, share_out
 from planning.groupings import alike, find_groupings
 from planning.machines import Cluster
+from planning.moves import layer_moves, microbatch_moves
 from planning.pipeline_simulation import Pipeline, Setting
-from planning.simulation import Candidate, Result, peak_memory, simulate
+from planning.shares import shares_that_fit
+from planning.simulation import Candidate, Result, peak_memory, run_pipeline, simulate
 
-ESTIMATES_KEPT = 200  # to be simulated
-ALTERNATIVES = 8  # orders and splits of the machines of a pipeline
+KEPT = 200  # groupings to be simulated
 STARTS = 10  # of these, to be improved
-ACTIONS = 60_000  # forward and backward actions to simulate, for the estimates' best and then for improving on these
+ACTIONS = 60_000  # forward and backward actions to simulate, for the groupings kept and then for improving on these
+
+
+class Pace(NamedTuple):
+    """A pipeline without its number of micro-batches. `each`: seconds of a micro-batch after the `first`."""
+
+    machines: tuple[int, ...]
+    layers: tuple[int, ...]
+    first: float
+    each: float
+
+    def time(self, num_microbatches: int) -> float:
+        return self.first + (num_microbatches - 1) * self.each
 
 
 class Scored(NamedTuple):
@@ -34,11 +46,11 @@ class Scored(NamedTuple):
 
 class Plans(NamedTuple):
     """`best`: shortest step first, one for each grouping of the machines. `uniform`: by name, the plans that one would
-    write without a planner, or the reason why they can't be."""
+    write without a planner, or the reason why they are not possible."""
 
     best: list[Scored]
     uniform: dict[str, Scored | str]
-    num_estimated: int
+    num_groupings: int
     num_simulated: int
 
 
@@ -48,23 +60,17 @@ def find_plans(cluster: Cluster, global_batch: int, setting: Setting, sizes: lis
 
     Raises ValueError where no size divides the batch, or where no plan fits into `memory_fraction` of the free memory.
     """
-    sizes = usable_sizes(cluster, global_batch, sizes)
-    search = Search(cluster, setting, memory_fraction)
-    estimates = {size: Estimate(cluster, setting, size, global_batch // size, search.memory) for size in sizes}
-    fastest_first = sorted(range(len(cluster.machines)), key=lambda rank: -estimates[sizes[0]].speed(rank))
-    groupings = list(find_groupings(search.classes, fastest_first))
-    promising, num_estimated = rank_by_estimate(groupings, estimates)
-    uniform = {name: search.uniform(options)
-               for name, options in uniform_plans(cluster, global_batch, sizes, fastest_first).items()}
-    search.spend(ACTIONS, (search.score(candidate) for candidate in promising))
+    search = Search(cluster, setting, global_batch, usable_sizes(cluster, global_batch, sizes), memory_fraction)
+    groupings = list(find_groupings(search.classes, search.fastest_first))
+    promising = search.promising(groupings)
+    uniform = {name: search.uniform(options) for name, options in search.uniform_plans().items()}
+    search.spend(ACTIONS, map(search.score, promising))
     most = search.num_actions + ACTIONS
-    for start in search.best(STARTS):
-        estimate = estimates[start.candidate.micro_batch_size]
-        search.spend(min(ACTIONS // 3, most - search.num_actions), search.improve(start, estimate))
-    best = search.best()
-    if not best:
-        raise ValueError(missing_memory(cluster, estimates[sizes[0]], memory_fraction))
-    return Plans(best, uniform, num_estimated, len(search.scored))
+    for start in search.best()[:STARTS]:
+        search.spend(min(ACTIONS // 3, most - search.num_actions), search.improve(start))
+    if not search.scored:
+        raise ValueError(search.missing_memory(memory_fraction))
+    return Plans(search.best(), uniform, len(groupings), len(search.scored))
 
 
 def usable_sizes(cluster: Cluster, global_batch: int, sizes: list[int] | None) -> list[int]:
@@ -80,37 +86,124 @@ def usable_sizes(cluster: Cluster, global_batch: int, sizes: list[int] | None) -
 
 
 class Search:
-    """The candidates simulated so far. `memory`: bytes that each machine may use."""
+    """What has been simulated so far. `memory`: bytes that each machine may use."""
 
-    def __init__(self, cluster: Cluster, setting: Setting, memory_fraction: float):
-        self.cluster, self.setting = cluster, setting
+    def __init__(self, cluster: Cluster, setting: Setting, global_batch: int, sizes: list[int], memory_fraction: float):
+        self.cluster, self.setting, self.global_batch, self.sizes = cluster, setting, global_batch, sizes
+        self.memory = [memory_fraction * machine.free_memory for machine in cluster.machines]
         self.classes = alike(cluster)
         self.kind = {rank: kind for kind, members in enumerate(self.classes) for rank in members}
-        self.memory = [memory_fraction * machine.free_memory for machine in cluster.machines]
+        whole = (0, len(cluster.names))
+        self.speed = [1 / max(self.seconds(rank, sizes[0], whole), 1e-12) for rank in range(len(cluster.machines))]
+        self.fastest_first = sorted(range(len(self.speed)), key=lambda rank: -self.speed[rank])
         self.scored: dict[Candidate, Scored] = {}
+        self.paces: dict[tuple, Pace | None] = {}
         self.runs: dict = {}
         self.num_actions = 0
 
-    def too_much(self, candidate: Candidate) -> int | None:
-        """The first machine whose memory does not suffice."""
-        for pipeline in candidate.pipelines:
-            peaks = peak_memory(self.cluster, pipeline, candidate.micro_batch_size, self.setting)
-            for rank, peak in zip(pipeline.machines, peaks):
-                if peak > self.memory[rank]:
-                    return rank
-        return None
+    def seconds(self, rank: int, size: int, stage: tuple[int, int]) -> float:
+        return sum(self.cluster.seconds(rank, kind, size, stage) for kind in "FB")
+
+    def lacks_memory(self, pipeline: Pipeline, size: int) -> list[int]:
+        """The stages whose machines have too little memory."""
+        peaks = peak_memory(self.cluster, pipeline, size, self.setting)
+        return [s for s, rank in enumerate(pipeline.machines) if peaks[s] > self.memory[rank]]
+
+    def split_layers(self, machines: tuple[int, ...], size: int, num_microbatches: int) -> tuple[int, ...] | None:
+        """Layers of each stage by its machine's speed and memory; None where layers or memory do not suffice."""
+        cluster, p = self.cluster, len(machines)
+        first, stop = cluster.first_layer, cluster.first_layer + cluster.num_layers
+        each = [self.seconds(rank, size, (first, stop)) / cluster.num_layers for rank in machines]
+        besides = [0.0] * p
+        besides[0] += self.seconds(machines[0], size, (0, first))
+        besides[-1] += self.seconds(machines[-1], size, (stop, len(cluster.names)))
+        layers = shares_that_fit(cluster.num_layers, each, besides, lambda shares: self.lacks_memory(
+            Pipeline(machines, tuple(shares), num_microbatches), size))
+        return layers and tuple(layers)
+
+    def pace(self, group: tuple[int, ...], size: int, most: int) -> Pace | None:
+        """The group's quickest order for `most` micro-batches or, where memory does not suffice, for fewer of them."""
+        if (group, size, most) not in self.paces:
+            found = [self.pace_of(order, layers, size) for order in self.orders(group)
+                     if (layers := self.split_layers(order, size, most))]
+            self.paces[group, size, most] = (
+                min(found, key=lambda pace: pace.time(most)) if found
+                else self.pace(group, size, -(-most // 2)) if most > 1 else None)
+        return self.paces[group, size, most]
+
+    def pace_of(self, machines: tuple[int, ...], layers: tuple[int, ...], size: int) -> Pace:
+        few, more = len(machines), 2 * len(machines)
+        ends = [max(run_pipeline(self.cluster, Pipeline(machines, layers, number), size, self.setting, self.runs).ends)
+                for number in (few, more)]
+        each = max((ends[1] - ends[0]) / (more - few), 1e-12)
+        return Pace(machines, layers, ends[0] - (few - 1) * each, each)
+
+    def orders(self, group: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """All orders of up to three machines; of more by speed, and from each machine on to the best connected one."""
+        if len(group) <= 3:
+            return list(permutations(group))
+        by_speed = tuple(sorted(group, key=lambda rank: self.speed[rank]))
+        found = [by_speed, by_speed[::-1]]
+        for first in group:
+            path, left = [first], set(group) - {first}
+            while left:
+                path.append(max(left, key=lambda rank: (self.cluster.links[path[-1]][rank].bandwidth, -rank)))
+                left.remove(path[-1])
+            found.append(tuple(path))
+        return list({tuple(self.kind[rank] for rank in order): order for order in found}.values())
+
+    def promising(self, groupings: list[list[tuple]]) -> list[Candidate]:
+        """Those of shortest expected step, shortest first: what the micro-batches take, and the gradients' all-reduce
+        over its slowest link."""
+        kept: list[tuple] = []  # a heap, the worst first
+        for size in self.sizes:
+            for order, groups in enumerate(groupings):
+                number = self.global_batch // size
+                speeds = [sum(self.speed[rank] for rank in group) for group in groups]
+                halvings = [int(math.log2(sum(speeds) / speed) + 1e-9) for speed in speeds]
+                paces = [self.pace(group, size, -(-number // 2**k)) for group, k in zip(groups, halvings)]
+                if None in paces or len(paces) > number:
+                    continue
+                rate = sum(1 / pace.each for pace in paces)
+                seconds = (number - len(paces) + sum(pace.first / pace.each for pace in paces)) / rate
+                seconds += self.gradient_seconds(paces)
+                heapq.heappush(kept, (-seconds, size, order, paces))
+                if len(kept) > KEPT:
+                    heapq.heappop(kept)
+        candidates = (self.share_microbatches(paces, size) for _, size, _, paces in sorted(kept, reverse=True))
+        return [candidate for candidate in candidates if candidate]
+
+    def gradient_seconds(self, paces: list[Pace]) -> float:
+        """Of eight buckets with the parameters of the largest stage, over the slowest link between the pipelines."""
+        n, cluster = len(paces), self.cluster
+        links = [cluster.links[a.machines[0]][b.machines[0]] for a, b in permutations(paces, 2)]
+        if n == 1:
+            return 0.0
+        most = max(max(pace.layers) for pace in paces) / cluster.num_layers * cluster.parameters_before[-1]
+        num_bytes = cluster.gradient_bytes(most, self.setting.gradient_wire_dtype)
+        return 2 * (n - 1) * (num_bytes / n / min(link.bandwidth for link in links)
+                              + 8 * max(link.latency for link in links))
+
+    def share_microbatches(self, paces: list[Pace], size: int) -> Candidate | None:
+        """Micro-batches of each pipeline, so that the last one ends early; None where memory does not suffice."""
+        def pipelines(shares: list[int]) -> tuple[Pipeline, ...]:
+            return tuple(Pipeline(pace.machines, pace.layers, share) for pace, share in zip(paces, shares))
+
+        shares = shares_that_fit(
+            self.global_batch // size, [pace.each for pace in paces], [pace.first - pace.each for pace in paces],
+            lambda shares: [k for k, pipeline in enumerate(pipelines(shares)) if self.lacks_memory(pipeline, size)])
+        return shares and Candidate(pipelines(shares), size)
 
     def score(self, candidate: Candidate) -> Scored | None:
         """The simulated candidate, None where memory does not suffice."""
         if candidate in self.scored:
             return self.scored[candidate]
-        if self.too_much(candidate) is not None:
+        size = candidate.micro_batch_size
+        if any(self.lacks_memory(pipeline, size) for pipeline in candidate.pipelines):
             return None
         self.num_actions += sum(2 * len(pipeline.machines) * pipeline.num_microbatches
-                                for pipeline in candidate.pipelines
-                                if (pipeline, candidate.micro_batch_size) not in self.runs)
-        result = simulate(self.cluster, candidate, self.setting, self.runs)
-        self.scored[candidate] = Scored(candidate, result)
+                                for pipeline in candidate.pipelines if (pipeline, size) not in self.runs)
+        self.scored[candidate] = Scored(candidate, simulate(self.cluster, candidate, self.setting, self.runs))
         return self.scored[candidate]
 
     def spend(self, num_actions: int, steps: Iterable) -> None:
@@ -120,31 +213,21 @@ class Search:
             if self.num_actions >= most:
                 return
 
-    def best(self, number: int | None = None) -> list[Scored]:
+    def best(self) -> list[Scored]:
         """By time, the best of each grouping."""
         found: dict = {}
         for scored in sorted(self.scored.values(), key=lambda scored: scored.result.step_seconds):
             groups = tuple(sorted(tuple(sorted(self.kind[rank] for rank in pipeline.machines))
                                   for pipeline in scored.candidate.pipelines))
             found.setdefault(groups, scored)
-        return list(found.values())[:number]
+        return list(found.values())
 
-    def uniform(self, options: list[Candidate] | str) -> Scored | str:
-        """The best of the options, or why there is none."""
-        if isinstance(options, str):
-            return options
-        scored = [score for candidate in options if (score := self.score(candidate))]
-        if scored:
-            return min(scored, key=lambda score: score.result.step_seconds)
-        rank = self.too_much(options[0])
-        return f"the memory of machine {rank} ({self.cluster.machines[rank].host}) does not suffice"
-
-    def improve(self, scored: Scored, estimate: Estimate) -> Iterator[None]:
+    def improve(self, scored: Scored) -> Iterator[None]:
         """Goes from neighbour to better neighbour; a yield for each that was tried."""
         improved = True
         while improved:
             improved = False
-            for candidate in neighbours(scored.candidate, self.kind, estimate):
+            for candidate in self.neighbours(scored.candidate):
                 is_new = candidate not in self.scored
                 other = self.score(candidate) if is_new else None
                 if other and other.result.step_seconds < scored.result.step_seconds * (1 - 1e-6):
@@ -152,107 +235,65 @@ class Search:
                     break
                 yield
 
+    def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
+        """A micro-batch moved, a layer moved, two machines swapped, or a layer moved after such a swap."""
+        yield from microbatch_moves(candidate)
+        yield from layer_moves(candidate)
+        swapped = list(self.swaps(candidate))
+        yield from swapped
+        for other in swapped:
+            yield from layer_moves(other)
 
-def neighbours(candidate: Candidate, kind: dict[int, int], estimate: Estimate) -> Iterator[Candidate]:
-    """A micro-batch moved between pipelines, a pipeline in another order or split, a layer moved between its stages, or
-    two machines swapped that are of unlike `kind`."""
-    pipelines = candidate.pipelines
-
-    def changed(**replaced: Pipeline) -> Candidate:
-        new = tuple(replaced.get(f"p{k}", pipeline) for k, pipeline in enumerate(pipelines))
-        return candidate._replace(pipelines=new)
-
-    for a, b in permutations(range(len(pipelines)), 2):
-        m, n = pipelines[a].num_microbatches, pipelines[b].num_microbatches
-        if m > 1:
-            yield changed(**{f"p{a}": pipelines[a]._replace(num_microbatches=m - 1),
-                             f"p{b}": pipelines[b]._replace(num_microbatches=n + 1)})
-    for k, pipeline in enumerate(pipelines):
-        for shape in estimate.shapes(tuple(sorted(pipeline.machines)), pipeline.num_microbatches)[:ALTERNATIVES]:
-            yield changed(**{f"p{k}": pipeline._replace(machines=shape.machines, layers=shape.layers)})
-        for s, t in permutations(range(len(pipeline.layers)), 2):
-            if pipeline.layers[s] > 1:
-                layers = list(pipeline.layers)
-                layers[s], layers[t] = layers[s] - 1, layers[t] + 1
-                yield changed(**{f"p{k}": pipeline._replace(layers=tuple(layers))})
-    used = [rank for pipeline in pipelines for rank in pipeline.machines]
-    idle = [rank for rank in kind if rank not in used]
-    for a, b in [*combinations(used, 2), *((a, b) for a in used for b in idle)]:
-        swap = {a: b, b: a}
-        if kind[a] == kind[b]:
-            continue
-        yield candidate._replace(pipelines=tuple(
-            pipeline._replace(machines=tuple(swap.get(rank, rank) for rank in pipeline.machines))
-            for pipeline in pipelines))
-
-
-def rank_by_estimate(groupings: list[list[tuple]], estimates: dict[int, Estimate]) -> tuple[list, int]:
-    """The candidates of shortest estimated step, shortest first, and how many were looked at."""
-    kept: list[tuple] = []  # a heap, the worst first
-    order = 0
-    for size, estimate in estimates.items():
-        num_microbatches = estimate.num_microbatches
-        speed = {group: sum(map(estimate.speed, group)) for groups in groupings for group in groups}
-        shapes: dict[tuple, Shape | None] = {}
-        for groups in groupings:
-            order += 1
-            total, chosen = sum(speed[group] for group in groups), []
-            for group in groups:
-                halvings = int(math.log2(total / speed[group]) + 1e-9)  # its share is at most the half, a quarter, ...
-                key = group, max(1, -(-num_microbatches // 2**halvings))
-                if key not in shapes:
-                    shapes[key] = first_shape(estimate, *key)
-                chosen.append(shapes[key])
-            if None in chosen or (shares := share_out(chosen, num_microbatches)) is None:
+    def swaps(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Two machines of unlike kind, one of which may idle; their pipelines' layers are split anew."""
+        used = [rank for pipeline in candidate.pipelines for rank in pipeline.machines]
+        idle = [rank for rank in self.kind if rank not in used]
+        for a, b in [*combinations(used, 2), *((a, b) for a in used for b in idle)]:
+            if self.kind[a] == self.kind[b]:
                 continue
-            seconds = max(shape.time(share) for shape, share in zip(chosen, shares))
-            if len(kept) == ESTIMATES_KEPT and seconds >= -kept[0][0]:
-                continue
-            seconds += estimate.gradient_seconds(chosen)
-            heapq.heappush(kept, (-seconds, order, Candidate(pipelines_of(chosen, shares), size)))
-            if len(kept) > ESTIMATES_KEPT:
-                heapq.heappop(kept)
-    return [candidate for _, _, candidate in sorted(kept, reverse=True)], order
+            swap, pipelines = {a: b, b: a}, []
+            for machines, layers, number in candidate.pipelines:
+                if a in machines or b in machines:
+                    machines = tuple(swap.get(rank, rank) for rank in machines)
+                    layers = self.split_layers(machines, candidate.micro_batch_size, number)
+                pipelines.append(Pipeline(machines, layers, number))
+            if all(pipeline.layers for pipeline in pipelines):
+                yield candidate._replace(pipelines=tuple(pipelines))
 
-
-def first_shape(estimate: Estimate, group: tuple[int, ...], num_microbatches: int) -> Shape | None:
-    """The quickest for so many micro-batches or, where memory does not suffice, for a smaller share of them."""
-    while not (shapes := estimate.shapes(group, num_microbatches)) and num_microbatches > 1:
-        num_microbatches = -(-num_microbatches // 2)
-    return shapes[0] if shapes else None
-
-
-def uniform_plans(cluster: Cluster, global_batch: int, sizes: list[int], fastest_first: list[int]) -> dict:
-    """What one would write without a planner: name -> its candidates of each micro-batch size, or why it can't be."""
-    n, layers = len(cluster.machines), cluster.num_layers
-    alone, plans = (fastest_first[0],), {}
-    plans["the fastest machine alone"] = [
-        Candidate((Pipeline(alone, (layers,), global_batch // size),), size) for size in sizes]
-    if n == 1:
-        return plans
-    name = "one pipeline, even layers"
-    plans[name] = f"{n} stages for {layers} decoder layers"
-    if n <= layers:
+    def uniform_plans(self) -> dict[str, list[Candidate] | str]:
+        """What one would write without a planner: name -> a candidate per micro-batch size, or why there is none."""
+        n, layers = len(self.cluster.machines), self.cluster.num_layers
+        totals = [(size, self.global_batch // size) for size in self.sizes]
+        alone, everyone = (self.fastest_first[0],), tuple(range(n))
+        plans = {"the fastest machine alone": [Candidate((Pipeline(alone, (layers,), m),), size) for size, m in totals]}
+        if n == 1:
+            return plans
         even = tuple(layers // n + (s < layers % n) for s in range(n))
-        plans[name] = [Candidate((Pipeline(tuple(range(n)), even, global_batch // size),), size) for size in sizes]
-    name, options = "data parallel, even shares", []
-    for size in sizes:
-        share, left = divmod(global_batch // size, n)
-        if share:
-            options.append(Candidate(tuple(Pipeline((k,), (layers,), share + (k < left)) for k in range(n)), size))
-    plans[name] = options or f"{global_batch} samples for {n} machines"
-    return plans
+        plans["one pipeline, even layers"] = f"{n} stages for {layers} decoder layers" if n > layers else [
+            Candidate((Pipeline(everyone, even, m),), size) for size, m in totals]
+        plans["data parallel, even shares"] = [
+            Candidate(tuple(Pipeline((k,), (layers,), m // n + (k < m % n)) for k in everyone), size)
+            for size, m in totals if m >= n] or f"{self.global_batch} samples for {n} machines"
+        return plans
 
+    def uniform(self, options: list[Candidate] | str) -> Scored | str:
+        """The best of the options, or why there is none."""
+        if isinstance(options, str):
+            return options
+        if scored := [score for candidate in options if (score := self.score(candidate))]:
+            return min(scored, key=lambda score: score.result.step_seconds)
+        pipeline, stages = next((pipeline, stages) for pipeline in options[0].pipelines
+                                if (stages := self.lacks_memory(pipeline, options[0].micro_batch_size)))
+        rank = pipeline.machines[stages[0]]
+        return f"the memory of machine {rank} ({self.cluster.machines[rank].host}) does not suffice"
 
-def missing_memory(cluster: Cluster, estimate: Estimate, memory_fraction: float) -> str:
-    """Why no plan fits: what the machines can hold as one pipeline, those with most memory first."""
-    order = sorted(range(len(cluster.machines)), key=lambda rank: -estimate.memory[rank])[: cluster.num_layers]
-    p, m = len(order), estimate.num_microbatches
-    held = [max(0, estimate.most_layers(rank, s, p, m)) for s, rank in enumerate(order)]
-    whole = peak_memory(cluster, Pipeline((0,), (cluster.num_layers,), 1), estimate.size, estimate.setting)[0]
-    lines = [f"machine {rank} ({cluster.machines[rank].host}) {estimate.memory[rank] / 1e6:.4g} MB for {layers} of the "
-             "layers" for rank, layers in zip(order, held)]
-    return (f"not enough memory for any plan: the model takes {whole / 1e6:.4g} MB, and all machines may use "
-            f"{sum(estimate.memory) / 1e6:.4g} MB: {memory_fraction} of what was free. In one pipeline, with "
-            f"micro-batches of {estimate.size} samples: {'; '.join(lines)}: {sum(held)} of {cluster.num_layers} layers "
-            "are placed. Free memory, add a machine, or take fewer layers, a smaller --seq_len or other sizes")
+    def missing_memory(self, memory_fraction: float) -> str:
+        """Why no plan fits: what the model takes, and what each machine has."""
+        layers, size = self.cluster.num_layers, self.sizes[0]
+        whole = peak_memory(self.cluster, Pipeline((0,), (layers,), 1), size, self.setting)[0]
+        each = ", ".join(f"machine {rank} ({machine.host}) {memory / 1e6:.4g}"
+                         for rank, (machine, memory) in enumerate(zip(self.cluster.machines, self.memory)))
+        return (f"not enough memory for any plan: one machine would need {whole / 1e6:.4g} MB for the model and a "
+                f"micro-batch of {size} samples, and stages need the activations of several. The machines may use, in "
+                f"MB: {each}: {memory_fraction} of what was free. Free memory, add a machine, or take fewer layers, a "
+                "smaller --seq_len or other sizes")

@@ -1,13 +1,14 @@
 """What a step of unlike pipelines will take, without running it: the pipelines' events, then gradients, loss, memory.
 
-pipeline_simulation does with the actions of the schedule what run_schedule does. Then:
+pipeline_simulation executes the actions of the schedule as run_schedule does. Then:
 
-    gradients   bucket by bucket, last module first: a sum starts when the last backward of all its owners has passed
-                the module and their network is free; a ring of n takes 2 (n-1)/n bytes / bandwidth + 2 (n-1) latency
-    the end     the loss is summed over all ranks: they wait for each other. Then each runs its optimizer
+    gradients   bucket by bucket, last module first: an all-reduce starts when the last backward of all its owners has
+                passed the module and their network is free; a ring of n takes 2 (n-1)/n bytes / bandwidth
+                + 2 (n-1) latency
+    the end     the loss is summed over all ranks, which therefore wait for each other
 
-A step is one period of this: it begins with the optimizer of the step before, so that a stage that has to wait for
-its first input anyway has this time for free.
+A step is one period of this. It begins with the optimizer of the step before, so that a stage that has to wait for its
+first input anyway has this time for free.
 """
 
 from collections.abc import Callable
@@ -15,19 +16,27 @@ from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from planning.machines import Cluster
+from planning.machines import NUMBER_BYTES, Cluster, Link
 from planning.pipeline_simulation import Pipeline, PipelineSimulation, Run, Setting, Span, Transfer
+
+BUCKET = 25e6  # bytes at most, as in data_parallel
 
 
 class Candidate(NamedTuple):
+    """`replicas`: how many copies of these pipelines there are, on like machines; `replica_link`: between them."""
+
     pipelines: tuple[Pipeline, ...]
     micro_batch_size: int
+    replicas: int = 1
+    replica_link: Link | None = None
 
 
 class Result(NamedTuple):
-    """`bubble`: the share of the step that the machines of the plan do not compute. `peak_memory`: bytes by rank."""
+    """`bubble`: the share of the step in which the machines of the plan do not compute. `peak_memory`: bytes by rank.
+    `pipelines_end`: the second when the last action and its transfer are over, before what is left of the gradients."""
 
     step_seconds: float
+    pipelines_end: float
     bubble: float
     bytes_on_wire: float
     peak_memory: dict[int, float]
@@ -38,14 +47,12 @@ class Result(NamedTuple):
 def simulate(cluster: Cluster, candidate: Candidate, setting: Setting, runs: dict | None = None) -> Result:
     """One step of a candidate. `runs`: results of pipelines, kept for the next call with the same setting."""
     runs, size = {} if runs is None else runs, candidate.micro_batch_size
-    for pipeline in candidate.pipelines:
-        if (pipeline, size) not in runs:
-            runs[pipeline, size] = PipelineSimulation(cluster, pipeline, size, setting).run()
-    done = [runs[pipeline, size] for pipeline in candidate.pipelines]
+    done = [run_pipeline(cluster, pipeline, size, setting, runs) for pipeline in candidate.pipelines]
     ranks = [rank for pipeline in candidate.pipelines for rank in pipeline.machines]
     sums = sum_gradients(cluster, candidate, setting, done)
     latency = max((cluster.links[a][b].latency for a, b in zip(ranks, ranks[1:] + ranks[:1]) if a != b), default=0.0)
-    step = max([*(end for run in done for end in run.ends), *(transfer.end for transfer in sums)])
+    pipelines_end = max(end for run in done for end in run.ends)
+    step = max([pipelines_end, *(transfer.end for transfer in sums)])
     step += 2 * (len(ranks) - 1) * latency  # the loss's sum over all ranks, a ring as well
     spans = [span for run in done for span in run.spans]
     transfers = [transfer for run in done for transfer in run.transfers] + sums
@@ -53,11 +60,18 @@ def simulate(cluster: Cluster, candidate: Candidate, setting: Setting, runs: dic
     memory = {rank: num_bytes for pipeline in candidate.pipelines
               for rank, num_bytes in zip(pipeline.machines, peak_memory(cluster, pipeline, size, setting))}
     num_bytes = sum(transfer.num_bytes for transfer in transfers)
-    return Result(step, 1 - busy / (len(ranks) * step) if step else 0.0, num_bytes, memory, spans, transfers)
+    bubble = 1 - busy / (len(ranks) * step) if step else 0.0
+    return Result(step, pipelines_end, bubble, num_bytes, memory, spans, transfers)
+
+
+def run_pipeline(cluster: Cluster, pipeline: Pipeline, size: int, setting: Setting, runs: dict) -> Run:
+    if (pipeline, size) not in runs:
+        runs[pipeline, size] = PipelineSimulation(cluster, pipeline, size, setting).run()
+    return runs[pipeline, size]
 
 
 def sum_gradients(cluster: Cluster, candidate: Candidate, setting: Setting, runs: list[Run]) -> list[Transfer]:
-    """The all-reduces of a step, with the buckets of data_parallel: an eighth of a rank's parameters, 25 MB at most."""
+    """The all-reduces of a step, with data_parallel's buckets: an eighth of a rank's parameters, BUCKET at most."""
     places = [list(zip(p.machines, cluster.stages(p.layers))) for p in candidate.pipelines]
     free, ready, held = {}, {}, 0
     for pipeline, run in zip(places, runs):
@@ -68,10 +82,13 @@ def sum_gradients(cluster: Cluster, candidate: Candidate, setting: Setting, runs
             passed = cluster.machines[rank].passed["B"][candidate.micro_batch_size]
             for module in range(*stage):  # backward comes from the end
                 ready[rank, module] = last[rank].start + passed[stage[1]] - passed[module]
-    limit, sums = min(25e6, held * cluster.master_bytes / 8), []
+    limit, sums = min(BUCKET, held * cluster.master_bytes / 8), []
     for owners, module, parameters in buckets(cluster, places, limit):
-        num_bytes, n = cluster.gradient_bytes(parameters, setting.gradient_wire_dtype), len(owners)
-        ring = [cluster.links[a][b] for a, b in zip(owners, owners[1:] + owners[:1])]
+        num_bytes, n = cluster.gradient_bytes(parameters, setting.gradient_wire_dtype), len(owners) * candidate.replicas
+        ring = [cluster.links[a][b] for a, b in zip(owners, owners[1:] + owners[:1]) if a != b]
+        ring += [candidate.replica_link] if candidate.replicas > 1 else []
+        if not ring:
+            continue
         rounds = max(1, round(parameters * cluster.master_bytes / limit))  # a large module is several buckets
         start = max(max(ready[rank, module], free[rank]) for rank in owners)
         end = start + 2 * (n - 1) * (num_bytes / n / min(link.bandwidth for link in ring)
@@ -94,22 +111,23 @@ def buckets(cluster: Cluster, places: list[list[tuple]], limit: float):
         parameters += cluster.parameters[module]
         is_full = parameters * cluster.master_bytes >= limit
         if module == 0 or is_full or owners_of[module - 1] != owners:
-            if len(owners) > 1 and parameters:
+            if parameters:
                 yield owners, module, parameters
             parameters = 0
-    ends = tuple(dict.fromkeys(rank for pipeline in places for rank, _ in (pipeline[0], pipeline[-1])))
-    if cluster.tied_parameters and len(ends) > 1:
+    if cluster.tied_parameters:
+        ends = tuple(dict.fromkeys(rank for pipeline in places for rank, _ in (pipeline[0], pipeline[-1])))
         yield ends, None, cluster.tied_parameters
 
 
 def peak_memory(cluster: Cluster, pipeline: Pipeline, size: int, setting: Setting) -> list[float]:
-    """Bytes at most, stage by stage: weights, gradients and AdamW's two moments; live activations; messages."""
-    p, peaks = len(pipeline.machines), []
+    """Bytes at most, stage by stage: weights, gradients and AdamW's two moments, in the activations' dtype another copy
+    of the weights where that is narrower; the activations of live micro-batches; messages."""
+    p, peaks, copy = len(pipeline.machines), [], NUMBER_BYTES[cluster.dtype]
+    state_bytes = 4 * cluster.master_bytes + (copy if copy < cluster.master_bytes else 0)
     for s, stage in enumerate(cluster.stages(pipeline.layers)):
         live = live_microbatches(setting.schedule, s, p, pipeline.num_microbatches)
         messages = 4 * size * cluster.hidden_bytes if p > 1 else 0.0  # two posted receives, two sends under way
-        state = 4 * cluster.parameters_of(stage) * cluster.master_bytes
-        peaks.append(state + live * cluster.saved_bytes(stage, size) + messages)
+        peaks.append(state_bytes * cluster.parameters_of(stage) + live * cluster.saved_bytes(stage, size) + messages)
     return peaks
 
 

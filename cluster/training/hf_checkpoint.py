@@ -48,9 +48,8 @@ def save_hugging_face(model: torch.nn.Module, model_name: str, directory: str) -
     for name in os.listdir(unfinished):
         with open(os.path.join(unfinished, name)) as file:
             os.fsync(file.fileno())
+    shutil.rmtree(old := f"{directory}.old", ignore_errors=True)
     if os.path.isdir(directory):  # a rerun's: a directory can't take the name of one that has files
-        os.replace(directory, old := f"{directory}.old")
-        os.replace(unfinished, directory)
-        shutil.rmtree(old)
-    else:
-        os.replace(unfinished, directory)
+        os.replace(directory, old)
+    os.replace(unfinished, directory)
+    shutil.rmtree(old, ignore_errors=True)

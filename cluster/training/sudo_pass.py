@@ -1,8 +1,7 @@
 """--sudo_pass VALUE: accepted for compatibility, never needed, and forgotten before anybody sees it.
 
-A command line is public: `ps` shows it to every user of the machine, W&B uploads it, logs repeat it. Only a program
-that starts anew without the flag has a process title without it, so that is what drop_password does. It imports next to
-nothing: the script calls it before all that is slow or curious.
+A command line is public: `ps` shows it, W&B uploads it, logs repeat it. Only a program that starts anew without the
+flag has a process title without it, so a script calls drop_password() before all that is slow.
 """
 
 import os
@@ -13,23 +12,17 @@ WARNING = ("warning: --sudo_pass is ignored, nothing here needs it; never write 
            "The torchrun that started this still shows it to ps: change that password")
 
 
-def without_password(arguments: list[str]) -> list[str]:
-    """The arguments less --sudo_pass and its value; less misspelt ones, too, whose value an error would print."""
+def drop_password() -> None:
+    """Starts this process anew, under the same id, without the flag; returns where it is not there."""
     kept, is_value = [], False
-    for argument in arguments:
-        is_flag = re.match("-+su", argument) is not None and not is_value
+    for argument in sys.argv[1:]:
+        is_flag = not is_value and re.match("-+su", argument)  # misspelt ones too, whose value an error would print
         if not is_flag and not is_value:
             kept.append(argument)
         is_value = is_flag and "=" not in argument
-    return kept
-
-
-def drop_password() -> None:
-    """Starts this process anew, under the same id, without the flag; returns where it is not there."""
-    arguments = without_password(sys.argv[1:])
-    if arguments == sys.argv[1:]:
+    if kept == sys.argv[1:]:
         return
     if os.environ.get("RANK", "0") == "0":
         print(WARNING, file=sys.stderr, flush=True)
-    interpreter = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])]  # python, its own flags, the script
-    os.execv(sys.executable, [sys.executable, *interpreter[1:], *arguments])
+    script = sys.orig_argv[1:len(sys.orig_argv) - len(sys.argv[1:])]  # Python's own flags, and the script's path
+    os.execv(sys.executable, [sys.executable, *script, *kept])

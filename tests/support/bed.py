@@ -7,11 +7,13 @@ import pytest
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "tools" / "testbed.sh"
 NODES = ["node0", "node1", "node2"]
-STATE = pathlib.Path("/run/testbed")  # ssh -F STATE/ssh_config node1, from this machine
+SHOWN = dict(line.split("=", 1) for line in
+             subprocess.run([SCRIPT, "show"], capture_output=True, text=True).stdout.splitlines())
+NAME, NETWORK, SSH_CONFIG = (SHOWN.get(key, "0") for key in ("name", "network", "ssh_config"))
 
 
-def cluster(*args, check: bool = True, timeout: float = 60, **options) -> subprocess.CompletedProcess:
-    """Runs `tools/testbed.sh args`, e.g. cluster("exec", "node1", "hostname"), and returns it with its output as text.
+def testbed(*args, check: bool = True, timeout: float = 60, **options) -> subprocess.CompletedProcess:
+    """Runs `tools/testbed.sh args`, e.g. testbed("exec", "node1", "hostname"), and returns it with its output as text.
 
     With `check` an exit code other than zero is an AssertionError that shows the output. `options`: subprocess.run's.
     """
@@ -22,19 +24,28 @@ def cluster(*args, check: bool = True, timeout: float = 60, **options) -> subpro
     return done
 
 
+testbed.__test__ = False  # its name begins like that of a test
+
+
 def start(node: str, *command, **options) -> subprocess.Popen:
     """Starts `command` on `node` and doesn't wait for it. Killing the process that it returns kills the command."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([SCRIPT, "exec", node, *map(str, command)], **{**pipes, **options})
 
 
+def processes() -> set[str]:
+    """The ids of all processes in the hosts."""
+    return {pid for node in NODES
+            for pid in subprocess.check_output(["ip", "netns", "pids", f"{NAME}-{node}"], text=True).split()}
+
+
 @pytest.fixture(scope="module")
 def bed():
     """Three fresh hosts for the tests of a module; skips them where this machine can't have any (no root, say)."""
     for command in ("down", "up"):
-        done = cluster(command, check=False)
+        done = testbed(command, check=False)
         if done.returncode == 2:
             pytest.skip(done.stderr.strip())
         assert done.returncode == 0, done.stderr
     yield
-    cluster("down")
+    testbed("down")

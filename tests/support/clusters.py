@@ -6,10 +6,10 @@ def made_up_cluster(speeds, layers=8, sizes=(1,), **options) -> dict:
 
     A machine of speed 1 takes `layer` seconds for a layer forward, twice that backward; `ends` for the embedding and
     for the projection. `bandwidth`, `latency`: one for all links, or links[i][j]. `memory`: one for all, or a list.
+    `overhead`: seconds of each module and micro-batch, whatever its size.
     """
     known = {"layer": 1e-3, "ends": 0.0, "bandwidth": 1e15, "latency": 0.0, "memory": 1e15, "parameters": 1000,
-             "saved_bytes": 1e4, "hidden_bytes": 4096.0, "tied": False, "optimizer_seconds": 0.0, "overhead": 0.0,
-             "step_overhead": 0.0}
+             "saved_bytes": 1e4, "hidden_bytes": 4096.0, "tied": False, "optimizer_seconds": 0.0, "overhead": 0.0}
     assert options.keys() <= known.keys(), options
     it = {**known, **options}
     n = len(speeds)
@@ -22,10 +22,9 @@ def made_up_cluster(speeds, layers=8, sizes=(1,), **options) -> dict:
         forward = [it["ends"] / speed, *[it["layer"] / speed] * layers, 0.0, it["ends"] / speed]
         machines.append({
             "rank": rank, "host": f"host{rank}", "device": "cpu", "free_memory": pick("memory", rank),
-            "forward": {str(size): [size * t for t in forward] for size in sizes},
-            "backward": {str(size): [2 * size * t for t in forward] for size in sizes},
-            "optimizer_seconds": it["optimizer_seconds"], "microbatch_overhead": it["overhead"],
-            "step_overhead": it["step_overhead"]})
+            "forward": {str(size): [size * t + it["overhead"] for t in forward] for size in sizes},
+            "backward": {str(size): [2 * size * t + it["overhead"] for t in forward] for size in sizes},
+            "optimizer_seconds": it["optimizer_seconds"]})
     names = ["embedding", *(f"decoder_layers.{i}" for i in range(layers)), "final_norm", "final_proj"]
     modules = [{"name": name, "parameters": 0 if name == "final_norm" else it["parameters"],
                 "saved_bytes": it["saved_bytes"]} for name in names]

@@ -1,6 +1,6 @@
 """Clusters by name: `64xH100:8`, `3xRaspberryPi5:1@100mbit`, `1xRTX5070Ti:1+1xRTX4070:1+1xRTX3070Ti:1@1gbit`.
 
-    [N x DEVICE [: how many a node] ] [+ more of them] [@ what a node's network carries, in each direction]
+    N x DEVICE [: devices per node] [+ more of them] [@ what a node's network carries, in each direction]
 
 The numbers of a device are the peaks of its data sheet, dense (without sparsity); nobody reaches them.
 """
@@ -41,17 +41,13 @@ GROUP = re.compile(r"(\d+)x([A-Za-z]\w*)(?::(\d+))?")
 RATE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)(bit|b)", re.IGNORECASE)
 
 
-class Cluster(NamedTuple):
-    """Nodes with equally many devices; where these are unlike, `device` has the smallest number of each kind."""
+class Node(NamedTuple):
+    """A machine with `count` devices of one kind. `network`: bytes/s of the whole node, in one direction."""
 
-    num_devices: int
-    per_node: int
+    name: str
     device: Device
-    network: float  # bytes/s of a whole node, in one direction
-    names: str
-
-    def alone(self) -> "Cluster":
-        return self._replace(num_devices=1, per_node=1)
+    count: int
+    network: float
 
 
 def parse_rate(flag: str, text: str) -> float:
@@ -61,32 +57,24 @@ def parse_rate(flag: str, text: str) -> float:
     return float(match[1]) * 1000 ** " kmgt".index(match[2].lower() or " ") / (8 if match[3].lower() == "bit" else 1)
 
 
-def slowest(devices: list[Device]) -> Device:
-    """The smallest number of each kind, and the longest latency."""
-    least = {field: None if None in column else min(column) for field, column in zip(Device._fields, zip(*devices))}
-    return Device(**least)._replace(latency=max(device.latency for device in devices))
-
-
-def parse_cluster(spec: str) -> Cluster:
-    """What --cluster says. Raises ValueError where it can't be read, or names a device that is not in DEVICES."""
+def parse_nodes(spec: str) -> list[Node]:
+    """What --cluster says, node by node. Raises ValueError where it can't be read, or names an unknown device."""
     groups, _, rate = spec.partition("@")
-    matches = [GROUP.fullmatch(group.strip()) for group in groups.split("+")]
-    if not all(matches) or not all(int(match[1]) and int(match[3] or 1) for match in matches):
-        raise ValueError(f"--cluster {spec!r}: write the number, the device and how many a node has, as in 64xH100:8 "
-                         "or 3xRaspberryPi5:1@100mbit, with + between unlike ones")
-    by_name = {name.lower(): name for name in DEVICES}
-    for match in matches:
+    by_name, nodes = {name.lower(): name for name in DEVICES}, []
+    for group in groups.split("+"):
+        match = GROUP.fullmatch(group.strip())
+        if not match or not int(match[1]) or not int(match[3] or 1):
+            raise ValueError(f"--cluster {spec!r}: write the number, the device and how many a node has, as in "
+                             "64xH100:8 or 3xRaspberryPi5:1@100mbit, with + between unlike ones")
         if match[2].lower() not in by_name:
             raise ValueError(f"--cluster {spec!r}: no {match[2]!r} among {', '.join(DEVICES)}: choose the one that is "
                              "most like it, and give --peak_tflops, --device_memory and the like")
-    counts = [(int(match[1]), int(match[3] or 1)) for match in matches]
-    per_node = {min(count, size) for count, size in counts}
-    if len(per_node) > 1 or any(count % min(count, size) for count, size in counts):
-        raise ValueError(f"--cluster {spec!r}: all nodes must have equally many devices, none may be left over: "
-                         f"this is {', '.join(f'{count} in nodes of {size}' for count, size in counts)}")
-    device = slowest([DEVICES[by_name[match[2].lower()]] for match in matches])
-    in_node = per_node.pop()
-    ports = in_node if device.latency == INFINIBAND else 1
-    network = parse_rate("--cluster ...@", rate) if rate else device.port * ports
-    names = " + ".join(f"{count} x {by_name[match[2].lower()]}" for (count, _), match in zip(counts, matches))
-    return Cluster(sum(count for count, _ in counts), in_node, device, network, names)
+        name, number = by_name[match[2].lower()], int(match[1])
+        device, per_node = DEVICES[name], min(number, int(match[3] or 1))
+        if number % per_node:
+            raise ValueError(f"--cluster {spec!r}: nodes have equally many devices and none may be left over, but "
+                             f"this is {number} in nodes of {per_node}")
+        ports = per_node if device.latency == INFINIBAND else 1
+        network = parse_rate("--cluster ...@", rate) if rate else device.port * ports
+        nodes += [Node(name, device, per_node, network)] * (number // per_node)
+    return nodes

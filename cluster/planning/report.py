@@ -18,13 +18,16 @@ def make_plan(cluster: dict, global_batch: int, setting: Setting, sizes: list[in
 
 def as_plan(cluster: Cluster, scored: Scored, setting: Setting) -> dict:
     """The content of plan.json. Machines are the ranks that measured, in stage order; those in no pipeline idle."""
-    pipelines, size = scored.candidate
+    pipelines, size = scored.candidate[:2]
     result = scored.result
     return {
         "model_name": cluster.model_name, "seq_len": cluster.seq_len, "dtype": cluster.dtype,
         "global_batch": size * sum(pipeline.num_microbatches for pipeline in pipelines), "micro_batch_size": size,
         "schedule": setting.schedule.__name__,
-        "wire_dtype": setting.wire_dtype, "gradient_wire_dtype": setting.gradient_wire_dtype,
+        # None where nothing is sent that it is for
+        "wire_dtype": setting.wire_dtype if any(len(p.machines) > 1 for p in pipelines) else None,
+        "gradient_wire_dtype": setting.gradient_wire_dtype if len(pipelines) > 1 else None,
+        "num_layers": cluster.num_layers, "hosts": [machine.host for machine in cluster.machines],
         "pipelines": [{"machines": list(pipeline.machines), "layers": list(pipeline.layers),
                        "num_microbatches": pipeline.num_microbatches} for pipeline in pipelines],
         "predicted": {"step_seconds": result.step_seconds, "bubble": result.bubble,
@@ -40,7 +43,7 @@ def write_plan(path: str, plan: dict) -> None:
 
 def describe(cluster: Cluster, scored: Scored) -> list[str]:
     """Two lines: what a plan takes; its pipelines and machines in the words of train.py's flags."""
-    pipelines, size = scored.candidate
+    pipelines, size = scored.candidate[:2]
     result = scored.result
     tokens = size * sum(pipeline.num_microbatches for pipeline in pipelines) * cluster.seq_len
     used = [rank for pipeline in pipelines for rank in pipeline.machines]
@@ -83,8 +86,8 @@ def bottleneck(cluster: Cluster, scored: Scored) -> str:
 
 def report(cluster: Cluster, plans: Plans, top: int) -> str:
     """The best few plans, then the uniform ones against the best."""
-    names = ", ".join(f"{machine.rank} {machine.host}" for machine in cluster.machines)
-    lines = [f"machines: {names}", f"{plans.num_estimated} groupings estimated, {plans.num_simulated} plans simulated"]
+    names = ", ".join(f"{rank} {machine.host}" for rank, machine in enumerate(cluster.machines))
+    lines = [f"machines: {names}", f"{plans.num_groupings} groupings estimated, {plans.num_simulated} plans simulated"]
     for i, scored in enumerate(plans.best[:top], 1):
         first, second = describe(cluster, scored)
         lines += [f"{i:2}. {first}", f"    {second}"]

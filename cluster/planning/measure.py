@@ -16,13 +16,10 @@ import socket
 import statistics
 import time
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.utils.data import DataLoader
 
-from dataloader import TokenSamples
 from training.machine_facts import free_memory
 from model import Llama, cross_entropy, init_weights, rotary_tables
 
@@ -125,7 +122,7 @@ class ModuleClock:
             for kind in found:
                 per_module = [statistics.median(values) for values in zip(*(block[kind] for block in blocks))]
                 found[kind][str(size)] = self.for_all_layers(per_module)
-        return {**found, **self.measure_optimizer(), "microbatch_overhead": self.measure_loading(sizes[0]) / 2}
+        return {**found, "optimizer_seconds": self.measure_optimizer()}
 
     def block(self, ids: torch.Tensor) -> dict[str, list[float]]:
         """The mean seconds of each module over BLOCK_SECONDS of micro-batches, three at least."""
@@ -141,7 +138,7 @@ class ModuleClock:
         first, *layers, norm, projection = values
         return [first, *[statistics.mean(layers)] * self.num_layers, norm, projection]
 
-    def measure_optimizer(self) -> dict[str, float]:
+    def measure_optimizer(self) -> float:
         """AdamW's seconds a parameter, over BLOCK_SECONDS."""
         self.optimizer.step()  # makes its moments
         count, start = 0, self.now()
@@ -150,17 +147,7 @@ class ModuleClock:
             self.optimizer.zero_grad(set_to_none=False)
             count += 1
         seconds, parameters = (self.now() - start) / count, sum(param.numel() for param in self.model.parameters())
-        return {"optimizer_seconds": seconds / parameters, "step_overhead": 0.0}
-
-    def measure_loading(self, size: int) -> float:
-        """Seconds to read a micro-batch, over a block: forward and backward count half of it each."""
-        samples = TokenSamples(np.zeros(1000 * self.seq_len + 1, dtype=np.int32), self.seq_len)
-        batches = iter(DataLoader(samples, batch_sampler=itertools.repeat(list(range(size)))))
-        count, start = 0, time.perf_counter()
-        while count < 3 or time.perf_counter() - start < BLOCK_SECONDS:
-            next(batches).to(self.device)
-            count += 1
-        return (time.perf_counter() - start) / count
+        return seconds / parameters
 
     def describe(self) -> list[dict]:
         """For each module its name, number of parameters, and the bytes that a sample leaves for its backward."""

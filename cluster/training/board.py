@@ -1,0 +1,58 @@
+"""TensorBoard's files: the loss of each step, and what each rank did and used in it."""
+
+import os
+import resource
+import time
+
+import torch
+import torch.distributed as dist
+
+from training.common import gather
+from training.loop import Step
+
+
+class Board:
+    """Writes to `folder`, on rank 0, what all ranks send it. Without TensorBoard it writes nothing and says so."""
+
+    def __init__(self, folder: str, device: torch.device):
+        self.device, self.writer, self.busy = device, None, time.process_time()
+        if dist.get_rank() > 0:
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(folder)
+        except ImportError:
+            print("no TensorBoard files: pip install tensorboard. metrics.jsonl has the losses", flush=True)
+
+    def log(self, step: Step, tokens: int) -> None:
+        """`tokens`: of the step, on all ranks. Collective."""
+        everyone = gather(self.values_of_this_rank(step))
+        if self.writer is None:
+            return
+        self.writer.add_scalar("loss", step.loss, step.number)
+        self.writer.add_scalar("tokens_per_second", tokens / step.seconds, step.number)
+        for rank, values in enumerate(everyone):
+            for name, value in values.items():
+                self.writer.add_scalar(f"{name}/rank{rank}", value, step.number)
+
+    def values_of_this_rank(self, step: Step) -> dict[str, float]:
+        """Seconds, gigabytes, and percent: 100 percent of the CPU is one core. What is unknown is left out."""
+        busy_before, self.busy = self.busy, time.process_time()
+        peak_kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux
+        values = {"step_seconds": step.seconds, "cpu_memory_gb": peak_kilobytes * 1024 / 1e9,
+                  "cpu_percent": 100 * (self.busy - busy_before) / step.seconds}
+        if step.compute_seconds is not None:
+            values["compute_seconds"] = step.compute_seconds
+        if self.device.type == "cuda":
+            values["gpu_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
+            try:
+                values["gpu_percent"] = float(torch.cuda.utilization(self.device))
+            except (ImportError, RuntimeError):
+                pass  # it needs the package nvidia-ml-py
+        return values
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+            print(f"TensorBoard: tensorboard --logdir {os.path.dirname(self.writer.log_dir)}", flush=True)

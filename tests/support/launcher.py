@@ -1,0 +1,110 @@
+"""Starts launch_cluster.sh, with or without true hosts, and watches what it prints.
+
+A stand-in for torch and torchrun, which starts in no time, takes the place of the true ones: a Python whose `torch` is
+a few lines. STAND_IN_SSH hands the command to a shell of this machine, as the true ssh hands it to one of the host.
+"""
+
+import os
+import pathlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from launch import ROOT, environment
+
+TORCH = """
+import os, types
+__version__ = os.environ.get("TORCH", "2.13.0")
+version, cuda = types.SimpleNamespace(cuda=None), types.SimpleNamespace(is_available=lambda: False)
+"""
+TORCHRUN = """
+import os, subprocess, sys
+option = lambda name: sys.argv[sys.argv.index(name) + 1]
+rank, script = option("--node-rank"), sys.argv[sys.argv.index("--master-port") + 2:]
+worker = subprocess.Popen([sys.executable, *script], start_new_session=True, env={**os.environ, "RANK": rank})
+sys.exit(1 if worker.wait() else 0)
+"""
+CLOCK = "import os, time; now = time.time; time.time = lambda: now() + float(os.environ.get('AHEAD', 0))"
+SLEEP = "import os, time; print('pids', os.getpid(), os.getppid(), flush=True); time.sleep(1000)"
+STAND_IN_SSH = """#!/bin/sh
+for word; do last=$word; done
+case " $* " in *" -G "*) echo "hostname $last"; exit;; esac
+exec sh -c "$last"
+"""
+
+
+def make_tools(folder: pathlib.Path) -> pathlib.Path:
+    """Fills a folder with `python`, of the fast torch, `python_old`, of an old torch and a clock ahead, and `ssh`."""
+    start = f'PYTHONPATH={shlex.quote(str(folder))} exec {shlex.quote(sys.executable)} "$@"\n'
+    files = {"torch/__init__.py": TORCH, "torch/distributed/__init__.py": "", "torch/distributed/run.py": TORCHRUN,
+             "sitecustomize.py": CLOCK, "sleep.py": SLEEP, "ssh": STAND_IN_SSH, "python": f"#!/bin/sh\n{start}",
+             "python_old": f"#!/bin/sh\nTORCH=2.9.1 AHEAD=40 {start}"}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    for name in ("python", "python_old", "ssh"):
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def write_hosts(folder: pathlib.Path, *lines: str) -> pathlib.Path:
+    (folder / "hosts.txt").write_text("\n".join(lines) + "\n")
+    return folder / "hosts.txt"
+
+
+class Launch:
+    """A launcher that runs, in a process group of its own like a command typed at a terminal.
+
+    `tools`: the folder of the stand-in for ssh; None for the true one, with `options`.
+    """
+
+    def __init__(self, hosts: pathlib.Path, *words, tools: pathlib.Path | None = None, options: str = "", **variables):
+        if tools:
+            variables["PATH"] = f"{tools}:{os.environ['PATH']}"
+        env = environment(SSH_OPTIONS=options, PYTHON=sys.executable, **variables)
+        self.process = subprocess.Popen([ROOT / "cluster" / "launch_cluster.sh", hosts, *words], env=env, text=True,
+                                        start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                        stderr=subprocess.STDOUT)
+        self.lines = []
+        self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True)
+        self.reader.start()
+
+    def pids(self, count: int = 3) -> dict[str, list[int]]:
+        """{host: [worker, its torchrun]} as soon as `count` hosts have said so."""
+        def found() -> dict[str, list[int]]:
+            matches = (re.match(r"(\w+) +\| pids (\d+) (\d+)", line) for line in list(self.lines))
+            return {match[1]: [int(match[2]), int(match[3])] for match in matches if match}
+
+        assert eventually(lambda: len(found()) == count or not self.reader.is_alive()), "".join(self.lines)
+        assert len(found()) == count, "".join(self.lines)
+        return found()
+
+    def end(self, seconds: float = 60) -> tuple[int, str]:
+        """(exit code, all that it printed), at the latest after `seconds`."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
+        self.reader.join(seconds)
+        return self.process.returncode, "".join(self.lines)
+
+
+def eventually(condition, seconds: float = 60) -> bool:
+    """Whether the condition becomes true within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def all_gone(pids: dict[str, list[int]], seconds: float = 60) -> bool:
+    """Whether the processes end within `seconds`."""
+    return eventually(lambda: not any(pathlib.Path(f"/proc/{pid}").exists() for pair in pids.values() for pid in pair),
+                      seconds)
