@@ -39,7 +39,8 @@ def loader(monkeypatch, tmp_path):
         grid = types.SimpleNamespace(dp_rank=dp_rank, dp_world_size=dp_size)
         monkeypatch.setattr(pgm, "process_group_manager", grid)
         samples = dataloader.load_samples(str(corpus), str(TINY), seq_len, 1024, num_samples, str(tmp_path / "cache"))
-        return dataloader.MicroBatchDataLoader(samples, micro_batch_size, accumulation, torch.device(device), num_workers)
+        return dataloader.MicroBatchDataLoader(
+            samples, micro_batch_size, accumulation, torch.device(device), num_workers)
 
     return loader
 
@@ -108,7 +109,8 @@ def test_a_long_document_is_whole(loader, tmp_path):
 def test_dp_ranks_together_read_what_one_process_reads(loader, corpus, dp_size, micro_batch_size, accumulation):
     per_rank, steps = micro_batch_size * accumulation, 6  # more than an epoch holds, for the larger batches
     num_samples = steps * per_rank * dp_size
-    one = loader(corpus, micro_batch_size=micro_batch_size, accumulation=accumulation * dp_size, num_samples=num_samples)
+    one = loader(corpus, micro_batch_size=micro_batch_size, accumulation=accumulation * dp_size,
+                 num_samples=num_samples)
     ranks = [loader(corpus, micro_batch_size=micro_batch_size, accumulation=accumulation, num_samples=num_samples,
                     dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)]
     for _ in range(steps):
