@@ -233,7 +233,8 @@ up() {
     touch "$state/up"
 }
 
-usage() { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2; }  # the head of this file
+help() { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; }  # the head of this file
+usage() { help >&2; exit 2; }
 
 command=${1:-}
 shift || usage
@@ -266,5 +267,6 @@ case $command:$# in
         if [[ $command == cut ]]; then state_of_link=down; else state_of_link=up; fi
         ip -n "$bed-switch" link set "$1" "$state_of_link"
         ;;
+    --help:*) help ;;
     *) usage ;;
 esac
