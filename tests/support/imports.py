@@ -1,6 +1,6 @@
 """Imports modules, and asks scripts for --help, each in a process of its own and in another working directory.
 
-`imports.py FILE...` prints a JSON object: "FILE" or "FILE --help" -> what was printed, for each that failed. A FILE is
+`imports.py FILE...` prints a JSON object: "FILE" or "FILE --help" -> what went wrong, for each that failed. A FILE is
 a script where it parses arguments. A module's own folder is on the path, or the folder of the package that holds it.
 """
 
@@ -33,24 +33,26 @@ def run(path: pathlib.Path, words: list[str]) -> bool:
 
 
 def attempt(path: pathlib.Path, words: list[str]) -> str | None:
-    """None, or what was printed where it failed."""
-    with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "output"), "w+") as output:
+    """None, or what went wrong: in a new folder, where nothing is to be written, and with nothing on stderr."""
+    with (tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output,
+          tempfile.TemporaryFile("w+") as errors):
         if (pid := os.fork()) == 0:
+            code = 1
             with contextlib.suppress(BaseException):
                 os.chdir(folder)
                 os.dup2(output.fileno(), 1)
-                os.dup2(output.fileno(), 2)
-                succeeded = run(path, words)
+                os.dup2(errors.fileno(), 2)
+                code = 0 if run(path, words) else 1
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(0 if succeeded else 1)
-            os._exit(1)
+            os._exit(code)
         _, status = os.waitpid(pid, 0)
         output.seek(0)
-        text = output.read()
-    if status:
-        return text[-2000:] or f"status {status}"
-    return None if not words or "usage: " in text else f"no usage: {text[-2000:]}"
+        errors.seek(0)
+        printed, complaint, written = output.read(), errors.read(), os.listdir(folder)
+    if status == 0 and not complaint and not written and ("usage: " in printed) == bool(words):
+        return None
+    return f"status {status}, written: {written}\n{printed[-1000:]}{complaint[-2000:]}"
 
 
 def main(paths: list[str]) -> None:
