@@ -155,6 +155,8 @@ make_files() {
         mkdir -p "/etc/netns/$bed-$node/ssh"
         cp "$state/ssh_config" "/etc/netns/$bed-$node/ssh/ssh_config"
         (umask 077 && echo 'root:*:19000::::::' >"/etc/netns/$bed-$node/shadow")  # sshd refuses a locked root
+        # No name server can be reached, and to wait for one takes half a minute of each torchrun's start.
+        printf '%s: files\n' passwd group shadow hosts >"/etc/netns/$bed-$node/nsswitch.conf"
         {
             echo "127.0.0.1 localhost"
             for other in "${nodes[@]}"; do echo "$(address "$other") $other"; done
