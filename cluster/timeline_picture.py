@@ -7,6 +7,7 @@ last of them is the bubble. A line leads from the end of the pass that made a te
 under a row are all-reduces of gradients.
 """
 
+import argparse
 import json
 import sys
 
@@ -82,7 +83,10 @@ def draw_transfers(axes, spans: list[dict]) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace_path", help="timeline_batch<N>_all.json of a run with --profile_batch N")
+    parser.add_argument("png_path", help="where to write the picture")
     try:
-        draw(*sys.argv[1:])
+        draw(**vars(parser.parse_args()))
     except (ImportError, OSError) as error:
         sys.exit(f"error: {error}")

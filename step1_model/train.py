@@ -40,7 +40,7 @@ def main():
     args = parse_args()
     device, dtype = choose_device(args.device, args.dtype)
     if args.omp_num_threads:
-        torch.set_num_threads(args.omp_num_threads)  # the variable OMP_NUM_THREADS is read when torch is imported
+        torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
 
     config = load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,

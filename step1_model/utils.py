@@ -69,7 +69,7 @@ def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
 def compile_layers(layers, device: torch.device) -> None:
     """Compiles each layer with torch.compile, at its first call. Layers of one shape share the compiled code.
 
-    Raises ValueError where the CPU's code has no C++ compiler.
+    Raises ValueError on the CPU if no C++ compiler is found.
     """
     if device.type == "cpu" and not shutil.which(compiler := os.environ.get("CXX", "g++")):
         raise ValueError(f"--compile needs a C++ compiler, and {compiler!r} is not found: install one, or set CXX")
@@ -101,7 +101,7 @@ def load_config(model_name: str, **overrides: int | None):
     """The Hugging Face configuration of `model_name`, a directory or a Hub id. An override of None keeps the model's
     value.
 
-    Returns a plain namespace, so that reading it does not require importing transformers.
+    Returns a plain namespace. transformers is imported only where config.json is missing, incomplete or no Llama's.
     """
     config = types.SimpleNamespace(**read_config(model_name))
     if (heads := overrides["num_attention_heads"]) is not None:

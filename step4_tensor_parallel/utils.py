@@ -45,7 +45,7 @@ def one_clear_error():
         yield
     except (ValueError, OSError) as error:
         if int(os.environ.get("RANK", 0)) > 0:
-            time.sleep(8)  # a rank that is still running after that met a mistake that rank 0 did not meet
+            time.sleep(8)  # meanwhile rank 0 reports the same error and torchrun ends all; else it is this rank's own
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
@@ -83,7 +83,7 @@ def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, s
 def compile_layers(layers, device: torch.device) -> None:
     """Compiles each layer with torch.compile, at its first call. Layers of one shape share the compiled code.
 
-    Raises ValueError where the CPU's code has no C++ compiler.
+    Raises ValueError on the CPU if no C++ compiler is found.
     """
     if device.type == "cpu" and not shutil.which(compiler := os.environ.get("CXX", "g++")):
         raise ValueError(f"--compile needs a C++ compiler, and {compiler!r} is not found: install one, or set CXX")
@@ -92,7 +92,7 @@ def compile_layers(layers, device: torch.device) -> None:
 
 
 def once_per_machine(make):
-    """Returns make() of one process of this machine in each of the machine's processes. Collective.
+    """Calls make() in one process of each machine and returns its result in all of them. All ranks call it together.
 
     Use it for work that is slow, or that two processes must not do at once. A ValueError is raised on every rank.
     """
@@ -135,7 +135,7 @@ def load_config(model_name: str, **overrides: int | None):
     """The Hugging Face configuration of `model_name`, a directory or a Hub id. An override of None keeps the model's
     value.
 
-    Returns a plain namespace, so that reading it does not require importing transformers.
+    Returns a plain namespace. transformers is imported only where config.json is missing, incomplete or no Llama's.
     """
     config = types.SimpleNamespace(**read_config(model_name))
     if (heads := overrides["num_attention_heads"]) is not None:

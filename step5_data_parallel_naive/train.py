@@ -88,7 +88,7 @@ def main():
     os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
     os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
     if args.omp_num_threads:
-        torch.set_num_threads(args.omp_num_threads)  # the variable OMP_NUM_THREADS is read when torch is imported
+        torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
 
     config = once_per_machine(lambda: load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,

@@ -7,7 +7,8 @@ buckets. As soon as all gradients of a bucket are there, its all-reduce starts a
     all-reduce                | bucket 0          | bucket 1          | ...                       | bucket n | wait
 
 `param.grad` is a view into its bucket: autograd adds to the very memory that is sent and that the optimizer reads.
-Buffers are never set to zero: the first micro-batch's gradient is copied in, and the division by dp_size comes last.
+Buffers need not be set to zero, because the first micro-batch's gradient is copied in. The gradient is divided by
+dp_size once, after the last micro-batch has been added and before the all-reduce.
 With gradient accumulation only the last micro-batch communicates, and it sends the accumulated gradient.
 Buckets have the dtype of the parameters: gradients are summed in float32 even where activations are bfloat16.
 """
@@ -30,7 +31,7 @@ class Bucket:
         self.views = {param: part.view_as(param) for param, part in zip(params, parts)}
 
     def take(self, param: nn.Parameter) -> None:
-        """Makes `param.grad` a view of the buffer again where autograd has created a new tensor for it."""
+        """Makes `param.grad` the view again: the first backward after zero_grad() creates a new tensor for it."""
         if param.grad is not self.views[param]:
             self.views[param].copy_(param.grad)
             param.grad = self.views[param]
@@ -48,7 +49,7 @@ class DataParallelBucket(nn.Module):
     """Wraps a model. Set `require_backward_grad_sync` to whether the next backward is the last of the accumulation.
 
     After that backward, call finish_gradient_sync() before reading the gradients. `bucket_mb`: megabytes per bucket, by
-    default 25, or an eighth of a smaller model, because a single bucket would overlap with nothing.
+    default 25 or an eighth of all gradients, whichever is less: a single bucket would overlap with nothing.
     """
 
     def __init__(self, module: nn.Module, bucket_mb: float | None = None):
@@ -87,11 +88,11 @@ class DataParallelBucket(nn.Module):
             return
         param.grad /= bucket.group.size()
         bucket.awaited.discard(param)
-        for bucket in self.buckets:  # in order, because all ranks have to launch the same all-reduces in the same order
-            if bucket.awaited:
+        for each in self.buckets:  # in order, because all ranks have to launch the same all-reduces in the same order
+            if each.awaited:
                 break
-            if bucket.handle is None:
-                bucket.launch()
+            if each.handle is None:
+                each.launch()
 
     def finish_gradient_sync(self) -> None:
         """Launches the buckets that still miss gradients (of parameters that the loss does not use), waits for all."""

@@ -6,9 +6,9 @@ sample of the corpus comes the first one again: a new epoch.
 Optimizer step k reads the samples [k*G, (k+1)*G), with the global batch G = micro_batch_size *
 gradient_accumulation_steps * dp_size. Within it, the dp ranks take turns, one micro-batch each.
 
-One process of each machine encodes as many tokens as the run needs into a file, and the others map that file into
-memory. A later run with the same needs finds the file and does not even import the tokenizer. The corpus is read only
-as far as tokens are needed, so its size does not matter.
+One process of each machine encodes as many tokens as the run needs into a file, and all map that file into memory.
+A later run with the same needs finds the file and does not even import the tokenizer. The corpus is read only as far
+as tokens are needed, so its size does not matter.
 """
 
 import glob
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 import process_group_manager as pgm
 from utils import once_per_machine, require_reachable_hub
 
-BLOCK = 1 << 16  # characters that are handed to the tokenizer at a time
+BLOCK = 1 << 16  # characters that are read from a file at a time
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -59,7 +59,7 @@ class MicroBatchDataLoader(DataLoader):
         self.batches = iter(self)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for batch in super().__iter__():  # from pinned memory, the copy to a GPU runs in the background
+        for batch in super().__iter__():  # from pinned memory, a copy to a GPU overlaps with computing
             yield {name: ids.to(self.device, non_blocking=True) for name, ids in batch.items()}
 
     def __next__(self) -> dict[str, torch.Tensor]:
@@ -74,7 +74,7 @@ def next_tokens(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: int, num_samples: int,
                  cache_dir: str) -> TokenSamples:
-    """The first `num_samples` samples of the corpus, encoded by the model's tokenizer. Collective.
+    """The first `num_samples` samples of the corpus, encoded by the model's tokenizer. All ranks call it together.
 
     Raises ValueError, on every rank, for a corpus that can't be found, read or encoded with this model's vocabulary.
     """
@@ -122,7 +122,7 @@ def encode_to_file(dataset_name: str, model_name: str, num_tokens: int, cache_di
 
 
 def encode(pieces: Iterator[str], tokenizer) -> Iterator[np.ndarray]:
-    """The token ids of each piece of text, and of "" the end-of-text token. Some are encoded at a time, in parallel."""
+    """Yields token ids, of eight pieces of text at a time. An empty piece ends a document: the end-of-text token."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     while texts := list(itertools.islice(pieces, 8)):
         encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]

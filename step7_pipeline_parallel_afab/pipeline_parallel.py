@@ -88,8 +88,8 @@ def layers_of_stage(num_layers: int) -> range:
 def connect_neighbours() -> None:
     """Opens the connections between neighbouring stages, one pair after the other.
 
-    NCCL opens a connection when it is first used, and both sides wait for it. A receive that is posted early would then
-    wait for a peer that itself waits for this stage.
+    NCCL opens a connection when it is first used, and both sides wait for it. If that were a receive that is started
+    early, this stage would wait for a neighbour that itself waits for this stage. So each pair connects here, in order.
     """
     grid = pgm.process_group_manager
     token = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -138,7 +138,7 @@ class StageCommunication:
         tensor = tensor.detach().to(self.wire_device).contiguous()
         destination, group = self.destination[action.kind], self.group[action.kind]
         self.sending.append((dist.isend(tensor, destination, group=group), tensor))  # the tensor lives until it is sent
-        if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # the oldest has long arrived: free it
+        if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # keep no more unfinished
             self.finish_oldest_send()
 
     def finish_oldest_send(self) -> None:

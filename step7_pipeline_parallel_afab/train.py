@@ -77,7 +77,7 @@ def train_step(model, data_loader) -> torch.Tensor:
 
 
 def print_parameters(model, device, dtype) -> None:
-    """Prints the largest number of parameters that a rank holds: stages hold different numbers. Collective."""
+    """Prints the largest number of parameters that a rank holds: stages hold different numbers. All call it."""
     num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
     dist.all_reduce(num_params, dist.ReduceOp.MAX)
     if pgm.process_group_manager.is_logging_rank:
@@ -95,7 +95,7 @@ def main():
     os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
     os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
     if args.omp_num_threads:
-        torch.set_num_threads(args.omp_num_threads)  # the variable OMP_NUM_THREADS is read when torch is imported
+        torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
 
     config = once_per_machine(lambda: load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,

@@ -9,8 +9,8 @@ process group: they are the ones that communicate for that kind of parallelism. 
     dp 1  pp 0      4      5                 a dp group is the same place   [0, 4] [1, 5] [2, 6] [3, 7]
           pp 1      6      7                     in every block
 
-TP varies fastest, because its ranks communicate most and neighbouring ranks usually sit in one machine (Narayanan et
-al. 2021).
+Consecutive ranks differ in tp first: tensor-parallel ranks communicate most, and consecutive ranks are usually in the
+same machine (Narayanan et al. 2021).
 """
 
 import os
@@ -25,7 +25,7 @@ class ProcessGroupManager:
     """The coordinates of this rank in the grid, and a process group along each axis through it.
 
     For each axis (tp, pp, dp): `<axis>_group` to communicate in, `<axis>_group_ids` (its global ranks in order),
-    `<axis>_world_size` and `<axis>_rank` (the position of this rank in the group). Collective: every rank makes one.
+    `<axis>_world_size` and `<axis>_rank` (the position of this rank in the group). All ranks make one together.
     Raises ValueError where the product of the sizes is not the number of processes.
     """
 
@@ -82,8 +82,8 @@ class ProcessGroupManager:
 def init_process_group(backend: str) -> None:
     """Joins the processes that torchrun describes in the environment. Without torchrun, this process is the only one.
 
-    Raises ValueError where ranks choose different backends, as machines with and without a GPU do: each backend would
-    wait for ever for the ranks that chose the other one.
+    Raises ValueError where ranks choose different backends, as machines with and without a GPU do. Otherwise
+    the ranks of each backend would wait for the others for ever.
     """
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:

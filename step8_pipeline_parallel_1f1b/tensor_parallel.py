@@ -12,7 +12,7 @@ An all-reduce leaves the sum over all ranks on each of them. A decoder layer nee
 the attention and for the MLP. The embedding and the final projection are split along the vocabulary. The loss is
 computed from the split logits, and the ranks exchange three numbers per token for it.
 
-The model contains none of this: apply_tensor_parallel replaces its modules from outside, by the table TP_MODULES.
+The model contains none of this: apply_tensor_parallel replaces modules from outside, by the table TP_MODULES.
 A size that tp_size does not divide (a vocabulary of 1022 over 4 ranks) is split unevenly, as torch.tensor_split does.
 """
 
@@ -136,7 +136,7 @@ def keep_split_parameters(module: nn.Module, source: nn.Module) -> None:
     module.bias = None
     for name, param in source.named_parameters():
         part = split_over_tp(param.detach(), module.tp_dims.get(name))
-        setattr(module, name, nn.Parameter(part.clone()))
+        setattr(module, name, nn.Parameter(part.clone(), param.requires_grad))
 
 
 def to_local_ids(ids: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:

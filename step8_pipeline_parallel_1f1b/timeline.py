@@ -5,8 +5,8 @@ so each rank compares its clock with rank 0's before and after the step (Cristia
 assumes that the answer was given in the middle of the round trip, which is wrong by half of that trip at most. The
 quickest of several trips counts, and between the two comparisons the offset is interpolated.
 
-Each rank is a process of the trace. Its first track is what it computes or waits for, the others are transfers and
-all-reduces that run in the background meanwhile.
+Each rank is a process of the trace. Its first track is what it computes or waits for, the others are receives and
+all-reduces of gradients that run in the background meanwhile.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Timeline:
         self.recording, self.spans, self.before = False, [], None
 
     def start(self, device: torch.device) -> None:
-        """Collective."""
+        """All ranks call it together."""
         self.recording, self.spans, self.before = True, [], compare_clocks(device)
 
     @contextlib.contextmanager
@@ -56,7 +56,7 @@ class Timeline:
         return WatchedHandle(handle, kind, microbatch, peer) if self.before else handle
 
     def write(self, path: str, grid, num_microbatches: int, device: torch.device) -> None:
-        """Collects the spans of all ranks. The logging rank writes them to `path` and prints the bubble. Collective."""
+        """Collects the spans of all ranks. The logging rank writes them to `path` and prints the bubble."""
         before, after = self.before, compare_clocks(device)
         drift = (after.offset - before.offset) / (after.at - before.at)
 
@@ -108,7 +108,9 @@ class WatchedHandle:
 
 
 class ClockOffset(NamedTuple):
-    """In nanoseconds: what to add to this rank's clock to get rank 0's, its error at most, and when it was measured."""
+    """`offset`: what to add to this rank's clock to get rank 0's. `error`: by how much that can be wrong at most. `at`:
+    when it was measured, by this rank's clock. All in nanoseconds.
+    """
 
     offset: int
     error: int
@@ -116,7 +118,7 @@ class ClockOffset(NamedTuple):
 
 
 def compare_clocks(device: torch.device, rounds: int = 10) -> ClockOffset:
-    """This rank's clock against rank 0's. Collective."""
+    """This rank's clock against rank 0's. All ranks call it together."""
     message = torch.zeros(1, dtype=torch.int64, device="cpu" if dist.get_backend() == "gloo" else device)
     best = None
     for rank in range(1, dist.get_world_size()):

@@ -26,7 +26,7 @@ from wire import CompressedAllReduce
 
 
 def find_owners(pipelines: list[PipelineTemplate], tied: tuple[str, str] | None) -> dict[str, dist.ProcessGroup | None]:
-    """The group of each module's owners, None where this rank is no owner or the only one. Collective.
+    """The group of each module's owners, None where this rank is no owner or the only one. All ranks call it together.
 
     Modules are in the order of the model. A tied parameter comes before them: it is owned by the owners of both
     modules.
@@ -56,7 +56,7 @@ class Bucket:
         self.views = {param: part.view_as(param) for param, part in zip(params, parts)}
 
     def take(self, param: nn.Parameter) -> None:
-        """Makes `param.grad` a view of the buffer again where autograd has created a new tensor for it."""
+        """Makes `param.grad` the view again: the first backward after zero_grad() creates a new tensor for it."""
         if param.grad is not self.views[param]:
             self.views[param].copy_(param.grad)
             param.grad = self.views[param]
@@ -84,7 +84,7 @@ class DataParallelBucket(nn.Module):
     """Wraps a stage. Set `require_backward_grad_sync` to whether the next backward is the last of the accumulation.
 
     After that backward, call finish_gradient_sync() before reading the gradients. `owners`: see find_owners.
-    `bucket_mb`: megabytes per bucket, by default 25, or an eighth of a smaller model. `wire_dtype`: see Bucket.
+    `bucket_mb`: megabytes per bucket, by default 25 or an eighth of a stage's gradients. `wire_dtype`: see Bucket.
     """
 
     def __init__(self, module: PipelineStage, owners: dict[str, dist.ProcessGroup | None],
@@ -124,11 +124,11 @@ class DataParallelBucket(nn.Module):
         if not self.require_backward_grad_sync:
             return
         bucket.awaited.discard(param)
-        for bucket in self.buckets:  # in order, because all ranks have to launch the same all-reduces in the same order
-            if bucket.awaited:
+        for each in self.buckets:  # in order, because all ranks have to launch the same all-reduces in the same order
+            if each.awaited:
                 break
-            if bucket.handle is None:
-                bucket.launch()
+            if each.handle is None:
+                each.launch()
 
     def finish_gradient_sync(self) -> None:
         """Launches the buckets that still miss gradients (of parameters that the loss does not use), waits for all."""

@@ -15,7 +15,6 @@ ones can be one pipeline of three stages. Ranks are counted pipeline after pipel
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -86,8 +85,6 @@ class HeterogeneousParallelPlugin:
                                  "for: leave it out. wire_dtype is for stages, gradient_wire_dtype for pipelines")
         pgm.setup_process_group_manager([template.num_stages for template in pipelines], self.tp_size)
         grid = pgm.process_group_manager
-        self.stage_manager = SimpleNamespace(is_first_stage=lambda: grid.pp_is_first_stage,
-                                             is_last_stage=lambda: grid.pp_is_last_stage)
         self.pipelines, self.num_microbatches = list(pipelines), list(num_microbatches)
         self.template, self.own_num_microbatches = pipelines[grid.dp_rank], num_microbatches[grid.dp_rank]
         self.dp_size, self.pp_size = len(pipelines), self.template.num_stages

@@ -44,7 +44,7 @@ class PartOfConv1D(nn.Module):
         super().__init__()
         self.tp_fused = fused
         for key, param in conv.named_parameters():
-            setattr(self, key, nn.Parameter(split_parameter(self, key, param.detach()).clone()))
+            setattr(self, key, nn.Parameter(split_parameter(self, key, param.detach()).clone(), param.requires_grad))
 
 
 class ColumnParallelConv1D(PartOfConv1D):
@@ -77,7 +77,7 @@ class SharedByHeads(nn.Module):
 
 
 def copy_input(block: nn.Module) -> nn.Module:
-    """The block itself, with f in front of it."""
+    """The block itself, with CopyToTensorParallel (f) in front of it."""
     def copy_hidden_states(_, args, kwargs):
         if args:
             return (CopyToTensorParallel.apply(args[0]), *args[1:]), kwargs

@@ -14,8 +14,8 @@ backward (AFAB) with 4 stages and 4 micro-batches, one column per unit of time:
 
 Dots are idle time, the bubble: (p-1)/(m+p-1) of the whole, with p stages and m micro-batches.
 
-One forward, one backward (1F1B) starts the backward of a micro-batch as soon as it can. The bubble is the same, but
-stage s holds the activations of at most p - s micro-batches instead of all m:
+In one forward, one backward (1F1B), stage s starts no further forward while p - s micro-batches wait for their
+backward. The bubble is the same, but it holds the activations of at most p - s micro-batches instead of all m:
 
     stage 0   F0 F1 F2 F3 .  .  .  B0 .  B1 .  B2 .  B3
     stage 1   .  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3 .
@@ -69,8 +69,8 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Iterator[
 def connect_neighbours() -> None:
     """Opens the connections between neighbouring stages, one pair after the other.
 
-    NCCL opens a connection when it is first used, and both sides wait for it. A receive that is posted early would then
-    wait for a peer that itself waits for this stage.
+    NCCL opens a connection when it is first used, and both sides wait for it. If that were a receive that is started
+    early, this stage would wait for a neighbour that itself waits for this stage. So each pair connects here, in order.
     """
     grid = pgm.process_group_manager
     token = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -122,7 +122,7 @@ class StageCommunication:
         tensor = encode(tensor.detach(), self.wire_dtype).to(self.wire_device)
         destination, group = self.destination[action.kind], self.group[action.kind]
         self.sending.append((dist.isend(tensor, destination, group=group), tensor))  # the tensor lives until it is sent
-        if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # the oldest has long arrived: free it
+        if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # keep no more unfinished
             self.finish_oldest_send()
 
     def finish_oldest_send(self) -> None:

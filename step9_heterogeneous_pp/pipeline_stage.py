@@ -1,6 +1,6 @@
 """A pipeline stage out of any model of FAMILIES: the model's own forward, with the other stages' modules replaced.
 
-    GPT-2, stage 1 of 3     wte  wpe  drop  h.0   h.1   h.2   h.3   h.4   ln_f  lm_head
+    GPT-2, middle stage     wte  wpe  drop  h.0   h.1   h.2   h.3   h.4   ln_f  lm_head
     replaced by             Absent ----------->   themselves  Absent ----------------->
 
 Every stage is given the batch (input_ids, attention_mask, pixel_values, ...) and runs the whole forward, so that the

@@ -80,7 +80,7 @@ def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
 class PipelineTemplate:
     """`modules_per_stage` lists the modules of each stage by name: all of the model's, in the order of get_modules.
 
-    Raises ValueError for anything but a list of lists. check(model) compares the names with those of a model.
+    Raises ValueError for a stage without modules, or a string in its place. check(model) compares with a model's names.
     """
 
     model_name: str
@@ -121,19 +121,9 @@ class PipelineTemplate:
         stages[-1] = stages[-1] + last
         return cls(cls.get_model_name(model), stages)
 
-    @staticmethod
-    def find_pipeline_template(templates: Iterable["PipelineTemplate"], num_stages: int) -> "PipelineTemplate | None":
-        """The first of the templates with this number of stages. None where there is none."""
-        return next((template for template in templates if template.num_stages == num_stages), None)
-
     @property
     def num_stages(self) -> int:
         return len(self.modules_per_stage)
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers of the whole model."""
-        return sum(self.get_num_layers_per_stage())
 
     def get_num_layers_per_stage(self) -> list[int]:
         """The number of decoder layers of each stage, which are the modules whose names end in a number."""

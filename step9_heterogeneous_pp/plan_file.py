@@ -1,7 +1,6 @@
-"""train.py --plan: a plan's choices become flags. Its order of machines becomes the order of ranks
-(init_process_group).
+"""train.py --plan: a plan's choices become flags, and its order of machines becomes the order of ranks.
 
-    ranks as torchrun starts them   0     1     2           pipelines of the plan: machines 2, 0
+    ranks as torchrun starts them   0     1     2           pipelines of the plan: `machines` 2, 0
     ranks of the training           1     -     0           machine 1 is idle: training is faster without it
 """
 
@@ -9,15 +8,15 @@ import json
 
 
 def read_plan(path: str) -> dict:
-    """The plan in a file. `machines` is added: the ranks that it names, in its order. Raises ValueError for no plan."""
+    """The plan in a file. `machines` is added: the ranks that it names, in its order. Or {"error": why not}."""
     try:
         with open(path) as file:
             plan = json.load(file)
         plan["seq_len"], plan["micro_batch_size"], [p["num_microbatches"] + sum(p["layers"]) for p in plan["pipelines"]]
         return {**plan, "machines": [rank for pipeline in plan["pipelines"] for rank in pipeline["machines"]]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--plan {path!r} can't be read ({type(error).__name__}: {error}): make it with "
-                         "cluster/plan.py") from None
+        return {"error": f"--plan {path!r} can't be read ({type(error).__name__}: {error}): make it with "
+                         "cluster/plan.py"}
 
 
 def follow_plan(args, plan: dict, num_layers: int) -> None:
@@ -25,7 +24,7 @@ def follow_plan(args, plan: dict, num_layers: int) -> None:
     for pipeline in plan["pipelines"]:
         if sum(pipeline["layers"]) != num_layers or len(pipeline["layers"]) != len(pipeline["machines"]):
             raise ValueError(f"the plan gives {pipeline['layers']} layers to the machines {pipeline['machines']}, but "
-                             f"the model has {num_layers}: make a plan for this model")
+                             f"the model has {num_layers}, and each machine needs a number: make a plan for it")
     if plan["seq_len"] != args.seq_len:
         raise ValueError(f"the plan is for --seq_len {plan['seq_len']}, not {args.seq_len}: make one for that")
     args.micro_batch_size = plan["micro_batch_size"]

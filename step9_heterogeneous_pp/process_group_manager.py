@@ -5,11 +5,12 @@
                  tp 0   tp 1                 a tp group is a row            [0, 1] [2, 3] [4, 5] [6, 7] [8, 9]
     dp 0  pp 0      0      1                 a pp group is a column         [0, 2, 4] [1, 3, 5] [6, 8] [7, 9]
           pp 1      2      3                     within one block
-          pp 2      4      5                 a group for gradients holds the ranks with the same module: of 3,3,2 and
-    dp 1  pp 0      6      7                     5,3 layers, layers 3 and 4 are on [2, 6] and [3, 7], layer 5 on
-          pp 1      8      9                     [2, 8] and [3, 9]
+          pp 2      4      5
+    dp 1  pp 0      6      7
+          pp 1      8      9
 
-The grid of step 8 is the special case in which all pipelines have the same number of stages.
+A group for gradients holds the owners of a module: where the stages hold 3, 3, 2 and 5, 3 layers, layers 3 and 4 are on
+[2, 6] and [3, 7], and layer 5 is on [2, 8] and [3, 9]. In step 8, all pipelines have the same number of stages.
 """
 
 import atexit
@@ -32,7 +33,7 @@ class ProcessGroupManager:
 
     For tp and pp: `<axis>_group` to communicate in, `<axis>_group_ids` (its global ranks in order),
     `<axis>_world_size` and `<axis>_rank` (the position of this rank in the group). `dp_rank` is the number of this
-    rank's pipeline, one of `dp_world_size`. Collective: every rank makes one.
+    rank's pipeline, one of `dp_world_size`. All ranks make one together.
     Raises ValueError where the pipelines need another number of processes.
     """
 
@@ -60,7 +61,6 @@ class ProcessGroupManager:
         self.pp_group, _ = dist.new_subgroups_by_enumeration(columns)
         self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns)  # for gradients, which travel back
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
         self.tp_group_ids, self.pp_group_ids = block[self.pp_rank].tolist(), block[:, self.tp_rank].tolist()
 
         self.pp_is_first_stage = self.pp_rank == 0
@@ -73,13 +73,15 @@ class ProcessGroupManager:
     def group_of(self, places: list[tuple[int, int]]) -> dist.ProcessGroup | None:
         """The group of the ranks at some places (pipeline, stage) with this tp rank. None where this rank is not there.
 
-        Collective: every rank asks for the same places in the same order.
+        All ranks ask for the same places in the same order.
         """
         mine = None
         for tp_rank in range(self.tp_world_size):
             ranks = tuple(sorted({self.grid[dp][pp, tp_rank].item() for dp, pp in places}))
             if ranks not in self.groups:
                 self.groups[ranks] = dist.new_group(ranks)
+                if self.global_rank in ranks and dist.get_backend() == "nccl":  # connects at its first use, and blocks
+                    dist.all_reduce(torch.zeros(1, device="cuda"), group=self.groups[ranks])
             mine = self.groups[ranks] if self.global_rank in ranks else mine
         return mine
 
@@ -91,7 +93,7 @@ class ProcessGroupManager:
         """One line per pipeline (of the first 16): the ranks of its stages."""
         lines = [f"pipeline {dp}: " + ", ".join(f"stage {pp} on {ranks.tolist()}" for pp, ranks in enumerate(block))
                  for dp, block in enumerate(self.grid[:16])]
-        return "\n".join([f"{self.world_size} ranks, tp {self.tp_world_size}", *lines])
+        return "\n".join([f"{self.world_size} rank{'s' * (self.world_size > 1)}, tp {self.tp_world_size}", *lines])
 
 
 def init_process_group(backend: str, plan_path: str | None = None) -> dict | None:
@@ -99,8 +101,8 @@ def init_process_group(backend: str, plan_path: str | None = None) -> dict | Non
 
     With a plan, the ranks that it names join in its order. The others wait until the training has ended, and exit.
     Rank 0 reads the file and sends it to all, so only one machine needs it. Returns the plan.
-    Raises ValueError where ranks choose different backends, as machines with and without a GPU do: each backend would
-    wait for ever for the ranks that chose the other one. Also for a plan that can't be read or needs other ranks.
+    Raises ValueError where ranks choose different backends, as machines with and without a GPU do (otherwise they would
+    wait for each other for ever), and for a plan that can't be read or needs other ranks.
     """
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
@@ -114,13 +116,14 @@ def init_process_group(backend: str, plan_path: str | None = None) -> dict | Non
     if plan_path:
         if rank == 0:
             store.set("plan", json.dumps(read_plan(plan_path)))
-        plan = json.loads(store.get("plan"))
+        if "error" in (plan := json.loads(store.get("plan"))):
+            raise ValueError(plan["error"])
         order = plan["machines"]
         if len(set(order)) < len(order) or not set(order) <= set(range(world_size)):
             raise ValueError(f"the plan is for the ranks {sorted(order)}, each once, but {world_size} run, counted "
                              "from 0: start torchrun as it was started for plan.py --measure")
         if rank not in order:
-            with contextlib.suppress(RuntimeError):  # without torchrun, rank 0 keeps the store, and may leave first
+            with contextlib.suppress(RuntimeError):  # the store may end with rank 0's process
                 store.wait(["ended"], datetime.timedelta(days=365))
             sys.exit(0)
         atexit.register(store.set, "ended", "")

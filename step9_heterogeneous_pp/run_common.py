@@ -5,6 +5,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -57,12 +58,20 @@ def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = 
     config.num_labels = toy.get("num_labels", config.num_labels)
     with torch.device("meta"):
         model = model_class(config)
-    weights, generator = open_directory(directory), torch.Generator().manual_seed(args.seed)
+    weights, prefix = open_directory(directory), f"{model.base_model_prefix}."
     for name, param in model.named_parameters():
-        if name.startswith(new_modules) and (name not in weights or tuple(weights[name]().get_shape()) != param.shape):
-            std = config.initializer_range if param.dim() > 1 else 0.0
-            weights[name] = torch.empty(param.shape).normal_(0.0, std, generator=generator)
+        if name.startswith(new_modules):
+            stored = weights.pop(name, None) or weights.pop(name.removeprefix(prefix), None)  # bare models lack it
+            weights[name] = functools.partial(stored_or_random, stored, name, param.shape, config, args.seed)
     return model, weights
+
+
+def stored_or_random(stored: Callable | None, name: str, shape: torch.Size, config, seed: int):
+    """A new module's parameter, called by the ranks that hold it: out of the file, or random, where norms are 1."""
+    if stored and tuple((part := stored()).get_shape()) == shape:
+        return part
+    mean, std = (0.0, config.initializer_range) if len(shape) > 1 else (float(name.endswith("weight")), 0.0)
+    return torch.empty(shape).normal_(mean, std, generator=torch.Generator().manual_seed(seed + crc32(name.encode())))
 
 
 def local_directory(name_or_path: str, flag: str = "--model_name_or_path") -> str:

@@ -3,8 +3,6 @@
     torchrun --standalone --nproc_per_node 4 run_llama.py
     torchrun --standalone --nproc_per_node 4 run_llama.py --model_name_or_path TinyLlama/TinyLlama_v1.1 \
         --learning_rate 1e-5
-
-The first machine of the pipeline is the largest, and holds half of the layers.
 """
 
 from pipeline_template import PipelineTemplate

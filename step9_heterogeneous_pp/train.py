@@ -95,9 +95,10 @@ def parse_args():
     args = parser.parse_args()
     if args.pipelines and (args.dp_size, args.pp_size) != (1, 1):
         raise ValueError("--pipelines says how many pipelines and stages there are: leave out --dp_size and --pp_size")
-    given = args.pipelines or args.num_microbatches or (args.dp_size, args.pp_size, args.tp_size) != (1, 1, 1)
+    given = [name for name in ("pipelines", "num_microbatches", "dp_size", "pp_size", "tp_size", "micro_batch_size",
+                               "gradient_accumulation_steps") if getattr(args, name) != parser.get_default(name)]
     if args.plan and given:
-        raise ValueError("--plan says what runs where: leave out --pipelines, --num_microbatches and the three sizes")
+        raise ValueError(f"--plan says what runs where: leave out --{', --'.join(given)}")
     return args
 
 
@@ -117,7 +118,7 @@ def make_plugin(args, model) -> HeterogeneousParallelPlugin:
 
 
 def print_parameters(model, device, dtype) -> None:
-    """Prints the largest number of parameters that a rank holds: stages hold different numbers. Collective."""
+    """Prints the largest number of parameters that a rank holds: stages hold different numbers. All call it."""
     num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
     dist.all_reduce(num_params, dist.ReduceOp.MAX)
     if pgm.process_group_manager.is_logging_rank:
@@ -131,7 +132,7 @@ def main():
     os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
     os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
     if args.omp_num_threads:
-        torch.set_num_threads(args.omp_num_threads)  # the variable OMP_NUM_THREADS is read when torch is imported
+        torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
 
     config = once_per_machine(lambda: load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,

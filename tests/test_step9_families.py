@@ -7,8 +7,8 @@ from families import DECODERS, IDS
 from launch import MODELS, ROOT, STEPS, fork, losses, start_fork
 
 SAMPLED = {1: ["gpt2-tied", "llama", "bert-tied", "vit", "gpt2-frozen"],  # tp_size -> cases: each kind of model once
-           2: ["gpt2", "qwen3-tied", "gpt-neox"]}
-OVER_TP = (*DECODERS, "gpt2-classifier", "llama-classifier")
+           2: ["gpt2", "gpt2-frozen", "qwen3-tied", "gpt-neox"]}
+OVER_TP = (*DECODERS, "gpt2-frozen", "gpt2-classifier", "llama-classifier")
 OTHERS = {1: [case for case in IDS if case not in SAMPLED[1]],
           2: [case for case in IDS if case.removesuffix("-tied") in OVER_TP and case not in SAMPLED[2]]}
 

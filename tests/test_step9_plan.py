@@ -54,9 +54,9 @@ def test_the_plans_order_of_machines(name, runs):
 @pytest.mark.parametrize("pipelines, changes, flags, expected", [
     ([([0, 5], [2, 2], 6)], {}, [], "the plan is for the ranks [0, 5], each once, but 2 run"),
     ([([0], [4], 3), ([0], [4], 3)], {}, [], "the plan is for the ranks [0, 0], each once"),
-    ([([0, 1], [2, 3], 6)], {}, [], "the model has 4: make a plan for this model"),
+    ([([0, 1], [2, 3], 6)], {}, [], "the model has 4, and each machine needs a number: make a plan for it"),
     ([([0, 1], [2, 2], 6)], {"seq_len": 64}, [], "the plan is for --seq_len 64, not 32"),
-    ([([0, 1], [2, 2], 6)], {}, ["--pp_size", 2], "leave out --pipelines"),
+    ([([0, 1], [2, 2], 6)], {}, ["--pp_size", 2, "--micro_batch_size", 8], "leave out --pp_size, --micro_batch_size"),
     (None, {}, [], "can't be read"),
 ])
 def test_plans_that_do_not_fit(tmp_path, pipelines, changes, flags, expected):

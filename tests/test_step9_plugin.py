@@ -122,7 +122,7 @@ def test_buffers_with_values_keep_them(plugin):
 
 
 def test_what_the_last_micro_batch_does_not_reach(plugin):
-    """The gradient that earlier micro-batches left is summed, and one that no micro-batch has is zero: on all owners."""
+    """The gradient that earlier micro-batches left is summed, one that no micro-batch has is zero: for all owners."""
     model = toy("gpt2")
     plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [1])
     wrapper, _, _ = plugin.configure(model, torch.optim.SGD(model.parameters()))

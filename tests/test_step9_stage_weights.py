@@ -202,3 +202,23 @@ def test_fused_matrices_are_cut_matrix_by_matrix(monkeypatch):
     module.tp_fused = 1
     assert hf_tensor_parallel.split_parameter(module, "weight", full).tolist() == [[0, 1, 2, 3, 4, 5]]
     assert hf_tensor_parallel.split_parameter(module, "bias", full).tolist() == full.tolist()
+
+
+def test_new_modules_are_read_where_the_files_have_them(tmp_path, monkeypatch):
+    """Files of a bare BERT lack the prefix `bert.`; they have a pooler and no classifier. New norms are ones."""
+    monkeypatch.setattr(run_common, "once_per_machine", lambda make: make())
+    whole = toy("bert-classifier")
+    whole.bert.save_pretrained(tmp_path)
+    args = types.SimpleNamespace(model_name_or_path=str(tmp_path), seq_len=8, seed=1)
+    read = []
+    for _ in range(2):
+        model, weights = run_common.load_model("BertForSequenceClassification", {"num_labels": 3}, args,
+                                               ("bert.pooler", "classifier"))
+        load_weights(stage := PipelineStage(model, PipelineTemplate.from_layers_per_stage(model, [1, 2]), 1), weights)
+        read.append(dict(stage.model.named_parameters()))
+    assert torch.equal(read[0]["bert.pooler.dense.weight"], whole.bert.pooler.dense.weight.float())
+    classifiers = [params["classifier.weight"] for params in read]
+    assert torch.equal(*classifiers) and classifiers[0].any() and not read[0]["classifier.bias"].any()
+    model, weights = run_common.load_model("BertForMaskedLM", {}, args, ("cls",))
+    load_weights(stage := PipelineStage(model, PipelineTemplate.from_layers_per_stage(model, [1, 2]), 1), weights)
+    assert (model.cls.predictions.transform.LayerNorm.weight == 1).all()

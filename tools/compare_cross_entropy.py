@@ -3,6 +3,7 @@
 Both do forward and backward on the same logits of 4 x 128 tokens; the two take turns, medians of 15 rounds.
 """
 
+import argparse
 import pathlib
 import statistics
 import sys
@@ -60,4 +61,5 @@ def main():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     main()

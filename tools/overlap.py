@@ -5,6 +5,7 @@ prints for rank 0, as medians over the optimizer steps after the first: how many
 way while backward still ran, how long after it, and for how long backward itself stood still in them.
 """
 
+import argparse
 import os
 import runpy
 import statistics
@@ -61,7 +62,10 @@ def report() -> None:
 
 
 if __name__ == "__main__":
-    sys.argv = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("train", metavar="STEP/train.py", help="the script to run, followed by its own arguments")
+    args, arguments = parser.parse_known_args()
+    sys.argv = [args.train, *arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     dist.all_reduce, torch.Tensor.backward = timed_all_reduce, timed_backward
     register_optimizer_step_pre_hook(step_ended)

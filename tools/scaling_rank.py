@@ -5,6 +5,7 @@ whose memory is counted: the micro-batches alive, and the bytes saved for backwa
 belongs to them, and resident, each at its peak.
 """
 
+import argparse
 import collections
 import ctypes
 import gc
@@ -83,4 +84,6 @@ def run_cases(folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    run_cases(pathlib.Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=pathlib.Path, help="where runs.json is")
+    run_cases(parser.parse_args().folder)

@@ -155,6 +155,8 @@ make_files() {
         mkdir -p "/etc/netns/$bed-$node/ssh"
         cp "$state/ssh_config" "/etc/netns/$bed-$node/ssh/ssh_config"
         (umask 077 && echo 'root:*:19000::::::' >"/etc/netns/$bed-$node/shadow")  # sshd refuses a locked root
+        # No name server can be reached, and to wait for one takes half a minute of each torchrun's start.
+        printf '%s: files\n' passwd group shadow hosts >"/etc/netns/$bed-$node/nsswitch.conf"
         {
             echo "127.0.0.1 localhost"
             for other in "${nodes[@]}"; do echo "$(address "$other") $other"; done
@@ -233,7 +235,8 @@ up() {
     touch "$state/up"
 }
 
-usage() { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2; }  # the head of this file
+help() { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; }  # the head of this file
+usage() { help >&2; exit 2; }
 
 command=${1:-}
 shift || usage
@@ -266,5 +269,6 @@ case $command:$# in
         if [[ $command == cut ]]; then state_of_link=down; else state_of_link=up; fi
         ip -n "$bed-switch" link set "$1" "$state_of_link"
         ;;
+    --help:*) help ;;
     *) usage ;;
 esac
