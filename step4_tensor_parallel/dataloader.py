@@ -148,7 +148,7 @@ def corpus_path(dataset_name: str) -> str:
 
 
 def files_at(path: str) -> list[str]:
-    """The file `path`, or the files in the folder `path`, sorted by name. Nothing where there is no such path."""
+    """The file `path`, or the files in the folder `path`, sorted by name. An empty list where there is no such path."""
     return sorted(glob.glob(os.path.join(glob.escape(path), "*") if os.path.isdir(path) else glob.escape(path)))
 
 

@@ -19,7 +19,7 @@ from utils import to_readable_format
 class RunLogger:
     """Writes one JSON object per optimizer step into `<log_dir>/<run_name>/metrics.jsonl`, and prints one line.
 
-    `loss` is recorded in full precision. `memory_gb` is the peak of this process: of GPU memory on CUDA, else resident.
+    `loss` is recorded in full precision. `memory_gb` is the peak of this process, of GPU or resident memory.
     A rerun under the same name replaces the older records. Raises ValueError for a `run_name` that is no folder name.
     """
 

@@ -102,7 +102,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with the columns of W (out, in/tp) split. x is split too, partial products are summed over tp."""
+    """y = x W^T + b with the columns of W (out, in/tp) split. x is split as well; partial products are summed."""
 
     tp_dims = {"weight": 1}
 
@@ -116,7 +116,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds V/tp rows, looks up the ids among them, and gives zero for the others. The sum is the lookup."""
+    """Each rank holds V/tp rows, looks up the ids among them, zero for all others. The sum over tp is the lookup."""
 
     tp_dims = {"weight": 0}
 

@@ -40,7 +40,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, kind: str, microbatch: int | None = None):
-        """Records what runs inside of the block. On CUDA, the GPU finishes its work at both ends of a recorded span."""
+        """Records what runs inside of the block. On CUDA, both ends of a span wait for the GPU."""
         start = self.now() if self.recording else 0
         yield
         if self.recording:
@@ -52,7 +52,7 @@ class Timeline:
         return time.perf_counter_ns()
 
     def background(self, handle, kind: str, microbatch: int | None = None, peer: int | None = None):
-        """The handle of a transfer or an all-reduce. While recording, it is wrapped in one that records its end."""
+        """The handle of a transfer or an all-reduce; while recording, a wrapper that records when it ends."""
         return WatchedHandle(handle, kind, microbatch, peer) if self.before else handle
 
     def write(self, path: str, grid, num_microbatches: int, device: torch.device) -> None:

@@ -131,7 +131,7 @@ class DataParallelBucket(nn.Module):
                 each.launch()
 
     def finish_gradient_sync(self) -> None:
-        """Launches the buckets that still miss gradients (of parameters that the loss does not use), waits for all."""
+        """Launches buckets that lack gradients, of parameters that the loss does not use, and waits for all buckets."""
         for bucket in self.buckets:
             for param in bucket.awaited:
                 if param.grad is None:

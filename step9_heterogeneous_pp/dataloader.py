@@ -59,9 +59,9 @@ def deal_microbatches(num_microbatches: list[int]) -> list[list[int]]:
 
 
 class HeterogeneousDataLoader(DataLoader):
-    """Iterates over this pipeline's micro-batches of a map-style `dataset`, on `device`. Floating point takes `dtype`.
+    """Iterates over this pipeline's micro-batches of a map-style `dataset`, on `device`.
 
-    An epoch has `steps_per_epoch` optimizer steps, and samples that do not fill another step are left out. With
+    Floating-point tensors are cast to `dtype`. Samples beyond the `steps_per_epoch` full steps are left out. With
     `shuffle` the samples of each epoch are permuted by `seed` and the number of the epoch, equally on all ranks.
     Raises ValueError for a data set with fewer samples than one step.
     """
@@ -179,7 +179,7 @@ def corpus_path(dataset_name: str) -> str:
 
 
 def files_at(path: str) -> list[str]:
-    """The file `path`, or the files in the folder `path`, sorted by name. Nothing where there is no such path."""
+    """The file `path`, or the files in the folder `path`, sorted by name. An empty list where there is no such path."""
     return sorted(glob.glob(os.path.join(glob.escape(path), "*") if os.path.isdir(path) else glob.escape(path)))
 
 

@@ -65,7 +65,7 @@ class HeterogeneousParallelPlugin:
 
         Afterwards `dp_size` is the number of pipelines, `pp_size` that of this rank's stages, `global_batch_size` and
         `train_batch_size` are the samples of an optimizer step, all of them and those of this pipeline.
-        Raises ValueError where the ranks do not match, a number is missing or none, or the models differ.
+        Raises ValueError where the ranks do not match, a number is missing or less than one, or the models differ.
         """
         if isinstance(num_microbatches, Mapping):
             num_microbatches = [num_microbatches[t] for t in pipelines if t in num_microbatches]
@@ -109,8 +109,8 @@ class HeterogeneousParallelPlugin:
 
         `weights`: a state dict, a directory with safetensors (each rank reads what it holds), or a function that gives
         a stage its parameters. By default they are those that the model has. `seed` is that of dropout.
-        `optimizer` keeps its groups, of which each gets the parameters that are left. It may also be a function that
-        makes one of a list of (name, parameter).
+        `optimizer` keeps its groups, each of which keeps its parameters that this rank holds. It may also be a
+        function that makes one of a list of (name, parameter).
         Raises what PipelineTemplate.check raises, on every rank, and ValueError for an optimizer of another model.
         """
         self.require_pipelines("configure")

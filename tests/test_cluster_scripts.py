@@ -69,7 +69,8 @@ def trained(tmp_path_factory):
                                       script=ROOT / "tests" / "support" / "record.py")
             for ranks in (3, 1) for name, flags in flags_of(folder, ranks).items()}
     for (_, ranks), job in jobs.items():
-        printed += job.result().stdout if ranks == 3 else ""
+        stdout = job.result().stdout  # waits for its end
+        printed += stdout if ranks == 3 else ""
     return folder, printed
 
 
