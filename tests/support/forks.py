@@ -35,7 +35,7 @@ def run_rank(job: dict, rank: int, port: int) -> int:
     """In the rank's process: runs the script and returns its exit code."""
     os.environ.update(job["env"], RANK=str(rank), WORLD_SIZE=str(job["ranks"]), MASTER_ADDR="127.0.0.1",
                       LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job["ranks"]), MASTER_PORT=str(port),
-                      TORCHELASTIC_USE_AGENT_STORE="True")  # as torchrun does, the supervisor hosts the store: ranks only connect
+                      TORCHELASTIC_USE_AGENT_STORE="True")  # the supervisor hosts the store, ranks connect
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor in 1, 2:
         os.dup2(os.open(f"{job['output']}{descriptor}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
