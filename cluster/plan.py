@@ -20,7 +20,7 @@ from pipeline_parallel import afab, one_f_one_b
 from planning.pipeline_simulation import Setting
 from planning.report import as_plan, report, write_plan
 from planning.planner import find_plans
-from utils import TINY_LLAMA, ArgumentParser, choose_device, load_config, one_clear_error, positive_int
+from utils import TINY_LLAMA, ArgumentParser, UserError, choose_device, load_config, one_clear_error, positive_int
 
 SCHEDULES = {"1f1b": one_f_one_b, "afab": afab}
 MEASURED = {"model_name": TINY_LLAMA, "seq_len": 128, "dtype": "auto"}  # with --measure: a cluster.json has its own
@@ -65,7 +65,7 @@ def parse_args():
     grids.add_flags(parser)
     args = parser.parse_args()
     if sum(map(bool, (args.cluster_json, args.measure, args.cluster))) != 1:
-        raise ValueError("say what to do: --measure PATH under torchrun, or the cluster.json to plan for, or --cluster "
+        raise UserError("say what to do: --measure PATH under torchrun, or the cluster.json to plan for, or --cluster "
                          "with machines like 64xH100:8; one of the three")
     return args
 
@@ -79,7 +79,7 @@ def with_defaults(args) -> None:
 def measure(args) -> None:
     """Writes cluster.json. Every machine measures; rank 0 writes."""
     if "RANK" not in os.environ:
-        raise ValueError("--measure times the machines and their network: start it with torchrun on all of them, "
+        raise UserError("--measure times the machines and their network: start it with torchrun on all of them, "
                          "as train.py will be")
     import torch
     import torch.distributed as dist
@@ -107,7 +107,7 @@ def plan(args) -> None:
     for flag, measured in (("model_name", cluster.model_name), ("seq_len", cluster.seq_len), ("dtype", cluster.dtype),
                            ("num_hidden_layers", cluster.num_layers)):
         if getattr(args, flag) not in (None, "auto", measured):
-            raise ValueError(f"--{flag} {getattr(args, flag)}, but {args.cluster_json} was measured with {measured}: "
+            raise UserError(f"--{flag} {getattr(args, flag)}, but {args.cluster_json} was measured with {measured}: "
                              "leave the flag out, or measure again with it")
     setting = Setting(SCHEDULES[args.schedule], args.wire_dtype, args.gradient_wire_dtype)
     plans = find_plans(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
@@ -139,7 +139,7 @@ def main():
     else:
         with_defaults(args)
         if args.micro_batch_size and len(args.micro_batch_size) > 1:
-            raise ValueError("--cluster takes one --micro_batch_size, or none")
+            raise UserError("--cluster takes one --micro_batch_size, or none")
         print(grids.what_if(args, Setting(SCHEDULES[args.schedule], args.wire_dtype, args.gradient_wire_dtype)))
 
 

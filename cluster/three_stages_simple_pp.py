@@ -28,7 +28,7 @@ from run_common import load_model, local_directory, mean_cross_entropy
 from training.common import add_flags, add_run_flags, from_environment, load_text, print_banner
 from training.loop import train
 from training.speeds import layers_by_speed, measured_speeds
-from utils import TINY_LLAMA, ArgumentParser, once_per_machine, one_clear_error, positive_int
+from utils import TINY_LLAMA, ArgumentParser, UserError, once_per_machine, one_clear_error, positive_int
 
 CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TOY = dict(vocab_size=1024, hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=8,
@@ -49,7 +49,7 @@ def parse_args() -> argparse.Namespace:
     parser.set_defaults(run_name="three_stages", seq_len=64, learning_rate=1e-3)
     args = parser.parse_args()
     if args.batch_size % args.microbatch_num:
-        raise ValueError(f"--batch_size {args.batch_size} is not a multiple of --microbatch_num {args.microbatch_num}: "
+        raise UserError(f"--batch_size {args.batch_size} is not a multiple of --microbatch_num {args.microbatch_num}: "
                          "micro-batches are all of one size, choose numbers that divide")
     return args
 
@@ -62,7 +62,7 @@ def load_qwen(args) -> tuple[torch.nn.Module, dict | None]:
         with open(os.path.join(directory, "config.json"), encoding="utf-8") as file:
             kind = json.load(file).get("model_type")
     if kind not in CLASSES:
-        raise ValueError(f"--model_name {args.model_name!r} is a {kind}, not one of {', '.join(CLASSES)}: run_gpt2.py, "
+        raise UserError(f"--model_name {args.model_name!r} is a {kind}, not one of {', '.join(CLASSES)}: run_gpt2.py, "
                          "run_llama.py and train.py of step 9 train others")
     return load_model(CLASSES[kind], TOY, argparse.Namespace(**vars(args), model_name_or_path=directory))
 

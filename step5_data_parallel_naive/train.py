@@ -16,8 +16,8 @@ from metrics import RunLogger
 from model import Llama, init_weights
 from tensor_parallel import apply_tensor_parallel, cross_entropy, split_over_tp
 from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, choose_device, compile_layers, load_config, once_per_machine, one_clear_error,
-    positive_int, to_readable_format,
+    ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, load_config, once_per_machine,
+    one_clear_error, positive_int, to_readable_format,
 )
 
 
@@ -59,7 +59,7 @@ def parse_args():
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
     args = parser.parse_args()
     if args.pp_size > 1:
-        raise ValueError(f"--pp_size {args.pp_size}: this step trains in one stage, step 7 adds this axis")
+        raise UserError(f"--pp_size {args.pp_size}: this step trains in one stage, step 7 adds this axis")
     return args
 
 
@@ -100,7 +100,7 @@ def main():
     tokens_per_step = global_batch_size * args.seq_len
     num_steps = args.max_tokens // tokens_per_step
     if num_steps == 0:
-        raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
+        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
 
     samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
                            num_steps * global_batch_size, os.path.join(args.log_dir, "token_cache"))

@@ -25,17 +25,25 @@ CONFIG_FIELDS = {
 }
 
 
+class UserError(ValueError):
+    """A mistake in how the program was started. The message names the values and the remedy. See one_clear_error."""
+
+
 class ArgumentParser(argparse.ArgumentParser):
-    """An argparse parser that raises its complaints as ValueError, like every other mistake. See one_clear_error."""
+    """An argparse parser that raises its complaints as UserError, and that accepts no abbreviated flags."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str):
-        raise ValueError(f"{message} (--help lists the flags)")
+        raise UserError(f"{message} (--help lists the flags)")
 
 
 @contextlib.contextmanager
 def one_clear_error():
-    """Wraps main(): a ValueError ends the program with its message and exit code 2, and Ctrl-C ends it at once.
+    """Wraps main(): a UserError ends the program with its message and exit code 2, and Ctrl-C ends it at once.
 
+    Any other exception is a fault of the program and keeps its traceback.
     Python's own handler of Ctrl-C waits for the main thread, which may be waiting in C++ code. The system's default
     action does not wait. Usually every rank meets the same mistake: rank 0 reports it for all, and torchrun ends the
     other ranks.
@@ -43,7 +51,7 @@ def one_clear_error():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
-    except (ValueError, OSError) as error:
+    except UserError as error:
         if int(os.environ.get("RANK", 0)) > 0:
             time.sleep(8)  # meanwhile rank 0 reports the same error and torchrun ends all; else it is this rank's own
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -62,10 +70,10 @@ def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, s
 
     `auto` is CUDA where there is a GPU, and bfloat16 on CUDA, float32 on the CPU.
     NCCL needs a GPU for each rank of this machine. Where there are fewer, ranks share GPUs and communicate over gloo.
-    Raises ValueError where CUDA is asked for and absent.
+    Raises UserError where CUDA is asked for and absent.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch sees no GPU: use --device cpu, or install a CUDA build of torch")
+        raise UserError("--device cuda, but torch sees no GPU: use --device cpu, or install a CUDA build of torch")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":
@@ -83,10 +91,10 @@ def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, s
 def compile_layers(layers, device: torch.device) -> None:
     """Compiles each layer with torch.compile, at its first call. Layers of one shape share the compiled code.
 
-    Raises ValueError on the CPU if no C++ compiler is found.
+    Raises UserError on the CPU if no C++ compiler is found.
     """
     if device.type == "cpu" and not shutil.which(compiler := os.environ.get("CXX", "g++")):
-        raise ValueError(f"--compile needs a C++ compiler, and {compiler!r} is not found: install one, or set CXX")
+        raise UserError(f"--compile needs a C++ compiler, and {compiler!r} is not found: install one, or set CXX")
     for layer in layers:
         layer.compile()
 
@@ -94,7 +102,7 @@ def compile_layers(layers, device: torch.device) -> None:
 def once_per_machine(make):
     """Calls make() in one process of each machine and returns its result in all of them. All ranks call it together.
 
-    Use it for work that is slow, or that two processes must not do at once. A ValueError is raised on every rank.
+    Use it for work that is slow, or that two processes must not do at once. A UserError is raised on every rank.
     """
     machines, outcomes = [None] * dist.get_world_size(), [None] * dist.get_world_size()
     dist.all_gather_object(machines, (socket.gethostname(), uuid.getnode()))
@@ -102,17 +110,17 @@ def once_per_machine(make):
     if dist.get_rank() == first:
         try:
             outcome = make()
-        except ValueError as error:
+        except UserError as error:
             outcome = error
     dist.all_gather_object(outcomes, outcome)
     for error in outcomes:
-        if isinstance(error, ValueError):
+        if isinstance(error, UserError):
             raise error
     return outcomes[first]
 
 
 def require_reachable_hub(name: str, kind: str) -> None:
-    """Raises ValueError, within seconds, where the Hugging Face Hub can't be asked for `name`, which is no path."""
+    """Raises UserError, within seconds, where the Hugging Face Hub can't be asked for `name`, which is no path."""
     from huggingface_hub import constants, scan_cache_dir
 
     if os.path.isdir(constants.HF_HUB_CACHE) and any(repo.repo_id == name for repo in scan_cache_dir().repos):
@@ -125,7 +133,7 @@ def require_reachable_hub(name: str, kind: str) -> None:
         except OSError:
             reachable = False
     if not reachable:
-        raise ValueError(
+        raise UserError(
             f"{kind} {name!r}: there is no such path ({os.path.abspath(name)}), and as a Hugging Face Hub id it can't "
             "be looked up, since the Hub can't be reached and its local cache lacks it: check the path, or the network"
         )
@@ -140,7 +148,7 @@ def load_config(model_name: str, **overrides: int | None):
     config = types.SimpleNamespace(**read_config(model_name))
     if (heads := overrides["num_attention_heads"]) is not None:
         if config.hidden_size % heads:
-            raise ValueError(f"--num_attention_heads {heads} does not divide the hidden size {config.hidden_size}")
+            raise UserError(f"--num_attention_heads {heads} does not divide the hidden size {config.hidden_size}")
         config.head_dim = config.hidden_size // heads
     for name, value in overrides.items():
         if value is not None:
@@ -165,7 +173,7 @@ def read_config(model_name: str) -> dict:
         return AutoConfig.from_pretrained(model_name).to_dict()
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"--model_name {model_name!r} holds no model configuration: {reason}") from None
+        raise UserError(f"--model_name {model_name!r} holds no model configuration: {reason}") from None
 
 
 def to_readable_format(number: float, precision: int = 1) -> str:

@@ -31,6 +31,7 @@ import torch.nn as nn
 import process_group_manager as pgm
 from model import rotary_tables
 from tensor_parallel import cross_entropy
+from utils import UserError
 
 
 class Action(NamedTuple):
@@ -49,7 +50,7 @@ def afab(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]
 class PipelineParallel(nn.Module):
     """The part of a Llama on this rank's stage. Parameters keep their names: layer 5 is layer 5 on any stage.
 
-    Raises ValueError where there are more stages than layers.
+    Raises UserError where there are more stages than layers.
     """
 
     def __init__(self, model: nn.Module):
@@ -57,7 +58,7 @@ class PipelineParallel(nn.Module):
         grid = pgm.process_group_manager
         num_layers = model.config.num_hidden_layers
         if grid.pp_world_size > num_layers:
-            raise ValueError(f"pp_size={grid.pp_world_size} stages for num_hidden_layers={num_layers}: "
+            raise UserError(f"pp_size={grid.pp_world_size} stages for num_hidden_layers={num_layers}: "
                              f"each stage needs a layer, use --pp_size {num_layers} or less")
         self.config, self.dtype = model.config, model.dtype
         self.embedding = model.embedding if grid.pp_is_first_stage else None

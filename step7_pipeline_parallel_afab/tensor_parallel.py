@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 import model as llama
 import process_group_manager as pgm
+from utils import UserError
 
 
 def split_over_tp(full: torch.Tensor, dim: int | None) -> torch.Tensor:
@@ -197,14 +198,14 @@ TP_MODULES = {  # the module's place in a Llama -> the class that replaces it
 def apply_tensor_parallel(model: nn.Module) -> nn.Module:
     """Splits a Llama over the tp group, in place, while it is on the meta device and has no weights yet.
 
-    Raises ValueError where tp_size does not divide the heads, the key/value heads or the MLP's width.
+    Raises UserError where tp_size does not divide the heads, the key/value heads or the MLP's width.
     """
     tp_size = pgm.process_group_manager.tp_world_size
     if tp_size == 1:
         return model
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (size := getattr(model.config, name)) % tp_size:
-            raise ValueError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides {size}")
+            raise UserError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides {size}")
     for name, module in list(model.named_modules()):
         if isinstance(module, (llama.Attention, llama.MLP)):  # one f for all layers that read the block's input
             module.register_forward_pre_hook(lambda _, args: (CopyToTensorParallel.apply(args[0]), *args[1:]))

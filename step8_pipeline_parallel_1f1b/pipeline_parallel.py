@@ -40,6 +40,7 @@ import process_group_manager as pgm
 from model import rotary_tables
 from tensor_parallel import cross_entropy
 from timeline import timeline
+from utils import UserError
 
 
 class Action(NamedTuple):
@@ -70,7 +71,7 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Iterator[
 class PipelineParallel(nn.Module):
     """The part of a Llama on this rank's stage. Parameters keep their names: layer 5 is layer 5 on any stage.
 
-    Raises ValueError where there are more stages than layers.
+    Raises UserError where there are more stages than layers.
     """
 
     def __init__(self, model: nn.Module):
@@ -78,7 +79,7 @@ class PipelineParallel(nn.Module):
         grid = pgm.process_group_manager
         num_layers = model.config.num_hidden_layers
         if grid.pp_world_size > num_layers:
-            raise ValueError(f"pp_size={grid.pp_world_size} stages for num_hidden_layers={num_layers}: "
+            raise UserError(f"pp_size={grid.pp_world_size} stages for num_hidden_layers={num_layers}: "
                              f"each stage needs a layer, use --pp_size {num_layers} or less")
         self.config, self.dtype = model.config, model.dtype
         self.embedding = model.embedding if grid.pp_is_first_stage else None

@@ -18,6 +18,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from utils import UserError
+
 process_group_manager = None
 
 
@@ -26,13 +28,13 @@ class ProcessGroupManager:
 
     For each axis (tp, pp, dp): `<axis>_group` to communicate in, `<axis>_group_ids` (its global ranks in order),
     `<axis>_world_size` and `<axis>_rank` (the position of this rank in the group). All ranks make one together.
-    Raises ValueError where the product of the sizes is not the number of processes.
+    Raises UserError where the product of the sizes is not the number of processes.
     """
 
     def __init__(self, dp_size: int, pp_size: int, tp_size: int):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if (needed := dp_size * pp_size * tp_size) != self.world_size:
-            raise ValueError(
+            raise UserError(
                 f"dp_size={dp_size} x pp_size={pp_size} x tp_size={tp_size} needs {needed} processes, but "
                 f"{self.world_size} run: start them with torchrun --nproc_per_node {needed}, or change the sizes"
             )
@@ -82,7 +84,7 @@ class ProcessGroupManager:
 def init_process_group(backend: str) -> None:
     """Joins the processes that torchrun describes in the environment. Without torchrun, this process is the only one.
 
-    Raises ValueError where ranks choose different backends, as machines with and without a GPU do. Otherwise
+    Raises UserError where ranks choose different backends, as machines with and without a GPU do. Otherwise
     the ranks of each backend would wait for the others for ever.
     """
     store, rank, world_size = dist.HashStore(), 0, 1
@@ -92,7 +94,7 @@ def init_process_group(backend: str) -> None:
     backends = [store.get(f"backend/{other}").decode() for other in range(world_size)]
     if len(set(backends)) > 1:
         listed = ", ".join(f"rank {other}: {name}" for other, name in enumerate(backends[:16]))
-        raise ValueError(f"all ranks have to communicate over one backend, but these differ ({listed}): give all the "
+        raise UserError(f"all ranks have to communicate over one backend, but these differ ({listed}): give all the "
                          "same --device, for instance --device cpu")
     dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size)
 

@@ -19,8 +19,8 @@ from pipeline_parallel import PipelineParallel, train_step_pipeline_1f1b, train_
 from tensor_parallel import apply_tensor_parallel, cross_entropy, split_over_tp
 from timeline import timeline
 from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, choose_device, compile_layers, load_config, once_per_machine, one_clear_error,
-    positive_int, to_readable_format,
+    ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, load_config, once_per_machine,
+    one_clear_error, positive_int, to_readable_format,
 )
 
 PIPELINE_STEPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
@@ -115,9 +115,9 @@ def main():
     tokens_per_step = global_batch_size * args.seq_len
     num_steps = args.max_tokens // tokens_per_step
     if num_steps == 0:
-        raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
+        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
     if not 0 <= args.profile_batch <= num_steps:
-        raise ValueError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
+        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
 
     samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
                            num_steps * global_batch_size, os.path.join(args.log_dir, "token_cache"))

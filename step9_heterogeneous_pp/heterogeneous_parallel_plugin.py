@@ -28,7 +28,7 @@ from pipeline_parallel import connect_neighbours, one_f_one_b, run_schedule
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate
 from stage_weights import load_weights
-from utils import choose_device
+from utils import UserError, choose_device
 from wire import parse_wire_dtype
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # older names of the precision -> --dtype's
@@ -42,14 +42,14 @@ class HeterogeneousParallelPlugin:
     `schedule` is one of pipeline_parallel. `wire_dtype` ("float32", "bfloat16" or "int8") is what hidden states and
     their gradients are sent as between stages, `gradient_wire_dtype` what the gradients of parameters are sent as
     between their owners. None leaves them as they are. Joins the process group, if the script has not done so.
-    Raises ValueError for an unknown precision or dtype, and where choose_device and init_process_group do.
+    Raises UserError for an unknown precision or dtype, and where choose_device and init_process_group do.
     """
 
     def __init__(self, tp_size: int = 1, microbatch_size: int = 1, precision: str = "float32", device: str = "auto",
                  schedule: Callable = one_f_one_b, wire_dtype: str | None = None,
                  gradient_wire_dtype: str | None = None):
         if precision not in (*DTYPES, *DTYPES.values(), "auto"):
-            raise ValueError(f"precision={precision!r} is none of auto, {', '.join(DTYPES.values())}")
+            raise UserError(f"precision={precision!r} is none of auto, {', '.join(DTYPES.values())}")
         self.tp_size, self.microbatch_size, self.schedule = tp_size, microbatch_size, schedule
         self.wire_dtype = parse_wire_dtype("wire_dtype", wire_dtype)
         self.gradient_wire_dtype = parse_wire_dtype("gradient_wire_dtype", gradient_wire_dtype)
@@ -65,23 +65,23 @@ class HeterogeneousParallelPlugin:
 
         Afterwards `dp_size` is the number of pipelines, `pp_size` that of this rank's stages, `global_batch_size` and
         `train_batch_size` are the samples of an optimizer step, all of them and those of this pipeline.
-        Raises ValueError where the ranks do not match, a number is missing or less than one, or the models differ.
+        Raises UserError where the ranks do not match, a number is missing or less than one, or the models differ.
         """
         if isinstance(num_microbatches, Mapping):
             num_microbatches = [num_microbatches[t] for t in pipelines if t in num_microbatches]
         if not isinstance(num_microbatches, (list, tuple)) or len(num_microbatches) != len(pipelines):
-            raise ValueError("All pipelines must have a corresponding number of microbatches: got "
+            raise UserError("All pipelines must have a corresponding number of microbatches: got "
                              f"num_microbatches={num_microbatches!r} for {len(pipelines)} pipelines, but it needs a "
                              "dictionary with a number for each template, or a list with one for each pipeline")
         if not pipelines or not all(type(count) is int and count > 0 for count in num_microbatches):
-            raise ValueError(f"num_microbatches={num_microbatches}: each pipeline needs a whole number of at least "
+            raise UserError(f"num_microbatches={num_microbatches}: each pipeline needs a whole number of at least "
                              "one, and there has to be a pipeline")
         if len(models := {template.model_name for template in pipelines}) > 1:
-            raise ValueError(f"the pipelines are templates for several models: {', '.join(sorted(models))}")
+            raise UserError(f"the pipelines are templates for several models: {', '.join(sorted(models))}")
         has_stages, has_copies = any(template.num_stages > 1 for template in pipelines), len(pipelines) > 1
         for flag, travels in (("wire_dtype", has_stages), ("gradient_wire_dtype", has_copies)):
             if getattr(self, flag) and not travels:
-                raise ValueError(f"{flag}={getattr(self, flag)}, but with these pipelines nothing is sent that it is "
+                raise UserError(f"{flag}={getattr(self, flag)}, but with these pipelines nothing is sent that it is "
                                  "for: leave it out. wire_dtype is for stages, gradient_wire_dtype for pipelines")
         pgm.setup_process_group_manager([template.num_stages for template in pipelines], self.tp_size)
         grid = pgm.process_group_manager
@@ -93,7 +93,7 @@ class HeterogeneousParallelPlugin:
 
     def require_pipelines(self, call: str) -> None:
         if not self.pipelines:
-            raise ValueError(f"{call} needs the pipelines: call set_pipelines first")
+            raise UserError(f"{call} needs the pipelines: call set_pipelines first")
 
     def prepare_dataloader(self, dataset, shuffle: bool = False, seed: int = 0, collate_fn: Callable | None = None,
                            num_workers: int = 0) -> HeterogeneousDataLoader:
@@ -111,14 +111,14 @@ class HeterogeneousParallelPlugin:
         a stage its parameters. By default they are those that the model has. `seed` is that of dropout.
         `optimizer` keeps its groups, each of which keeps its parameters that this rank holds. It may also be a
         function that makes one of a list of (name, parameter).
-        Raises what PipelineTemplate.check raises, on every rank, and ValueError for an optimizer of another model.
+        Raises what PipelineTemplate.check raises, on every rank, and UserError for an optimizer of another model.
         """
         self.require_pipelines("configure")
         for template in self.pipelines:  # every rank checks all of them, so that all ranks stop
             template.check(model)
         names = names_by_group(optimizer, model) if isinstance(optimizer, torch.optim.Optimizer) else None
         if weights is None and any(param.is_meta for param in model.parameters()):
-            raise ValueError("the model is on the meta device and has no weights: pass configure(weights=...)")
+            raise UserError("the model is on the meta device and has no weights: pass configure(weights=...)")
         is_ours = PipelineTemplate.get_model_name(model) == "model.Llama"
         if is_ours:
             model.dtype = self.compute_dtype  # activations of Hugging Face's models have their parameters' dtype
@@ -149,14 +149,14 @@ class HeterogeneousParallelPlugin:
 
         `criterion(output, batch)` is the mean loss of one micro-batch and is called on last stages. Returns the mean
         over the global batch on every rank. Older gradients are dropped. The caller calls optimizer.step().
-        Raises ValueError for a model that configure did not return, and for anything but an iterator.
+        Raises UserError for a model that configure did not return, and for anything but an iterator.
         """
         self.require_pipelines("execute_pipeline")
         if not isinstance(model, DataParallelBucket):
-            raise ValueError(f"execute_pipeline takes the model that configure returns, but got a "
+            raise UserError(f"execute_pipeline takes the model that configure returns, but got a "
                              f"{type(model).__name__}: write model, optimizer, dataloader = plugin.configure(...)")
         if not hasattr(data_iter, "__next__"):
-            raise ValueError(f"execute_pipeline takes an iterator, but a {type(data_iter).__name__} is none: write "
+            raise UserError(f"execute_pipeline takes an iterator, but a {type(data_iter).__name__} is none: write "
                              "batches = iter(dataloader) before the loop and pass batches")
         model.zero_grad()  # also of parameters that the optimizer does not have
         loss = run_schedule(self.schedule, model, data_iter, criterion, self.num_microbatches, self.device,
@@ -171,13 +171,13 @@ class HeterogeneousParallelPlugin:
 def names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
     """The names of the parameters in each group of the optimizer. A tied parameter has two.
 
-    Raises ValueError where the optimizer has parameters that are not the model's.
+    Raises UserError where the optimizer has parameters that are not the model's.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     for i, group in enumerate(optimizer.param_groups):
         if unknown := sum(param not in names for param in group["params"]):
-            raise ValueError(f"{unknown} of {len(group['params'])} parameters of the optimizer's group {i} are not the "
+            raise UserError(f"{unknown} of {len(group['params'])} parameters of the optimizer's group {i} are not the "
                              "model's: make the optimizer of model.parameters(), after the model has its final form")
     return [[name for param in group["params"] for name in names[param]] for group in optimizer.param_groups]

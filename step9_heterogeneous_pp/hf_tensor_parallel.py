@@ -18,6 +18,7 @@ import process_group_manager as pgm
 import tensor_parallel
 from pipeline_template import PipelineTemplate
 from tensor_parallel import ColumnParallelLinear, CopyToTensorParallel, ReduceFromTensorParallel, RowParallelLinear
+from utils import UserError
 
 
 def split_parameter(module: nn.Module, key: str, full) -> torch.Tensor:
@@ -125,7 +126,7 @@ SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "ffn
 def apply_tensor_parallel(model: nn.Module) -> nn.Module:
     """Splits our Llama or a Hugging Face decoder over the tp group, in place, on the meta device or with its weights.
 
-    Raises NotImplementedError for a model that is not in the table, ValueError where tp_size does not divide the heads,
+    Raises NotImplementedError for a model that is not in the table, UserError where tp_size does not divide the heads,
     the key/value heads or the MLP's width. Call it before PipelineStage, which then keeps the stage's part.
     """
     tp_size, model_name = pgm.process_group_manager.tp_world_size, PipelineTemplate.get_model_name(model)
@@ -137,7 +138,7 @@ def apply_tensor_parallel(model: nn.Module) -> nn.Module:
                                   f"decoder layers: model.Llama, {', '.join(TP_MODULES)}. Use tp_size 1")
     for name in SIZES:
         if (size := getattr(model.config, name, None)) is not None and size % tp_size:
-            raise ValueError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides {size}")
+            raise UserError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides {size}")
     for layer in layers:
         for place, replace in TP_MODULES[type(layer).__name__].items():
             parent, _, key = place.rpartition(".")

@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 
 from pipeline_template import PipelineTemplate, listed_modules
+from utils import UserError
 
 
 class Absent(nn.Module):
@@ -109,7 +110,7 @@ class PipelineStage(nn.Module):
         if "input_ids" in batch:
             return (*batch["input_ids"].shape, self.config.hidden_size)
         if "pixel_values" not in batch:
-            raise ValueError(f"the batch has {', '.join(batch) or 'nothing'}, but neither input_ids nor pixel_values: "
+            raise UserError(f"the batch has {', '.join(batch) or 'nothing'}, but neither input_ids nor pixel_values: "
                              "name the model's inputs as its forward does")
         batch_size, _, height, width = batch["pixel_values"].shape
         patches = (height // self.config.patch_size) * (width // self.config.patch_size)

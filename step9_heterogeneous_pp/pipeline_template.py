@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import torch.nn as nn
 
+from utils import UserError
+
 
 class Family(NamedTuple):
     """Where a model can be cut. A module that a configuration leaves out (None in the model) is skipped."""
@@ -80,7 +82,7 @@ def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
 class PipelineTemplate:
     """`modules_per_stage` lists the modules of each stage by name: all of the model's, in the order of get_modules.
 
-    Raises ValueError for a stage without modules, or a string in its place. check(model) compares with a model's names.
+    Raises UserError for a stage without modules, or a string in its place. check(model) compares with a model's names.
     """
 
     model_name: str
@@ -89,7 +91,7 @@ class PipelineTemplate:
     def __post_init__(self):
         stages = self.modules_per_stage
         if isinstance(stages, str) or not stages or not all(modules and type(modules) is not str for modules in stages):
-            raise ValueError(f"modules_per_stage={stages!r}: write a list with at least one name for each stage, as in "
+            raise UserError(f"modules_per_stage={stages!r}: write a list with at least one name for each stage, as in "
                              "[['embedding', 'decoder_layers.0'], ['decoder_layers.1', ...]]")
         object.__setattr__(self, "modules_per_stage", tuple(map(tuple, stages)))  # so that it can be a key
 
@@ -108,12 +110,12 @@ class PipelineTemplate:
     def from_layers_per_stage(cls, model: nn.Module, layers_per_stage: list[int]) -> "PipelineTemplate":
         """Stages with these numbers of decoder layers. Embeddings join the first stage, norm and head the last one.
 
-        Raises ValueError where a stage has no layer, or where the sum is not the model's number of layers.
+        Raises UserError where a stage has no layer, or where the sum is not the model's number of layers.
         """
         first, layers, last = listed_modules(model)
         if min(layers_per_stage, default=0) < 1 or sum(layers_per_stage) != len(layers):
             sizes, total = ",".join(map(str, layers_per_stage)), sum(layers_per_stage)
-            raise ValueError(f"stages of {sizes or 'no'} decoder layers have {total} together, but the model has "
+            raise UserError(f"stages of {sizes or 'no'} decoder layers have {total} together, but the model has "
                              f"{len(layers)}: give each stage at least one, {len(layers)} in all")
         remaining = iter(layers)
         stages = [[next(remaining) for _ in range(count)] for count in layers_per_stage]
@@ -130,10 +132,10 @@ class PipelineTemplate:
         return [sum(bool(re.search(r"\.\d+$", name)) for name in modules) for modules in self.modules_per_stage]
 
     def check(self, model: nn.Module) -> None:
-        """Raises NotImplementedError or ValueError where this is no template for the model."""
+        """Raises NotImplementedError or UserError where this is no template for the model."""
         first, layers, last = listed_modules(model)
         if self.model_name != (model_name := self.get_model_name(model)):
-            raise ValueError(f"the pipeline template is one for {self.model_name}, but the model is a {model_name}: "
+            raise UserError(f"the pipeline template is one for {self.model_name}, but the model is a {model_name}: "
                              "take the name from PipelineTemplate.get_model_name(model)")
         wanted, listed = first + layers + last, [name for modules in self.modules_per_stage for name in modules]
         wrong = {"missing": [name for name in wanted if name not in listed],
@@ -143,9 +145,9 @@ class PipelineTemplate:
             for end, names, stage in ("first", first, 0), ("last", last, self.num_stages - 1):
                 for name in names:
                     if name not in self.modules_per_stage[stage]:
-                        raise ValueError(f"The {end} stage must contain the {name} module: move it to stage {stage} of "
+                        raise UserError(f"The {end} stage must contain the {name} module: move it to stage {stage} of "
                                          f"0 to {self.num_stages - 1}")
             wrong["misplaced"] = [f"{name} (where the model has {other})" for name, other in zip(listed, wanted)
                                   if name != other][:1]
         if details := "; ".join(f"{kind}: {', '.join(names)}" for kind, names in wrong.items() if names):
-            raise ValueError(f"Modules in the pipeline template do not match the modules in the model: {details}")
+            raise UserError(f"Modules in the pipeline template do not match the modules in the model: {details}")

@@ -6,6 +6,8 @@
 
 import json
 
+from utils import UserError
+
 
 def read_plan(path: str) -> dict:
     """The plan in a file. `machines` is added: the ranks that it names, in its order. Or {"error": why not}."""
@@ -20,13 +22,13 @@ def read_plan(path: str) -> dict:
 
 
 def follow_plan(args, plan: dict, num_layers: int) -> None:
-    """Writes the plan into the flags. Raises ValueError where it is for another model or another --seq_len."""
+    """Writes the plan into the flags. Raises UserError where it is for another model or another --seq_len."""
     for pipeline in plan["pipelines"]:
         if sum(pipeline["layers"]) != num_layers or len(pipeline["layers"]) != len(pipeline["machines"]):
-            raise ValueError(f"the plan gives {pipeline['layers']} layers to the machines {pipeline['machines']}, but "
+            raise UserError(f"the plan gives {pipeline['layers']} layers to the machines {pipeline['machines']}, but "
                              f"the model has {num_layers}, and each machine needs a number: make a plan for it")
     if plan["seq_len"] != args.seq_len:
-        raise ValueError(f"the plan is for --seq_len {plan['seq_len']}, not {args.seq_len}: make one for that")
+        raise UserError(f"the plan is for --seq_len {plan['seq_len']}, not {args.seq_len}: make one for that")
     args.micro_batch_size = plan["micro_batch_size"]
     args.pipelines = [pipeline["layers"] for pipeline in plan["pipelines"]]
     args.num_microbatches = [pipeline["num_microbatches"] for pipeline in plan["pipelines"]]

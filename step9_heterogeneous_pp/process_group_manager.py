@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from plan_file import read_plan
+from utils import UserError
 
 process_group_manager = None
 
@@ -34,13 +35,13 @@ class ProcessGroupManager:
     For tp and pp: `<axis>_group` to communicate in, `<axis>_group_ids` (its global ranks in order),
     `<axis>_world_size` and `<axis>_rank` (the position of this rank in the group). `dp_rank` is the number of this
     rank's pipeline, one of `dp_world_size`. All ranks make one together.
-    Raises ValueError where the pipelines need another number of processes.
+    Raises UserError where the pipelines need another number of processes.
     """
 
     def __init__(self, stages_per_pipeline: list[int], tp_size: int):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if (needed := sum(stages_per_pipeline) * tp_size) != self.world_size:
-            raise ValueError(
+            raise UserError(
                 f"Number of ranks in pipeline templates does not match world size: stages {stages_per_pipeline} x "
                 f"tp_size={tp_size} need {needed} processes, but {self.world_size} run: start them with torchrun "
                 f"--nproc_per_node {needed}, or change the sizes"
@@ -101,7 +102,7 @@ def init_process_group(backend: str, plan_path: str | None = None) -> dict | Non
 
     With a plan, the ranks that it names join in its order. The others wait until the training has ended, and exit.
     Rank 0 reads the file and sends it to all, so only one machine needs it. Returns the plan.
-    Raises ValueError where ranks choose different backends, as machines with and without a GPU do (otherwise they would
+    Raises UserError where ranks choose different backends, as machines with and without a GPU do (otherwise they would
     wait for each other for ever), and for a plan that can't be read or needs other ranks.
     """
     store, rank, world_size = dist.HashStore(), 0, 1
@@ -111,16 +112,16 @@ def init_process_group(backend: str, plan_path: str | None = None) -> dict | Non
     backends = [store.get(f"backend/{other}").decode() for other in range(world_size)]
     if len(set(backends)) > 1:
         listed = ", ".join(f"rank {other}: {name}" for other, name in enumerate(backends[:16]))
-        raise ValueError(f"all ranks have to communicate over one backend, but these differ ({listed}): give all the "
+        raise UserError(f"all ranks have to communicate over one backend, but these differ ({listed}): give all the "
                          "same --device, for instance --device cpu")
     if plan_path:
         if rank == 0:
             store.set("plan", json.dumps(read_plan(plan_path)))
         if "error" in (plan := json.loads(store.get("plan"))):
-            raise ValueError(plan["error"])
+            raise UserError(plan["error"])
         order = plan["machines"]
         if len(set(order)) < len(order) or not set(order) <= set(range(world_size)):
-            raise ValueError(f"the plan is for the ranks {sorted(order)}, each once, but {world_size} run, counted "
+            raise UserError(f"the plan is for the ranks {sorted(order)}, each once, but {world_size} run, counted "
                              "from 0: start torchrun as it was started for plan.py --measure")
         if rank not in order:
             with contextlib.suppress(RuntimeError):  # the store may end with rank 0's process

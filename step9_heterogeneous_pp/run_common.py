@@ -17,7 +17,7 @@ from dataloader import load_samples, next_tokens
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from metrics import RunLogger
 from stage_weights import open_directory
-from utils import ROOT, TINY_LLAMA, ArgumentParser, once_per_machine, positive_int, require_reachable_hub
+from utils import ROOT, TINY_LLAMA, ArgumentParser, UserError, once_per_machine, positive_int, require_reachable_hub
 
 
 def parse_args(doc: str) -> argparse.Namespace:
@@ -85,10 +85,10 @@ def local_directory(name_or_path: str, flag: str = "--model_name_or_path") -> st
 
 
 def check_positions(config, seq_len: int) -> None:
-    """Raises ValueError where the model has fewer positions than a sample has tokens."""
+    """Raises UserError where the model has fewer positions than a sample has tokens."""
     positions = getattr(config, "max_position_embeddings", seq_len)
     if positions < seq_len:
-        raise ValueError(f"--seq_len {seq_len} is more than the {positions} positions of the model: "
+        raise UserError(f"--seq_len {seq_len} is more than the {positions} positions of the model: "
                          f"use {positions} or less")
 
 

@@ -19,13 +19,14 @@ from safetensors import safe_open
 
 from hf_tensor_parallel import split_parameter
 from pipeline_stage import PipelineStage
+from utils import UserError
 
 
 def open_directory(directory: str) -> dict[str, Callable]:
     """For each parameter in the safetensors of a directory, a function that returns a slice, which reads when indexed.
 
     A file is opened when one of its parameters is asked for, so a rank needs only the files with its own parameters.
-    Raises ValueError where the directory has no safetensors, and later for a file that is missing.
+    Raises UserError where the directory has no safetensors, and later for a file that is missing.
     """
     index, single = (os.path.join(directory, f"model.safetensors{end}") for end in (".index.json", ""))
     if os.path.isfile(index):
@@ -35,14 +36,14 @@ def open_directory(directory: str) -> dict[str, Callable]:
         file_of = dict.fromkeys(safe_open(single, framework="pt").keys(), single)
     else:
         found = ", ".join(sorted(os.listdir(directory))) if os.path.isdir(directory) else "no such directory"
-        raise ValueError(f"{directory} has neither model.safetensors nor model.safetensors.index.json ({found}): "
+        raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json ({found}): "
                          "name a directory that save_pretrained wrote, or one from the Hub")
     handles = {}
 
     def get_slice(name: str):
         path = os.path.join(directory, file_of[name])
         if not os.path.isfile(path):
-            raise ValueError(f"{path} is missing, though {index} names it: copy it there")
+            raise UserError(f"{path} is missing, though {index} names it: copy it there")
         handles[path] = handles.get(path) or safe_open(path, framework="pt")
         return handles[path].get_slice(name)
 
@@ -54,7 +55,7 @@ def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,
     """Gives each parameter of the stage its values, on `device` and in its dtype, and computes the stage's buffers.
 
     `source` is a full state dict, whose values may be functions as those of open_directory, or a directory.
-    Raises ValueError where parameters are missing there, or where a shape is not the model's.
+    Raises UserError where parameters are missing there, or where a shape is not the model's.
     """
     where = source if isinstance(source, str) else "the state dict"
     source = open_directory(source) if isinstance(source, str) else source
@@ -68,12 +69,12 @@ def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,
         anywhere = (*stage.tied, *here) if stage.tied and set(stage.tied) & set(here) else here
         found = next((known[name] for name in anywhere if name in known), None)
         if found is None:
-            raise ValueError(f"{where} has no weights for {here[0]} of stage {stage.stage_index}")
+            raise UserError(f"{where} has no weights for {here[0]} of stage {stage.stage_index}")
         module, _, key = here[0].rpartition(".")
         full = source[found]() if callable(source[found]) else source[found]
         part = split_parameter(model.get_submodule(module), key, full)
         if part.shape != param.shape:
-            raise ValueError(f"{found} has the shape {tuple(part.shape)} in {where}, but {here[0]} of the model "
+            raise UserError(f"{found} has the shape {tuple(part.shape)} in {where}, but {here[0]} of the model "
                              f"{tuple(param.shape)}: are the configuration and the weights of one model?")
         value = nn.Parameter(part.to(device, param.dtype, copy=True).contiguous(), param.requires_grad)
         for name in here:

@@ -24,8 +24,8 @@ from plan_file import follow_plan
 from tensor_parallel import cross_entropy, split_over_tp
 from timeline import timeline
 from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, choose_device, compile_layers, load_config, once_per_machine, one_clear_error,
-    positive_int, to_readable_format,
+    ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, load_config, once_per_machine,
+    one_clear_error, positive_int, to_readable_format,
 )
 from wire import WIRE_DTYPES
 
@@ -94,19 +94,19 @@ def parse_args():
     parser.add_argument("--profile_batch", type=int, default=0, help="write the timeline of this step (0: none)")
     args = parser.parse_args()
     if args.pipelines and (args.dp_size, args.pp_size) != (1, 1):
-        raise ValueError("--pipelines says how many pipelines and stages there are: leave out --dp_size and --pp_size")
+        raise UserError("--pipelines says how many pipelines and stages there are: leave out --dp_size and --pp_size")
     given = [name for name in ("pipelines", "num_microbatches", "dp_size", "pp_size", "tp_size", "micro_batch_size",
                                "gradient_accumulation_steps") if getattr(args, name) != parser.get_default(name)]
     if args.plan and given:
-        raise ValueError(f"--plan says what runs where: leave out --{', --'.join(given)}")
+        raise UserError(f"--plan says what runs where: leave out --{', --'.join(given)}")
     return args
 
 
 def make_plugin(args, model) -> HeterogeneousParallelPlugin:
-    """The plugin with the pipelines that the flags ask for. Raises ValueError where these are not possible."""
+    """The plugin with the pipelines that the flags ask for. Raises UserError where these are not possible."""
     num_layers = model.config.num_hidden_layers
     if args.pp_size > num_layers:
-        raise ValueError(f"pp_size={args.pp_size} stages for num_hidden_layers={num_layers}: "
+        raise UserError(f"pp_size={args.pp_size} stages for num_hidden_layers={num_layers}: "
                          f"each stage needs a layer, use --pp_size {num_layers} or less")
     size, left_over = divmod(num_layers, args.pp_size)  # equal stages, or one more layer in the first ones
     layers = args.pipelines or [[size + (s < left_over) for s in range(args.pp_size)]] * args.dp_size
@@ -149,9 +149,9 @@ def main():
     tokens_per_step = plugin.global_batch_size * args.seq_len
     num_steps = args.max_tokens // tokens_per_step
     if num_steps == 0:
-        raise ValueError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
+        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
     if not 0 <= args.profile_batch <= num_steps:
-        raise ValueError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
+        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
 
     samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
                            num_steps * plugin.global_batch_size, os.path.join(args.log_dir, "token_cache"))

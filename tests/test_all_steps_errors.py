@@ -102,7 +102,7 @@ def test_rank_0_speaks_first(rank, waits, monkeypatch, capsys):
     monkeypatch.setattr(utils, "time", types.SimpleNamespace(sleep=slept.append))
     monkeypatch.setattr(utils, "signal", types.SimpleNamespace(signal=lambda *_: None, SIGINT=None, SIG_DFL=None))
     with pytest.raises(SystemExit) as end, utils.one_clear_error():
-        raise ValueError("this and that")
+        raise utils.UserError("this and that")
     assert end.value.code == 2 and capsys.readouterr().err == "error: this and that\n"
     assert [seconds > 2 for seconds in slept] == [True] * waits
 

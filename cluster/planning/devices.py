@@ -8,6 +8,8 @@ The numbers of a device are the peaks of its data sheet, dense (without sparsity
 import re
 from typing import NamedTuple
 
+from utils import UserError
+
 GB, GBIT = 1e9, 1e9 / 8
 ETHERNET, INFINIBAND = 2e-4, 1e-5  # seconds from process to process: over TCP at home, over RDMA in a data centre
 
@@ -53,26 +55,26 @@ class Node(NamedTuple):
 def parse_rate(flag: str, text: str) -> float:
     """'100mbit' -> 12.5e6 bytes/s; '450GB' -> 450e9."""
     if not (match := RATE.fullmatch(text)) or not float(match[1]):
-        raise ValueError(f"{flag} {text!r}: write a rate as in 100mbit, 1gbit or 450GB, each of a second")
+        raise UserError(f"{flag} {text!r}: write a rate as in 100mbit, 1gbit or 450GB, each of a second")
     return float(match[1]) * 1000 ** " kmgt".index(match[2].lower() or " ") / (8 if match[3].lower() == "bit" else 1)
 
 
 def parse_nodes(spec: str) -> list[Node]:
-    """What --cluster says, node by node. Raises ValueError where it can't be read, or names an unknown device."""
+    """What --cluster says, node by node. Raises UserError where it can't be read, or names an unknown device."""
     groups, _, rate = spec.partition("@")
     by_name, nodes = {name.lower(): name for name in DEVICES}, []
     for group in groups.split("+"):
         match = GROUP.fullmatch(group.strip())
         if not match or not int(match[1]) or not int(match[3] or 1):
-            raise ValueError(f"--cluster {spec!r}: write the number, the device and how many a node has, as in "
+            raise UserError(f"--cluster {spec!r}: write the number, the device and how many a node has, as in "
                              "64xH100:8 or 3xRaspberryPi5:1@100mbit, with + between unlike ones")
         if match[2].lower() not in by_name:
-            raise ValueError(f"--cluster {spec!r}: no {match[2]!r} among {', '.join(DEVICES)}: choose the one that is "
+            raise UserError(f"--cluster {spec!r}: no {match[2]!r} among {', '.join(DEVICES)}: choose the one that is "
                              "most like it, and give --peak_tflops, --device_memory and the like")
         name, number = by_name[match[2].lower()], int(match[1])
         device, per_node = DEVICES[name], min(number, int(match[3] or 1))
         if number % per_node:
-            raise ValueError(f"--cluster {spec!r}: nodes have equally many devices and none may be left over, but "
+            raise UserError(f"--cluster {spec!r}: nodes have equally many devices and none may be left over, but "
                              f"this is {number} in nodes of {per_node}")
         ports = per_node if device.latency == INFINIBAND else 1
         network = parse_rate("--cluster ...@", rate) if rate else device.port * ports

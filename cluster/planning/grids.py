@@ -16,7 +16,7 @@ from planning.report import report
 from planning.shares import shares_by_speed
 from planning.simulation import Candidate, peak_memory, simulate
 from planning.synthetic import EFFICIENCY, LINK_SHARE, PRESETS, Costs, Shape, link, read_shape, synthetic_cluster
-from utils import to_readable_format
+from utils import UserError, to_readable_format
 
 
 class Job(NamedTuple):
@@ -141,16 +141,16 @@ def mfu(job: Job, step_seconds: float) -> float:
 
 
 def table(job: Job, found: list[Grid], top: int) -> str:
-    """The grids that fit, quickest first. Raises ValueError where none does, or where there is no grid at all."""
+    """The grids that fit, quickest first. Raises UserError where none does, or where there is no grid at all."""
     if not found:
-        raise ValueError(f"no dp x pp x tp = {job.num_devices} shares {job.global_batch} samples and "
+        raise UserError(f"no dp x pp x tp = {job.num_devices} shares {job.global_batch} samples and "
                          f"{job.shape.layers} layers: dp has to divide --global_batch, pp is at most the layers, tp "
                          "divides the heads, the MLP's width and the devices of a node")
     found, memory = sorted(found, key=lambda grid: rank(job, grid)), job.memory_fraction * job.nodes[0].device.memory
     fitting = [grid for grid in found if not rank(job, grid)[0]]
     if not fitting:
         dp, pp, tp, size, *_, needed = found[0]
-        raise ValueError(f"does not fit: dp {dp} x pp {pp} x tp {tp} with micro-batches of {size} needs least, "
+        raise UserError(f"does not fit: dp {dp} x pp {pp} x tp {tp} with micro-batches of {size} needs least, "
                          f"{needed / 1e9:.3g} GB a device, {(needed - memory) / 1e9:.3g} GB more than may be used: "
                          "take more devices, or a smaller --seq_len")
     lines = ["   dp  pp  tp  micro  count     step s  tokens/s    MFU      GB  "
@@ -165,14 +165,14 @@ def table(job: Job, found: list[Grid], top: int) -> str:
 
 
 def unlike(job: Job, size: int | None, top: int) -> str:
-    """The planner's report for each tp_size, the best first. Raises ValueError where no plan fits."""
+    """The planner's report for each tp_size, the best first. Raises UserError where no plan fits."""
     found, errors = [], []
     for tp in tp_sizes(job):
         cluster = job.cluster(job.nodes, tp, sizes_of(job, 1, size)[:6])
         try:
             plans = find_plans(cluster, job.global_batch, job.setting, None, job.memory_fraction)
             found.append((plans.best[0].result.step_seconds, tp, report(cluster, plans, top)))
-        except ValueError as error:
+        except UserError as error:
             errors.append(error)
     if not found:
         raise errors[0]
@@ -199,13 +199,13 @@ def read_nodes(args) -> tuple[list[Node], str]:
     dtype = args.dtype if args.dtype != "auto" else "bfloat16" if can_bfloat16 else "float32"
     for flag in ("peak_tflops", "device_memory", "latency"):
         if (value := getattr(args, flag)) is not None and value <= 0:
-            raise ValueError(f"--{flag} {value}: must be more than 0")
+            raise UserError(f"--{flag} {value}: must be more than 0")
     if not 0 < args.efficiency <= 1:
-        raise ValueError(f"--efficiency {args.efficiency}: a share of the peak is more than 0 and at most 1")
+        raise UserError(f"--efficiency {args.efficiency}: a share of the peak is more than 0 and at most 1")
     if dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"--dtype {dtype}: data sheets are read for bfloat16 and float32, use one of these")
+        raise UserError(f"--dtype {dtype}: data sheets are read for bfloat16 and float32, use one of these")
     if dtype == "bfloat16" and not can_bfloat16 and not args.peak_tflops:
-        raise ValueError(f"--dtype {dtype}: not all of {args.cluster} have a unit for it: use float32, or give "
+        raise UserError(f"--dtype {dtype}: not all of {args.cluster} have a unit for it: use float32, or give "
                          "--peak_tflops")
     changes = {dtype: args.peak_tflops and args.peak_tflops * 1e12, "latency": args.latency,
                "memory": args.device_memory and args.device_memory * 1e9,
@@ -217,7 +217,7 @@ def read_nodes(args) -> tuple[list[Node], str]:
 
 
 def what_if(args, setting: Setting) -> str:
-    """What `plan.py --cluster` prints. `args` are its flags. Raises ValueError where they can't be read."""
+    """What `plan.py --cluster` prints. `args` are its flags. Raises UserError where they can't be read."""
     nodes, dtype = read_nodes(args)
     job = Job(read_shape(args), nodes, args.seq_len, args.global_batch or 32, dtype, setting, args.efficiency,
               args.memory_fraction)

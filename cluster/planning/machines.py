@@ -11,6 +11,8 @@ import math
 from itertools import accumulate
 from typing import NamedTuple
 
+from utils import UserError
+
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int8": 1}
 SCALE_BYTES = 4  # an int8 row travels with one float32
 GRADIENT_ROW = 1024  # numbers that share a scale where gradients travel as int8
@@ -44,7 +46,7 @@ class Machine:
 
 
 class Cluster:
-    """cluster.json as Python objects. Raises ValueError that names the field that is missing or makes no sense."""
+    """cluster.json as Python objects. Raises UserError that names the field that is missing or makes no sense."""
 
     def __init__(self, data: dict):
         if not isinstance(data, dict):
@@ -125,8 +127,8 @@ def read_links(rows: list, num_machines: int) -> list[list[Link | None]]:
     return links
 
 
-def broken(what: str, where: str = "") -> ValueError:
-    return ValueError(f"cluster.json{', ' + where if where else ''}: {what}: measure again with plan.py --measure")
+def broken(what: str, where: str = "") -> UserError:
+    return UserError(f"cluster.json{', ' + where if where else ''}: {what}: measure again with plan.py --measure")
 
 
 def field(entry: dict, name: str, kind: type, where: str = "") -> object:
@@ -150,4 +152,4 @@ def load_cluster(path: str) -> Cluster:
         with open(path, encoding="utf-8") as file:
             return Cluster(json.load(file))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON file ({error}): measure again with plan.py --measure {path}") from None
+        raise UserError(f"{path} is no JSON file ({error}): measure again with plan.py --measure {path}") from None

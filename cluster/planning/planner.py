@@ -21,6 +21,7 @@ from planning.moves import layer_moves, microbatch_moves
 from planning.pipeline_simulation import Pipeline, Setting
 from planning.shares import shares_that_fit
 from planning.simulation import Candidate, Result, peak_memory, run_pipeline, simulate
+from utils import UserError
 
 KEPT = 200  # groupings to be simulated
 STARTS = 10  # of these, to be improved
@@ -58,7 +59,7 @@ def find_plans(cluster: Cluster, global_batch: int, setting: Setting, sizes: lis
                memory_fraction: float = 0.9) -> Plans:
     """The best plans for `global_batch` samples a step. `sizes`: micro-batch sizes to choose from (None: all measured).
 
-    Raises ValueError where no size divides the batch, or where no plan fits into `memory_fraction` of the free memory.
+    Raises UserError where no size divides the batch, or where no plan fits into `memory_fraction` of the free memory.
     """
     search = Search(cluster, setting, global_batch, usable_sizes(cluster, global_batch, sizes), memory_fraction)
     groupings = list(find_groupings(search.classes, search.fastest_first))
@@ -69,18 +70,18 @@ def find_plans(cluster: Cluster, global_batch: int, setting: Setting, sizes: lis
     for start in search.best()[:STARTS]:
         search.spend(min(ACTIONS // 3, most - search.num_actions), search.improve(start))
     if not search.scored:
-        raise ValueError(search.missing_memory(memory_fraction))
+        raise UserError(search.missing_memory(memory_fraction))
     return Plans(search.best(), uniform, len(groupings), len(search.scored))
 
 
 def usable_sizes(cluster: Cluster, global_batch: int, sizes: list[int] | None) -> list[int]:
     for size in sizes or ():
         if size not in cluster.sizes:
-            raise ValueError(f"--micro_batch_size {size} was not measured on all machines, only "
+            raise UserError(f"--micro_batch_size {size} was not measured on all machines, only "
                              f"{', '.join(map(str, cluster.sizes))}: choose one of these, or measure again")
     usable = [size for size in sizes or cluster.sizes if global_batch % size == 0]
     if not usable:
-        raise ValueError(f"--global_batch {global_batch} is no multiple of a micro-batch size "
+        raise UserError(f"--global_batch {global_batch} is no multiple of a micro-batch size "
                          f"({', '.join(map(str, sizes or cluster.sizes))}): use one that is, or measure other sizes")
     return usable
 

@@ -11,7 +11,7 @@ from utils import to_readable_format
 
 def make_plan(cluster: dict, global_batch: int, setting: Setting, sizes: list[int] | None = None,
               memory_fraction: float = 0.9) -> dict:
-    """The content of plan.json out of that of cluster.json. Raises ValueError as find_plans does."""
+    """The content of plan.json out of that of cluster.json. Raises UserError as find_plans does."""
     measured = Cluster(cluster)
     return as_plan(measured, find_plans(measured, global_batch, setting, sizes, memory_fraction).best[0], setting)
 

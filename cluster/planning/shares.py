@@ -8,6 +8,8 @@ anywhere else.
 import heapq
 from collections.abc import Callable
 
+from utils import UserError
+
 
 def shares_by_speed(total: int, seconds_each: list[float], limits: list[int] | None = None,
                     besides: list[float] | None = None) -> list[int]:
@@ -15,14 +17,14 @@ def shares_by_speed(total: int, seconds_each: list[float], limits: list[int] | N
 
     `seconds_each`: of one piece, by rank. `limits`: the most pieces that a rank can take. `besides`: seconds that a
     rank needs in any case. Of ranks that would be done at the same time, the lower one takes the piece.
-    Raises ValueError where there are fewer pieces than ranks, or where the limits leave pieces over.
+    Raises UserError where there are fewer pieces than ranks, or where the limits leave pieces over.
     """
     num_ranks = len(seconds_each)
     limits, besides = limits or [total] * num_ranks, besides or [0.0] * num_ranks
     if total < num_ranks:
-        raise ValueError(f"{total} layers or micro-batches for {num_ranks} ranks: each needs at least one")
+        raise UserError(f"{total} layers or micro-batches for {num_ranks} ranks: each needs at least one")
     if min(limits) < 1 or sum(limits) < total:
-        raise ValueError(f"{total} layers or micro-batches for {num_ranks} ranks that can take {limits} of them at "
+        raise UserError(f"{total} layers or micro-batches for {num_ranks} ranks that can take {limits} of them at "
                          "most: add a rank, or raise the limits; each rank needs at least one")
     shares = [1] * num_ranks
     done = [(besides[rank] + 2 * seconds, rank) for rank, seconds in enumerate(seconds_each) if limits[rank] > 1]

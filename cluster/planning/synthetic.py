@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from planning.devices import Node
 from planning.machines import NUMBER_BYTES
-from utils import load_config
+from utils import UserError, load_config
 
 EFFICIENCY = 0.7  # the share of a data sheet's FLOP/s that matrix products reach
 LINK_SHARE = 0.8  # the share of a link's nominal rate that messages reach
@@ -55,7 +55,7 @@ PRESETS = {
 
 
 def read_shape(args) -> Shape:
-    """The sizes of --model_name. Raises ValueError for a model that has none of a Llama."""
+    """The sizes of --model_name. Raises UserError for a model that has none of a Llama."""
     heads, kv_heads = args.num_attention_heads, args.num_key_value_heads
     if args.model_name in PRESETS and not os.path.isdir(args.model_name) and heads is None and kv_heads is None:
         shape = PRESETS[args.model_name]
@@ -65,7 +65,7 @@ def read_shape(args) -> Shape:
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
              "vocab_size", "tie_word_embeddings")
     if missing := [name for name in names if getattr(config, name, None) is None]:
-        raise ValueError(f"--model_name {args.model_name!r} has no {', '.join(missing)}: --cluster counts what a Llama "
+        raise UserError(f"--model_name {args.model_name!r} has no {', '.join(missing)}: --cluster counts what a Llama "
                          "multiplies, choose a model of that kind")
     layers, hidden, width, heads, kv_heads, vocab, tied = (getattr(config, name) for name in names)
     head_dim = getattr(config, "head_dim", None) or hidden // heads
@@ -126,10 +126,10 @@ def synthetic_cluster(shape: Shape, nodes: list[Node], tp_size: int, seq_len: in
                       efficiency: float = EFFICIENCY) -> dict:
     """The content of cluster.json: every tp_size devices of a node are a machine. `sizes`: samples of a micro-batch.
 
-    Raises ValueError where tp_size does not divide the devices of each node.
+    Raises UserError where tp_size does not divide the devices of each node.
     """
     if uneven := [node.count for node in nodes if node.count % tp_size]:
-        raise ValueError(f"tp_size={tp_size} does not divide the {uneven[0]} devices of a node")
+        raise UserError(f"tp_size={tp_size} does not divide the {uneven[0]} devices of a node")
     machines, node_of = [], []
     for number, node in enumerate(nodes):
         costs = Costs(shape, node, tp_size, seq_len, dtype, efficiency)

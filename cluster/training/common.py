@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dataloader import TokenSamples, load_samples
 from training.machine_facts import network_name, processor_name
-from utils import ROOT, positive_int
+from utils import ROOT, UserError, positive_int
 
 OLDER_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # spellings that are accepted too
 ALL = 1 << 50  # samples
@@ -42,19 +42,19 @@ def add_run_flags(parser: argparse.ArgumentParser, profile_batch: int) -> None:
 
 
 def from_environment(name: str, default: int, kind=positive_int) -> int:
-    """The number in an environment variable, `default` where it is not set or empty. Raises ValueError."""
+    """The number in an environment variable, `default` where it is not set or empty. Raises UserError."""
     text = os.environ.get(name, "").strip()
     try:
         return kind(text) if text else default
     except (ValueError, argparse.ArgumentTypeError):
-        raise ValueError(f"the environment variable {name}={text!r} is no number that --{name.lower()} takes: correct "
+        raise UserError(f"the environment variable {name}={text!r} is no number that --{name.lower()} takes: correct "
                          "it, or unset it") from None
 
 
 def load_text(args, tokenizer: str, vocab_size: int, num_samples: int | None = None) -> TokenSamples:
     """The first `num_samples` samples of the corpus, or all where it has fewer, or for None. Collective.
 
-    A sample is a tensor of seq_len + 1 token ids. Raises ValueError for a corpus that can't be read, that has not one
+    A sample is a tensor of seq_len + 1 token ids. Raises UserError for a corpus that can't be read, that has not one
     sample, or whose tokenizer is not the model's.
     """
     cache = os.path.join(ROOT, "runs", "token_cache")
@@ -94,11 +94,11 @@ def print_table(heads: list[str], rows: list[list]) -> None:
 
 
 def print_banner(device: torch.device, dtype: torch.dtype) -> None:
-    """A line a rank: which machine it runs on. Collective. Raises ValueError where ranks compute in unlike dtypes."""
+    """A line a rank: which machine it runs on. Collective. Raises UserError where ranks compute in unlike dtypes."""
     everyone = gather((str(dtype).removeprefix("torch."), socket.gethostname(), processor_name(device), network_name()))
     dtypes = [dtype for dtype, *_ in everyone]
     if len(set(dtypes)) > 1:
-        raise ValueError(f"all ranks have to compute in one dtype, but these differ, by rank: {', '.join(dtypes)}: "
+        raise UserError(f"all ranks have to compute in one dtype, but these differ, by rank: {', '.join(dtypes)}: "
                          "give all the same --dtype, for instance --dtype float32")
     if dist.get_rank() == 0:
         ranks = "1 rank" if len(everyone) == 1 else f"{len(everyone)} ranks"

@@ -23,6 +23,7 @@ from metrics import RunLogger, peak_memory_gb
 from model import Llama, cross_entropy, init_weights
 from timeline import timeline
 from training.common import gather, print_table
+from utils import UserError
 
 MEASURE_EVERY = {"cpu": 1, "cuda": 10}  # steps: timing what a GPU computes means waiting for it
 KINDS = ("forward", "backward", "optimizer")
@@ -98,11 +99,11 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     """Trains what plugin.configure returned, epoch after epoch; yields each step when it is done. Collective.
 
     Writes metrics, and the timeline of step args.profile_batch. In the end rank 0 prints where the time of each rank
-    went. Raises ValueError for a --profile_batch that is no step.
+    went. Raises UserError for a --profile_batch that is no step.
     """
     grid, batches = pgm.process_group_manager, endless(loader)
     if not -1 <= args.profile_batch < num_steps:
-        raise ValueError(f"--profile_batch {args.profile_batch} is not among the steps 0 to {num_steps - 1}: choose "
+        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 0 to {num_steps - 1}: choose "
                          "one of them, or -1 for none")
     logger = RunLogger(args, grid, num_steps, plugin.global_batch_size * args.seq_len)
     forward_backward = functools.partial(plugin.execute_pipeline, batches, model, criterion, optimizer)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pipeline_template import PipelineTemplate
 from planning.shares import shares_by_speed
 from training.common import from_rank_0
-from utils import ROOT
+from utils import ROOT, UserError
 
 CLUSTER_JSON = os.path.join(ROOT, "cluster.json")
 
@@ -36,7 +36,7 @@ EQUALLY_FAST = Speed(embedding=0.0, layers=1.0, head=1.0, whole_model=1.0)  # lo
 def measured_speeds(args, microbatch_size: int) -> list[Speed] | None:
     """Each rank's speed, measured at the micro-batch size that is nearest. None without cluster.json. Collective.
 
-    Raises ValueError for a file that can't be read, or that is for another number of ranks.
+    Raises UserError for a file that can't be read, or that is for another number of ranks.
     """
     def read() -> list[Speed] | None:
         path, world_size = args.cluster_json or CLUSTER_JSON, dist.get_world_size()
@@ -49,10 +49,10 @@ def measured_speeds(args, microbatch_size: int) -> list[Speed] | None:
             parameters = [module["parameters"] for module in cluster["modules"]]
             speeds = [speed_of(machine, microbatch_size, parameters) for machine in cluster["machines"]]
         except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError) as error:
-            raise ValueError(f"{path} holds no speeds ({type(error).__name__}: {error}): {remedy}") from None
+            raise UserError(f"{path} holds no speeds ({type(error).__name__}: {error}): {remedy}") from None
         seconds = [speed.whole_model for speed in speeds]
         if len(speeds) != world_size or not all(0 < value < float("inf") for value in seconds):
-            raise ValueError(f"{path} has the speeds of {len(speeds)} machines ({seconds} s a micro-batch), but "
+            raise UserError(f"{path} has the speeds of {len(speeds)} machines ({seconds} s a micro-batch), but "
                              f"{world_size} ranks run: {remedy}")
         print(f"speeds: {path}", flush=True)
         return speeds
@@ -74,14 +74,14 @@ def layers_by_speed(model: torch.nn.Module, speeds: list[Speed] | None, num_stag
     """Decoder layers of each stage, stage k on rank k, so that the slowest stage takes the shortest time.
 
     The first stage has the embedding besides its layers, the last one the head: in a small model that is many layers'
-    worth. Raises ValueError where there are fewer layers than stages.
+    worth. Raises UserError where there are fewer layers than stages.
     """
     names = PipelineTemplate.get_modules(model)
     sizes = [sum(param.numel() for param in model.get_submodule(name).parameters()) for name in names]
     layers = [k for k, name in enumerate(names) if name.rpartition(".")[2].isdigit()]
     embedding, layer, head = sum(sizes[:layers[0]]), sizes[layers[0]], sum(sizes[layers[-1] + 1:])
     if len(layers) < num_stages:
-        raise ValueError(f"{num_stages} stages for a model of {len(layers)} decoder layers: each needs at least one, "
+        raise UserError(f"{num_stages} stages for a model of {len(layers)} decoder layers: each needs at least one, "
                          f"start at most {len(layers)} processes")
     speeds, besides = speeds or [EQUALLY_FAST] * num_stages, [0.0] * num_stages
     besides[0] += embedding * speeds[0].embedding
