@@ -8,8 +8,8 @@ import torch
 
 from model import Llama, cross_entropy, init_weights
 from utils import (
-    TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, load_config, one_clear_error,
-    positive_int, to_readable_format,
+    TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
+    one_clear_error, peak_memory_gb, positive_float, positive_int, to_readable_format,
 )
 
 
@@ -29,7 +29,7 @@ def parse_args():
     parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
     # Training
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--learning_rate", type=positive_float, default=None, help="default: 0.6 / width, at most 3e-3")
     parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
     parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
     parser.add_argument("--max_tokens", type=positive_int, default=25600, help="tokens to train on")
@@ -56,9 +56,10 @@ def main():
     init_weights(model, args.seed, device)
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)
+    args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
     num_params = to_readable_format(sum(p.numel() for p in model.parameters()))
-    print(f"{num_params} parameters on {device}, activations in {dtype}")
+    print(f"{num_params} parameters on {device}, activations in {dtype}, learning rate {args.learning_rate:.2g}")
 
     generator = torch.Generator().manual_seed(args.seed)
     tokens = torch.randint(config.vocab_size, (args.micro_batch_size, args.seq_len + 1), generator=generator).to(device)
@@ -70,7 +71,7 @@ def main():
         loss = cross_entropy(logits, target_ids)
         loss.backward()
         optimizer.step()
-        print(f"step {step}/{num_steps} | loss {loss.item():.4f}", flush=True)
+        print(f"step {step}/{num_steps} | loss {loss.item():.4f} | {peak_memory_gb():.2f} GB", flush=True)
 
 
 if __name__ == "__main__":

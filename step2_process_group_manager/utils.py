@@ -3,7 +3,9 @@
 import argparse
 import contextlib
 import json
+import math
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -60,6 +62,12 @@ def positive_int(text: str) -> int:
     """The type of flags that count something."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def positive_float(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {value}")
     return value
 
 
@@ -152,6 +160,19 @@ def read_config(model_name: str) -> dict:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--model_name {model_name!r} holds no model configuration: {reason}") from None
+
+
+def default_learning_rate(hidden_size: int) -> float:
+    """Wider models need smaller steps, about in proportion (Yang et al. 2022): 3e-3 for 128, 3e-4 for 2048."""
+    return min(3e-3, 0.6 / hidden_size)
+
+
+def peak_memory_gb() -> float:
+    """The most memory that this process has used so far, in GB: of the GPU if it has one, else of the machine."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 1e9
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9  # macOS counts bytes, Linux KiB
 
 
 def to_readable_format(number: float, precision: int = 1) -> str:

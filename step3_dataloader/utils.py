@@ -3,7 +3,9 @@
 import argparse
 import contextlib
 import json
+import math
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -11,10 +13,8 @@ import sys
 import time
 import types
 import urllib.parse
-import uuid
 
 import torch
-import torch.distributed as dist
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
 TINY_LLAMA = os.path.join(ROOT, "assets", "tiny_llama")
@@ -65,6 +65,18 @@ def positive_int(text: str) -> int:
     return value
 
 
+def positive_float(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {value}")
+    return value
+
+
+def zero_or_more(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {value}")
+    return value
+
+
 def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, str]:
     """The one place where the flags --device and --dtype become a device, a dtype and a communication backend.
 
@@ -97,26 +109,6 @@ def compile_layers(layers, device: torch.device) -> None:
         raise UserError(f"--compile needs a C++ compiler, and {compiler!r} is not found: install one, or set CXX")
     for layer in layers:
         layer.compile()
-
-
-def once_per_machine(make):
-    """Calls make() in one process of each machine and returns its result in all of them. All ranks call it together.
-
-    Use it for work that is slow, or that two processes must not do at once. A UserError is raised on every rank.
-    """
-    machines, outcomes = [None] * dist.get_world_size(), [None] * dist.get_world_size()
-    dist.all_gather_object(machines, (socket.gethostname(), uuid.getnode()))
-    first, outcome = machines.index(machines[dist.get_rank()]), None
-    if dist.get_rank() == first:
-        try:
-            outcome = make()
-        except UserError as error:
-            outcome = error
-    dist.all_gather_object(outcomes, outcome)
-    for error in outcomes:
-        if isinstance(error, UserError):
-            raise error
-    return outcomes[first]
 
 
 def require_reachable_hub(name: str, kind: str) -> None:
@@ -174,6 +166,19 @@ def read_config(model_name: str) -> dict:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--model_name {model_name!r} holds no model configuration: {reason}") from None
+
+
+def default_learning_rate(hidden_size: int) -> float:
+    """Wider models need smaller steps, about in proportion (Yang et al. 2022): 3e-3 for 128, 3e-4 for 2048."""
+    return min(3e-3, 0.6 / hidden_size)
+
+
+def peak_memory_gb() -> float:
+    """The most memory that this process has used so far, in GB: of the GPU if it has one, else of the machine."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 1e9
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9  # macOS counts bytes, Linux KiB
 
 
 def to_readable_format(number: float, precision: int = 1) -> str:

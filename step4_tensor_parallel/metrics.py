@@ -4,23 +4,21 @@ All ranks run the same program, so without care each of them would print and wri
 a RunLogger, but only that of the logging rank writes. The others do nothing, so the training loop need not ask.
 """
 
+import fcntl
+import itertools
 import json
 import math
 import os
-import resource
-import shutil
-import sys
 
-import torch
-
-from utils import UserError, to_readable_format
+from utils import UserError, peak_memory_gb, to_readable_format
 
 
 class RunLogger:
     """Writes one JSON object per optimizer step into `<log_dir>/<run_name>/metrics.jsonl`, and prints one line.
 
     `loss` is recorded in full precision. `memory_gb` is the peak of this process, of GPU or resident memory.
-    A rerun under the same name replaces the older records. Raises UserError for a `run_name` that is no folder name.
+    An older run of that name keeps its records under another name. Raises UserError for a `run_name` that is no folder
+    name, and for a run that is still in progress.
     """
 
     def __init__(self, args, grid, num_steps: int, tokens_per_step: int):
@@ -31,13 +29,10 @@ class RunLogger:
         if not self.enabled:
             return
         folder = os.path.join(args.log_dir, args.run_name)
-        if os.path.exists(os.path.join(folder, "metrics.jsonl")):  # only a folder that an earlier run has written
-            shutil.rmtree(folder)
-        os.makedirs(folder, exist_ok=True)
+        self.metrics = open_metrics(folder)
         config = {**vars(args), "topology": grid.topology}
         with open(os.path.join(folder, "config.json"), "w") as file:
             json.dump(config, file, indent=2)
-        self.metrics = open(os.path.join(folder, "metrics.jsonl"), "w", buffering=1)  # each line is written at once
         self.wandb = start_wandb(f"{args.run_name}_{grid}", config, folder) if args.use_wandb else None
 
     def log(self, step: int, loss: float, seconds: float) -> None:
@@ -67,6 +62,23 @@ class RunLogger:
         print(f"metrics: {self.metrics.name}", flush=True)
 
 
+def open_metrics(folder: str):
+    """Opens metrics.jsonl in `folder`, and locks it as long as this process lives. An older run there is moved away."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        file = open(os.path.join(folder, "metrics.jsonl"), "a", buffering=1)  # each line is written at once
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where another run holds the lock
+    except OSError as error:
+        raise UserError(f"can't write to {folder}, or a run in progress writes there ({error.strerror}): "
+                        "choose another --run_name or --log_dir") from None
+    if file.tell() == 0:
+        return file
+    older = next(name for i in itertools.count(1) if not os.path.exists(name := f"{folder}.{i}"))
+    os.rename(folder, older)
+    print(f"an older run has the same name: its folder is now {older}", flush=True)
+    return open_metrics(folder)
+
+
 def start_wandb(name: str, config: dict, folder: str):
     """A W&B run: online where a login exists, else offline. WANDB_MODE overrides both. It never prompts."""
     import wandb
@@ -83,10 +95,3 @@ def start_wandb(name: str, config: dict, folder: str):
     except wandb.errors.CommError as error:
         print(f"W&B can't be reached ({error}): this run stays offline, `wandb sync` uploads it later", flush=True)
         return wandb.init(mode="offline", **options)
-
-
-def peak_memory_gb() -> float:
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 1e9
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9  # macOS counts bytes, Linux KiB

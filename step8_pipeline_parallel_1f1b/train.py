@@ -19,8 +19,8 @@ from pipeline_parallel import PipelineParallel, train_step_pipeline_1f1b, train_
 from tensor_parallel import apply_tensor_parallel, cross_entropy, split_over_tp
 from timeline import timeline
 from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, load_config, once_per_machine,
-    one_clear_error, positive_int, to_readable_format,
+    ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
+    once_per_machine, one_clear_error, positive_float, positive_int, to_readable_format, zero_or_more,
 )
 
 PIPELINE_STEPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
@@ -45,11 +45,11 @@ def parse_args():
     # Data
     parser.add_argument("--dataset_name", default="sotu",
                         help="sotu, a .txt, .jsonl or .parquet file or a folder of them, or a Hub id (column: text)")
-    parser.add_argument("--num_workers", type=int, default=0, help="processes that load samples (0: none extra)")
+    parser.add_argument("--num_workers", type=zero_or_more, default=0, help="processes that load samples (0: none extra)")
     parser.add_argument("--num_proc", type=positive_int, default=4, help="threads that encode text")
     # Training
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--learning_rate", type=positive_float, default=None, help="default: 0.6 / width, at most 3e-3")
     parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
     parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
     parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8, help="micro-batches a step")
@@ -74,20 +74,23 @@ def train_step(model, data_loader) -> torch.Tensor:
     for i in range(num_microbatches):
         model.require_backward_grad_sync = i == num_microbatches - 1
         batch = next(data_loader)
-        logits = model(batch["input_ids"])  # (B, T, V/tp)
-        loss = cross_entropy(logits, batch["target_ids"], model.module.config.vocab_size) / num_microbatches
-        loss.backward()  # gradients add up, and each is divided already: their sum is the gradient of the mean loss
+        with timeline.span("forward", i):
+            logits = model(batch["input_ids"])  # (B, T, V/tp)
+            loss = cross_entropy(logits, batch["target_ids"], model.module.config.vocab_size) / num_microbatches
+        with timeline.span("backward", i):
+            loss.backward()  # gradients add up, and each is divided already: their sum is the gradient of the mean loss
         total_loss += loss.detach()
     model.finish_gradient_sync()
     return total_loss
 
 
-def print_parameters(model, device, dtype) -> None:
+def print_parameters(model, device, dtype, learning_rate: float) -> None:
     """Prints the largest number of parameters that a rank holds: stages hold different numbers. All call it."""
     num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
     dist.all_reduce(num_params, dist.ReduceOp.MAX)
     if pgm.process_group_manager.is_logging_rank:
-        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, activations in {dtype}")
+        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, activations in {dtype}, "
+              f"learning rate {learning_rate:.2g}")
 
 
 def main():
@@ -127,8 +130,9 @@ def main():
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)
     model = DataParallelBucket(model)
+    args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
-    print_parameters(model, device, dtype)
+    print_parameters(model, device, dtype, args.learning_rate)
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
     for step in range(1, num_steps + 1):
@@ -147,7 +151,7 @@ def main():
         logger.log(step, loss.item(), time.perf_counter() - start)
         if step == args.profile_batch:
             path = os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json")
-            timeline.write(path, grid, args.gradient_accumulation_steps, device)
+            timeline.write(path, grid, device)
     logger.close()
     dist.destroy_process_group()
 

@@ -37,33 +37,51 @@ class Timeline:
     def start(self, device: torch.device) -> None:
         """All ranks call it together."""
         self.recording, self.spans, self.before = True, [], compare_clocks(device)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the GPU is idle, so that this event happens now
+            self.reference, self.reference_at = self.now(), time.perf_counter_ns()
 
     @contextlib.contextmanager
     def span(self, kind: str, microbatch: int | None = None):
-        """Records what runs inside of the block. On CUDA, both ends of a span wait for the GPU."""
+        """Records what runs inside of the block."""
         start = self.now() if self.recording else 0
         yield
         if self.recording:
             self.spans.append(Span(kind, microbatch, start, self.now()))
 
-    def now(self) -> int:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return time.perf_counter_ns()
+    def now(self):
+        """Nanoseconds or, on CUDA, an event that happens when the GPU has done what was issued before.
+
+        Waiting for the GPU here could last for ever: it may be receiving what its neighbour is to send only later.
+        """
+        if not torch.cuda.is_initialized():
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def nanoseconds(self, moment) -> int:
+        """A moment of now() by this rank's clock, after all work of the GPU has ended."""
+        if isinstance(moment, int):
+            return moment
+        return self.reference_at + round(self.reference.elapsed_time(moment) * 1e6)
 
     def background(self, handle, kind: str, microbatch: int | None = None, peer: int | None = None):
         """The handle of a transfer or an all-reduce; while recording, a wrapper that records when it ends."""
         return WatchedHandle(handle, kind, microbatch, peer) if self.before else handle
 
-    def write(self, path: str, grid, num_microbatches: int, device: torch.device) -> None:
-        """Collects the spans of all ranks. The logging rank writes them to `path` and prints the bubble."""
+    def write(self, path: str, grid, device: torch.device) -> None:
+        """Collects the spans of all ranks. The logging rank writes them to `path` and prints each pipeline's bubble."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         before, after = self.before, compare_clocks(device)
         drift = (after.offset - before.offset) / (after.at - before.at)
 
-        def by_rank_0(at: int) -> int:
+        def by_rank_0(moment) -> int:
+            at = self.nanoseconds(moment)
             return at + before.offset + round(drift * (at - before.at))
 
-        place = f"rank {grid.global_rank}: dp {grid.dp_rank} pp {grid.pp_rank} tp {grid.tp_rank}"
+        place = (grid.global_rank, grid.dp_rank, grid.pp_rank, grid.tp_rank)
         spans = [span._replace(start=by_rank_0(span.start), end=by_rank_0(span.end)) for span in self.spans]
         everyone = [None] * grid.world_size
         dist.all_gather_object(everyone, (place, max(before.error, after.error), spans))
@@ -75,21 +93,21 @@ class Timeline:
         with open(path, "w") as file:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clock_error_us": error}}, file)
         print(f"timeline: {path}", flush=True)
-        if (p := grid.pp_world_size) > 1:
-            bubble, m = measured_bubble([spans for _, _, spans in everyone]), num_microbatches
-            print(f"bubble: {bubble:.1%} measured, {(p - 1) / (m + p - 1):.1%} ideal, that is (p-1)/(m+p-1) with p={p} "
-                  f"stages and m={m} micro-batches", flush=True)
+        for pipeline in range(grid.dp_world_size):
+            stages = {pp: spans for (_, dp, pp, _), _, spans in everyone if dp == pipeline}
+            line = describe_idle_time(list(stages.values()), grid.dp_world_size)
+            print(f"pipeline {pipeline}: {line}" if grid.dp_world_size > 1 else line, flush=True)
 
 
 class WatchedHandle:
     """A handle whose end is recorded. It may end long before anyone waits for it, so over gloo a thread waits for it.
 
-    With NCCL, wait() returns at once and only orders the work on the GPU. There the end is recorded when it is called.
+    With NCCL, wait() returns at once: the GPU waits, and the end is when it goes on.
     """
 
     def __init__(self, handle, kind: str, microbatch: int | None, peer: int | None):
         self.handle, self.error, self.thread = handle, None, None
-        self.span = Span(kind, microbatch, time.perf_counter_ns(), 0, True, peer)
+        self.span = Span(kind, microbatch, timeline.now(), 0, True, peer)
         if dist.get_backend() == "gloo":
             self.thread = threading.Thread(target=self.finish)
             self.thread.start()
@@ -99,7 +117,7 @@ class WatchedHandle:
             self.handle.wait()
         except RuntimeError as error:
             self.error = error
-        timeline.spans.append(self.span._replace(end=time.perf_counter_ns()))
+        timeline.spans.append(self.span._replace(end=time.perf_counter_ns() if self.thread else timeline.now()))
 
     def wait(self) -> None:
         self.thread.join() if self.thread else self.finish()
@@ -125,6 +143,7 @@ def compare_clocks(device: torch.device, rounds: int = 10) -> ClockOffset:
         for _ in range(rounds):
             if dist.get_rank() == 0:
                 dist.recv(message, rank)
+                message.item()  # NCCL's recv returns before the message is there
                 dist.send(message.fill_(time.perf_counter_ns()), rank)
             elif dist.get_rank() == rank:
                 asked = time.perf_counter_ns()
@@ -137,11 +156,12 @@ def compare_clocks(device: torch.device, rounds: int = 10) -> ClockOffset:
     return best or ClockOffset(0, 0, time.perf_counter_ns())
 
 
-def trace_events(ranks: list[tuple[str, list[Span]]]) -> list[dict]:
+def trace_events(ranks: list[tuple[tuple[int, ...], list[Span]]]) -> list[dict]:
     """Chrome trace events, in microseconds since the first span. What runs in the background takes a free track."""
     events, origin = [], min(span.start for _, spans in ranks for span in spans)
-    for rank, (place, spans) in enumerate(ranks):
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": place}})
+    for (rank, *place), spans in ranks:
+        name = "rank {}: dp {} pp {} tp {}".format(rank, *place)
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}})
         free_at: list[int] = []  # when each background track becomes free
         for span in sorted(spans, key=lambda span: span.start):
             track = 0
@@ -155,11 +175,22 @@ def trace_events(ranks: list[tuple[str, list[Span]]]) -> list[dict]:
     return events
 
 
-def measured_bubble(ranks: list[list[Span]]) -> float:
-    """The share of all ranks' time, from the first forward to the last backward, in which they computed neither."""
-    compute = [span for spans in ranks for span in spans if span.kind in ("forward", "backward")]
-    window = max(span.end for span in compute) - min(span.start for span in compute)
-    return 1 - sum(span.end - span.start for span in compute) / (window * len(ranks))
+def describe_idle_time(stages: list[list[Span]], num_pipelines: int) -> str:
+    """A pipeline's bubble: the share of its stages' time, from the first forward to the last backward, in which they
+    computed neither. With several pipelines also how long it then waited for the gradients of the others.
+    """
+    compute = [span for spans in stages for span in spans if span.kind in ("forward", "backward")]
+    ended = max(span.end for span in compute)
+    window = ended - min(span.start for span in compute)
+    bubble = 1 - sum(span.end - span.start for span in compute) / (window * len(stages))
+    p, m = len(stages), 1 + max(span.microbatch for span in compute)
+    line = f"{'bubble' if p > 1 else 'idle'}: {bubble:.1%} measured"
+    if p > 1:
+        line += f", {(p - 1) / (m + p - 1):.1%} ideal, that is (p-1)/(m+p-1) with p={p} stages and m={m} micro-batches"
+    if num_pipelines > 1:
+        synchronised = min(span.start for spans in stages for span in spans if span.kind == "optimizer")
+        line += f"; then {(synchronised - ended) / 1e6:.1f} ms until the gradients of all pipelines are summed"
+    return line
 
 
 timeline = Timeline()

@@ -126,7 +126,7 @@ def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
     (8, ["--max_tokens", 0], ["--max_tokens", "at least 1"]),
     (8, ["--num_hidden_layers", 0], ["--num_hidden_layers", "at least 1"]),
     (8, ["--num_proc", 0], ["--num_proc", "at least 1"]),
-    (8, ["--num_workers", -1], ["num_workers", "non-negative"]),
+    (8, ["--num_workers", -1], ["--num_workers", "0 or more", "-1"]),
     (1, ["--max_tokens", 31], ["--max_tokens 31", "32"]),
     (8, ["--max_tokens", 63], ["--max_tokens 63", "64"]),
     (8, ["--profile_batch", 5], ["--profile_batch 5", "1 to 4"]),

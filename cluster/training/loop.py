@@ -128,7 +128,7 @@ def write_timeline(args, plugin) -> None:
     """Writes timeline_batch<N>_all.json and, with matplotlib, .png, on the rank that logs. Collective."""
     grid = pgm.process_group_manager
     stem = os.path.join(args.log_dir, args.run_name, f"timeline_batch{args.profile_batch}")
-    timeline.write(f"{stem}_all.json", grid, plugin.own_num_microbatches, plugin.device)
+    timeline.write(f"{stem}_all.json", grid, plugin.device)
     if grid.is_logging_rank:
         try:
             from timeline_picture import draw
