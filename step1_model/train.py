@@ -6,7 +6,7 @@
 
 import torch
 
-from model import Llama, cross_entropy, init_weights
+from model import Llama, cast_weights_once, cross_entropy, init_weights
 from utils import (
     TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
     one_clear_error, peak_memory_gb, positive_float, positive_int, to_readable_format,
@@ -67,9 +67,10 @@ def main():
 
     for step in range(1, num_steps + 1):
         model.zero_grad()
-        logits = model(input_ids)  # (B, T, V)
-        loss = cross_entropy(logits, target_ids)
-        loss.backward()
+        with cast_weights_once():
+            logits = model(input_ids)  # (B, T, V)
+            loss = cross_entropy(logits, target_ids)
+            loss.backward()
         optimizer.step()
         print(f"step {step}/{num_steps} | loss {loss.item():.4f} | {peak_memory_gb():.2f} GB", flush=True)
 

@@ -4,13 +4,14 @@ Shapes: B samples, T tokens a sample, D hidden, H query heads, K key/value heads
 V vocabulary.
 
 Precision: parameters, gradients and optimizer state are float32 "masters" (float64 in a float64 run). Activations are
-cast to the run's dtype once, after the embedding, and each matmul casts its weight to the dtype of its input. A
-bfloat16 run therefore needs no autocast.
+cast to the run's dtype once, after the embedding, and each matmul casts its weight to the dtype of its input, once an
+optimizer step. A bfloat16 run therefore needs no autocast.
 
 Initial weights: each parameter is drawn from its own random generator, seeded by the run's seed and the parameter's
 name. Its values do not depend on which parameters were drawn before it, nor on the machine that draws them.
 """
 
+import contextlib
 import functools
 import hashlib
 
@@ -41,6 +42,33 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return x * cos + torch.cat([-x2, x1], dim=-1) * sin
 
 
+casts: dict[nn.Parameter, torch.Tensor] | None = None  # weight -> its copy, inside of cast_weights_once
+
+
+@contextlib.contextmanager
+def cast_weights_once():
+    """Inside of this block each weight is cast at its first use, and all micro-batches share the copy.
+
+    Autograd keeps the copy until backward. Without the block it would keep one for every micro-batch that waits for its
+    backward. The block has to end before the optimizer changes the weights.
+    """
+    global casts
+    casts = {}
+    try:
+        yield
+    finally:
+        casts = None
+
+
+def cast(weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """The weight in the dtype of the activations. Backward casts the gradient to the dtype of the weight."""
+    if weight.dtype == dtype or casts is None or torch.compiler.is_compiling():  # compiled backward casts again
+        return weight.to(dtype)
+    if weight not in casts:
+        casts[weight] = weight.to(dtype)
+    return casts[weight]
+
+
 class Linear(nn.Linear):
     """nn.Linear that multiplies in the dtype of its input. The gradient of the float32 weight is float32 again."""
 
@@ -48,7 +76,7 @@ class Linear(nn.Linear):
         """Nothing: init_weights draws them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out)
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, cast(self.weight, x.dtype))
 
 
 class Embedding(nn.Embedding):
@@ -65,7 +93,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return F.rms_norm(x, self.weight.shape, cast(self.weight, x.dtype), self.eps)
 
 
 class Attention(nn.Module):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from metrics import RunLogger
-from model import Llama, cross_entropy, init_weights
+from model import Llama, cast_weights_once, cross_entropy, init_weights
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
     one_clear_error, positive_float, positive_int, to_readable_format,
@@ -88,9 +88,10 @@ def main():
     for step in range(1, num_steps + 1):
         start = time.perf_counter()
         model.zero_grad()
-        logits = model(input_ids)  # (B, T, V)
-        loss = cross_entropy(logits, target_ids)
-        loss.backward()
+        with cast_weights_once():
+            logits = model(input_ids)  # (B, T, V)
+            loss = cross_entropy(logits, target_ids)
+            loss.backward()
         optimizer.step()
         logger.log(step, loss.item(), time.perf_counter() - start)
     logger.close()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger
-from model import Llama, cross_entropy, init_weights
+from model import Llama, cast_weights_once, cross_entropy, init_weights
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
     one_clear_error, positive_float, positive_int, to_readable_format, zero_or_more,
@@ -62,6 +62,7 @@ def parse_args():
     return args
 
 
+@cast_weights_once()
 def train_step(model, data_loader) -> torch.Tensor:
     """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
     total_loss = 0.0

@@ -13,7 +13,7 @@ import process_group_manager as pgm
 from data_parallel import DataParallelBucket, average_loss_across_dp_ranks
 from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger
-from model import Llama, init_weights
+from model import Llama, cast_weights_once, init_weights
 from tensor_parallel import apply_tensor_parallel, cross_entropy, split_over_tp
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
@@ -63,6 +63,7 @@ def parse_args():
     return args
 
 
+@cast_weights_once()
 def train_step(model, data_loader) -> torch.Tensor:
     """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
     total_loss = 0.0

@@ -99,7 +99,8 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out/tp)
         x = CopyToTensorParallel.apply(x) if self.copy_input else x
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        bias = None if self.bias is None else llama.cast(self.bias, x.dtype)
+        return F.linear(x, llama.cast(self.weight, x.dtype), bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -112,8 +113,8 @@ class RowParallelLinear(nn.Module):
         keep_split_parameters(self, linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in/tp) -> (..., out)
-        y = ReduceFromTensorParallel.apply(F.linear(x, self.weight.to(x.dtype)))
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        y = ReduceFromTensorParallel.apply(F.linear(x, llama.cast(self.weight, x.dtype)))
+        return y if self.bias is None else y + llama.cast(self.bias, y.dtype)
 
 
 class VocabParallelEmbedding(nn.Module):

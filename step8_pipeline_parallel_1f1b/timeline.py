@@ -39,7 +39,7 @@ class Timeline:
         self.recording, self.spans, self.before = True, [], compare_clocks(device)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the GPU is idle, so that this event happens now
-            self.reference, self.reference_at = self.now(), time.perf_counter_ns()
+            self.zero, self.zero_at = self.now(), time.perf_counter_ns()
 
     @contextlib.contextmanager
     def span(self, kind: str, microbatch: int | None = None):
@@ -60,12 +60,6 @@ class Timeline:
         event.record()
         return event
 
-    def nanoseconds(self, moment) -> int:
-        """A moment of now() by this rank's clock, after all work of the GPU has ended."""
-        if isinstance(moment, int):
-            return moment
-        return self.reference_at + round(self.reference.elapsed_time(moment) * 1e6)
-
     def background(self, handle, kind: str, microbatch: int | None = None, peer: int | None = None):
         """The handle of a transfer or an all-reduce; while recording, a wrapper that records when it ends."""
         return WatchedHandle(handle, kind, microbatch, peer) if self.before else handle
@@ -78,7 +72,7 @@ class Timeline:
         drift = (after.offset - before.offset) / (after.at - before.at)
 
         def by_rank_0(moment) -> int:
-            at = self.nanoseconds(moment)
+            at = moment if isinstance(moment, int) else self.zero_at + round(self.zero.elapsed_time(moment) * 1e6)
             return at + before.offset + round(drift * (at - before.at))
 
         place = (grid.global_rank, grid.dp_rank, grid.pp_rank, grid.tp_rank)
@@ -95,8 +89,8 @@ class Timeline:
         print(f"timeline: {path}", flush=True)
         for pipeline in range(grid.dp_world_size):
             stages = {pp: spans for (_, dp, pp, _), _, spans in everyone if dp == pipeline}
-            line = describe_idle_time(list(stages.values()), grid.dp_world_size)
-            print(f"pipeline {pipeline}: {line}" if grid.dp_world_size > 1 else line, flush=True)
+            name = f"pipeline {pipeline}: " if grid.dp_world_size > 1 else ""
+            print(name + describe_bubble(list(stages.values())), flush=True)
 
 
 class WatchedHandle:
@@ -175,22 +169,16 @@ def trace_events(ranks: list[tuple[tuple[int, ...], list[Span]]]) -> list[dict]:
     return events
 
 
-def describe_idle_time(stages: list[list[Span]], num_pipelines: int) -> str:
-    """A pipeline's bubble: the share of its stages' time, from the first forward to the last backward, in which they
-    computed neither. With several pipelines also how long it then waited for the gradients of the others.
-    """
+def describe_bubble(stages: list[list[Span]]) -> str:
+    """The share of a pipeline's time, from its first forward to its last backward, in which its stages did neither."""
     compute = [span for spans in stages for span in spans if span.kind in ("forward", "backward")]
-    ended = max(span.end for span in compute)
-    window = ended - min(span.start for span in compute)
+    window = max(span.end for span in compute) - min(span.start for span in compute)
     bubble = 1 - sum(span.end - span.start for span in compute) / (window * len(stages))
     p, m = len(stages), 1 + max(span.microbatch for span in compute)
-    line = f"{'bubble' if p > 1 else 'idle'}: {bubble:.1%} measured"
-    if p > 1:
-        line += f", {(p - 1) / (m + p - 1):.1%} ideal, that is (p-1)/(m+p-1) with p={p} stages and m={m} micro-batches"
-    if num_pipelines > 1:
-        synchronised = min(span.start for spans in stages for span in spans if span.kind == "optimizer")
-        line += f"; then {(synchronised - ended) / 1e6:.1f} ms until the gradients of all pipelines are summed"
-    return line
+    if p == 1:
+        return f"1 stage, idle for {bubble:.1%}"
+    return (f"bubble: {bubble:.1%} measured, {(p - 1) / (m + p - 1):.1%} ideal, that is (p-1)/(m+p-1) with p={p} "
+            f"stages and m={m} micro-batches")
 
 
 timeline = Timeline()

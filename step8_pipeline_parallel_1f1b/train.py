@@ -14,7 +14,7 @@ import process_group_manager as pgm
 from data_parallel import DataParallelBucket, average_loss_across_dp_ranks
 from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger
-from model import Llama, init_weights
+from model import Llama, cast_weights_once, init_weights
 from pipeline_parallel import PipelineParallel, train_step_pipeline_1f1b, train_step_pipeline_afab
 from tensor_parallel import apply_tensor_parallel, cross_entropy, split_over_tp
 from timeline import timeline
@@ -67,6 +67,7 @@ def parse_args():
     return parser.parse_args()
 
 
+@cast_weights_once()
 def train_step(model, data_loader) -> torch.Tensor:
     """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
     total_loss = 0.0

@@ -159,8 +159,9 @@ class HeterogeneousParallelPlugin:
             raise UserError(f"execute_pipeline takes an iterator, but a {type(data_iter).__name__} is none: write "
                              "batches = iter(dataloader) before the loop and pass batches")
         model.zero_grad()  # also of parameters that the optimizer does not have
-        loss = run_schedule(self.schedule, model, data_iter, criterion, self.num_microbatches, self.device,
-                            self.wire_dtype)
+        with torch.autocast(self.device.type, enabled=False):  # the stages' autocast keeps its casts until this ends
+            loss = run_schedule(self.schedule, model, data_iter, criterion, self.num_microbatches, self.device,
+                                self.wire_dtype)
         if not return_loss:
             return None
         loss *= pgm.process_group_manager.tp_rank == 0  # the ranks of a tp group have the same loss: count it once

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import process_group_manager as pgm
 import tensor_parallel
+from model import cast
 from pipeline_template import PipelineTemplate
 from tensor_parallel import ColumnParallelLinear, CopyToTensorParallel, ReduceFromTensorParallel, RowParallelLinear
 from utils import UserError
@@ -54,7 +55,7 @@ class ColumnParallelConv1D(PartOfConv1D):
     tp_dims = {"weight": 1, "bias": 0}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, in) -> (B, T, out/tp)
-        return F.linear(CopyToTensorParallel.apply(x), self.weight.T.to(x.dtype), self.bias.to(x.dtype))
+        return F.linear(CopyToTensorParallel.apply(x), cast(self.weight, x.dtype).T, cast(self.bias, x.dtype))
 
 
 class RowParallelConv1D(PartOfConv1D):
@@ -63,7 +64,7 @@ class RowParallelConv1D(PartOfConv1D):
     tp_dims = {"weight": 0}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, in/tp) -> (B, T, out)
-        return ReduceFromTensorParallel.apply(F.linear(x, self.weight.T.to(x.dtype))) + self.bias.to(x.dtype)
+        return ReduceFromTensorParallel.apply(F.linear(x, cast(self.weight, x.dtype).T)) + cast(self.bias, x.dtype)
 
 
 class SharedByHeads(nn.Module):

@@ -37,6 +37,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import process_group_manager as pgm
+from model import cast_weights_once
 from timeline import timeline
 from wire import decode, empty_message, encode
 
@@ -134,6 +135,7 @@ class StageCommunication:
             self.finish_oldest_send()
 
 
+@cast_weights_once()
 def run_schedule(schedule, model: nn.Module, data_iter: Iterator[dict], criterion: Callable,
                  num_microbatches: list[int], device: torch.device,
                  wire_dtype: torch.dtype | None = None) -> torch.Tensor:
