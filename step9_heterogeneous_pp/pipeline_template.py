@@ -12,7 +12,6 @@ the layers, and those after them, each in the order in which forward calls them.
 Modules without parameters that every layer uses (Hugging Face's `rotary_emb`) are not listed: each stage keeps them.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -57,18 +56,15 @@ FAMILIES: dict[str, Family] = {  # the class by its path, so that nothing has to
 }
 
 
-def family_of(model: nn.Module) -> Family:
-    """The model's row of FAMILIES. Raises NotImplementedError where it has none."""
-    model_name = PipelineTemplate.get_model_name(model)
-    if model_name not in FAMILIES:
+def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
+    """The names of the model's modules before its decoder layers, of the layers, and of the modules after them.
+
+    Raises NotImplementedError for a model of no family.
+    """
+    if (model_name := PipelineTemplate.get_model_name(model)) not in FAMILIES:
         known = "\n  ".join(FAMILIES)
         raise NotImplementedError(f"Auto policy for {model_name} is not implemented. These are:\n  {known}")
-    return FAMILIES[model_name]
-
-
-def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
-    """The names of the model's modules before its decoder layers, of the layers, and of the modules after them."""
-    family = family_of(model)
+    family = FAMILIES[model_name]
 
     def present(names: Iterable[str]) -> list[str]:
         parents = ((name, *name.rpartition(".")[::2]) for name in names)
@@ -126,10 +122,6 @@ class PipelineTemplate:
     @property
     def num_stages(self) -> int:
         return len(self.modules_per_stage)
-
-    def get_num_layers_per_stage(self) -> list[int]:
-        """The number of decoder layers of each stage, which are the modules whose names end in a number."""
-        return [sum(bool(re.search(r"\.\d+$", name)) for name in modules) for modules in self.modules_per_stage]
 
     def check(self, model: nn.Module) -> None:
         """Raises NotImplementedError or UserError where this is no template for the model."""

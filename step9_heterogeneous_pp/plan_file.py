@@ -8,29 +8,36 @@ import json
 
 from utils import UserError
 
+FLAGS = ("pipelines", "num_microbatches", "dp_size", "pp_size", "tp_size", "micro_batch_size", "pp_engine",
+         "gradient_accumulation_steps", "wire_dtype", "gradient_wire_dtype")  # what a plan decides
+
 
 def read_plan(path: str) -> dict:
-    """The plan in a file. `machines` is added: the ranks that it names, in its order. Or {"error": why not}."""
+    """The plan in a file, or {"error": why not}. It gets `machines`, the ranks that it names, in its order, and `facts`
+    that have to be those of the run.
+    """
     try:
         with open(path) as file:
             plan = json.load(file)
-        plan["seq_len"], plan["micro_batch_size"], [p["num_microbatches"] + sum(p["layers"]) for p in plan["pipelines"]]
-        return {**plan, "machines": [rank for pipeline in plan["pipelines"] for rank in pipeline["machines"]]}
+        pipelines = plan["pipelines"]
+        plan["schedule"], plan["micro_batch_size"], [p["num_microbatches"] + sum(p["layers"]) for p in pipelines]
+        plan["facts"] = {**plan["model"], "dtype": plan["dtype"], "seq_len": plan["seq_len"]}
+        plan["machines"] = [rank for pipeline in pipelines for rank in pipeline["machines"]]
+        if sorted(plan["machines"]) != sorted({*plan["machines"]} & {*range(len(plan["hosts"]))}):
+            raise ValueError(f"machines {plan['machines']} of {len(plan['hosts'])} hosts, counted from 0")
+        return plan
     except (OSError, ValueError, KeyError, TypeError) as error:
         return {"error": f"--plan {path!r} can't be read ({type(error).__name__}: {error}): make it with "
                          "cluster/plan.py"}
 
 
-def follow_plan(args, plan: dict, num_layers: int) -> None:
-    """Writes the plan into the flags. Raises UserError where it is for another model or another --seq_len."""
-    for pipeline in plan["pipelines"]:
-        if sum(pipeline["layers"]) != num_layers or len(pipeline["layers"]) != len(pipeline["machines"]):
-            raise UserError(f"the plan gives {pipeline['layers']} layers to the machines {pipeline['machines']}, but "
-                             f"the model has {num_layers}, and each machine needs a number: make a plan for it")
-    if plan["seq_len"] != args.seq_len:
-        raise UserError(f"the plan is for --seq_len {plan['seq_len']}, not {args.seq_len}: make one for that")
-    args.micro_batch_size = plan["micro_batch_size"]
+def follow_plan(args, plan: dict, config, dtype: str) -> None:
+    """Writes the plan into the flags. Raises UserError where it is for another model, --dtype or --seq_len."""
+    here = {**vars(config), "dtype": dtype, "seq_len": args.seq_len}
+    facts = plan["facts"].items()
+    if unlike := [f"{name} {value} (here {here.get(name)})" for name, value in facts if here.get(name) != value]:
+        raise UserError(f"the plan is for {', '.join(unlike)}: make a plan for this run with cluster/plan.py")
+    args.micro_batch_size, args.pp_engine = plan["micro_batch_size"], plan["schedule"]
     args.pipelines = [pipeline["layers"] for pipeline in plan["pipelines"]]
     args.num_microbatches = [pipeline["num_microbatches"] for pipeline in plan["pipelines"]]
-    args.wire_dtype = args.wire_dtype or plan.get("wire_dtype")
-    args.gradient_wire_dtype = args.gradient_wire_dtype or plan.get("gradient_wire_dtype")
+    args.wire_dtype, args.gradient_wire_dtype = plan.get("wire_dtype"), plan.get("gradient_wire_dtype")

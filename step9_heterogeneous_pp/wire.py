@@ -16,17 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from utils import UserError
-
 WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 ROW = 1024  # scales add 0.4 % to the bytes, and one large gradient coarsens only its 1023 neighbours
-
-
-def parse_wire_dtype(flag: str, name: str | None) -> torch.dtype | None:
-    """None stays None. Raises UserError for an unknown name."""
-    if name is not None and name not in WIRE_DTYPES:
-        raise UserError(f"{flag}={name!r} is none of {', '.join(WIRE_DTYPES)}")
-    return WIRE_DTYPES.get(name)
 
 
 def empty_message(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
