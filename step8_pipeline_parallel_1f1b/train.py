@@ -151,8 +151,7 @@ def main():
             optimizer.step()
         logger.log(step, loss.item(), time.perf_counter() - start)
         if step == args.profile_batch:
-            path = os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json")
-            timeline.write(path, grid, device)
+            timeline.write(os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json"), grid, device)
     logger.close()
     dist.destroy_process_group()
 
