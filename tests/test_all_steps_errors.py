@@ -107,6 +107,28 @@ def test_rank_0_speaks_first(rank, waits, monkeypatch, capsys):
     assert [seconds > 2 for seconds in slept] == [True] * waits
 
 
+@pytest.mark.parametrize("bug", [ValueError("not enough values to unpack"), FileNotFoundError("weights.bin")], ids=str)
+def test_a_bug_keeps_its_traceback(bug):
+    """Only users' mistakes become one line: a learner who breaks something has to see where."""
+    with modules_of(8):
+        import utils
+    with pytest.raises(type(bug)) as end, utils.one_clear_error():
+        raise bug
+    assert end.value is bug
+
+
+@pytest.mark.parametrize("words", [["--clust", "2"], ["--su", "x"], ["--learning", "1"]])
+def test_no_flag_is_abbreviated(words):
+    with modules_of(8):
+        import utils
+    parser = utils.ArgumentParser()
+    parser.add_argument("--cluster")
+    parser.add_argument("--sudo_pass")
+    parser.add_argument("--learning_rate")
+    with pytest.raises(utils.UserError, match=f"unrecognized arguments: {words[0]}"):
+        parser.parse_args(words)
+
+
 @pytest.mark.slow
 def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
     """The last stage writes, so it alone finds that it can't; it waits a while for rank 0 to speak."""
@@ -125,6 +147,7 @@ def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
     (8, ["--gradient_accumulation_steps", 0], ["--gradient_accumulation_steps", "at least 1"]),
     (8, ["--max_tokens", 0], ["--max_tokens", "at least 1"]),
     (8, ["--num_hidden_layers", 0], ["--num_hidden_layers", "at least 1"]),
+    (8, ["--learning_rate", -1], ["--learning_rate", "above 0", "-1"]),
     (8, ["--num_proc", 0], ["--num_proc", "at least 1"]),
     (8, ["--num_workers", -1], ["--num_workers", "0 or more", "-1"]),
     (1, ["--max_tokens", 31], ["--max_tokens 31", "32"]),
@@ -135,8 +158,8 @@ def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
     (8, ["--run_name", ".."], ["--run_name '..'"]),
     (8, ["--device", "cuda"], ["--device cuda", "no GPU", "--device cpu"]),
     (8, ["--pp_engine", "gpipe"], ["--pp_engine", "'gpipe'", "1f1b"]),
-    (9, ["--wire_dtype", "int8"], ["wire_dtype=torch.int8", "nothing is sent that it is for"]),
-    (9, ["--gradient_wire_dtype", "int8"], ["gradient_wire_dtype=torch.int8", "nothing is sent that it is for"]),
+    (9, ["--wire_dtype", "int8"], ["wire_dtype has no effect", "no pipeline has a second stage"]),
+    (9, ["--gradient_wire_dtype", "int8"], ["gradient_wire_dtype has no effect", "one pipeline"]),
     (9, ["--wire_dtype", "fp8"], ["--wire_dtype", "'fp8'", "bfloat16"]),
     (8, ["--no_such_flag"], ["--no_such_flag", "--help"]),
     (8, ["--num_attention_heads", 7], ["--num_attention_heads 7", "128"]),

@@ -1,6 +1,7 @@
 """What a run leaves behind: metrics.jsonl, config.json, W&B; and what it shows on a terminal."""
 
 import fcntl
+import filecmp
 import json
 import os
 import pty
@@ -96,12 +97,27 @@ def test_one_rank_writes_one_of_each(terminal_run):
     assert len(list(folder.glob("wandb/*run-*"))) == 1
 
 
-def test_rerun_starts_the_files_anew(log_dir, terminal_run, rerun):
+def test_rerun_starts_anew_and_keeps_the_older_run(log_dir, terminal_run, rerun):
     assert sorted(os.listdir(log_dir / "pair")) == ["config.json", "metrics.jsonl"]
+    assert f"an older run has the same name: its folder is now {log_dir}/pair.1\n" in rerun.stdout
+    older = filecmp.dircmp(log_dir / "pair_before_its_rerun", log_dir / "pair.1")
+    assert older.common and not older.left_only + older.right_only + older.diff_files
     before = metrics(log_dir, "pair_before_its_rerun")
     rows = metrics(log_dir, "pair")
     assert [row["loss"] for row in rows] == [row["loss"] for row in before[:2]], "the same run again"
     assert json.loads((log_dir / "pair" / "config.json").read_text())["max_tokens"] == 128
+
+
+def test_a_run_in_progress_is_not_touched(log_dir, terminal_run, rerun):
+    """It holds a lock on its metrics.jsonl. The second run of that name ends, and does not wait."""
+    arguments = ["--run_name", "pair", "--log_dir", log_dir, "--max_tokens", 32]
+    before = sorted(os.listdir(log_dir))
+    with open(log_dir / "pair" / "metrics.jsonl") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        done = fork(8, 1, *SHORT, *arguments, "--gradient_accumulation_steps", 1, check=False)
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1
+    assert "or a run in progress writes there" in done.stderr and "another --run_name" in done.stderr
+    assert sorted(os.listdir(log_dir)) == before and len(metrics(log_dir, "pair")) == 2
 
 
 def test_wandb_holds_what_metrics_holds(terminal_run):

@@ -66,7 +66,7 @@ def test_the_names_of_a_model():
 def test_a_template_is_data():
     template = PipelineTemplate(GPT2, [GPT2_MODULES[:4], GPT2_MODULES[4:]])
     same, other = PipelineTemplate(GPT2, [GPT2_MODULES[:4], GPT2_MODULES[4:]]), PipelineTemplate(GPT2, [GPT2_MODULES])
-    assert (template.num_stages, template.get_num_layers_per_stage()) == (2, [1, 2])
+    assert template.num_stages == 2
     assert template.modules_per_stage == (tuple(GPT2_MODULES[:4]), tuple(GPT2_MODULES[4:]))
     assert template == same and hash(template) == hash(same) and {template: 3}[same] == 3
     assert template not in (other, PipelineTemplate("model.Llama", template.modules_per_stage), GPT2)

@@ -1,19 +1,23 @@
 """train.py --plan: the plan's machines in the plan's order train what one process trains; plans that fit nothing."""
 
 import json
+import socket
 
 import pytest
 
-from launch import fork, losses, start_fork
+from launch import ROOT, fork, losses, start_fork
 
+CONFIG = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
+FACTS = {name: CONFIG[name] for name in ("hidden_size", "num_attention_heads", "vocab_size", "tie_word_embeddings")}
 MODEL = ["--num_hidden_layers", 4, "--seq_len", 32, "--max_tokens", 1536]  # 4 steps of 12 samples
 TOLERANCE = 1e-11
 
 
-def write_plan(path, *pipelines, **changes):
+def write_plan(path, *pipelines, num_hosts=2, **changes):
     """A plan of (machines, layers, num_microbatches) each, for MODEL in micro-batches of 2 samples."""
     fields = [dict(zip(("machines", "layers", "num_microbatches"), pipeline)) for pipeline in pipelines]
-    plan = {"model_name": "tiny", "seq_len": 32, "global_batch": 12, "micro_batch_size": 2, "pipelines": fields}
+    plan = {"model": {**FACTS, "num_hidden_layers": 4}, "dtype": "float32", "schedule": "1f1b", "seq_len": 32,
+            "hosts": [socket.gethostname()] * num_hosts, "global_batch": 12, "micro_batch_size": 2, "pipelines": fields}
     path.write_text(json.dumps({**plan, **changes}))
     return path
 
@@ -33,7 +37,7 @@ def runs(tmp_path_factory, selected):
     flags = ["--micro_batch_size", 2, "--gradient_accumulation_steps", 6]
     futures = {"one_process": start_fork(9, 1, *common, "one_process", *flags)}
     for name in selected("name"):
-        plan = write_plan(folder / f"{name}.json", *ORDERS[name][0])
+        plan = write_plan(folder / f"{name}.json", *ORDERS[name][0], num_hosts=4, dtype="float64", schedule="afab")
         futures[name] = start_fork(9, 4, *common, name, "--plan", plan)
     return folder, futures
 
@@ -47,16 +51,27 @@ def test_the_plans_order_of_machines(name, runs):
     expected, found = losses(folder, "one_process"), losses(folder, name)
     assert len(found) == 4 and max(abs(a - b) for a, b in zip(expected, found)) <= TOLERANCE
     config = json.loads((folder / name / "config.json").read_text())
+    assert config["pp_engine"] == "afab", "the plan's schedule"
     assert config["num_microbatches"] == [count for _, _, count in pipelines]
     assert config["topology"]["world_size"] == sum(len(machines) for machines, _, _ in pipelines)
 
 
+HERE = socket.gethostname()
+HALVES = ([0, 1], [2, 2], 6)
+
+
 @pytest.mark.parametrize("pipelines, changes, flags, expected", [
-    ([([0, 5], [2, 2], 6)], {}, [], "the plan is for the ranks [0, 5], each once, but 2 run"),
-    ([([0], [4], 3), ([0], [4], 3)], {}, [], "the plan is for the ranks [0, 0], each once"),
-    ([([0, 1], [2, 3], 6)], {}, [], "the model has 4, and each machine needs a number: make a plan for it"),
-    ([([0, 1], [2, 2], 6)], {"seq_len": 64}, [], "the plan is for --seq_len 64, not 32"),
-    ([([0, 1], [2, 2], 6)], {}, ["--pp_size", 2, "--micro_batch_size", 8], "leave out --pp_size, --micro_batch_size"),
+    ([([0, 5], [2, 2], 6)], {}, [], "machines [0, 5] of 2 hosts, counted from 0"),
+    ([([0], [4], 3), ([0], [4], 3)], {}, [], "machines [0, 0] of 2 hosts"),
+    ([([0, 1], [2, 3], 6)], {}, [], "stages of 2,3 decoder layers have 5 together, but the model has 4"),
+    ([([0, 1], [4], 6)], {}, [], "stages [1] x tp_size=1 need 1 processes, but 2 run"),
+    ([HALVES], {"seq_len": 64}, [], "the plan is for seq_len 64 (here 32)"),
+    ([HALVES], {"dtype": "bfloat16"}, [], "the plan is for dtype bfloat16 (here float32)"),
+    ([HALVES], {"model": {**FACTS, "hidden_size": 256}}, [], "the plan is for hidden_size 256 (here 128)"),
+    ([HALVES], {"hosts": ["pi", HERE]}, [], f"the plan is for processes on pi, {HERE}, but they run on {HERE}, {HERE}"),
+    ([HALVES], {"hosts": [HERE] * 3}, [], f"but they run on {HERE}, {HERE}"),
+    ([HALVES], {}, ["--pp_size", 2, "--micro_batch_size", 4], "leave out --pp_size, --micro_batch_size"),
+    ([HALVES], {}, ["--pp_engine", "1f1b"], "leave out --pp_engine"),
     (None, {}, [], "can't be read"),
 ])
 def test_plans_that_do_not_fit(tmp_path, pipelines, changes, flags, expected):

@@ -168,7 +168,9 @@ dist.destroy_process_group()
     fork(9, 3, script=script)
 
 
-def test_unknown_wire_dtype(wire):
-    with pytest.raises(ValueError, match="wire_dtype='fp8' is none of float32, bfloat16, int8"):
-        wire.parse_wire_dtype("wire_dtype", "fp8")
-    assert wire.parse_wire_dtype("wire_dtype", None) is None
+@pytest.mark.parametrize("flag", ["wire_dtype", "gradient_wire_dtype"])
+def test_unknown_wire_dtype(flag):
+    with modules_of(9):
+        from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
+    with pytest.raises(ValueError, match="wire dtype 'fp8' is none of float32, bfloat16, int8"):
+        HeterogeneousParallelPlugin(**{flag: "fp8"})
