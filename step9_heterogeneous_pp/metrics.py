@@ -88,12 +88,10 @@ def start_wandb(name: str, config: dict, folder: str):
     """A W&B run: online where a login exists, else offline. WANDB_MODE overrides both. It never prompts."""
     import wandb
 
-    mode = os.environ.get("WANDB_MODE")
-    if mode is None:
-        try:
-            mode = "online" if wandb.login(prompt=False) else "offline"
-        except Exception:  # wandb raises errors of many classes for a missing or refused key
-            mode = "offline"
+    try:
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
+    except Exception:  # wandb raises errors of many classes for a missing or refused key
+        mode = "offline"
     options = dict(project="picotron_tutorial", name=name, config=config, dir=folder)
     try:
         return wandb.init(mode=mode, settings=wandb.Settings(init_timeout=20), **options)
