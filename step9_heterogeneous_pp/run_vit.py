@@ -37,6 +37,7 @@ def main():
     three_stages = PipelineTemplate.from_layers_per_stage(model, [layers // 4, layers // 4, layers - layers // 4 * 2])
     plugin.set_pipelines([one_stage, three_stages], num_microbatches={one_stage: 2, three_stages: 6})
 
+    args.seq_len = (model.config.image_size // model.config.patch_size) ** 2 + 1  # tokens of an image
     collate = functools.partial(draw, size=model.config.image_size, seed=args.seed)
     train(plugin, model, weights, range(args.steps * plugin.global_batch_size), collate, args)
 

@@ -104,3 +104,17 @@ def test_transfers_agree_across_unlike_clocks(tmp_path):
         nothing_arrives_before_it_is_made(events, error, first, 6)
     window = max(event["ts"] + event["dur"] for rank in events for event in events[rank] if event["ph"] == "X")
     assert window < 60e6, "the ranks' spans lie days apart"
+
+
+@pytest.mark.parametrize("step, processes, flags, expected", [
+    (8, 1, [], ["1 stage, idle for"]),
+    (8, 2, ["--dp_size", 2], ["pipeline 0: 1 stage, idle for", "pipeline 1: 1 stage, idle for"]),
+    (9, 3, ["--pipelines", "3;2,1", "--num_microbatches", "3,2"],
+     ["pipeline 0: 1 stage, idle for", "pipeline 1: bubble: ", "33.3% ideal, that is (p-1)/(m+p-1) with p=2 stages"]),
+], ids=["one_process", "data_parallel", "unlike"])
+def test_each_pipeline_has_its_own_bubble(tmp_path, step, processes, flags, expected):
+    done = fork(step, processes, *SHORT, tmp_path, *flags, "--max_tokens", 512, "--profile_batch", 1)
+    assert all(text in done.stdout for text in expected), done.stdout
+    events, _ = read_trace(tmp_path / "default_run" / "timeline_batch1_all.json")
+    assert all({"forward", "backward", "optimizer"} <= {event.get("cat") for event in events[rank]}
+               for rank in range(processes))
