@@ -52,7 +52,7 @@ TOYS = {  # name -> class of the model, its configuration
     "vit": ("ViTForImageClassification", dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_labels=3,
                                               intermediate_size=48, image_size=16, patch_size=4, **NO_DROPOUT)),
 }
-DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "opt", "gpt-neox")
+DECODERS = ("gpt2", "llama", "granite", "mistral", "qwen2", "qwen3", "opt", "gpt-neox")
 TIED = ("gpt2", "llama", "granite", "mistral", "qwen2", "qwen3", "opt", "opt-projected", "gpt-neox", "bert")  # can be
 CASES = [(name, tied) for name in TOYS for tied in ((False, True) if name in TIED else (False,))]
 IDS = [f"{name}{'-tied' * tied}" for name, tied in CASES]
