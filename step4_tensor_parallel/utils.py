@@ -1,6 +1,7 @@
 """What every step needs around the training loop: flags, clear errors, the device, the configuration."""
 
 import argparse
+import atexit
 import contextlib
 import json
 import math
@@ -44,6 +45,8 @@ def one_clear_error():
     """Wraps main(): a UserError ends the program with its message and exit code 2, and Ctrl-C ends it at once.
 
     Any other exception is a fault of the program and keeps its traceback.
+    A process that is done ends without taking Python down. Threads of gloo may still be letting go of tensors, and if
+    Python ended meanwhile, they would abort the process ("terminate called without an active exception").
     Python's own handler of Ctrl-C waits for the main thread, which may be waiting in C++ code. The system's default
     action does not wait. Usually every rank meets the same mistake: rank 0 reports it for all, and torchrun ends the
     other ranks.
@@ -56,6 +59,9 @@ def one_clear_error():
             time.sleep(8)  # meanwhile rank 0 reports the same error and torchrun ends all; else it is this rank's own
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def positive_int(text: str) -> int:
