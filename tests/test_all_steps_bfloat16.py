@@ -1,4 +1,4 @@
-"""Each axis in bfloat16 against one process in bfloat16: losses and gradients stay near, replicas equal in every bit."""
+"""Each axis in bfloat16 against one process in bfloat16: losses and gradients stay near, replicas have equal bits."""
 
 import pytest
 from launch import losses
