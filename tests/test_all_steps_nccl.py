@@ -150,6 +150,13 @@ def test_without_connections_made_in_order_a_deadlock(step, engine):
             replay(record(step, engine, 2, 2))
 
 
+@pytest.mark.parametrize("step, engine", [(step, engine) for step in (8, 9) for engine in ("afab", "one_f_one_b")])
+@sizes
+def test_no_deadlock_while_the_timeline_records(step, engine, sizes):
+    for p, m in sizes:
+        replay(record(step, engine, p, m, profiled=True))
+
+
 def synchronised_span(self, kind, microbatch=None):
     torch.cuda.synchronize()
     yield
