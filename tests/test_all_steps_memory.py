@@ -1,4 +1,4 @@
-"""What a pipeline stage keeps for backward."""
+"""What a pipeline stage keeps for backward: activations of each live micro-batch, but one copy of the weights."""
 
 import json
 
@@ -18,6 +18,17 @@ def kept_by_ranks(folder, step: int, flags: list) -> list[list[dict]]:
     for run in runs:
         run.result()
     return [[json.loads((folder / str(m) / f"rank{rank}.json").read_text()) for rank in range(4)] for m in (FEW, MANY)]
+
+
+@pytest.mark.parametrize("step, flags", [
+    (8, ["--pp_engine", "afab"]), pytest.param(7, [], marks=pytest.mark.slow),
+    pytest.param(9, ["--pp_engine", "afab"], marks=pytest.mark.slow)], ids=["8", "7", "9"])
+def test_all_live_micro_batches_share_one_copy_of_the_weights(tmp_path, step, flags):
+    """bfloat16 runs multiply with copies of the float32 weights; backward needs the copies again."""
+    for few, many in zip(*kept_by_ranks(tmp_path, step, flags), strict=True):
+        assert MANY / FEW - 1 < many["others"] / few["others"] <= MANY / FEW, "activations grow with the micro-batches"
+        for kept in (few, many):
+            assert kept["one_copy"] / 4 < kept["weights"] <= kept["one_copy"], (kept["weights"] / kept["one_copy"])
 
 
 @pytest.mark.parametrize("step", [8, pytest.param(9, marks=pytest.mark.slow)])
