@@ -89,7 +89,8 @@ def test_data_parallelism_sums_each_gradient_once(counted, name, number):
         assert not others and gradients.total() == number and total_bytes(gradients) == 4 * WHOLE
 
 
-@pytest.mark.parametrize("name, itemsize", [("pp4", 4), ("three-stages", 2)])
+@pytest.mark.parametrize("name, itemsize", [
+    ("pp4", 4), pytest.param("three-stages", 2, marks=pytest.mark.slow)])
 def test_pipelines_send_hidden_states_and_their_gradients(counted, name, itemsize):
     ranks = counted(name)
     for rank, found in enumerate(ranks):
