@@ -22,8 +22,8 @@ for step in (7, 8, 9):
     names = ("pipeline_parallel", "data_parallel", "process_group_manager", *(("timeline",) if step > 7 else ()))
     with modules_of(step):
         EXECUTORS[step] = {name: importlib.import_module(name) for name in names}
-sizes = pytest.mark.parametrize("sizes", [SAMPLED, pytest.param(OTHERS, marks=pytest.mark.slow)],
-                                ids=["sampled", "others"])
+every_size = pytest.mark.parametrize("sizes", [SAMPLED, pytest.param(OTHERS, marks=pytest.mark.slow)],
+                                     ids=["sampled", "others"])
 every_run = pytest.mark.parametrize("step, engine", [
     (7, "afab"), (8, "afab"), (8, "one_f_one_b"), (9, "afab"), (9, "one_f_one_b")])
 
@@ -121,7 +121,7 @@ def record(step: int, engine: str, p: int, m: int, profiled: bool = False, dp: i
 
 
 @every_run
-@sizes
+@every_size
 def test_no_deadlock(step, engine, sizes):
     for p, m in sizes:
         replay(record(step, engine, p, m))
@@ -151,7 +151,7 @@ def test_without_connections_made_in_order_a_deadlock(step, engine):
 
 
 @pytest.mark.parametrize("step, engine", [(step, engine) for step in (8, 9) for engine in ("afab", "one_f_one_b")])
-@sizes
+@every_size
 def test_no_deadlock_while_the_timeline_records(step, engine, sizes):
     for p, m in sizes:
         replay(record(step, engine, p, m, profiled=True))
@@ -181,25 +181,33 @@ def test_a_timeline_that_synchronises_is_a_deadlock(step, engine):
             replay(record(step, engine, 2, 2, profiled=True))
 
 
-def test_the_model_of_nccl():
-    """Two ranks that send first wait for each other, and two all-reduces in unlike order; .item() waits for both."""
-    group, x = Group("pair", (0, 1)), torch.zeros(SHAPE)
-    for orders, one_stream in (("SS", False), ("RR", False), ("SR", True)):
-        ranks = [Recorder(rank, group, one_stream) for rank in (0, 1)]
-        for rank, order in zip(ranks, orders):
-            for what in (order, "R" if order == "S" else "S"):
-                (rank.isend if what == "S" else rank.irecv)(x, 1 - rank.rank, group)
-        if orders == "SR":
-            replay([rank.operations for rank in ranks])
-        else:
-            with pytest.raises(Deadlock):
-                replay([rank.operations for rank in ranks])
-    for second, blocks in ((0, False), (1, True)):
-        ranks = [Recorder(rank, group, True) for rank in (0, 1)]
-        for rank, sizes in zip(ranks, ([1, 2], [1, 2][:: 1 - 2 * second])):
-            with rank.as_cuda():
-                for size in sizes:
-                    rank.all_reduce(torch.zeros(size))
-                x.sum().item()
-        with pytest.raises(Deadlock, match="host at item") if blocks else contextlib.nullcontext():
-            replay([rank.operations for rank in ranks])
+def issue_messages(order: str, recorder: Recorder, group: Group) -> None:
+    """S sends to the other rank of two, R receives from it."""
+    for letter in order:
+        (recorder.isend if letter == "S" else recorder.irecv)(torch.zeros(SHAPE), 1 - recorder.rank, group)
+
+
+@pytest.mark.parametrize("orders, meet", [(("SR", "RS"), True), (("SR", "SR"), False), (("RS", "RS"), False)])
+@pytest.mark.parametrize("one_stream", [False, True])
+def test_model_of_messages(orders, meet, one_stream):
+    """Two ranks that both send first, or both receive first, in one communicator wait for each other."""
+    group = Group("pair", (0, 1))
+    ranks = [Recorder(rank, group, one_stream) for rank in (0, 1)]
+    for recorder, order in zip(ranks, orders):
+        issue_messages(order, recorder, group)
+    with contextlib.nullcontext() if meet else pytest.raises(Deadlock):
+        replay([recorder.operations for recorder in ranks])
+
+
+@pytest.mark.parametrize("sizes_of_rank_1, meet", [((1, 2), True), ((2, 1), False)])
+def test_model_of_all_reduces(sizes_of_rank_1, meet):
+    """All-reduces of one group in another order wait for each other, and .item() of a result makes the host wait."""
+    group = Group("pair", (0, 1))
+    ranks = [Recorder(rank, group) for rank in (0, 1)]
+    for recorder, sizes in zip(ranks, ((1, 2), sizes_of_rank_1)):
+        with recorder.as_cuda():
+            for size in sizes:
+                recorder.all_reduce(total := torch.zeros(size))
+            total.sum().item()
+    with contextlib.nullcontext() if meet else pytest.raises(Deadlock, match="host at item"):
+        replay([recorder.operations for recorder in ranks])
