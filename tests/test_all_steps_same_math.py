@@ -13,6 +13,7 @@ from recordings import Case, assert_same_math, load, record
 
 CASES = [  # each idea of a step once
     Case(4, tp=4, accumulation=2, variant="vocab1022"), Case(4, tp=2, accumulation=2, variant="tied"),
+    Case(4, tp=3, accumulation=2, variant="thirds"),  # a vocabulary that three does not divide either
     Case(5, dp=3, samples=24, accumulation=4),
     Case(6, dp=3, samples=24, accumulation=4), Case(6, dp=2, tp=2, accumulation=2),
     Case(7, pp=4), Case(7, pp=2, variant="tied"),

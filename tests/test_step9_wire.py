@@ -21,6 +21,8 @@ RUNS = {  # name -> ranks, flags
     "unlike-as-it-is": (3, [*UNLIKE, "--wire_dtype", "float32", "--gradient_wire_dtype", "float32"]),
     "unlike-bfloat16": (3, [*UNLIKE, "--wire_dtype", "bfloat16", "--gradient_wire_dtype", "bfloat16"]),
     "unlike-int8": (3, [*UNLIKE, "--wire_dtype", "int8", "--gradient_wire_dtype", "int8"]),
+    "gradients-bfloat16": (3, [*UNLIKE, "--gradient_wire_dtype", "bfloat16"]),
+    "gradients-int8": (3, [*UNLIKE, "--gradient_wire_dtype", "int8"]),
     "three-int8": (3, [*THREE, "--wire_dtype", "int8"]),
     "float64-float32": (3, [*UNLIKE, "--dtype", "float64", "--wire_dtype", "float32",
                             "--gradient_wire_dtype", "float32"]),
@@ -110,7 +112,8 @@ def test_wire_of_its_own_dtype_changes_no_bit(recorded, name):
 
 
 @pytest.mark.parametrize("name, worst, least", named(
-    ("unlike-bfloat16", 0.005, 5e-5), ("unlike-int8", 0.03, 1e-4), ("three-int8", 0.03, 1e-4),
+    ("unlike-bfloat16", 0.005, 5e-5), ("unlike-int8", 0.03, 1e-4), ("gradients-bfloat16", 0.005, 5e-5),
+    ("gradients-int8", 0.03, 1e-4), ("three-int8", 0.03, 1e-4),
     ("float64-float32", 1e-3, 0), ("tp2-int8", 0.03, 1e-4)))
 def test_losses_stay_near_those_in_full_precision(recorded, name, worst, least):
     """At least so far apart as well: else nothing was rounded."""
@@ -118,6 +121,17 @@ def test_losses_stay_near_those_in_full_precision(recorded, name, worst, least):
     off = max(abs(a - b) for a, b in zip(full, rounded))
     assert len(rounded) == STEPS_TRAINED and least < off < worst, off
     assert rounded[-1] < rounded[0] - 0.3
+
+
+@pytest.mark.parametrize("name, worst", [("gradients-bfloat16", 2**-7), ("gradients-int8", 0.1)])
+def test_gradients_alone_are_rounded(recorded, name, worst):
+    """The first loss has the same bits. Each gradient is off by a part of its largest number, or in int8 of its row."""
+    full, rounded = load(recorded("unlike")), load(recorded(name))
+    assert losses(recorded(name))[0] == losses(recorded("unlike"))[0]
+    for expected, found in zip(full, rounded, strict=True):
+        for key, exact in expected["grads"].items():
+            off = (found["grads"][key] - exact).abs().max() / exact.abs().max()
+            assert 1e-3 < off < worst, (key, off)
 
 
 @pytest.mark.parametrize("name", named(*((name,) for name in RUNS if name != "three-int8")))

@@ -17,7 +17,10 @@ from tokenizers import Tokenizer
 
 TOLERANCE = 1e-11  # splitting the batch of one process differently moves its losses by 1e-15
 SEQ_LEN, NUM_LAYERS = 8, 5  # five layers are unlike numbers of them on two, three and four stages
-VARIANTS = {"plain": {}, "tied": {"tie_word_embeddings": True}, "vocab1022": {"vocab_size": 1022}}  # of the tiny Llama
+VARIANTS = {  # of the tiny Llama
+    "plain": {}, "tied": {"tie_word_embeddings": True}, "vocab1022": {"vocab_size": 1022},
+    "thirds": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 264},
+}
 COLUMN_PARALLEL = ("embedding", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "final_proj")  # split along dim 0
 ROW_PARALLEL = ("out_proj", "down_proj")  # split along dim 1
 
@@ -41,6 +44,7 @@ class Case:
     num_steps: int = 5
     pipelines: str = ""
     num_microbatches: str = ""
+    dtype: str = "float64"
 
     @property
     def num_processes(self) -> int:
@@ -50,7 +54,8 @@ class Case:
     @property
     def baseline(self) -> "Case":
         """One process that takes the same optimizer steps."""
-        return Case(3, accumulation=2, samples=self.samples, variant=self.variant, num_steps=self.num_steps)
+        return Case(3, accumulation=2, samples=self.samples, variant=self.variant, num_steps=self.num_steps,
+                    dtype=self.dtype)
 
     def flags(self, folder: pathlib.Path) -> list:
         if self.pipelines:
@@ -61,7 +66,7 @@ class Case:
             assert micro_batch_size * self.accumulation * self.dp == self.samples
             flags = {"dp_size": self.dp, "pp_size": self.pp, "tp_size": self.tp,
                      "gradient_accumulation_steps": self.accumulation}
-        flags |= {"micro_batch_size": micro_batch_size, "seq_len": SEQ_LEN, "dtype": "float64",
+        flags |= {"micro_batch_size": micro_batch_size, "seq_len": SEQ_LEN, "dtype": self.dtype,
                   "max_tokens": self.num_steps * self.samples * SEQ_LEN, "log_dir": folder, "run_name": self,
                   "model_name": folder / f"model_{self.variant}"}
         if self.variant == "vocab1022":
@@ -74,7 +79,7 @@ class Case:
         axes = "-".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "tp") if getattr(self, axis) > 1)
         counts = self.num_microbatches or self.accumulation
         words = [f"step{self.step}", self.pipelines, axes, f"m{counts}", f"{self.samples}samples", self.engine,
-                 self.variant, f"{self.num_steps}steps"]
+                 self.variant, f"{self.num_steps}steps", self.dtype * (self.dtype != "float64")]
         return "-".join(filter(None, words))
 
 

@@ -1,0 +1,78 @@
+"""Dropout in step 9's GPT-2: `dropout_over_ranks.py OUT tp_only` on two ranks, or `OUT stages` on six.
+
+tp_only: one stage over two tp ranks, against the plain model that draws from the same generator. OUT/<rank>.json is the
+difference of the losses. stages: pipelines of two stages and of one, over two tp ranks. OUT/<rank>.json is its place,
+a digest of each mask on activations that all tp ranks hold, and one of the gradient of each parameter that all hold.
+"""
+
+import hashlib
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from families import HeterogeneousParallelPlugin, PipelineTemplate, pgm, toy
+
+SAMPLES = [{"input_ids": torch.arange(i, i + 12) % 90 + 3} for i in range(8)]
+
+
+def loss_of(output, batch) -> torch.Tensor:
+    return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
+def configure(sizes: list[list[int]], **dropout):
+    """The plugin, the model in train(), and the batches."""
+    model = toy("gpt2", **dropout).train()
+    plugin = HeterogeneousParallelPlugin(tp_size=2, microbatch_size=2, precision="float64", device="cpu")
+    templates = [PipelineTemplate.from_layers_per_stage(model, layers) for layers in sizes]
+    plugin.set_pipelines(templates, [4 // len(templates)] * len(templates))
+    loader = plugin.prepare_dataloader(SAMPLES)
+    model, _, loader = plugin.configure(model, torch.optim.SGD(model.parameters()), loader)
+    return plugin, model.train(), iter(loader)
+
+
+def tp_only() -> float:
+    """Without dropout in the attention, whose masks are those of a rank's own heads, unlike the plain model's."""
+    dropout = dict(embd_pdrop=0.3, resid_pdrop=0.3)
+    plain = toy("gpt2", **dropout).train()  # before configure(), because it seeds the generator
+    plugin, model, batches = configure([[3]], **dropout)
+    batches, state = iter([next(batches) for _ in range(4)]), torch.get_rng_state()  # a loader draws a seed, too
+    loss = plugin.execute_pipeline(batches, model, loss_of, None)
+    torch.set_rng_state(state)
+    expected = 0.0
+    for i in range(4):
+        batch = torch.utils.data.default_collate(SAMPLES[2 * i : 2 * i + 2])
+        expected += loss_of(plain(**batch, use_cache=False), batch).item() / 4
+    return abs(loss.item() - expected)
+
+
+def stages() -> dict:
+    plugin, model, batches = configure([[1, 2], [3]], embd_pdrop=0.3, resid_pdrop=0.3, attn_pdrop=0.3)
+    masks, dropout = [], F.dropout
+
+    def noted(x, p=0.5, training=True, inplace=False):
+        out = dropout(x, p, training, inplace)
+        masks.append(digest(out == 0) if training and p else "none")
+        return out
+
+    F.dropout = noted
+    plugin.execute_pipeline(batches, model, loss_of, None)
+    grid = pgm.process_group_manager
+    whole = {name: digest(param.grad) for name, param in model.module.model.named_parameters()
+             if not any(part in name for part in ("c_attn", "c_proj.weight", "c_fc"))}
+    return {"place": [grid.dp_rank, grid.pp_rank, grid.tp_rank], "masks": masks, "gradients": whole,
+            "generator": digest(torch.get_rng_state())}
+
+
+if __name__ == "__main__":
+    pgm.init_process_group("gloo")
+    result = {"tp_only": tp_only, "stages": stages}[sys.argv[2]]()
+    with open(os.path.join(sys.argv[1], f"{dist.get_rank()}.json"), "w") as file:
+        json.dump(result, file)
+    dist.destroy_process_group()

@@ -1,0 +1,199 @@
+"""NCCL without a GPU: a model of its streams, in which what all ranks issue is carried out, or found to be a deadlock.
+
+Each rank has a host, which runs the program, and streams, which carry out in order what the host has issued on them:
+
+    compute           forward, backward, and each "wait", which holds up this stream until a transfer is done
+    a communicator's  its transfers. A message is done when its send is at the head of the sender's stream and its
+                      receive at the head of the receiver's, an all-reduce when it is at the head on all ranks.
+
+A transfer starts after all that was issued before it on the compute stream, whose results it may send. The host waits
+in .item() for the current stream, in torch.cuda.synchronize() for all that its rank has issued, and where a
+communicator is first used for the same, and then for the other ranks. It does not wait in handle.wait().
+
+Recorder notes the operations of one rank; replay() carries out those of all ranks, or raises Deadlock.
+"""
+
+import contextlib
+import types
+from collections import deque
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+
+class Deadlock(AssertionError):
+    """No rank can go on. The message says what each waits for."""
+
+
+class Operation(NamedTuple):
+    label: str
+    stream: Hashable | None  # None: the host waits here
+    needs: tuple[int, ...]  # numbers of the rank's operations that have to be done before
+    meeting: tuple = ()  # equal on all ranks whose operations meet
+    ranks: tuple[int, ...] = ()  # which these are
+
+
+class Group(NamedTuple):
+    name: str
+    ranks: tuple[int, ...]
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Stream(NamedTuple):
+    recorder: "Recorder"
+    name: Hashable
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.recorder.issue("wait for a stream", self.name, self.recorder.issued_on(other.name))
+
+
+class Event:
+    """Is done as soon as all is done that its stream was given before record()."""
+
+    def __init__(self, recorder: "Recorder"):
+        self.recorder, self.number = recorder, None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.number = self.recorder.issue("event", stream.name if stream else None)
+
+    def synchronize(self) -> None:
+        self.recorder.block("synchronize an event", [self.number])
+
+
+class Recorder:
+    """Stands for torch.distributed on one rank, over NCCL, and notes what is issued.
+
+    By default each pair of ranks of a group has a communicator for its messages, as torch makes them when they are
+    first used. With `one_stream` the group has one for all that it does, as after init_process_group(device_id=...).
+    """
+
+    ReduceOp = torch.distributed.ReduceOp
+
+    def __init__(self, rank: int, world: Group, one_stream: bool = False):
+        self.rank, self.world, self.one_stream = rank, world, one_stream
+        self.operations: list[Operation] = []
+        self.last: dict[Hashable, int] = {}  # stream -> the number of its last operation
+        self.current, self.connected = "compute", set()
+
+    def issue(self, label: str, stream: Hashable | None = None, needs: Iterable[int] = (), **meeting) -> int:
+        """Notes an operation on a stream, None for the current one, and returns its number."""
+        stream = self.current if stream is None else stream
+        self.operations.append(Operation(label, stream, tuple(needs), **meeting))
+        self.last[stream] = len(self.operations) - 1
+        return self.last[stream]
+
+    def block(self, label: str, needs: Iterable[int]) -> None:
+        """Notes that the host waits until these operations are done."""
+        self.operations.append(Operation(label, None, tuple(needs)))
+
+    def issued_on(self, stream: Hashable) -> list[int]:
+        return [self.last[stream]] if stream in self.last else []
+
+    def transfer(self, label: str, group: Group, ranks: tuple[int, ...], meeting: tuple) -> types.SimpleNamespace:
+        """Notes a transfer and returns its handle."""
+        communicator = group if self.one_stream else (group, meeting[0], ranks)
+        if not self.one_stream and communicator not in self.connected:
+            self.connected.add(communicator)
+            self.block(step := f"connect before {label}", self.last.values())  # to allocate buffers
+            self.block(step, [self.issue(step, communicator, meeting=("connect",), ranks=ranks)])
+        needs = self.issued_on(self.current)
+        number = self.issue(label, communicator, needs, meeting=meeting, ranks=ranks)
+        return types.SimpleNamespace(wait=lambda: self.issue("wait", needs=[number]))
+
+    def isend(self, tensor: torch.Tensor, peer: int, group: Group) -> types.SimpleNamespace:
+        pair, meeting = tuple(sorted((self.rank, peer))), ("message", self.rank, peer, tensor.shape)
+        return self.transfer(f"send to {peer} in {group.name}", group, pair, meeting)
+
+    def irecv(self, tensor: torch.Tensor, peer: int, group: Group) -> types.SimpleNamespace:
+        pair, meeting = tuple(sorted((self.rank, peer))), ("message", peer, self.rank, tensor.shape)
+        return self.transfer(f"receive from {peer} in {group.name}", group, pair, meeting)
+
+    def send(self, *args, **kwargs) -> None:
+        self.isend(*args, **kwargs).wait()
+
+    def recv(self, *args, **kwargs) -> None:
+        self.irecv(*args, **kwargs).wait()
+
+    def all_reduce(self, tensor: torch.Tensor, op=None, group: Group | None = None, async_op: bool = False):
+        group = group or self.world
+        handle = self.transfer(f"all-reduce in {group.name}", group, group.ranks, ("all-reduce", tensor.shape))
+        return handle if async_op else handle.wait()
+
+    def get_backend(self) -> str:
+        return "nccl"
+
+    @contextlib.contextmanager
+    def stream_context(self, stream: Stream):
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+    @contextlib.contextmanager
+    def as_cuda(self):
+        """Inside the block, torch.cuda and Tensor.item are this rank's, and torch.zeros makes CPU tensors."""
+        fakes = {
+            "is_initialized": lambda: True, "is_available": lambda: True, "stream": self.stream_context,
+            "synchronize": lambda device=None: self.block("synchronize the device", self.last.values()),
+            "current_stream": lambda device=None: Stream(self, self.current),
+            "Stream": lambda *args, **kwargs: Stream(self, ("stream", len(self.operations))),
+            "Event": lambda *args, **kwargs: Event(self)}
+        zeros, to_list = torch.zeros, torch.Tensor.tolist
+
+        def item(tensor):
+            self.block("item", self.issued_on(self.current))
+            return to_list(tensor)
+
+        with (mock.patch.multiple(torch.cuda, **fakes), mock.patch.object(torch.Tensor, "item", item),
+              mock.patch.object(torch, "zeros", lambda *size, device=None, **rest: zeros(*size, **rest))):
+            yield
+
+
+class Rank:
+    """One rank during the replay: what its host has still to do, its streams' queues, and what is done."""
+
+    def __init__(self, operations: list[Operation]):
+        self.todo, self.streams, self.done = deque(enumerate(operations)), {}, set()
+
+    def run_host(self) -> None:
+        """Issues operations up to one where the host has to wait."""
+        while self.todo:
+            number, operation = self.todo[0]
+            if operation.stream is not None:
+                self.streams.setdefault(operation.stream, deque()).append((number, operation))
+            elif not self.done.issuperset(operation.needs):
+                return
+            self.todo.popleft()
+
+    def head(self, stream: Hashable) -> Operation | None:
+        """The stream's first operation, if it may start."""
+        queue = self.streams.get(stream)
+        return queue[0][1] if queue and self.done.issuperset(queue[0][1].needs) else None
+
+    def waits_for(self) -> list[str]:
+        host = [f"host at {self.todo[0][1].label}"] if self.todo else []
+        return host + [queue[0][1].label for queue in self.streams.values() if queue]
+
+
+def replay(programs: list[list[Operation]]) -> None:
+    """Carries out the operations of each rank. Raises Deadlock where that is impossible."""
+    ranks, moved = [Rank(operations) for operations in programs], True
+    while moved:
+        moved = False
+        for rank in ranks:
+            rank.run_host()
+            for stream in rank.streams:
+                while operation := rank.head(stream):
+                    partners = [ranks[r] for r in operation.ranks] or [rank]
+                    heads = [partner.head(stream) for partner in partners]
+                    if any(head is None or head.meeting != operation.meeting for head in heads):
+                        break
+                    for partner in partners:
+                        partner.done.add(partner.streams[stream].popleft()[0])
+                    moved = True
+    waits = [f"rank {r}: {'; '.join(rank.waits_for())}" for r, rank in enumerate(ranks) if rank.waits_for()]
+    if waits:
+        raise Deadlock("\n".join(["deadlock", *waits]))

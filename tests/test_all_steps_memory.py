@@ -1,0 +1,38 @@
+"""What a pipeline stage keeps for backward: activations of each live micro-batch, but one copy of the weights."""
+
+import json
+
+import pytest
+from launch import ROOT, STEPS, start_fork
+
+SCRIPT = ROOT / "tests" / "support" / "saved_for_backward.py"
+FEW, MANY = 4, 32  # micro-batches
+SHORT = ["--dtype", "bfloat16", "--num_hidden_layers", 4, "--pp_size", 4, "--micro_batch_size", 3, "--seq_len", 8]
+
+
+def kept_by_ranks(folder, step: int, flags: list) -> list[list[dict]]:
+    """For few and for many micro-batches, what each rank kept."""
+    runs = [start_fork(step, 4, folder / str(m), STEPS[str(step)] / "train.py", *SHORT, *flags, "--log_dir", folder,
+                       "--run_name", m, "--gradient_accumulation_steps", m, "--max_tokens", m * 24, script=SCRIPT)
+            for m in (FEW, MANY)]
+    for run in runs:
+        run.result()
+    return [[json.loads((folder / str(m) / f"rank{rank}.json").read_text()) for rank in range(4)] for m in (FEW, MANY)]
+
+
+@pytest.mark.parametrize("step, flags", [
+    (8, ["--pp_engine", "afab"]), pytest.param(7, [], marks=pytest.mark.slow),
+    pytest.param(9, ["--pp_engine", "afab"], marks=pytest.mark.slow)], ids=["8", "7", "9"])
+def test_all_live_micro_batches_share_one_copy_of_the_weights(tmp_path, step, flags):
+    """bfloat16 runs multiply with copies of the float32 weights; backward needs the copies again."""
+    for few, many in zip(*kept_by_ranks(tmp_path, step, flags), strict=True):
+        assert MANY / FEW - 1 < many["others"] / few["others"] <= MANY / FEW, "activations grow with the micro-batches"
+        for kept in (few, many):
+            assert kept["one_copy"] / 4 < kept["weights"] <= kept["one_copy"], (kept["weights"] / kept["one_copy"])
+
+
+@pytest.mark.parametrize("step", [8, pytest.param(9, marks=pytest.mark.slow)])
+def test_one_forward_one_backward_keeps_no_more_with_more_micro_batches(tmp_path, step):
+    few, many = kept_by_ranks(tmp_path, step, ["--pp_engine", "1f1b"])
+    assert [kept["others"] for kept in few] == [kept["others"] for kept in many]
+    assert few[0]["others"] > few[3]["others"]

@@ -1,0 +1,112 @@
+"""How many messages each topology sends in one optimizer step, and their bytes: what the steps' READMEs promise."""
+
+import json
+from collections import Counter
+
+import pytest
+from launch import ROOT, STEPS, start_fork
+
+SCRIPT = ROOT / "tests" / "support" / "count_messages.py"
+LAYERS, D, V, I, KV = 8, 128, 1024, 352, 64  # of the tiny Llama: KV is the width of all key/value heads
+B, T, M = 2, 16, 4  # samples, tokens, micro-batches
+HIDDEN = B * T * D  # numbers of the hidden states
+LAYER = 2 * D + 2 * D * D + 2 * D * KV + 3 * D * I  # parameters
+WHOLE = LAYERS * LAYER + D + 2 * V * D
+RUNS = {  # name -> step, ranks, flags
+    "tp2": (4, 2, ["--tp_size", 2]),
+    "tp4": (4, 4, ["--tp_size", 4]),
+    "dp2-naive": (5, 2, ["--dp_size", 2]),
+    "dp2-bucket": (6, 2, ["--dp_size", 2]),
+    "pp4": (7, 4, ["--pp_size", 4]),
+    "3d": (8, 8, ["--dp_size", 2, "--pp_size", 2, "--tp_size", 2, "--dtype", "bfloat16"]),
+    "three-stages": (9, 3, ["--pipelines", "3,2,3", "--wire_dtype", "bfloat16"]),
+}
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory, selected):
+    """counted(name): of each rank, Counter of (function, group, peer, bytes) in the second optimizer step."""
+    folder, futures = tmp_path_factory.mktemp("messages"), {}
+    for name in selected("name"):
+        step, ranks, flags = RUNS[name]
+        futures[name] = start_fork(step, ranks, folder / name, STEPS[str(step)] / "train.py", *flags, "--seq_len", T,
+                                   "--micro_batch_size", B, "--gradient_accumulation_steps", M, "--log_dir", folder,
+                                   "--run_name", name, "--max_tokens", 2 * 2 * B * T * M, script=SCRIPT)
+
+    def counted(name: str) -> list[Counter]:
+        futures[name].result()
+        files = sorted((folder / name).glob("rank*.json"))
+        return [Counter({tuple(key): count for *key, count in json.loads(path.read_text())}) for path in files]
+
+    return counted
+
+
+def tensor_parallel(partners: list[int], first: bool, last: bool, layers: int, itemsize: int = 4) -> Counter:
+    """Four sums a layer and micro-batch, one for the embedding and one for the projection's input, and the loss's two:
+    the largest logits, and two numbers a token. Each is exchanged with as many partners as there are rounds.
+    """
+    sums = Counter()
+    sums[HIDDEN * itemsize] += M * (4 * layers + last)
+    sums[HIDDEN * 4] += M * first  # the embedding is cast after the lookup
+    sums[B * T * 4] += M * last
+    sums[2 * B * T * 4] += M * last
+    return Counter({(function, "tp_group", partner, size): count for size, count in sums.items() if count
+                    for partner in partners for function in ("isend", "recv")})
+
+
+def pipeline(previous: int | None, following: int | None, itemsize: int) -> Counter:
+    """One message a micro-batch in each direction between neighbours."""
+    messages = {}
+    if previous is not None:
+        messages |= {("irecv", "pp_group", previous): M, ("isend", "pp_backward_group", previous): M}
+    if following is not None:
+        messages |= {("isend", "pp_group", following): M, ("irecv", "pp_backward_group", following): M}
+    return Counter({(*key, HIDDEN * itemsize): count for key, count in messages.items()})
+
+
+def split_by_group(found: Counter) -> tuple[Counter, Counter]:
+    """The all-reduces of the dp group, and all other messages."""
+    data_parallel = Counter({key: count for key, count in found.items() if key[:2] == ("all_reduce", "dp_group")})
+    return data_parallel, found - data_parallel
+
+
+def total_bytes(messages: Counter) -> int:
+    return sum(size * count for (*_, size), count in messages.items())
+
+
+@pytest.mark.parametrize("name, partners", [
+    ("tp2", [[1], [0]]), pytest.param("tp4", [[1, 2], [0, 3], [3, 0], [2, 1]], marks=pytest.mark.slow)])
+def test_tensor_parallelism_sums_four_times_a_layer(counted, name, partners):
+    for rank, found in enumerate(counted(name)):
+        assert found == tensor_parallel(partners[rank], True, True, LAYERS), rank
+
+
+@pytest.mark.parametrize("name, number", [("dp2-naive", 75), ("dp2-bucket", 8)])
+def test_data_parallelism_sums_each_gradient_once(counted, name, number):
+    """Once an optimizer step, not once a micro-batch: one by one, or in eight buckets."""
+    for found in counted(name):
+        gradients, others = split_by_group(found)
+        assert not others and gradients.total() == number and total_bytes(gradients) == 4 * WHOLE
+
+
+@pytest.mark.parametrize("name, itemsize", [
+    ("pp4", 4), pytest.param("three-stages", 2, marks=pytest.mark.slow)])
+def test_pipelines_send_hidden_states_and_their_gradients(counted, name, itemsize):
+    ranks = counted(name)
+    for rank, found in enumerate(ranks):
+        following = rank + 1 if rank + 1 < len(ranks) else None
+        assert found == pipeline(rank - 1 if rank else None, following, itemsize), rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["3d"])
+def test_three_axes_send_what_each_sends_alone(counted, name):
+    """In bfloat16, but the embedding is summed and gradients are averaged in float32."""
+    for rank, found in enumerate(counted(name)):
+        first = rank % 4 < 2
+        gradients, others = split_by_group(found)
+        stages = pipeline(None, rank + 2, 2) if first else pipeline(rank - 2, None, 2)
+        assert others == tensor_parallel([rank ^ 1], first, not first, LAYERS // 2, 2) + stages, rank
+        norms = LAYERS // 2 * 2 * D + (not first) * D  # whole on both tp ranks
+        split = LAYERS // 2 * (LAYER - 2 * D) + V * D
+        assert total_bytes(gradients) == 4 * (norms + split // 2), rank
