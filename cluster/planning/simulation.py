@@ -11,13 +11,12 @@ A step is one period of this. It begins with the optimizer of the step before, s
 first input anyway has this time for free.
 """
 
-from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from planning.machines import NUMBER_BYTES, Cluster, Link
-from planning.pipeline_simulation import Pipeline, PipelineSimulation, Run, Setting, Span, Transfer
+from planning.pipeline_simulation import SCHEDULES, Pipeline, PipelineSimulation, Run, Setting, Span, Transfer
 
 BUCKET = 25e6  # bytes at most, as in data_parallel
 
@@ -132,7 +131,7 @@ def peak_memory(cluster: Cluster, pipeline: Pipeline, size: int, setting: Settin
 
 
 @cache
-def live_microbatches(schedule: Callable, stage: int, num_stages: int, num_microbatches: int) -> int:
+def live_microbatches(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> int:
     """Micro-batches at most whose activations a stage holds: what the schedule's own order says."""
-    alive = accumulate(1 if action.kind == "F" else -1 for action in schedule(stage, num_stages, num_microbatches))
+    alive = accumulate(1 if action.kind == "F" else -1 for action in SCHEDULES[schedule](stage, num_stages, num_microbatches))
     return max(alive)

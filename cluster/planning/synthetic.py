@@ -15,7 +15,7 @@ import os
 from typing import NamedTuple
 
 from planning.devices import Node
-from planning.machines import NUMBER_BYTES
+from planning.machines import MODEL, NUMBER_BYTES
 from utils import UserError, load_config
 
 EFFICIENCY = 0.7  # the share of a data sheet's FLOP/s that matrix products reach
@@ -130,21 +130,22 @@ def synthetic_cluster(shape: Shape, nodes: list[Node], tp_size: int, seq_len: in
     """
     if uneven := [node.count for node in nodes if node.count % tp_size]:
         raise UserError(f"tp_size={tp_size} does not divide the {uneven[0]} devices of a node")
-    machines, node_of = [], []
+    machines, hosts, node_of = [], [], []
     for number, node in enumerate(nodes):
         costs = Costs(shape, node, tp_size, seq_len, dtype, efficiency)
         times = {str(size): costs.modules(size) for size in sizes}
-        machine = {"host": f"{node.name}-{number}", "device": node.name, "free_memory": node.device.memory,
-                   "optimizer_seconds": 28 / node.device.memory_bandwidth,
+        machine = {"free_memory": node.device.memory, "optimizer_seconds": 28 / node.device.memory_bandwidth,
                    "forward": {size: forward for size, (forward, _) in times.items()},
                    "backward": {size: backward for size, (_, backward) in times.items()}}
         machines += [machine] * (node.count // tp_size)
+        hosts += [f"{node.name}-{number}"] * (node.count // tp_size)
         node_of += [number] * (node.count // tp_size)
 
     links = [[None if i == j else link(nodes[a], nodes[b], a == b) for j, b in enumerate(node_of)]
              for i, a in enumerate(node_of)]
-    return {"model_name": "synthetic", "seq_len": seq_len, "dtype": dtype, "tied": shape.tied,
-            "num_layers": shape.layers, "hidden_bytes": seq_len * shape.hidden * NUMBER_BYTES[dtype],
+    return {"model_name": "synthetic", "seq_len": seq_len, "dtype": dtype, "flags": {}, "hosts": hosts,
+            "model": dict(zip(MODEL, (shape.hidden, shape.width, shape.layers, shape.heads, shape.kv_heads, shape.vocab,
+                                      shape.tied))),
             "modules": costs.describe(), "machines": machines, "links": links}
 
 
