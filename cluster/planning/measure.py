@@ -27,9 +27,9 @@ from planning.machines import MODEL
 from training.machine_facts import free_memory
 from utils import UserError
 
-BLOCKS = 3
-LINK_SHARE = 1 / 3  # of the time
-SHARES = {"embedding": 0.15, "layer": 0.5, "final_norm": 0.05, "final_proj": 0.2, "optimizer": 0.1}  # of the rest
+BLOCKS = 5
+LINKS = 1 / 3  # of the time
+PARTS, OPTIMIZER = {"embedding": 0.15, "layer": 0.5, "final_norm": 0.05, "final_proj": 0.2}, 0.1  # of the rest
 SMALLEST_MESSAGE, LARGEST_MESSAGE = 1 << 14, 1 << 24  # numbers of 4 bytes
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 
@@ -42,11 +42,13 @@ def measure_cluster(config, seq_len: int, dtype: torch.dtype, device: torch.devi
     """
     check_config(config)
     n = dist.get_world_size()
-    for_links = seconds * LINK_SHARE if n > 1 else 0.0
+    for_links = seconds * LINKS if n > 1 else 0.0
     if dist.get_rank() == 0:
         links = f", then {n * (n - 1)} links, about {for_links:.0f} s" if n > 1 else ""
         print(f"measuring {n} rank{'s' * (n > 1)}: each module with micro-batches of {', '.join(map(str, sizes))} "
               f"samples, about {seconds - for_links:.0f} s{links}", flush=True)
+    one = torch.ones(1, requires_grad=True)
+    torch.autograd.backward(2 * one, one.detach())  # at the first one, torch loads code for a second or more
     dist.barrier()
     clock = ModuleClock(config, seq_len, dtype, device)
     machine = {"free_memory": float(free_memory(device)), "device": str(device),
@@ -81,19 +83,29 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def median_of_means(run: Callable[[], tuple[float, ...]], seconds: float) -> list[float]:
-    """Of each number that run() returns, the mean over a block of time; of BLOCKS blocks, the median.
+def time_runs(make_run: Callable[[int], Callable], sizes: list[int], seconds: float) -> dict[int, list[float]]:
+    """Size -> the numbers that make_run(size)() returns: of each the mean over a block of time, and of blocks the median.
 
-    The first run warms up. It counts only where it takes all the time there is.
+    Sizes take turns, so that what else the machine does for a while changes few blocks of each. The first run of a size
+    warms up, and counts only where no time is left. Sizes that would take too long are left out, but never the first.
     """
-    start, first, blocks = time.perf_counter(), run(), []
-    for k in range(1, BLOCKS + 1):
-        rows = []
-        while time.perf_counter() - start < seconds * k / BLOCKS:
-            rows.append(run())
+    deadline, first, runs = time.perf_counter() + seconds, {}, {}
+    for size in sizes:
+        expected = max((sum(numbers) * size / before for before, numbers in first.items()), default=0.0)
+        if first and expected > (deadline - time.perf_counter()) / 2:
+            break
+        runs[size] = make_run(size)
+        first[size] = runs[size]()
+    blocks = {size: [] for size in first}
+    turns = [size for _ in range(BLOCKS) for size in first]
+    for turn, size in enumerate(turns):
+        rows, start = [], time.perf_counter()
+        end = start + (deadline - start) / (len(turns) - turn)
+        while time.perf_counter() < end:
+            rows.append(runs[size]())
         if rows:
-            blocks.append([statistics.fmean(column) for column in zip(*rows)])
-    return [statistics.median(column) for column in zip(*(blocks or [first]))]
+            blocks[size].append([statistics.fmean(column) for column in zip(*rows)])
+    return {size: [statistics.median(column) for column in zip(*(blocks[size] or [first[size]]))] for size in first}
 
 
 class ModuleClock:
@@ -135,17 +147,15 @@ class ModuleClock:
     def measure(self, sizes: list[int], seconds: float) -> dict:
         """Seconds of each module by micro-batch size, forward and backward, and of the optimizer."""
         timed, facts, room = {}, {}, free_memory(self.device)
-        for name in SHARES:
-            if name == "optimizer":  # timed with the layer
-                continue
+        for name in PARTS:
             try:
                 module, call = self.build(name)
-                facts[name] = {"parameters": sum(param.numel() for param in module.parameters()),
-                               "saved_bytes": float(self.saved_bytes(module, call, self.input_of(name, 1)))}
-                fitting = [size for size in sizes if size * facts[name]["saved_bytes"] < room / 2] or sizes[:1]
-                timed[name] = self.time_sizes(name, call, fitting, seconds * SHARES[name])
+                saved = float(self.saved_bytes(module, call, self.input_of(name, 1)))
+                facts[name] = {"parameters": sum(param.numel() for param in module.parameters()), "saved_bytes": saved}
+                fitting = [size for size in sizes if size * saved < room / 2] or sizes[:1]
+                timed[name] = time_runs(lambda size: self.passes(name, call, size), fitting, seconds * PARTS[name])
                 if name == "layer":
-                    optimizer_seconds = self.time_optimizer(module, seconds * SHARES["optimizer"])
+                    optimizer_seconds = self.time_optimizer(module, seconds * OPTIMIZER)
             except torch.OutOfMemoryError:
                 raise UserError(f"rank {dist.get_rank()} on {socket.gethostname()} has not the memory to time one "
                                 f"{name} with a sample of {self.seq_len} tokens: take a shorter --seq_len, or measure "
@@ -158,38 +168,33 @@ class ModuleClock:
                 **{kind: {str(size): [timed[part][size][k] for part in parts] for size in common}
                    for k, kind in enumerate(("forward", "backward"))}}
 
-    def time_sizes(self, name: str, call: Callable, sizes: list[int], seconds: float) -> dict[int, list[float]]:
-        """Seconds forward and backward of a micro-batch by its size: the first size, and those that time is left for."""
-        timed, deadline = {}, time.perf_counter() + seconds
-        for k, size in enumerate(sizes):
-            left = deadline - time.perf_counter()
-            if timed and sum(timed[sizes[k - 1]]) * size / sizes[k - 1] > left:
-                break
-            x = self.input_of(name, size)
+    def passes(self, name: str, call: Callable, size: int) -> Callable:
+        """What runs a micro-batch forward and backward, and returns the seconds of each."""
+        x = self.input_of(name, size)
+        gradient = None if name == "final_proj" else torch.randn_like(call(x))
 
-            def run() -> tuple[float, float]:
-                x.grad = None
-                start = self.now()
-                out = call(x)
-                middle = self.now()
-                torch.autograd.backward(out, gradient)
-                return middle - start, self.now() - middle
+        def run() -> tuple[float, float]:
+            x.grad = None
+            start = self.now()
+            out = call(x)
+            middle = self.now()
+            torch.autograd.backward(out, gradient)
+            return middle - start, self.now() - middle
 
-            gradient = None if name == "final_proj" else torch.randn_like(call(x))
-            timed[size] = median_of_means(run, left / (len(sizes) - k))
-        return timed
+        return run
 
     def time_optimizer(self, module: nn.Module, seconds: float) -> float:
         """AdamW's seconds a parameter."""
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, fused=True)
+        optimizer.step()  # makes the moments
 
         def run() -> tuple[float]:
             start = self.now()
-            optimizer.step()  # the first one makes the moments
+            optimizer.step()
             optimizer.zero_grad(set_to_none=False)
             return (self.now() - start,)
 
-        return median_of_means(run, seconds)[0] / sum(param.numel() for param in module.parameters())
+        return time_runs(lambda _: run, [1], seconds)[1][0] / sum(param.numel() for param in module.parameters())
 
     def now(self) -> float:
         wait_for(self.device)
