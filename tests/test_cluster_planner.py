@@ -13,11 +13,10 @@ from launch import modules_of
 
 with modules_of(9):
     import plan
-    from planning.groupings import alike
     from planning.machines import Cluster
     from planning.pipeline_simulation import Pipeline, Setting
     from planning.report import as_plan, bottleneck, make_plan, report
-    from planning.planner import ACTIONS, find_plans
+    from planning.planner import ACTIONS, STARTS, find_plans
     from planning.simulation import Candidate, peak_memory, simulate
 
 
@@ -123,34 +122,21 @@ def test_never_worse_than_uniform():
         assert len(steps) == 3 and plans.best[0].result.step_seconds <= min(steps)
 
 
-def test_alike_machines_are_searched_once():
-    plans = plans_for({"speeds": [1] * 10, "bandwidth": 1e8}, 20)
-    partitions_up_to_10 = 1 + 2 + 3 + 5 + 7 + 11 + 15 + 22 + 30 + 42
-    assert plans.num_groupings == partitions_up_to_10
-    nearly = Cluster(made_up_cluster([1, 1.02, 2, 0.99]))
-    assert alike(nearly) == [[0, 1, 3], [2]]
-    other_link = Cluster(made_up_cluster([1] * 3, latency=[[1, 1, 1], [1, 1, 2], [1, 2, 1]]))
-    assert alike(other_link) == [[0], [1, 2]]
-
-
 def test_eight_unlike_machines():
-    """All 21146 groupings of them, in one go: a few seconds, as only what is promising is simulated."""
+    """Near to what their speeds add up to, in a few seconds, as only what is promising is simulated."""
     speeds = [8, 7, 6, 5, 4, 3, 2, 1]
     options = {"speeds": speeds, "layers": 32, "bandwidth": 1e8, "parameters": 10000}
     plans = plans_for(options, 64)
-    assert plans.num_groupings == 21146
     actions = sum(2 * len(p.machines) * p.num_microbatches
                   for p in {p for s in plans.best for p in s.candidate.pipelines})
-    assert actions < 1.2 * 2 * ACTIONS
+    assert actions < 1.2 * (2 + STARTS) * ACTIONS
     ideal = 64 * 32 * 3e-3 / sum(speeds)
     assert plans.best[0].result.step_seconds < 1.15 * ideal
 
 
 def test_many_machines():
-    """More than can be grouped in all ways: pipelines cut from a row of them."""
     speeds = [1 + 0.2 * i for i in range(10)]
     plans = plans_for({"speeds": speeds, "layers": 16, "bandwidth": 1e8, "parameters": 10000}, 30)
-    assert plans.num_groupings < 1000
     assert plans.best[0].result.step_seconds < 1.5 * 30 * 16 * 3e-3 / sum(speeds)
 
 

@@ -81,7 +81,7 @@ def bottleneck(cluster: Cluster, scored: Scored) -> str:
 def report(cluster: Cluster, plans: Plans, top: int) -> str:
     """The best few plans, then the uniform ones against the best."""
     names = ", ".join(f"{rank} {machine.host}" for rank, machine in enumerate(cluster.machines))
-    lines = [f"machines: {names}", f"{plans.num_groupings} groupings estimated, {plans.num_simulated} plans simulated"]
+    lines = [f"machines: {names}", f"{plans.num_simulated} plans simulated"]
     for i, scored in enumerate(plans.best[:top], 1):
         first, second = describe(cluster, scored)
         lines += [f"{i:2}. {first}", f"    {second}"]

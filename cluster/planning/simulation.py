@@ -69,6 +69,29 @@ def run_pipeline(cluster: Cluster, pipeline: Pipeline, size: int, setting: Setti
     return runs[pipeline, size]
 
 
+def lower_bound(cluster: Cluster, candidate: Candidate, setting: Setting) -> float:
+    """Seconds that no simulated step is shorter than: what each stage computes, after the first micro-batch has come to
+    it and before the last one has gone back, what its uplink carries, and its gradients after its last backward."""
+    size, n, bound = candidate.micro_batch_size, len(candidate.pipelines), 0.0
+    message = cluster.message_bytes(size, setting.wire_dtype)
+    ranks = {rank for pipeline in candidate.pipelines for rank in pipeline.machines}
+    for machines, layers, number in candidate.pipelines:
+        before, others = 0.0, ranks.difference(machines)
+        for s, (rank, stage) in enumerate(zip(machines, cluster.stages(layers))):
+            links, forward, backward = cluster.links[rank], *(cluster.seconds(rank, kind, size, stage) for kind in "FB")
+            computed = before + number * (forward + backward)
+            sent = sum(number * message / links[machines[t]].bandwidth for t in (s - 1, s + 1) if 0 <= t < len(machines))
+            bound = max(bound, computed, sent)
+            if others:
+                num_bytes = cluster.gradient_bytes(cluster.parameters_of(stage), setting.gradient_wire_dtype)
+                fastest = max(links[other].bandwidth for other in others)
+                bound = max(bound, computed - backward + 2 * (n - 1) / n * num_bytes / fastest)
+            before += forward + backward
+            for a, b in (machines[s : s + 2], machines[s : s + 2][::-1]) if s + 1 < len(machines) else ():
+                before += message / cluster.links[a][b].bandwidth + cluster.links[a][b].latency
+    return bound
+
+
 def sum_gradients(cluster: Cluster, candidate: Candidate, setting: Setting, runs: list[Run]) -> list[Transfer]:
     """The all-reduces of a step, with data_parallel's buckets: an eighth of a rank's parameters, BUCKET at most."""
     places = [list(zip(p.machines, cluster.stages(p.layers))) for p in candidate.pipelines]
