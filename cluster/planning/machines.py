@@ -105,10 +105,18 @@ class Cluster:
         ends = [self.first_layer + count for count in accumulate(layers)]
         return list(zip([0, *ends[:-1]], [*ends[:-1], len(self.names)]))
 
-    def seconds(self, rank: int, kind: str, size: int, stage: tuple[int, int]) -> float:
-        """Of one forward or backward action of a stage."""
-        passed = self.machines[rank].passed[kind][size]
-        return passed[stage[1]] - passed[stage[0]]
+    def seconds(self, rank: int, size: int, stage: tuple[int, int], kinds: str = "FB") -> float:
+        """Of the forward (F) and the backward (B) action of a stage for one micro-batch."""
+        passed = self.machines[rank].passed
+        return sum(passed[kind][size][stage[1]] - passed[kind][size][stage[0]] for kind in kinds)
+
+    def layer_seconds(self, machines: tuple[int, ...], size: int) -> tuple[list[float], list[float]]:
+        """Of the stages on these machines: seconds of one layer, and of the model's end that a stage has besides."""
+        first, stop = self.first_layer, self.first_layer + self.num_layers
+        besides = [0.0] * len(machines)
+        besides[0] += self.seconds(machines[0], size, (0, first))
+        besides[-1] += self.seconds(machines[-1], size, (stop, len(self.names)))
+        return [self.seconds(rank, size, (first, stop)) / self.num_layers for rank in machines], besides
 
     def parameters_of(self, stage: tuple[int, int]) -> int:
         """Numbers that a stage holds; the tied one counts on the first and on the last stage."""

@@ -77,15 +77,12 @@ class Search:
         self.cluster, self.setting, self.global_batch, self.sizes = cluster, setting, global_batch, sizes
         ranks, whole = range(len(cluster.machines)), (0, len(cluster.names))
         self.memory = [memory_fraction * machine.free_memory for machine in cluster.machines]
-        self.speed = [1 / max(self.seconds(rank, sizes[0], whole), 1e-12) for rank in ranks]
+        self.speed = [1 / max(cluster.seconds(rank, sizes[0], whole), 1e-12) for rank in ranks]
         self.fastest_first = sorted(ranks, key=lambda rank: -self.speed[rank])
         self.most_memory_first = sorted(ranks, key=lambda rank: -self.memory[rank])
         self.scored: dict[Candidate, Scored] = {}
         self.runs: dict = {}
         self.num_actions = 0
-
-    def seconds(self, rank: int, size: int, stage: tuple[int, int]) -> float:
-        return sum(self.cluster.seconds(rank, kind, size, stage) for kind in "FB")
 
     def lacks_memory(self, pipeline: Pipeline, size: int) -> list[int]:
         """The stages whose machines have too little memory."""
@@ -94,14 +91,10 @@ class Search:
 
     def split_layers(self, machines: tuple[int, ...], size: int, num_microbatches: int) -> tuple[int, ...] | None:
         """Layers of each stage by its machine's speed and memory; None where layers or memory do not suffice."""
-        cluster = self.cluster
-        first, stop = cluster.first_layer, cluster.first_layer + cluster.num_layers
-        each = [self.seconds(rank, size, (first, stop)) / cluster.num_layers for rank in machines]
-        besides = [0.0] * len(machines)
-        besides[0] += self.seconds(machines[0], size, (0, first))
-        besides[-1] += self.seconds(machines[-1], size, (stop, len(cluster.names)))
-        layers = shares_that_fit(cluster.num_layers, each, besides, lambda shares: self.lacks_memory(
-            Pipeline(machines, tuple(shares), num_microbatches), size))
+        def too_large(shares: list[int]) -> list[int]:
+            return self.lacks_memory(Pipeline(machines, tuple(shares), num_microbatches), size)
+
+        layers = shares_that_fit(self.cluster.num_layers, *self.cluster.layer_seconds(machines, size), too_large)
         return layers and tuple(layers)
 
     def by_speed(self, groups: Grouping, size: int) -> Candidate | None:
@@ -115,7 +108,7 @@ class Search:
                 share = -(-share // 2)  # fewer micro-batches need less memory
             if not layers:
                 return None
-            seconds = [self.seconds(rank, size, stage) for rank, stage in zip(group, self.cluster.stages(layers))]
+            seconds = [self.cluster.seconds(rank, size, stage) for rank, stage in zip(group, self.cluster.stages(layers))]
             links = [self.cluster.links[a][b] for a, b in pairwise(group)]
             seconds += [2 * (message / link.bandwidth + link.latency) for link in links]
             split.append(layers)

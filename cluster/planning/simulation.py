@@ -78,7 +78,7 @@ def lower_bound(cluster: Cluster, candidate: Candidate, setting: Setting) -> flo
     for machines, layers, number in candidate.pipelines:
         before, others = 0.0, ranks.difference(machines)
         for s, (rank, stage) in enumerate(zip(machines, cluster.stages(layers))):
-            links, forward, backward = cluster.links[rank], *(cluster.seconds(rank, kind, size, stage) for kind in "FB")
+            links, forward, backward = cluster.links[rank], *(cluster.seconds(rank, size, stage, kind) for kind in "FB")
             computed = before + number * (forward + backward)
             sent = sum(number * message / links[machines[t]].bandwidth for t in (s - 1, s + 1) if 0 <= t < len(machines))
             bound = max(bound, computed, sent)

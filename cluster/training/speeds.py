@@ -66,8 +66,7 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
 def speed_of(cluster: Cluster, rank: int, microbatch_size: int) -> Speed:
     size = min(cluster.sizes, key=lambda size: abs(size - microbatch_size))
     first, stop, end = cluster.first_layer, cluster.first_layer + cluster.num_layers, len(cluster.names)
-    seconds = {part: sum(cluster.seconds(rank, kind, size, part) for kind in "FB")
-               for part in ((0, first), (first, stop), (stop, end))}
+    seconds = {part: cluster.seconds(rank, size, part) for part in ((0, first), (first, stop), (stop, end))}
     return Speed(*(value / max(1, cluster.parameters_of(part)) for part, value in seconds.items()),
                  whole_model=sum(seconds.values()))
 
