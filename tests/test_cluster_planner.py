@@ -146,7 +146,7 @@ def test_memory():
     plans = plans_for({**options, "memory": 9.5e4}, 12)
     assert [sorted(p.machines) for p in plans.best[0].candidate.pipelines] == [[0, 1, 2]]
     assert plans.uniform["data parallel, even shares"] == "the memory of machine 0 (host0) does not suffice"
-    with pytest.raises(ValueError, match=r"would need 0.1611 MB .* MB: machine 0 \(host0\) 0.036, machine 1 \(host1\) 0.0495, .*: 0.9 of what was free"):
+    with pytest.raises(ValueError, match=r"need 0.1611 MB .*: machine 0 \(host0\) 0.036, machine 1 \(host1\) 0.0495"):
         plans_for({**options, "memory": [4e4, 5.5e4, 3e4]}, 12)
     with pytest.raises(ValueError, match="not enough memory"):
         plans_for({**options, "memory": 9.5e4}, 12, memory_fraction=0.5)
@@ -167,7 +167,7 @@ def test_micro_batch_sizes():
 @pytest.mark.parametrize("change, message", [
     (lambda data: data.pop("links"), "'links' is missing"),
     (lambda data: data["machines"][1].pop("free_memory"), "machine 1: 'free_memory' is missing"),
-    (lambda data: data["machines"][0]["forward"]["1"].pop(), "machine 0: 'forward' of micro-batch size '1' should have"),
+    (lambda data: data["machines"][0]["forward"]["1"].pop(), "machine 0: 'forward' of micro-batch size '1' should"),
     (lambda data: data["machines"][0]["backward"].update({"x": []}), "micro-batch size 'x'"),
     (lambda data: data["machines"][1]["backward"].clear(), "no micro-batch size in common"),
     (lambda data: data["links"][0][1].update(bandwidth=0), "link from machine 0 to machine 1: bandwidth 0"),
@@ -245,7 +245,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         with pytest.raises(ValueError, match=message):
             run_plan(monkeypatch, *flags)
     cluster = Cluster(data)
-    assert as_plan(cluster, find_plans(cluster, 28, Setting("afab", "int8")).best[0], Setting("afab", "int8")) == written
+    setting = Setting("afab", "int8")
+    assert as_plan(cluster, find_plans(cluster, 28, setting).best[0], setting) == written
 
 
 def test_a_reader_that_stops_early(tmp_path):

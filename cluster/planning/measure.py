@@ -4,12 +4,11 @@
 
 Every rank builds one module at a time, times it as a stage would run it, and frees it: the embedding, one decoder layer
 (all are alike), the final norm, the projection with the loss. So no machine has to hold the model. All ranks compute at
-once, as they will in training. Links are timed one after the other, in both directions: small messages give the latency,
-one large enough to take a while the bandwidth. What it costs the processors to send is in it.
+once, as they will in training. Links are timed one after the other, in both directions: small messages give the
+latency, one large enough to take a while the bandwidth. What it costs the processors to send is in it.
 
 The time that measuring takes is given, and shared out to modules, micro-batch sizes and links. What takes long is
-repeated less often, and sizes for which no time is left are left out. Means are over blocks of time rather than over a
-few calls (a machine that is throttled is fast and slow by turns); of the blocks, the median counts.
+repeated less often, and sizes for which no time is left are left out.
 """
 
 import itertools
@@ -71,8 +70,8 @@ def describe_machines(cluster: dict, wanted: tuple[int, ...]) -> str:
         sample = (sum(machine["forward"][size]) + sum(machine["backward"][size])) / int(size)
         lines.append(f"rank {rank} on {host} ({machine['device']}): {cluster['seq_len'] / sample:.0f} "
                      f"tokens/s alone, {machine['free_memory'] / 1e9:.1f} GB free; {rates or 'no links'}")
-        if left_out := [size for size in wanted if str(size) not in machine["forward"]]:
-            lines.append(f"    no time or memory for micro-batches of {', '.join(map(str, left_out))} samples: a larger "
+        if left_out := [str(size) for size in wanted if str(size) not in machine["forward"]]:
+            lines.append(f"    no time or memory for micro-batches of {', '.join(left_out)} samples: a larger "
                          "--measure_seconds gives more time")
     return "\n".join(lines)
 
@@ -84,10 +83,11 @@ def wait_for(device: torch.device) -> None:
 
 
 def time_runs(make_run: Callable[[int], Callable], sizes: list[int], seconds: float) -> dict[int, list[float]]:
-    """Size -> the numbers that make_run(size)() returns: of each the mean over a block of time, and of blocks the median.
+    """Size -> the seconds that make_run(size)() returns: their means over blocks of time, and of the blocks the median.
 
-    Sizes take turns, so that what else the machine does for a while changes few blocks of each. The first run of a size
-    warms up, and counts only where no time is left. Sizes that would take too long are left out, but never the first.
+    A machine that is throttled is fast and slow by turns, which no single call shows. Sizes take turns, so that what
+    else the machine does for a while changes few blocks of each. The first run of a size warms up, and counts only
+    where no time is left. Sizes that would take too long are left out, but never the first.
     """
     deadline, first, runs = time.perf_counter() + seconds, {}, {}
     for size in sizes:

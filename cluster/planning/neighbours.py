@@ -1,7 +1,7 @@
 """Where the search for a plan starts, and which plans are one change away from a plan.
 
-A grouping is a tuple of groups, one a pipeline; a group is a tuple of machines (ranks) in stage order. Machines that are
-in no group idle.
+A grouping is a tuple of groups, one a pipeline. A group is a tuple of machines (ranks) in stage order. Machines that
+are in no group idle.
 """
 
 from collections.abc import Iterator

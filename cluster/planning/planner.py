@@ -1,11 +1,11 @@
 """The search for a plan: which machines work, in which pipelines and order, with how many layers and micro-batches.
 
-    1. simple groupings of the machines, layers and micro-batches by speed as far as memory allows; and the uniform plans
-       that one writes by hand
+    1. simple groupings of the machines, with layers and micro-batches by speed as far as memory allows; and the uniform
+       plans that one would write by hand
     2. from the best of them on: regroup machines, move a layer or a micro-batch, as long as the step gets shorter
 
 Plans are compared by simulating them. A lower bound of the step's time decides which ones are simulated first, and
-leaves out those that cannot be better.
+leaves out those that can't be better.
 """
 
 from collections.abc import Iterable, Iterator
@@ -108,7 +108,8 @@ class Search:
                 share = -(-share // 2)  # fewer micro-batches need less memory
             if not layers:
                 return None
-            seconds = [self.cluster.seconds(rank, size, stage) for rank, stage in zip(group, self.cluster.stages(layers))]
+            stages = zip(group, self.cluster.stages(layers))
+            seconds = [self.cluster.seconds(rank, size, stage) for rank, stage in stages]
             links = [self.cluster.links[a][b] for a, b in pairwise(group)]
             seconds += [2 * (message / link.bandwidth + link.latency) for link in links]
             split.append(layers)

@@ -71,24 +71,26 @@ def run_pipeline(cluster: Cluster, pipeline: Pipeline, size: int, setting: Setti
 
 def lower_bound(cluster: Cluster, candidate: Candidate, setting: Setting) -> float:
     """Seconds that no simulated step is shorter than: what each stage computes, after the first micro-batch has come to
-    it and before the last one has gone back, what its uplink carries, and its gradients after its last backward."""
+    it and before the last one has gone back; what its uplink carries; its gradients after its last backward."""
     size, n, bound = candidate.micro_batch_size, len(candidate.pipelines), 0.0
     message = cluster.message_bytes(size, setting.wire_dtype)
     ranks = {rank for pipeline in candidate.pipelines for rank in pipeline.machines}
     for machines, layers, number in candidate.pipelines:
         before, others = 0.0, ranks.difference(machines)
         for s, (rank, stage) in enumerate(zip(machines, cluster.stages(layers))):
-            links, forward, backward = cluster.links[rank], *(cluster.seconds(rank, size, stage, kind) for kind in "FB")
+            forward, backward = (cluster.seconds(rank, size, stage, kind) for kind in "FB")
             computed = before + number * (forward + backward)
-            sent = sum(number * message / links[machines[t]].bandwidth for t in (s - 1, s + 1) if 0 <= t < len(machines))
+            neighbours = [machines[t] for t in (s - 1, s + 1) if 0 <= t < len(machines)]
+            sent = sum(number * message / cluster.links[rank][other].bandwidth for other in neighbours)
             bound = max(bound, computed, sent)
             if others:
                 num_bytes = cluster.gradient_bytes(cluster.parameters_of(stage), setting.gradient_wire_dtype)
-                fastest = max(links[other].bandwidth for other in others)
+                fastest = max(cluster.links[rank][other].bandwidth for other in others)
                 bound = max(bound, computed - backward + 2 * (n - 1) / n * num_bytes / fastest)
             before += forward + backward
-            for a, b in (machines[s : s + 2], machines[s : s + 2][::-1]) if s + 1 < len(machines) else ():
-                before += message / cluster.links[a][b].bandwidth + cluster.links[a][b].latency
+            if s + 1 < len(machines):
+                there, back = cluster.links[rank][machines[s + 1]], cluster.links[machines[s + 1]][rank]
+                before += sum(message / link.bandwidth + link.latency for link in (there, back))
     return bound
 
 
@@ -156,5 +158,5 @@ def peak_memory(cluster: Cluster, pipeline: Pipeline, size: int, setting: Settin
 @cache
 def live_microbatches(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> int:
     """Micro-batches at most whose activations a stage holds: what the schedule's own order says."""
-    alive = accumulate(1 if action.kind == "F" else -1 for action in SCHEDULES[schedule](stage, num_stages, num_microbatches))
-    return max(alive)
+    actions = SCHEDULES[schedule](stage, num_stages, num_microbatches)
+    return max(accumulate(1 if action.kind == "F" else -1 for action in actions))
