@@ -8,6 +8,7 @@ Plans are compared by simulating them. A lower bound of the step's time decides 
 leaves out those that can't be better.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from planning.shares import shares_that_fit
 from planning.simulation import Candidate, Result, lower_bound, peak_memory, simulate
 from utils import UserError
 
+ALIKE = 1.1  # the ratio of two speeds up to which they count as one
 STARTS = 6  # plans to be improved
 ACTIONS = 15_000  # forward and backward actions to simulate from each of them, and twice as many before
 
@@ -29,8 +31,8 @@ class Scored(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """`best`: shortest step first, one for each choice of how many stages the pipelines have. `uniform`: by name, the
-    plans that one would write without a planner, or the reason why they are not possible."""
+    """`best`: shortest step first, one for each grouping of the machines, where those of about one speed are alike.
+    `uniform`: by name, the plans that one would write without a planner, or the reason why they are not possible."""
 
     best: list[Scored]
     uniform: dict[str, Scored | str]
@@ -51,11 +53,12 @@ def find_plans(cluster: Cluster, global_batch: int, setting: Setting, sizes: lis
         if search.num_actions > 2 * ACTIONS:
             break
         search.score(candidate)
-    for start in search.best()[:STARTS]:
+    for start in search.best([0] * len(cluster.machines))[:STARTS]:  # the best of each choice of numbers of stages
         search.improve(start)
     if not search.scored:
         raise UserError(search.missing_memory(memory_fraction))
-    return Plans(search.best(), uniform, len(search.scored))
+    kinds = [round(math.log(speed, ALIKE)) for speed in search.speed]
+    return Plans(search.best(kinds), uniform, len(search.scored))
 
 
 def usable_sizes(cluster: Cluster, global_batch: int, sizes: list[int] | None) -> list[int]:
@@ -134,11 +137,12 @@ class Search:
             self.scored[candidate] = Scored(candidate, simulate(self.cluster, candidate, self.setting, self.runs))
         return self.scored[candidate]
 
-    def best(self) -> list[Scored]:
-        """By time, the best of each choice of numbers of stages."""
+    def best(self, kinds: list[int]) -> list[Scored]:
+        """By time, the best of each grouping, where machines of one kind are alike."""
         found: dict = {}
         for scored in sorted(self.scored.values(), key=lambda scored: scored.result.step_seconds):
-            found.setdefault(tuple(sorted(len(pipeline.machines) for pipeline in scored.candidate.pipelines)), scored)
+            groups = (sorted(kinds[rank] for rank in pipeline.machines) for pipeline in scored.candidate.pipelines)
+            found.setdefault(tuple(sorted(map(tuple, groups))), scored)
         return list(found.values())
 
     def promising(self, candidates: Iterable[Candidate | None], below: float = float("inf")) -> list[Candidate]:
