@@ -119,3 +119,18 @@ def test_a_link_is_timed_until_the_device_is_done(monkeypatch):
     monkeypatch.setattr(measure, "wait_for", wait_for)
     link = measure.time_link(1, torch.device("cpu"), seconds=0.5)
     assert link["bandwidth"] == pytest.approx(1e8, rel=0.1) and link["latency"] == pytest.approx(1e-3, rel=0.5)
+
+
+def test_a_link_that_pauses_once(monkeypatch):
+    """A first message that is held up for a while does not end the search for one that is large enough to time."""
+    pauses = iter([0.3])
+
+    def transfer(tensor, peer):
+        if tensor.numel() == measure.SMALLEST_MESSAGE:
+            time.sleep(next(pauses, 0.0))
+        time.sleep(1e-3 + 4 * tensor.numel() / 1e8)
+
+    monkeypatch.setattr(measure.dist, "send", transfer)
+    monkeypatch.setattr(measure.dist, "recv", transfer)
+    link = measure.time_link(1, torch.device("cpu"), seconds=1.0)
+    assert link["bandwidth"] == pytest.approx(1e8, rel=0.1) and link["latency"] == pytest.approx(1e-3, rel=0.5)

@@ -234,7 +234,7 @@ def measure_links(device: torch.device, seconds: float) -> list[dict | None]:
 def time_link(receiver: int, wire: torch.device, seconds: float) -> dict[str, float]:
     """Messages of growing size go to the receiver, an empty answer to each comes back.
 
-    The largest takes at least an eighth of the time, and is sent again while there is time.
+    They grow until one takes a sixteenth of the time. The last size is sent again while there is time.
     """
     answer, start = torch.zeros(1, device=wire), time.perf_counter()
 
@@ -257,14 +257,15 @@ def time_link(receiver: int, wire: torch.device, seconds: float) -> dict[str, fl
     while len(trips) < 12 and has_time(0.2):
         trips.append(round_trip(1))
     latency = statistics.median(trips) / 2
-    numbers, trips = SMALLEST_MESSAGE, [round_trip(SMALLEST_MESSAGE)]
-    while trips[0] < seconds / 8 and numbers < LARGEST_MESSAGE and has_time(0.7):
-        numbers *= 2 if trips[0] > seconds / 16 else 4
-        trips = [round_trip(numbers)]
-    while len(trips) < 5 and has_time(0.8):
+    numbers, trips = SMALLEST_MESSAGE, []
+    while not trips or len(trips) < 5 and has_time(0.8):
         trips.append(round_trip(numbers))
+        is_quick = statistics.median_low(trips) - 2 * latency < seconds / 16
+        if is_quick and numbers < LARGEST_MESSAGE and has_time(0.6):
+            numbers, trips = 4 * numbers, []
     dist.send(torch.tensor([0], device=wire), receiver)
-    return {"latency": latency, "bandwidth": 4 * numbers / max(statistics.median(trips) - 2 * latency, 1e-9)}
+    trip = statistics.median(trips)
+    return {"latency": latency, "bandwidth": 4 * numbers / max(trip - 2 * latency, trip / 4, 1e-9)}
 
 
 def answer_link(sender: int, wire: torch.device) -> None:
