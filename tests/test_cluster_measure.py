@@ -134,3 +134,18 @@ def test_a_link_that_pauses_once(monkeypatch):
     monkeypatch.setattr(measure.dist, "recv", transfer)
     link = measure.time_link(1, torch.device("cpu"), seconds=1.0)
     assert link["bandwidth"] == pytest.approx(1e8, rel=0.1) and link["latency"] == pytest.approx(1e-3, rel=0.5)
+
+
+def test_a_link_whose_receiver_is_busy(monkeypatch):
+    """The receiver answers when it has done with other links: the time that this takes is not the link's."""
+    busy = iter([0.8])
+
+    def transfer(tensor, peer):
+        time.sleep(next(busy, 0.0) + 1e-3 + 4 * tensor.numel() / 1e8)
+
+    monkeypatch.setattr(measure.dist, "send", transfer)
+    monkeypatch.setattr(measure.dist, "recv", transfer)
+    sizes = []
+    monkeypatch.setattr(measure.torch, "zeros", lambda n, **kwargs: sizes.append(n) or torch.ones(n, **kwargs))
+    assert measure.time_link(1, torch.device("cpu"), seconds=1.0)["bandwidth"] == pytest.approx(1e8, rel=0.1)
+    assert max(sizes) > measure.SMALLEST_MESSAGE

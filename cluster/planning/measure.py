@@ -236,7 +236,7 @@ def time_link(receiver: int, wire: torch.device, seconds: float) -> dict[str, fl
 
     They grow until one takes a sixteenth of the time. The last size is sent again while there is time.
     """
-    answer, start = torch.zeros(1, device=wire), time.perf_counter()
+    answer = torch.zeros(1, device=wire)
 
     def has_time(share: float) -> bool:
         return time.perf_counter() - start < share * seconds
@@ -252,7 +252,8 @@ def time_link(receiver: int, wire: torch.device, seconds: float) -> dict[str, fl
         wait_for(wire)
         return time.perf_counter() - sent
 
-    round_trip(1)  # connects
+    round_trip(1)  # connects, and waits until the receiver has done with other links
+    start = time.perf_counter()
     trips = [round_trip(1)]
     while len(trips) < 12 and has_time(0.2):
         trips.append(round_trip(1))
