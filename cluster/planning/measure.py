@@ -11,6 +11,7 @@ The time that measuring takes is given, and shared out to modules, micro-batch s
 repeated less often, and sizes for which no time is left are left out.
 """
 
+import functools
 import itertools
 import socket
 import statistics
@@ -50,8 +51,7 @@ def measure_cluster(config, seq_len: int, dtype: torch.dtype, device: torch.devi
     torch.autograd.backward(2 * one, one.detach())  # at the first one, torch loads code for a second or more
     dist.barrier()
     clock = ModuleClock(config, seq_len, dtype, device)
-    machine = {"free_memory": float(free_memory(device)), "device": str(device),
-               **clock.measure(sorted(sizes), seconds - for_links)}
+    machine = {"device": str(device), **clock.measure(sorted(sizes), seconds - for_links)}
     machines = [None] * n
     dist.all_gather_object(machines, (socket.gethostname(), machine, measure_links(device, for_links)))
     hosts, machines, links = map(list, zip(*machines))
@@ -145,15 +145,16 @@ class ModuleClock:
         return torch.randn(shape, dtype=self.dtype, device=self.device).requires_grad_()
 
     def measure(self, sizes: list[int], seconds: float) -> dict:
-        """Seconds of each module by micro-batch size, forward and backward, and of the optimizer."""
-        timed, facts, room = {}, {}, free_memory(self.device)
+        """Seconds of each module by micro-batch size, forward and backward, and of the optimizer; the memory that is
+        free before anything is built."""
+        timed, facts, room = {}, {}, float(free_memory(self.device))
         for name in PARTS:
             try:
                 module, call = self.build(name)
                 saved = float(self.saved_bytes(module, call, self.input_of(name, 1)))
                 facts[name] = {"parameters": sum(param.numel() for param in module.parameters()), "saved_bytes": saved}
                 fitting = [size for size in sizes if size * saved < room / 2] or sizes[:1]
-                timed[name] = time_runs(lambda size: self.passes(name, call, size), fitting, seconds * PARTS[name])
+                timed[name] = time_runs(functools.partial(self.passes, name, call), fitting, seconds * PARTS[name])
                 if name == "layer":
                     optimizer_seconds = self.time_optimizer(module, seconds * OPTIMIZER)
             except torch.OutOfMemoryError:
@@ -164,7 +165,7 @@ class ModuleClock:
         parts = [name if name in timed else "layer" for name in self.names]
         self.modules = [{"name": name, **facts[part]} for name, part in zip(self.names, parts)]
         common = [size for size in sizes if all(size in times for times in timed.values())]
-        return {"optimizer_seconds": optimizer_seconds,
+        return {"free_memory": room, "optimizer_seconds": optimizer_seconds,
                 **{kind: {str(size): [timed[part][size][k] for part in parts] for size in common}
                    for k, kind in enumerate(("forward", "backward"))}}
 
