@@ -37,7 +37,8 @@ class Link(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """One rank. `passed["F"][size][k]`: seconds of the first k modules for a micro-batch, forward; "B": backward."""
+    """One rank. `passed["F"][size][k]`: seconds of the first k modules for a micro-batch, forward; "B":
+    backward; "FB": both."""
 
     host: str
     free_memory: float
@@ -67,8 +68,7 @@ class Cluster:
         self.machines = [self.read_machine(entry, rank) for rank, entry in enumerate(file.machines)]
         self.links = [[None if i == j else read_link(row, i, j) for j in range(len(file.links))]
                       for i, row in enumerate(file.links)]  # links[i][j], from i to j
-        measured = [set(times) for machine in self.machines for times in machine.passed.values()]
-        self.sizes = sorted(set.intersection(*measured))
+        self.sizes = sorted(set.intersection(*(set(machine.passed["FB"]) for machine in self.machines)))
         if not self.sizes:
             raise broken(f"its {len(self.machines)} machines have no micro-batch size in common")
 
@@ -98,6 +98,8 @@ class Cluster:
                     raise broken(f"{name!r} of micro-batch size {size!r} should have a number of samples, and the "
                                  f"seconds of each of the {len(self.names)} modules", where)
                 passed[kind][int(size)] = list(accumulate(seconds, initial=0.0))
+        passed["FB"] = {size: [sum(pair) for pair in zip(seconds, passed["B"][size])]
+                        for size, seconds in passed["F"].items() if size in passed["B"]}
         return Machine(str(self.hosts[rank]), machine.free_memory, machine.optimizer_seconds, passed)
 
     def stages(self, layers: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -106,9 +108,9 @@ class Cluster:
         return list(zip([0, *ends[:-1]], [*ends[:-1], len(self.names)]))
 
     def seconds(self, rank: int, size: int, stage: tuple[int, int], kinds: str = "FB") -> float:
-        """Of the forward (F) and the backward (B) action of a stage for one micro-batch."""
-        passed = self.machines[rank].passed
-        return sum(passed[kind][size][stage[1]] - passed[kind][size][stage[0]] for kind in kinds)
+        """Of a stage for one micro-batch: forward (F), backward (B) or both."""
+        passed = self.machines[rank].passed[kinds][size]
+        return passed[stage[1]] - passed[stage[0]]
 
     def layer_seconds(self, machines: tuple[int, ...], size: int) -> tuple[list[float], list[float]]:
         """Of the stages on these machines: seconds of one layer, and of the model's end that a stage has besides."""

@@ -8,6 +8,7 @@ Plans are compared by simulating them. A lower bound of the step's time decides 
 leaves out those that can't be better.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -86,6 +87,9 @@ class Search:
         self.scored: dict[Candidate, Scored] = {}
         self.runs: dict = {}
         self.num_actions = 0
+        self.by_speed = functools.cache(self.by_speed)  # neighbours of plans have many neighbours in common
+        self.split_layers = functools.cache(self.split_layers)
+        self.lower_bound = functools.cache(lambda candidate: lower_bound(cluster, candidate, setting))
 
     def lacks_memory(self, pipeline: Pipeline, size: int) -> list[int]:
         """The stages whose machines have too little memory."""
@@ -147,7 +151,7 @@ class Search:
 
     def promising(self, candidates: Iterable[Candidate | None], below: float = float("inf")) -> list[Candidate]:
         """Those not simulated yet whose step may take less than `below` seconds, the shortest lower bound first."""
-        bounds = {candidate: lower_bound(self.cluster, candidate, self.setting)
+        bounds = {candidate: self.lower_bound(candidate)
                   for candidate in candidates if candidate and candidate not in self.scored}
         return sorted((candidate for candidate in bounds if bounds[candidate] < below), key=bounds.get)
 
