@@ -11,18 +11,19 @@ With --global_batch, --measure plans in the same go.
 import course  # noqa: F401  before step 9's modules
 
 import argparse
+import json
 import os
 import shlex
+import signal
 
 from planning import grids
 from planning.machines import Cluster, load_cluster
-from pipeline_parallel import afab, one_f_one_b
-from planning.pipeline_simulation import Setting
-from planning.report import as_plan, report, write_plan
+from planning.pipeline_simulation import SCHEDULES, Setting
 from planning.planner import find_plans
+from planning.report import as_plan, report
 from utils import TINY_LLAMA, ArgumentParser, UserError, choose_device, load_config, one_clear_error, positive_int
 
-SCHEDULES = {"1f1b": one_f_one_b, "afab": afab}
+LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 MEASURED = {"model_name": TINY_LLAMA, "seq_len": 128, "dtype": "auto"}  # with --measure: a cluster.json has its own
 
 
@@ -40,6 +41,7 @@ def parse_args():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cluster_json", nargs="?", help="the measured machines to plan for")
     parser.add_argument("--measure", metavar="PATH", help="measure the machines of this torchrun, write cluster.json")
+    parser.add_argument("--measure_seconds", type=positive_int, default=30, help="how long that takes, about")
     parser.add_argument("--cluster", metavar="64xH100:8", help="what would such a cluster do?")
     # Model: what is measured
     parser.add_argument("--model_name", default=None, help="a directory with a config.json, or a Hub id")
@@ -80,58 +82,82 @@ def measure(args) -> None:
     """Writes cluster.json. Every machine measures; rank 0 writes."""
     if "RANK" not in os.environ:
         raise UserError("--measure times the machines and their network: start it with torchrun on all of them, "
-                         "as train.py will be")
+                        "as train.py will be")
     import torch
     import torch.distributed as dist
 
     import process_group_manager as pgm
-    from planning.measure import MICRO_BATCH_SIZES, measure_cluster, write_cluster
+    from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_cluster
 
     with_defaults(args)
     device, dtype, backend = choose_device(args.device, args.dtype)
     pgm.init_process_group(backend)
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)
-    config = load_config(args.model_name, num_hidden_layers=args.num_hidden_layers,
-                         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
+    config = load_config(args.model_name, **{name: getattr(args, name) for name in LAYERS_AND_HEADS})
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
-    write_cluster(args.measure, measure_cluster(config, args.seq_len, dtype, device, args.model_name, wanted))
-    if args.global_batch and dist.get_rank() == 0:
-        args.cluster_json, args.micro_batch_size, args.dtype = args.measure, None, "auto"
-        plan(args)
+    cluster = measure_cluster(config, args.seq_len, dtype, device, args.model_name, wanted, args.measure_seconds)
+    if dist.get_rank() == 0:
+        flags = {name: getattr(args, name) for name in (*LAYERS_AND_HEADS, "device", "omp_num_threads")}
+        cluster["flags"] = {name: value for name, value in flags.items() if value not in (None, "auto")}
+        write_json(args.measure, cluster)
+        print(f"{describe_machines(cluster, wanted)}\ncluster: {args.measure}", flush=True)
+        if args.global_batch:
+            args.cluster_json, args.micro_batch_size, args.dtype = args.measure, None, "auto"
+            plan(args)
     dist.destroy_process_group()
 
 
 def plan(args) -> None:
     cluster = load_cluster(args.cluster_json)
-    for flag, measured in (("model_name", cluster.model_name), ("seq_len", cluster.seq_len), ("dtype", cluster.dtype),
-                           ("num_hidden_layers", cluster.num_layers)):
-        if getattr(args, flag) not in (None, "auto", measured):
-            raise UserError(f"--{flag} {getattr(args, flag)}, but {args.cluster_json} was measured with {measured}: "
-                             "leave the flag out, or measure again with it")
-    setting = Setting(SCHEDULES[args.schedule], args.wire_dtype, args.gradient_wire_dtype)
+    measured = {**cluster.model, "model_name": cluster.model_name, "seq_len": cluster.seq_len, "dtype": cluster.dtype}
+    for flag in ("model_name", "seq_len", "dtype", *LAYERS_AND_HEADS):
+        if getattr(args, flag) not in (None, "auto", measured[flag]):
+            raise UserError(f"--{flag} {getattr(args, flag)}, but {args.cluster_json} was measured with "
+                            f"{measured[flag]}: leave the flag out, or measure again with it")
+    setting = Setting(args.schedule, args.wire_dtype, args.gradient_wire_dtype)
     plans = find_plans(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
-    print(report(cluster, plans, args.top))
-    write_plan(args.out, as_plan(cluster, plans.best[0], setting))
-    print(f"plan: {args.out}\n{command(cluster, args)}")
+    write_json(args.out, as_plan(cluster, plans.best[0], setting))  # before printing, which `| head` may end
+    print(f"{report(cluster, plans, args.top)}\nplan: {args.out}\n{command(cluster, args)}")
 
 
 def command(cluster: Cluster, args) -> str:
     """How to start the training that the plan is for, in the order of ranks in which the machines were measured."""
-    train = ["step9_heterogeneous_pp/train.py", "--plan", args.out, "--model_name", cluster.model_name,
-             "--num_hidden_layers", cluster.num_layers, "--seq_len", cluster.seq_len, "--dtype", cluster.dtype]
-    train += ["--pp_engine", args.schedule] if args.schedule != "1f1b" else []
-    hosts = [machine.host for machine in cluster.machines]
+    train = ["step9_heterogeneous_pp/train.py", "--plan", args.out, "--model_name", cluster.model_name, "--seq_len",
+             cluster.seq_len, "--dtype", cluster.dtype, "--pp_engine", args.schedule]
+    train += [word for name, value in cluster.flags.items() for word in (f"--{name}", value)]
+    words, hosts = shlex.join(map(str, train)), cluster.hosts
     if len(set(hosts)) == 1:
-        return f"run it: torchrun --standalone --nproc_per_node {len(hosts)} {shlex.join(map(str, train))}"
-    return (f"run it: cluster/launch_cluster.sh hosts.txt -- {shlex.join(map(str, train))}\n"
+        return f"run it: torchrun --standalone --nproc_per_node {len(hosts)} {words}"
+    return (f"run it: cluster/launch_cluster.sh hosts.txt -- {words}\n"
             f"     or: torchrun --nnodes {len(hosts)} --nproc_per_node 1 --node_rank K --master_addr {hosts[0]} "
-            f"--master_port 29500 {shlex.join(map(str, train))}\n         with K = "
+            f"--master_port 29500 {words}\n         with K = "
             + ", ".join(f"{rank} on {host}" for rank, host in enumerate(hosts)))
+
+
+def check_writable(flag: str, path: str) -> None:
+    """Raises UserError where a file can't be written, before measuring or searching for what it is to hold."""
+    is_new = not os.path.exists(path)
+    try:
+        open(path, "a").close()
+    except OSError as error:
+        raise UserError(f"{flag} {path!r} can't be written ({error.strerror}): choose another path") from None
+    if is_new:
+        os.remove(path)
+
+
+def write_json(path: str, content: dict) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
 
 
 def main():
     args = parse_args()
+    if os.environ.get("RANK", "0") == "0":
+        if args.measure:
+            check_writable("--measure", args.measure)
+        if args.cluster_json or args.global_batch and not args.cluster:
+            check_writable("--out", args.out)
     if args.measure:
         measure(args)
     elif args.cluster_json:
@@ -140,9 +166,11 @@ def main():
         with_defaults(args)
         if args.micro_batch_size and len(args.micro_batch_size) > 1:
             raise UserError("--cluster takes one --micro_batch_size, or none")
-        print(grids.what_if(args, Setting(SCHEDULES[args.schedule], args.wire_dtype, args.gradient_wire_dtype)))
+        print(grids.what_if(args, Setting(args.schedule, args.wire_dtype, args.gradient_wire_dtype)))
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this program quietly
     with one_clear_error():
         main()

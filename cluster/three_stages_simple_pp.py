@@ -73,7 +73,8 @@ def main():
     plugin = HeterogeneousParallelPlugin(1, microbatch_size, args.dtype, args.device)
     print_banner(plugin.device, plugin.compute_dtype)
     model, weights = load_qwen(args)
-    layers = layers_by_speed(model, measured_speeds(args, microbatch_size), dist.get_world_size())
+    speeds = measured_speeds(args, microbatch_size, plugin.compute_dtype)
+    layers = layers_by_speed(model, speeds, dist.get_world_size())
     if is_first:
         print(f"decoder layers of the stages: {', '.join(map(str, layers))}", flush=True)
     plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, layers)], [args.microbatch_num])

@@ -66,7 +66,7 @@ def choose_shares(args, config, device: torch.device, dtype: torch.dtype) -> lis
         return args.num_microbatches
     if args.equal_shares or world_size == 1:
         return [args.gradient_accumulation] * world_size
-    if speeds := measured_speeds(args, args.batch_size):
+    if speeds := measured_speeds(args, args.batch_size, dtype, config):
         seconds = [speed.whole_model for speed in speeds]
     else:
         model = make_llama(config, args.seed, device, dtype)

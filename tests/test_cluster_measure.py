@@ -1,29 +1,151 @@
-"""plan.py --measure: what it writes of machines and links, and that the planner reads it."""
+"""plan.py --measure: what it writes of machines and links, in the time that it is given, and one module at a time."""
 
 import json
+import re
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
 
 from launch import fork, modules_of
 
+with modules_of(9):
+    import plan
+    from planning import measure
+    from planning.machines import load_cluster
+    from planning.planner import find_plans
+    from utils import TINY_LLAMA, load_config
+
 
 def test_what_measuring_writes(tmp_path):
-    """The planner reads it, layers are alike, times are positive, the parameters are those of the model."""
-    path = tmp_path / "cluster.json"
-    with modules_of(9):
-        import plan
+    """The planner reads it, layers are alike, times are positive, the parameters and sizes are those of the model."""
+    path, out = tmp_path / "cluster.json", tmp_path / "plan.json"
+    done = fork(9, 2, "--measure", path, "--measure_seconds", 3, "--num_hidden_layers", 10, "--num_attention_heads", 4,
+                "--seq_len", 32, "--micro_batch_size", "1,2", "--global_batch", 8, "--out", out, script=plan.__file__)
+    assert re.search("^measuring 2 ranks: .*1, 2 samples, about 2 s, then 2 links, about 1 s$", done.stdout, re.M)
+    assert "rank 1 on" in done.stdout and "Mbit/s" in done.stdout
+    cluster, data, written = load_cluster(path), json.loads(path.read_text()), json.loads(out.read_text())
+    assert cluster.num_layers == 10 and cluster.sizes == [1, 2]
+    assert sum(module["parameters"] for module in data["modules"]) == 10 * 200_960 + 2 * 1024 * 128 + 128
+    assert cluster.hidden_bytes == 32 * 128 * 4
+    for machine in data["machines"]:
+        for kind in ("forward", "backward"):
+            assert all(0 < seconds < 1 for size in "12" for seconds in machine[kind][size])
+        assert machine["free_memory"] > 1e7 and 0 < machine["optimizer_seconds"] < 1e-6
+    assert all((link is None) == (i == j) for i, row in enumerate(data["links"]) for j, link in enumerate(row))
+    assert data["model"] == written["model"] == {
+        "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 10, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "vocab_size": 1024, "tie_word_embeddings": False}
+    assert data["hosts"] == written["hosts"] == cluster.hosts and len(cluster.hosts) == 2
+    assert data["dtype"] == written["dtype"] == "float32" and written["schedule"] == "1f1b"
+    assert "--num_hidden_layers 10 --num_attention_heads 4" in done.stdout
+    assert find_plans(cluster, 8, plan.Setting()).best
 
-        done = fork(9, 2, "--measure", path, "--num_hidden_layers", 10, "--seq_len", 32, "--micro_batch_size", "1,2",
-                    script=plan.__file__)
-        from planning.machines import load_cluster
-        from planning.planner import find_plans
 
-        assert "rank 1 on" in done.stdout and "Mbit/s" in done.stdout
-        cluster, data = load_cluster(path), json.loads(path.read_text())
-        assert cluster.num_layers == 10 and cluster.sizes == [1, 2]  # of which eight layers were timed
-        assert sum(module["parameters"] for module in data["modules"]) == 10 * 184_576 + 2 * 1024 * 128 + 128
-        assert data["hidden_bytes"] == 32 * 128 * 4
-        for machine in data["machines"]:
-            for kind in ("forward", "backward"):
-                assert all(0 < seconds < 1 for size in "12" for seconds in machine[kind][size])
-            assert machine["free_memory"] > 1e7 and 0 < machine["optimizer_seconds"] < 1e-6
-        assert all((link is None) == (i == j) for i, row in enumerate(data["links"]) for j, link in enumerate(row))
-        assert find_plans(cluster, 8, plan.Setting()).best
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def tiny(**changes):
+    return load_config(TINY_LLAMA, **{"num_attention_heads": None, **changes})
+
+
+def test_one_module_at_a_time(one_rank, monkeypatch):
+    """No machine has to hold the model: of 500 layers one is built, and freed before the next module. Free memory is
+    read before all of this."""
+    alive, largest, when_read = [], [], []
+    make, free_memory = nn.Parameter.__new__, measure.free_memory
+
+    def living() -> int:
+        return sum(param().numel() for param in alive if param() is not None and param().device.type != "meta")
+
+    def count(*args, **kwargs):
+        param = make(*args, **kwargs)
+        alive.append(weakref.ref(param))
+        largest.append(living())
+        return param
+
+    def read(device):
+        when_read.append(living())
+        return free_memory(device)
+
+    monkeypatch.setattr(nn.Parameter, "__new__", count)
+    monkeypatch.setattr(measure, "free_memory", read)
+    cluster = measure.measure_cluster(tiny(num_hidden_layers=500), 16, torch.float32, torch.device("cpu"), "tiny", (1,),
+                                      seconds=0.2)
+    assert set(when_read) == {0} and 131_072 < max(largest) <= 184_576
+    assert len(cluster["modules"]) == len(cluster["machines"][0]["forward"]["1"]) == 503
+
+
+def test_slow_machines_keep_to_the_time(one_rank, monkeypatch):
+    """Each module takes 30 ms a sample forward, four of them and backward: larger sizes find no time left."""
+    built = measure.ModuleClock.build
+
+    def slow(self, name):
+        module, call = built(self, name)
+        return module, lambda x: time.sleep(0.03 * len(x)) or call(x)
+
+    monkeypatch.setattr(measure.ModuleClock, "build", slow)
+    start = time.perf_counter()
+    cluster = measure.measure_cluster(tiny(num_hidden_layers=2), 16, torch.float32, torch.device("cpu"), "tiny",
+                                      (1, 2, 4, 64), seconds=1.0)
+    assert time.perf_counter() - start < 2.0
+    machine = cluster["machines"][0]
+    assert "1" in machine["forward"] and "64" not in machine["forward"]
+    assert machine["forward"].keys() == machine["backward"].keys()
+    assert 0.03 <= machine["forward"]["1"][1] < 0.04
+    assert "no time or memory for micro-batches of" in measure.describe_machines(cluster, (1, 2, 4, 64))
+
+
+def test_a_link_is_timed_until_the_device_is_done(monkeypatch):
+    """NCCL's send and recv return at once: what they started ends when one waits for the device."""
+    busy = [0.0]  # seconds of work that the device was given
+
+    def transfer(tensor, peer):
+        busy[0] += 1e-3 + 4 * tensor.numel() / 1e8
+
+    def wait_for(device):
+        time.sleep(busy[0])
+        busy[0] = 0.0
+
+    monkeypatch.setattr(measure.dist, "send", transfer)
+    monkeypatch.setattr(measure.dist, "recv", transfer)
+    monkeypatch.setattr(measure, "wait_for", wait_for)
+    link = measure.time_link(1, torch.device("cpu"), seconds=0.5)
+    assert link["bandwidth"] == pytest.approx(1e8, rel=0.1) and link["latency"] == pytest.approx(1e-3, rel=0.5)
+
+
+def test_a_link_that_pauses_once(monkeypatch):
+    """A first message that is held up for a while does not end the search for one that is large enough to time."""
+    pauses = iter([0.3])
+
+    def transfer(tensor, peer):
+        if tensor.numel() == measure.SMALLEST_MESSAGE:
+            time.sleep(next(pauses, 0.0))
+        time.sleep(1e-3 + 4 * tensor.numel() / 1e8)
+
+    monkeypatch.setattr(measure.dist, "send", transfer)
+    monkeypatch.setattr(measure.dist, "recv", transfer)
+    link = measure.time_link(1, torch.device("cpu"), seconds=1.0)
+    assert link["bandwidth"] == pytest.approx(1e8, rel=0.1) and link["latency"] == pytest.approx(1e-3, rel=0.5)
+
+
+def test_a_link_whose_receiver_is_busy(monkeypatch):
+    """The receiver answers when it has done with other links: the time that this takes is not the link's."""
+    busy = iter([0.8])
+
+    def transfer(tensor, peer):
+        time.sleep(next(busy, 0.0) + 1e-3 + 4 * tensor.numel() / 1e8)
+
+    monkeypatch.setattr(measure.dist, "send", transfer)
+    monkeypatch.setattr(measure.dist, "recv", transfer)
+    sizes = []
+    monkeypatch.setattr(measure.torch, "zeros", lambda n, **kwargs: sizes.append(n) or torch.ones(n, **kwargs))
+    assert measure.time_link(1, torch.device("cpu"), seconds=1.0)["bandwidth"] == pytest.approx(1e8, rel=0.1)
+    assert max(sizes) > measure.SMALLEST_MESSAGE

@@ -7,12 +7,14 @@ import argparse
 import json
 import os
 import re
+import socket
 import sys
 
 import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
+from clusters import made_up_cluster
 from huggingface import ExactRMSNorm, their_name
 from launch import ROOT, losses, modules_of, start_fork
 
@@ -22,6 +24,7 @@ with modules_of(9):
     import train_single_test as single_test
     from model import Llama, cross_entropy, init_weights
     from training import hf_checkpoint, loop, speeds
+    from utils import TINY_LLAMA, load_config
 
 CLUSTER = ROOT / "cluster"
 QWEN = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3")]  # seconds to import
@@ -32,9 +35,13 @@ TINY_SIZES = [131072, *[184576] * 8, 128, 131072]  # parameters of the tiny Llam
 
 def measured(*layer_seconds: float, embedding: float = 0.0, head: float = 0.0) -> dict:
     """cluster.json of machines with these seconds for a decoder layer of the tiny Llama."""
-    return {"modules": [{"parameters": size} for size in TINY_SIZES],
-            "machines": [{"forward": {"1": [embedding, *[seconds] * 8, 0.0, head]}, "backward": {"1": [0.0] * 11}}
-                         for seconds in layer_seconds]}
+    found = made_up_cluster([1] * len(layer_seconds))
+    for module, size in zip(found["modules"], TINY_SIZES):
+        module["parameters"] = size
+    for machine, seconds in zip(found["machines"], layer_seconds):
+        machine.update(forward={"1": [embedding, *[seconds] * 8, 0.0, head]}, backward={"1": [0.0] * 11})
+    found["model"].update(hidden_size=128, intermediate_size=352)
+    return {**found, "dtype": "float64", "hosts": [socket.gethostname()] * len(layer_seconds)}
 
 
 MEASURED = measured(1.0, 2.5, 1.0, head=3.0)
@@ -214,27 +221,35 @@ def test_a_checkpoint_is_whole_or_not_there(tiny, tmp_path, monkeypatch):
 @pytest.fixture
 def three_ranks(monkeypatch):
     monkeypatch.setattr(speeds, "from_rank_0", lambda make: make())
-    monkeypatch.setattr(speeds.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(speeds, "gather", lambda value: [value] * 3)
 
 
 def speeds_in(path, content, **flags) -> list | None:
     if content is not None:
         path.write_text(json.dumps(content) if isinstance(content, dict) else content)
     args = argparse.Namespace(**{"cluster_json": str(path), "equal_shares": False, **flags})
-    return speeds.measured_speeds(args, 1)
+    return speeds.measured_speeds(args, 1, torch.float64, load_config(TINY_LLAMA, num_attention_heads=None))
 
 
 @pytest.mark.parametrize("content, expected", [
-    (None, "No such file"), ("{", "holds no speeds"), ("[]", "holds no speeds"),
-    ({"modules": MEASURED["modules"], "machines": [{}, {}, {}]}, "forward"),
-    ({"machines": MEASURED["machines"]}, "KeyError: 'modules'"),
-    ({**MEASURED, "machines": MEASURED["machines"][:2]}, "speeds of 2 machines .* 3 ranks run"),
+    (None, "No such file"), ("{", "can't be read as JSON"), ("[]", "'model_name' is missing"),
+    ({**MEASURED, "machines": [{}, {}, {}]}, "machine 0: 'free_memory' is missing"),
+    ({**MEASURED, "modules": []}, "no row of numbered layers"),
+    (measured(1.0, 1.0), r"was measured with hosts \['(\S+)', '\1'\], but this run has \['\1', '\1', '\1'\]"),
+    ({**MEASURED, "hosts": ["a", "b", "c"]}, r"was measured with hosts \['a', 'b', 'c'\], but this run has"),
+    ({**MEASURED, "dtype": "float32"}, "was measured with dtype float32, but this run has float64"),
+    ({**MEASURED, "model": {**MEASURED["model"], "hidden_size": 256}}, "with hidden_size 256, but this run has 128"),
 ])
 def test_bad_cluster_json(tmp_path, three_ranks, content, expected):
     path = tmp_path / "cluster.json"
     with pytest.raises(ValueError, match=f"cluster.json.*{expected}.*plan.py --measure, or use --equal_shares"):
         speeds_in(path, content)
     assert speeds_in(path, content, equal_shares=True) is None
+
+
+def test_one_process_takes_no_notice_of_cluster_json(tmp_path, three_ranks, monkeypatch):
+    monkeypatch.setattr(speeds, "gather", lambda value: [value])
+    assert speeds_in(tmp_path / "cluster.json", "{") is None
 
 
 def test_ends_of_a_model_weigh_as_much_as_measured(tmp_path, three_ranks):

@@ -7,11 +7,10 @@ from launch import modules_of
 
 with modules_of(9):
     from planning.machines import Cluster
-    from pipeline_parallel import afab, one_f_one_b
-    from planning.pipeline_simulation import Pipeline, Setting
+    from planning.pipeline_simulation import SCHEDULES, Pipeline, Setting
     from planning.simulation import Candidate, live_microbatches, peak_memory, simulate
 
-both = pytest.mark.parametrize("schedule", [afab, one_f_one_b])
+both = pytest.mark.parametrize("schedule", ["afab", "1f1b"])
 ONE = 1e-3 + 2e-3  # seconds of a layer, forward and backward, on a machine of speed 1
 
 
@@ -45,7 +44,7 @@ def test_slow_transfers():
     1F1B lets one micro-batch into the second of two stages while another is on its way: the link's two directions.
     """
     options = {"speeds": [1e6, 1e6], "bandwidth": 4096.0, "parameters": 0}
-    result = simulated(options, ((0, 1), (4, 4), 6), schedule=afab)
+    result = simulated(options, ((0, 1), (4, 4), 6), schedule="afab")
     assert result.step_seconds == pytest.approx(12, rel=1e-3)
     starts = [span.start for span in result.spans if span[:2] == (0, "F")]
     assert starts[4] < 0.1 and starts[5] >= 1  # four sends under way at most: the next action waits until one is over
@@ -89,7 +88,7 @@ def test_the_order_is_possible(schedule):
         assert at[transfer.ranks[0], kind, i].end <= transfer.start
         assert transfer.end - transfer.start == pytest.approx(4096 / 2e6 + 1e-3)
         assert transfer.end <= at[rank, kind, i].start
-        order = list(schedule(chain.index(rank), 3, 7))
+        order = list(SCHEDULES[schedule](chain.index(rank), 3, 7))
         if (k := order.index((kind, i))) >= 2:  # its receive is posted while the action before waits or computes
             assert transfer.start >= at[(rank, *order[k - 2])].end
     for rank in range(4):
@@ -99,7 +98,7 @@ def test_the_order_is_possible(schedule):
             assert at[rank, "F", i].end <= at[rank, "B", i].start
     for stage, rank in enumerate(chain):
         own = sorted((span for span in result.spans if span.rank == rank), key=lambda span: span.start)
-        assert [(span.kind, span.microbatch) for span in own] == list(schedule(stage, 3, 7))
+        assert [(span.kind, span.microbatch) for span in own] == list(SCHEDULES[schedule](stage, 3, 7))
     for i in range(7):  # the first stage has no input to wait for, nor the last a gradient
         assert ("F", i, 3) not in arrived and ("B", i, 2) not in arrived
 
@@ -175,7 +174,7 @@ def test_memory(schedule):
     for p, m, layers in ((1, 5, (8,)), (2, 5, (5, 3)), (4, 2, (2, 2, 2, 2)), (4, 9, (1, 1, 1, 5))):
         peaks = peak_memory(cluster, Pipeline(tuple(range(p)), layers, m), 2, Setting(schedule))
         for s in range(p):
-            live = m if schedule is afab else min(p - s, m)
+            live = m if schedule == "afab" else min(p - s, m)
             held = layers[s] + (s == 0) + (s == p - 1)
             saved = 2 * 100 * (held + (s == p - 1))  # the final norm saves too, and has no parameters here
             assert live_microbatches(schedule, s, p, m) == live

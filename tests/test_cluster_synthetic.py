@@ -58,7 +58,8 @@ def test_sizes_are_those_of_the_published_models_and_of_ours(monkeypatch):
 def test_a_layer_saves_what_the_model_saves(dtype, monkeypatch):
     held, tokens, shape = [], 2 * 64, read_shape(arguments(monkeypatch, "--cluster", "1xA100"))
     for layers in (1, 2):
-        model = Llama(load_config(TINY_LLAMA, num_hidden_layers=layers, num_attention_heads=None), getattr(torch, dtype))
+        config = load_config(TINY_LLAMA, num_hidden_layers=layers, num_attention_heads=None)
+        model = Llama(config, getattr(torch, dtype))
         storages = {}  # the storages themselves are kept, so that no address is used again
         own = {param.untyped_storage().data_ptr() for param in model.parameters()}
 
@@ -118,7 +119,7 @@ def test_many_micro_batches_are_extrapolated_from_a_few(monkeypatch):
 
 def megatron_job(row) -> tuple[grids.Job, float, float]:
     heads, hidden, layers, tp, pp, gpus, batch, tflops = row
-    shape = Shape(layers, hidden, 8 * hidden // 3, heads, heads, hidden // heads, 51200, True)  # as large as GPT's MLP
+    shape = Shape(hidden, 8 * hidden // 3, layers, heads, heads, 51200, True, hidden // heads)  # as large as GPT's MLP
     flops = 96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / 6 / hidden + 51200 / 16 / layers / hidden)  # theirs
     return job_on(f"{gpus}xA100:8", shape, seq_len=2048, global_batch=batch), flops / gpus / 1e12, tflops
 

@@ -97,7 +97,8 @@ def simulate_grid(job: Job, dp: int, pp: int, tp: int, size: int) -> Grid:
     num_nodes = -(-pp * tp // node.count)
     cluster = job.cluster([node] * num_nodes, tp, [size])
     machines, m = tuple(range(pp)), job.global_batch // dp // size
-    layers = split_layers(cluster, pp, size)
+    each, besides = cluster.layer_seconds(machines, size)
+    layers = tuple(shares_by_speed(cluster.num_layers, each, besides=besides))
     together = max(1, node.count // (pp * tp))  # members of a dp group that share a node, and so its network
     between = link(node, node, dp <= together)
     between["bandwidth"] = min(node.device.node_link * LINK_SHARE, between["bandwidth"] * together)
@@ -113,24 +114,13 @@ def simulate_grid(job: Job, dp: int, pp: int, tp: int, size: int) -> Grid:
     if m > more:
         end += (m - more) * (end - run(few).pipelines_end) / (more - few)
     stages = cluster.stages(layers)
-    busy = m * sum(cluster.seconds(s, kind, size, stage) for s, stage in enumerate(stages) for kind in "FB") / pp
+    busy = m * sum(cluster.seconds(s, size, stage) for s, stage in enumerate(stages)) / pp
     optimizer = sum(optimizer_seconds(cluster, s, stage) for s, stage in enumerate(stages)) / pp
     reduces = 4 * m * job.shape.layers / pp * Costs(job.shape, node, tp, job.seq_len, job.dtype, 1).all_reduce(size)
     seconds = {"compute": busy - reduces, "tp": reduces, "bubble": end - busy - optimizer,
                "dp": result.step_seconds - result.pipelines_end, "optimizer": optimizer}
     memory = max(peak_memory(cluster, Pipeline(machines, layers, m), size, job.setting))
     return Grid(dp, pp, tp, size, layers, seconds, memory)
-
-
-def split_layers(cluster: Cluster, pp: int, size: int) -> tuple[int, ...]:
-    """Layers by speed. The last stage also has the projection."""
-    last = len(cluster.names)
-    ends = [sum(cluster.seconds(0, kind, size, stage) for kind in "FB")
-            for stage in ((0, cluster.first_layer), (last - 2, last))]
-    layer = sum(cluster.seconds(0, kind, size, (cluster.first_layer, cluster.first_layer + 1)) for kind in "FB")
-    besides = [0.0] * pp
-    besides[0], besides[-1] = besides[0] + ends[0], besides[-1] + ends[1]
-    return tuple(shares_by_speed(cluster.num_layers, [layer] * pp, besides=besides))
 
 
 def mfu(job: Job, step_seconds: float) -> float:

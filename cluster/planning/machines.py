@@ -8,6 +8,7 @@ Units: seconds, bytes, bytes a second, samples. A stage is a range of modules (f
 
 import json
 import math
+import types
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,6 +17,16 @@ from utils import UserError
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int8": 1}
 SCALE_BYTES = 4  # an int8 row travels with one float32
 GRADIENT_ROW = 1024  # numbers that share a scale where gradients travel as int8
+MODEL = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "vocab_size", "tie_word_embeddings")  # what makes a model another one to a plan
+
+# The fields of the file and of its parts. A float stands for any finite number, zero or more.
+FILE = {"model_name": str, "model": dict, "dtype": str, "seq_len": float, "hosts": list, "flags": dict,
+        "modules": list, "machines": list, "links": list}
+MODULE = {"name": str, "parameters": float, "saved_bytes": float}
+MACHINE = {"free_memory": float, "optimizer_seconds": float, "forward": dict, "backward": dict}
+LINK = {"latency": float, "bandwidth": float}
+KINDS = {str: "a text", dict: "a dictionary", list: "a list", float: "a number, zero or more"}
 
 
 class Link(NamedTuple):
@@ -25,68 +36,89 @@ class Link(NamedTuple):
     bandwidth: float
 
 
-class Machine:
-    """One rank. `passed["F"][size][k]`: seconds of the first k modules for a micro-batch, forward; "B": backward."""
+class Machine(NamedTuple):
+    """One rank. `passed["F"][size][k]`: seconds of the first k modules for a micro-batch, forward; "B":
+    backward; "FB": both."""
 
-    def __init__(self, entry: dict, rank: int, num_modules: int):
-        where = f"machine {rank}"
-        self.host = str(entry.get("host", f"machine{rank}"))
-        self.free_memory = number(entry, "free_memory", where)
-        self.optimizer_seconds = number(entry, "optimizer_seconds", where)  # of a parameter
-        self.passed: dict[str, dict[int, list[float]]] = {"F": {}, "B": {}}
-        for kind, name in ("F", "forward"), ("B", "backward"):
-            for size, seconds in field(entry, name, dict, where).items():
-                if not str(size).isdigit() or int(size) < 1:
-                    raise broken(f"{name!r} has the micro-batch size {size!r}, no positive number of samples", where)
-                if not isinstance(seconds, list) or len(seconds) != num_modules:
-                    raise broken(f"{name!r} of micro-batch size {size} should have the seconds of each of the "
-                                 f"{num_modules} modules", where)
-                times = [number({name: value}, name, where) for value in seconds]
-                self.passed[kind][int(size)] = list(accumulate(times, initial=0.0))
+    host: str
+    free_memory: float
+    optimizer_seconds: float  # of a parameter
+    passed: dict[str, dict[int, list[float]]]
 
 
 class Cluster:
-    """cluster.json as Python objects. Raises UserError that names the field that is missing or makes no sense."""
+    """cluster.json as Python objects. Raises UserError that names the field that is missing or makes no sense.
+
+    `model`: the fields MODEL of its configuration. `flags`: those of --measure that training has to be given as well.
+    """
 
     def __init__(self, data: dict):
-        if not isinstance(data, dict):
-            raise broken(f"it holds a {type(data).__name__}, not a dictionary")
-        self.model_name, self.dtype = field(data, "model_name", str), field(data, "dtype", str)
+        file = checked(data, FILE)
+        self.model_name, self.dtype, self.seq_len = file.model_name, file.dtype, int(file.seq_len)
+        self.model, self.flags, self.hosts = file.model, file.flags, file.hosts
         if self.dtype not in NUMBER_BYTES:
             raise broken(f"dtype {self.dtype!r} is none of {', '.join(NUMBER_BYTES)}")
-        self.seq_len, self.hidden_bytes = int(number(data, "seq_len")), number(data, "hidden_bytes")
+        if missing := [name for name in MODEL if name not in self.model]:
+            raise broken(f"'model' has no {', '.join(missing)}")
+        self.hidden_bytes = self.seq_len * self.model["hidden_size"] * NUMBER_BYTES[self.dtype]
         self.master_bytes = max(4, NUMBER_BYTES[self.dtype])  # of a parameter, a gradient, a moment
-        modules = field(data, "modules", list)
-        self.names = [field(module, "name", str, f"module {i}") for i, module in enumerate(modules)]
+        self.read_modules(file.modules)
+        if not len(file.hosts) == len(file.machines) == len(file.links) > 0:
+            raise broken(f"{len(file.hosts)} hosts, {len(file.machines)} machines and {len(file.links)} rows of links")
+        self.machines = [self.read_machine(entry, rank) for rank, entry in enumerate(file.machines)]
+        self.links = [[None if i == j else read_link(row, i, j) for j in range(len(file.links))]
+                      for i, row in enumerate(file.links)]  # links[i][j], from i to j
+        self.sizes = sorted(set.intersection(*(set(machine.passed["FB"]) for machine in self.machines)))
+        if not self.sizes:
+            raise broken(f"its {len(self.machines)} machines have no micro-batch size in common")
+
+    def read_modules(self, entries: list) -> None:
+        modules = [checked(entry, MODULE, f"module {i}") for i, entry in enumerate(entries)]
+        self.names = [module.name for module in modules]
         numbered = [i for i, name in enumerate(self.names) if name.rpartition(".")[2].isdigit()]
         if not numbered or numbered != list(range(numbered[0], numbered[-1] + 1)):
             raise broken(f"modules {self.names} have no row of numbered layers")
         self.first_layer, self.num_layers = numbered[0], len(numbered)
-        self.parameters = [int(number(module, "parameters", name)) for module, name in zip(modules, self.names)]
-        saved = [number(module, "saved_bytes", name) for module, name in zip(modules, self.names)]
-        self.tied_parameters = self.parameters[0] if data.get("tied", False) else 0
+        self.parameters = [int(module.parameters) for module in modules]
+        self.tied_parameters = self.parameters[0] if self.model["tie_word_embeddings"] else 0
         if self.tied_parameters:  # counted once for the two ends, whether or not the head's entry repeats it
             self.parameters[-1] -= min(self.parameters[-1], self.tied_parameters)
             self.parameters[0] = 0
         self.parameters_before = list(accumulate(self.parameters, initial=0))
-        self.saved_before = list(accumulate(saved, initial=0.0))
-        self.machines = [Machine(entry, rank, len(modules))
-                         for rank, entry in enumerate(field(data, "machines", list))]
-        self.links = read_links(field(data, "links", list), len(self.machines))
-        measured = [set(times) for machine in self.machines for times in machine.passed.values()]
-        self.sizes = sorted(set.intersection(*measured)) if measured else []
-        if not self.sizes:
-            raise broken(f"its {len(self.machines)} machines have no micro-batch size in common")
+        self.saved_before = list(accumulate((module.saved_bytes for module in modules), initial=0.0))
+
+    def read_machine(self, entry: dict, rank: int) -> Machine:
+        where, passed = f"machine {rank}", {}
+        machine = checked(entry, MACHINE, where)
+        for kind, name in ("F", "forward"), ("B", "backward"):
+            passed[kind] = {}
+            for size, seconds in getattr(machine, name).items():
+                if not str(size).isdigit() or int(size) < 1 or not isinstance(seconds, list) \
+                        or len(seconds) != len(self.names) or not all(map(is_number, seconds)):
+                    raise broken(f"{name!r} of micro-batch size {size!r} should have a number of samples, and the "
+                                 f"seconds of each of the {len(self.names)} modules", where)
+                passed[kind][int(size)] = list(accumulate(seconds, initial=0.0))
+        passed["FB"] = {size: [sum(pair) for pair in zip(seconds, passed["B"][size])]
+                        for size, seconds in passed["F"].items() if size in passed["B"]}
+        return Machine(str(self.hosts[rank]), machine.free_memory, machine.optimizer_seconds, passed)
 
     def stages(self, layers: tuple[int, ...]) -> list[tuple[int, int]]:
         """The modules of each stage, as (first, stop)."""
         ends = [self.first_layer + count for count in accumulate(layers)]
         return list(zip([0, *ends[:-1]], [*ends[:-1], len(self.names)]))
 
-    def seconds(self, rank: int, kind: str, size: int, stage: tuple[int, int]) -> float:
-        """Of one forward or backward action of a stage."""
-        passed = self.machines[rank].passed[kind][size]
+    def seconds(self, rank: int, size: int, stage: tuple[int, int], kinds: str = "FB") -> float:
+        """Of a stage for one micro-batch: forward (F), backward (B) or both."""
+        passed = self.machines[rank].passed[kinds][size]
         return passed[stage[1]] - passed[stage[0]]
+
+    def layer_seconds(self, machines: tuple[int, ...], size: int) -> tuple[list[float], list[float]]:
+        """Of the stages on these machines: seconds of one layer, and of the model's end that a stage has besides."""
+        first, stop = self.first_layer, self.first_layer + self.num_layers
+        besides = [0.0] * len(machines)
+        besides[0] += self.seconds(machines[0], size, (0, first))
+        besides[-1] += self.seconds(machines[-1], size, (stop, len(self.names)))
+        return [self.seconds(rank, size, (first, stop)) / self.num_layers for rank in machines], besides
 
     def parameters_of(self, stage: tuple[int, int]) -> int:
         """Numbers that a stage holds; the tied one counts on the first and on the last stage."""
@@ -109,47 +141,37 @@ class Cluster:
         return parameters * (NUMBER_BYTES[wire_dtype] if wire_dtype else self.master_bytes) + scales
 
 
-def read_links(rows: list, num_machines: int) -> list[list[Link | None]]:
-    """links[i][j], from i to j; None on the diagonal."""
-    if len(rows) != num_machines or any(not isinstance(row, list) or len(row) != num_machines for row in rows):
-        raise broken(f"'links' should be {num_machines} rows of {num_machines} links")
-    links: list[list[Link | None]] = [[None] * num_machines for _ in rows]
-    for i, row in enumerate(rows):
-        for j, link in enumerate(row):
-            if i == j:
-                continue
-            where = f"the link from machine {i} to machine {j}"
-            if not isinstance(link, dict):
-                raise broken("it is missing", where)
-            links[i][j] = Link(number(link, "latency", where), number(link, "bandwidth", where))
-            if links[i][j].bandwidth <= 0:
-                raise broken(f"bandwidth {links[i][j].bandwidth}", where)
-    return links
+def read_link(row: list, i: int, j: int) -> Link:
+    where = f"the link from machine {i} to machine {j}"
+    link = checked(row[j] if isinstance(row, list) and j < len(row) else None, LINK, where)
+    if link.bandwidth == 0:
+        raise broken("bandwidth 0", where)
+    return Link(link.latency, link.bandwidth)
 
 
 def broken(what: str, where: str = "") -> UserError:
     return UserError(f"cluster.json{', ' + where if where else ''}: {what}: measure again with plan.py --measure")
 
 
-def field(entry: dict, name: str, kind: type, where: str = "") -> object:
-    if not isinstance(entry, dict) or name not in entry:
-        raise broken(f"{name!r} is missing", where)
-    if not isinstance(entry[name], kind):
-        raise broken(f"{name!r} should be a {kind.__name__}, but is {entry[name]!r:.60}", where)
-    return entry[name]
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def number(entry: dict, name: str, where: str = "") -> float:
-    """A finite number, zero or more."""
-    value = field(entry, name, object, where)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise broken(f"{name!r} should be a number, zero or more, but is {value!r:.60}", where)
-    return value
+def checked(entry: dict, kinds: dict[str, type], where: str = "") -> types.SimpleNamespace:
+    """The fields of a part of the file. Raises UserError for the first that is missing or of another kind."""
+    for name, kind in kinds.items():
+        if not isinstance(entry, dict) or name not in entry:
+            raise broken(f"{name!r} is missing", where)
+        if not (is_number(entry[name]) if kind is float else isinstance(entry[name], kind)):
+            raise broken(f"{name!r} should be {KINDS[kind]}, but is {entry[name]!r:.60}", where)
+    return types.SimpleNamespace(**{name: entry[name] for name in kinds})
 
 
 def load_cluster(path: str) -> Cluster:
     try:
         with open(path, encoding="utf-8") as file:
-            return Cluster(json.load(file))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is no JSON file ({error}): measure again with plan.py --measure {path}") from None
+            data = json.load(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read as JSON ({error}): write it with "
+                        "plan.py --measure") from None
+    return Cluster(data)

@@ -2,209 +2,272 @@
 
     torchrun ... plan.py --measure cluster.json
 
-Every rank times the model as a single stage would run it: forward through all modules, a cut between any two, backward
-from cut to cut. All ranks do so at once, as they will in training. Times are means over blocks of a fixed length (a
-machine that is throttled is fast and slow by turns, and no single call shows that), and of the blocks the median.
+Every rank builds one module at a time, times it as a stage would run it, and frees it: the embedding, one decoder layer
+(all are alike), the final norm, the projection with the loss. So no machine has to hold the model. All ranks compute at
+once, as they will in training. Links are timed one after the other, in both directions: small messages give the
+latency, one large enough to take a while the bandwidth. What it costs the processors to send is in it.
 
-Links are timed one after the other, in both directions: small messages give the latency, one large enough to take a
-while the bandwidth. What it costs the processors to send is in it.
+The time that measuring takes is given, and shared out to modules, micro-batch sizes and links. What takes long is
+repeated less often, and sizes for which no time is left are left out.
 """
 
+import functools
 import itertools
-import json
 import socket
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from model import DecoderLayer, Embedding, Linear, RMSNorm, check_config, cross_entropy, rotary_tables
+from planning.machines import MODEL
 from training.machine_facts import free_memory
-from model import Llama, cross_entropy, init_weights, rotary_tables
+from utils import UserError
 
-TIMED_LAYERS = 8  # decoder layers are all alike: of a deeper model so many are timed, the others take their mean
-BLOCKS, BLOCK_SECONDS = 5, 0.6  # of timing a micro-batch size
-LINK_SECONDS = 0.3  # that the large message takes at least
-LARGEST_MESSAGE = 1 << 24  # numbers of 4 bytes, where that takes less
+BLOCKS = 5
+LINKS = 1 / 3  # of the time
+PARTS, OPTIMIZER = {"embedding": 0.15, "layer": 0.5, "final_norm": 0.05, "final_proj": 0.2}, 0.1  # of the rest
+SMALLEST_MESSAGE, LARGEST_MESSAGE = 1 << 14, 1 << 24  # numbers of 4 bytes
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 
 
 def measure_cluster(config, seq_len: int, dtype: torch.dtype, device: torch.device, model_name: str,
-                    sizes: tuple[int, ...] = MICRO_BATCH_SIZES) -> dict:
-    """The content of cluster.json on every rank. Collective.
+                    sizes: tuple[int, ...] = MICRO_BATCH_SIZES, seconds: float = 30.0) -> dict:
+    """The content of cluster.json on every rank, but for the flags. Collective. Takes about so many `seconds`.
 
     `config`: of our Llama. `sizes`: micro-batch sizes to time, in samples of `seq_len` tokens.
     """
-    clock = ModuleClock(config, seq_len, dtype, device)
+    check_config(config)
+    n = dist.get_world_size()
+    for_links = seconds * LINKS if n > 1 else 0.0
+    if dist.get_rank() == 0:
+        links = f", then {n * (n - 1)} links, about {for_links:.0f} s" if n > 1 else ""
+        print(f"measuring {n} rank{'s' * (n > 1)}: each module with micro-batches of {', '.join(map(str, sizes))} "
+              f"samples, about {seconds - for_links:.0f} s{links}", flush=True)
+    one = torch.ones(1, requires_grad=True)
+    torch.autograd.backward(2 * one, one.detach())  # at the first one, torch loads code for a second or more
     dist.barrier()
-    machine = clock.measure(sizes)
-    machine.update(rank=dist.get_rank(), host=socket.gethostname(), device=str(device),
-                   free_memory=float(free_memory(device)))
-    machines = [None] * dist.get_world_size()
-    dist.all_gather_object(machines, (machine, measure_links(device)))
-    count, hidden_bytes = config.num_hidden_layers, seq_len * config.hidden_size * dtype.itemsize
-    return {"model_name": model_name, "seq_len": seq_len, "dtype": str(dtype).removeprefix("torch."),
-            "tied": bool(config.tie_word_embeddings), "num_layers": count, "hidden_bytes": hidden_bytes,
-            "modules": clock.describe(), "machines": [machine for machine, _ in machines],
-            "links": [links for _, links in machines]}
+    clock = ModuleClock(config, seq_len, dtype, device)
+    machine = {"device": str(device), **clock.measure(sorted(sizes), seconds - for_links)}
+    machines = [None] * n
+    dist.all_gather_object(machines, (socket.gethostname(), machine, measure_links(device, for_links)))
+    hosts, machines, links = map(list, zip(*machines))
+    return {"model_name": model_name, "model": {name: getattr(config, name) for name in MODEL}, "seq_len": seq_len,
+            "dtype": str(dtype).removeprefix("torch."), "hosts": hosts, "modules": clock.modules,
+            "machines": machines, "links": links}
 
 
-def write_cluster(path: str, cluster: dict) -> None:
-    """On rank 0, with a line for each machine and link."""
-    if dist.get_rank() > 0:
-        return
-    with open(path, "w") as file:
-        json.dump(cluster, file, indent=1)
-    for machine in cluster["machines"]:
-        links = cluster["links"][machine["rank"]]
+def describe_machines(cluster: dict, wanted: tuple[int, ...]) -> str:
+    """A line for each machine and its links. `wanted`: the micro-batch sizes that were to be timed."""
+    lines = []
+    for rank, (host, machine) in enumerate(zip(cluster["hosts"], cluster["machines"])):
         rates = ", ".join(f"to {i} {link['bandwidth'] * 8e-6:.4g} Mbit/s {link['latency'] * 1e3:.2g} ms"
-                          for i, link in enumerate(links) if link)
+                          for i, link in enumerate(cluster["links"][rank]) if link)
         size = max(machine["forward"], key=int)
         sample = (sum(machine["forward"][size]) + sum(machine["backward"][size])) / int(size)
-        print(f"rank {machine['rank']} on {machine['host']} ({machine['device']}): {cluster['seq_len'] / sample:.0f} "
-              f"tokens/s alone, {machine['free_memory'] / 1e9:.1f} GB free; {rates or 'no links'}")
-    print(f"cluster: {path}", flush=True)
+        lines.append(f"rank {rank} on {host} ({machine['device']}): {cluster['seq_len'] / sample:.0f} "
+                     f"tokens/s alone, {machine['free_memory'] / 1e9:.1f} GB free; {rates or 'no links'}")
+        if left_out := [str(size) for size in wanted if str(size) not in machine["forward"]]:
+            lines.append(f"    no time or memory for micro-batches of {', '.join(left_out)} samples: a larger "
+                         "--measure_seconds gives more time")
+    return "\n".join(lines)
+
+
+def wait_for(device: torch.device) -> None:
+    """Lets a GPU finish what it was given to do, because the clock is to be read then."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_runs(make_run: Callable[[int], Callable], sizes: list[int], seconds: float) -> dict[int, list[float]]:
+    """Size -> the seconds that make_run(size)() returns: their means over blocks of time, and of the blocks the median.
+
+    A machine that is throttled is fast and slow by turns, which no single call shows. Sizes take turns, so that what
+    else the machine does for a while changes few blocks of each. The first run of a size warms up, and counts only
+    where no time is left. Sizes that would take too long are left out, but never the first.
+    """
+    deadline, first, runs = time.perf_counter() + seconds, {}, {}
+    for size in sizes:
+        expected = max((sum(numbers) * size / before for before, numbers in first.items()), default=0.0)
+        if first and expected > (deadline - time.perf_counter()) / 2:
+            break
+        runs[size] = make_run(size)
+        first[size] = runs[size]()
+    blocks = {size: [] for size in first}
+    turns = [size for _ in range(BLOCKS) for size in first]
+    for turn, size in enumerate(turns):
+        rows, start = [], time.perf_counter()
+        end = start + (deadline - start) / (len(turns) - turn)
+        while time.perf_counter() < end:
+            rows.append(runs[size]())
+        if rows:
+            blocks[size].append([statistics.fmean(column) for column in zip(*rows)])
+    return {size: [statistics.median(column) for column in zip(*(blocks[size] or [first[size]]))] for size in first}
 
 
 class ModuleClock:
-    """The model on this rank, in one piece, and a clock for each of its modules.
+    """Builds the modules of a model on this rank, one at a time, and times each.
 
-    Of a deep model only TIMED_LAYERS layers are made: it may be larger than this machine.
+    `modules`, after measure(): for each module of the whole model its name, number of parameters, and the bytes that a
+    sample leaves for its backward.
     """
 
     def __init__(self, config, seq_len: int, dtype: torch.dtype, device: torch.device):
-        self.config, self.seq_len, self.device = config, seq_len, device
-        self.num_layers = config.num_hidden_layers
-        timed = type(config)(**{**vars(config), "num_hidden_layers": min(self.num_layers, TIMED_LAYERS)})
-        with torch.device("meta"):
-            self.model = Llama(timed, dtype)
-        init_weights(self.model, 0, device, lambda full, dim: full)
-        rotary = rotary_tables(seq_len, config.head_dim, config.rope_parameters["rope_theta"], dtype, device)
-        self.modules: list[nn.Module] = [self.model.embedding, *self.model.decoder_layers, self.model.final_norm,
-                                         self.model.final_proj]
-        middle = [lambda x, layer=layer: layer(x, *rotary) for layer in self.model.decoder_layers]
-        self.calls = [lambda ids: self.model.embedding(ids).to(dtype), *middle, *self.modules[-2:]]
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
+        self.config, self.seq_len, self.dtype, self.device = config, seq_len, dtype, device
+        self.names = ["embedding", *(f"decoder_layers.{i}" for i in range(config.num_hidden_layers)), "final_norm",
+                      "final_proj"]
+
+    def build(self, name: str) -> tuple[nn.Module, Callable]:
+        """A module, and the call that a stage makes of it. The weights are random: zeros would be faster."""
+        config, hidden = self.config, self.config.hidden_size
+        rotary = rotary_tables(self.seq_len, config.head_dim, config.rope_parameters["rope_theta"], self.dtype,
+                               self.device)
+        make, call = {
+            "embedding": (lambda: Embedding(config.vocab_size, hidden), lambda ids: module(ids).to(self.dtype)),
+            "layer": (lambda: DecoderLayer(config), lambda x: module(x, *rotary)),
+            "final_norm": (lambda: RMSNorm(hidden, config.rms_norm_eps), lambda x: module(x)),
+            "final_proj": (lambda: Linear(hidden, config.vocab_size, bias=False),
+                           lambda x: cross_entropy(module(x), x.new_zeros(x.shape[:2], dtype=torch.int64))),
+        }[name]
+        with torch.device(self.device):
+            module = make().to(torch.promote_types(self.dtype, torch.float32))  # the master's dtype
+        for param in module.parameters():
+            nn.init.uniform_(param, -0.05, 0.05)
+        return module, call
+
+    def input_of(self, name: str, size: int) -> torch.Tensor:
+        if name == "embedding":
+            return torch.randint(self.config.vocab_size, (size, self.seq_len), device=self.device)
+        shape = (size, self.seq_len, self.config.hidden_size)
+        return torch.randn(shape, dtype=self.dtype, device=self.device).requires_grad_()
+
+    def measure(self, sizes: list[int], seconds: float) -> dict:
+        """Seconds of each module by micro-batch size, forward and backward, and of the optimizer; the memory that is
+        free before anything is built."""
+        timed, facts, room = {}, {}, float(free_memory(self.device))
+        for name in PARTS:
+            try:
+                module, call = self.build(name)
+                saved = float(self.saved_bytes(module, call, self.input_of(name, 1)))
+                facts[name] = {"parameters": sum(param.numel() for param in module.parameters()), "saved_bytes": saved}
+                fitting = [size for size in sizes if size * saved < room / 2] or sizes[:1]
+                timed[name] = time_runs(functools.partial(self.passes, name, call), fitting, seconds * PARTS[name])
+                if name == "layer":
+                    optimizer_seconds = self.time_optimizer(module, seconds * OPTIMIZER)
+            except torch.OutOfMemoryError:
+                raise UserError(f"rank {dist.get_rank()} on {socket.gethostname()} has not the memory to time one "
+                                f"{name} with a sample of {self.seq_len} tokens: take a shorter --seq_len, or measure "
+                                "without this machine") from None
+            del module, call
+        parts = [name if name in timed else "layer" for name in self.names]
+        self.modules = [{"name": name, **facts[part]} for name, part in zip(self.names, parts)]
+        common = [size for size in sizes if all(size in times for times in timed.values())]
+        return {"free_memory": room, "optimizer_seconds": optimizer_seconds,
+                **{kind: {str(size): [timed[part][size][k] for part in parts] for size in common}
+                   for k, kind in enumerate(("forward", "backward"))}}
+
+    def passes(self, name: str, call: Callable, size: int) -> Callable:
+        """What runs a micro-batch forward and backward, and returns the seconds of each."""
+        x = self.input_of(name, size)
+        gradient = None if name == "final_proj" else torch.randn_like(call(x))
+
+        def run() -> tuple[float, float]:
+            x.grad = None
+            start = self.now()
+            out = call(x)
+            middle = self.now()
+            torch.autograd.backward(out, gradient)
+            return middle - start, self.now() - middle
+
+        return run
+
+    def time_optimizer(self, module: nn.Module, seconds: float) -> float:
+        """AdamW's seconds a parameter."""
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, fused=True)
+        optimizer.step()  # makes the moments
+
+        def run() -> tuple[float]:
+            start = self.now()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            return (self.now() - start,)
+
+        return time_runs(lambda _: run, [1], seconds)[1][0] / sum(param.numel() for param in module.parameters())
 
     def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait_for(self.device)
         return time.perf_counter()
 
-    def run(self, ids: torch.Tensor, forward: list[float], backward: list[float]) -> None:
-        """One micro-batch, ids (B, T): adds the seconds of each module; the loss counts with the last."""
-        x, ends = ids, []
-        for i, call in enumerate(self.calls):
-            start = self.now()
-            x = x.detach().requires_grad_() if x.is_floating_point() else x
-            out = call(x)
-            if i == len(self.calls) - 1:
-                out = cross_entropy(out, ids)
-            forward[i] += self.now() - start
-            ends.append((x, out))
-            x = out
-        gradient = None
-        for i in reversed(range(len(ends))):
-            x, out = ends[i]
-            start = self.now()
-            torch.autograd.backward(out, gradient)
-            backward[i] += self.now() - start
-            gradient = x.grad
+    def saved_bytes(self, module: nn.Module, call: Callable, x: torch.Tensor) -> int:
+        """Bytes that a call keeps for its backward, parameters not counted."""
+        own, storages = {param.untyped_storage().data_ptr() for param in module.parameters()}, {}
 
-    def measure(self, sizes: tuple[int, ...]) -> dict:
-        """Seconds of each module by micro-batch size, forward and backward, and of the optimizer."""
-        found = {"forward": {}, "backward": {}}
-        for size in sizes:
-            ids = torch.randint(self.config.vocab_size, (size, self.seq_len), device=self.device)
-            self.run(ids, [0.0] * len(self.calls), [0.0] * len(self.calls))  # warm
-            blocks = [self.block(ids) for _ in range(BLOCKS)]
-            for kind in found:
-                per_module = [statistics.median(values) for values in zip(*(block[kind] for block in blocks))]
-                found[kind][str(size)] = self.for_all_layers(per_module)
-        return {**found, "optimizer_seconds": self.measure_optimizer()}
+        def note(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                storages[storage.data_ptr()] = storage  # kept, so that no address is used again
+            return tensor
 
-    def block(self, ids: torch.Tensor) -> dict[str, list[float]]:
-        """The mean seconds of each module over BLOCK_SECONDS of micro-batches, three at least."""
-        forward, backward = [0.0] * len(self.calls), [0.0] * len(self.calls)
-        count, start = 0, time.perf_counter()
-        while count < 3 or time.perf_counter() - start < BLOCK_SECONDS:
-            self.run(ids, forward, backward)
-            count += 1
-        return {"forward": [total / count for total in forward], "backward": [total / count for total in backward]}
-
-    def for_all_layers(self, values: list[float]) -> list[float]:
-        """Values of the modules that were timed -> of all modules, all layers with the mean of those timed."""
-        first, *layers, norm, projection = values
-        return [first, *[statistics.mean(layers)] * self.num_layers, norm, projection]
-
-    def measure_optimizer(self) -> float:
-        """AdamW's seconds a parameter, over BLOCK_SECONDS."""
-        self.optimizer.step()  # makes its moments
-        count, start = 0, self.now()
-        while count < 3 or time.perf_counter() - start < BLOCK_SECONDS:
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=False)
-            count += 1
-        seconds, parameters = (self.now() - start) / count, sum(param.numel() for param in self.model.parameters())
-        return seconds / parameters
-
-    def describe(self) -> list[dict]:
-        """For each module its name, number of parameters, and the bytes that a sample leaves for its backward."""
-        x, saved = torch.zeros(1, self.seq_len, dtype=torch.int64, device=self.device), []
-        parameters = {param.untyped_storage().data_ptr() for param in self.model.parameters()}
-        for i, call in enumerate(self.calls):
-            storages: dict[int, int] = {}
-
-            def note(tensor):
-                if (storage := tensor.untyped_storage()).data_ptr() not in parameters:
-                    storages[storage.data_ptr()] = storage.nbytes()
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                x = call(x.detach().requires_grad_() if x.is_floating_point() else x)
-                if i == len(self.calls) - 1:
-                    loss = cross_entropy(x, torch.zeros_like(x[..., 0], dtype=torch.int64))
-            saved.append(float(sum(storages.values())))
-        del loss
-        count = [float(sum(param.numel() for param in module.parameters())) for module in self.modules]
-        names = ["embedding", *(f"decoder_layers.{i}" for i in range(self.num_layers)), "final_norm", "final_proj"]
-        return [{"name": name, "parameters": int(size), "saved_bytes": kept} for name, size, kept in
-                zip(names, self.for_all_layers(count), self.for_all_layers(saved))]
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            call(x)
+        return sum(storage.nbytes() for storage in storages.values())
 
 
-def measure_links(device: torch.device) -> list[dict | None]:
-    """Latency (seconds) and bandwidth (bytes a second) from this rank to each other, None to itself. Collective."""
+def measure_links(device: torch.device, seconds: float) -> list[dict | None]:
+    """Latency (seconds) and bandwidth (bytes a second) from this rank to each other, None to itself. Collective.
+
+    All links together take about so many `seconds`.
+    """
     wire = torch.device("cpu") if dist.get_backend() == "gloo" else device
     links = [None] * dist.get_world_size()
-    for sender, receiver in itertools.permutations(range(len(links)), 2):
+    pairs = list(itertools.permutations(range(len(links)), 2))
+    for sender, receiver in pairs:
         if dist.get_rank() == sender:
-            links[receiver] = time_link(receiver, wire)
+            links[receiver] = time_link(receiver, wire, seconds / len(pairs))
         elif dist.get_rank() == receiver:
             answer_link(sender, wire)
     return links
 
 
-def time_link(receiver: int, wire: torch.device) -> dict[str, float]:
-    """Messages of growing size go to the receiver, an empty answer to each comes back."""
+def time_link(receiver: int, wire: torch.device, seconds: float) -> dict[str, float]:
+    """Messages of growing size go to the receiver, an empty answer to each comes back.
+
+    They grow until one takes a sixteenth of the time. The last size is sent again while there is time.
+    """
     answer = torch.zeros(1, device=wire)
+
+    def has_time(share: float) -> bool:
+        return time.perf_counter() - start < share * seconds
 
     def round_trip(numbers: int) -> float:
         dist.send(torch.tensor([numbers], device=wire), receiver)  # what comes next
         message = torch.zeros(numbers, device=wire)
         dist.recv(answer, receiver)
-        start = time.perf_counter()
+        wait_for(wire)
+        sent = time.perf_counter()
         dist.send(message, receiver)
         dist.recv(answer, receiver)
-        return time.perf_counter() - start
+        wait_for(wire)
+        return time.perf_counter() - sent
 
-    latency = statistics.median(round_trip(1) for _ in range(12)) / 2
-    numbers, seconds = 1 << 14, 0.0
-    while seconds < LINK_SECONDS and numbers < LARGEST_MESSAGE:
-        numbers *= 2 if seconds > LINK_SECONDS / 8 else 4
-        seconds = round_trip(numbers)
+    round_trip(1)  # connects, and waits until the receiver has done with other links
+    start = time.perf_counter()
+    trips = [round_trip(1)]
+    while len(trips) < 12 and has_time(0.2):
+        trips.append(round_trip(1))
+    latency = statistics.median(trips) / 2
+    numbers, trips = SMALLEST_MESSAGE, []
+    while len(trips) < 2 or len(trips) < 5 and has_time(0.8):
+        trips.append(round_trip(numbers))
+        is_quick = statistics.median_low(trips) - 2 * latency < seconds / 16
+        if is_quick and numbers < LARGEST_MESSAGE and has_time(0.6):
+            numbers, trips = 4 * numbers, []
     dist.send(torch.tensor([0], device=wire), receiver)
-    return {"latency": latency, "bandwidth": 4 * numbers / max(seconds - 2 * latency, 1e-9)}
+    trip = statistics.median_low(trips)
+    return {"latency": latency, "bandwidth": 4 * numbers / max(trip - 2 * latency, trip / 4, 1e-9)}
 
 
 def answer_link(sender: int, wire: torch.device) -> None:
@@ -216,4 +279,5 @@ def answer_link(sender: int, wire: torch.device) -> None:
         message = torch.empty(numbers.item(), device=wire)
         dist.send(answer, sender)
         dist.recv(message, sender)
+        wait_for(wire)
         dist.send(answer, sender)

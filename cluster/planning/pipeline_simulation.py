@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import NamedTuple
 
-from pipeline_parallel import Action, one_f_one_b
+from pipeline_parallel import Action, afab, one_f_one_b
 from planning.machines import Cluster
+
+SCHEDULES = {"1f1b": one_f_one_b, "afab": afab}
 
 
 class Pipeline(NamedTuple):
@@ -31,7 +33,7 @@ class Pipeline(NamedTuple):
 class Setting(NamedTuple):
     """What the plans of one search have in common. The wire's dtypes: None, float32, bfloat16 or int8."""
 
-    schedule: Callable = one_f_one_b
+    schedule: str = "1f1b"  # one of SCHEDULES
     wire_dtype: str | None = None
     gradient_wire_dtype: str | None = None
 
@@ -81,8 +83,8 @@ class PipelineSimulation:
     def __init__(self, cluster: Cluster, pipeline: Pipeline, size: int, setting: Setting):
         ranks, stages, p = pipeline.machines, cluster.stages(pipeline.layers), len(pipeline.machines)
         self.ranks, self.p = ranks, p
-        self.actions = [list(setting.schedule(s, p, pipeline.num_microbatches)) for s in range(p)]
-        self.durations = [{kind: cluster.seconds(ranks[s], kind, size, stages[s]) for kind in "FB"} for s in range(p)]
+        self.actions = [list(SCHEDULES[setting.schedule](s, p, pipeline.num_microbatches)) for s in range(p)]
+        self.durations = [{kind: cluster.seconds(ranks[s], size, stages[s], kind) for kind in "FB"} for s in range(p)]
         self.links = {(a, b): cluster.links[ranks[a]][ranks[b]] for a in range(p) for b in (a - 1, a + 1) if 0 <= b < p}
         self.num_bytes = cluster.message_bytes(size, setting.wire_dtype)
         self.now, self.events, self.order = 0.0, [], count()

@@ -1,6 +1,5 @@
 """Plans as the file that train.py follows, and in words: what each will take, and what holds the uniform ones up."""
 
-import json
 from collections import defaultdict
 
 from planning.machines import Cluster
@@ -21,24 +20,19 @@ def as_plan(cluster: Cluster, scored: Scored, setting: Setting) -> dict:
     pipelines, size = scored.candidate[:2]
     result = scored.result
     return {
-        "model_name": cluster.model_name, "seq_len": cluster.seq_len, "dtype": cluster.dtype,
+        "model_name": cluster.model_name, "model": cluster.model, "seq_len": cluster.seq_len, "dtype": cluster.dtype,
         "global_batch": size * sum(pipeline.num_microbatches for pipeline in pipelines), "micro_batch_size": size,
-        "schedule": setting.schedule.__name__,
+        "schedule": setting.schedule,
         # None where nothing is sent that it is for
         "wire_dtype": setting.wire_dtype if any(len(p.machines) > 1 for p in pipelines) else None,
         "gradient_wire_dtype": setting.gradient_wire_dtype if len(pipelines) > 1 else None,
-        "num_layers": cluster.num_layers, "hosts": [machine.host for machine in cluster.machines],
+        "hosts": cluster.hosts,
         "pipelines": [{"machines": list(pipeline.machines), "layers": list(pipeline.layers),
                        "num_microbatches": pipeline.num_microbatches} for pipeline in pipelines],
         "predicted": {"step_seconds": result.step_seconds, "bubble": result.bubble,
                       "bytes_on_wire": result.bytes_on_wire,
                       "peak_memory": {str(rank): peak for rank, peak in sorted(result.peak_memory.items())}},
     }
-
-
-def write_plan(path: str, plan: dict) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(plan, file, indent=1)
 
 
 def describe(cluster: Cluster, scored: Scored) -> list[str]:
@@ -87,7 +81,7 @@ def bottleneck(cluster: Cluster, scored: Scored) -> str:
 def report(cluster: Cluster, plans: Plans, top: int) -> str:
     """The best few plans, then the uniform ones against the best."""
     names = ", ".join(f"{rank} {machine.host}" for rank, machine in enumerate(cluster.machines))
-    lines = [f"machines: {names}", f"{plans.num_groupings} groupings estimated, {plans.num_simulated} plans simulated"]
+    lines = [f"machines: {names}", f"{plans.num_simulated} plans simulated"]
     for i, scored in enumerate(plans.best[:top], 1):
         first, second = describe(cluster, scored)
         lines += [f"{i:2}. {first}", f"    {second}"]

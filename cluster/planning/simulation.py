@@ -11,13 +11,12 @@ A step is one period of this. It begins with the optimizer of the step before, s
 first input anyway has this time for free.
 """
 
-from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from planning.machines import NUMBER_BYTES, Cluster, Link
-from planning.pipeline_simulation import Pipeline, PipelineSimulation, Run, Setting, Span, Transfer
+from planning.pipeline_simulation import SCHEDULES, Pipeline, PipelineSimulation, Run, Setting, Span, Transfer
 
 BUCKET = 25e6  # bytes at most, as in data_parallel
 
@@ -68,6 +67,31 @@ def run_pipeline(cluster: Cluster, pipeline: Pipeline, size: int, setting: Setti
     if (pipeline, size) not in runs:
         runs[pipeline, size] = PipelineSimulation(cluster, pipeline, size, setting).run()
     return runs[pipeline, size]
+
+
+def lower_bound(cluster: Cluster, candidate: Candidate, setting: Setting) -> float:
+    """Seconds that no simulated step is shorter than: what each stage computes, after the first micro-batch has come to
+    it and before the last one has gone back; what its uplink carries; its gradients after its last backward."""
+    size, n, bound = candidate.micro_batch_size, len(candidate.pipelines), 0.0
+    message = cluster.message_bytes(size, setting.wire_dtype)
+    ranks = {rank for pipeline in candidate.pipelines for rank in pipeline.machines}
+    for machines, layers, number in candidate.pipelines:
+        before, others = 0.0, ranks.difference(machines)
+        for s, (rank, stage) in enumerate(zip(machines, cluster.stages(layers))):
+            forward, backward = (cluster.seconds(rank, size, stage, kind) for kind in "FB")
+            computed = before + number * (forward + backward)
+            neighbours = [machines[t] for t in (s - 1, s + 1) if 0 <= t < len(machines)]
+            sent = sum(number * message / cluster.links[rank][other].bandwidth for other in neighbours)
+            bound = max(bound, computed, sent)
+            if others:
+                num_bytes = cluster.gradient_bytes(cluster.parameters_of(stage), setting.gradient_wire_dtype)
+                fastest = max(cluster.links[rank][other].bandwidth for other in others)
+                bound = max(bound, computed - backward + 2 * (n - 1) / n * num_bytes / fastest)
+            before += forward + backward
+            if s + 1 < len(machines):
+                there, back = cluster.links[rank][machines[s + 1]], cluster.links[machines[s + 1]][rank]
+                before += sum(message / link.bandwidth + link.latency for link in (there, back))
+    return bound
 
 
 def sum_gradients(cluster: Cluster, candidate: Candidate, setting: Setting, runs: list[Run]) -> list[Transfer]:
@@ -132,7 +156,7 @@ def peak_memory(cluster: Cluster, pipeline: Pipeline, size: int, setting: Settin
 
 
 @cache
-def live_microbatches(schedule: Callable, stage: int, num_stages: int, num_microbatches: int) -> int:
+def live_microbatches(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> int:
     """Micro-batches at most whose activations a stage holds: what the schedule's own order says."""
-    alive = accumulate(1 if action.kind == "F" else -1 for action in schedule(stage, num_stages, num_microbatches))
-    return max(alive)
+    actions = SCHEDULES[schedule](stage, num_stages, num_microbatches)
+    return max(accumulate(1 if action.kind == "F" else -1 for action in actions))

@@ -15,7 +15,7 @@ import os
 from typing import NamedTuple
 
 from planning.devices import Node
-from planning.machines import NUMBER_BYTES
+from planning.machines import MODEL, NUMBER_BYTES
 from utils import UserError, load_config
 
 EFFICIENCY = 0.7  # the share of a data sheet's FLOP/s that matrix products reach
@@ -24,16 +24,16 @@ NODE_LATENCY = 5e-6  # seconds between two devices of a node
 
 
 class Shape(NamedTuple):
-    """The sizes of a Llama."""
+    """The sizes of a Llama, in the order of MODEL."""
 
-    layers: int
     hidden: int
     width: int
+    layers: int
     heads: int
     kv_heads: int
-    head_dim: int
     vocab: int
     tied: bool
+    head_dim: int
 
     @property
     def layer_weights(self) -> int:
@@ -47,10 +47,10 @@ class Shape(NamedTuple):
 
 # Llama 3.2 and 3.1 (Meta 2024)
 PRESETS = {
-    "llama-1b": Shape(16, 2048, 8192, 32, 8, 64, 128256, True),
-    "llama-8b": Shape(32, 4096, 14336, 32, 8, 128, 128256, False),
-    "llama-70b": Shape(80, 8192, 28672, 64, 8, 128, 128256, False),
-    "llama-405b": Shape(126, 16384, 53248, 128, 8, 128, 128256, False),
+    "llama-1b": Shape(2048, 8192, 16, 32, 8, 128256, True, 64),
+    "llama-8b": Shape(4096, 14336, 32, 32, 8, 128256, False, 128),
+    "llama-70b": Shape(8192, 28672, 80, 64, 8, 128256, False, 128),
+    "llama-405b": Shape(16384, 53248, 126, 128, 8, 128256, False, 128),
 }
 
 
@@ -62,14 +62,11 @@ def read_shape(args) -> Shape:
         return shape._replace(layers=args.num_hidden_layers or shape.layers)
     config = load_config(args.model_name, num_hidden_layers=args.num_hidden_layers, num_attention_heads=heads,
                          num_key_value_heads=kv_heads)
-    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-             "vocab_size", "tie_word_embeddings")
-    if missing := [name for name in names if getattr(config, name, None) is None]:
+    if missing := [name for name in MODEL if getattr(config, name, None) is None]:
         raise UserError(f"--model_name {args.model_name!r} has no {', '.join(missing)}: --cluster counts what a Llama "
                          "multiplies, choose a model of that kind")
-    layers, hidden, width, heads, kv_heads, vocab, tied = (getattr(config, name) for name in names)
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    return Shape(layers, hidden, width, heads, kv_heads, head_dim, vocab, bool(tied))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Shape(*(getattr(config, name) for name in MODEL), head_dim)
 
 
 class Costs:
@@ -130,22 +127,21 @@ def synthetic_cluster(shape: Shape, nodes: list[Node], tp_size: int, seq_len: in
     """
     if uneven := [node.count for node in nodes if node.count % tp_size]:
         raise UserError(f"tp_size={tp_size} does not divide the {uneven[0]} devices of a node")
-    machines, node_of = [], []
+    machines, hosts, node_of = [], [], []
     for number, node in enumerate(nodes):
         costs = Costs(shape, node, tp_size, seq_len, dtype, efficiency)
         times = {str(size): costs.modules(size) for size in sizes}
-        machine = {"host": f"{node.name}-{number}", "device": node.name, "free_memory": node.device.memory,
-                   "optimizer_seconds": 28 / node.device.memory_bandwidth,
+        machine = {"free_memory": node.device.memory, "optimizer_seconds": 28 / node.device.memory_bandwidth,
                    "forward": {size: forward for size, (forward, _) in times.items()},
                    "backward": {size: backward for size, (_, backward) in times.items()}}
         machines += [machine] * (node.count // tp_size)
+        hosts += [f"{node.name}-{number}"] * (node.count // tp_size)
         node_of += [number] * (node.count // tp_size)
 
     links = [[None if i == j else link(nodes[a], nodes[b], a == b) for j, b in enumerate(node_of)]
              for i, a in enumerate(node_of)]
-    return {"model_name": "synthetic", "seq_len": seq_len, "dtype": dtype, "tied": shape.tied,
-            "num_layers": shape.layers, "hidden_bytes": seq_len * shape.hidden * NUMBER_BYTES[dtype],
-            "modules": costs.describe(), "machines": machines, "links": links}
+    return {"model_name": "synthetic", "seq_len": seq_len, "dtype": dtype, "flags": {}, "hosts": hosts,
+            "model": dict(zip(MODEL, shape)), "modules": costs.describe(), "machines": machines, "links": links}
 
 
 def link(a: Node, b: Node, is_inside: bool) -> dict[str, float]:

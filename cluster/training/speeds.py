@@ -3,16 +3,16 @@
 plan.py --measure writes cluster.json. Rank 0 reads it and tells the others, so only one machine needs the file.
 """
 
-import json
 import os
+import socket
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from pipeline_template import PipelineTemplate
+from planning.machines import MODEL, Cluster, load_cluster
 from planning.shares import shares_by_speed
-from training.common import from_rank_0
+from training.common import from_rank_0, gather
 from utils import ROOT, UserError
 
 CLUSTER_JSON = os.path.join(ROOT, "cluster.json")
@@ -33,41 +33,42 @@ class Speed(NamedTuple):
 EQUALLY_FAST = Speed(embedding=0.0, layers=1.0, head=1.0, whole_model=1.0)  # looking up an embedding takes no time
 
 
-def measured_speeds(args, microbatch_size: int) -> list[Speed] | None:
-    """Each rank's speed, measured at the micro-batch size that is nearest. None without cluster.json. Collective.
+def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None) -> list[Speed] | None:
+    """Each rank's speed, measured at the micro-batch size that is nearest. Collective.
 
-    Raises UserError for a file that can't be read, or that is for another number of ranks.
+    None in a run of one process, with --equal_shares, and where there is no cluster.json. `config`: of the model, where
+    only speeds of this model are of use. Raises UserError for a file that can't be read, or that is for other machines
+    or another order of them, another dtype or another model.
     """
+    hosts, path = gather(socket.gethostname()), args.cluster_json or CLUSTER_JSON
+
     def read() -> list[Speed] | None:
-        path, world_size = args.cluster_json or CLUSTER_JSON, dist.get_world_size()
-        if args.equal_shares or (args.cluster_json is None and not os.path.exists(path)):
+        if args.equal_shares or len(hosts) == 1 or (args.cluster_json is None and not os.path.exists(path)):
             return None
-        remedy = "measure again with plan.py --measure, or use --equal_shares"
+        run = {"hosts": hosts, "dtype": str(dtype).removeprefix("torch."),
+               **({name: getattr(config, name) for name in MODEL} if config else {})}
         try:
-            with open(path) as file:
-                cluster = json.load(file)
-            parameters = [module["parameters"] for module in cluster["modules"]]
-            speeds = [speed_of(machine, microbatch_size, parameters) for machine in cluster["machines"]]
-        except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError) as error:
-            raise UserError(f"{path} holds no speeds ({type(error).__name__}: {error}): {remedy}") from None
-        seconds = [speed.whole_model for speed in speeds]
-        if len(speeds) != world_size or not all(0 < value < float("inf") for value in seconds):
-            raise UserError(f"{path} has the speeds of {len(speeds)} machines ({seconds} s a micro-batch), but "
-                             f"{world_size} ranks run: {remedy}")
-        print(f"speeds: {path}", flush=True)
+            cluster = load_cluster(path)
+            measured = {"hosts": cluster.hosts, "dtype": cluster.dtype, **cluster.model}
+            for name, value in run.items():
+                if measured[name] != value:
+                    raise UserError(f"{path} was measured with {name} {measured[name]}, but this run has {value}: "
+                                    "measure again with plan.py --measure")
+            speeds = [speed_of(cluster, rank, microbatch_size) for rank in range(len(hosts))]
+        except ValueError as error:
+            raise UserError(f"{error}, or use --equal_shares") from None
+        print(f"speeds: {path}, measured with {cluster.model_name}", flush=True)
         return speeds
 
     return from_rank_0(read)
 
 
-def speed_of(machine: dict, microbatch_size: int, parameters: list[int]) -> Speed:
-    """From a machine's entry in cluster.json, whose lists are over the modules: embedding, layers, norm, head."""
-    size = min(machine["forward"], key=lambda size: abs(int(size) - microbatch_size))
-    seconds = [forward + backward for forward, backward in
-               zip(machine["forward"][size], machine["backward"][size], strict=True)]
-    head_parameters = parameters[-1] or parameters[0]  # a tied head has the embedding's
-    return Speed(seconds[0] / parameters[0], sum(seconds[1:-2]) / sum(parameters[1:-2]),
-                 sum(seconds[-2:]) / head_parameters, sum(seconds) + machine.get("microbatch_overhead", 0.0))
+def speed_of(cluster: Cluster, rank: int, microbatch_size: int) -> Speed:
+    size = min(cluster.sizes, key=lambda size: abs(size - microbatch_size))
+    first, stop, end = cluster.first_layer, cluster.first_layer + cluster.num_layers, len(cluster.names)
+    seconds = {part: cluster.seconds(rank, size, part) for part in ((0, first), (first, stop), (stop, end))}
+    return Speed(*(value / max(1, cluster.parameters_of(part)) for part, value in seconds.items()),
+                 whole_model=sum(seconds.values()))
 
 
 def layers_by_speed(model: torch.nn.Module, speeds: list[Speed] | None, num_stages: int) -> list[int]:

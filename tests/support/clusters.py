@@ -21,7 +21,7 @@ def made_up_cluster(speeds, layers=8, sizes=(1,), **options) -> dict:
     for rank, speed in enumerate(speeds):
         forward = [it["ends"] / speed, *[it["layer"] / speed] * layers, 0.0, it["ends"] / speed]
         machines.append({
-            "rank": rank, "host": f"host{rank}", "device": "cpu", "free_memory": pick("memory", rank),
+            "device": "cpu", "free_memory": pick("memory", rank),
             "forward": {str(size): [size * t + it["overhead"] for t in forward] for size in sizes},
             "backward": {str(size): [2 * size * t + it["overhead"] for t in forward] for size in sizes},
             "optimizer_seconds": it["optimizer_seconds"]})
@@ -34,5 +34,7 @@ def made_up_cluster(speeds, layers=8, sizes=(1,), **options) -> dict:
         return dict(zip(("latency", "bandwidth"), values))
 
     links = [[None if i == j else link(i, j) for j in range(n)] for i in range(n)]
-    return {"model_name": "toy", "seq_len": 16, "dtype": "float32", "tied": it["tied"], "modules": modules,
-            "hidden_bytes": it["hidden_bytes"], "machines": machines, "links": links}
+    model = {"hidden_size": it["hidden_bytes"] / 16 / 4, "intermediate_size": 160, "num_hidden_layers": layers,
+             "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024, "tie_word_embeddings": it["tied"]}
+    return {"model_name": "toy", "model": model, "seq_len": 16, "dtype": "float32", "flags": {},
+            "hosts": [f"host{rank}" for rank in range(n)], "modules": modules, "machines": machines, "links": links}
