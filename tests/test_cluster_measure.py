@@ -149,3 +149,14 @@ def test_a_link_whose_receiver_is_busy(monkeypatch):
     monkeypatch.setattr(measure.torch, "zeros", lambda n, **kwargs: sizes.append(n) or torch.ones(n, **kwargs))
     assert measure.time_link(1, torch.device("cpu"), seconds=1.0)["bandwidth"] == pytest.approx(1e8, rel=0.1)
     assert max(sizes) > measure.SMALLEST_MESSAGE
+
+
+def test_the_copies_of_weights_are_not_counted_as_activations(one_rank):
+    """In bfloat16 each weight has a copy, which the micro-batches share: a sample leaves about half of its float32 bytes."""
+    saved = {}
+    for dtype in torch.float32, torch.bfloat16:
+        cluster = measure.measure_cluster(tiny(), 16, dtype, torch.device("cpu"), "tiny", (1,), seconds=0.2)
+        saved[dtype] = {module["name"]: module["saved_bytes"] for module in cluster["modules"]}
+    layer, head = "decoder_layers.0", "final_proj"
+    assert 0.4 < saved[torch.bfloat16][layer] / saved[torch.float32][layer] < 0.7
+    assert saved[torch.bfloat16][head] <= saved[torch.float32][head]

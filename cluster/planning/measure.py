@@ -22,7 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from model import DecoderLayer, Embedding, Linear, RMSNorm, check_config, cross_entropy, rotary_tables
+import model
+from model import (
+    DecoderLayer, Embedding, Linear, RMSNorm, cast_weights_once, check_config, cross_entropy, rotary_tables,
+)
 from planning.machines import MODEL
 from training.machine_facts import free_memory
 from utils import UserError
@@ -150,24 +153,29 @@ class ModuleClock:
         timed, facts, room = {}, {}, float(free_memory(self.device))
         for name in PARTS:
             try:
-                module, call = self.build(name)
-                saved = float(self.saved_bytes(module, call, self.input_of(name, 1)))
-                facts[name] = {"parameters": sum(param.numel() for param in module.parameters()), "saved_bytes": saved}
-                fitting = [size for size in sizes if size * saved < room / 2] or sizes[:1]
-                timed[name] = time_runs(functools.partial(self.passes, name, call), fitting, seconds * PARTS[name])
-                if name == "layer":
-                    optimizer_seconds = self.time_optimizer(module, seconds * OPTIMIZER)
+                facts[name], timed[name], seconds_a_parameter = self.measure_part(name, sizes, seconds, room)
             except torch.OutOfMemoryError:
                 raise UserError(f"rank {dist.get_rank()} on {socket.gethostname()} has not the memory to time one "
                                 f"{name} with a sample of {self.seq_len} tokens: take a shorter --seq_len, or measure "
                                 "without this machine") from None
-            del module, call
+            if name == "layer":
+                optimizer_seconds = seconds_a_parameter
         parts = [name if name in timed else "layer" for name in self.names]
         self.modules = [{"name": name, **facts[part]} for name, part in zip(self.names, parts)]
         common = [size for size in sizes if all(size in times for times in timed.values())]
         return {"free_memory": room, "optimizer_seconds": optimizer_seconds,
                 **{kind: {str(size): [timed[part][size][k] for part in parts] for size in common}
                    for k, kind in enumerate(("forward", "backward"))}}
+
+    @cast_weights_once()
+    def measure_part(self, name: str, sizes: list[int], seconds: float, room: float) -> tuple[dict, dict, float | None]:
+        """What build(name) makes: its facts, its seconds by micro-batch size, and for a layer the optimizer's."""
+        module, call = self.build(name)
+        saved = float(self.saved_bytes(module, call, self.input_of(name, 1)))
+        facts = {"parameters": sum(param.numel() for param in module.parameters()), "saved_bytes": saved}
+        fitting = [size for size in sizes if size * saved < room / 2] or sizes[:1]
+        timed = time_runs(functools.partial(self.passes, name, call), fitting, seconds * PARTS[name])
+        return facts, timed, self.time_optimizer(module, seconds * OPTIMIZER) if name == "layer" else None
 
     def passes(self, name: str, call: Callable, size: int) -> Callable:
         """What runs a micro-batch forward and backward, and returns the seconds of each."""
@@ -202,8 +210,10 @@ class ModuleClock:
         return time.perf_counter()
 
     def saved_bytes(self, module: nn.Module, call: Callable, x: torch.Tensor) -> int:
-        """Bytes that a call keeps for its backward, parameters not counted."""
-        own, storages = {param.untyped_storage().data_ptr() for param in module.parameters()}, {}
+        """Bytes that a call keeps for its backward, parameters and their copies in the dtype not counted."""
+        call(x)  # makes the copies
+        weights = (*module.parameters(), *model.casts.values())
+        own, storages = {weight.untyped_storage().data_ptr() for weight in weights}, {}
 
         def note(tensor):
             storage = tensor.untyped_storage()
