@@ -124,7 +124,7 @@ def plan(args) -> None:
 def command(cluster: Cluster, args) -> str:
     """How to start the training that the plan is for, in the order of ranks in which the machines were measured."""
     train = ["step9_heterogeneous_pp/train.py", "--plan", args.out, "--model_name", cluster.model_name, "--seq_len",
-             cluster.seq_len, "--dtype", cluster.dtype, "--pp_engine", args.schedule]
+             cluster.seq_len, "--dtype", cluster.dtype]
     train += [word for name, value in cluster.flags.items() for word in (f"--{name}", value)]
     words, hosts = shlex.join(map(str, train)), cluster.hosts
     if len(set(hosts)) == 1:

@@ -152,7 +152,7 @@ def test_a_link_whose_receiver_is_busy(monkeypatch):
 
 
 def test_the_copies_of_weights_are_not_counted_as_activations(one_rank):
-    """In bfloat16 each weight has a copy, which the micro-batches share: a sample leaves about half of its float32 bytes."""
+    """In bfloat16 each weight has a copy, which the micro-batches share: a sample leaves about half of float32's."""
     saved = {}
     for dtype in torch.float32, torch.bfloat16:
         cluster = measure.measure_cluster(tiny(), 16, dtype, torch.device("cpu"), "tiny", (1,), seconds=0.2)

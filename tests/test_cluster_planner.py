@@ -224,9 +224,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert written["hosts"] == ["host0", "host1", "host2"]
     printed = capsys.readouterr().out
     assert f"plan: {out}" in printed and f"train.py --plan {out} --model_name toy" in printed
-    assert "--pp_engine afab" in printed and "2 on host2" in printed
+    assert "2 on host2" in printed
     measured_with = "--num_hidden_layers 8 --num_attention_heads 8 --device cpu --omp_num_threads 1"
-    assert f"--seq_len 16 --dtype float32 --pp_engine afab {measured_with}" in printed
+    assert f"--seq_len 16 --dtype float32 {measured_with}" in printed
     for flags, message in (
         ([], "say what to do"),
         ([path, "--measure", "x.json"], "one of the three"),
