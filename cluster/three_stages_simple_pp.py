@@ -25,7 +25,7 @@ from dataloader import next_tokens
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from pipeline_template import PipelineTemplate
 from run_common import load_model, local_directory, mean_cross_entropy
-from training.common import add_flags, add_run_flags, from_environment, load_text, print_banner
+from training.common import add_flags, add_run_flags, end_run, from_environment, load_text, print_banner
 from training.loop import train
 from training.speeds import layers_by_speed, measured_speeds
 from utils import TINY_LLAMA, ArgumentParser, UserError, once_per_machine, one_clear_error, positive_int
@@ -87,7 +87,7 @@ def main():
     for step in train(args, plugin, model, optimizer, loader, mean_cross_entropy, num_steps):
         if is_first and step.number % loader.steps_per_epoch == 0 and step.number < num_steps:
             print(f"the data holds {loader.steps_per_epoch} steps and starts again", flush=True)
-    dist.destroy_process_group()
+    end_run()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from planning.shares import shares_by_speed
 from run_common import check_positions
 from tensor_parallel import split_over_tp
 from training.board import Board
-from training.common import add_flags, add_run_flags, gather, load_text, print_banner
+from training.common import add_flags, add_run_flags, end_run, gather, load_text, print_banner
 from training.hf_checkpoint import save_hugging_face
 from training.loop import make_llama, seconds_of_microbatch, train
 from training.speeds import measured_speeds
@@ -113,7 +113,7 @@ def main():
             print(f"epoch {epoch}: loss {total / steps:.4f}, checkpoint {path}", flush=True)
             total = 0.0
     board.close()
-    dist.destroy_process_group()
+    end_run()
 
 
 if __name__ == "__main__":

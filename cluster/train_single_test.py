@@ -26,7 +26,7 @@ from metrics import peak_memory_gb
 from model import Llama
 from process_group_manager import init_process_group
 from run_common import check_positions
-from training.common import add_flags, gather, load_text, print_banner, print_table
+from training.common import add_flags, end_run, gather, load_text, print_banner, print_table
 from training.loop import StepTimes, make_llama, one_microbatch, optimizer_steps
 from training.machine_facts import free_memory
 from utils import (
@@ -128,7 +128,7 @@ def main():
     print_table(["rank", "host", "device", "GB free", "GB used", "tokens/s", "first loss", "last loss", "batch size",
                  "ended by"], [[rank, facts["host"], *facts["row"]] for rank, facts in enumerate(everyone)])
     compare(everyone, TOLERANCE[dtype])
-    dist.destroy_process_group()
+    end_run()
 
 
 if __name__ == "__main__":

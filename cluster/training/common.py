@@ -8,7 +8,9 @@ import socket
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # noqa: F401  its functions would keep a default group that exists before, see end_run
 
+import process_group_manager as pgm
 from dataloader import TokenSamples, load_samples
 from training.machine_facts import network_name, processor_name
 from utils import ROOT, UserError, positive_int
@@ -81,6 +83,15 @@ def from_rank_0(make):
     if isinstance(outcome := gather(outcome)[0], ValueError):
         raise outcome
     return outcome
+
+
+def end_run() -> None:
+    """Leaves all process groups. gloo's threads end with the last reference to their group, when main() returns.
+
+    A thread that is still there when Python ends may be letting go of a tensor: then it aborts the process.
+    """
+    pgm.process_group_manager = None
+    dist.destroy_process_group()
 
 
 def print_table(heads: list[str], rows: list[list]) -> None:

@@ -19,6 +19,7 @@ def snapshot(optimizer, _args, _kwargs) -> None:
     """Before each optimizer step; only the first one counts."""
     if FIRST:
         return
+    FIRST["grid"] = sys.modules["process_group_manager"].process_group_manager  # a script may forget it in the end
     group = optimizer.param_groups[0]
     names = [name.removeprefix("module.") for name in group["param_names"]]
     FIRST["params"] = dict(zip(names, group["params"]))
@@ -32,7 +33,7 @@ def snapshot(optimizer, _args, _kwargs) -> None:
 def run(out: str, script: str) -> None:
     sys.path[0] = os.path.dirname(script)
     runpy.run_path(script, run_name="__main__")
-    grid = sys.modules["process_group_manager"].process_group_manager
+    grid = FIRST.pop("grid")
     if grid is None:  # a script whose ranks train by themselves
         return
     peaks = [getattr(module, "peak_live_activations", None) for module in FIRST.pop("wrappers")]
