@@ -1,5 +1,17 @@
 """Made-up machines for the planner's tests: what plan.py --measure would write of them."""
 
+TINY_SIZES = [131072, *[184576] * 8, 128, 131072]  # parameters of the tiny Llama's modules
+
+
+def measured(*layer_seconds: float, embedding: float = 0.0, head: float = 0.0) -> dict:
+    """cluster.json of machines with these seconds for a decoder layer of the tiny Llama."""
+    return {"modules": [{"parameters": size} for size in TINY_SIZES],
+            "machines": [{"forward": {"1": [embedding, *[seconds] * 8, 0.0, head]}, "backward": {"1": [0.0] * 11}}
+                         for seconds in layer_seconds]}
+
+
+MEASURED = measured(1.0, 2.5, 1.0, head=3.0)
+
 
 def made_up_cluster(speeds, layers=8, sizes=(1,), **options) -> dict:
     """cluster.json of machines of these speeds.
