@@ -23,8 +23,8 @@ FLAGS = {
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc lists the threads")
 @pytest.mark.parametrize("script", [
-    pytest.param("train_single_test", marks=pytest.mark.slow), pytest.param("three_stages_simple_pp", marks=pytest.mark.slow),
-    "train_distributed"])
+    "train_distributed", *(pytest.param(script, marks=pytest.mark.slow) for script in (
+        "train_single_test", "three_stages_simple_pp"))])
 def test_no_thread_of_gloo_outlives_the_training(tmp_path, script):
     """Each process starts anew here: in one that has imported torch.distributed.nn before, the test could not fail."""
     (tmp_path / "corpus.txt").write_text("It was the best of times, it was the worst of times. " * 40)

@@ -1,4 +1,4 @@
-"""What a host lets a run have: threads within the CPU quota of a container, memory within its limit, shared by ranks."""
+"""What a host lets a run have: threads within the CPU quota of a container, and memory, which its ranks share."""
 
 import os
 import sys
@@ -37,8 +37,9 @@ def groups(tmp_path, monkeypatch):
     ("0::/\n", {"cpu.max": "50000 100000\n"}, 2, 1),
     ("0::/a/b\n", {"cpu.max": "max 100000", "a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 1, 3),
     ("0::/host/path\n", {"cpu.max": "400000 100000"}, 1, 4),  # a container does not see the host's path
-    ("2:memory:/\n1:cpu,cpuacct:/a\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n",
-                                        "cpu/a/cpu.cfs_quota_us": "20000\n", "cpu/a/cpu.cfs_period_us": "10000\n"}, 1, 2),
+    ("2:memory:/\n1:cpu,cpuacct:/a\n",
+     {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n",
+      "cpu/a/cpu.cfs_quota_us": "20000\n", "cpu/a/cpu.cfs_period_us": "10000\n"}, 1, 2),
     ("1:cpuset:/a\n", {"cpu.max": "100000 100000"}, 1, 8),  # not in a group of this controller
 ])
 def test_threads_within_the_quota(groups, own, files, nproc, threads):
@@ -55,7 +56,7 @@ def test_memory_within_the_limit_of_the_own_group(groups):
 
 
 def test_without_linux(monkeypatch, capsys):
-    """On macOS there is no affinity and no /proc: the facts are there all the same, and a run ends with a clear error."""
+    """macOS has no affinity and no /proc: the facts are there all the same, and a run ends with a clear error."""
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(host_facts, "OWN_GROUPS", "/nowhere/cgroup")
     assert host_facts.usable_cores() == os.cpu_count() and host_facts.available_memory() > 0
@@ -64,7 +65,7 @@ def test_without_linux(monkeypatch, capsys):
 
 
 def test_the_shells_threads_go_along(tmp_path):
-    """OMP_NUM_THREADS of the shell reaches the script, --env goes before it; each host says how many threads it uses."""
+    """OMP_NUM_THREADS of the shell reaches the script unless --env sets it, and each host prints how many it is."""
     tools = make_tools(tmp_path)
     (tmp_path / "show.py").write_text("import os; print('threads', os.environ['OMP_NUM_THREADS'])")
     hosts = write_hosts(tmp_path, f"a iface=lo nproc=2 python={tools / 'python'}")

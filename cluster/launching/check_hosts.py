@@ -114,7 +114,7 @@ class Contact:
                       "let the hosts reach each other on all TCP ports: sudo ufw allow proto tcp from THEIR_NETWORK")
 
     def copy_command(self, first: "Contact") -> str:
-        """Copies the Python files that are compared from the first host to this one; other files there stay as they are."""
+        """Copies the Python files that are compared from the first host to this one, and changes no other file."""
         folders = [os.path.join(first.report["root"], name) for name in host_facts.PROJECT]
         shell = ["-e", f"ssh -p {self.host.port}"] if self.host.port else []
         return shlex.join(["rsync", "-am", "--include=*/", "--include=*.py", "--exclude=*", *shell, *folders,

@@ -106,8 +106,9 @@ def main() -> int:
         print(f"error: the interface towards {job['peer']} can't be found ({error}): give this host an iface= in the "
               "hosts file", file=sys.stderr)
         return 2
-    print(f"{job['nproc']} process{'es' * (job['nproc'] > 1)} with OMP_NUM_THREADS={variables['OMP_NUM_THREADS']} each, "
-          f"{usable_cores():g} usable cores", flush=True)
+    processes = f"{job['nproc']} process{'es' * (job['nproc'] > 1)}"
+    print(f"{processes} with OMP_NUM_THREADS={variables['OMP_NUM_THREADS']} each, {usable_cores():g} usable cores",
+          flush=True)
     prctl(SET_CHILD_SUBREAPER, 1)
     child = subprocess.Popen(command(job), stdin=subprocess.DEVNULL, env=variables,
                              preexec_fn=lambda: prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM))

@@ -136,7 +136,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--check", action="store_true", help="look at each host first; without SCRIPT only that")
     parser.add_argument("--port", type=int, default=29500, help="of the rendezvous, on the first host (29500)")
     parser.add_argument("--env", type=variable, action="append", default=[], metavar="NAME[=VALUE]",
-                        help="a variable for the hosts, more than once for more; of this environment else only OMP_NUM_THREADS goes")
+                        help="a variable for the hosts, more than once for more; nothing else of this environment "
+                             "goes, but OMP_NUM_THREADS")
     args, command = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1:]
     if not command and not args.check:
         parser.error("nothing to start: write -- and the script with its arguments at the end, or --check")
