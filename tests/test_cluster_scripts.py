@@ -7,44 +7,23 @@ import argparse
 import json
 import os
 import re
-import socket
-import sys
 
 import pytest
 import torch
-from torch.distributed.run import get_args_parser
 
-from clusters import made_up_cluster
+from clusters import MEASURED
 from huggingface import ExactRMSNorm, their_name
 from launch import ROOT, losses, modules_of, start_fork
 
 with modules_of(9):
-    import three_stages_simple_pp as three_stages
-    import train_distributed
     import train_single_test as single_test
     from model import Llama, cross_entropy, init_weights
-    from training import hf_checkpoint, loop, speeds
-    from utils import TINY_LLAMA, load_config
+    from training import hf_checkpoint
 
 CLUSTER = ROOT / "cluster"
 QWEN = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3")]  # seconds to import
 SEQ_LEN = 16
 TEXT = "It was the best of times, it was the worst of times; it was the age of wisdom. " * 12
-TINY_SIZES = [131072, *[184576] * 8, 128, 131072]  # parameters of the tiny Llama's modules
-
-
-def measured(*layer_seconds: float, embedding: float = 0.0, head: float = 0.0) -> dict:
-    """cluster.json of machines with these seconds for a decoder layer of the tiny Llama."""
-    found = made_up_cluster([1] * len(layer_seconds))
-    for module, size in zip(found["modules"], TINY_SIZES):
-        module["parameters"] = size
-    for machine, seconds in zip(found["machines"], layer_seconds):
-        machine.update(forward={"1": [embedding, *[seconds] * 8, 0.0, head]}, backward={"1": [0.0] * 11})
-    found["model"].update(hidden_size=128, intermediate_size=352)
-    return {**found, "dtype": "float64", "hosts": [socket.gethostname()] * len(layer_seconds)}
-
-
-MEASURED = measured(1.0, 2.5, 1.0, head=3.0)
 SHARES = [9, 4, 8]  # of 21 micro-batches: a whole model takes 11, 23 and 11 seconds
 
 
@@ -216,143 +195,3 @@ def test_a_checkpoint_is_whole_or_not_there(tiny, tmp_path, monkeypatch):
         (tmp_path / "run" / leftover / "model.safetensors").write_text("cut")
     hf_checkpoint.save_hugging_face(tiny, "a/hub-id", str(where))
     assert os.listdir(tmp_path / "run") == ["epoch_1"]
-
-
-@pytest.fixture
-def three_ranks(monkeypatch):
-    monkeypatch.setattr(speeds, "from_rank_0", lambda make: make())
-    monkeypatch.setattr(speeds, "gather", lambda value: [value] * 3)
-
-
-def speeds_in(path, content, **flags) -> list | None:
-    if content is not None:
-        path.write_text(json.dumps(content) if isinstance(content, dict) else content)
-    args = argparse.Namespace(**{"cluster_json": str(path), "equal_shares": False, **flags})
-    return speeds.measured_speeds(args, 1, torch.float64, load_config(TINY_LLAMA, num_attention_heads=None))
-
-
-@pytest.mark.parametrize("content, expected", [
-    (None, "No such file"), ("{", "can't be read as JSON"), ("[]", "'model_name' is missing"),
-    ({**MEASURED, "machines": [{}, {}, {}]}, "machine 0: 'free_memory' is missing"),
-    ({**MEASURED, "modules": []}, "no row of numbered layers"),
-    (measured(1.0, 1.0), r"was measured with hosts \['(\S+)', '\1'\], but this run has \['\1', '\1', '\1'\]"),
-    ({**MEASURED, "hosts": ["a", "b", "c"]}, r"was measured with hosts \['a', 'b', 'c'\], but this run has"),
-    ({**MEASURED, "dtype": "float32"}, "was measured with dtype float32, but this run has float64"),
-    ({**MEASURED, "model": {**MEASURED["model"], "hidden_size": 256}}, "with hidden_size 256, but this run has 128"),
-])
-def test_bad_cluster_json(tmp_path, three_ranks, content, expected):
-    path = tmp_path / "cluster.json"
-    with pytest.raises(ValueError, match=f"cluster.json.*{expected}.*plan.py --measure, or use --equal_shares"):
-        speeds_in(path, content)
-    assert speeds_in(path, content, equal_shares=True) is None
-
-
-def test_one_process_takes_no_notice_of_cluster_json(tmp_path, three_ranks, monkeypatch):
-    monkeypatch.setattr(speeds, "gather", lambda value: [value])
-    assert speeds_in(tmp_path / "cluster.json", "{") is None
-
-
-def test_ends_of_a_model_weigh_as_much_as_measured(tmp_path, three_ranks):
-    """Layers of the toy Qwen: the head's seconds count at the last stage, the embedding's at the first."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    def layers(num_layers, **seconds) -> list[int]:
-        with torch.device("meta"):
-            model = Qwen3ForCausalLM(Qwen3Config(**{**three_stages.TOY, "num_hidden_layers": num_layers}))
-        found = speeds_in(tmp_path / "cluster.json", measured(1.0, 1.0, 1.0, **seconds))
-        return speeds.layers_by_speed(model, found, 3)
-
-    assert layers(9) == [3, 3, 3]
-    assert layers(10, head=2.0) == [4, 4, 2] and layers(10, embedding=2.0) == [2, 4, 4]
-    assert layers(9, embedding=3.0, head=3.0) == [2, 5, 2]
-    with pytest.raises(ValueError, match="3 stages for a model of 2 decoder layers.* at most 2 processes"):
-        layers(2)
-
-
-def test_without_speeds_the_head_counts_by_its_parameters():
-    """A vocabulary of 60 layers' parameters: the last stage gets one layer, as many as a stage has at least."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    with torch.device("meta"):
-        toy = Qwen3ForCausalLM(Qwen3Config(**three_stages.TOY))
-        large = Qwen3ForCausalLM(Qwen3Config(**{**three_stages.TOY, "vocab_size": 90_000}))
-    assert speeds.layers_by_speed(toy, None, 3) == [2, 2, 2]
-    assert speeds.layers_by_speed(toy, None, 1) == [6]
-    assert speeds.layers_by_speed(large, None, 3) == [3, 2, 1]
-
-
-@pytest.fixture
-def parse(monkeypatch):
-    for name in ("BATCH_SIZE", "MICROBATCH_NUM", "PROFILE_BATCH"):
-        monkeypatch.delenv(name, raising=False)
-
-    def parse(*flags, module=three_stages, **env):
-        for name, value in env.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(sys, "argv", ["script.py", *map(str, flags)])
-        return module.parse_args()
-
-    return parse
-
-
-def test_flags_then_environment_then_defaults(parse):
-    def found(args):
-        return args.batch_size, args.microbatch_num, args.profile_batch, args.train_steps
-
-    assert found(parse()) == (16, 4, 0, None)
-    assert found(parse("--profile_batch", -1)) == (16, 4, -1, None)
-    assert found(parse(BATCH_SIZE="6", MICROBATCH_NUM="3", PROFILE_BATCH="2")) == (6, 3, 2, None)
-    assert found(parse("--batch_size", 9, "--profile_batch", 0, "--train_steps", 5)) == (9, 3, 0, 5)
-    assert found(parse(BATCH_SIZE="", MICROBATCH_NUM=" ", PROFILE_BATCH="0")) == (16, 4, 0, None)
-    for module in (three_stages, train_distributed, single_test):
-        assert [parse(flag, name, module=module).dtype for flag, name in (
-            ("--dtype", "auto"), ("--precision", "fp64"), ("--dtype", "float64"), ("--dtype", "bf16"))] == [
-            "auto", "float64", "float64", "bfloat16"]
-
-
-@pytest.mark.parametrize("flags, env, expected", [
-    (["--batch_size", 10], {}, "--batch_size 10 is not a multiple of --microbatch_num 4"),
-    ([], {"MICROBATCH_NUM": "5"}, "--batch_size 16 is not a multiple of --microbatch_num 5"),
-    ([], {"BATCH_SIZE": "abc"}, "BATCH_SIZE='abc' is no number that --batch_size takes"),
-    ([], {"MICROBATCH_NUM": "0"}, "MICROBATCH_NUM='0' is no number that --microbatch_num takes"),
-    ([], {"PROFILE_BATCH": "all"}, "PROFILE_BATCH='all' is no number that --profile_batch takes"),
-    (["--train_steps", 0], {}, "--train_steps: must be at least 1, got 0"),
-    (["--dtype", "fp16"], {}, "--dtype/--precision: invalid choice: 'fp16'"),
-])
-def test_three_stages_errors(parse, flags, env, expected):
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        parse(*flags, **env)
-
-
-@pytest.mark.parametrize("batch", [-2, 20])
-def test_a_timeline_of_no_step(batch):
-    steps = loop.train(argparse.Namespace(profile_batch=batch), None, None, None, None, None, num_steps=20)
-    with pytest.raises(ValueError, match=f"--profile_batch {batch} is not among the steps 0 to 19.* -1 for none"):
-        next(steps)
-
-
-def test_numbers_of_micro_batches(parse, monkeypatch):
-    monkeypatch.setattr(train_distributed.dist, "get_world_size", lambda: 3)
-    for counts in ("4,0,1", "a,b,c", "4,,1"):
-        with pytest.raises(ValueError, match="--num_microbatches: "):
-            parse("--num_microbatches", counts, module=train_distributed)
-    for counts in ("4,2", "4,2,1,1"):
-        args = parse("--num_microbatches", counts, module=train_distributed)
-        with pytest.raises(ValueError, match=r"--num_microbatches \[4, 2.*\]: write 3 numbers"):
-            train_distributed.choose_shares(args, *[None] * 3)
-    args = parse("--num_microbatches", "4,2,1", module=train_distributed)
-    assert train_distributed.choose_shares(args, *[None] * 3) == [4, 2, 1]
-    args = parse("--equal_shares", module=train_distributed)
-    assert train_distributed.choose_shares(args, *[None] * 3) == [8, 8, 8]
-
-
-def test_no_flag_is_an_ambiguous_prefix_of_torchruns():
-    """torchrun's parser looks at all words, the script's too, and ends with an error where it could mean several."""
-    sources = [path.read_text() for folder in (".", "training", "planning") for path in (CLUSTER / folder).glob("*.py")]
-    flags = set(re.findall(r'"(--[a-z_]+)"', "".join(sources)))
-    assert {"--measure", "--train_steps", "--equal_shares", "--epochs", "--memory_gb"} <= flags
-    for flag in flags:
-        args = get_args_parser().parse_args(["script.py", flag, "value"])
-        assert args.training_script_args == [flag, "value"]
-    with pytest.raises(SystemExit):  # what the older name of --equal_shares did
-        get_args_parser().parse_args(["script.py", "--even"])

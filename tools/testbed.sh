@@ -4,7 +4,8 @@
 #   tools/testbed.sh up                      three hosts on a switch of their own; a bed that is up stays as it is
 #   tools/testbed.sh exec node1 COMMAND...   runs COMMAND on node1, from this directory and with this environment
 #   tools/testbed.sh rate node1 10mbit       node1's cable, in each direction; `all` for all hosts, `off` for no limit
-#   tools/testbed.sh slow node1 50           node1 computes with 50 % of one core; `all`, `off` as above
+#   tools/testbed.sh slow node1 50           node1 computes with 50 % of one core, in sum over all cores (it is not
+#                                            pinned to one: taskset does that); `all`, `off` as above
 #   tools/testbed.sh cut node1               pulls the cable of node1; `join node1` plugs it in again
 #   tools/testbed.sh show                    name=, network= and ssh_config= of this bed
 #   tools/testbed.sh down                    ends what runs in the hosts and leaves nothing behind

@@ -114,10 +114,11 @@ class Contact:
                       "let the hosts reach each other on all TCP ports: sudo ufw allow proto tcp from THEIR_NETWORK")
 
     def copy_command(self, first: "Contact") -> str:
-        """Copies the project's folders from the first host to this one; it removes nothing there."""
+        """Copies the Python files that are compared from the first host to this one, and changes no other file."""
         folders = [os.path.join(first.report["root"], name) for name in host_facts.PROJECT]
         shell = ["-e", f"ssh -p {self.host.port}"] if self.host.port else []
-        return shlex.join(["rsync", "-a", *shell, *folders, f"{self.host.to}:{self.report['root']}/"])
+        return shlex.join(["rsync", "-am", "--include=*/", "--include=*.py", "--exclude=*", *shell, *folders,
+                           f"{self.host.to}:{self.report['root']}/"])
 
     def end(self) -> None:
         self.process.kill()

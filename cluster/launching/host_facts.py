@@ -19,6 +19,7 @@ import struct
 import sys
 import time
 
+OWN_GROUPS, CGROUPS = "/proc/self/cgroup", "/sys/fs/cgroup"
 SIOCGIFADDR = 0x8915  # of netdevice(7): the IPv4 address of an interface
 PROJECT = ("step9_heterogeneous_pp", "cluster")  # what has to be the same on all hosts
 MARK = "host_facts:"  # precedes an answer, because a login shell may print lines of its own
@@ -86,17 +87,49 @@ def processor() -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
+def control_groups(controller: str) -> list[str]:
+    """The directories of the control groups that limit this process, of cgroup 1 or 2: its own and those above it.
+
+    In a container the topmost one is the container's, and the path of its own may not be there.
+    """
+    found = []
+    with contextlib.suppress(OSError):  # as on systems other than Linux
+        with open(OWN_GROUPS) as file:
+            for line in file:
+                _, controllers, path = line.rstrip("\n").split(":", 2)
+                if controllers in ("", controller) or controller in controllers.split(","):
+                    top = os.path.join(CGROUPS, controller if controllers else "")
+                    parts = path.strip("/").split("/")
+                    found += [os.path.join(top, *parts[:depth]) for depth in range(len(parts), -1, -1)]
+    return found
+
+
+def usable_cores() -> float:
+    """Processor cores that this process may use: by its affinity, and by the CPU quota of a container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group in control_groups("cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit: "max 100000"
+                text = ""
+                for name in names:
+                    with open(os.path.join(group, name)) as file:
+                        text += file.read()
+                quota, period = map(int, text.split())
+                cores = min(cores, quota / period) if quota > 0 else cores
+    return cores
+
+
 def available_memory() -> int:
-    """Bytes that new processes can have without swapping, within the limit of a container (cgroup 2 or 1)."""
+    """Bytes that new processes can have without swapping, within the limits of a container."""
     if field := read_fields("/proc/meminfo").get("MemAvailable"):
         available = int(field.split()[0]) * 1024
     else:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit, used in (("memory.max", "memory.current"),
-                        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        with contextlib.suppress(OSError, ValueError):  # there is no such controller, or no limit
-            with open(f"/sys/fs/cgroup/{limit}") as most, open(f"/sys/fs/cgroup/{used}") as now:
-                available = min(available, int(most.read()) - int(now.read()))
+    for group in control_groups("memory"):
+        for limit, used in ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit
+                with open(os.path.join(group, limit)) as most, open(os.path.join(group, used)) as now:
+                    available = min(available, int(most.read()) - int(now.read()))
     return max(available, 0)
 
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-from host_facts import run_interface
+from host_facts import run_interface, usable_cores
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # this host's copy of the project
 SILENCE = 15  # seconds; the launcher sends two heartbeats a second
@@ -41,7 +41,7 @@ def environment(job: dict) -> dict[str, str]:
     Raises OSError where no interface is given and the one towards the peer can't be found.
     """
     variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // job["nproc"])))
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, int(usable_cores() / job["nproc"]))))
     if interface := job["interface"] or run_interface(None, job["peer"])[0]:
         variables["GLOO_SOCKET_IFNAME"] = variables["NCCL_SOCKET_IFNAME"] = interface
     return {**variables, **job["environment"]}
@@ -94,6 +94,10 @@ def watch(child: subprocess.Popen) -> int:
 
 
 def main() -> int:
+    if sys.platform != "linux":
+        print(f"error: this host runs {sys.platform}, but only on Linux can all processes be ended with the run: type "
+              "its torchrun line by hand (Windows: use WSL)", file=sys.stderr)
+        return 2
     os.chdir(ROOT)
     job = json.loads(sys.stdin.readline())
     try:
@@ -102,6 +106,9 @@ def main() -> int:
         print(f"error: the interface towards {job['peer']} can't be found ({error}): give this host an iface= in the "
               "hosts file", file=sys.stderr)
         return 2
+    processes = f"{job['nproc']} process{'es' * (job['nproc'] > 1)}"
+    print(f"{processes} with OMP_NUM_THREADS={variables['OMP_NUM_THREADS']} each, {usable_cores():g} usable cores",
+          flush=True)
     prctl(SET_CHILD_SUBREAPER, 1)
     child = subprocess.Popen(command(job), stdin=subprocess.DEVNULL, env=variables,
                              preexec_fn=lambda: prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM))

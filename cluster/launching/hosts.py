@@ -39,6 +39,10 @@ SSH_FAILURES = (  # what ssh says, what it means, what to do
 )
 
 
+class UserError(ValueError):
+    """A mistake in what the user wrote: the launcher prints the message only. Other errors keep their traceback."""
+
+
 @dataclasses.dataclass
 class Host:
     """One line of hosts.txt."""
@@ -82,52 +86,62 @@ def ssh_options() -> list[str]:
 
 
 def find_address(host: Host) -> str:
-    """The host name that ssh connects to, which ~/.ssh/config may set. Raises ValueError for what ssh refuses."""
-    done = subprocess.run(["ssh", *ssh_options(), "-G", "--", host.to], stdin=subprocess.DEVNULL, capture_output=True,
-                          text=True)
+    """The host name that ssh connects to, which ~/.ssh/config may set. Raises UserError for what ssh refuses."""
+    try:
+        done = subprocess.run(["ssh", *ssh_options(), "-G", "--", host.to], stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True)
+    except OSError as error:
+        raise UserError(f"ssh can't be started on this machine ({error}): install an ssh client") from None
     if done.returncode:
-        raise ValueError(f"ssh does not take {host.to}: {done.stderr.strip()}")
+        raise UserError(f"ssh does not take {host.to}: {done.stderr.strip()}")
     return next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname "))
 
 
 def read_host(line: str) -> Host | None:
-    """The host of one line, None for an empty line. Raises ValueError."""
-    words = shlex.split(line, comments=True)
+    """The host of one line, None for an empty line. Raises UserError."""
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError as error:  # a quotation mark without another
+        raise UserError(str(error)) from None
     if not words:
         return None
     if not re.fullmatch(rf"({NAME}@)?{NAME}", words[0]):
-        raise ValueError(f"{words[0]!r} is no [user@]host: letters, digits, dots, dashes (an IPv6 host: address=)")
+        raise UserError(f"{words[0]!r} is no [user@]host: letters, digits, dots, dashes (an IPv6 host: address=)")
     host, seen = Host(words[0]), set()
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if key not in VALUES or not equals or key in seen:
-            raise ValueError(f"{word!r} is none of {', '.join(f'{name}=' for name in VALUES)}, each at most once")
+            raise UserError(f"{word!r} is none of {', '.join(f'{name}=' for name in VALUES)}, each at most once")
         if not re.fullmatch(VALUES[key], value) or key == "port" and not 0 < int(value) < 65536:
-            raise ValueError(f"{value!r} can't be the value of {key}=")
+            raise UserError(f"{value!r} can't be the value of {key}=")
         setattr(host, key, value)
         seen.add(key)
     return host
 
 
 def read_hosts(path: str) -> list[Host]:
-    """All hosts, with rank and address. Raises ValueError that names the line where one makes no sense."""
+    """All hosts, with rank and address. Raises UserError, which names the line where one makes no sense."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.readlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read ({error}): name a text file with one host a line") from None
     hosts = []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                if host := read_host(line):
-                    hosts.append(host)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            if host := read_host(line):
+                hosts.append(host)
+        except UserError as error:
+            raise UserError(f"{path}, line {number}: {error}") from None
     if not hosts:
-        raise ValueError(f"{path} names no host: write one a line, [user@]host, in the order of the ranks")
+        raise UserError(f"{path} names no host: write one a line, [user@]host, in the order of the ranks")
     labels = [host.label for host in hosts]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
-        raise ValueError(f"{path} names {', '.join(twice)} more than once: for more processes there write nproc=2")
+        raise UserError(f"{path} names {', '.join(twice)} more than once: for more processes there write nproc=2")
     for rank, host in enumerate(hosts):
         host.rank, host.address = rank, host.address or find_address(host)
     if len(hosts) > 1 and re.fullmatch(r"localhost|127\..*", hosts[0].address):
-        raise ValueError(f"the other hosts can't reach the first one as {hosts[0].address}: give it an address=")
+        raise UserError(f"the other hosts can't reach the first one as {hosts[0].address}: give it an address=")
     return hosts
 
 

@@ -20,7 +20,7 @@ import threading
 import time
 
 import hosts as hosts_file
-from hosts import Host, peer, read_hosts
+from hosts import Host, UserError, peer, read_hosts
 
 HEARTBEAT = 0.5  # seconds at most between two of them
 GRACE = 3  # seconds from the first failure until the others are stopped: whose fault was it?
@@ -136,7 +136,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--check", action="store_true", help="look at each host first; without SCRIPT only that")
     parser.add_argument("--port", type=int, default=29500, help="of the rendezvous, on the first host (29500)")
     parser.add_argument("--env", type=variable, action="append", default=[], metavar="NAME[=VALUE]",
-                        help="a variable for the hosts, more than once for more; nothing else of this environment goes")
+                        help="a variable for the hosts, more than once for more; nothing else of this environment "
+                             "goes, but OMP_NUM_THREADS")
     args, command = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1:]
     if not command and not args.check:
         parser.error("nothing to start: write -- and the script with its arguments at the end, or --check")
@@ -154,10 +155,11 @@ def main() -> int:
 
             if not check(hosts, args.port):
                 return 1
-    except (ValueError, OSError) as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    shared = {"nnodes": len(hosts), "master_port": args.port, "environment": dict(args.env),
+    threads = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
+    shared = {"nnodes": len(hosts), "master_port": args.port, "environment": {**threads, **dict(args.env)},
               "command": command, "master_address": hosts[0].address if len(hosts) > 1 else "127.0.0.1"}
     jobs = [{**shared, "node_rank": host.rank, "nproc": int(host.nproc), "interface": host.iface,
              "peer": peer(hosts, host)} for host in hosts]

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import sys
 import time
 
 import torch
@@ -39,8 +40,9 @@ class Board:
     def values_of_this_rank(self, step: Step) -> dict[str, float]:
         """Seconds, gigabytes, and percent: 100 percent of the CPU is one core. What is unknown is left out."""
         busy_before, self.busy = self.busy, time.process_time()
-        peak_kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux
-        values = {"step_seconds": step.seconds, "cpu_memory_gb": peak_kilobytes * 1024 / 1e9,
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        values = {"step_seconds": step.seconds, "cpu_memory_gb": peak / 1e9,
                   "cpu_percent": 100 * (self.busy - busy_before) / step.seconds}
         if step.compute_seconds is not None:
             values["compute_seconds"] = step.compute_seconds

@@ -1,6 +1,9 @@
 """A rank's view of its machine: launching/host_facts.py has the facts, here the GPU and the other ranks are added."""
 
+import functools
 import os
+import socket
+import uuid
 
 import torch
 import torch.distributed as dist
@@ -25,7 +28,18 @@ def network_name() -> str:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process may take: what is free, shared with the other ranks of this machine."""
+    """Bytes that this process may take: what is free, shared with the other ranks of this machine.
+
+    Collective at the first call.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return available_memory() // ranks_of_this_machine()
+
+
+@functools.cache
+def ranks_of_this_machine() -> int:
+    """Not every launcher says how many these are, so the ranks tell each other where they are. Collective."""
+    machines, here = [None] * dist.get_world_size(), (socket.gethostname(), uuid.getnode())
+    dist.all_gather_object(machines, here)
+    return machines.count(here)

@@ -5,7 +5,6 @@ flag has a process title without it, so a script calls drop_password() before al
 """
 
 import os
-import re
 import sys
 
 WARNING = ("warning: --sudo_pass is ignored, nothing here needs it; never write a password on a command line. "
@@ -16,7 +15,7 @@ def drop_password() -> None:
     """Starts this process anew, under the same id, without the flag; returns where it is not there."""
     kept, is_value = [], False
     for argument in sys.argv[1:]:
-        is_flag = not is_value and re.match("-+su", argument)  # misspelt ones too, whose value an error would print
+        is_flag = not is_value and argument.partition("=")[0] == "--sudo_pass"
         if not is_flag and not is_value:
             kept.append(argument)
         is_value = is_flag and "=" not in argument

@@ -1,5 +1,9 @@
 """Made-up machines for the planner's tests: what plan.py --measure would write of them."""
 
+import socket
+
+TINY_SIZES = [131072, *[184576] * 8, 128, 131072]  # parameters of the tiny Llama's modules
+
 
 def made_up_cluster(speeds, layers=8, sizes=(1,), **options) -> dict:
     """cluster.json of machines of these speeds.
@@ -38,3 +42,17 @@ def made_up_cluster(speeds, layers=8, sizes=(1,), **options) -> dict:
              "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024, "tie_word_embeddings": it["tied"]}
     return {"model_name": "toy", "model": model, "seq_len": 16, "dtype": "float32", "flags": {},
             "hosts": [f"host{rank}" for rank in range(n)], "modules": modules, "machines": machines, "links": links}
+
+
+def measured(*layer_seconds: float, embedding: float = 0.0, head: float = 0.0) -> dict:
+    """cluster.json of machines with these seconds for a decoder layer of the tiny Llama."""
+    found = made_up_cluster([1] * len(layer_seconds))
+    for module, size in zip(found["modules"], TINY_SIZES):
+        module["parameters"] = size
+    for machine, seconds in zip(found["machines"], layer_seconds):
+        machine.update(forward={"1": [embedding, *[seconds] * 8, 0.0, head]}, backward={"1": [0.0] * 11})
+    found["model"].update(hidden_size=128, intermediate_size=352)
+    return {**found, "dtype": "float64", "hosts": [socket.gethostname()] * len(layer_seconds)}
+
+
+MEASURED = measured(1.0, 2.5, 1.0, head=3.0)

@@ -59,13 +59,14 @@ def write_hosts(folder: pathlib.Path, *lines: str) -> pathlib.Path:
 class Launch:
     """A launcher that runs, in a process group of its own like a command typed at a terminal.
 
-    `tools`: the folder of the stand-in for ssh; None for the true one, with `options`.
+    `tools`: the folder of the stand-in for ssh; None for the true one, with `options`. `threads`: OMP_NUM_THREADS.
     """
 
-    def __init__(self, hosts: pathlib.Path, *words, tools: pathlib.Path | None = None, options: str = "", **variables):
+    def __init__(self, hosts: pathlib.Path, *words, tools: pathlib.Path | None = None, options: str = "",
+                 threads: str = "1", **variables):
         if tools:
             variables["PATH"] = f"{tools}:{os.environ['PATH']}"
-        env = environment(SSH_OPTIONS=options, PYTHON=sys.executable, **variables)
+        env = environment(SSH_OPTIONS=options, PYTHON=sys.executable, **variables) | {"OMP_NUM_THREADS": threads}
         self.process = subprocess.Popen([ROOT / "cluster" / "launch_cluster.sh", hosts, *words], env=env, text=True,
                                         start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                         stderr=subprocess.STDOUT)

@@ -1,0 +1,90 @@
+"""What a host lets a run have: threads within the CPU quota of a container, and memory, which its ranks share."""
+
+import os
+import sys
+
+import host_facts
+import host_run
+import pytest
+import torch
+from launcher import Launch, make_tools, write_hosts
+
+from training import machine_facts
+
+JOB = {"nproc": 1, "interface": "lo", "peer": None, "environment": {}}
+
+
+@pytest.fixture
+def groups(tmp_path, monkeypatch):
+    """groups(own, {file: text}) makes these files of control groups; `own` is what /proc/self/cgroup says."""
+    def make(own: str, files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        (tmp_path / "own").write_text(own)
+        monkeypatch.setattr(host_facts, "CGROUPS", str(tmp_path))
+        monkeypatch.setattr(host_facts, "OWN_GROUPS", str(tmp_path / "own"))
+
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    return make
+
+
+@pytest.mark.parametrize("own, files, nproc, threads", [
+    ("0::/\n", {"cpu.max": "max 100000\n"}, 1, 8),
+    ("0::/\n", {"cpu.max": "max 100000\n"}, 3, 2),
+    ("0::/\n", {"cpu.max": "250000 100000\n"}, 1, 2),  # docker --cpus 2.5
+    ("0::/\n", {"cpu.max": "50000 100000\n"}, 2, 1),
+    ("0::/a/b\n", {"cpu.max": "max 100000", "a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 1, 3),
+    ("0::/host/path\n", {"cpu.max": "400000 100000"}, 1, 4),  # a container does not see the host's path
+    ("2:memory:/\n1:cpu,cpuacct:/a\n",
+     {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n",
+      "cpu/a/cpu.cfs_quota_us": "20000\n", "cpu/a/cpu.cfs_period_us": "10000\n"}, 1, 2),
+    ("1:cpuset:/a\n", {"cpu.max": "100000 100000"}, 1, 8),  # not in a group of this controller
+])
+def test_threads_within_the_quota(groups, own, files, nproc, threads):
+    groups(own, files)
+    assert host_run.environment({**JOB, "nproc": nproc})["OMP_NUM_THREADS"] == str(threads)
+    assert host_run.environment({**JOB, "environment": {"OMP_NUM_THREADS": "7"}})["OMP_NUM_THREADS"] == "7"
+
+
+def test_memory_within_the_limit_of_the_own_group(groups):
+    groups("3:memory:/a\n0::/\n", {"memory/memory.limit_in_bytes": "9223372036854771712", "memory/a/x": "",
+                                   "memory/memory.usage_in_bytes": "10", "memory/a/memory.limit_in_bytes": "5000",
+                                   "memory/a/memory.usage_in_bytes": "2000"})
+    assert host_facts.available_memory() == 3000
+
+
+def test_without_linux(monkeypatch, capsys):
+    """macOS has no affinity and no /proc: the facts are there all the same, and a run ends with a clear error."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(host_facts, "OWN_GROUPS", "/nowhere/cgroup")
+    assert host_facts.usable_cores() == os.cpu_count() and host_facts.available_memory() > 0
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert host_run.main() == 2 and "this host runs darwin, but" in capsys.readouterr().err
+
+
+def test_the_shells_threads_go_along(tmp_path):
+    """OMP_NUM_THREADS of the shell reaches the script unless --env sets it, and each host prints how many it is."""
+    tools = make_tools(tmp_path)
+    (tmp_path / "show.py").write_text("import os; print('threads', os.environ['OMP_NUM_THREADS'])")
+    hosts = write_hosts(tmp_path, f"a iface=lo nproc=2 python={tools / 'python'}")
+    for words, expected in ([], "5"), (["--env", "OMP_NUM_THREADS=6"], "6"):
+        code, text = Launch(hosts, *words, "--", tmp_path / "show.py", tools=tools, threads="5").end()
+        assert code == 0 and f"a | threads {expected}\n" in text, text
+        assert f"a | 2 processes with OMP_NUM_THREADS={expected} each, " in text, text
+
+
+@pytest.mark.parametrize("places, ranks", [(["a", "a", "b"], 2), (["b", "a", "b"], 1), (["a"], 1)])
+def test_ranks_of_a_machine_share_its_memory(monkeypatch, places, ranks):
+    """Whatever launcher started them: LOCAL_WORLD_SIZE is torchrun's alone."""
+    def all_gather_object(everyone, here):
+        everyone[:] = [here if place == "a" else place for place in places]
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(machine_facts.dist, "get_world_size", lambda: len(places))
+    monkeypatch.setattr(machine_facts.dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(machine_facts, "available_memory", lambda: 1200)
+    machine_facts.ranks_of_this_machine.cache_clear()
+    assert machine_facts.free_memory(torch.device("cpu")) == 1200 // ranks
+    machine_facts.ranks_of_this_machine.cache_clear()

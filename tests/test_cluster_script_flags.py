@@ -1,0 +1,176 @@
+"""What the scripts for a few unlike machines take and refuse: flags, variables, cluster.json; layers by speed."""
+
+import argparse
+import json
+import re
+import sys
+
+import pytest
+import torch
+from clusters import MEASURED, measured
+from launch import ROOT, STEPS, modules_of
+from torch.distributed.run import get_args_parser
+
+with modules_of(9):
+    import three_stages_simple_pp as three_stages
+    import train_distributed
+    import train_single_test as single_test
+    from training import loop, speeds
+    from utils import TINY_LLAMA, load_config
+
+
+@pytest.fixture
+def three_ranks(monkeypatch):
+    monkeypatch.setattr(speeds, "from_rank_0", lambda make: make())
+    monkeypatch.setattr(speeds, "gather", lambda value: [value] * 3)
+
+
+def speeds_in(path, content, **flags) -> list | None:
+    if content is not None:
+        path.write_text(json.dumps(content) if isinstance(content, dict) else content)
+    args = argparse.Namespace(**{"cluster_json": str(path), "equal_shares": False, **flags})
+    return speeds.measured_speeds(args, 1, torch.float64, load_config(TINY_LLAMA, num_attention_heads=None))
+
+
+@pytest.mark.parametrize("content, expected", [
+    (None, "No such file"), ("{", "can't be read as JSON"), ("[]", "'model_name' is missing"),
+    ({**MEASURED, "machines": [{}, {}, {}]}, "machine 0: 'free_memory' is missing"),
+    ({**MEASURED, "modules": []}, "no row of numbered layers"),
+    (measured(1.0, 1.0), r"was measured with hosts \['(\S+)', '\1'\], but this run has \['\1', '\1', '\1'\]"),
+    ({**MEASURED, "hosts": ["a", "b", "c"]}, r"was measured with hosts \['a', 'b', 'c'\], but this run has"),
+    ({**MEASURED, "dtype": "float32"}, "was measured with dtype float32, but this run has float64"),
+    ({**MEASURED, "model": {**MEASURED["model"], "hidden_size": 256}}, "with hidden_size 256, but this run has 128"),
+])
+def test_bad_cluster_json(tmp_path, three_ranks, content, expected):
+    path = tmp_path / "cluster.json"
+    with pytest.raises(ValueError, match=f"cluster.json.*{expected}.*plan.py --measure, or use --equal_shares"):
+        speeds_in(path, content)
+    assert speeds_in(path, content, equal_shares=True) is None
+
+
+def test_one_process_takes_no_notice_of_cluster_json(tmp_path, three_ranks, monkeypatch):
+    monkeypatch.setattr(speeds, "gather", lambda value: [value])
+    assert speeds_in(tmp_path / "cluster.json", "{") is None
+
+
+def test_ends_of_a_model_weigh_as_much_as_measured(tmp_path, three_ranks):
+    """Layers of the toy Qwen: the head's seconds count at the last stage, the embedding's at the first."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    def layers(num_layers, **seconds) -> list[int]:
+        with torch.device("meta"):
+            model = Qwen3ForCausalLM(Qwen3Config(**{**three_stages.TOY, "num_hidden_layers": num_layers}))
+        found = speeds_in(tmp_path / "cluster.json", measured(1.0, 1.0, 1.0, **seconds))
+        return speeds.layers_by_speed(model, found, 3)
+
+    assert layers(9) == [3, 3, 3]
+    assert layers(10, head=2.0) == [4, 4, 2] and layers(10, embedding=2.0) == [2, 4, 4]
+    assert layers(9, embedding=3.0, head=3.0) == [2, 5, 2]
+    with pytest.raises(ValueError, match="3 stages for a model of 2 decoder layers.* at most 2 processes"):
+        layers(2)
+
+
+def test_without_speeds_the_head_counts_by_its_parameters():
+    """A vocabulary of 60 layers' parameters: the last stage gets one layer, as many as a stage has at least."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    with torch.device("meta"):
+        toy = Qwen3ForCausalLM(Qwen3Config(**three_stages.TOY))
+        large = Qwen3ForCausalLM(Qwen3Config(**{**three_stages.TOY, "vocab_size": 90_000}))
+    assert speeds.layers_by_speed(toy, None, 3) == [2, 2, 2]
+    assert speeds.layers_by_speed(toy, None, 1) == [6]
+    assert speeds.layers_by_speed(large, None, 3) == [3, 2, 1]
+    with torch.device("meta"):
+        qwen = Qwen3ForCausalLM(Qwen3Config(  # Qwen3-0.6B: its head is worth ten layers
+            vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+            num_key_value_heads=8, head_dim=128, tie_word_embeddings=True))
+    assert [speeds.layers_by_speed(qwen, None, stages) for stages in (1, 2, 3)] == [[28], [19, 9], [13, 12, 3]]
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    for name in ("BATCH_SIZE", "MICROBATCH_NUM", "PROFILE_BATCH"):
+        monkeypatch.delenv(name, raising=False)
+
+    def parse(*flags, module=three_stages, **env):
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["script.py", *map(str, flags)])
+        return module.parse_args()
+
+    return parse
+
+
+def test_flags_then_environment_then_defaults(parse):
+    def found(args):
+        return args.batch_size, args.microbatch_num, args.profile_batch, args.train_steps
+
+    assert found(parse()) == (16, 4, 0, None)
+    assert found(parse("--profile_batch", -1)) == (16, 4, -1, None)
+    assert found(parse(BATCH_SIZE="6", MICROBATCH_NUM="3", PROFILE_BATCH="2")) == (6, 3, 2, None)
+    assert found(parse("--batch_size", 9, "--profile_batch", 0, "--train_steps", 5)) == (9, 3, 0, 5)
+    assert found(parse(BATCH_SIZE="", MICROBATCH_NUM=" ", PROFILE_BATCH="0")) == (16, 4, 0, None)
+    for module in (three_stages, train_distributed, single_test):
+        assert [parse(flag, name, module=module).dtype for flag, name in (
+            ("--dtype", "auto"), ("--precision", "fp64"), ("--dtype", "float64"), ("--dtype", "bf16"))] == [
+            "auto", "float64", "float64", "bfloat16"]
+
+
+@pytest.mark.parametrize("flags, env, expected", [
+    (["--batch_size", 10], {}, "--batch_size 10 is not a multiple of --microbatch_num 4"),
+    ([], {"MICROBATCH_NUM": "5"}, "--batch_size 16 is not a multiple of --microbatch_num 5"),
+    ([], {"BATCH_SIZE": "abc"}, "BATCH_SIZE='abc' is no number that --batch_size takes"),
+    ([], {"MICROBATCH_NUM": "0"}, "MICROBATCH_NUM='0' is no number that --microbatch_num takes"),
+    ([], {"PROFILE_BATCH": "all"}, "PROFILE_BATCH='all' is no number that --profile_batch takes"),
+    (["--train_steps", 0], {}, "--train_steps: must be at least 1, got 0"),
+    (["--dtype", "fp16"], {}, "--dtype/--precision: invalid choice: 'fp16'"),
+])
+def test_three_stages_errors(parse, flags, env, expected):
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        parse(*flags, **env)
+
+
+@pytest.mark.parametrize("batch", [-2, 20])
+def test_a_timeline_of_no_step(batch):
+    steps = loop.train(argparse.Namespace(profile_batch=batch), None, None, None, None, None, num_steps=20)
+    with pytest.raises(ValueError, match=f"--profile_batch {batch} is not among the steps 0 to 19.* -1 for none"):
+        next(steps)
+
+
+def test_numbers_of_micro_batches(parse, monkeypatch):
+    monkeypatch.setattr(train_distributed.dist, "get_world_size", lambda: 3)
+    for counts in ("4,0,1", "a,b,c", "4,,1"):
+        with pytest.raises(ValueError, match="--num_microbatches: "):
+            parse("--num_microbatches", counts, module=train_distributed)
+    for counts in ("4,2", "4,2,1,1"):
+        args = parse("--num_microbatches", counts, module=train_distributed)
+        with pytest.raises(ValueError, match=r"--num_microbatches \[4, 2.*\]: write 3 numbers"):
+            train_distributed.choose_shares(args, *[None] * 3)
+    args = parse("--num_microbatches", "4,2,1", module=train_distributed)
+    assert train_distributed.choose_shares(args, *[None] * 3) == [4, 2, 1]
+    args = parse("--equal_shares", module=train_distributed)
+    assert train_distributed.choose_shares(args, *[None] * 3) == [8, 8, 8]
+
+
+def test_no_flag_is_an_ambiguous_prefix_of_torchruns():
+    """torchrun's parser looks at all words, the script's too, and ends with an error where it could mean several."""
+    paths = [path for folder in (*STEPS.values(), *(ROOT / "cluster" / name for name in (".", "training", "planning")))
+             for path in folder.glob("*.py")]
+    flags = {flag for path in paths for flag in re.findall(r'"(--[a-z_]+)"', path.read_text())}
+    assert {"--measure", "--equal_shares", "--memory_gb", "--precision", "--plan", "--microbatch_size"} <= flags
+    parser = get_args_parser()
+    for flag in flags:
+        args = get_args_parser().parse_args(["script.py", flag, "value"])
+        assert args.training_script_args == [flag, "value"]
+        assert not ambiguous(flag, parser), flag
+    assert ambiguous("--even", parser)  # the older name of --equal_shares
+    with pytest.raises(SystemExit):
+        parser.parse_args(["script.py", "--even"])
+
+
+def ambiguous(flag: str, parser: argparse.ArgumentParser) -> bool:
+    """Whether two or more options begin like the flag, its words joined in either way, and none is the flag itself."""
+    options = parser._option_string_actions
+    spellings = flag.replace("_", "-"), "--" + flag[2:].replace("-", "_")
+    return any(spelling not in options and sum(option.startswith(spelling) for option in options) > 1
+               for spelling in spellings)
