@@ -28,7 +28,9 @@ from run_common import load_model, local_directory, mean_cross_entropy
 from training.common import add_flags, add_run_flags, from_environment, load_text, print_banner
 from training.loop import train
 from training.speeds import layers_by_speed, measured_speeds
-from utils import TINY_LLAMA, ArgumentParser, UserError, once_per_machine, one_clear_error, positive_int
+from utils import (
+    TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, once_per_machine, one_clear_error, positive_int,
+)
 
 CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TOY = dict(vocab_size=1024, hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=8,
@@ -46,7 +48,7 @@ def parse_args() -> argparse.Namespace:
     add_flags(parser)
     add_run_flags(parser, profile_batch=from_environment("PROFILE_BATCH", 0, int))
     parser.add_argument("--sudo_pass", help=argparse.SUPPRESS)
-    parser.set_defaults(run_name="three_stages", seq_len=64, learning_rate=1e-3)
+    parser.set_defaults(run_name="three_stages", seq_len=64)
     args = parser.parse_args()
     if args.batch_size % args.microbatch_num:
         raise UserError(f"--batch_size {args.batch_size} is not a multiple of --microbatch_num {args.microbatch_num}: "
@@ -82,6 +84,7 @@ def main():
     samples = load_text(args, args.model_name or TINY_LLAMA, model.config.vocab_size,
                         args.train_steps and args.train_steps * args.batch_size)
     loader = plugin.prepare_dataloader(samples, collate_fn=next_tokens)
+    args.learning_rate = args.learning_rate or default_learning_rate(model.config.hidden_size)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, _ = plugin.configure(model, adamw, weights=weights, seed=args.seed)
     num_steps = args.train_steps or loader.steps_per_epoch

@@ -31,7 +31,8 @@ from training.hf_checkpoint import save_hugging_face
 from training.loop import make_llama, seconds_of_microbatch, train
 from training.speeds import measured_speeds
 from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, UserError, load_config, once_per_machine, one_clear_error, positive_int,
+    ROOT, TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, load_config, once_per_machine, one_clear_error,
+    positive_int,
 )
 
 
@@ -98,6 +99,7 @@ def main():
     samples = load_text(args, args.model_name, config.vocab_size,
                         args.max_steps_per_epoch and args.max_steps_per_epoch * plugin.global_batch_size)
     loader = plugin.prepare_dataloader(samples, shuffle=True, seed=args.seed, collate_fn=next_tokens)
+    args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, _ = plugin.configure(
         model, adamw, weights=lambda stage: init_weights(stage.model, args.seed, plugin.device, split_over_tp))

