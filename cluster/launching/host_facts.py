@@ -104,18 +104,25 @@ def control_groups(controller: str) -> list[str]:
     return found
 
 
+def read_numbers(group: str, *names: str) -> list[int]:
+    """The numbers in files of a control group; none where one is missing, or says that there is no limit."""
+    words = []
+    try:
+        for name in names:
+            with open(os.path.join(group, name)) as file:
+                words += file.read().split()
+        return list(map(int, words))
+    except (OSError, ValueError):
+        return []
+
+
 def usable_cores() -> float:
     """Processor cores that this process may use: by its affinity, and by the CPU quota of a container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in control_groups("cpu"):
         for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-            with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit: "max 100000"
-                text = ""
-                for name in names:
-                    with open(os.path.join(group, name)) as file:
-                        text += file.read()
-                quota, period = map(int, text.split())
-                cores = min(cores, quota / period) if quota > 0 else cores
+            if (numbers := read_numbers(group, *names)) and numbers[0] > 0:  # -1: no limit
+                cores = min(cores, numbers[0] / numbers[1])
     return cores
 
 
@@ -126,10 +133,9 @@ def available_memory() -> int:
     else:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for group in control_groups("memory"):
-        for limit, used in ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"):
-            with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit
-                with open(os.path.join(group, limit)) as most, open(os.path.join(group, used)) as now:
-                    available = min(available, int(most.read()) - int(now.read()))
+        for names in ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"):
+            if numbers := read_numbers(group, *names):
+                available = min(available, numbers[0] - numbers[1])
     return max(available, 0)
 
 
