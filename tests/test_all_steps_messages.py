@@ -36,6 +36,7 @@ def counted(tmp_path_factory, selected):
     def counted(name: str) -> list[Counter]:
         futures[name].result()
         files = sorted((folder / name).glob("rank*.json"))
+        assert len(files) == RUNS[name][1]
         return [Counter({tuple(key): count for *key, count in json.loads(path.read_text())}) for path in files]
 
     return counted

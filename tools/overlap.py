@@ -69,6 +69,6 @@ if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     dist.all_reduce, torch.Tensor.backward = timed_all_reduce, timed_backward
     register_optimizer_step_pre_hook(step_ended)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    runpy.run_path(sys.argv[0])["main"]()
     if int(os.environ["RANK"]) == 0:
         report()

@@ -71,13 +71,13 @@ def run_cases(folder: pathlib.Path) -> None:
         os.environ["MASTER_PORT"] = str(run["port"])
         sys.argv = [str(train), *run["flags"]]
         if not run["counting"]:
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            runpy.run_path(sys.argv[0])["main"]()
             continue
         probe = Probe()
         data_parallel.DataParallelBucket.__init__ = lambda model, *args: (wrap(model, *args), probe.start(model))[0]
         hook = register_optimizer_step_post_hook(probe.stepped)
         with torch.autograd.graph.saved_tensors_hooks(probe.pack, lambda kept: kept):
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            runpy.run_path(sys.argv[0])["main"]()
         hook.remove()
         probe.found["resident"] += resident_bytes("VmHWM")
         (folder / f"{run['name']}_{os.environ['RANK']}.json").write_text(json.dumps(probe.found))

@@ -78,7 +78,7 @@ def rank_side(folder: pathlib.Path) -> None:
         os.environ.update(RANK=rank, MASTER_PORT=str(job["port"]), TORCHELASTIC_USE_AGENT_STORE="False")
         sys.argv = [str(STEP / "train.py"), *job["flags"]]
         try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            runpy.run_path(sys.argv[0])["main"]()
         except SystemExit as ended:  # an idle rank
             assert not ended.code, ended.code
 

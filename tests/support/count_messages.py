@@ -47,7 +47,7 @@ def run(out: str, script: str) -> None:
     for name in FUNCTIONS:
         setattr(dist, name, counted(name, getattr(dist, name)))
     sys.path[0] = os.path.dirname(script)
-    runpy.run_path(script, run_name="__main__")
+    runpy.run_path(script)["main"]()
     os.makedirs(out, exist_ok=True)
     with open(os.path.join(out, f"rank{os.environ['RANK']}.json"), "w") as file:
         json.dump([[*key, count] for key, count in steps[1].items()], file)

@@ -4,7 +4,6 @@ Each rank writes OUT/rank<r>.pt: its place in the grid, its parameters before th
 gradients that the first step uses, and how many micro-batches' activations it held at most (None without a pipeline).
 """
 
-import atexit
 import gc
 import os
 import runpy
@@ -30,8 +29,9 @@ def snapshot(optimizer, _args, _kwargs) -> None:
                          and any(param is owner for param in module.parameters())]
 
 
-def save(out: str) -> None:
-    """When the script has ended."""
+def run(out: str, script: str) -> None:
+    sys.path[0] = os.path.dirname(script)
+    runpy.run_path(script)["main"]()
     grid = sys.modules["process_group_manager"].process_group_manager
     if grid is None:  # a script whose ranks train by themselves
         return
@@ -46,6 +46,5 @@ def save(out: str) -> None:
 if __name__ == "__main__":
     register_optimizer_step_pre_hook(snapshot)
     out, script = sys.argv[1:3]
-    sys.argv, sys.path[0] = sys.argv[2:], os.path.dirname(script)
-    atexit.register(save, out)
-    runpy.run_path(script, run_name="__main__")
+    sys.argv = sys.argv[2:]
+    run(out, script)
