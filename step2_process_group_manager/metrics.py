@@ -17,8 +17,8 @@ class RunLogger:
     """Writes one JSON object per optimizer step into `<log_dir>/<run_name>/metrics.jsonl`, and prints one line.
 
     `loss` is recorded in full precision. `memory_gb` is the peak of this process, of GPU or resident memory.
-    An older run of that name keeps its records under another name. Raises UserError for a `run_name` that is no folder
-    name, and for a run that is still in progress.
+    The folder of an older run of that name is renamed to <run_name>.1 (or .2, ...). Raises UserError for a `run_name`
+    that is no folder name, and for a run that is still in progress.
     """
 
     def __init__(self, args, grid, num_steps: int, tokens_per_step: int):
@@ -63,7 +63,7 @@ class RunLogger:
 
 
 def open_metrics(folder: str):
-    """Opens metrics.jsonl in `folder`, and locks it as long as this process lives. An older run there is moved away."""
+    """Opens metrics.jsonl in `folder`, and locks it until it is closed. The folder of an older run is renamed."""
     try:
         os.makedirs(folder, exist_ok=True)
         file = open(os.path.join(folder, "metrics.jsonl"), "a", buffering=1)  # each line is written at once

@@ -45,11 +45,10 @@ def one_clear_error():
     """Wraps main(): a UserError ends the program with its message and exit code 2, and Ctrl-C ends it at once.
 
     Any other exception is a fault of the program and keeps its traceback.
-    A process that is done ends without taking Python down. Threads of gloo may still be letting go of tensors, and if
-    Python ended meanwhile, they would abort the process ("terminate called without an active exception").
     Python's own handler of Ctrl-C waits for the main thread, which may be waiting in C++ code. The system's default
     action does not wait. Usually every rank meets the same mistake: rank 0 reports it for all, and torchrun ends the
-    other ranks.
+    other ranks. On success the process ends by os._exit: in Python's own way to end, threads of gloo that still
+    release tensors would abort it ("terminate called without an active exception").
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

@@ -72,9 +72,9 @@ def next_tokens(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: int, num_samples: int,
                  cache_dir: str) -> TokenSamples:
-    """The first `num_samples` samples of the corpus, encoded by the model's tokenizer. All ranks call it together.
+    """The first `num_samples` samples of the corpus, encoded by the model's tokenizer.
 
-    Raises UserError, on every rank, for a corpus that can't be found, read or encoded with this model's vocabulary.
+    Raises UserError for a corpus that can't be found, read or encoded with this model's vocabulary.
     """
     num_tokens = num_samples * seq_len + 1
     path = encode_to_file(dataset_name, model_name, num_tokens, cache_dir)
@@ -108,6 +108,7 @@ def encode_to_file(dataset_name: str, model_name: str, num_tokens: int, cache_di
     tokenizer, count = load_tokenizer(model_name), 0
     try:
         os.makedirs(cache_dir, exist_ok=True)
+        tempfile.TemporaryFile(dir=cache_dir).close()
     except OSError as error:
         raise UserError(f"can't write to {cache_dir} ({error.strerror}): choose another --log_dir") from None
     with tempfile.TemporaryDirectory(dir=cache_dir) as folder:

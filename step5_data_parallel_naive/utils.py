@@ -49,11 +49,10 @@ def one_clear_error():
     """Wraps main(): a UserError ends the program with its message and exit code 2, and Ctrl-C ends it at once.
 
     Any other exception is a fault of the program and keeps its traceback.
-    A process that is done ends without taking Python down. Threads of gloo may still be letting go of tensors, and if
-    Python ended meanwhile, they would abort the process ("terminate called without an active exception").
     Python's own handler of Ctrl-C waits for the main thread, which may be waiting in C++ code. The system's default
     action does not wait. Usually every rank meets the same mistake: rank 0 reports it for all, and torchrun ends the
-    other ranks.
+    other ranks. On success the process ends by os._exit: in Python's own way to end, threads of gloo that still
+    release tensors would abort it ("terminate called without an active exception").
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -128,7 +127,7 @@ def once_per_machine(make):
     """Calls make() in one process of each machine and returns its result in all of them. All ranks call it together.
 
     Use it for work that is slow, or that two processes must not do at once. A UserError is raised on every rank.
-    The others wait at the store, for as long as it takes: NCCL would end a collective that takes minutes.
+    The others wait at the store and not in a collective, because NCCL aborts a collective that takes minutes.
     """
     machines, outcomes = [None] * dist.get_world_size(), [None] * dist.get_world_size()
     dist.all_gather_object(machines, (socket.gethostname(), uuid.getnode()))
@@ -139,7 +138,8 @@ def once_per_machine(make):
             outcome = make()
         except UserError as error:
             outcome = error
-        store.set(f"{key}{first}", "done")
+        finally:  # also for a bug, so that the others meet a dead peer below and need not wait for ever
+            store.set(f"{key}{first}", "done")
     store.wait([f"{key}{machines.index(machine)}" for machine in set(machines)], datetime.timedelta(days=30))
     dist.all_gather_object(outcomes, outcome)
     for error in outcomes:

@@ -110,6 +110,7 @@ def encode_to_file(dataset_name: str, model_name: str, num_tokens: int, cache_di
     tokenizer, count = load_tokenizer(model_name), 0
     try:
         os.makedirs(cache_dir, exist_ok=True)
+        tempfile.TemporaryFile(dir=cache_dir).close()
     except OSError as error:
         raise UserError(f"can't write to {cache_dir} ({error.strerror}): choose another --log_dir") from None
     with tempfile.TemporaryDirectory(dir=cache_dir) as folder:

@@ -20,8 +20,8 @@ class RunLogger:
     """Writes one JSON object per optimizer step into `<log_dir>/<run_name>/metrics.jsonl`, and prints one line.
 
     `loss` is recorded in full precision. `memory_gb` is the largest peak of a rank, of GPU or resident memory.
-    An older run of that name keeps its records under another name. Raises UserError for a `run_name` that is no folder
-    name, and for a run that is still in progress.
+    The folder of an older run of that name is renamed to <run_name>.1 (or .2, ...). Raises UserError for a `run_name`
+    that is no folder name, and for a run that is still in progress.
     """
 
     def __init__(self, args, grid, num_steps: int, tokens_per_step: int):
@@ -39,9 +39,10 @@ class RunLogger:
         self.wandb = start_wandb(f"{args.run_name}_{grid}", config, folder) if args.use_wandb else None
 
     def log(self, step: int, loss: float, seconds: float) -> None:
-        """Records optimizer step `step`, counted from 1. All ranks call it. Raises UserError for an infinite loss."""
-        memory = torch.tensor(peak_memory_gb(), device="cuda" if dist.get_backend() == "nccl" else "cpu")
-        dist.all_reduce(memory, dist.ReduceOp.MAX)  # stages hold different amounts
+        """Records optimizer step `step`, counted from 1. All ranks call it. Raises UserError for a loss of NaN."""
+        peaks = torch.tensor([peak_memory_gb(), seconds], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(peaks, dist.ReduceOp.MAX)  # stages hold unlike amounts, and the first one ends last
+        memory, seconds = peaks.tolist()
         if not self.enabled:
             return
         if not math.isfinite(loss):
@@ -49,7 +50,7 @@ class RunLogger:
         row = {"step": step, "loss": loss, "trained_tokens": step * self.tokens_per_step,
                "tokens_per_second": self.tokens_per_step / seconds,
                "tokens_per_second_per_rank": self.tokens_per_step / seconds / self.world_size,
-               "memory_gb": memory.item(), "step_seconds": seconds}
+               "memory_gb": memory, "step_seconds": seconds}
         self.metrics.write(json.dumps(row) + "\n")
         if self.wandb:
             self.wandb.log(row, step=step)
@@ -68,7 +69,7 @@ class RunLogger:
 
 
 def open_metrics(folder: str):
-    """Opens metrics.jsonl in `folder`, and locks it as long as this process lives. An older run there is moved away."""
+    """Opens metrics.jsonl in `folder`, and locks it until it is closed. The folder of an older run is renamed."""
     try:
         os.makedirs(folder, exist_ok=True)
         file = open(os.path.join(folder, "metrics.jsonl"), "a", buffering=1)  # each line is written at once

@@ -89,8 +89,8 @@ def layers_of_stage(num_layers: int) -> range:
 def connect_neighbours() -> None:
     """Opens the connections between neighbouring stages, one pair after the other.
 
-    NCCL opens a connection when it is first used. Both sides then wait for each other and for their GPUs. If that were
-    a receive that is started early, each would wait for the other for ever. So each pair connects here, in order.
+    NCCL opens a connection when it is first used. Both sides then wait for each other and for their GPUs. If the
+    first use were a receive that is posted early, two neighbours could each wait for the other for ever.
     """
     grid = pgm.process_group_manager
     token = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")

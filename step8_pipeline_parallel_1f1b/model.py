@@ -4,8 +4,8 @@ Shapes: B samples, T tokens a sample, D hidden, H query heads, K key/value heads
 V vocabulary.
 
 Precision: parameters, gradients and optimizer state are float32 "masters" (float64 in a float64 run). Activations are
-cast to the run's dtype once, after the embedding, and each matmul casts its weight to the dtype of its input, once an
-optimizer step. A bfloat16 run therefore needs no autocast.
+cast to the run's dtype once, after the embedding, and each matmul uses a copy of its weight in the dtype of its input,
+made once an optimizer step. A bfloat16 run therefore needs no autocast.
 
 Initial weights: each parameter is drawn from its own random generator, seeded by the run's seed and the parameter's
 name. Its values do not depend on which parameters were drawn before it, nor on the machine that draws them.
@@ -42,15 +42,15 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return x * cos + torch.cat([-x2, x1], dim=-1) * sin
 
 
-casts: dict[nn.Parameter, torch.Tensor] | None = None  # weight -> its copy, inside of cast_weights_once
+casts: dict[tuple[nn.Parameter, torch.dtype], torch.Tensor] | None = None  # copies, inside of cast_weights_once
 
 
 @contextlib.contextmanager
 def cast_weights_once():
     """Inside of this block each weight is cast at its first use, and all micro-batches share the copy.
 
-    Autograd keeps the copy until backward. Without the block it would keep one for every micro-batch that waits for its
-    backward. The block has to end before the optimizer changes the weights.
+    Autograd keeps the copy until backward. Without the block, each micro-batch that waits for its backward would keep a
+    copy of its own. The block has to end before the optimizer changes the weights.
     """
     global casts
     casts = {}
@@ -62,11 +62,11 @@ def cast_weights_once():
 
 def cast(weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     """The weight in the dtype of the activations. Backward casts the gradient to the dtype of the weight."""
-    if weight.dtype == dtype or casts is None or torch.compiler.is_compiling():  # compiled backward casts again
+    if weight.dtype == dtype or torch.compiler.is_compiling() or casts is None:  # compiled code keeps no copy anyway
         return weight.to(dtype)
-    if weight not in casts:
-        casts[weight] = weight.to(dtype)
-    return casts[weight]
+    if (weight, dtype) not in casts:
+        casts[weight, dtype] = weight.to(dtype)
+    return casts[weight, dtype]
 
 
 class Linear(nn.Linear):

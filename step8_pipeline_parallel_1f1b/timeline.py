@@ -101,8 +101,9 @@ class WatchedHandle:
 
     def __init__(self, handle, kind: str, microbatch: int | None, peer: int | None):
         self.handle, self.error, self.thread = handle, None, None
-        self.span = Span(kind, microbatch, timeline.now(), 0, True, peer)
-        if dist.get_backend() == "gloo":
+        is_gloo = dist.get_backend() == "gloo"
+        self.span = Span(kind, microbatch, time.perf_counter_ns() if is_gloo else timeline.now(), 0, True, peer)
+        if is_gloo:
             self.thread = threading.Thread(target=self.finish)
             self.thread.start()
 

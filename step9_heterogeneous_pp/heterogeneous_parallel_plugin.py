@@ -157,7 +157,7 @@ class HeterogeneousParallelPlugin:
             raise UserError(f"execute_pipeline takes an iterator, but a {type(data_iter).__name__} is none: write "
                              "batches = iter(dataloader) before the loop and pass batches")
         model.zero_grad()  # also of parameters that the optimizer does not have
-        with torch.autocast(self.device.type, enabled=False):  # the stages' autocast keeps its casts until this ends
+        with torch.autocast(self.device.type, enabled=False):  # the outermost one frees the casts that all share
             loss = run_schedule(self.schedule, model, data_iter, criterion, self.num_microbatches, self.device,
                                 self.wire_dtype)
         if not return_loss:

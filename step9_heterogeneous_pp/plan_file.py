@@ -13,8 +13,8 @@ FLAGS = ("pipelines", "num_microbatches", "dp_size", "pp_size", "tp_size", "micr
 
 
 def read_plan(path: str) -> dict:
-    """The plan in a file, or {"error": why not}. It gets `machines`, the ranks that it names, in its order, and `facts`
-    that have to be those of the run.
+    """The plan in a file, or {"error": why not}. Two keys are added: `machines`, the ranks in the plan's order, and
+    `facts`, what has to be the same in the run.
     """
     try:
         with open(path) as file:
@@ -23,12 +23,12 @@ def read_plan(path: str) -> dict:
         plan["schedule"], plan["micro_batch_size"], [p["num_microbatches"] + sum(p["layers"]) for p in pipelines]
         plan["facts"] = {**plan["model"], "dtype": plan["dtype"], "seq_len": plan["seq_len"]}
         plan["machines"] = [rank for pipeline in pipelines for rank in pipeline["machines"]]
-        if sorted(plan["machines"]) != sorted({*plan["machines"]} & {*range(len(plan["hosts"]))}):
-            raise ValueError(f"machines {plan['machines']} of {len(plan['hosts'])} hosts, counted from 0")
+        fits = pipelines and all(len(pipeline["layers"]) == len(pipeline["machines"]) for pipeline in pipelines)
+        if not fits or sorted(plan["machines"]) != sorted({*plan["machines"]} & {*range(len(plan["hosts"]))}):
+            raise ValueError(f"machines {plan['machines']} of {len(plan['hosts'])} hosts, each once, with its layers")
         return plan
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return {"error": f"--plan {path!r} can't be read ({type(error).__name__}: {error}): make it with "
-                         "cluster/plan.py"}
+        return {"error": f"--plan {path!r} can't be read ({type(error).__name__}: {error}): use cluster/plan.py"}
 
 
 def follow_plan(args, plan: dict, config, dtype: str) -> None:

@@ -19,13 +19,15 @@ print("compiled", counters["frames"]["ok"])
 """
 
 
-def test_compiled_losses_are_those_of_the_eager_run(tmp_path):
+@pytest.mark.parametrize("dtype, tolerance", [
+    ("float32", 2e-4), pytest.param("bfloat16", 2e-2, marks=pytest.mark.slow)])
+def test_compiled_losses_are_those_of_the_eager_run(tmp_path, dtype, tolerance):
     (tmp_path / "count.py").write_text(COUNT)
-    flags = [STEPS["1"] / "train.py", *COMMON, "--max_tokens", 4 * 2 * 32]
+    flags = [STEPS["1"] / "train.py", *COMMON, "--max_tokens", 4 * 2 * 32, "--dtype", dtype]
     eager, compiled = (start_fork(1, 1, *flags, *more, script=tmp_path / "count.py", timeout=400)
                        for more in ([], ["--compile"]))
     expected, found = (list(map(float, re.findall(r"loss (\S+)", run.result().stdout))) for run in (eager, compiled))
-    assert len(expected) == 4 and found == pytest.approx(expected, abs=2e-4)
+    assert len(expected) == 4 and found == pytest.approx(expected, abs=tolerance)
     assert "compiled 0\n" in eager.result().stdout
     assert "compiled 1\n" in compiled.result().stdout, "the two layers are alike, and share the code"
 

@@ -61,10 +61,11 @@ HALVES = ([0, 1], [2, 2], 6)
 
 
 @pytest.mark.parametrize("pipelines, changes, flags, expected", [
-    ([([0, 5], [2, 2], 6)], {}, [], "machines [0, 5] of 2 hosts, counted from 0"),
+    ([([0, 5], [2, 2], 6)], {}, [], "machines [0, 5] of 2 hosts, each once"),
     ([([0], [4], 3), ([0], [4], 3)], {}, [], "machines [0, 0] of 2 hosts"),
     ([([0, 1], [2, 3], 6)], {}, [], "stages of 2,3 decoder layers have 5 together, but the model has 4"),
-    ([([0, 1], [4], 6)], {}, [], "stages [1] x tp_size=1 need 1 processes, but 2 run"),
+    ([([0, 1], [4], 6)], {}, [], "machines [0, 1] of 2 hosts, each once, with its layers"),
+    ([], {"schedule": "1f1b"}, [], "machines [] of 2 hosts"),
     ([HALVES], {"seq_len": 64}, [], "the plan is for seq_len 64 (here 32)"),
     ([HALVES], {"dtype": "bfloat16"}, [], "the plan is for dtype bfloat16 (here float32)"),
     ([HALVES], {"model": {**FACTS, "hidden_size": 256}}, [], "the plan is for hidden_size 256 (here 128)"),
@@ -76,7 +77,7 @@ HALVES = ([0, 1], [2, 2], 6)
 ])
 def test_plans_that_do_not_fit(tmp_path, pipelines, changes, flags, expected):
     path = tmp_path / "plan.json"
-    if pipelines:
+    if pipelines is not None:
         write_plan(path, *pipelines, **changes)
     done = fork(9, 2, *MODEL, "--plan", path, *flags, "--log_dir", tmp_path / "runs", check=False)
     assert done.returncode > 0 and done.stderr.count("error: ") == 1 and expected in done.stderr, done.stderr
