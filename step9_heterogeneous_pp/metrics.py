@@ -19,7 +19,7 @@ from utils import UserError, peak_memory_gb, to_readable_format
 class RunLogger:
     """Writes one JSON object per optimizer step into `<log_dir>/<run_name>/metrics.jsonl`, and prints one line.
 
-    `loss` is recorded in full precision. `memory_gb` is the largest peak of a rank, of GPU or resident memory.
+    `loss` is recorded in full precision. `memory_gb` is the largest peak of a rank, of GPU or resident memory; steps 1, 2, 10, 20, ... look.
     The folder of an older run of that name is renamed to <run_name>.1 (or .2, ...). Raises UserError for a `run_name`
     that is no folder name, and for a run that is still in progress.
     """
@@ -40,9 +40,10 @@ class RunLogger:
 
     def log(self, step: int, loss: float, seconds: float) -> None:
         """Records optimizer step `step`, counted from 1. All ranks call it. Raises UserError for a loss of NaN."""
-        peaks = torch.tensor([peak_memory_gb(), seconds], device="cuda" if dist.get_backend() == "nccl" else "cpu")
-        dist.all_reduce(peaks, dist.ReduceOp.MAX)  # stages hold unlike amounts, and the first one ends last
-        memory, seconds = peaks.tolist()
+        if step < 3 or step % 10 == 0:  # not in each step, because ranks wait for each other here
+            peaks = torch.tensor([peak_memory_gb(), seconds], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+            dist.all_reduce(peaks, dist.ReduceOp.MAX)  # stages hold unlike amounts, and the first one ends last
+            self.memory, seconds = peaks.tolist()
         if not self.enabled:
             return
         if not math.isfinite(loss):
@@ -50,7 +51,7 @@ class RunLogger:
         row = {"step": step, "loss": loss, "trained_tokens": step * self.tokens_per_step,
                "tokens_per_second": self.tokens_per_step / seconds,
                "tokens_per_second_per_rank": self.tokens_per_step / seconds / self.world_size,
-               "memory_gb": memory, "step_seconds": seconds}
+               "memory_gb": self.memory, "step_seconds": seconds}
         self.metrics.write(json.dumps(row) + "\n")
         if self.wandb:
             self.wandb.log(row, step=step)
