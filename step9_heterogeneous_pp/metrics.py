@@ -19,7 +19,7 @@ from utils import UserError, peak_memory_gb, to_readable_format
 class RunLogger:
     """Writes one JSON object per optimizer step into `<log_dir>/<run_name>/metrics.jsonl`, and prints one line.
 
-    `loss` is recorded in full precision. `memory_gb` is the largest peak of a rank, of GPU or resident memory; steps 1, 2, 10, 20, ... look.
+    `loss` is recorded in full precision. `memory_gb` is the largest peak of a rank, as of the steps 1, 2, 10, 20, ...
     The folder of an older run of that name is renamed to <run_name>.1 (or .2, ...). Raises UserError for a `run_name`
     that is no folder name, and for a run that is still in progress.
     """
