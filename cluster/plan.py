@@ -68,7 +68,7 @@ def parse_args():
     args = parser.parse_args()
     if sum(map(bool, (args.cluster_json, args.measure, args.cluster))) != 1:
         raise UserError("say what to do: --measure PATH under torchrun, or the cluster.json to plan for, or --cluster "
-                         "with machines like 64xH100:8; one of the three")
+                        "with machines like 64xH100:8; one of the three")
     return args
 
 

@@ -52,7 +52,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.batch_size % args.microbatch_num:
         raise UserError(f"--batch_size {args.batch_size} is not a multiple of --microbatch_num {args.microbatch_num}: "
-                         "micro-batches are all of one size, choose numbers that divide")
+                        "micro-batches are all of one size, choose numbers that divide")
     return args
 
 
@@ -65,7 +65,7 @@ def load_qwen(args) -> tuple[torch.nn.Module, dict | None]:
             kind = json.load(file).get("model_type")
     if kind not in CLASSES:
         raise UserError(f"--model_name {args.model_name!r} is a {kind}, not one of {', '.join(CLASSES)}: run_gpt2.py, "
-                         "run_llama.py and train.py of step 9 train others")
+                        "run_llama.py and train.py of step 9 train others")
     return load_model(CLASSES[kind], TOY, argparse.Namespace(**vars(args), model_name_or_path=directory))
 
 

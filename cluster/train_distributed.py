@@ -63,7 +63,7 @@ def choose_shares(args, config, device: torch.device, dtype: torch.dtype) -> lis
     if args.num_microbatches:
         if len(args.num_microbatches) != world_size:
             raise UserError(f"--num_microbatches {args.num_microbatches}: write {world_size} numbers, one per rank, "
-                             "with commas between them")
+                            "with commas between them")
         return args.num_microbatches
     if args.equal_shares or world_size == 1:
         return [args.gradient_accumulation] * world_size

@@ -106,7 +106,7 @@ def compare(everyone: list[dict], tolerance: float) -> None:
         last = ", ".join(f"rank {rank} on {facts['host']}: {facts['losses'][-1]:.6f}"
                          for rank, facts in enumerate(everyone))
         raise UserError(f"the machines train to unlike losses, {apart:.2g} apart ({last}): look for another version "
-                         "of torch or of this project, or for bad memory")
+                        "of torch or of this project, or for bad memory")
     if len(everyone) > 1 and dist.get_rank() == 0:
         print(f"all losses are equal: {apart:.1g} apart at most, of steps 1 to {losses.shape[1]}", flush=True)
 

@@ -59,7 +59,7 @@ class PipelineParallel(nn.Module):
         num_layers = model.config.num_hidden_layers
         if grid.pp_world_size > num_layers:
             raise UserError(f"pp_size={grid.pp_world_size} stages for num_hidden_layers={num_layers}: "
-                             f"each stage needs a layer, use --pp_size {num_layers} or less")
+                            f"each stage needs a layer, use --pp_size {num_layers} or less")
         self.config, self.dtype = model.config, model.dtype
         self.embedding = model.embedding if grid.pp_is_first_stage else None
         self.decoder_layers = nn.ModuleDict({str(i): model.decoder_layers[i] for i in layers_of_stage(num_layers)})

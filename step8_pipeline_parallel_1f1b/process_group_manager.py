@@ -95,7 +95,7 @@ def init_process_group(backend: str) -> None:
     if len(set(backends)) > 1:
         listed = ", ".join(f"rank {other}: {name}" for other, name in enumerate(backends[:16]))
         raise UserError(f"all ranks have to communicate over one backend, but these differ ({listed}): give all the "
-                         "same --device, for instance --device cpu")
+                        "same --device, for instance --device cpu")
     dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size)
 
 

@@ -73,7 +73,7 @@ class HeterogeneousDataLoader(DataLoader):
         self.steps_per_epoch, self.shuffle, self.seed = len(dataset) // (microbatch_size * total), shuffle, seed
         if self.steps_per_epoch == 0:
             raise UserError(f"the data set has {len(dataset)} samples, fewer than a global batch of microbatch_size="
-                             f"{microbatch_size} x {total} micro-batches: lower these, or add data")
+                            f"{microbatch_size} x {total} micro-batches: lower these, or add data")
         self.shape = self.steps_per_epoch, total, microbatch_size
         self.mine, self.microbatches = deal_microbatches(num_microbatches)[pipeline], []
         self.target, self.dtype = device, dtype
@@ -112,10 +112,10 @@ def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: i
     tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
     if len(tokens) < seq_len + 1:
         raise UserError(f"--dataset_name {dataset_name!r} holds {len(tokens)} tokens, fewer than the seq_len + 1 = "
-                         f"{seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")
+                        f"{seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")
     if (largest := int(tokens.max())) >= vocab_size:
         raise UserError(f"the tokenizer of {model_name!r} gives the id {largest}, but its config.json has "
-                         f"vocab_size={vocab_size}: the two files do not belong together")
+                        f"vocab_size={vocab_size}: the two files do not belong together")
     samples = TokenSamples(tokens, seq_len, num_samples)
     if dist.get_rank() == 0 and num_samples > samples.samples_per_epoch:
         print(f"the corpus holds {samples.samples_per_epoch} samples: this run reads it "
@@ -193,12 +193,12 @@ def read_corpus(path: str) -> Iterator[str]:
     kinds = {os.path.splitext(file)[1] for file in files}
     if os.path.exists(path) and len(kinds) != 1:
         raise UserError(f"--dataset_name {path!r} must be a file, or a folder of files, of one kind among .txt, "
-                         f"{', '.join(READERS)}; found {', '.join(sorted(kinds)) or 'none'}")
+                        f"{', '.join(READERS)}; found {', '.join(sorted(kinds)) or 'none'}")
     try:
         yield from read_texts(files) if kinds == {".txt"} else read_rows(path, files)
     except Exception as error:  # the readers of datasets raise errors of many classes
         raise UserError(f"--dataset_name {path!r} can't be read: {' '.join(str(error).split())}. It has to be UTF-8 "
-                         "text, or rows with a column 'text' of strings") from error
+                        "text, or rows with a column 'text' of strings") from error
 
 
 def read_texts(files: list[str]) -> Iterator[str]:

@@ -152,10 +152,10 @@ class HeterogeneousParallelPlugin:
         self.require_pipelines("execute_pipeline")
         if not isinstance(model, DataParallelBucket):
             raise UserError(f"execute_pipeline takes the model that configure returns, but got a "
-                             f"{type(model).__name__}: write model, optimizer, dataloader = plugin.configure(...)")
+                            f"{type(model).__name__}: write model, optimizer, dataloader = plugin.configure(...)")
         if not hasattr(data_iter, "__next__"):
             raise UserError(f"execute_pipeline takes an iterator, but a {type(data_iter).__name__} is none: write "
-                             "batches = iter(dataloader) before the loop and pass batches")
+                            "batches = iter(dataloader) before the loop and pass batches")
         model.zero_grad()  # also of parameters that the optimizer does not have
         with torch.autocast(self.device.type, enabled=False):  # the outermost one frees the casts that all share
             loss = run_schedule(self.schedule, model, data_iter, criterion, self.num_microbatches, self.device,
@@ -178,5 +178,5 @@ def names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[l
     for i, group in enumerate(optimizer.param_groups):
         if unknown := sum(param not in names for param in group["params"]):
             raise UserError(f"{unknown} of {len(group['params'])} parameters of the optimizer's group {i} are not the "
-                             "model's: make the optimizer of model.parameters(), after the model has its final form")
+                            "model's: make the optimizer of model.parameters(), after the model has its final form")
     return [[name for param in group["params"] for name in names[param]] for group in optimizer.param_groups]

@@ -111,7 +111,7 @@ class PipelineStage(nn.Module):
             return (*batch["input_ids"].shape, self.config.hidden_size)
         if "pixel_values" not in batch:
             raise UserError(f"the batch has {', '.join(batch) or 'nothing'}, but neither input_ids nor pixel_values: "
-                             "name the model's inputs as its forward does")
+                            "name the model's inputs as its forward does")
         batch_size, _, height, width = batch["pixel_values"].shape
         patches = (height // self.config.patch_size) * (width // self.config.patch_size)
         return batch_size, patches + 1, self.config.hidden_size

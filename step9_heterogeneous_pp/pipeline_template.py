@@ -88,7 +88,7 @@ class PipelineTemplate:
         stages = self.modules_per_stage
         if isinstance(stages, str) or not stages or not all(modules and type(modules) is not str for modules in stages):
             raise UserError(f"modules_per_stage={stages!r}: write a list with at least one name for each stage, as in "
-                             "[['embedding', 'decoder_layers.0'], ['decoder_layers.1', ...]]")
+                            "[['embedding', 'decoder_layers.0'], ['decoder_layers.1', ...]]")
         object.__setattr__(self, "modules_per_stage", tuple(map(tuple, stages)))  # so that it can be a key
 
     @staticmethod
@@ -112,7 +112,7 @@ class PipelineTemplate:
         if min(layers_per_stage, default=0) < 1 or sum(layers_per_stage) != len(layers):
             sizes, total = ",".join(map(str, layers_per_stage)), sum(layers_per_stage)
             raise UserError(f"stages of {sizes or 'no'} decoder layers have {total} together, but the model has "
-                             f"{len(layers)}: give each stage at least one, {len(layers)} in all")
+                            f"{len(layers)}: give each stage at least one, {len(layers)} in all")
         remaining = iter(layers)
         stages = [[next(remaining) for _ in range(count)] for count in layers_per_stage]
         stages[0] = first + stages[0]
@@ -128,7 +128,7 @@ class PipelineTemplate:
         first, layers, last = listed_modules(model)
         if self.model_name != (model_name := self.get_model_name(model)):
             raise UserError(f"the pipeline template is one for {self.model_name}, but the model is a {model_name}: "
-                             "take the name from PipelineTemplate.get_model_name(model)")
+                            "take the name from PipelineTemplate.get_model_name(model)")
         wanted, listed = first + layers + last, [name for modules in self.modules_per_stage for name in modules]
         wrong = {"missing": [name for name in wanted if name not in listed],
                  "unknown": [name for name in dict.fromkeys(listed) if name not in wanted],
@@ -138,7 +138,7 @@ class PipelineTemplate:
                 for name in names:
                     if name not in self.modules_per_stage[stage]:
                         raise UserError(f"The {end} stage must contain the {name} module: move it to stage {stage} of "
-                                         f"0 to {self.num_stages - 1}")
+                                        f"0 to {self.num_stages - 1}")
             wrong["misplaced"] = [f"{name} (where the model has {other})" for name, other in zip(listed, wanted)
                                   if name != other][:1]
         if details := "; ".join(f"{kind}: {', '.join(names)}" for kind, names in wrong.items() if names):

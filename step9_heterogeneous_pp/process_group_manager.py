@@ -114,7 +114,7 @@ def init_process_group(backend: str, plan_path: str | None = None) -> dict | Non
     if len(set(backends)) > 1:
         listed = ", ".join(f"rank {other}: {name}" for other, name in enumerate(backends[:16]))
         raise UserError(f"all ranks have to communicate over one backend, but these differ ({listed}): give all the "
-                         "same --device, for instance --device cpu")
+                        "same --device, for instance --device cpu")
     if plan_path:
         if rank == 0:
             store.set("plan", json.dumps(read_plan(plan_path)))

@@ -92,7 +92,7 @@ def check_positions(config, seq_len: int) -> None:
     positions = getattr(config, "max_position_embeddings", seq_len)
     if positions < seq_len:
         raise UserError(f"--seq_len {seq_len} is more than the {positions} positions of the model: "
-                         f"use {positions} or less")
+                        f"use {positions} or less")
 
 
 def mean_cross_entropy(output, batch: dict[str, torch.Tensor]) -> torch.Tensor:

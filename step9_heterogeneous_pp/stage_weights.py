@@ -37,7 +37,7 @@ def open_directory(directory: str) -> dict[str, Callable]:
     else:
         found = ", ".join(sorted(os.listdir(directory))) if os.path.isdir(directory) else "no such directory"
         raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json ({found}): "
-                         "name a directory that save_pretrained wrote, or one from the Hub")
+                        "name a directory that save_pretrained wrote, or one from the Hub")
     handles = {}
 
     def get_slice(name: str):
@@ -75,7 +75,7 @@ def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,
         part = split_parameter(model.get_submodule(module), key, full)
         if part.shape != param.shape:
             raise UserError(f"{found} has the shape {tuple(part.shape)} in {where}, but {here[0]} of the model "
-                             f"{tuple(param.shape)}: are the configuration and the weights of one model?")
+                            f"{tuple(param.shape)}: are the configuration and the weights of one model?")
         value = nn.Parameter(part.to(device, param.dtype, copy=True).contiguous(), param.requires_grad)
         for name in here:
             module, _, key = name.rpartition(".")

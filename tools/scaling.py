@@ -20,7 +20,7 @@ import statistics
 import tempfile
 from typing import NamedTuple
 
-from launch import ROOT, STEPS, launch, metrics, modules_of
+from launch import ROOT, launch, metrics, modules_of
 
 CONFIG = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
 HIDDEN, WIDTH, VOCABULARY = (CONFIG[f"{name}_size"] for name in ("hidden", "intermediate", "vocab"))

@@ -67,15 +67,15 @@ def parse_nodes(spec: str) -> list[Node]:
         match = GROUP.fullmatch(group.strip())
         if not match or not int(match[1]) or not int(match[3] or 1):
             raise UserError(f"--cluster {spec!r}: write the number, the device and how many a node has, as in "
-                             "64xH100:8 or 3xRaspberryPi5:1@100mbit, with + between unlike ones")
+                            "64xH100:8 or 3xRaspberryPi5:1@100mbit, with + between unlike ones")
         if match[2].lower() not in by_name:
             raise UserError(f"--cluster {spec!r}: no {match[2]!r} among {', '.join(DEVICES)}: choose the one that is "
-                             "most like it, and give --peak_tflops, --device_memory and the like")
+                            "most like it, and give --peak_tflops, --device_memory and the like")
         name, number = by_name[match[2].lower()], int(match[1])
         device, per_node = DEVICES[name], min(number, int(match[3] or 1))
         if number % per_node:
             raise UserError(f"--cluster {spec!r}: nodes have equally many devices and none may be left over, but "
-                             f"this is {number} in nodes of {per_node}")
+                            f"this is {number} in nodes of {per_node}")
         ports = per_node if device.latency == INFINIBAND else 1
         network = parse_rate("--cluster ...@", rate) if rate else device.port * ports
         nodes += [Node(name, device, per_node, network)] * (number // per_node)

@@ -134,15 +134,15 @@ def table(job: Job, found: list[Grid], top: int) -> str:
     """The grids that fit, quickest first. Raises UserError where none does, or where there is no grid at all."""
     if not found:
         raise UserError(f"no dp x pp x tp = {job.num_devices} shares {job.global_batch} samples and "
-                         f"{job.shape.layers} layers: dp has to divide --global_batch, pp is at most the layers, tp "
-                         "divides the heads, the MLP's width and the devices of a node")
+                        f"{job.shape.layers} layers: dp has to divide --global_batch, pp is at most the layers, tp "
+                        "divides the heads, the MLP's width and the devices of a node")
     found, memory = sorted(found, key=lambda grid: rank(job, grid)), job.memory_fraction * job.nodes[0].device.memory
     fitting = [grid for grid in found if not rank(job, grid)[0]]
     if not fitting:
         dp, pp, tp, size, *_, needed = found[0]
         raise UserError(f"does not fit: dp {dp} x pp {pp} x tp {tp} with micro-batches of {size} needs least, "
-                         f"{needed / 1e9:.3g} GB a device, {(needed - memory) / 1e9:.3g} GB more than may be used: "
-                         "take more devices, or a smaller --seq_len")
+                        f"{needed / 1e9:.3g} GB a device, {(needed - memory) / 1e9:.3g} GB more than may be used: "
+                        "take more devices, or a smaller --seq_len")
     lines = ["   dp  pp  tp  micro  count     step s  tokens/s    MFU      GB  "
              + "".join(f"{name:>10}" for name in fitting[0].seconds)]
     for dp, pp, tp, size, _, seconds, needed in fitting[:top]:
@@ -196,7 +196,7 @@ def read_nodes(args) -> tuple[list[Node], str]:
         raise UserError(f"--dtype {dtype}: data sheets are read for bfloat16 and float32, use one of these")
     if dtype == "bfloat16" and not can_bfloat16 and not args.peak_tflops:
         raise UserError(f"--dtype {dtype}: not all of {args.cluster} have a unit for it: use float32, or give "
-                         "--peak_tflops")
+                        "--peak_tflops")
     changes = {dtype: args.peak_tflops and args.peak_tflops * 1e12, "latency": args.latency,
                "memory": args.device_memory and args.device_memory * 1e9,
                "node_link": args.intra_bandwidth and parse_rate("--intra_bandwidth", args.intra_bandwidth)}

@@ -25,7 +25,7 @@ def shares_by_speed(total: int, seconds_each: list[float], limits: list[int] | N
         raise UserError(f"{total} layers or micro-batches for {num_ranks} ranks: each needs at least one")
     if min(limits) < 1 or sum(limits) < total:
         raise UserError(f"{total} layers or micro-batches for {num_ranks} ranks that can take {limits} of them at "
-                         "most: add a rank, or raise the limits; each rank needs at least one")
+                        "most: add a rank, or raise the limits; each rank needs at least one")
     shares = [1] * num_ranks
     done = [(besides[rank] + 2 * seconds, rank) for rank, seconds in enumerate(seconds_each) if limits[rank] > 1]
     heapq.heapify(done)  # when each rank would be done with its next piece

@@ -64,7 +64,7 @@ def read_shape(args) -> Shape:
                          num_key_value_heads=kv_heads)
     if missing := [name for name in MODEL if getattr(config, name, None) is None]:
         raise UserError(f"--model_name {args.model_name!r} has no {', '.join(missing)}: --cluster counts what a Llama "
-                         "multiplies, choose a model of that kind")
+                        "multiplies, choose a model of that kind")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Shape(*(getattr(config, name) for name in MODEL), head_dim)
 

@@ -48,7 +48,7 @@ def from_environment(name: str, default: int, kind=positive_int) -> int:
         return kind(text) if text else default
     except (ValueError, argparse.ArgumentTypeError):
         raise UserError(f"the environment variable {name}={text!r} is no number that --{name.lower()} takes: correct "
-                         "it, or unset it") from None
+                        "it, or unset it") from None
 
 
 def load_text(args, tokenizer: str, vocab_size: int, num_samples: int | None = None) -> TokenSamples:
@@ -99,7 +99,7 @@ def print_banner(device: torch.device, dtype: torch.dtype) -> None:
     dtypes = [dtype for dtype, *_ in everyone]
     if len(set(dtypes)) > 1:
         raise UserError(f"all ranks have to compute in one dtype, but these differ, by rank: {', '.join(dtypes)}: "
-                         "give all the same --dtype, for instance --dtype float32")
+                        "give all the same --dtype, for instance --dtype float32")
     if dist.get_rank() == 0:
         ranks = "1 rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
         print(f"{ranks} over {dist.get_backend()}, {dtypes[0]}, torch {torch.__version__}", flush=True)

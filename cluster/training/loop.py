@@ -104,7 +104,7 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     grid, batches = pgm.process_group_manager, endless(loader)
     if not -1 <= args.profile_batch < num_steps:
         raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 0 to {num_steps - 1}: choose "
-                         "one of them, or -1 for none")
+                        "one of them, or -1 for none")
     logger = RunLogger(args, grid, num_steps, plugin.global_batch_size * args.seq_len)
     forward_backward = functools.partial(plugin.execute_pipeline, batches, model, criterion, optimizer)
     times = StepTimes(plugin.device)

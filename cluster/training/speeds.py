@@ -83,7 +83,7 @@ def layers_by_speed(model: torch.nn.Module, speeds: list[Speed] | None, num_stag
     embedding, layer, head = sum(sizes[:layers[0]]), sizes[layers[0]], sum(sizes[layers[-1] + 1:])
     if len(layers) < num_stages:
         raise UserError(f"{num_stages} stages for a model of {len(layers)} decoder layers: each needs at least one, "
-                         f"start at most {len(layers)} processes")
+                        f"start at most {len(layers)} processes")
     speeds, besides = speeds or [EQUALLY_FAST] * num_stages, [0.0] * num_stages
     besides[0] += embedding * speeds[0].embedding
     besides[-1] += head * speeds[-1].head

@@ -12,7 +12,6 @@ import runpy
 import sys
 from collections import Counter
 
-import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
