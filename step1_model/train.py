@@ -76,5 +76,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error():
+    with one_clear_error(out_of_memory="lower --micro_batch_size or --seq_len"):
         main()

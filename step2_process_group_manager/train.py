@@ -27,6 +27,7 @@ def parse_args():
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto",
                         help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
     parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
+    parser.add_argument("--timeout", type=positive_float, default=600, help="seconds that ranks wait for each other")
     # Model
     parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with a config.json, or a Hub id")
     parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
@@ -46,13 +47,15 @@ def parse_args():
     parser.add_argument("--run_name", default="default_run")
     parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
+    parser.add_argument("--wandb_project", default="picotron_tutorial")
+    parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
     device, dtype, backend = choose_device(args.device, args.dtype)
-    pgm.init_process_group(backend)
+    pgm.init_process_group(backend, args.timeout)
     pgm.setup_process_group_manager(dp_size=args.dp_size, pp_size=args.pp_size, tp_size=args.tp_size)
     grid = pgm.process_group_manager
     if grid.global_rank == 0:
@@ -99,5 +102,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error():
+    with one_clear_error(out_of_memory="lower --micro_batch_size or --seq_len"):
         main()

@@ -35,14 +35,14 @@ class RunLogger:
             json.dump(config, file, indent=2)
         self.wandb = start_wandb(f"{args.run_name}_{grid}", config, folder) if args.use_wandb else None
 
-    def log(self, step: int, loss: float, seconds: float) -> None:
+    def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float) -> None:
         """Records optimizer step `step`, counted from 1. Raises UserError where the loss is not finite."""
         if not self.enabled:
             return
-        if not math.isfinite(loss):
-            raise UserError(f"the loss of step {step} is {loss}: the run has diverged, lower --learning_rate")
-        row = {"step": step, "loss": loss, "trained_tokens": step * self.tokens_per_step,
-               "tokens_per_second": self.tokens_per_step / seconds,
+        if not math.isfinite(loss + grad_norm):
+            raise UserError(f"diverged: step {step} has loss {loss}, gradient norm {grad_norm}: lower --learning_rate")
+        row = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
+               "trained_tokens": step * self.tokens_per_step, "tokens_per_second": self.tokens_per_step / seconds,
                "tokens_per_second_per_rank": self.tokens_per_step / seconds / self.world_size,
                "memory_gb": peak_memory_gb(), "step_seconds": seconds}
         self.metrics.write(json.dumps(row) + "\n")
@@ -50,8 +50,8 @@ class RunLogger:
             self.wandb.log(row, step=step)
         tokens, speed, per_rank = (to_readable_format(row[name]) for name in (
             "trained_tokens", "tokens_per_second", "tokens_per_second_per_rank"))
-        print(f"step {step}/{self.num_steps} | loss {loss:.4f} | {tokens} tokens | {speed} tokens/s | "
-              f"{per_rank} per rank | {row['memory_gb']:.2f} GB", flush=True)
+        print(f"step {step}/{self.num_steps} | loss {loss:.4f} | grad norm {grad_norm:.3f} | "
+              f"{tokens} tokens | {speed} tokens/s | {per_rank} per rank | {row['memory_gb']:.2f} GB", flush=True)
 
     def close(self) -> None:
         if not self.enabled:
@@ -87,7 +87,7 @@ def start_wandb(name: str, config: dict, folder: str):
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
     except Exception:  # wandb raises errors of many classes for a missing or refused key
         mode = "offline"
-    options = dict(project="picotron_tutorial", name=name, config=config, dir=folder)
+    options = dict(project=config["wandb_project"], group=config["wandb_group"], name=name, config=config, dir=folder)
     try:
         return wandb.init(mode=mode, settings=wandb.Settings(init_timeout=20), **options)
     except wandb.errors.CommError as error:

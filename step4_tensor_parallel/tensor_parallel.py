@@ -33,26 +33,8 @@ def split_over_tp(full: torch.Tensor, dim: int | None) -> torch.Tensor:
 
 
 def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
-    """The sum (or maximum) over the tp group, in place, with equal bits on all ranks. `tensor` has to be contiguous.
-
-    Activations are small messages, so the time depends on the number of rounds. gloo's ring needs 2 (n - 1) of them. If
-    ranks exchange their values with a partner at distance 1, 2, 4, ..., log2(n) rounds are enough (recursive doubling,
-    Thakur et al. 2005).
-    """
-    grid = pgm.process_group_manager
-    is_power_of_two = grid.tp_world_size & (grid.tp_world_size - 1) == 0
-    if tensor.is_cuda or not is_power_of_two or tensor.nbytes > 1 << 20:
-        dist.all_reduce(tensor, op, group=grid.tp_group)
-        return
-    received, distance = torch.empty_like(tensor), 1
-    while distance < grid.tp_world_size:
-        partner = grid.tp_group_ids[grid.tp_rank ^ distance]
-        sending = dist.isend(tensor, partner, group=grid.tp_group)
-        dist.recv(received, partner, group=grid.tp_group)
-        sending.wait()
-        combine = torch.add if op == dist.ReduceOp.SUM else torch.maximum
-        combine(tensor, received, out=tensor)
-        distance *= 2
+    """The sum (or maximum) over the tp group, in place, with equal bits on all ranks. `tensor` has to be contiguous."""
+    dist.all_reduce(tensor, op, group=pgm.process_group_manager.tp_group)
 
 
 class CopyToTensorParallel(torch.autograd.Function):
@@ -181,6 +163,22 @@ def cross_entropy(logits: torch.Tensor, target_ids: torch.Tensor, vocab_size: in
         return llama.cross_entropy(logits, target_ids)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return VocabParallelCrossEntropy.apply(logits.flatten(0, 1), target_ids.flatten(), vocab_size)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scales all gradients by one number, so that their norm is at most `max_norm` (0: never). Returns it as it was.
+
+    It is the norm of all gradients of the whole model: the root of the sum of their squares, over the tp group. What is
+    not split has the same gradient on each tp rank, and counts on the first.
+    """
+    split = {getattr(module, name) for module in model.modules() for name in getattr(module, "tp_dims", ())}
+    params = [param for param in model.parameters() if param.grad is not None]
+    is_first = pgm.process_group_manager.tp_rank == 0
+    norm = torch.nn.utils.get_total_norm([param.grad for param in params if is_first or param in split])
+    all_reduce(squares := norm**2)
+    if max_norm:
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, squares.sqrt())
+    return squares.sqrt()
 
 
 TP_MODULES = {  # the module's place in a Llama -> the class that replaces it

@@ -13,10 +13,10 @@ import process_group_manager as pgm
 from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger
 from model import Llama, cast_weights_once, init_weights
-from tensor_parallel import apply_tensor_parallel, cross_entropy, split_over_tp
+from tensor_parallel import apply_tensor_parallel, clip_grad_norm, cross_entropy, split_over_tp
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
-    one_clear_error, positive_float, positive_int, to_readable_format, zero_or_more,
+    make_scheduler, one_clear_error, positive_float, positive_int, to_readable_format, zero_or_more, zero_or_more_float,
 )
 
 
@@ -25,12 +25,12 @@ def parse_args():
     # Environment
     parser.add_argument("--omp_num_threads", type=positive_int, default=None,
                         help="threads a process (default: torch's choice)")
-    parser.add_argument("--tokenizers_parallelism", choices=["true", "false"], default="true",
-                        help="encode text in several threads")
+    parser.add_argument("--tokenizers_parallelism", choices=["true", "false"], default="true", help="encode in threads")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto",
                         help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
     parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
+    parser.add_argument("--timeout", type=positive_float, default=600, help="seconds that ranks wait for each other")
     # Model
     parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with a config.json, or a Hub id")
     parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
@@ -44,6 +44,9 @@ def parse_args():
     # Training
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 3e-3")
+    parser.add_argument("--warmup_steps", type=zero_or_more, default=0, help="steps in which the learning rate rises")
+    parser.add_argument("--lr_decay", choices=["none", "cosine"], default="none", help="the learning rate after these")
+    parser.add_argument("--max_grad_norm", type=zero_or_more_float, default=1.0, help="clip gradients (0: never)")
     parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
     parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
     parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8, help="micro-batches a step")
@@ -56,6 +59,8 @@ def parse_args():
     parser.add_argument("--run_name", default="default_run")
     parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
+    parser.add_argument("--wandb_project", default="picotron_tutorial")
+    parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
     args = parser.parse_args()
     for flag, step in (("dp_size", 5), ("pp_size", 7)):
         if (size := getattr(args, flag)) > 1:
@@ -77,10 +82,19 @@ def train_step(model, data_loader) -> torch.Tensor:
     return total_loss
 
 
+def print_parameters(model, device, dtype, learning_rate: float) -> None:
+    """Prints the largest number of parameters that a rank holds: an uneven split is possible. All ranks call it."""
+    num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
+    dist.all_reduce(num_params, dist.ReduceOp.MAX)
+    if pgm.process_group_manager.is_logging_rank:
+        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, activations in {dtype}, "
+              f"learning rate {learning_rate:.2g}")
+
+
 def main():
     args = parse_args()
     device, dtype, backend = choose_device(args.device, args.dtype)
-    pgm.init_process_group(backend)
+    pgm.init_process_group(backend, args.timeout)
     pgm.setup_process_group_manager(dp_size=args.dp_size, pp_size=args.pp_size, tp_size=args.tp_size)
     grid = pgm.process_group_manager
     if grid.global_rank == 0:
@@ -111,22 +125,22 @@ def main():
         compile_layers(model.decoder_layers.children(), device)
     args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
-    if grid.is_logging_rank:
-        num_params = to_readable_format(sum(p.numel() for p in model.parameters()))
-        print(f"{num_params} parameters per rank on {device}, activations in {dtype}, "
-              f"learning rate {args.learning_rate:.2g}")
+    print_parameters(model, device, dtype, args.learning_rate)
+    scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
     for step in range(1, num_steps + 1):
         start = time.perf_counter()
         model.zero_grad()
         loss = train_step(model, data_loader)
+        grad_norm = clip_grad_norm(model, args.max_grad_norm)
         optimizer.step()
-        logger.log(step, loss.item(), time.perf_counter() - start)
+        logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start)
+        scheduler.step()
     logger.close()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with one_clear_error():
+    with one_clear_error(out_of_memory="lower --micro_batch_size or --seq_len, or raise --tp_size"):
         main()

@@ -10,13 +10,16 @@ import json
 import math
 import os
 
+import torch
+import torch.distributed as dist
+
 from utils import UserError, peak_memory_gb, to_readable_format
 
 
 class RunLogger:
     """Writes one JSON object per optimizer step into `<log_dir>/<run_name>/metrics.jsonl`, and prints one line.
 
-    `loss` is recorded in full precision. `memory_gb` is the peak of this process, of GPU or resident memory.
+    `loss` is recorded in full precision. `memory_gb` is the largest peak of a rank, as of the steps 1, 2, 10, 20, ...
     The folder of an older run of that name is renamed to <run_name>.1 (or .2, ...). Raises UserError for a `run_name`
     that is no folder name, and for a run that is still in progress.
     """
@@ -35,23 +38,27 @@ class RunLogger:
             json.dump(config, file, indent=2)
         self.wandb = start_wandb(f"{args.run_name}_{grid}", config, folder) if args.use_wandb else None
 
-    def log(self, step: int, loss: float, seconds: float) -> None:
-        """Records optimizer step `step`, counted from 1. Raises UserError where the loss is not finite."""
+    def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float) -> None:
+        """Records optimizer step `step`, counted from 1. All ranks call it. Raises UserError for a loss of NaN."""
+        if step < 3 or step % 10 == 0:  # not in each step, because ranks wait for each other here
+            peaks = torch.tensor([peak_memory_gb(), seconds], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+            dist.all_reduce(peaks, dist.ReduceOp.MAX)  # stages hold unlike amounts, and the first one ends last
+            self.memory, seconds = peaks.tolist()
         if not self.enabled:
             return
-        if not math.isfinite(loss):
-            raise UserError(f"the loss of step {step} is {loss}: the run has diverged, lower --learning_rate")
-        row = {"step": step, "loss": loss, "trained_tokens": step * self.tokens_per_step,
-               "tokens_per_second": self.tokens_per_step / seconds,
+        if not math.isfinite(loss + grad_norm):
+            raise UserError(f"diverged: step {step} has loss {loss}, gradient norm {grad_norm}: lower --learning_rate")
+        row = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
+               "trained_tokens": step * self.tokens_per_step, "tokens_per_second": self.tokens_per_step / seconds,
                "tokens_per_second_per_rank": self.tokens_per_step / seconds / self.world_size,
-               "memory_gb": peak_memory_gb(), "step_seconds": seconds}
+               "memory_gb": self.memory, "step_seconds": seconds}
         self.metrics.write(json.dumps(row) + "\n")
         if self.wandb:
             self.wandb.log(row, step=step)
         tokens, speed, per_rank = (to_readable_format(row[name]) for name in (
             "trained_tokens", "tokens_per_second", "tokens_per_second_per_rank"))
-        print(f"step {step}/{self.num_steps} | loss {loss:.4f} | {tokens} tokens | {speed} tokens/s | "
-              f"{per_rank} per rank | {row['memory_gb']:.2f} GB", flush=True)
+        print(f"step {step}/{self.num_steps} | loss {loss:.4f} | grad norm {grad_norm:.3f} | "
+              f"{tokens} tokens | {speed} tokens/s | {per_rank} per rank | {row['memory_gb']:.2f} GB", flush=True)
 
     def close(self) -> None:
         if not self.enabled:
@@ -87,7 +94,7 @@ def start_wandb(name: str, config: dict, folder: str):
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
     except Exception:  # wandb raises errors of many classes for a missing or refused key
         mode = "offline"
-    options = dict(project="picotron_tutorial", name=name, config=config, dir=folder)
+    options = dict(project=config["wandb_project"], group=config["wandb_group"], name=name, config=config, dir=folder)
     try:
         return wandb.init(mode=mode, settings=wandb.Settings(init_timeout=20), **options)
     except wandb.errors.CommError as error:

@@ -183,6 +183,22 @@ def cross_entropy(logits: torch.Tensor, target_ids: torch.Tensor, vocab_size: in
     return VocabParallelCrossEntropy.apply(logits.flatten(0, 1), target_ids.flatten(), vocab_size)
 
 
+def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scales all gradients by one number, so that their norm is at most `max_norm` (0: never). Returns it as it was.
+
+    It is the norm of all gradients of the whole model: the root of the sum of their squares, over the tp group. What is
+    not split has the same gradient on each tp rank, and counts on the first.
+    """
+    split = {getattr(module, name) for module in model.modules() for name in getattr(module, "tp_dims", ())}
+    params = [param for param in model.parameters() if param.grad is not None]
+    is_first = pgm.process_group_manager.tp_rank == 0
+    norm = torch.nn.utils.get_total_norm([param.grad for param in params if is_first or param in split])
+    all_reduce(squares := norm**2)
+    if max_norm:
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, squares.sqrt())
+    return squares.sqrt()
+
+
 TP_MODULES = {  # the module's place in a Llama -> the class that replaces it
     "embedding": VocabParallelEmbedding,
     "attention.q_proj": ColumnParallelLinear,

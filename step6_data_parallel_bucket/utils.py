@@ -20,6 +20,7 @@ import uuid
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
 TINY_LLAMA = os.path.join(ROOT, "assets", "tiny_llama")
@@ -45,21 +46,25 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 @contextlib.contextmanager
-def one_clear_error():
+def one_clear_error(out_of_memory: str = "choose a smaller model"):
     """Wraps main(): a UserError ends the program with its message and exit code 2, and Ctrl-C ends it at once.
 
-    Any other exception is a fault of the program and keeps its traceback.
+    Where memory runs out, the message ends with the remedy `out_of_memory`. Any other exception is a fault of the
+    program and keeps its traceback.
     Python's own handler of Ctrl-C waits for the main thread, which may be waiting in C++ code. The system's default
-    action does not wait. Usually every rank meets the same mistake: rank 0 reports it for all, and torchrun ends the
-    other ranks. On success the process ends by os._exit: in Python's own way to end, threads of gloo that still
-    release tensors would abort it ("terminate called without an active exception").
+    action does not wait. On success the process ends by os._exit: in Python's own way to end, threads of gloo that
+    still release tensors would abort it ("terminate called without an active exception").
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
-    except UserError as error:
+    except (UserError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # of a GPU, of the CPU
+            error = f"out of memory ({str(error).splitlines()[0]}): {out_of_memory}"
+        elif not isinstance(error, UserError):
+            raise
         if int(os.environ.get("RANK", 0)) > 0:
-            time.sleep(8)  # meanwhile rank 0 reports the same error and torchrun ends all; else it is this rank's own
+            time.sleep(8)  # rank 0 usually reports the same error, and torchrun ends all; else it is this rank's own
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     atexit._run_exitfuncs()
@@ -67,23 +72,21 @@ def one_clear_error():
     os._exit(0)
 
 
-def positive_int(text: str) -> int:
-    """The type of flags that count something."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def number(kind: type, is_allowed, words: str):
+    """The type of a flag that takes an int or a float. Other numbers than the allowed ones are refused in `words`."""
+    def parse(text: str):
+        if not is_allowed(value := kind(text)) or value == math.inf:
+            raise argparse.ArgumentTypeError(f"must be {words}, got {text}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it where the text is no number
+    return parse
 
 
-def positive_float(text: str) -> float:
-    if not 0 < (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {value}")
-    return value
-
-
-def zero_or_more(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"must be 0 or more, got {value}")
-    return value
+positive_int = number(int, lambda value: value >= 1, "at least 1")
+positive_float = number(float, lambda value: value > 0, "a number above 0")
+zero_or_more = number(int, lambda value: value >= 0, "0 or more")
+zero_or_more_float = number(float, lambda value: value >= 0, "0 or more")
 
 
 def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, str]:
@@ -208,6 +211,17 @@ def read_config(model_name: str) -> dict:
 def default_learning_rate(hidden_size: int) -> float:
     """Wider models need smaller steps, about in proportion (Yang et al. 2022): 3e-3 for 128, 3e-4 for 2048."""
     return min(3e-3, 0.6 / hidden_size)
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, num_steps: int, warmup_steps: int, decay: str):
+    """Sets the learning rate of each step: it rises for `warmup_steps` steps, then stays or, for a decay of "cosine",
+    falls along half a cosine, to zero after the last step. Call its step() after the optimizer's.
+    """
+    warm_up = LinearLR(optimizer, 1 / (warmup_steps + 1), total_iters=warmup_steps)
+    if decay == "none":
+        return warm_up
+    cosine = CosineAnnealingLR(optimizer, T_max=num_steps - warmup_steps)
+    return SequentialLR(optimizer, [warm_up, cosine], [warmup_steps]) if warmup_steps else cosine
 
 
 def peak_memory_gb() -> float:

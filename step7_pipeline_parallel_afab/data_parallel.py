@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import process_group_manager as pgm
+from timeline import timeline
 
 
 class Bucket:
@@ -37,11 +38,13 @@ class Bucket:
             param.grad = self.views[param]
 
     def launch(self) -> None:
-        self.handle = dist.all_reduce(self.buffer, group=self.group, async_op=True)
+        handle = dist.all_reduce(self.buffer, group=self.group, async_op=True)
+        self.handle = timeline.background(handle, "all-reduce")
 
     def finish(self) -> None:
         """Waits for the all-reduce. Each rank divided by dp_size first, so the sum is the mean."""
-        self.handle.wait()
+        with timeline.span("wait"):
+            self.handle.wait()
         self.awaited, self.handle = set(self.params), None
 
 

@@ -7,8 +7,8 @@ Optimizer step k reads the samples [k*G, (k+1)*G), with the global batch G = mic
 gradient_accumulation_steps * dp_size. Within it, the dp ranks take turns, one micro-batch each.
 
 One process of each machine encodes as many tokens as the run needs into a file, and all map that file into memory.
-A later run with the same needs finds the file and does not even import the tokenizer. The corpus is read only as far
-as tokens are needed, so its size does not matter.
+A later run with the same needs finds the file and does not even import the tokenizer. No more of the corpus is read
+than is needed.
 """
 
 import glob
@@ -78,8 +78,7 @@ def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: i
 
     Raises UserError, on every rank, for a corpus that can't be found, read or encoded with this model's vocabulary.
     """
-    num_tokens = num_samples * seq_len + 1
-    path = once_per_machine(lambda: encode_to_file(dataset_name, model_name, num_tokens, cache_dir))
+    path = once_per_machine(lambda: encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir))
     tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
     if len(tokens) < seq_len + 1:
         raise UserError(f"--dataset_name {dataset_name!r} holds {len(tokens)} tokens, fewer than the seq_len + 1 = "
@@ -88,17 +87,13 @@ def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: i
         raise UserError(f"the tokenizer of {model_name!r} gives the id {largest}, but its config.json has "
                         f"vocab_size={vocab_size}: the two files do not belong together")
     samples = TokenSamples(tokens, seq_len, num_samples)
-    if dist.get_rank() == 0 and num_samples > samples.samples_per_epoch:
-        print(f"the corpus holds {samples.samples_per_epoch} samples: this run reads it "
-              f"{num_samples / samples.samples_per_epoch:.1f} times", flush=True)
+    if dist.get_rank() == 0 and (epochs := num_samples / samples.samples_per_epoch) > 1:
+        print(f"the corpus holds {samples.samples_per_epoch} samples: this run reads it {epochs:.1f} times", flush=True)
     return samples
 
 
 def encode_to_file(dataset_name: str, model_name: str, num_tokens: int, cache_dir: str) -> str:
-    """The file with the first `num_tokens` int32 ids of the corpus, or with all it has. Written if it is not there yet.
-
-    The file is renamed into place only when it is complete, so no run ever sees half of it, however the writer ends.
-    """
+    """The file with the first `num_tokens` int32 ids of the corpus, or with all it has. Written if it is not there."""
     path = corpus_path(dataset_name)
     stamps = [(file, os.path.getsize(file), os.path.getmtime(file)) for file in files_at(path) + files_at(model_name)]
     key = repr((os.path.abspath(path), os.path.abspath(model_name), stamps, num_tokens))
@@ -121,7 +116,7 @@ def encode_to_file(dataset_name: str, model_name: str, num_tokens: int, cache_di
                 count += len(ids)
                 if count >= num_tokens:
                     break
-        os.replace(unfinished, encoded)
+        os.replace(unfinished, encoded)  # only now, so no run ever sees half of the file, however this one ends
     return encoded
 
 

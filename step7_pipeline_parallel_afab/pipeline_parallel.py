@@ -31,6 +31,7 @@ import torch.nn as nn
 import process_group_manager as pgm
 from model import cast_weights_once, rotary_tables
 from tensor_parallel import cross_entropy
+from timeline import timeline
 from utils import UserError
 
 
@@ -123,14 +124,16 @@ class StageCommunication:
         if self.source[action.kind] is not None and action not in self.receiving:
             buffer = torch.empty(self.shape, dtype=self.dtype, device=self.wire_device)
             source, group = self.source[action.kind], self.group[action.kind]
-            self.receiving[action] = (dist.irecv(buffer, source, group=group), buffer)
+            handle = dist.irecv(buffer, source, group=group)
+            self.receiving[action] = (timeline.background(handle, "receive"), buffer)
 
     def receive(self, action: Action) -> torch.Tensor | None:
         """Waits for the input (F) or the gradient of the output (B) of a micro-batch. None at the pipeline's ends."""
         if action not in self.receiving:
             return None
         handle, buffer = self.receiving.pop(action)
-        handle.wait()
+        with timeline.span("wait"):
+            handle.wait()
         return buffer.to(self.device)
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
@@ -174,17 +177,19 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
         if action.kind == "F":
             batch = next(data_loader) if grid.pp_is_first_stage or grid.pp_is_last_stage else None
             x = batch["input_ids"] if grid.pp_is_first_stage else received.requires_grad_()
-            out = model(x)
-            if grid.pp_is_last_stage:
-                out = cross_entropy(out, batch["target_ids"], stage.config.vocab_size) / num_microbatches
-                total_loss = total_loss + out.detach()
+            with timeline.span("forward", i):
+                out = model(x)
+                if grid.pp_is_last_stage:
+                    out = cross_entropy(out, batch["target_ids"], stage.config.vocab_size) / num_microbatches
+                    total_loss = total_loss + out.detach()
             communication.send(action, out)
             alive[i] = (x, out)
             model.peak_live_activations = max(model.peak_live_activations, len(alive))
         else:
             x, out = alive.pop(i)
             model.require_backward_grad_sync = i == num_microbatches - 1
-            torch.autograd.backward(out, received)
+            with timeline.span("backward", i):
+                torch.autograd.backward(out, received)
             communication.send(action, x.grad)
     communication.finish()
     model.finish_gradient_sync()

@@ -13,6 +13,7 @@ Consecutive ranks differ in tp first: tensor-parallel ranks communicate most, an
 same machine (Narayanan et al. 2021).
 """
 
+import datetime
 import os
 
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from utils import UserError
 
 process_group_manager = None
+timeout = datetime.timedelta(seconds=600)  # how long a rank waits for the others before it ends with an error
 
 
 class ProcessGroupManager:
@@ -34,10 +36,8 @@ class ProcessGroupManager:
     def __init__(self, dp_size: int, pp_size: int, tp_size: int):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if (needed := dp_size * pp_size * tp_size) != self.world_size:
-            raise UserError(
-                f"dp_size={dp_size} x pp_size={pp_size} x tp_size={tp_size} needs {needed} processes, but "
-                f"{self.world_size} run: start them with torchrun --nproc_per_node {needed}, or change the sizes"
-            )
+            raise UserError(f"dp_size={dp_size} x pp_size={pp_size} x tp_size={tp_size} needs {needed} processes, but "
+                            f"{self.world_size} run: use torchrun --nproc_per_node {needed}, or change the sizes")
         self.grid = torch.arange(self.world_size).view(dp_size, pp_size, tp_size)  # grid[dp, pp, tp]: a global rank
         self.dp_rank, self.pp_rank, self.tp_rank = (self.grid == self.global_rank).nonzero().flatten().tolist()
         self.dp_world_size, self.pp_world_size, self.tp_world_size = dp_size, pp_size, tp_size
@@ -46,13 +46,14 @@ class ProcessGroupManager:
         # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
         rows = [row for block in self.grid for row in block.tolist()]
         columns = [column for block in self.grid for column in block.T.tolist()]
-        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows)
-        self.pp_group, _ = dist.new_subgroups_by_enumeration(columns)
-        self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns)  # for gradients, which travel back
+        replicas = self.grid.permute(1, 2, 0).reshape(-1, dp_size).tolist()
+        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows, timeout)
+        self.pp_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
+        self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)  # for gradients: they go back
         # The first and the last stage share a tied embedding.
         ends = [ranks[:: max(pp_size - 1, 1)] for ranks in columns]
-        self.pp_ends_group, _ = dist.new_subgroups_by_enumeration(ends)
-        self.dp_group, _ = dist.new_subgroups_by_enumeration(self.grid.permute(1, 2, 0).reshape(-1, dp_size).tolist())
+        self.pp_ends_group, _ = dist.new_subgroups_by_enumeration(ends, timeout)
+        self.dp_group, _ = dist.new_subgroups_by_enumeration(replicas, timeout)
 
         block = self.grid[self.dp_rank]
         self.tp_group_ids, self.pp_group_ids = block[self.pp_rank].tolist(), block[:, self.tp_rank].tolist()
@@ -81,22 +82,24 @@ class ProcessGroupManager:
         return "\n".join(lines)
 
 
-def init_process_group(backend: str) -> None:
+def init_process_group(backend: str, timeout_seconds: float = 600) -> None:
     """Joins the processes that torchrun describes in the environment. Without torchrun, this process is the only one.
 
-    Raises UserError where ranks choose different backends, as machines with and without a GPU do. Otherwise
-    the ranks of each backend would wait for the others for ever.
+    Raises UserError where ranks choose different backends, as machines with and without a GPU do.
     """
+    global timeout
+    timeout = datetime.timedelta(seconds=timeout_seconds)
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
-        store, rank, world_size = next(dist.rendezvous("env://"))
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store.set(f"backend/{rank}", backend)
     backends = [store.get(f"backend/{other}").decode() for other in range(world_size)]
     if len(set(backends)) > 1:
         listed = ", ".join(f"rank {other}: {name}" for other, name in enumerate(backends[:16]))
         raise UserError(f"all ranks have to communicate over one backend, but these differ ({listed}): give all the "
                         "same --device, for instance --device cpu")
-    dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
+                            timeout=timeout)
 
 
 def setup_process_group_manager(dp_size: int, pp_size: int, tp_size: int) -> None:

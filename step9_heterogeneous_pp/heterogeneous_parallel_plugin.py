@@ -28,6 +28,7 @@ from pipeline_parallel import connect_neighbours, one_f_one_b, run_schedule
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate
 from stage_weights import load_weights
+from tensor_parallel import clip_grad_norm
 from utils import UserError, choose_device
 from wire import WIRE_DTYPES
 
@@ -165,6 +166,12 @@ class HeterogeneousParallelPlugin:
         loss *= pgm.process_group_manager.tp_rank == 0  # the ranks of a tp group have the same loss: count it once
         dist.all_reduce(loss)
         return loss
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        """Call it after execute_pipeline. Scales all gradients so that their norm, over the whole model, is at most
+        `max_norm` (0: never). Returns the norm as it was, the same on every rank.
+        """
+        return clip_grad_norm(model.module.model, max_norm, model.module.tied and model.module.tied[1])
 
 
 def names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:

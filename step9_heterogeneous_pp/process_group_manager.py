@@ -28,6 +28,7 @@ from plan_file import read_plan
 from utils import UserError
 
 process_group_manager = None
+timeout = datetime.timedelta(seconds=600)  # how long a rank waits for the others before it ends with an error
 
 
 class ProcessGroupManager:
@@ -59,9 +60,9 @@ class ProcessGroupManager:
         # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
         rows = [row for block in self.grid for row in block.tolist()]
         columns = [column for block in self.grid for column in block.T.tolist()]
-        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows)
-        self.pp_group, _ = dist.new_subgroups_by_enumeration(columns)
-        self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns)  # for gradients, which travel back
+        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows, timeout)
+        self.pp_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
+        self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)  # for gradients: they go back
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.tp_group_ids, self.pp_group_ids = block[self.pp_rank].tolist(), block[:, self.tp_rank].tolist()
 
@@ -81,7 +82,7 @@ class ProcessGroupManager:
         for tp_rank in range(self.tp_world_size):
             ranks = tuple(sorted({self.grid[dp][pp, tp_rank].item() for dp, pp in places}))
             if ranks not in self.groups:
-                self.groups[ranks] = dist.new_group(ranks)
+                self.groups[ranks] = dist.new_group(ranks, timeout)
                 if self.global_rank in ranks and dist.get_backend() == "nccl":  # connects at its first use, and blocks
                     dist.all_reduce(torch.zeros(1, device="cuda"), group=self.groups[ranks])
             mine = self.groups[ranks] if self.global_rank in ranks else mine
@@ -98,7 +99,7 @@ class ProcessGroupManager:
         return "\n".join([f"{self.world_size} rank{'s' * (self.world_size > 1)}, tp {self.tp_world_size}", *lines])
 
 
-def init_process_group(backend: str, plan_path: str | None = None) -> dict | None:
+def init_process_group(backend: str, timeout_seconds: float = 600, plan_path: str | None = None) -> dict | None:
     """Joins the processes that torchrun describes in the environment. Without torchrun, this process is the only one.
 
     With a plan, the ranks that it names join in its order. The others wait until the training has ended, and exit.
@@ -106,9 +107,11 @@ def init_process_group(backend: str, plan_path: str | None = None) -> dict | Non
     Raises UserError where ranks choose different backends, as machines with and without a GPU do (otherwise they would
     wait for each other for ever), and for a plan that can't be read or needs other ranks.
     """
+    global timeout
+    timeout = datetime.timedelta(seconds=timeout_seconds)
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
-        store, rank, world_size = next(dist.rendezvous("env://"))
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store.set(f"backend/{rank}", backend)
     backends = [store.get(f"backend/{other}").decode() for other in range(world_size)]
     if len(set(backends)) > 1:
@@ -131,7 +134,8 @@ def init_process_group(backend: str, plan_path: str | None = None) -> dict | Non
             sys.exit(0)
         atexit.register(store.set, "ended", "")
         rank, world_size = order.index(rank), len(order)
-    dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
+                            timeout=timeout)
     return plan if plan_path else None
 
 
