@@ -98,3 +98,5 @@ def init_process_group(backend: str, timeout_seconds: float = 600) -> None:
 def setup_process_group_manager(dp_size: int, pp_size: int, tp_size: int) -> None:
     global process_group_manager
     process_group_manager = ProcessGroupManager(dp_size, pp_size, tp_size)
+    if dist.get_rank() == 0:
+        print(process_group_manager.describe(), flush=True)

@@ -89,6 +89,22 @@ def train_step(model, data_loader) -> torch.Tensor:
     return total_loss
 
 
+def make_data_loader(args, config, device) -> tuple[MicroBatchDataLoader, int, int]:
+    """This dp rank's micro-batches, and the optimizer steps and tokens a step of the run. All ranks call it."""
+    global_batch_size = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size  # in samples
+    tokens_per_step = global_batch_size * args.seq_len
+    num_steps = args.max_tokens // tokens_per_step
+    if num_steps == 0:
+        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
+    if not 0 <= args.profile_batch <= num_steps:
+        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
+    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
+                           num_steps * global_batch_size, os.path.join(args.log_dir, "token_cache"))
+    data_loader = MicroBatchDataLoader(
+        samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
+    return data_loader, num_steps, tokens_per_step
+
+
 def print_parameters(model, device, dtype, learning_rate: float) -> None:
     """Prints the largest number of parameters that a rank holds: an uneven split is possible. All ranks call it."""
     num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
@@ -104,8 +120,6 @@ def main():
     pgm.init_process_group(backend, args.timeout)
     pgm.setup_process_group_manager(dp_size=args.dp_size, pp_size=args.pp_size, tp_size=args.tp_size)
     grid = pgm.process_group_manager
-    if grid.global_rank == 0:
-        print(grid.describe(), flush=True)
     os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
     os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
     if args.omp_num_threads:
@@ -117,18 +131,7 @@ def main():
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
         model = apply_tensor_parallel(Llama(config, dtype))
 
-    global_batch_size = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size  # in samples
-    tokens_per_step = global_batch_size * args.seq_len
-    num_steps = args.max_tokens // tokens_per_step
-    if num_steps == 0:
-        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
-    if not 0 <= args.profile_batch <= num_steps:
-        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
-
-    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
-                           num_steps * global_batch_size, os.path.join(args.log_dir, "token_cache"))
-    data_loader = MicroBatchDataLoader(
-        samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
+    data_loader, num_steps, tokens_per_step = make_data_loader(args, config, device)
     init_weights(model, args.seed, device, split_over_tp)
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)

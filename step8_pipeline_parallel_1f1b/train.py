@@ -20,8 +20,8 @@ from tensor_parallel import apply_tensor_parallel, clip_grad_norm, cross_entropy
 from timeline import timeline
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
-    make_scheduler, once_per_machine, one_clear_error, positive_float, positive_int, to_readable_format, zero_or_more,
-    zero_or_more_float,
+    make_scheduler, once_per_machine, one_clear_error, positive_float, positive_int, recompute_layers,
+    to_readable_format, zero_or_more, zero_or_more_float,
 )
 
 PIPELINE_STEPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
@@ -63,6 +63,7 @@ def parse_args():
     parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
     parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
     parser.add_argument("--pp_engine", choices=list(PIPELINE_STEPS), default="1f1b", help="the pipeline's schedule")
+    parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
     # Logging
     parser.add_argument("--run_name", default="default_run")
     parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
@@ -91,6 +92,22 @@ def train_step(model, data_loader) -> torch.Tensor:
     return total_loss
 
 
+def make_data_loader(args, config, device) -> tuple[MicroBatchDataLoader, int, int]:
+    """This dp rank's micro-batches, and the optimizer steps and tokens a step of the run. All ranks call it."""
+    global_batch_size = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size  # in samples
+    tokens_per_step = global_batch_size * args.seq_len
+    num_steps = args.max_tokens // tokens_per_step
+    if num_steps == 0:
+        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
+    if not 0 <= args.profile_batch <= num_steps:
+        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
+    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
+                           num_steps * global_batch_size, os.path.join(args.log_dir, "token_cache"))
+    data_loader = MicroBatchDataLoader(
+        samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
+    return data_loader, num_steps, tokens_per_step
+
+
 def print_parameters(model, device, dtype, learning_rate: float) -> None:
     """Prints the largest number of parameters that a rank holds: an uneven split is possible. All ranks call it."""
     num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
@@ -106,8 +123,6 @@ def main():
     pgm.init_process_group(backend, args.timeout)
     pgm.setup_process_group_manager(dp_size=args.dp_size, pp_size=args.pp_size, tp_size=args.tp_size)
     grid = pgm.process_group_manager
-    if grid.global_rank == 0:
-        print(grid.describe(), flush=True)
     os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
     os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
     if args.omp_num_threads:
@@ -121,19 +136,10 @@ def main():
         if args.pp_size > 1:
             model = PipelineParallel(model)
 
-    global_batch_size = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size  # in samples
-    tokens_per_step = global_batch_size * args.seq_len
-    num_steps = args.max_tokens // tokens_per_step
-    if num_steps == 0:
-        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
-    if not 0 <= args.profile_batch <= num_steps:
-        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
-
-    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
-                           num_steps * global_batch_size, os.path.join(args.log_dir, "token_cache"))
-    data_loader = MicroBatchDataLoader(
-        samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
+    data_loader, num_steps, tokens_per_step = make_data_loader(args, config, device)
     init_weights(model, args.seed, device, split_over_tp)
+    if args.recompute:
+        recompute_layers(model.decoder_layers.children())
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)
     model = DataParallelBucket(model)

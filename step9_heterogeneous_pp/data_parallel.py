@@ -8,10 +8,9 @@ Which ranks these are, its owners, differs from module to module. So a bucket en
     owners       embedding, layers 0-2: 0 and 2 | layers 3-4: 0 and 3 | layers 5-7, projection: 1 and 3
 
 The loss of each micro-batch is divided by the number of all micro-batches of the step, those of the other pipelines
-included. The sum of all gradients is therefore the gradient of the mean over the global batch.
-
-A tied embedding is owned by all first and all last stages. `param.grad` is a view into its bucket, as in step 8. All
-ranks fill and launch their buckets in the same order: the model's last module first, a tied parameter at the end.
+included, so the sum of all gradients is that of the mean over the global batch. A tied embedding is owned by all first
+and all last stages. All ranks fill and launch their buckets in the same order: the model's last module first, a tied
+parameter at the end.
 """
 
 import torch
@@ -28,8 +27,7 @@ from wire import CompressedAllReduce
 def find_owners(pipelines: list[PipelineTemplate], tied: tuple[str, str] | None) -> dict[str, dist.ProcessGroup | None]:
     """The group of each module's owners, None where this rank is no owner or the only one. All ranks call it together.
 
-    Modules are in the order of the model. A tied parameter comes before them: it is owned by the owners of both
-    modules.
+    Modules are in the order of the model. A tied parameter comes before them and is owned by the owners of both.
     """
     modules = [name for stage in pipelines[0].modules_per_stage for name in stage]
     places = {name: [(k, s) for k, template in enumerate(pipelines)

@@ -11,7 +11,7 @@
         optimizer.step()
 
 Two machines of unlike speed can be two pipelines of one stage with unlike numbers of micro-batches, and three small
-ones can be one pipeline of three stages. Ranks are counted pipeline after pipeline and stage after stage, tp fastest.
+ones can be one pipeline of three stages.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +29,7 @@ from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate
 from stage_weights import load_weights
 from tensor_parallel import clip_grad_norm
-from utils import UserError, choose_device
+from utils import UserError, choose_device, recompute_layers
 from wire import WIRE_DTYPES
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # older names of the precision -> --dtype's
@@ -42,16 +42,18 @@ class HeterogeneousParallelPlugin:
     computation, whatever the model says. With "bfloat16", parameters and optimizer state stay float32.
     `schedule` is one of pipeline_parallel. `wire_dtype` ("float32", "bfloat16" or "int8") is what hidden states and
     their gradients are sent as between stages, `gradient_wire_dtype` what the gradients of parameters are sent as
-    between their owners. None leaves them as they are. Joins the process group, if the script has not done so.
+    between their owners. None leaves them as they are. With `recompute`, backward computes decoder layers once more and
+    so needs less memory. Joins the process group, if the script has not done so.
     Raises UserError for an unknown precision or dtype, and where choose_device and init_process_group do.
     """
 
     def __init__(self, tp_size: int = 1, microbatch_size: int = 1, precision: str = "float32", device: str = "auto",
                  schedule: Callable = one_f_one_b, wire_dtype: str | None = None,
-                 gradient_wire_dtype: str | None = None):
+                 gradient_wire_dtype: str | None = None, recompute: bool = False):
         if precision not in (*DTYPES, *DTYPES.values(), "auto"):
             raise UserError(f"precision={precision!r} is none of auto, {', '.join(DTYPES.values())}")
-        self.tp_size, self.microbatch_size, self.schedule = tp_size, microbatch_size, schedule
+        self.tp_size, self.microbatch_size = tp_size, microbatch_size
+        self.schedule, self.recompute = schedule, recompute
         if unknown := {wire_dtype, gradient_wire_dtype} - {None, *WIRE_DTYPES}:
             raise UserError(f"wire dtype {unknown.pop()!r} is none of {', '.join(WIRE_DTYPES)}")
         self.wire_dtype, self.gradient_wire_dtype = WIRE_DTYPES.get(wire_dtype), WIRE_DTYPES.get(gradient_wire_dtype)
@@ -73,9 +75,8 @@ class HeterogeneousParallelPlugin:
             num_microbatches = [num_microbatches[t] for t in pipelines if t in num_microbatches]
         is_list = isinstance(num_microbatches, (list, tuple)) and len(num_microbatches) == len(pipelines) > 0
         if not is_list or not all(type(count) is int and count > 0 for count in num_microbatches):
-            raise UserError("All pipelines must have a corresponding number of microbatches, whole and at least one: "
-                            f"got num_microbatches={num_microbatches!r} for {len(pipelines)} pipelines, but it needs a "
-                            "dictionary with a number for each template, or a list with one for each pipeline")
+            raise UserError(f"All pipelines must have a corresponding number of microbatches: got {num_microbatches!r} "
+                            f"for {len(pipelines)} pipelines: give a dictionary or a list with 1 or more for each")
         if len(models := {template.model_name for template in pipelines}) > 1:
             raise UserError(f"the pipelines are templates for several models: {', '.join(sorted(models))}")
         if self.wire_dtype and all(template.num_stages == 1 for template in pipelines):
@@ -107,9 +108,8 @@ class HeterogeneousParallelPlugin:
         """Keeps this rank's part of the model. Returns it, the optimizer of its parameters, and the dataloader.
 
         `weights`: a state dict, a directory with safetensors (each rank reads what it holds), or a function that gives
-        a stage its parameters. By default they are those that the model has. `seed` is that of dropout.
-        `optimizer` keeps its groups, each of which keeps its parameters that this rank holds. It may also be a
-        function that makes one of a list of (name, parameter).
+        a stage its parameters. By default they are those that the model has. `seed` is that of dropout. `optimizer`
+        keeps those of its parameters that this rank holds, or is a function that makes one of [(name, parameter), ...].
         Raises what PipelineTemplate.check raises, on every rank, and UserError for an optimizer of another model.
         """
         self.require_pipelines("configure")
@@ -129,6 +129,8 @@ class HeterogeneousParallelPlugin:
         elif weights is not None:
             load_weights(stage, weights, self.device)
         stage.model.to(self.device)
+        if self.recompute:
+            recompute_layers(stage.own_layers())
         connect_neighbours()
         grid = pgm.process_group_manager
         torch.manual_seed(seed + 1000 * grid.dp_rank + grid.pp_rank)  # dropout: the same on the tp ranks of a stage
@@ -168,9 +170,7 @@ class HeterogeneousParallelPlugin:
         return loss
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Call it after execute_pipeline. Scales all gradients so that their norm, over the whole model, is at most
-        `max_norm` (0: never). Returns the norm as it was, the same on every rank.
-        """
+        """Call it after execute_pipeline. See tensor_parallel.clip_grad_norm."""
         return clip_grad_norm(model.module.model, max_norm, model.module.tied and model.module.tied[1])
 
 

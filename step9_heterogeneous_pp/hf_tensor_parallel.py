@@ -3,9 +3,9 @@
 The heads of the attention and the width of the MLP are split as in our Llama (tensor_parallel.py). Embeddings, norms
 and head stay whole on each tp rank. They see the same activations there, so their gradients are equal on all tp ranks.
 
-Two things are new. GPT-2 stores q, k and v side by side in one matrix, of which each third is split (GPT-NeoX stores
-them head by head, which is split like any matrix). And Qwen3 norms q and k of each head with a weight that all heads
-share. A rank's gradient of it covers only its own heads, so the weight passes through f, which sums over the tp ranks.
+Two things are new. GPT-2 stores q, k and v side by side in one matrix, of which each third is split. And Qwen3 norms q
+and k of each head with a weight that all heads share. A rank's gradient of it covers only its own heads, so the weight
+passes through f, which sums over the tp ranks.
 """
 
 from functools import partial

@@ -5,10 +5,9 @@
 
 Every stage is given the batch (input_ids, attention_mask, pixel_values, ...) and runs the whole forward, so that the
 model itself makes masks, rotary tables and residuals. What was received from the stage before, hidden states (B, T, D),
-becomes the input of the stage's first own module (here h.1). What the model does to hidden states before that module
-has been done by the earlier stages, so the absent modules in front of it return tensors of the right shape whose values
-are never used. The input of the first absent module behind the stage's own (here h.3) is what the stage sends. The last
-stage returns the model's output.
+becomes the input of the stage's first own module (here h.1). The absent modules in front of it return tensors of the
+right shape whose values are never used. The input of the first absent module behind the stage's own (here h.3) is what
+the stage sends. The last stage returns the model's output.
 
 Parameters keep the names they have in the whole model. A head that is tied to an embedding of another stage keeps a
 parameter of its own, under the head's name: `tied` says which two names have to stay equal.
@@ -53,9 +52,8 @@ class PipelineStage(nn.Module):
     """Takes the model over: its modules outside of `template`'s stage `stage_index` are replaced, in place.
 
     `model`, which has passed template.check, may be on the meta device and may be split over a tp group. It stays an
-    attribute, whose named_parameters() are this stage's, under the whole model's names. `tied` is (embedding's name,
-    head's name) where these two share a parameter in the whole model, else None. `autocast` is the dtype of the matmuls
-    where it is not the model's.
+    attribute, whose named_parameters() are this stage's. `tied`: the names of an embedding and a head that share a
+    parameter in the whole model, else None. `autocast` is the dtype of the matmuls where it is not the model's.
     """
 
     def __init__(self, model: nn.Module, template: PipelineTemplate, stage_index: int,
@@ -77,6 +75,11 @@ class PipelineStage(nn.Module):
                 setattr(model.get_submodule(parent), key, absent)
         self.model = model
 
+    def own_layers(self) -> list[nn.Module]:
+        """This stage's decoder layers."""
+        own, layers = self.template.modules_per_stage[self.stage_index], listed_modules(self.model)[1]
+        return [self.model.get_submodule(name) for name in layers if name in own]
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the hidden states, which is the model's. Autocast does not change it for residuals."""
@@ -91,8 +94,7 @@ class PipelineStage(nn.Module):
     def forward(self, received: torch.Tensor | None = None, **batch):
         """Hidden states (B, T, D), None on the first stage -> hidden states, on the last stage the model's output.
 
-        `batch` is the same on every stage. What is no argument of the model's forward is left out, and so are `labels`,
-        because the loss is computed outside of the model.
+        `batch` is the same on every stage. What is no argument of the model's forward is left out, and so are `labels`.
         """
         assert (received is None) == self.is_first, f"stage {self.stage_index} got {type(received).__name__}"
         self.received, self.output = received, None

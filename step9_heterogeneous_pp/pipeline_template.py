@@ -4,12 +4,10 @@
                                      ["decoder_layers.1", "final_norm", "final_proj"]])      # stage 1
 
 A template is plain data and names no rank, so two pipelines may share one, and it can be the key of a dictionary. A
-model is cut between its decoder layers: what comes before them belongs to the first stage, what comes after to the last
-one.
-
-The table FAMILIES lists these modules for each class of model that can be cut: those before the layers, the prefix of
-the layers, and those after them, each in the order in which forward calls them. A new family is a new line.
-Modules without parameters that every layer uses (Hugging Face's `rotary_emb`) are not listed: each stage keeps them.
+model is cut between its decoder layers: what comes before them belongs to the first stage, what comes after to the
+last. The table FAMILIES lists them for each class of model that can be cut, in the order in which forward calls them. A
+new family is a new line. Modules without parameters that every layer uses (Hugging Face's `rotary_emb`) are not
+listed: each stage keeps them.
 """
 
 from collections import Counter

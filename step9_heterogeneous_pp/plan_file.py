@@ -9,7 +9,7 @@ import json
 from utils import UserError
 
 FLAGS = ("pipelines", "num_microbatches", "dp_size", "pp_size", "tp_size", "micro_batch_size", "pp_engine",
-         "gradient_accumulation_steps", "wire_dtype", "gradient_wire_dtype")  # what a plan decides
+         "gradient_accumulation_steps", "wire_dtype", "gradient_wire_dtype", "recompute")  # what a plan decides
 
 
 def read_plan(path: str) -> dict:
@@ -41,3 +41,4 @@ def follow_plan(args, plan: dict, config, dtype: str) -> None:
     args.pipelines = [pipeline["layers"] for pipeline in plan["pipelines"]]
     args.num_microbatches = [pipeline["num_microbatches"] for pipeline in plan["pipelines"]]
     args.wire_dtype, args.gradient_wire_dtype = plan.get("wire_dtype"), plan.get("gradient_wire_dtype")
+    args.recompute = plan.get("recompute", False)

@@ -43,11 +43,9 @@ class ProcessGroupManager:
     def __init__(self, stages_per_pipeline: list[int], tp_size: int):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if (needed := sum(stages_per_pipeline) * tp_size) != self.world_size:
-            raise UserError(
-                f"Number of ranks in pipeline templates does not match world size: stages {stages_per_pipeline} x "
-                f"tp_size={tp_size} need {needed} processes, but {self.world_size} run: start them with torchrun "
-                f"--nproc_per_node {needed}, or change the sizes"
-            )
+            raise UserError(f"Number of ranks in pipeline templates does not match world size: stages "
+                            f"{stages_per_pipeline} x tp_size={tp_size} need {needed} processes, but {self.world_size} "
+                            f"run: use torchrun --nproc_per_node {needed}, or change the sizes")
         ranks = torch.arange(self.world_size).split([stages * tp_size for stages in stages_per_pipeline])
         self.grid = [block.view(-1, tp_size) for block in ranks]  # grid[dp][pp, tp]: a global rank
         self.dp_rank = next(dp for dp, block in enumerate(self.grid) if self.global_rank in block)
@@ -104,8 +102,8 @@ def init_process_group(backend: str, timeout_seconds: float = 600, plan_path: st
 
     With a plan, the ranks that it names join in its order. The others wait until the training has ended, and exit.
     Rank 0 reads the file and sends it to all, so only one machine needs it. Returns the plan.
-    Raises UserError where ranks choose different backends, as machines with and without a GPU do (otherwise they would
-    wait for each other for ever), and for a plan that can't be read or needs other ranks.
+    Raises UserError where ranks choose different backends, as machines with and without a GPU do, and for a plan that
+    can't be read or needs other ranks.
     """
     global timeout
     timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -142,3 +140,5 @@ def init_process_group(backend: str, timeout_seconds: float = 600, plan_path: st
 def setup_process_group_manager(stages_per_pipeline: list[int], tp_size: int) -> None:
     global process_group_manager
     process_group_manager = ProcessGroupManager(stages_per_pipeline, tp_size)
+    if dist.get_rank() == 0:
+        print(process_group_manager.describe(), flush=True)

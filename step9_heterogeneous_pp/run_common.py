@@ -3,7 +3,6 @@
 import argparse
 import functools
 import os
-import time
 from collections.abc import Callable
 from zlib import crc32
 
@@ -12,14 +11,13 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-import process_group_manager as pgm
 from dataloader import load_samples, next_tokens
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
-from metrics import RunLogger
 from stage_weights import open_directory
+from train import training_loop
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, once_per_machine, positive_float, positive_int,
-    require_reachable_hub,
+    require_reachable_hub, zero_or_more, zero_or_more_float,
 )
 
 
@@ -32,15 +30,22 @@ def parse_args(doc: str) -> argparse.Namespace:
     parser.add_argument("--seq_len", type=positive_int, default=64, help="tokens in a sample of text")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--warmup_steps", type=zero_or_more, default=0, help="steps in which the learning rate rises")
+    parser.add_argument("--lr_decay", choices=["none", "cosine"], default="none", help="the learning rate after these")
+    parser.add_argument("--max_grad_norm", type=zero_or_more_float, default=1.0, help="clip gradients (0: never)")
+    parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--run_name", default="default_run")
     parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
+    parser.add_argument("--wandb_project", default="picotron_tutorial")
+    parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
+    parser.add_argument("--profile_batch", type=int, default=0, help="write the timeline of this step (0: none)")
     return parser.parse_args()
 
 
 def make_plugin(args, tp_size: int = 1) -> HeterogeneousParallelPlugin:
-    return HeterogeneousParallelPlugin(tp_size, args.microbatch_size, args.dtype, args.device)
+    return HeterogeneousParallelPlugin(tp_size, args.microbatch_size, args.dtype, args.device, recompute=args.recompute)
 
 
 def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = ()) -> tuple[nn.Module, dict | None]:
@@ -91,8 +96,7 @@ def check_positions(config, seq_len: int) -> None:
     """Raises UserError where the model has fewer positions than a sample has tokens."""
     positions = getattr(config, "max_position_embeddings", seq_len)
     if positions < seq_len:
-        raise UserError(f"--seq_len {seq_len} is more than the {positions} positions of the model: "
-                        f"use {positions} or less")
+        raise UserError(f"--seq_len {seq_len} is more than the {positions} positions of the model: use a smaller one")
 
 
 def mean_cross_entropy(output, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -110,20 +114,10 @@ def train_on_speeches(plugin: HeterogeneousParallelPlugin, model: nn.Module, wei
 
 def train(plugin: HeterogeneousParallelPlugin, model: nn.Module, weights: dict | None, dataset, collate: Callable,
           args) -> None:
-    """Trains for --steps optimizer steps and logs each of them, see metrics.RunLogger."""
+    """Trains for --steps optimizer steps on the items of a data set, which `collate` turns into micro-batches."""
     dataloader = plugin.prepare_dataloader(dataset, collate_fn=collate)
     args.learning_rate = args.learning_rate or min(1e-3, default_learning_rate(model.config.hidden_size))
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, dataloader = plugin.configure(model, adamw, dataloader, weights, args.seed)
-    grid = pgm.process_group_manager
-    if grid.global_rank == 0:
-        print(grid.describe(), flush=True)
-    logger = RunLogger(args, grid, args.steps, plugin.global_batch_size * args.seq_len)
-    batches = iter(dataloader)
-    for step in range(1, args.steps + 1):
-        start = time.perf_counter()
-        loss = plugin.execute_pipeline(batches, model, mean_cross_entropy, optimizer)
-        optimizer.step()
-        logger.log(step, loss.item(), time.perf_counter() - start)
-    logger.close()
+    training_loop(args, plugin, model, optimizer, iter(dataloader), mean_cross_entropy, args.steps)
     dist.destroy_process_group()

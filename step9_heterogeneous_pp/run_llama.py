@@ -29,5 +29,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error():
+    with one_clear_error(out_of_memory="use --recompute, or lower --microbatch_size"):
         main()

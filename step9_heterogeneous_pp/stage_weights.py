@@ -4,7 +4,7 @@
     model-00001-of-00002.safetensors  a rank reads the parameters of its stage only, and of each of them only the part
     model-00002-of-00002.safetensors  that its place in the tp group keeps
 
-The names in a file can differ from the model's. Files of a bare model lack the first part (gpt2 has `h.0...`, the model
+The names in a file can differ from the model's. Files of a bare model lack the first part (`h.0...` is the model's
 `transformer.h.0...`), a tied head is not in the file, and older files have older names, which transformers knows.
 """
 
@@ -35,9 +35,8 @@ def open_directory(directory: str) -> dict[str, Callable]:
     elif os.path.isfile(single):
         file_of = dict.fromkeys(safe_open(single, framework="pt").keys(), single)
     else:
-        found = ", ".join(sorted(os.listdir(directory))) if os.path.isdir(directory) else "no such directory"
-        raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json ({found}): "
-                        "name a directory that save_pretrained wrote, or one from the Hub")
+        raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json: name a directory "
+                        "that save_pretrained wrote, or one from the Hub")
     handles = {}
 
     def get_slice(name: str):

@@ -9,6 +9,7 @@ import argparse
 import functools
 import os
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ import process_group_manager as pgm
 from dataloader import load_samples, next_tokens
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from metrics import RunLogger
-from model import DecoderLayer, Llama, init_weights
+from model import Llama, init_weights
 from pipeline_parallel import afab, one_f_one_b
 from pipeline_template import PipelineTemplate
 from tensor_parallel import cross_entropy, split_over_tp
@@ -39,11 +40,6 @@ def counts(text: str) -> list[int]:
         return [positive_int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: write positive numbers and commas, as in 5,3") from None
-
-
-def pipelines(text: str) -> list[list[int]]:
-    """The type of flags like 8;5,3."""
-    return [counts(part) for part in text.split(";")]
 
 
 def parse_args():
@@ -76,21 +72,19 @@ def parse_args():
     parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
     parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
     parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8, help="micro-batches a step")
-    parser.add_argument("--num_microbatches", type=counts, metavar="6,2",
-                        help="instead: micro-batches a step of each pipeline")
+    parser.add_argument("--num_microbatches", type=counts, metavar="6,2", help="instead: those of each pipeline")
     parser.add_argument("--max_tokens", type=positive_int, default=204800, help="tokens to train on")
     # Parallelism
     parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
     parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
-    parser.add_argument("--pipelines", type=pipelines, metavar="8;5,3",
+    parser.add_argument("--pipelines", type=lambda text: [counts(part) for part in text.split(";")], metavar="8;5,3",
                         help="instead of these two: decoder layers of each stage, with ';' between pipelines")
     parser.add_argument("--plan", metavar="PLAN.JSON", help="instead of all these: a plan that cluster/plan.py wrote")
     parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="1f1b", help="the pipeline's schedule")
-    parser.add_argument("--wire_dtype", choices=WIRE_DTYPES, default=None,
-                        help="what hidden states are sent as from stage to stage (default: as they are)")
-    parser.add_argument("--gradient_wire_dtype", choices=WIRE_DTYPES, default=None,
-                        help="what gradients are sent as between pipelines (default: as they are)")
+    parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
+    parser.add_argument("--wire_dtype", choices=WIRE_DTYPES, help="of hidden states between stages, while they travel")
+    parser.add_argument("--gradient_wire_dtype", choices=WIRE_DTYPES, help="of gradients between pipelines, likewise")
     # Logging
     parser.add_argument("--run_name", default="default_run")
     parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
@@ -113,10 +107,25 @@ def make_plugin(args, model) -> HeterogeneousParallelPlugin:
     size, left_over = divmod(model.config.num_hidden_layers, args.pp_size)  # or one more layer in the first stages
     layers = args.pipelines or [[size + (s < left_over) for s in range(args.pp_size)]] * args.dp_size
     num_microbatches = args.num_microbatches or [args.gradient_accumulation_steps] * len(layers)
-    plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, args.dtype, args.device,
-                                         SCHEDULES[args.pp_engine], args.wire_dtype, args.gradient_wire_dtype)
+    plugin = HeterogeneousParallelPlugin(
+        args.tp_size, args.micro_batch_size, args.dtype, args.device, SCHEDULES[args.pp_engine], args.wire_dtype,
+        args.gradient_wire_dtype, args.recompute)
     plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, sizes) for sizes in layers], num_microbatches)
     return plugin
+
+
+def make_data_loader(args, config, plugin) -> tuple[Iterator[dict[str, torch.Tensor]], int]:
+    """This pipeline's micro-batches, and the optimizer steps of the run. All ranks call it."""
+    tokens_per_step = plugin.global_batch_size * args.seq_len
+    num_steps = args.max_tokens // tokens_per_step
+    if num_steps == 0:
+        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
+    if not 0 <= args.profile_batch <= num_steps:
+        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
+    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
+                           num_steps * plugin.global_batch_size, os.path.join(args.log_dir, "token_cache"))
+    data_loader = plugin.prepare_dataloader(samples, collate_fn=next_tokens, num_workers=args.num_workers)
+    return iter(data_loader), num_steps
 
 
 def print_parameters(model, device, dtype, learning_rate: float) -> None:
@@ -145,37 +154,28 @@ def main():
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
         model = Llama(config, dtype)
     plugin = make_plugin(args, model)
-    grid = pgm.process_group_manager
-    if grid.global_rank == 0:
-        print(grid.describe(), flush=True)
-
-    tokens_per_step = plugin.global_batch_size * args.seq_len
-    num_steps = args.max_tokens // tokens_per_step
-    if num_steps == 0:
-        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
-    if not 0 <= args.profile_batch <= num_steps:
-        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
-
-    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
-                           num_steps * plugin.global_batch_size, os.path.join(args.log_dir, "token_cache"))
-    data_loader = plugin.prepare_dataloader(samples, collate_fn=next_tokens, num_workers=args.num_workers)
-
-    def materialise(stage) -> None:
-        init_weights(stage.model, args.seed, device, split_over_tp)
-        if args.compile:
-            compile_layers((layer for layer in stage.model.decoder_layers if isinstance(layer, DecoderLayer)), device)
+    batches, num_steps = make_data_loader(args, config, plugin)
 
     def criterion(logits, batch):
         return cross_entropy(logits, batch["target_ids"], config.vocab_size)
 
     args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
-    model, optimizer, _ = plugin.configure(model, adamw, weights=materialise)
+    model, optimizer, _ = plugin.configure(
+        model, adamw, weights=lambda stage: init_weights(stage.model, args.seed, device, split_over_tp))
+    if args.compile:
+        compile_layers(model.module.own_layers(), device)
     print_parameters(model, device, dtype, args.learning_rate)
+    training_loop(args, plugin, model, optimizer, batches, criterion, num_steps)
+    dist.destroy_process_group()
+
+
+def training_loop(args, plugin, model, optimizer, batches, criterion, num_steps) -> None:
+    """Trains what plugin.configure returned for `num_steps` optimizer steps, and logs each of them."""
+    grid, device, tokens_per_step = pgm.process_group_manager, plugin.device, plugin.global_batch_size * args.seq_len
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
-    batches = iter(data_loader)
     for step in range(1, num_steps + 1):
         if step == args.profile_batch:
             timeline.start(device)
@@ -190,7 +190,6 @@ def main():
         if step == args.profile_batch:
             timeline.write(os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json"), grid, device)
     logger.close()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

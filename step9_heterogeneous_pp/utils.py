@@ -4,6 +4,7 @@ import argparse
 import atexit
 import contextlib
 import datetime
+import functools
 import itertools
 import json
 import math
@@ -21,6 +22,7 @@ import uuid
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.utils.checkpoint import checkpoint
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
 TINY_LLAMA = os.path.join(ROOT, "assets", "tiny_llama")
@@ -149,6 +151,12 @@ def once_per_machine(make):
         if isinstance(error, UserError):
             raise error
     return outcomes[first]
+
+
+def recompute_layers(layers) -> None:
+    """Each layer keeps only its input for backward, which first computes the layer once more (Chen et al. 2016)."""
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def require_reachable_hub(name: str, kind: str) -> None:
