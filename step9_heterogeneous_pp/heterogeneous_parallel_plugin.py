@@ -1,4 +1,4 @@
-"""Pipelines of unlike shapes that train one model together: what a training script needs, in four calls.
+"""Pipelines of unlike shapes that train one model together: what a training script needs, in five calls.
 
     plugin = HeterogeneousParallelPlugin(microbatch_size=2)
     plugin.set_pipelines([two_stages, one_stage], num_microbatches={two_stages: 6, one_stage: 2})
@@ -8,10 +8,10 @@
     batches = iter(dataloader)
     for step in range(dataloader.steps_per_epoch):
         loss = plugin.execute_pipeline(batches, model, criterion, optimizer)
+        plugin.clip_grad_norm(model, max_norm=1.0)
         optimizer.step()
 
-Two machines of unlike speed can be two pipelines of one stage with unlike numbers of micro-batches, and three small
-ones can be one pipeline of three stages.
+Two machines of unlike speed can be two pipelines of one stage, and three small ones one pipeline of three stages.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -6,8 +6,8 @@
     int8        1, plus 4 per row    1/254 of the largest number of its row
 
 int8 has one scale per row, which maps the largest magnitude to 127 (absmax quantisation, Dettmers et al. 2022). A row
-is the hidden state of one token, or ROW numbers of a flat buffer. Where it has a NaN or an infinity, all of it is decoded
-as not finite, and the loss shows it. R is the number of rows, N the length of each.
+is the hidden state of one token, or ROW numbers of a flat buffer. Where it has a NaN or an infinity, all of it is
+decoded as not finite, and the loss shows it. R is the number of rows, N the length of each.
 """
 
 import math
