@@ -94,9 +94,9 @@ def local_directory(name_or_path: str, flag: str = "--model_name_or_path") -> st
 
 def check_positions(config, seq_len: int) -> None:
     """Raises UserError where the model has fewer positions than a sample has tokens."""
-    positions = getattr(config, "max_position_embeddings", seq_len)
-    if positions < seq_len:
-        raise UserError(f"--seq_len {seq_len} is more than the {positions} positions of the model: use a smaller one")
+    limit = getattr(config, "max_position_embeddings", seq_len)
+    if limit < seq_len:
+        raise UserError(f"--seq_len {seq_len} is more than the {limit} positions of the model: use {limit} or less")
 
 
 def mean_cross_entropy(output, batch: dict[str, torch.Tensor]) -> torch.Tensor:

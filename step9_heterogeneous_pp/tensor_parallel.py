@@ -187,15 +187,16 @@ def clip_grad_norm(model: nn.Module, max_norm: float, tied_copy: str | None) -> 
     """Scales all gradients by one number, so that their norm is at most `max_norm` (0: never). Returns it as it was.
 
     It is the norm of all gradients of the whole model: the root of the sum of their squares, over all ranks. What
-    several ranks hold counts on one: what is not split on the first tp rank, a tied embedding on the first stage and
-    not as `tied_copy`, its name on the last stage, and of all replicas the first.
+    several ranks hold is counted once: what is not split on the first tp rank; a tied embedding on the first stage, so
+    not under the name `tied_copy`, which it has on the last one; and of all replicas the first.
     """
     grid = pgm.process_group_manager
     split = {getattr(module, name) for module in model.modules() for name in getattr(module, "tp_dims", ())}
     params = {name: param for name, param in model.named_parameters() if param.grad is not None}
-    norm = torch.nn.utils.get_total_norm([param.grad for name, param in params.items() if name != tied_copy
-                                          and (grid.tp_rank == 0 or param in split)])
-    dist.all_reduce(squares := norm**2 * (grid.dp_rank == 0))
+    counted = [param.grad for name, param in params.items()
+               if name != tied_copy and (grid.tp_rank == 0 or param in split)]
+    zero = next(model.parameters()).new_zeros(())  # has the right dtype and device, also where nothing is counted
+    dist.all_reduce(squares := zero + torch.nn.utils.get_total_norm(counted) ** 2 * (grid.dp_rank == 0))
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(params.values(), max_norm, squares.sqrt())
     return squares.sqrt()
