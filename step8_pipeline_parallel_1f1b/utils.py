@@ -228,7 +228,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, num_steps: int, warmup_step
     warm_up = LinearLR(optimizer, 1 / (warmup_steps + 1), total_iters=warmup_steps)
     if decay == "none":
         return warm_up
-    cosine = CosineAnnealingLR(optimizer, T_max=num_steps - warmup_steps)
+    cosine = CosineAnnealingLR(optimizer, T_max=max(1, num_steps - warmup_steps))
     return SequentialLR(optimizer, [warm_up, cosine], [warmup_steps]) if warmup_steps else cosine
 
 
