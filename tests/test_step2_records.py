@@ -18,8 +18,8 @@ import pytest
 
 from launch import STEPS, environment, fork, metrics, torchrun
 
-METRICS = ["step", "loss", "trained_tokens", "tokens_per_second", "tokens_per_second_per_rank", "memory_gb",
-           "step_seconds"]
+METRICS = ["step", "loss", "grad_norm", "learning_rate", "trained_tokens", "tokens_per_second",
+           "tokens_per_second_per_rank", "memory_gb", "step_seconds"]
 SHORT = ["--seq_len", 32, "--micro_batch_size", 1, "--num_hidden_layers", 2, "--learning_rate", 0.001]
 SECONDS = 120  # on a terminal: a run that asks a question there waits for ever
 
@@ -137,7 +137,8 @@ def test_wandb_holds_what_metrics_holds(terminal_run):
     assert {"pp_size": 2, "seq_len": 32}.items() <= start["config"]["update"].items()
 
 
-LINE = (r"^step (\d)/{} \| loss \d+\.\d{{4}} \| (\d+) tokens \| [\d.]+K? tokens/s \| [\d.]+K? per rank \| "
+LINE = (r"^step (\d)/{} \| loss \d+\.\d{{4}} \| grad norm \d+\.\d{{3}} \| (\d+) tokens \| "
+        r"[\d.]+K? tokens/s \| [\d.]+K? per rank \| "
         r"\d\.\d\d GB\r?$")
 
 

@@ -16,13 +16,13 @@ OTHERS = {1: [case for case in IDS if case not in SAMPLED[1]],
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("cases", [SAMPLED, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["sampled", "others"])
 def test_families_equal_the_plain_model(tmp_path, cases, tp_size):
-    """Over three ranks, or six with tp 2, in one job: losses of all steps, gradients of the first."""
+    """Over three ranks, or six with tp 2, in one job: losses and norms of all steps, gradients of the first."""
     script = ROOT / "tests" / "support" / "families_in_pipelines.py"
     fork(9, 3 * tp_size, tmp_path, tp_size, *cases[tp_size], script=script, modules=MODELS)
     results = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     assert len(results) == 3 * tp_size and all(result.keys() == set(cases[tp_size]) for result in results)
-    off = {f"{case}, {what}": worst for result in results for case, pair in result.items()
-           for what, worst in zip(("loss", "gradient"), pair) if not worst <= 1e-9}
+    off = {f"{case}, {what}": worst for result in results for case, all_worst in result.items()
+           for what, worst in zip(("loss", "gradient", "norm"), all_worst, strict=True) if not worst <= 1e-9}
     assert not off, off
 
 
