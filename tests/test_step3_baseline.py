@@ -13,10 +13,15 @@ SAMPLES, SEQ_LEN, LEARNING_RATE = 8, 16, 3e-3
 MAX_GRAD_NORM = 1.0  # the default, and less than the norm of the first steps
 
 
-@pytest.mark.parametrize("num_steps", [5, pytest.param(20, marks=pytest.mark.slow)])
-def test_baseline_equals_huggingface(tmp_path, num_steps):
+@pytest.mark.parametrize("num_steps, schedule", [
+    (5, ["--warmup_steps", 2, "--lr_decay", "cosine"]), pytest.param(20, [], marks=pytest.mark.slow)])
+def test_baseline_equals_huggingface(tmp_path, num_steps, schedule):
+    """Without flags the learning rate is constant. With them, the parameters move as far as the logged rates say."""
+    rates = [LEARNING_RATE / 3, LEARNING_RATE * 2 / 3, LEARNING_RATE, LEARNING_RATE * 3 / 4, LEARNING_RATE / 4]
+    rates = rates if schedule else num_steps * [LEARNING_RATE]
     flags = ["--dtype", "float64", "--micro_batch_size", 2, "--gradient_accumulation_steps", 4, "--seq_len", SEQ_LEN,
-             "--max_tokens", num_steps * SAMPLES * SEQ_LEN, "--learning_rate", LEARNING_RATE, "--log_dir", tmp_path]
+             "--max_tokens", num_steps * SAMPLES * SEQ_LEN, "--learning_rate", LEARNING_RATE, "--log_dir", tmp_path,
+             *schedule]
     record(tmp_path, 3, 1, flags).result()
     recorded = torch.load(tmp_path / "rank0.pt")
     [tokens] = [np.fromfile(path, dtype=np.int32) for path in (tmp_path / "token_cache").glob("*.bin")]
@@ -30,6 +35,8 @@ def test_baseline_equals_huggingface(tmp_path, num_steps):
         target_ids = tokens[first + 1 : first + SAMPLES * SEQ_LEN + 1].view(SAMPLES, SEQ_LEN)
         logits = model(input_ids, use_cache=False).logits
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target_ids.flatten())
+        assert row["learning_rate"] == pytest.approx(rates[step], rel=1e-12)
+        optimizer.param_groups[0]["lr"] = rates[step]
         optimizer.zero_grad()
         expected.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)

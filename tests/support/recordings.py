@@ -46,6 +46,7 @@ class Case:
     num_microbatches: str = ""
     dtype: str = "float64"
     max_grad_norm: float = 1.0  # the default of --max_grad_norm
+    recompute: bool = False
 
     @property
     def num_processes(self) -> int:
@@ -74,14 +75,15 @@ class Case:
             flags["dataset_name"] = folder / "small_vocabulary.txt"
         if self.engine:
             flags["pp_engine"] = self.engine
-        return [word for name, value in flags.items() for word in (f"--{name}", value)]
+        words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+        return words + ["--recompute"] * self.recompute
 
     def __str__(self):
         axes = "-".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "tp") if getattr(self, axis) > 1)
         counts = self.num_microbatches or self.accumulation
         words = [f"step{self.step}", self.pipelines, axes, f"m{counts}", f"{self.samples}samples", self.engine,
                  self.variant, f"{self.num_steps}steps", self.dtype * (self.dtype != "float64"),
-                 f"clip{self.max_grad_norm:g}" * (self.max_grad_norm != 1)]
+                 f"clip{self.max_grad_norm:g}" * (self.max_grad_norm != 1), "recompute" * self.recompute]
         return "-".join(filter(None, words))
 
 
