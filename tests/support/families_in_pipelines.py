@@ -2,9 +2,10 @@
 
 `torchrun ... families_in_pipelines.py OUT TP_SIZE CASE...`, where a CASE is a toy of families.py, as in gpt2 or
 gpt2-tied, or gpt2-frozen, of which only a part is trained. Pipelines of two stages and of one, with 2 and 1
-micro-batches of a step, through the plugin; before, each rank trains some of the plain models, in its own process, with
-torch.optim and torch's clipping. Each rank writes OUT/<rank>.json: for each case the largest difference of the losses
-of all steps, of any gradient of the first, which is clipped, and of the gradients' norms of all steps.
+micro-batches of a step, through the plugin, which recomputes layers unless the toy is tied; before, each rank trains
+some of the plain models, in its own process, with torch.optim and torch's clipping. Each rank writes OUT/<rank>.json:
+for each case the largest difference of the losses of all steps, of any gradient of the first, which is clipped, and of
+the gradients' norms of all steps.
 """
 
 import json
@@ -83,7 +84,8 @@ def train_all_plain(cases: list[str]) -> dict[str, tuple]:
 def compare(case: str, tp_size: int, losses: list[float], norms: list[float], gradients: dict) -> list[float]:
     # Hugging Face's RMSNorm rounds to float32, which makes 1e-8 of any 1e-16: norms that don't, in both models.
     model = make(case)
-    plugin = HeterogeneousParallelPlugin(tp_size=tp_size, microbatch_size=MICROBATCH, precision="fp64", device="cpu")
+    plugin = HeterogeneousParallelPlugin(tp_size=tp_size, microbatch_size=MICROBATCH, precision="fp64", device="cpu",
+                                         recompute=not case.endswith("-tied"))
     two, one = (PipelineTemplate.from_layers_per_stage(model, sizes) for sizes in ([1, 2], [3]))
     plugin.set_pipelines([two, one], num_microbatches={two: 2, one: 1})
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)

@@ -140,7 +140,7 @@ def assert_same_math(one: pathlib.Path, many: pathlib.Path, num_steps: int) -> N
     """
     expected, found = metrics(one.parent, one.name), metrics(many.parent, many.name)
     assert len(expected) == len(found) == num_steps
-    for what in ("loss", "grad_norm"):
+    for what in ("grad_norm", "loss"):
         off = [abs(a[what] - b[what]) for a, b in zip(expected, found)]
         assert max(off) <= TOLERANCE, f"{what} of the steps: {', '.join(f'{each:.1e}' for each in off)} apart"
     [base], ranks = load(one), load(many)
