@@ -148,6 +148,12 @@ def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
     (8, ["--max_tokens", 0], ["--max_tokens", "at least 1"]),
     (8, ["--num_hidden_layers", 0], ["--num_hidden_layers", "at least 1"]),
     (8, ["--learning_rate", -1], ["--learning_rate", "above 0", "-1"]),
+    (2, ["--timeout", 0], ["--timeout", "above 0", "0"]),
+    (9, ["--timeout", -3], ["--timeout", "above 0", "-3"]),
+    (3, ["--max_grad_norm", -1], ["--max_grad_norm", "0 or more", "-1"]),
+    (3, ["--max_grad_norm", "nan"], ["--max_grad_norm", "0 or more", "nan"]),
+    (3, ["--warmup_steps", -1], ["--warmup_steps", "0 or more", "-1"]),
+    (3, ["--lr_decay", "linear"], ["--lr_decay", "'linear'", "cosine"]),
     (8, ["--num_proc", 0], ["--num_proc", "at least 1"]),
     (8, ["--num_workers", -1], ["--num_workers", "0 or more", "-1"]),
     (1, ["--max_tokens", 31], ["--max_tokens 31", "32"]),
@@ -253,4 +259,4 @@ def test_folders(fails, tmp_path, names, found):
 def test_a_run_that_diverges_says_so(fails, tmp_path):
     """Not bad input alone, so training has begun by then: `runs` holds the steps before."""
     args = ["--learning_rate", 1e30, "--max_tokens", 2560, "--run_name", "diverges"]
-    fails(8, args, ["the loss of step", "the run has diverged, lower --learning_rate"])
+    fails(8, args, ["diverged: step ", "gradient norm ", "lower --learning_rate"])

@@ -1,4 +1,7 @@
-"""What a pipeline stage keeps for backward: activations of each live micro-batch, but one copy of the weights."""
+"""What a pipeline stage keeps for backward: activations of each live micro-batch, but one copy of the weights.
+
+With --recompute, of the activations only the inputs of decoder layers.
+"""
 
 import json
 
@@ -36,3 +39,14 @@ def test_one_forward_one_backward_keeps_no_more_with_more_micro_batches(tmp_path
     few, many = kept_by_ranks(tmp_path, step, ["--pp_engine", "1f1b"])
     assert [kept["others"] for kept in few] == [kept["others"] for kept in many]
     assert few[0]["others"] > few[3]["others"]
+
+
+@pytest.mark.parametrize("step", [8, pytest.param(9, marks=pytest.mark.slow)])
+def test_recomputing_keeps_the_inputs_of_layers(tmp_path, step):
+    """Stages in the middle consist of layers only, here two each: a live micro-batch adds two inputs, in bfloat16."""
+    few, many = kept_by_ranks(tmp_path, step, ["--pp_engine", "afab", "--num_hidden_layers", 8, "--recompute"])
+    layer_input = 3 * 8 * 128 * 2  # (B, T, D)
+    for rank in (1, 2):
+        assert many[rank]["others"] - few[rank]["others"] == (MANY - FEW) * 2 * layer_input
+    for rank in (0, 3):  # besides: token ids, and what the loss keeps
+        assert many[rank]["others"] - few[rank]["others"] > (MANY - FEW) * 2 * layer_input

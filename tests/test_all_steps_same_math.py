@@ -1,26 +1,30 @@
-"""Every topology computes what one process computes: losses and every gradient, in float64, through train.py itself.
+"""Every topology computes what one process computes: losses, gradients and their norm, in float64, through train.py.
 
 AdamW hides a wrong scale of the gradients, and a loss curve hides replicas that drift apart. So besides the losses of
 some steps these tests compare each gradient of the first step, and at the end that copies of a parameter are still
-equal.
+equal. A norm that is wrong scales all gradients alike, which AdamW hides as well: cases differ in --max_grad_norm.
 """
 
 import dataclasses
 
 import pytest
-from launch import losses
+import torch
+from launch import losses, metrics
 from recordings import Case, assert_same_math, load, record
 
 CASES = [  # each idea of a step once
-    Case(4, tp=4, accumulation=2, variant="vocab1022"), Case(4, tp=2, accumulation=2, variant="tied"),
+    Case(4, tp=4, accumulation=2, variant="vocab1022", max_grad_norm=0),
+    Case(4, tp=2, accumulation=2, variant="tied", max_grad_norm=0.1),
     Case(4, tp=3, accumulation=2, variant="thirds"),  # a vocabulary that three does not divide either
     Case(5, dp=3, samples=24, accumulation=4),
-    Case(6, dp=3, samples=24, accumulation=4), Case(6, dp=2, tp=2, accumulation=2),
-    Case(7, pp=4), Case(7, pp=2, variant="tied"),
-    Case(8, pp=3, engine="1f1b"), Case(8, pp=4, accumulation=2, engine="1f1b"),
-    Case(8, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b"), Case(8, dp=2, pp=2, engine="1f1b", variant="tied"),
-    Case(9, pipelines="3,2;5", num_microbatches="6,2", variant="tied"),
-    Case(9, pipelines="5;5;2,3", num_microbatches="3,2,3"), Case(9, pipelines="1,3,1", num_microbatches="8"),
+    Case(6, dp=3, samples=24, accumulation=4), Case(6, dp=2, tp=2, accumulation=2, max_grad_norm=0),
+    Case(7, pp=4, max_grad_norm=0), Case(7, pp=2, variant="tied", max_grad_norm=0.1),
+    Case(8, pp=3, engine="1f1b"), Case(8, pp=4, accumulation=2, engine="1f1b", max_grad_norm=0),
+    Case(8, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b"),
+    Case(8, dp=2, pp=2, engine="1f1b", variant="tied", max_grad_norm=0.1),
+    Case(9, pipelines="3,2;5", num_microbatches="6,2", variant="tied", max_grad_norm=0.1),
+    Case(9, pipelines="5;5;2,3", num_microbatches="3,2,3"),
+    Case(9, pipelines="1,3,1", num_microbatches="8", max_grad_norm=0),
     Case(9, pipelines="1,4;5", num_microbatches="5,3", tp=2),
 ]
 LONGER = [dataclasses.replace(case, num_steps=20) for case in (  # further sizes, and more steps
@@ -28,8 +32,9 @@ LONGER = [dataclasses.replace(case, num_steps=20) for case in (  # further sizes
     Case(7, pp=3), Case(7, pp=4, accumulation=2), Case(8, pp=4, engine="1f1b"), Case(8, tp=2, pp=3, engine="1f1b"),
     Case(8, dp=2, pp=2, engine="1f1b"), Case(8, dp=2, pp=2, engine="afab"),
     Case(8, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b"),
-    Case(9, pipelines="3,2;5", num_microbatches="6,2"), Case(9, pipelines="1,4;5", num_microbatches="5,3", tp=2,
-                                                              variant="tied"),
+    Case(8, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b", variant="tied", max_grad_norm=0.1),
+    Case(9, pipelines="3,2;5", num_microbatches="6,2"),
+    Case(9, pipelines="1,4;5", num_microbatches="5,3", tp=2, variant="tied", max_grad_norm=0.1),
 )]
 
 
@@ -49,7 +54,16 @@ def runs(selected, models):
 def test_topology_equals_one_process(case, runs, models):
     runs[case.baseline].result(), runs[case].result()
     assert_same_math(models / str(case.baseline), models / str(case), case.num_steps)
+    check_clipping(case, models / str(case.baseline))
     check_live_activations(case, load(models / str(case)))
+
+
+def check_clipping(case: Case, folder) -> None:
+    """In the first step the bound is exceeded, and what the optimizer sees has this norm. A bound of 0 is none."""
+    first, [rank] = metrics(folder.parent, folder.name)[0]["grad_norm"], load(folder)
+    assert first > 1.5 * case.max_grad_norm
+    seen = torch.cat([grad.flatten() for grad in rank["grads"].values()]).norm().item()
+    assert seen == pytest.approx(case.max_grad_norm or first, rel=2e-6), "torch divides by the norm plus 1e-6"
 
 
 def check_live_activations(case: Case, ranks: list[dict]) -> None:

@@ -18,8 +18,8 @@ import pytest
 
 from launch import STEPS, environment, fork, metrics, torchrun
 
-METRICS = ["step", "loss", "trained_tokens", "tokens_per_second", "tokens_per_second_per_rank", "memory_gb",
-           "step_seconds"]
+METRICS = ["step", "loss", "grad_norm", "learning_rate", "trained_tokens", "tokens_per_second",
+           "tokens_per_second_per_rank", "memory_gb", "step_seconds"]
 SHORT = ["--seq_len", 32, "--micro_batch_size", 1, "--num_hidden_layers", 2, "--learning_rate", 0.001]
 SECONDS = 120  # on a terminal: a run that asks a question there waits for ever
 
@@ -57,7 +57,7 @@ def terminal_run(log_dir):
     env = {name: value for name, value in env.items() if not name.startswith("WANDB_")}
     command = torchrun(2, STEPS["8"] / "train.py", *SHORT, "--pp_size", 2, "--gradient_accumulation_steps", 2,
                        "--max_tokens", 256, "--run_name", "pair", "--log_dir", log_dir, "--use_wandb",
-                       "--profile_batch", 2)
+                       "--wandb_project", "speeches", "--wandb_group", "sweep", "--profile_batch", 2)
     code, seen = on_a_terminal(command, env)
     assert code == 0, seen
     return seen, shutil.copytree(log_dir / "pair", log_dir / "pair_before_its_rerun")
@@ -78,6 +78,7 @@ def test_metrics(terminal_run):
         assert 4 < row["loss"] < 10 and row["loss"] != round(row["loss"], 5), "full precision"
         assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(64)
         assert row["tokens_per_second_per_rank"] * 2 == pytest.approx(row["tokens_per_second"])
+        assert 0.1 < row["grad_norm"] < 100 and row["learning_rate"] == 0.001, "no warm-up and no decay"
         assert 0.05 < row["memory_gb"] < 5 and row["step_seconds"] < SECONDS
 
 
@@ -132,12 +133,13 @@ def test_wandb_holds_what_metrics_holds(terminal_run):
     assert [{name: item[name] for name in METRICS} for item in history] == rows
     assert [item["_step"] for item in history] == [1, 2, 3, 4]
     start = next(record["run"] for record in records if record["type"] == "run")
-    assert start["project"] == "picotron_tutorial"
+    assert (start["project"], start["run_group"]) == ("speeches", "sweep")
     assert start["display_name"] == "pair_DP(1)-PP(2)-TP(1)-Rank(1)"
     assert {"pp_size": 2, "seq_len": 32}.items() <= start["config"]["update"].items()
 
 
-LINE = (r"^step (\d)/{} \| loss \d+\.\d{{4}} \| (\d+) tokens \| [\d.]+K? tokens/s \| [\d.]+K? per rank \| "
+LINE = (r"^step (\d)/{} \| loss \d+\.\d{{4}} \| grad norm \d+\.\d{{3}} \| (\d+) tokens \| "
+        r"[\d.]+K? tokens/s \| [\d.]+K? per rank \| "
         r"\d\.\d\d GB\r?$")
 
 

@@ -1,4 +1,4 @@
-"""The baseline, step 3's train.py, against Hugging Face's Llama and torch.optim.AdamW, sample for sample."""
+"""The baseline, step 3's train.py, against Hugging Face's Llama, torch's AdamW and its clipping, sample for sample."""
 
 import numpy as np
 import pytest
@@ -6,16 +6,22 @@ import torch
 from transformers import AutoConfig
 
 from huggingface import reference, their_name
-from launch import ROOT, losses
+from launch import ROOT, metrics
 from recordings import record
 
 SAMPLES, SEQ_LEN, LEARNING_RATE = 8, 16, 3e-3
+MAX_GRAD_NORM = 1.0  # the default, and less than the norm of the first steps
 
 
-@pytest.mark.parametrize("num_steps", [5, pytest.param(20, marks=pytest.mark.slow)])
-def test_baseline_equals_huggingface(tmp_path, num_steps):
+@pytest.mark.parametrize("num_steps, schedule", [
+    (5, ["--warmup_steps", 2, "--lr_decay", "cosine"]), pytest.param(20, [], marks=pytest.mark.slow)])
+def test_baseline_equals_huggingface(tmp_path, num_steps, schedule):
+    """Without flags the learning rate is constant. With them, the parameters move as far as the logged rates say."""
+    rates = [LEARNING_RATE / 3, LEARNING_RATE * 2 / 3, LEARNING_RATE, LEARNING_RATE * 3 / 4, LEARNING_RATE / 4]
+    rates = rates if schedule else num_steps * [LEARNING_RATE]
     flags = ["--dtype", "float64", "--micro_batch_size", 2, "--gradient_accumulation_steps", 4, "--seq_len", SEQ_LEN,
-             "--max_tokens", num_steps * SAMPLES * SEQ_LEN, "--learning_rate", LEARNING_RATE, "--log_dir", tmp_path]
+             "--max_tokens", num_steps * SAMPLES * SEQ_LEN, "--learning_rate", LEARNING_RATE, "--log_dir", tmp_path,
+             *schedule]
     record(tmp_path, 3, 1, flags).result()
     recorded = torch.load(tmp_path / "rank0.pt")
     [tokens] = [np.fromfile(path, dtype=np.int32) for path in (tmp_path / "token_cache").glob("*.bin")]
@@ -23,18 +29,23 @@ def test_baseline_equals_huggingface(tmp_path, num_steps):
 
     model = reference(AutoConfig.from_pretrained(ROOT / "assets" / "tiny_llama"), recorded["initial"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    for step, loss in enumerate(losses(tmp_path)):
+    for step, row in enumerate(metrics(tmp_path)):
         first = step * SAMPLES * SEQ_LEN
         input_ids = tokens[first : first + SAMPLES * SEQ_LEN].view(SAMPLES, SEQ_LEN)
         target_ids = tokens[first + 1 : first + SAMPLES * SEQ_LEN + 1].view(SAMPLES, SEQ_LEN)
         logits = model(input_ids, use_cache=False).logits
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target_ids.flatten())
+        assert row["learning_rate"] == pytest.approx(rates[step], rel=1e-12)
+        optimizer.param_groups[0]["lr"] = rates[step]
         optimizer.zero_grad()
         expected.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        assert abs(row["grad_norm"] - norm.item()) <= 1e-9, f"step {step + 1}: norms of {row['grad_norm']} and {norm}"
         if step == 0:
+            assert norm > 1.5 * MAX_GRAD_NORM, "nothing is clipped"
             gradients = {name: param.grad for name, param in model.named_parameters()}
             for name, gradient in recorded["grads"].items():
                 assert (gradient - gradients[their_name(name)]).abs().max() <= 1e-9, name
         optimizer.step()
-        assert abs(loss - expected.item()) <= 1e-9, f"step {step + 1}: {loss} against {expected.item()}"
+        assert abs(row["loss"] - expected.item()) <= 1e-9, f"step {step + 1}: {row['loss']} and {expected.item()}"
     assert step == num_steps - 1

@@ -41,7 +41,7 @@ def test_timeline_holds_all_ranks_and_kinds(timeline):
     names = {rank: [event["args"]["name"] for event in events[rank] if event["ph"] == "M"] for rank in sorted(events)}
     places = ["dp 0 pp 0", "dp 0 pp 1", "dp 1 pp 0", "dp 1 pp 1"]
     assert names == {rank: [f"rank {rank}: {place} tp 0"] for rank, place in enumerate(places)}
-    kinds = {"forward", "backward", "wait", "receive", "all-reduce", "optimizer"}
+    kinds = {"forward", "backward", "wait", "receive", "all-reduce", "gradient norm", "optimizer"}
     for rank in events:
         assert {event["cat"] for event in events[rank] if event["ph"] == "X"} == kinds, rank
         assert len(spans(events[rank], "optimizer")) == 1

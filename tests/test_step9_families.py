@@ -21,8 +21,8 @@ def test_families_equal_the_plain_model(tmp_path, cases, tp_size):
     fork(9, 3 * tp_size, tmp_path, tp_size, *cases[tp_size], script=script, modules=MODELS)
     results = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     assert len(results) == 3 * tp_size and all(result.keys() == set(cases[tp_size]) for result in results)
-    off = {f"{case}, {what}": worst for result in results for case, found in result.items()
-           for what, worst in zip(("loss", "gradient", "norm"), found) if not worst <= 1e-9}
+    off = {f"{case}, {what}": worst for result in results for case, all_worst in result.items()
+           for what, worst in zip(("loss", "gradient", "norm"), all_worst, strict=True) if not worst <= 1e-9}
     assert not off, off
 
 

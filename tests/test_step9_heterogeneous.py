@@ -17,8 +17,7 @@ def test_config_lists_the_stages_of_each_pipeline(tmp_path):
     (["--pipelines", "8;5,3"], "Number of ranks in pipeline templates does not match world size: stages [1, 2] x "
                                "tp_size=1 need 3 processes, but 2 run"),
     (["--pipelines", "8;8", "--num_microbatches", "6"],
-     "All pipelines must have a corresponding number of microbatches, whole and at least one: got "
-     "num_microbatches=[6] for 2 pipelines"),
+     "All pipelines must have a corresponding number of microbatches: got [6] for 2 pipelines: give a dictionary"),
     (["--pipelines", "8;7"], "stages of 7 decoder layers have 7 together, but the model has 8"),
     (["--pipelines", "8;x"], "argument --pipelines: 'x': write positive numbers and commas, as in 5,3"),
     (["--pipelines", ""], "argument --pipelines: '': write positive numbers and commas, as in 5,3"),

@@ -1,8 +1,11 @@
-"""Dropout in step 9's GPT-2: `dropout_over_ranks.py OUT tp_only` on two ranks, or `OUT stages` on six.
+"""Dropout in step 9's GPT-2: `dropout_over_ranks.py OUT tp_only` on two ranks, `OUT stages` on six, or
+`OUT recompute PRECISION` on three or six.
 
 tp_only: one stage over two tp ranks, against the plain model that draws from the same generator. OUT/<rank>.json is the
 difference of the losses. stages: pipelines of two stages and of one, over two tp ranks. OUT/<rank>.json is its place,
 a digest of each mask on activations that all tp ranks hold, and one of the gradient of each parameter that all hold.
+recompute: the same pipelines over one tp rank or two. OUT/<rank>.json has the loss, the norm and a digest of each
+gradient, without recomputing and with it.
 """
 
 import hashlib
@@ -26,10 +29,11 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
 
 
-def configure(sizes: list[list[int]], **dropout):
+def configure(sizes: list[list[int]], tp_size: int = 2, precision: str = "float64", recompute: bool = False, **dropout):
     """The plugin, the model in train(), and the batches."""
     model = toy("gpt2", **dropout).train()
-    plugin = HeterogeneousParallelPlugin(tp_size=2, microbatch_size=2, precision="float64", device="cpu")
+    plugin = HeterogeneousParallelPlugin(tp_size, microbatch_size=2, precision=precision, device="cpu",
+                                         recompute=recompute)
     templates = [PipelineTemplate.from_layers_per_stage(model, layers) for layers in sizes]
     plugin.set_pipelines(templates, [4 // len(templates)] * len(templates))
     loader = plugin.prepare_dataloader(SAMPLES)
@@ -70,9 +74,21 @@ def stages() -> dict:
             "generator": digest(torch.get_rng_state())}
 
 
+def recompute(precision: str) -> list[dict]:
+    results = []
+    for again in (False, True):
+        plugin, model, batches = configure([[1, 2], [3]], dist.get_world_size() // 3, precision, again,
+                                           embd_pdrop=0.3, resid_pdrop=0.3, attn_pdrop=0.3)
+        loss = plugin.execute_pipeline(batches, model, loss_of, None)
+        norm = plugin.clip_grad_norm(model, 1.0)
+        gradients = {name: digest(param.grad) for name, param in model.module.model.named_parameters()}
+        results.append({"loss": loss.item(), "norm": norm.item(), "gradients": gradients})
+    return results
+
+
 if __name__ == "__main__":
     pgm.init_process_group("gloo")
-    result = {"tp_only": tp_only, "stages": stages}[sys.argv[2]]()
+    result = {"tp_only": tp_only, "stages": stages, "recompute": recompute}[sys.argv[2]](*sys.argv[3:])
     with open(os.path.join(sys.argv[1], f"{dist.get_rank()}.json"), "w") as file:
         json.dump(result, file)
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ import shutil
 from collections import defaultdict
 
 import torch
-from launch import ROOT, STEPS, losses, start_fork
+from launch import ROOT, STEPS, metrics, start_fork
 from tokenizers import Tokenizer
 
 TOLERANCE = 1e-11  # splitting the batch of one process differently moves its losses by 1e-15
@@ -45,6 +45,8 @@ class Case:
     pipelines: str = ""
     num_microbatches: str = ""
     dtype: str = "float64"
+    max_grad_norm: float = 1.0  # the default of --max_grad_norm
+    recompute: bool = False
 
     @property
     def num_processes(self) -> int:
@@ -55,7 +57,7 @@ class Case:
     def baseline(self) -> "Case":
         """One process that takes the same optimizer steps."""
         return Case(3, accumulation=2, samples=self.samples, variant=self.variant, num_steps=self.num_steps,
-                    dtype=self.dtype)
+                    dtype=self.dtype, max_grad_norm=self.max_grad_norm)
 
     def flags(self, folder: pathlib.Path) -> list:
         if self.pipelines:
@@ -68,18 +70,20 @@ class Case:
                      "gradient_accumulation_steps": self.accumulation}
         flags |= {"micro_batch_size": micro_batch_size, "seq_len": SEQ_LEN, "dtype": self.dtype,
                   "max_tokens": self.num_steps * self.samples * SEQ_LEN, "log_dir": folder, "run_name": self,
-                  "model_name": folder / f"model_{self.variant}"}
+                  "model_name": folder / f"model_{self.variant}", "max_grad_norm": self.max_grad_norm}
         if self.variant == "vocab1022":
             flags["dataset_name"] = folder / "small_vocabulary.txt"
         if self.engine:
             flags["pp_engine"] = self.engine
-        return [word for name, value in flags.items() for word in (f"--{name}", value)]
+        words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+        return words + ["--recompute"] * self.recompute
 
     def __str__(self):
         axes = "-".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "tp") if getattr(self, axis) > 1)
         counts = self.num_microbatches or self.accumulation
         words = [f"step{self.step}", self.pipelines, axes, f"m{counts}", f"{self.samples}samples", self.engine,
-                 self.variant, f"{self.num_steps}steps", self.dtype * (self.dtype != "float64")]
+                 self.variant, f"{self.num_steps}steps", self.dtype * (self.dtype != "float64"),
+                 f"clip{self.max_grad_norm:g}" * (self.max_grad_norm != 1), "recompute" * self.recompute]
         return "-".join(filter(None, words))
 
 
@@ -130,10 +134,15 @@ def assemble(ranks: list[dict], what: str) -> dict[str, torch.Tensor]:
 
 
 def assert_same_math(one: pathlib.Path, many: pathlib.Path, num_steps: int) -> None:
-    """The run `many` computed what the single process `one` did: losses, initial weights, gradients, last weights."""
-    expected, found = losses(one.parent, one.name), losses(many.parent, many.name)
+    """The run `many` computed what the single process `one` did: losses, norms, first and last weights, gradients.
+
+    The gradients are those that the optimizer sees, after clipping. A norm is that before.
+    """
+    expected, found = metrics(one.parent, one.name), metrics(many.parent, many.name)
     assert len(expected) == len(found) == num_steps
-    assert max(abs(a - b) for a, b in zip(expected, found)) <= TOLERANCE
+    for what in ("grad_norm", "loss"):
+        off = [abs(a[what] - b[what]) for a, b in zip(expected, found)]
+        assert max(off) <= TOLERANCE, f"{what} of the steps: {', '.join(f'{each:.1e}' for each in off)} apart"
     [base], ranks = load(one), load(many)
     for what in ("initial", "grads", "final"):
         full = assemble(ranks, what)

@@ -1,0 +1,41 @@
+"""--recompute changes memory and time but no bit: losses, norms and each gradient, with dropout as well."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from launch import MODELS, ROOT, fork, metrics
+from recordings import Case, load, record
+
+CASES = [Case(step, num_steps=2, dtype=dtype, **sizes) for dtype in ("bfloat16", "float64") for step, sizes in (
+    (8, {"tp": 2, "pp": 2, "accumulation": 4, "engine": "1f1b"}), (8, {"pp": 2, "engine": "1f1b"}),
+    (9, {"tp": 2, "pipelines": "2,3;5", "num_microbatches": "5,3"}),
+    (9, {"pipelines": "3,2", "num_microbatches": "8"}))]
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:]]
+
+
+@pytest.mark.parametrize("case", [CASES[0], *SLOW], ids=str)
+def test_no_bit_changes(case, models):
+    runs = {each: record(models / str(each), each.step, each.num_processes, each.flags(models))
+            for each in (case, dataclasses.replace(case, recompute=True))}
+    for run in runs.values():
+        run.result()
+    kept, recomputed = ([(row["loss"], row["grad_norm"]) for row in metrics(models, str(each))] for each in runs)
+    assert kept == recomputed and len(kept) == case.num_steps
+    for rank, (one, other) in enumerate(zip(*(load(models / str(each)) for each in runs), strict=True)):
+        assert one["grads"].keys() == other["grads"].keys() and len(one["grads"]) > 5
+        for what in ("grads", "final"):
+            unlike = [name for name in one[what] if not torch.equal(one[what][name], other[what][name])]
+            assert not unlike, f"rank {rank}: {what} of {unlike}"
+
+
+@pytest.mark.parametrize("precision, ranks", [
+    ("bfloat16", 3), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in (("float64", 3), ("float64", 6)))])
+def test_backward_draws_the_masks_of_forward(tmp_path, precision, ranks):
+    """GPT-2 with dropout in pipelines of two stages and of one, over one tp rank or two: the same bits."""
+    script = ROOT / "tests" / "support" / "dropout_over_ranks.py"
+    fork(9, ranks, tmp_path, "recompute", precision, script=script, modules=MODELS)
+    for rank in range(ranks):
+        kept, recomputed = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert kept == recomputed and kept["loss"] > 1 and len(kept["gradients"]) > 10
