@@ -11,11 +11,15 @@ from launch import ROOT
 
 CONFIG = dict(model_name="tiny_llama", num_hidden_layers=None, num_attention_heads=None, num_key_value_heads=None,
               dataset_name="sotu", seed=42, learning_rate=3e-3, seq_len=128, dtype="float32", micro_batch_size=4,
-              gradient_accumulation_steps=8, topology=dict(dp_size=1, pp_size=1, tp_size=1, world_size=1))
+              gradient_accumulation_steps=8, max_grad_norm=1.0, warmup_steps=0, lr_decay="none",
+              topology=dict(dp_size=1, pp_size=1, tp_size=1, world_size=1))
 CURVE = [7 - step / 10 for step in range(30)]
+NORMS = [2 + step % 3 for step in range(30)]
 FAKE_TRAIN = """
 import json, pathlib, sys
-flags = dict(zip((word[2:] for word in sys.argv[1::2]), sys.argv[2::2]))
+if use_wandb := "--use_wandb" in sys.argv:
+    sys.argv.remove("--use_wandb")
+flags = {**dict(zip((word[2:] for word in sys.argv[1::2]), sys.argv[2::2])), "use_wandb": use_wandb}
 if flags["run_name"] == "tp2":
     sys.exit("error: out of paper")
 folder = pathlib.Path(flags["log_dir"], flags["run_name"])
@@ -26,15 +30,17 @@ ints["topology"] = dict(dp_size=ints["dp_size"], world_size=ints["dp_size"] * in
 (folder / "config.json").write_text(json.dumps({**json.loads(CONFIG), **flags, **ints}))
 steps = ints["max_tokens"] // (ints["seq_len"] * ints["micro_batch_size"] * ints["gradient_accumulation_steps"]
                                * ints["dp_size"])
-rows = [{"step": i, "loss": 7 - i / 10, "tokens_per_second": 9.0} for i in range(1, steps + 1)]
+rows = [{"step": i, "loss": 7 - i / 10, "grad_norm": 2.0, "tokens_per_second": 9.0} for i in range(1, steps + 1)]
 (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in rows))
 """
 
 
-def write_run(folder, losses, **config):
+def write_run(folder, losses, norms=None, **config):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     rows = [{"step": i, "loss": loss, "tokens_per_second": 100.0 * i} for i, loss in enumerate(losses, 1)]
+    for row, norm in zip(rows, norms or []):
+        row["grad_norm"] = norm
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -68,17 +74,67 @@ def test_the_tolerance_decides_the_exit_code(check, no_figure, tmp_path, dtype, 
     if gap == gap:  # the table shows what is not judged too
         early = gap if at <= 20 else 0
         assert f"| {early:.1e} | {gap:.1e} |" in " ".join(printed.split()), printed
-        assert ("TP 4 is" in printed) == bool(code)
+        assert ("TP 4: its loss is" in printed) == bool(code)
+
+
+@pytest.mark.parametrize("dtype, gap, at, code", [
+    ("float32", 1.9e-3, 20, 0), ("float32", 2.1e-3, 20, 1), ("float32", 1, 21, 0),
+    ("float64", 9e-12, 30, 0), ("float64", 2e-11, 30, 1), ("bfloat16", 0.04, 1, 0), ("bfloat16", 0.06, 1, 1),
+    ("float32", float("nan"), 3, 1),
+])
+def test_gradient_norms_are_judged_relative_to_the_baseline(check, no_figure, tmp_path, dtype, gap, at, code):
+    away = [norm * (1 + gap * (step == at)) for step, norm in enumerate(NORMS, 1)]
+    curves = {"baseline": NORMS, "tp4": away}
+    runs = [write_run(tmp_path / name, CURVE, norms, dtype=dtype) for name, norms in curves.items()]
+    found, printed = check("--plot", *runs)
+    assert found == code, printed
+    if gap == gap:
+        judged = gap if at <= 20 or dtype == "float64" else 0
+        assert f"| 0.0e+00 | 0.0e+00 | {judged:.1e} |" in " ".join(printed.split()), printed
+        assert ("TP 4: its gradient norm is" in printed) == bool(code)
+    if dtype == "float32" and at <= 20:
+        assert check("--preset", "1b", "--plot", *runs)[0] == 1, "the large model is judged by 1e-4"
+
+
+@pytest.fixture
+def older_runs(tmp_path):
+    """Two from before gradient norms, clipping and schedules."""
+    folders = [write_run(tmp_path / name, CURVE) for name in ("baseline", "tp4")]
+    for folder in folders:
+        config = json.loads((folder / "config.json").read_text())
+        for flag in ("max_grad_norm", "warmup_steps", "lr_decay"):
+            del config[flag]
+        (folder / "config.json").write_text(json.dumps(config))
+    return folders
+
+
+def test_runs_from_before_gradient_norms_are_drawn_without_them(check, tmp_path, older_runs):
+    code, printed = check("--plot", *older_runs)
+    assert code == 0 and "gradient norm" not in printed and (tmp_path / "figure.png").exists(), printed
+
+
+def test_older_runs_beside_newer_ones(check, no_figure, tmp_path, older_runs):
+    baseline = write_run(tmp_path / "new", CURVE, NORMS, max_grad_norm=0)
+    code, printed = check("--plot", baseline, older_runs[1])
+    assert code == 0 and "| gradient norm, relative" in printed, printed
+    code, printed = check("--plot", write_run(tmp_path / "clipped", CURVE, NORMS), older_runs[1])
+    assert code == 1 and "TP 4 can't be compared: its max_grad_norm is 0, the baseline's 1.0" in printed
+
+
+@pytest.mark.parametrize("flags", [{"max_grad_norm": 2.0}, {"warmup_steps": 3}, {"lr_decay": "cosine"}])
+def test_clipping_and_schedule_are_of_the_recipe(check, no_figure, tmp_path, flags):
+    code, printed = check("--plot", write_run(tmp_path / "a", CURVE), write_run(tmp_path / "b", CURVE, **flags))
+    assert code == 1 and f"b can't be compared: its {next(iter(flags))} is" in printed
 
 
 def test_plot_draws_and_writes_the_table(check, tmp_path):
-    runs = [write_run(tmp_path / name, CURVE[:steps]) for name, steps in (("a", 30), ("b", 12), ("c", 1))]
+    runs = [write_run(tmp_path / name, CURVE[:steps], NORMS[:steps]) for name, steps in (("a", 30), ("b", 12), ("c", 1))]
     code, printed = check("--plot", *runs, "--table", tmp_path / "table.md")
     assert code == 0, printed
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     header, _, baseline, *others = (tmp_path / "table.md").read_text().splitlines()
     cells = [cell.strip() for cell in baseline.strip("|").split("|")]
-    assert cells == ["a", "1", "30", "4.1000", "", "", "1,600"], "the speed is the median without the first step"
+    assert cells == ["a", "1", "30", "4.1000", "", "", "", "1,600"], "the speed is the median without the first step"
     assert len(others) == 2 and all(len(line) == len(header) for line in others)
 
 
@@ -115,7 +171,7 @@ def test_rows_read_the_same_samples_and_a_failing_one_stops_no_other(check, tmp_
     code, printed = check("--log_dir", tmp_path / "runs", "--max_tokens", 81920, "3d=40960")
     assert code == 1 and "TP 2 did not run" in printed and "out of paper" in printed
     configs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("runs/*/config.json")}
-    assert set(configs) == set(sanity_check.ROWS) - {"tp2"}
+    assert set(configs) == set(sanity_check.ROWS) - {"tp2", "tp2pp2"}
     for name, config in configs.items():
         samples = config["micro_batch_size"] * config["gradient_accumulation_steps"] * config["topology"]["dp_size"]
         assert samples == 32 and config["gradient_accumulation_steps"] > 1, name
@@ -125,6 +181,35 @@ def test_rows_read_the_same_samples_and_a_failing_one_stops_no_other(check, tmp_
     assert len(ranks_and_steps) == 8
     code, printed = check("--log_dir", tmp_path / "runs", "--steps", 20, "--rows", "tp4")
     assert code == 0 and "Baseline:" not in printed and "| Baseline" in printed, "an earlier baseline is used"
+
+
+def test_flags_reach_every_row(check, no_figure, tmp_path, monkeypatch):
+    """The command line of the 1b preset on a CPU, with a training that only writes down what it was asked for."""
+    script = f"CONFIG = {json.dumps(CONFIG)!r}\n{FAKE_TRAIN}"
+    asked = {}
+
+    def torchrun(ranks, path, *words):
+        asked[words[words.index("--run_name") + 1]] = (ranks, path.parent.name[:5])
+        return [sys.executable, "-c", script, *map(str, words)]
+
+    monkeypatch.setattr(sanity_check, "torchrun", torchrun)
+    code, printed = check("--preset", "1b", "--seq_len", 32, "--steps", 4, "--dtype", "float32", "--device", "cpu",
+                          "--rows", "baseline", "tp4", "pp4_1f1b", "tp2pp2", "--log_dir", tmp_path, "--use_wandb",
+                          "--max_grad_norm", 0.5)
+    assert code == 0 and "| TP 2 x PP 2 |" in printed, printed
+    assert asked == {"baseline": (1, "step3"), "tp4": (4, "step4"), "pp4_1f1b": (4, "step8"), "tp2pp2": (4, "step8")}
+    for name in asked:
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["max_tokens"] == 4 * 32 * 32 and config["seq_len"] == 32 and config["dtype"] == "float32"
+        assert config["use_wandb"] and config["wandb_group"] == "sanity_check" and config["max_grad_norm"] == "0.5"
+        assert config["model_name"] == str(tmp_path / "tinyllama_1b") and config["device"] == "cpu"
+
+
+def test_all_flags_are_flags_of_every_train_py():
+    for row in sanity_check.ROWS.values():
+        text = (sanity_check.STEPS[str(row.step)] / "train.py").read_text()
+        for flag in ("use_wandb", "wandb_group", "max_grad_norm", "seq_len", *row.flags):
+            assert f'"--{flag}"' in text, (row.name, flag)
 
 
 def test_preset_1b_is_tinyllama(tmp_path):

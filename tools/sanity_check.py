@@ -1,14 +1,18 @@
-"""Every topology of steps 3 to 9 on the same samples: is its loss that of one process?
+"""Every topology of steps 3 to 9 on the same samples: are its loss and gradient norm those of one process?
 
     python tools/sanity_check.py                                     # the tiny Llama, 50 steps, minutes on two cores
     python tools/sanity_check.py --dtype float64 --steps 20
     python tools/sanity_check.py --preset 1b                         # TinyLlama's shape, for a machine with GPUs
     python tools/sanity_check.py --preset 1b --rows tp4 3d --max_tokens 4096000 tp4=409600   # tp4 stops earlier
+    python tools/sanity_check.py --preset 1b --dtype float32 --device cpu --seq_len 32 --steps 4 \
+        --rows baseline tp4 pp4_1f1b tp2pp2                          # without a GPU: an hour on two cores, 18 GB
     python tools/sanity_check.py --plot runs/baseline runs/tp4       # trains nothing; the first run is the baseline
 
 Trains one row after the other, prints a table and draws a figure. Exits with 1 where a row can't run, has read other
-samples, or is further from the baseline than TOLERANCE allows. Rounding grows from step to step, since each step
-starts from the weights of the one before: float64 is judged over all steps, the others over the first 20.
+samples, or is further from the baseline than TOLERANCE allows. Losses are compared by their difference, gradient norms
+(before clipping) by their relative difference. Rounding grows from step to step, since each step starts from the
+weights of the one before: float64 is judged over all steps, the others over the first 20.
+Measured on 4 ranks: in float32 gradient norms differ by up to 3.7e-4, at a step where the norm itself jumps, ...
 A choice of --rows without the baseline is compared with the baseline that an earlier call left in --log_dir.
 """
 
@@ -24,12 +28,13 @@ import shutil
 import statistics
 import subprocess
 import sys
-import textwrap
 import time
+from typing import NamedTuple
 
 from launch import ROOT, STEPS, metrics, torchrun
+from sanity_figure import draw
 
-TOLERANCE = {"float64": (1e-11, None), "float32": (1e-4, 20), "bfloat16": (5e-2, 20)}  # |difference|, first steps
+QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}  # in metrics.jsonl, and in words
 TINYLLAMA = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, head_dim=64,
                  num_key_value_heads=4, vocab_size=32000, initializer_range=0.02)
 # seq_len, tokens to train on, learning rate, dtype
@@ -37,7 +42,21 @@ PRESETS = {"tiny": (128, 204_800, 3e-3, "float32"), "1b": (1024, 4_096_000, 3e-4
 # An optimizer step reads 32 samples: micro_batch_size * ACCUMULATION * dp_size. Rows with data parallelism take smaller
 # micro-batches, not fewer: each row accumulates gradients, and fills a pipeline of 4 stages.
 GLOBAL_BATCH, ACCUMULATION = 32, 8
-COLOURS = ["#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#004d40", "#1fa187", "#aa4499", "#882255"]  # a hue an axis
+
+
+class Tolerance(NamedTuple):
+    loss: float  # |difference|
+    grad_norm: float  # relative difference
+    steps: int | None  # the first steps, which these hold for; None: all
+
+    def words(self, key: str) -> str:
+        text = f"{getattr(self, key):.0e}".replace("e-0", "e-")
+        return f"{text} over the first {self.steps} steps" if self.steps else f"{text} over all steps"
+
+
+TINY_TOLERANCE = {"float64": Tolerance(1e-11, 1e-11, None), "float32": Tolerance(1e-4, 2e-3, 20),
+                  "bfloat16": Tolerance(5e-2, 5e-2, 20)}
+TOLERANCE = {"tiny": TINY_TOLERANCE, "1b": {**TINY_TOLERANCE, "float32": Tolerance(1e-4, 1e-4, 20)}}
 
 Row = collections.namedtuple("Row", "name label step flags")  # name: on the command line, and the run's in --log_dir
 ROWS = {row.name: row for row in [
@@ -48,17 +67,20 @@ ROWS = {row.name: row for row in [
     Row("dp4_bucket", "Bucket DP 4", 6, {"dp_size": 4}),
     Row("pp4_afab", "PP 4 AFAB", 7, {"pp_size": 4}),
     Row("pp4_1f1b", "PP 4 1F1B", 8, {"pp_size": 4, "pp_engine": "1f1b"}),
+    Row("tp2pp2", "TP 2 x PP 2", 8, {"pp_size": 2, "tp_size": 2, "pp_engine": "1f1b"}),
     Row("3d", "3D 2x2x2", 8, {"dp_size": 2, "pp_size": 2, "tp_size": 2, "pp_engine": "1f1b"}),
     Row("unlike", "Unlike 8;5,3", 9, {"pipelines": "8;5,3", "num_microbatches": "5,3"}),
 ]}
+DEFAULT_ROWS = [name for name in ROWS if name != "tp2pp2"]  # which 3d contains
 
 
 @dataclasses.dataclass
 class Run:
     folder: pathlib.Path
     label: str
+    place: int | None  # among the rows of this check; None: it is none of them
     config: dict
-    losses: list[float]
+    values: dict[str, list[float]]  # of "loss", and of "grad_norm" where the run recorded it
     tokens_per_second: float  # the median, without the first step, which warms up
 
     @classmethod
@@ -68,11 +90,13 @@ class Run:
             config, rows = json.loads((folder / "config.json").read_text()), metrics(folder.parent, folder.name)
         except (OSError, json.JSONDecodeError) as error:
             raise ValueError(f"{folder} holds no run: {error}") from None
-        if not rows or not all(math.isfinite(row["loss"]) for row in rows):
-            raise ValueError(f"{folder} holds a run without a step, or with a loss that is no number")
-        label = ROWS[folder.name].label if folder.name in ROWS else folder.name
+        values = {key: [row[key] for row in rows] for key in QUANTITIES if rows and key in rows[0]}
+        if not rows or not all(math.isfinite(value) for column in values.values() for value in column):
+            raise ValueError(f"{folder} holds a run without a step, or with a loss or gradient norm that is no number")
+        place = list(ROWS).index(folder.name) - 1 if folder.name in ROWS else None
+        label = folder.name if place is None else ROWS[folder.name].label
         speeds = [row["tokens_per_second"] for row in rows[1:] or rows]
-        return cls(folder, label, config, [row["loss"] for row in rows], statistics.median(speeds))
+        return cls(folder, label, place, config, values, statistics.median(speeds))
 
     @property
     def recipe(self) -> dict:
@@ -82,123 +106,53 @@ class Run:
         total = sum(map(int, counts.split(","))) if counts else like
         keys = ("model_name", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "dataset_name", "seed",
                 "learning_rate", "seq_len", "dtype")
-        return {"global batch": micro_batch * total, **{key: self.config[key] for key in keys}}
+        older = {"max_grad_norm": 0, "warmup_steps": 0, "lr_decay": "none"}  # a run from before these flags had these
+        return {"global batch": micro_batch * total, **{key: self.config[key] for key in keys},
+                **{key: self.config.get(key, value) for key, value in older.items()}}
 
-    def gaps(self, baseline: "Run") -> list[float]:
-        """|loss - baseline| of each step that both have."""
-        return [abs(a - b) for a, b in zip(self.losses, baseline.losses)]
+    def gaps(self, baseline: "Run", key: str = "loss") -> list[float]:
+        """What parts this run from the baseline at each step that both have: |difference|, relative for grad_norm."""
+        pairs = zip(self.values.get(key, []), baseline.values.get(key, []))
+        return [abs(a - b) / (b if key == "grad_norm" else 1) for a, b in pairs]
 
-    def worst(self, baseline: "Run", steps: int | None) -> float:
-        return max(self.gaps(baseline)[:steps])
-
-
-def tolerance(dtype: str) -> tuple[float, int | None, str]:
-    """The largest difference that passes, the number of first steps it holds for (None: all), and both in words."""
-    limit, steps = TOLERANCE[dtype]
-    text = f"{limit:.0e}".replace("e-0", "e-")
-    return limit, steps, f"{text} over the first {steps} steps" if steps else f"{text} over all steps"
+    def worst(self, baseline: "Run", steps: int | None, key: str = "loss") -> float | None:
+        """None where one of the two has not recorded it."""
+        return max(self.gaps(baseline, key)[:steps], default=None)
 
 
-def failures(runs: list[Run], dtype: str) -> list[str]:
+def failures(runs: list[Run], dtype: str, tolerance: Tolerance) -> list[str]:
     """What makes the check fail, a line each; the first run is the baseline."""
-    baseline, (limit, steps, words), found = runs[0], tolerance(dtype), []
+    baseline, found = runs[0], []
     for run in runs[1:]:
         for key, value in run.recipe.items():
             if value != (expected := baseline.recipe[key]):
                 found.append(f"{run.label} can't be compared: its {key} is {value}, the baseline's {expected}")
-        if not (worst := run.worst(baseline, steps)) <= limit:
-            found.append(f"{run.label} is {worst:.1e} away from the baseline; {dtype} allows {words}")
+        for key, name in QUANTITIES.items():
+            worst = run.worst(baseline, tolerance.steps, key)
+            if worst is not None and not worst <= getattr(tolerance, key):
+                found.append(f"{run.label}: its {name} is {worst:.1e} away from the baseline's; "
+                             f"{dtype} allows {tolerance.words(key)}")
     return found
 
 
-def table(runs: list[Run]) -> str:
-    """Markdown, in columns that line up."""
-    lines = [["run", "ranks", "steps", "final loss", "max difference, first 20 steps", "all steps", "tokens/s"]]
+def table(runs: list[Run], judged: int | None) -> str:
+    """Markdown, in columns that line up. Gradient norms, where recorded, have a column for their `judged` steps."""
+    baseline = runs[0]
+    header = ["run", "ranks", "steps", "final loss", "max difference, first 20 steps", "all steps", "tokens/s"]
+    columns = [("loss", 20), ("loss", None)]
+    if "grad_norm" in baseline.values:
+        header.insert(6, f"gradient norm, relative, {f'first {judged}' if judged else 'all'} steps")
+        columns.append(("grad_norm", judged))
+    lines = [header]
     for run in runs:
-        worst = ["", ""] if run is runs[0] else [f"{run.worst(runs[0], steps):.1e}" for steps in (20, None)]
-        lines.append([run.label, str(run.config["topology"]["world_size"]), str(len(run.losses)),
-                      f"{run.losses[-1]:.4f}", *worst, f"{run.tokens_per_second:,.0f}"])
+        gaps = [None if run is baseline else run.worst(baseline, steps, key) for key, steps in columns]
+        losses, ranks = run.values["loss"], run.config["topology"]["world_size"]
+        lines.append([run.label, str(ranks), str(len(losses)), f"{losses[-1]:.4f}",
+                      *("" if gap is None else f"{gap:.1e}" for gap in gaps), f"{run.tokens_per_second:,.0f}"])
     widths = [max(map(len, column)) for column in zip(*lines)]
     lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
     lines = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def draw(runs: list[Run], picture: pathlib.Path, dtype: str) -> None:
-    """Two panels: the losses, one on top of the other, and on a log axis what separates each from the baseline."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11.6, 5), dpi=120)
-    panels = figure.subplots(1, 2)
-    figure.subplots_adjust(left=0.052, right=0.87, top=0.79, bottom=0.1, wspace=0.16)
-    draw_losses(panels[0], runs)
-    draw_gaps(panels[1], runs, dtype)
-    for axes, title in zip(panels, ("loss", "|loss - baseline|")):
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.set(xlabel="optimizer step", axisbelow=True)
-        axes.locator_params(axis="x", integer=True)
-        axes.grid(color="#e4e4e4", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    recipe, steps = runs[0].recipe, len(runs[0].losses)
-    labels = textwrap.shorten(", ".join(run.label for run in runs[1:]), 110, placeholder=" ...")
-    what = [pathlib.Path(recipe["model_name"]).name, dtype,
-            f"{steps} steps of {recipe['global batch'] * recipe['seq_len']:,} tokens",
-            *(f"{run.label} stops after {len(run.losses)}" for run in runs if len(run.losses) < steps)]
-    figure.text(0.016, 0.935, f"{runs[0].label} against {labels}", fontsize=13, weight="bold")
-    figure.text(0.016, 0.88, "  \u00b7  ".join(what), fontsize=10.5, color="#555555")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture)
-
-
-def colours_of(runs: list[Run]) -> list[str]:
-    """A row of this check has its own colour in every figure; other runs take them in turn."""
-    labels = [row.label for row in ROWS.values()][1:]
-    known = all(run.label in labels for run in runs)
-    return [COLOURS[(labels.index(run.label) if known else i) % len(COLOURS)] for i, run in enumerate(runs)]
-
-
-def draw_losses(axes, runs: list[Run]) -> None:
-    """The baseline as a broad band; upon it each run in dashes of its own phase, so that no run hides another."""
-    axes.plot(range(1, len(runs[0].losses) + 1), runs[0].losses, color="#d4d4d4", linewidth=10,
-              solid_capstyle="round", label=f"{runs[0].label} (the band)")
-    for i, (run, colour) in enumerate(zip(runs[1:], colours_of(runs[1:]))):
-        dashes = (-4 * i, (4, 4 * (len(runs) - 2)))  # in line widths: the phase, then on and off
-        axes.plot(range(1, len(run.losses) + 1), run.losses, color=colour, linewidth=3, linestyle=dashes,
-                  dash_capstyle="butt")
-    axes.legend(frameon=False, fontsize=10.5, loc="upper right")
-
-
-def draw_gaps(axes, runs: list[Run], dtype: str) -> None:
-    """Zero has no logarithm: differences of exactly zero are dots in a strip of their own, below all others."""
-    baseline, runs, last = runs[0], runs[1:], len(runs[0].losses)
-    gaps, (limit, judged, words) = [run.gaps(baseline) for run in runs], tolerance(dtype)
-    positive = [math.log10(gap) for run_gaps in gaps for gap in run_gaps if gap > 0]
-    floor, top = math.floor(min(positive, default=-16)) - 0.1, max([math.log10(limit), *positive]) + 0.9
-    strip = 0.2 * (top - floor)  # decades high; run i has its own height in it
-    axes.set(ylim=(floor - strip, top), xlim=(0, last + 1))
-    axes.axhspan(floor - strip, floor, color="#f1f1f1", zorder=0)
-    axes.hlines(math.log10(limit), 1, min(judged or last, last), "#333333", linestyle=(0, (5, 3)), linewidth=1.2)
-    axes.text(1, math.log10(limit) + 0.02 * (top - floor), f"tolerance: {words}", color="#333333", fontsize=9)
-    ticks = range(math.ceil(floor), math.floor(top) + 1, max(1, round((top - floor) / 6)))
-    axes.set_yticks([floor - strip / 2, *ticks], ["exactly\n0", *(f"$10^{{{tick}}}$" for tick in ticks)])
-    ends = []
-    for i, (run, run_gaps, colour) in enumerate(zip(runs, gaps, colours_of(runs))):
-        zero = floor - strip * (i + 0.5) / len(runs)
-        heights = [math.log10(gap) if gap else math.nan for gap in run_gaps]
-        zeros = [math.nan if gap else zero for gap in run_gaps]
-        steps = range(1, len(run_gaps) + 1)
-        marker = "osD^vPX*"[i % 8]
-        axes.plot(steps, heights, color=colour, linewidth=1.5, marker=marker, markersize=4, markeredgewidth=0)
-        axes.plot(steps, zeros, color=colour, linewidth=0, marker="o", markersize=3, markeredgewidth=0)
-        ends.append(((heights[-1] if run_gaps[-1] else zero) - floor + strip, run.label, colour))
-    # The labels, at the lines' ends where there is room: a line's colour says what it is, in both panels.
-    places, height = [], top - floor + strip
-    for end, *_ in sorted(ends):
-        places.append(max(end / height, places[-1] + 0.065 if places else 0))
-    for (end, label, colour), place in zip(sorted(ends), places):
-        arrow = dict(arrowstyle="-", color=colour, linewidth=0.8, relpos=(0, 0.5), shrinkA=0, shrinkB=2)
-        axes.annotate(label, (1, end / height), (1.05, place - max(0, places[-1] - 1)), xycoords="axes fraction",
-                      color=colour, fontsize=10.5, weight="bold", va="center", arrowprops=arrow)
 
 
 def make_1b_model(folder: pathlib.Path) -> pathlib.Path:
@@ -217,7 +171,7 @@ def train(row: Row, flags: dict, log_dir: pathlib.Path) -> bool:
     ranks, output = math.prod(sizes.values()) * stages, log_dir / f"{row.name}.log"
     flags = {"micro_batch_size": GLOBAL_BATCH // ACCUMULATION // sizes["dp_size"], "run_name": row.name,
              "gradient_accumulation_steps": ACCUMULATION, "log_dir": log_dir, **flags, **row.flags}
-    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    words = [word for name, value in flags.items() for word in (f"--{name}", value) if word is not True]
     environment = {**({"OMP_NUM_THREADS": "1"} if ranks > 1 else {}), **os.environ}
     log_dir.mkdir(parents=True, exist_ok=True)
     (log_dir / row.name / "metrics.jsonl").unlink(missing_ok=True)  # else a failure would leave an earlier run's
@@ -233,12 +187,17 @@ def train(row: Row, flags: dict, log_dir: pathlib.Path) -> bool:
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, default="tiny")
-    parser.add_argument("--dtype", choices=TOLERANCE, help="float32; 1b: bfloat16; --plot: what an auto was")
+    parser.add_argument("--preset", choices=PRESETS, default="tiny", help="with --plot: whose tolerance applies")
+    parser.add_argument("--dtype", choices=TINY_TOLERANCE, help="float32; 1b: bfloat16; --plot: what an auto was")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--seq_len", type=int, metavar="N", help="tokens in a sample, instead of the preset's")
+    parser.add_argument("--max_grad_norm", type=float, help="clip gradients (default: as train.py does; 0: never)")
     parser.add_argument("--steps", type=int, help="optimizer steps, instead of --max_tokens")
     parser.add_argument("--max_tokens", nargs="+", default=[], metavar="[ROW=]N", help="for all rows, or for one")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="train these only")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=DEFAULT_ROWS, metavar="ROW",
+                        help=f"train these only, of {', '.join(ROWS)} (default: all but tp2pp2)")
+    parser.add_argument("--use_wandb", action="store_true", help="record the runs in Weights & Biases, in one group")
+    parser.add_argument("--wandb_group", metavar="NAME", default="sanity_check", help="default: %(default)s")
     parser.add_argument("--log_dir", type=pathlib.Path, default=ROOT / "runs" / "sanity_check")
     parser.add_argument("--figure", type=pathlib.Path, help="assets/sanity_check.png, or sanity_check_1b.png")
     parser.add_argument("--table", type=pathlib.Path, help="write the table into this file too")
@@ -256,7 +215,8 @@ def parse_args():
         budgets[name] = int(number)
     if args.steps is not None and "" in budgets:
         parser.error("--steps and --max_tokens N say the same thing: use one of them")
-    budget = budgets.get("", budget if args.steps is None else args.steps * GLOBAL_BATCH * seq_len)
+    args.seq_len = args.seq_len or seq_len
+    budget = budgets.get("", budget if args.steps is None else args.steps * GLOBAL_BATCH * args.seq_len)
     args.budgets = {name: budgets.get(name, budget) for name in ROWS}
     args.figure = args.figure or ROOT / "assets" / f"sanity_check{'_1b' if args.preset == '1b' else ''}.png"
     args.log_dir = args.log_dir.resolve()
@@ -267,8 +227,12 @@ def main() -> int:
     args = parse_args()
     failed, folders, runs = [], [folder.resolve() for folder in args.plot or []], []
     if not args.plot:
-        seq_len, _, rate, dtype = PRESETS[args.preset]
-        flags = {"seq_len": seq_len, "learning_rate": rate, "dtype": args.dtype or dtype, "device": args.device}
+        _, _, rate, dtype = PRESETS[args.preset]
+        flags = {"seq_len": args.seq_len, "learning_rate": rate, "dtype": args.dtype or dtype, "device": args.device}
+        if args.max_grad_norm is not None:
+            flags["max_grad_norm"] = args.max_grad_norm
+        if args.use_wandb:
+            flags.update(use_wandb=True, wandb_group=args.wandb_group)
         if args.preset == "1b":
             flags["model_name"] = make_1b_model(args.log_dir / "tinyllama_1b")
         folders = [args.log_dir / "baseline"]
@@ -285,13 +249,16 @@ def main() -> int:
     if runs and runs[0].folder == folders[0]:  # without the baseline there is nothing to compare
         if (dtype := runs[0].config["dtype"]) == "auto":
             print(f"a dtype of auto is taken for {(dtype := args.dtype or 'float32')}: --dtype says otherwise")
-        print(table(runs))
+        tolerance = TOLERANCE[args.preset][dtype]
+        print(table(runs, tolerance.steps))
         if args.table:
-            args.table.write_text(table(runs) + "\n")
-        failed += failures(runs, dtype)
+            args.table.write_text(table(runs, tolerance.steps) + "\n")
+        failed += failures(runs, dtype, tolerance)
         if len(runs) > 1:
-            draw(runs, args.figure, dtype)
-            print(f"figure: {args.figure}\ntolerance of {dtype}: {tolerance(dtype)[2]}")
+            draw(runs, args.figure, dtype, tolerance)
+            words = ", ".join(f"{name} {tolerance.words(key)}" for key, name in QUANTITIES.items()
+                              if key in runs[0].values)
+            print(f"figure: {args.figure}\ntolerance of {dtype}: {words}")
     print("\n".join(failed) or "no run is further from the baseline")
     return 1 if failed else 0
 

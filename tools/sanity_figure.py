@@ -1,0 +1,98 @@
+"""The figure of sanity_check.py: for the loss and the gradient norm, a panel of the curves and one of what parts them.
+
+A run is a sanity_check.Run. Runs without gradient norms, made before these were recorded, get the losses' panels only.
+"""
+
+import math
+import pathlib
+import textwrap
+
+PANELS = {"loss": ("loss", "|loss - baseline|"),
+          "grad_norm": ("gradient norm", "|gradient norm - baseline| / baseline")}
+COLOURS = ["#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#004d40", "#1fa187", "#999933", "#aa4499", "#882255"]  # by row
+
+
+def draw(runs: list, picture: pathlib.Path, dtype: str, tolerance) -> None:
+    """The first run is the baseline; `tolerance`: a sanity_check.Tolerance."""
+    from matplotlib.figure import Figure
+
+    keys = [key for key in PANELS if key in runs[0].values]
+    height = 1 + 4 * len(keys)  # inches
+    figure = Figure(figsize=(11.6, height), dpi=120)
+    panels = figure.subplots(len(keys), 2, squeeze=False)
+    figure.subplots_adjust(left=0.052, right=0.865, top=1 - 1.0 / height, bottom=0.5 / height, wspace=0.17, hspace=0.27)
+    for (left, right), key in zip(panels, keys):
+        compared = [run for run in runs if key in run.values]
+        draw_curves(left, compared, key)
+        draw_gaps(right, compared, key, tolerance)
+        for axes, title in zip((left, right), PANELS[key]):
+            axes.set_title(title, loc="left", fontsize=11)
+            axes.set(axisbelow=True)
+            axes.locator_params(axis="x", integer=True)
+            axes.grid(color="#e4e4e4", linewidth=0.6)
+            axes.spines[["top", "right"]].set_visible(False)
+    for axes in panels[-1]:
+        axes.set(xlabel="optimizer step")
+    recipe, steps = runs[0].recipe, len(runs[0].values["loss"])
+    labels = textwrap.shorten(", ".join(run.label for run in runs[1:]), 110, placeholder=" ...")
+    what = [pathlib.Path(recipe["model_name"]).name, dtype,
+            f"{steps} steps of {recipe['global batch'] * recipe['seq_len']:,} tokens",
+            *(f"{run.label} stops after {length}" for run in runs if (length := len(run.values["loss"])) < steps)]
+    figure.text(0.016, 1 - 0.3 / height, f"{runs[0].label} against {labels}", fontsize=13, weight="bold")
+    figure.text(0.016, 1 - 0.56 / height, "  \u00b7  ".join(what), fontsize=10.5, color="#555555")
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, pil_kwargs={"optimize": True})
+
+
+def colours_of(runs: list) -> list[str]:
+    """A row of the check has its own colour in every figure; other runs take them in turn."""
+    places = [run.place for run in runs]
+    if None in places:
+        places = range(len(runs))
+    return [COLOURS[place % len(COLOURS)] for place in places]
+
+
+def draw_curves(axes, runs: list, key: str) -> None:
+    """The baseline as a broad band; upon it each run in dashes of its own phase, so that no run hides another."""
+    baseline = runs[0].values[key]
+    axes.plot(range(1, len(baseline) + 1), baseline, color="#d4d4d4", linewidth=10,
+              solid_capstyle="round", label=f"{runs[0].label} (the band)")
+    for i, (run, colour) in enumerate(zip(runs[1:], colours_of(runs[1:]))):
+        dashes = (-4 * i, (4, 4 * (len(runs) - 2)))  # in line widths: the phase, then on and off
+        axes.plot(range(1, len(run.values[key]) + 1), run.values[key], color=colour, linewidth=3, linestyle=dashes,
+                  dash_capstyle="butt")
+    axes.legend(frameon=False, fontsize=10.5, loc="upper right")
+
+
+def draw_gaps(axes, runs: list, key: str, tolerance) -> None:
+    """Zero has no logarithm: differences of exactly zero are dots in a strip of their own, below all others."""
+    baseline, runs, last = runs[0], runs[1:], len(runs[0].values[key])
+    gaps, limit, judged = [run.gaps(baseline, key) for run in runs], getattr(tolerance, key), tolerance.steps
+    positive = [math.log10(gap) for run_gaps in gaps for gap in run_gaps if gap > 0]
+    floor, top = math.floor(min(positive, default=-16)) - 0.1, max([math.log10(limit), *positive]) + 0.9
+    strip = 0.2 * (top - floor)  # decades high; run i has its own height in it
+    axes.set(ylim=(floor - strip, top), xlim=(0, last + 1))
+    axes.axhspan(floor - strip, floor, color="#f1f1f1", zorder=0)
+    axes.hlines(math.log10(limit), 1, min(judged or last, last), "#333333", linestyle=(0, (5, 3)), linewidth=1.2)
+    above = math.log10(limit) + 0.02 * (top - floor)
+    axes.text(1, above, f"tolerance: {tolerance.words(key)}", color="#333333", fontsize=9)
+    ticks = range(math.ceil(floor), math.floor(top) + 1, max(1, round((top - floor) / 6)))
+    axes.set_yticks([floor - strip / 2, *ticks], ["exactly\n0", *(f"$10^{{{tick}}}$" for tick in ticks)])
+    ends = []
+    for i, (run, run_gaps, colour) in enumerate(zip(runs, gaps, colours_of(runs))):
+        zero = floor - strip * (i + 0.5) / len(runs)
+        heights = [math.log10(gap) if gap else math.nan for gap in run_gaps]
+        zeros = [math.nan if gap else zero for gap in run_gaps]
+        steps = range(1, len(run_gaps) + 1)
+        marker = "osD^vPX*p"[i % 9]
+        axes.plot(steps, heights, color=colour, linewidth=1.5, marker=marker, markersize=4, markeredgewidth=0)
+        axes.plot(steps, zeros, color=colour, linewidth=0, marker="o", markersize=3, markeredgewidth=0)
+        ends.append(((heights[-1] if run_gaps[-1] else zero) - floor + strip, run.label, colour))
+    # The labels, at the lines' ends where there is room: a line's colour says what it is, in all panels.
+    places, height = [], top - floor + strip
+    for end, *_ in sorted(ends):
+        places.append(max(end / height, places[-1] + 0.075 if places else 0))
+    for (end, label, colour), place in zip(sorted(ends), places):
+        arrow = dict(arrowstyle="-", color=colour, linewidth=0.8, relpos=(0, 0.5), shrinkA=0, shrinkB=2)
+        axes.annotate(label, (1, end / height), (1.05, place - max(0, places[-1] - 1)), xycoords="axes fraction",
+                      color=colour, fontsize=10.5, weight="bold", va="center", arrowprops=arrow)
