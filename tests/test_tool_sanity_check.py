@@ -121,6 +121,13 @@ def test_older_runs_beside_newer_ones(check, no_figure, tmp_path, older_runs):
     assert code == 1 and "TP 4 can't be compared: its max_grad_norm is 0, the baseline's 1.0" in printed
 
 
+@pytest.mark.parametrize("counts", [[5, 3], "5,3"], ids=["as step 9 records it", "as it once did"])
+def test_unlike_pipelines_have_a_global_batch(check, no_figure, tmp_path, counts):
+    unlike = dict(num_microbatches=counts, gradient_accumulation_steps=99)
+    code, printed = check("--plot", write_run(tmp_path / "a", CURVE), write_run(tmp_path / "b", CURVE, **unlike))
+    assert code == 0, printed
+
+
 @pytest.mark.parametrize("flags", [{"max_grad_norm": 2.0}, {"warmup_steps": 3}, {"lr_decay": "cosine"}])
 def test_clipping_and_schedule_are_of_the_recipe(check, no_figure, tmp_path, flags):
     code, printed = check("--plot", write_run(tmp_path / "a", CURVE), write_run(tmp_path / "b", CURVE, **flags))

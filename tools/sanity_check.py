@@ -103,7 +103,8 @@ class Run:
         """What must be the same for two runs to be comparable."""
         micro_batch, counts = self.config["micro_batch_size"], self.config.get("num_microbatches")
         like = self.config["gradient_accumulation_steps"] * self.config["topology"]["dp_size"]
-        total = sum(map(int, counts.split(","))) if counts else like
+        counts = counts.split(",") if isinstance(counts, str) else counts  # a string in older runs
+        total = sum(map(int, counts)) if counts else like
         keys = ("model_name", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "dataset_name", "seed",
                 "learning_rate", "seq_len", "dtype")
         older = {"max_grad_norm": 0, "warmup_steps": 0, "lr_decay": "none"}  # a run from before these flags had these

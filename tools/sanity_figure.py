@@ -18,9 +18,9 @@ def draw(runs: list, picture: pathlib.Path, dtype: str, tolerance) -> None:
 
     keys = [key for key in PANELS if key in runs[0].values]
     height = 1 + 4 * len(keys)  # inches
-    figure = Figure(figsize=(11.6, height), dpi=120)
+    figure = Figure(figsize=(11.6, height), dpi=100)
     panels = figure.subplots(len(keys), 2, squeeze=False)
-    figure.subplots_adjust(left=0.052, right=0.865, top=1 - 1.0 / height, bottom=0.5 / height, wspace=0.17, hspace=0.27)
+    figure.subplots_adjust(left=0.052, right=0.865, top=1 - 1.0 / height, bottom=0.5 / height, wspace=0.17, hspace=0.22)
     for (left, right), key in zip(panels, keys):
         compared = [run for run in runs if key in run.values]
         draw_curves(left, compared, key)
