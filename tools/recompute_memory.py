@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from launch import ROOT, launch, metrics
 
-STAGES, MICRO_BATCHES, STEPS_A_RUN = 4, (4, 8, 16, 32), 3
-LAYERS, SEQ_LEN, MICRO_BATCH_SIZE = 16, 256, 2
+STAGES, MICRO_BATCHES, STEPS_A_RUN = 4, (4, 8, 16, 32), 5
+LAYERS, SEQ_LEN, MICRO_BATCH_SIZE = 16, 128, 2
 STYLES = {("afab", False): dict(color="#d55e00", marker="s"), ("1f1b", False): dict(color="#0072b2", marker="o"),
           ("afab", True): dict(color="#d55e00", marker="s", fillstyle="none", linestyle="--"),
           ("1f1b", True): dict(color="#0072b2", marker="o", fillstyle="none", linestyle="--")}
