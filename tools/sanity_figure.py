@@ -12,19 +12,19 @@ PANELS = {"loss": ("loss", "|loss - baseline|"),
 COLOURS = ["#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#004d40", "#1fa187", "#999933", "#aa4499", "#882255"]  # by row
 
 
-def draw(runs: list, picture: pathlib.Path, dtype: str, tolerance) -> None:
-    """The first run is the baseline; `tolerance`: a sanity_check.Tolerance."""
+def draw(runs: list, picture: pathlib.Path, dtype: str, tolerance: dict) -> None:
+    """The first run is the baseline; `tolerance`: of each key in PANELS, the sanity_check.Limit."""
     from matplotlib.figure import Figure
 
     keys = [key for key in PANELS if key in runs[0].values]
     height = 1 + 4 * len(keys)  # inches
-    figure = Figure(figsize=(11.6, height), dpi=120)
+    figure = Figure(figsize=(11.6, height), dpi=100)
     panels = figure.subplots(len(keys), 2, squeeze=False)
-    figure.subplots_adjust(left=0.052, right=0.865, top=1 - 1.0 / height, bottom=0.5 / height, wspace=0.17, hspace=0.27)
+    figure.subplots_adjust(left=0.052, right=0.865, top=1 - 1.0 / height, bottom=0.5 / height, wspace=0.17, hspace=0.22)
     for (left, right), key in zip(panels, keys):
         compared = [run for run in runs if key in run.values]
         draw_curves(left, compared, key)
-        draw_gaps(right, compared, key, tolerance)
+        draw_gaps(right, compared, key, tolerance[key])
         for axes, title in zip((left, right), PANELS[key]):
             axes.set_title(title, loc="left", fontsize=11)
             axes.set(axisbelow=True)
@@ -64,18 +64,17 @@ def draw_curves(axes, runs: list, key: str) -> None:
     axes.legend(frameon=False, fontsize=10.5, loc="upper right")
 
 
-def draw_gaps(axes, runs: list, key: str, tolerance) -> None:
+def draw_gaps(axes, runs: list, key: str, limit) -> None:
     """Zero has no logarithm: differences of exactly zero are dots in a strip of their own, below all others."""
     baseline, runs, last = runs[0], runs[1:], len(runs[0].values[key])
-    gaps, limit, judged = [run.gaps(baseline, key) for run in runs], getattr(tolerance, key), tolerance.steps
+    gaps, allowed = [run.gaps(baseline, key) for run in runs], math.log10(limit.largest)
     positive = [math.log10(gap) for run_gaps in gaps for gap in run_gaps if gap > 0]
-    floor, top = math.floor(min(positive, default=-16)) - 0.1, max([math.log10(limit), *positive]) + 0.9
+    floor, top = math.floor(min(positive, default=-16)) - 0.1, max([allowed, *positive]) + 0.9
     strip = 0.2 * (top - floor)  # decades high; run i has its own height in it
     axes.set(ylim=(floor - strip, top), xlim=(0, last + 1))
     axes.axhspan(floor - strip, floor, color="#f1f1f1", zorder=0)
-    axes.hlines(math.log10(limit), 1, min(judged or last, last), "#333333", linestyle=(0, (5, 3)), linewidth=1.2)
-    above = math.log10(limit) + 0.02 * (top - floor)
-    axes.text(1, above, f"tolerance: {tolerance.words(key)}", color="#333333", fontsize=9)
+    axes.hlines(allowed, 1, min(limit.steps or last, last), "#333333", linestyle=(0, (5, 3)), linewidth=1.2)
+    axes.text(1, allowed + 0.02 * (top - floor), f"tolerance: {limit.words}", color="#333333", fontsize=9)
     ticks = range(math.ceil(floor), math.floor(top) + 1, max(1, round((top - floor) / 6)))
     axes.set_yticks([floor - strip / 2, *ticks], ["exactly\n0", *(f"$10^{{{tick}}}$" for tick in ticks)])
     ends = []
