@@ -216,7 +216,7 @@ def test_memory(schedule):
 
 
 def test_memory_with_recomputing():
-    """A live micro-batch keeps its layers' inputs and what the ends save; one layer in backward, the rest of its own."""
+    """A live micro-batch keeps its layers' inputs and what the ends save; one layer in backward keeps all."""
     cluster = Cluster(made_up_cluster([1] * 2, parameters=1000, saved_bytes=30000.0))
     peaks = peak_memory(cluster, Pipeline((0, 1), (5, 3), 6), 2, Setting(recompute=True))
     state, layer, messages = 16 * 1000, 2 * (30000 - 4096), 4 * 2 * 4096
@@ -238,13 +238,13 @@ def test_memory_of_a_real_run(tmp_path):
         for module in content["modules"]:
             part = "layer" if module["name"][-1].isdigit() else module["name"]
             module["saved_bytes"] = float(clock.saved_bytes(*clock.build(part), clock.input_of(part, 1)))
-    cluster, runs = Cluster(content), {}
+    cluster, runs, script = Cluster(content), {}, ROOT / "tests" / "support" / "saved_for_backward.py"
     cluster.layer_bytes = 0
+    flags += ["--seq_len", 32, "--micro_batch_size", 2, "--gradient_accumulation_steps", 4, "--max_tokens", 4 * 2 * 32,
+              "--dtype", "float32", "--device", "cpu"]
     for kinds, recompute in ("FB", []), ("FR", ["--recompute"]):
-        runs[kinds] = start_fork(9, 2, tmp_path / kinds, STEPS["9"] / "train.py", *flags, *recompute, "--run_name", kinds,
-                                 "--seq_len", 32, "--micro_batch_size", 2, "--gradient_accumulation_steps", 4,
-                                 "--max_tokens", 4 * 2 * 32, "--dtype", "float32", "--device", "cpu",
-                                 script=ROOT / "tests" / "support" / "saved_for_backward.py")
+        runs[kinds] = start_fork(9, 2, tmp_path / kinds, STEPS["9"] / "train.py", *flags, *recompute, "--run_name",
+                                 kinds, script=script)
     for kinds, run in runs.items():
         run.result()
         for s, stage in enumerate(cluster.stages((4, 4))):

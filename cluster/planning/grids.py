@@ -116,7 +116,8 @@ def simulate_grid(job: Job, dp: int, pp: int, tp: int, size: int) -> Grid:
     stages = cluster.stages(layers)
     busy = m * sum(cluster.seconds(s, size, stage, job.setting.kinds) for s, stage in enumerate(stages)) / pp
     optimizer = sum(optimizer_seconds(cluster, s, stage) for s, stage in enumerate(stages)) / pp
-    reduces = (6 if job.setting.recompute else 4) * m * job.shape.layers / pp * Costs(job.shape, node, tp, job.seq_len, job.dtype, 1).all_reduce(size)
+    reduces = m * job.shape.layers / pp * Costs(job.shape, node, tp, job.seq_len, job.dtype, 1).all_reduce(size)
+    reduces *= 6 if job.setting.recompute else 4
     seconds = {"compute": busy - reduces, "tp": reduces, "bubble": end - busy - optimizer,
                "dp": result.step_seconds - result.pipelines_end, "optimizer": optimizer}
     memory = max(peak_memory(cluster, Pipeline(machines, layers, m), size, job.setting))
@@ -140,9 +141,10 @@ def table(job: Job, found: list[Grid], top: int) -> str:
     fitting = [grid for grid in found if not rank(job, grid)[0]]
     if not fitting:
         dp, pp, tp, size, *_, needed = found[0]
+        recompute = "" if job.setting.recompute else "use --recompute, "
         raise UserError(f"does not fit: dp {dp} x pp {pp} x tp {tp} with micro-batches of {size} needs least, "
                         f"{needed / 1e9:.3g} GB a device, {(needed - memory) / 1e9:.3g} GB more than may be used: "
-                        f"{'' if job.setting.recompute else 'use --recompute, '}take more devices, or a smaller --seq_len")
+                        f"{recompute}take more devices, or a smaller --seq_len")
     lines = ["   dp  pp  tp  micro  count     step s  tokens/s    MFU      GB  "
              + "".join(f"{name:>10}" for name in fitting[0].seconds)]
     for dp, pp, tp, size, _, seconds, needed in fitting[:top]:

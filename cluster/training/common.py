@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_flags(parser: argparse.ArgumentParser, profile_batch: int) -> None:
-    """Flags of the two scripts that train on all machines together: steps, shares of the work, and what a run leaves."""
+    """Flags of the two scripts that train on all machines together: steps, shares of the work, what a run leaves."""
     parser.add_argument("--max_grad_norm", type=zero_or_more_float, default=1.0, help="clip gradients (0: never)")
     parser.add_argument("--warmup_steps", type=zero_or_more, default=0, help="steps in which the learning rate rises")
     parser.add_argument("--lr_decay", choices=["none", "cosine"], default="none", help="the learning rate after these")
