@@ -217,7 +217,7 @@ def what_if(args, setting: Setting) -> str:
     head = (f"{args.cluster}: {job.num_devices} devices in {len(nodes)} nodes, {dtype}; {LINK_SHARE:.0%} of links and "
             f"{args.efficiency:.0%} of FLOP/s are reached\n{to_readable_format(job.shape.parameters)} parameters, "
             f"{job.global_batch} samples of {args.seq_len} tokens a step; {args.memory_fraction:.0%} of the memory may "
-            f"be used{', each layer is computed once more in backward' if setting.recompute else ''}\n\n")
+            f"be used{'; --recompute' if setting.recompute else ''}\n\n")
     if len(set(nodes)) == 1:
         return head + table(job, list(grids(job, size)), args.top)
     return head + unlike(job, size, args.top)
