@@ -62,6 +62,7 @@ def parse_args():
     parser.add_argument("--gradient_wire_dtype", choices=["float32", "bfloat16", "int8"], default=None,
                         help="of the gradients' sums (default: the gradient's)")
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b")
+    parser.add_argument("--recompute", action="store_true", help="plan for train.py --recompute: less memory")
     parser.add_argument("--out", default="plan.json", help="where to write the best plan")
     parser.add_argument("--top", type=positive_int, default=5, help="plans to print")
     grids.add_flags(parser)
@@ -115,7 +116,7 @@ def plan(args) -> None:
         if getattr(args, flag) not in (None, "auto", measured[flag]):
             raise UserError(f"--{flag} {getattr(args, flag)}, but {args.cluster_json} was measured with "
                             f"{measured[flag]}: leave the flag out, or measure again with it")
-    setting = Setting(args.schedule, args.wire_dtype, args.gradient_wire_dtype)
+    setting = Setting(args.schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     plans = find_plans(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
     write_json(args.out, as_plan(cluster, plans.best[0], setting))  # before printing, which `| head` may end
     print(f"{report(cluster, plans, args.top)}\nplan: {args.out}\n{command(cluster, args)}")
@@ -166,11 +167,11 @@ def main():
         with_defaults(args)
         if args.micro_batch_size and len(args.micro_batch_size) > 1:
             raise UserError("--cluster takes one --micro_batch_size, or none")
-        print(grids.what_if(args, Setting(args.schedule, args.wire_dtype, args.gradient_wire_dtype)))
+        print(grids.what_if(args, Setting(args.schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)))
 
 
 if __name__ == "__main__":
     if "RANK" not in os.environ:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this program quietly
-    with one_clear_error():
+    with one_clear_error(out_of_memory="take a shorter --seq_len, or measure without this machine"):
         main()

@@ -72,7 +72,7 @@ def load_qwen(args) -> tuple[torch.nn.Module, dict | None]:
 def main():
     args = parse_args()
     microbatch_size, is_first = args.batch_size // args.microbatch_num, int(os.environ.get("RANK", 0)) == 0
-    plugin = HeterogeneousParallelPlugin(1, microbatch_size, args.dtype, args.device)
+    plugin = HeterogeneousParallelPlugin(1, microbatch_size, args.dtype, args.device, recompute=args.recompute)
     print_banner(plugin.device, plugin.compute_dtype)
     model, weights = load_qwen(args)
     speeds = measured_speeds(args, microbatch_size, plugin.compute_dtype)
@@ -95,5 +95,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error():
+    with one_clear_error(out_of_memory="use --recompute, raise --microbatch_num, or lower --seq_len"):
         main()

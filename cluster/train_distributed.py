@@ -70,7 +70,7 @@ def choose_shares(args, config, device: torch.device, dtype: torch.dtype) -> lis
     if speeds := measured_speeds(args, args.batch_size, dtype, config):
         seconds = [speed.whole_model for speed in speeds]
     else:
-        model = make_llama(config, args.seed, device, dtype)
+        model = make_llama(config, args.seed, device, dtype, args.recompute)
         seconds = gather(seconds_of_microbatch(model, args.batch_size, args.seq_len, device))
     if dist.get_rank() == 0:
         tokens_per_second = ", ".join(f"{args.batch_size * args.seq_len / value:.0f}" for value in seconds)
@@ -84,7 +84,7 @@ def token_loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Te
 
 def main():
     args = parse_args()
-    plugin = HeterogeneousParallelPlugin(1, args.batch_size, args.dtype, args.device)
+    plugin = HeterogeneousParallelPlugin(1, args.batch_size, args.dtype, args.device, recompute=args.recompute)
     print_banner(plugin.device, plugin.compute_dtype)
     config = once_per_machine(lambda: load_config(args.model_name, num_attention_heads=None))
     check_positions(config, args.seq_len)
@@ -119,5 +119,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error():
+    with one_clear_error(out_of_memory="use --recompute, or lower --batch_size or --seq_len"):
         main()

@@ -15,8 +15,10 @@ what comes and goes, is free.
 import course  # noqa: F401  before step 9's modules
 
 import argparse
+import itertools
 import socket
 import statistics
+import time
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,7 @@ from model import Llama
 from process_group_manager import init_process_group
 from run_common import check_positions
 from training.common import add_flags, gather, load_text, print_banner, print_table
-from training.loop import StepTimes, make_llama, one_microbatch, optimizer_steps
+from training.loop import make_llama, one_microbatch
 from training.machine_facts import free_memory
 from utils import (
     TINY_LLAMA, ArgumentParser, UserError, choose_device, default_learning_rate, load_config, once_per_machine,
@@ -51,16 +53,17 @@ def parse_args() -> argparse.Namespace:
 
 def short_training(args, model: Llama, samples, device: torch.device) -> tuple[list[float], float]:
     """The losses, and tokens a second: the mean over the steps after the first, which warms up."""
-    def forward_backward() -> torch.Tensor:
-        optimizer.zero_grad()
-        batch = next_tokens([samples[next(indices)] for _ in range(args.batch_size)])
-        return one_microbatch(model, {name: ids.to(device) for name, ids in batch.items()})
-
-    indices = (i % len(samples) for i in range(args.steps * args.batch_size))
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
-    steps = list(optimizer_steps(forward_backward, optimizer, args.steps, StepTimes(device)))
-    seconds = statistics.fmean(step.seconds for step in steps[1:] or steps)
-    return [step.loss for step in steps], args.batch_size * args.seq_len / seconds
+    indices, losses, seconds = itertools.cycle(range(len(samples))), [], []
+    for _ in range(args.steps):
+        start = time.perf_counter()
+        batch = next_tokens([samples[next(indices)] for _ in range(args.batch_size)])
+        optimizer.zero_grad()
+        loss = one_microbatch(model, {name: ids.to(device) for name, ids in batch.items()})
+        optimizer.step()
+        losses.append(loss.item())  # waits for a GPU
+        seconds.append(time.perf_counter() - start)
+    return losses, args.batch_size * args.seq_len / statistics.fmean(seconds[1:] or seconds)
 
 
 def kept_for_backward(model: Llama, ids: torch.Tensor) -> int:
@@ -133,5 +136,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error():
+    with one_clear_error(out_of_memory="lower --batch_size or --seq_len"):
         main()

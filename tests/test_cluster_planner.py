@@ -69,8 +69,8 @@ SLOW_TO_2 = [[1e6, 1e6, 2e4], [1e6, 1e6, 2e4], [2e4, 2e4, 2e4]]
 ], ids=["fast links", "slow links", "gradients too large", "one slow link", "little memory", "latency", "unlike memory",
         "unlike ends"])
 def test_as_good_as_trying_everything(options):
-    for schedule in "1f1b", "afab":
-        cluster, setting = Cluster(made_up_cluster(**{"layers": 4, **options})), Setting(schedule)
+    for setting in Setting("1f1b", recompute=options["speeds"][0] == 1), Setting("afab"):
+        cluster = Cluster(made_up_cluster(**{"layers": 4, **options}))
         memory = [0.9 * machine.free_memory for machine in cluster.machines]
         best = everything(cluster, 6, setting, memory)
         if best == float("inf"):  # AFAB with little memory
@@ -152,6 +152,18 @@ def test_memory():
         plans_for({**options, "memory": 9.5e4}, 12, memory_fraction=0.5)
 
 
+def test_recomputing_makes_room():
+    """A plan for machines that are too small without it. The error names it, unless it is used already."""
+    cluster = Cluster(made_up_cluster([2, 1], parameters=1000, saved_bytes=1e5, hidden_bytes=256.0, memory=4.1e5))
+    with pytest.raises(ValueError, match="not enough memory for any plan.* To fit, use --recompute, free memory"):
+        find_plans(cluster, 8, Setting())
+    plans = find_plans(cluster, 8, Setting(recompute=True))
+    assert as_plan(cluster, plans.best[0], plans.setting)["recompute"] is True
+    assert "--micro_batch_size 1 --recompute | machines" in report(cluster, plans, top=1)
+    with pytest.raises(ValueError, match="To fit, free memory"):
+        find_plans(cluster, 8, plans.setting, memory_fraction=0.5)
+
+
 def test_micro_batch_sizes():
     options = {"speeds": [2, 1], "sizes": (1, 2, 4), "overhead": 1e-3}
     plans = plans_for(options, 24)
@@ -214,9 +226,11 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     data["flags"] = {"num_hidden_layers": 8, "num_attention_heads": 8, "device": "cpu", "omp_num_threads": 1}
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(data))
-    run_plan(monkeypatch, path, "--global_batch", 28, "--out", out, "--wire_dtype", "int8", "--schedule", "afab")
+    run_plan(monkeypatch, path, "--global_batch", 28, "--out", out, "--wire_dtype", "int8", "--schedule", "afab",
+             "--recompute")
     written = json.loads(out.read_text())
-    assert written == make_plan(copy.deepcopy(data), 28, Setting("afab", "int8"))
+    assert written == make_plan(copy.deepcopy(data), 28, Setting("afab", "int8", recompute=True))
+    assert written["recompute"] and not make_plan(data, 28, Setting())["recompute"]
     assert written["global_batch"] == 28 and written["wire_dtype"] is None and written["schedule"] == "afab"
     assert sum(p["num_microbatches"] for p in written["pipelines"]) * written["micro_batch_size"] == 28
     assert all(sum(p["layers"]) == 8 for p in written["pipelines"])
@@ -245,7 +259,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         with pytest.raises(ValueError, match=message):
             run_plan(monkeypatch, *flags)
     cluster = Cluster(data)
-    setting = Setting("afab", "int8")
+    setting = Setting("afab", "int8", recompute=True)
     assert as_plan(cluster, find_plans(cluster, 28, setting).best[0], setting) == written
 
 

@@ -28,7 +28,7 @@ def three_ranks(monkeypatch):
 def speeds_in(path, content, **flags) -> list | None:
     if content is not None:
         path.write_text(json.dumps(content) if isinstance(content, dict) else content)
-    args = argparse.Namespace(**{"cluster_json": str(path), "equal_shares": False, **flags})
+    args = argparse.Namespace(**{"cluster_json": str(path), "equal_shares": False, "recompute": False, **flags})
     return speeds.measured_speeds(args, 1, torch.float64, load_config(TINY_LLAMA, num_attention_heads=None))
 
 
@@ -57,15 +57,16 @@ def test_ends_of_a_model_weigh_as_much_as_measured(tmp_path, three_ranks):
     """Layers of the toy Qwen: the head's seconds count at the last stage, the embedding's at the first."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    def layers(num_layers, **seconds) -> list[int]:
+    def layers(num_layers, recompute=False, **seconds) -> list[int]:
         with torch.device("meta"):
             model = Qwen3ForCausalLM(Qwen3Config(**{**three_stages.TOY, "num_hidden_layers": num_layers}))
-        found = speeds_in(tmp_path / "cluster.json", measured(1.0, 1.0, 1.0, **seconds))
+        found = speeds_in(tmp_path / "cluster.json", measured(1.0, 1.0, 1.0, **seconds), recompute=recompute)
         return speeds.layers_by_speed(model, found, 3)
 
     assert layers(9) == [3, 3, 3]
     assert layers(10, head=2.0) == [4, 4, 2] and layers(10, embedding=2.0) == [2, 4, 4]
     assert layers(9, embedding=3.0, head=3.0) == [2, 5, 2]
+    assert layers(10, recompute=True, head=2.0) == [4, 3, 3]  # a layer computed once more takes two seconds
     with pytest.raises(ValueError, match="3 stages for a model of 2 decoder layers.* at most 2 processes"):
         layers(2)
 
@@ -135,6 +136,50 @@ def test_a_timeline_of_no_step(batch):
     steps = loop.train(argparse.Namespace(profile_batch=batch), None, None, None, None, None, num_steps=20)
     with pytest.raises(ValueError, match=f"--profile_batch {batch} is not among the steps 0 to 19.* -1 for none"):
         next(steps)
+
+
+def test_a_step_is_clipped_and_scheduled(monkeypatch):
+    """The gradients are clipped when they are complete, before the optimizer; its learning rate falls from step to
+    step; the record has both."""
+    calls, rows, parameter = [], [], torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.4)
+    optimizer.register_step_pre_hook(lambda *_: calls.append(("step", optimizer.param_groups[0]["lr"])))
+    plugin = argparse.Namespace(
+        device=torch.device("cpu"), global_batch_size=2,
+        execute_pipeline=lambda *_: calls.append("run") or torch.ones(1),
+        clip_grad_norm=lambda model, max_norm: calls.append((model, max_norm)) or torch.tensor(3.0))
+    logger = argparse.Namespace(log=lambda *row: rows.append(row), close=lambda: None)
+    monkeypatch.setattr(loop, "RunLogger", lambda *_: logger)
+    monkeypatch.setattr(loop.StepTimes, "print", lambda self: None)
+    args = argparse.Namespace(profile_batch=-1, seq_len=8, warmup_steps=0, lr_decay="cosine", max_grad_norm=0.5)
+    steps = list(loop.train(args, plugin, "model", optimizer, None, None, num_steps=2))
+    assert calls == ["run", ("model", 0.5), ("step", 0.4), "run", ("model", 0.5), ("step", pytest.approx(0.2))]
+    assert [row[:4] for row in rows] == [(1, 1.0, 3.0, 0.4), (2, 1.0, 3.0, pytest.approx(0.2))]
+    assert [(step.number, step.grad_norm, step.learning_rate) for step in steps] == [
+        (1, 3.0, 0.4), (2, 3.0, pytest.approx(0.2))]
+
+
+def test_times_of_a_gpu(monkeypatch):
+    """There, the timeline's moments are events, and the seconds between two of them are asked for."""
+    class Event:
+        def elapsed_time(self, end) -> float:
+            return 250.0  # milliseconds
+
+    monkeypatch.setattr(loop.timeline, "now", Event)
+    times = loop.StepTimes(torch.device("cuda"))
+    times.start(0)
+    for kind in loop.KINDS:
+        with loop.timeline.span(kind):
+            pass
+    assert times.stop()[1] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("name", ["train_distributed", "three_stages_simple_pp", "train_single_test", "plan"])
+def test_the_remedy_against_too_little_memory_names_flags_that_there_are(name):
+    script, common = ((ROOT / "cluster" / path).read_text() for path in (f"{name}.py", "training/common.py"))
+    [remedy] = re.findall(r'one_clear_error\(out_of_memory="(.*)"\)', script)
+    assert (named := re.findall("--[a-z_]+", remedy))
+    assert all(f'"{flag}"' in script + common for flag in named)
 
 
 def test_numbers_of_micro_batches(parse, monkeypatch):

@@ -13,7 +13,7 @@ import torch
 
 from clusters import MEASURED
 from huggingface import ExactRMSNorm, their_name
-from launch import ROOT, losses, modules_of, start_fork
+from launch import ROOT, losses, metrics, modules_of, start_fork
 
 with modules_of(9):
     import train_single_test as single_test
@@ -24,20 +24,22 @@ CLUSTER = ROOT / "cluster"
 QWEN = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3")]  # seconds to import
 SEQ_LEN = 16
 TEXT = "It was the best of times, it was the worst of times; it was the age of wisdom. " * 12
-SHARES = [9, 4, 8]  # of 21 micro-batches: a whole model takes 11, 23 and 11 seconds
+SHARES = [9, 3, 9]  # of 21 micro-batches: a whole model, its layers computed once more, takes 19, 43 and 19 seconds
 
 
 def flags_of(folder, ranks: int) -> dict[str, list]:
-    """Script -> flags. One rank takes as many micro-batches a step as three do together."""
+    """Script -> flags. One rank takes as many micro-batches a step as three do together, and recomputes nothing."""
     data = ["--dataset_name", folder / "corpus", "--seq_len", SEQ_LEN, "--dtype", "fp64", "--device", "cpu",
             "--log_dir", folder / f"runs{ranks}"]
+    schedule = ["--warmup_steps", 2, "--lr_decay", "cosine", "--max_grad_norm", 0.5]
+    schedule += ["--recompute"] if ranks > 1 else []
     speeds = ["--cluster_json", folder / "cluster.json"] if ranks > 1 else []
     three = ["--train_steps", 8, "--batch_size", 16, "--microbatch_num", 4, *speeds]
     data_parallel = ["--epochs", 2, "--max_steps_per_epoch", 2, "--batch_size", 1, "--run_name", "uneven",
                      "--gradient_accumulation", 21 // ranks, "--checkpoint_dir",
                      folder / f"checkpoints{ranks}", *speeds]
     alone = ["--steps", 3, "--max_batch_size", 4]
-    flags = {"three_stages_simple_pp": data + three, "train_distributed": data + data_parallel}
+    flags = {"three_stages_simple_pp": data + schedule + three, "train_distributed": data + schedule + data_parallel}
     if ranks > 1:
         flags["train_single_test"] = data[:-2] + alone
     return flags
@@ -66,12 +68,17 @@ def test_three_ranks_equal_one_process(trained, run, steps):
     expected, found = losses(folder / "runs1", run), losses(folder / "runs3", run)
     assert len(expected) == len(found) == steps and expected[-1] < expected[0]
     assert max(abs(a - b) for a, b in zip(expected, found)) <= 1e-9
+    rows = [metrics(folder / f"runs{ranks}", run) for ranks in (1, 3)]
+    alone, together = ([row["grad_norm"] for row in rows_of_run] for rows_of_run in rows)
+    assert together == pytest.approx(alone, abs=1e-9) and min(alone) > 0.5  # all were clipped
+    rates = [row["learning_rate"] for row in rows[1]]
+    assert rates[:3] == pytest.approx([rates[2] / 3, rates[2] * 2 / 3, rates[2]]) and rates[3] < rates[2]
 
 
 def test_three_stages(trained):
     """Layers by speed, the next epoch without a halt, a table of the stages, a timeline of batch 0 by default."""
     folder, printed = trained
-    assert "decoder layers of the stages: 4, 1, 1" in printed  # the stages take 4, 2.5 and, with the head, 4 seconds
+    assert "decoder layers of the stages: 3, 1, 2" in printed  # the stages take 6, 5 and, with the head, 7 seconds
     assert re.search(r"the data holds \d+ steps and starts again", printed)
     [stages, *_] = re.findall(r"^rank +host +forward.*\n((?:\d .*\n)+)", printed, re.MULTILINE)
     for row in stages.splitlines()[:3]:
@@ -134,8 +141,9 @@ def test_tensorboard(trained):
     assert not any(tag.startswith("gpu") for tag in board.Tags()["scalars"])
     computed, step = (board.Scalars(f"{name}_seconds/rank1") for name in ("compute", "step"))
     assert all(a.value <= b.value for a, b in zip(computed, step))
-    found = [event.value for event in board.Scalars("loss")]
-    assert found == pytest.approx(losses(folder / "runs3", "uneven"), rel=1e-6)
+    for name in ("loss", "grad_norm", "learning_rate"):
+        found = [event.value for event in board.Scalars(name)]
+        assert found == pytest.approx([row[name] for row in metrics(folder / "runs3", "uneven")], rel=1e-6)
     assert all(event.value > 0 for event in board.Scalars("tokens_per_second"))
 
 

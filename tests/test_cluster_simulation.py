@@ -1,14 +1,19 @@
 """The simulated step against closed forms, and the simulated order against what is possible."""
 
+import json
+
 import pytest
+import torch
 
 from clusters import made_up_cluster
-from launch import modules_of
+from launch import ROOT, STEPS, modules_of, start_fork
 
 with modules_of(9):
+    from planning import measure
     from planning.machines import Cluster
     from planning.pipeline_simulation import SCHEDULES, Pipeline, Setting
-    from planning.simulation import Candidate, live_microbatches, peak_memory, simulate
+    from planning.simulation import Candidate, live_microbatches, lower_bound, peak_memory, simulate
+    from utils import TINY_LLAMA, load_config
 
 both = pytest.mark.parametrize("schedule", ["afab", "1f1b"])
 ONE = 1e-3 + 2e-3  # seconds of a layer, forward and backward, on a machine of speed 1
@@ -36,6 +41,35 @@ def test_ends_and_optimizer():
     computed = 5 * (8 * ONE + 2 * 3 * 4e-3) / 2
     assert result.step_seconds == pytest.approx(computed + 10 * 1000 * 1e-6, rel=1e-12)
     assert result.bytes_on_wire == 0
+
+
+@both
+def test_recomputing(schedule):
+    """A backward computes its stage's layers once more, and neither the embedding nor the head."""
+    def step(p: int, m: int, ends: float = 0.0) -> float:
+        options = {"speeds": [2] * p, "parameters": 0, "ends": ends}
+        candidate = Candidate((Pipeline(tuple(range(p)), (8 // p,) * p, m),), 1)
+        cluster, setting = Cluster(made_up_cluster(**options)), Setting(schedule, recompute=True)
+        result = simulate(cluster, candidate, setting)
+        assert lower_bound(cluster, candidate, setting) <= result.step_seconds * (1 + 1e-9)
+        if p == 1:  # then nothing waits, and the bound is the step
+            assert lower_bound(cluster, candidate, setting) == pytest.approx(result.step_seconds)
+        return result.step_seconds
+
+    for p in (1, 2, 4, 8):
+        assert step(p, 5) == pytest.approx((5 + p - 1) * 8 // p * 4e-3 / 2, rel=1e-6), p
+    assert step(1, 5, ends=4e-3) == pytest.approx(5 * (8 * 4e-3 + 2 * 3 * 4e-3) / 2)
+
+
+def test_gradients_wait_for_layers_computed_once_more():
+    """The sum of a module starts when backward, with its recomputing, has passed the module."""
+    pipelines = Pipeline((0,), (8,), 1), Pipeline((1,), (8,), 1)
+    cluster = Cluster(made_up_cluster([1, 1], bandwidth=1e12, parameters=10**6, ends=4e-3))
+    for layer, setting in (2e-3, Setting()), (3e-3, Setting(recompute=True)):
+        result = simulate(cluster, Candidate(pipelines, 1), setting)
+        begin = max(span.start for span in result.spans)
+        starts = [transfer.start - begin for transfer in result.transfers[:3]]  # two modules make a bucket
+        assert starts == pytest.approx([8e-3 + layer, 8e-3 + 3 * layer, 8e-3 + 5 * layer])
 
 
 def test_slow_transfers():
@@ -181,3 +215,39 @@ def test_memory(schedule):
             assert peaks[s] == 16 * 1000 * held + live * saved + (4 * 2 * 4096 if p > 1 else 0), (p, m, s)
 
 
+def test_memory_with_recomputing():
+    """A live micro-batch keeps its layers' inputs and what the ends save; one layer in backward keeps all."""
+    cluster = Cluster(made_up_cluster([1] * 2, parameters=1000, saved_bytes=30000.0))
+    peaks = peak_memory(cluster, Pipeline((0, 1), (5, 3), 6), 2, Setting(recompute=True))
+    state, layer, messages = 16 * 1000, 2 * (30000 - 4096), 4 * 2 * 4096
+    assert peaks == [6 * state + 2 * 2 * (5 * 4096 + 30000) + layer + messages,
+                     4 * state + 2 * (3 * 4096 + 2 * 30000) + messages]  # the head's are more, and gone before
+
+
+@pytest.mark.slow
+def test_memory_of_a_real_run(tmp_path):
+    """What autograd keeps on each rank of two stages, with and without recomputing, against the simulation.
+
+    Out of the hooks' sight is only what a layer saves when it is computed once more.
+    """
+    config, flags = load_config(TINY_LLAMA, num_attention_heads=None), ["--pp_size", 2, "--log_dir", tmp_path]
+    clock = measure.ModuleClock(config, 32, torch.float32, torch.device("cpu"))
+    content = made_up_cluster([1] * 2)
+    content.update(seq_len=32, model={**content["model"], "hidden_size": config.hidden_size})
+    with measure.cast_weights_once():
+        for module in content["modules"]:
+            part = "layer" if module["name"][-1].isdigit() else module["name"]
+            module["saved_bytes"] = float(clock.saved_bytes(*clock.build(part), clock.input_of(part, 1)))
+    cluster, runs, script = Cluster(content), {}, ROOT / "tests" / "support" / "saved_for_backward.py"
+    cluster.layer_bytes = 0
+    flags += ["--seq_len", 32, "--micro_batch_size", 2, "--gradient_accumulation_steps", 4, "--max_tokens", 4 * 2 * 32,
+              "--dtype", "float32", "--device", "cpu"]
+    for kinds, recompute in ("FB", []), ("FR", ["--recompute"]):
+        runs[kinds] = start_fork(9, 2, tmp_path / kinds, STEPS["9"] / "train.py", *flags, *recompute, "--run_name",
+                                 kinds, script=script)
+    for kinds, run in runs.items():
+        run.result()
+        for s, stage in enumerate(cluster.stages((4, 4))):
+            kept = json.loads((tmp_path / kinds / f"rank{s}.json").read_text())
+            expected = cluster.saved_bytes(stage, 2, live_microbatches("1f1b", s, 2, 4), kinds[1])
+            assert kept["others"] + kept.get("weights", 0) == pytest.approx(expected, rel=0.03), (kinds, s)

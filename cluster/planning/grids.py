@@ -97,7 +97,7 @@ def simulate_grid(job: Job, dp: int, pp: int, tp: int, size: int) -> Grid:
     num_nodes = -(-pp * tp // node.count)
     cluster = job.cluster([node] * num_nodes, tp, [size])
     machines, m = tuple(range(pp)), job.global_batch // dp // size
-    each, besides = cluster.layer_seconds(machines, size)
+    each, besides = cluster.layer_seconds(machines, size, job.setting.kinds)
     layers = tuple(shares_by_speed(cluster.num_layers, each, besides=besides))
     together = max(1, node.count // (pp * tp))  # members of a dp group that share a node, and so its network
     between = link(node, node, dp <= together)
@@ -114,9 +114,10 @@ def simulate_grid(job: Job, dp: int, pp: int, tp: int, size: int) -> Grid:
     if m > more:
         end += (m - more) * (end - run(few).pipelines_end) / (more - few)
     stages = cluster.stages(layers)
-    busy = m * sum(cluster.seconds(s, size, stage) for s, stage in enumerate(stages)) / pp
+    busy = m * sum(cluster.seconds(s, size, stage, job.setting.kinds) for s, stage in enumerate(stages)) / pp
     optimizer = sum(optimizer_seconds(cluster, s, stage) for s, stage in enumerate(stages)) / pp
-    reduces = 4 * m * job.shape.layers / pp * Costs(job.shape, node, tp, job.seq_len, job.dtype, 1).all_reduce(size)
+    reduces = m * job.shape.layers / pp * Costs(job.shape, node, tp, job.seq_len, job.dtype, 1).all_reduce(size)
+    reduces *= 6 if job.setting.recompute else 4
     seconds = {"compute": busy - reduces, "tp": reduces, "bubble": end - busy - optimizer,
                "dp": result.step_seconds - result.pipelines_end, "optimizer": optimizer}
     memory = max(peak_memory(cluster, Pipeline(machines, layers, m), size, job.setting))
@@ -140,9 +141,10 @@ def table(job: Job, found: list[Grid], top: int) -> str:
     fitting = [grid for grid in found if not rank(job, grid)[0]]
     if not fitting:
         dp, pp, tp, size, *_, needed = found[0]
+        recompute = "" if job.setting.recompute else "use --recompute, "
         raise UserError(f"does not fit: dp {dp} x pp {pp} x tp {tp} with micro-batches of {size} needs least, "
                         f"{needed / 1e9:.3g} GB a device, {(needed - memory) / 1e9:.3g} GB more than may be used: "
-                        "take more devices, or a smaller --seq_len")
+                        f"{recompute}take more devices, or a smaller --seq_len")
     lines = ["   dp  pp  tp  micro  count     step s  tokens/s    MFU      GB  "
              + "".join(f"{name:>10}" for name in fitting[0].seconds)]
     for dp, pp, tp, size, _, seconds, needed in fitting[:top]:
@@ -215,7 +217,7 @@ def what_if(args, setting: Setting) -> str:
     head = (f"{args.cluster}: {job.num_devices} devices in {len(nodes)} nodes, {dtype}; {LINK_SHARE:.0%} of links and "
             f"{args.efficiency:.0%} of FLOP/s are reached\n{to_readable_format(job.shape.parameters)} parameters, "
             f"{job.global_batch} samples of {args.seq_len} tokens a step; {args.memory_fraction:.0%} of the memory may "
-            "be used\n\n")
+            f"be used{'; --recompute' if setting.recompute else ''}\n\n")
     if len(set(nodes)) == 1:
         return head + table(job, list(grids(job, size)), args.top)
     return head + unlike(job, size, args.top)

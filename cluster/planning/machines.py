@@ -37,8 +37,8 @@ class Link(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """One rank. `passed["F"][size][k]`: seconds of the first k modules for a micro-batch, forward; "B":
-    backward; "FB": both."""
+    """One rank. `passed["F"][size][k]`: seconds of the first k modules for a micro-batch, forward; "B": backward;
+    "R": backward that first computes each decoder layer once more."""
 
     host: str
     free_memory: float
@@ -68,7 +68,7 @@ class Cluster:
         self.machines = [self.read_machine(entry, rank) for rank, entry in enumerate(file.machines)]
         self.links = [[None if i == j else read_link(row, i, j) for j in range(len(file.links))]
                       for i, row in enumerate(file.links)]  # links[i][j], from i to j
-        self.sizes = sorted(set.intersection(*(set(machine.passed["FB"]) for machine in self.machines)))
+        self.sizes = sorted(set.intersection(*(set(machine.passed["R"]) for machine in self.machines)))
         if not self.sizes:
             raise broken(f"its {len(self.machines)} machines have no micro-batch size in common")
 
@@ -85,7 +85,10 @@ class Cluster:
             self.parameters[-1] -= min(self.parameters[-1], self.tied_parameters)
             self.parameters[0] = 0
         self.parameters_before = list(accumulate(self.parameters, initial=0))
-        self.saved_before = list(accumulate((module.saved_bytes for module in modules), initial=0.0))
+        saved = [module.saved_bytes for module in modules]
+        inputs = [self.hidden_bytes if i in numbered else saved[i] for i in range(len(saved))]
+        self.saved_before = {"B": list(accumulate(saved, initial=0.0)), "R": list(accumulate(inputs, initial=0.0))}
+        self.layer_bytes = max(saved[i] for i in numbered)
 
     def read_machine(self, entry: dict, rank: int) -> Machine:
         where, passed = f"machine {rank}", {}
@@ -98,8 +101,10 @@ class Cluster:
                     raise broken(f"{name!r} of micro-batch size {size!r} should have a number of samples, and the "
                                  f"seconds of each of the {len(self.names)} modules", where)
                 passed[kind][int(size)] = list(accumulate(seconds, initial=0.0))
-        passed["FB"] = {size: [sum(pair) for pair in zip(seconds, passed["B"][size])]
-                        for size, seconds in passed["F"].items() if size in passed["B"]}
+        first, stop = self.first_layer, self.first_layer + self.num_layers
+        passed["R"] = {size: [before + forward[min(max(k, first), stop)] - forward[first]
+                              for k, before in enumerate(passed["B"][size])]
+                       for size, forward in passed["F"].items() if size in passed["B"]}
         return Machine(str(self.hosts[rank]), machine.free_memory, machine.optimizer_seconds, passed)
 
     def stages(self, layers: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -107,27 +112,36 @@ class Cluster:
         ends = [self.first_layer + count for count in accumulate(layers)]
         return list(zip([0, *ends[:-1]], [*ends[:-1], len(self.names)]))
 
-    def seconds(self, rank: int, size: int, stage: tuple[int, int], kinds: str = "FB") -> float:
-        """Of a stage for one micro-batch: forward (F), backward (B) or both."""
-        passed = self.machines[rank].passed[kinds][size]
-        return passed[stage[1]] - passed[stage[0]]
+    def seconds(self, rank: int, size: int, stage: tuple[int, int], kinds: str) -> float:
+        """Of a stage for one micro-batch, the sum of these kinds: see Machine."""
+        passed = self.machines[rank].passed
+        return sum(passed[kind][size][stage[1]] - passed[kind][size][stage[0]] for kind in kinds)
 
-    def layer_seconds(self, machines: tuple[int, ...], size: int) -> tuple[list[float], list[float]]:
+    def layer_seconds(self, machines: tuple[int, ...], size: int, kinds: str) -> tuple[list[float], list[float]]:
         """Of the stages on these machines: seconds of one layer, and of the model's end that a stage has besides."""
         first, stop = self.first_layer, self.first_layer + self.num_layers
         besides = [0.0] * len(machines)
-        besides[0] += self.seconds(machines[0], size, (0, first))
-        besides[-1] += self.seconds(machines[-1], size, (stop, len(self.names)))
-        return [self.seconds(rank, size, (first, stop)) / self.num_layers for rank in machines], besides
+        besides[0] += self.seconds(machines[0], size, (0, first), kinds)
+        besides[-1] += self.seconds(machines[-1], size, (stop, len(self.names)), kinds)
+        return [self.seconds(rank, size, (first, stop), kinds) / self.num_layers for rank in machines], besides
 
     def parameters_of(self, stage: tuple[int, int]) -> int:
         """Numbers that a stage holds; the tied one counts on the first and on the last stage."""
         tied = self.tied_parameters if stage[0] == 0 or stage[1] == len(self.names) else 0
         return self.parameters_before[stage[1]] - self.parameters_before[stage[0]] + tied
 
-    def saved_bytes(self, stage: tuple[int, int], size: int) -> float:
-        """Activations of a micro-batch that backward needs."""
-        return size * (self.saved_before[stage[1]] - self.saved_before[stage[0]])
+    def saved_bytes(self, stage: tuple[int, int], size: int, live: int, backward: str) -> float:
+        """Activations at most that so many live micro-batches keep for a backward (B).
+
+        If it is R, they keep the inputs of decoder layers, and one layer at a time is computed once more, for which
+        time the norm and the head keep nothing.
+        """
+        before, stop = self.saved_before[backward], self.first_layer + self.num_layers
+        saved = live * (before[stage[1]] - before[stage[0]])
+        if backward == "R":
+            behind = before[max(stage[1], stop)] - before[stop]
+            saved += max(0.0, self.layer_bytes - self.hidden_bytes - behind)
+        return size * saved
 
     def message_bytes(self, size: int, wire_dtype: str | None) -> float:
         """Hidden states of a micro-batch on the wire."""

@@ -36,6 +36,12 @@ class Setting(NamedTuple):
     schedule: str = "1f1b"  # one of SCHEDULES
     wire_dtype: str | None = None
     gradient_wire_dtype: str | None = None
+    recompute: bool = False  # decoder layers are computed once more in backward
+
+    @property
+    def kinds(self) -> str:
+        """Forward and backward, as in Machine.passed."""
+        return "FR" if self.recompute else "FB"
 
 
 class Span(NamedTuple):
@@ -84,7 +90,8 @@ class PipelineSimulation:
         ranks, stages, p = pipeline.machines, cluster.stages(pipeline.layers), len(pipeline.machines)
         self.ranks, self.p = ranks, p
         self.actions = [list(SCHEDULES[setting.schedule](s, p, pipeline.num_microbatches)) for s in range(p)]
-        self.durations = [{kind: cluster.seconds(ranks[s], size, stages[s], kind) for kind in "FB"} for s in range(p)]
+        self.durations = [{action: cluster.seconds(ranks[s], size, stages[s], kind)
+                           for action, kind in zip("FB", setting.kinds)} for s in range(p)]
         self.links = {(a, b): cluster.links[ranks[a]][ranks[b]] for a in range(p) for b in (a - 1, a + 1) if 0 <= b < p}
         self.num_bytes = cluster.message_bytes(size, setting.wire_dtype)
         self.now, self.events, self.order = 0.0, [], count()

@@ -38,6 +38,7 @@ class Plans(NamedTuple):
     best: list[Scored]
     uniform: dict[str, Scored | str]
     num_simulated: int
+    setting: Setting
 
 
 def find_plans(cluster: Cluster, global_batch: int, setting: Setting, sizes: list[int] | None = None,
@@ -59,7 +60,7 @@ def find_plans(cluster: Cluster, global_batch: int, setting: Setting, sizes: lis
     if not search.scored:
         raise UserError(search.missing_memory(memory_fraction))
     kinds = [round(math.log(speed, ALIKE)) for speed in search.speed]
-    return Plans(search.best(kinds), uniform, len(search.scored))
+    return Plans(search.best(kinds), uniform, len(search.scored), setting)
 
 
 def usable_sizes(cluster: Cluster, global_batch: int, sizes: list[int] | None) -> list[int]:
@@ -81,7 +82,7 @@ class Search:
         self.cluster, self.setting, self.global_batch, self.sizes = cluster, setting, global_batch, sizes
         ranks, whole = range(len(cluster.machines)), (0, len(cluster.names))
         self.memory = [memory_fraction * machine.free_memory for machine in cluster.machines]
-        self.speed = [1 / max(cluster.seconds(rank, sizes[0], whole), 1e-12) for rank in ranks]
+        self.speed = [1 / max(cluster.seconds(rank, sizes[0], whole, setting.kinds), 1e-12) for rank in ranks]
         self.fastest_first = sorted(ranks, key=lambda rank: -self.speed[rank])
         self.most_memory_first = sorted(ranks, key=lambda rank: -self.memory[rank])
         self.scored: dict[Candidate, Scored] = {}
@@ -101,7 +102,8 @@ class Search:
         def too_large(shares: list[int]) -> list[int]:
             return self.lacks_memory(Pipeline(machines, tuple(shares), num_microbatches), size)
 
-        layers = shares_that_fit(self.cluster.num_layers, *self.cluster.layer_seconds(machines, size), too_large)
+        seconds = self.cluster.layer_seconds(machines, size, self.setting.kinds)
+        layers = shares_that_fit(self.cluster.num_layers, *seconds, too_large)
         return layers and tuple(layers)
 
     def by_speed(self, groups: Grouping, size: int) -> Candidate | None:
@@ -116,7 +118,7 @@ class Search:
             if not layers:
                 return None
             stages = zip(group, self.cluster.stages(layers))
-            seconds = [self.cluster.seconds(rank, size, stage) for rank, stage in stages]
+            seconds = [self.cluster.seconds(rank, size, stage, self.setting.kinds) for rank, stage in stages]
             links = [self.cluster.links[a][b] for a, b in pairwise(group)]
             seconds += [2 * (message / link.bandwidth + link.latency) for link in links]
             split.append(layers)
@@ -223,7 +225,8 @@ class Search:
         whole = peak_memory(self.cluster, Pipeline((0,), (layers,), 1), size, self.setting)[0]
         each = ", ".join(f"machine {rank} ({machine.host}) {memory / 1e6:.4g}"
                          for rank, (machine, memory) in enumerate(zip(self.cluster.machines, self.memory)))
+        recompute = "" if self.setting.recompute else "use --recompute, "
         return (f"not enough memory for any plan: one machine would need {whole / 1e6:.4g} MB for the model and a "
                 f"micro-batch of {size} samples, and stages need the activations of several. The machines may use, in "
-                f"MB: {each}: {memory_fraction} of what was free. Free memory, add a machine, or take fewer layers, a "
-                "smaller --seq_len or other sizes")
+                f"MB: {each}: {memory_fraction} of what was free. To fit, {recompute}free memory, add a machine, "
+                "or take fewer layers, a smaller --seq_len or other sizes")

@@ -22,7 +22,7 @@ def as_plan(cluster: Cluster, scored: Scored, setting: Setting) -> dict:
     return {
         "model_name": cluster.model_name, "model": cluster.model, "seq_len": cluster.seq_len, "dtype": cluster.dtype,
         "global_batch": size * sum(pipeline.num_microbatches for pipeline in pipelines), "micro_batch_size": size,
-        "schedule": setting.schedule,
+        "schedule": setting.schedule, "recompute": setting.recompute,
         # None where nothing is sent that it is for
         "wire_dtype": setting.wire_dtype if any(len(p.machines) > 1 for p in pipelines) else None,
         "gradient_wire_dtype": setting.gradient_wire_dtype if len(pipelines) > 1 else None,
@@ -35,7 +35,7 @@ def as_plan(cluster: Cluster, scored: Scored, setting: Setting) -> dict:
     }
 
 
-def describe(cluster: Cluster, scored: Scored) -> list[str]:
+def describe(cluster: Cluster, scored: Scored, setting: Setting) -> list[str]:
     """Two lines: what a plan takes; its pipelines and machines in the words of train.py's flags."""
     pipelines, size = scored.candidate[:2]
     result = scored.result
@@ -48,7 +48,8 @@ def describe(cluster: Cluster, scored: Scored) -> list[str]:
     machines = "; ".join(",".join(map(str, pipeline.machines)) for pipeline in pipelines)
     return [f"{result.step_seconds:.4g} s a step | {to_readable_format(tokens / result.step_seconds)} tokens/s | "
             f"bubble {result.bubble:.0%} | {result.bytes_on_wire / 1e6:.3g} MB on the wire | peak memory {peaks} MB",
-            f'--pipelines "{layers}" --num_microbatches "{shares}" --micro_batch_size {size} | machines {machines}'
+            f'--pipelines "{layers}" --num_microbatches "{shares}" --micro_batch_size {size}'
+            + (" --recompute" if setting.recompute else "") + f" | machines {machines}"
             + (f" | idle: {', '.join(map(str, idle))}" if idle else "")]
 
 
@@ -83,7 +84,7 @@ def report(cluster: Cluster, plans: Plans, top: int) -> str:
     names = ", ".join(f"{rank} {machine.host}" for rank, machine in enumerate(cluster.machines))
     lines = [f"machines: {names}", f"{plans.num_simulated} plans simulated"]
     for i, scored in enumerate(plans.best[:top], 1):
-        first, second = describe(cluster, scored)
+        first, second = describe(cluster, scored, plans.setting)
         lines += [f"{i:2}. {first}", f"    {second}"]
     best = plans.best[0].result.step_seconds
     for name, scored in plans.uniform.items():

@@ -78,7 +78,7 @@ def lower_bound(cluster: Cluster, candidate: Candidate, setting: Setting) -> flo
     for machines, layers, number in candidate.pipelines:
         before, others = 0.0, ranks.difference(machines)
         for s, (rank, stage) in enumerate(zip(machines, cluster.stages(layers))):
-            forward, backward = (cluster.seconds(rank, size, stage, kind) for kind in "FB")
+            forward, backward = (cluster.seconds(rank, size, stage, kind) for kind in setting.kinds)
             computed = before + number * (forward + backward)
             neighbours = [machines[t] for t in (s - 1, s + 1) if 0 <= t < len(machines)]
             sent = sum(number * message / cluster.links[rank][other].bandwidth for other in neighbours)
@@ -103,7 +103,7 @@ def sum_gradients(cluster: Cluster, candidate: Candidate, setting: Setting, runs
         for s, (rank, stage) in enumerate(pipeline):
             held = max(held, cluster.parameters_of(stage))
             free[rank], ready[rank, None] = run.network_free[s], last[rank].end
-            passed = cluster.machines[rank].passed["B"][candidate.micro_batch_size]
+            passed = cluster.machines[rank].passed[setting.kinds[1]][candidate.micro_batch_size]
             for module in range(*stage):  # backward comes from the end
                 ready[rank, module] = last[rank].start + passed[stage[1]] - passed[module]
     limit, sums = min(BUCKET, held * cluster.master_bytes / 8), []
@@ -150,8 +150,9 @@ def peak_memory(cluster: Cluster, pipeline: Pipeline, size: int, setting: Settin
     state_bytes = 4 * cluster.master_bytes + (copy if copy < cluster.master_bytes else 0)
     for s, stage in enumerate(cluster.stages(pipeline.layers)):
         live = live_microbatches(setting.schedule, s, p, pipeline.num_microbatches)
+        saved = cluster.saved_bytes(stage, size, live, setting.kinds[1])
         messages = 4 * size * cluster.hidden_bytes if p > 1 else 0.0  # two posted receives, two sends under way
-        peaks.append(state_bytes * cluster.parameters_of(stage) + live * cluster.saved_bytes(stage, size) + messages)
+        peaks.append(state_bytes * cluster.parameters_of(stage) + saved + messages)
     return peaks
 
 

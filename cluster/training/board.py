@@ -31,7 +31,8 @@ class Board:
         everyone = gather(self.values_of_this_rank(step))
         if self.writer is None:
             return
-        self.writer.add_scalar("loss", step.loss, step.number)
+        for name in ("loss", "grad_norm", "learning_rate"):
+            self.writer.add_scalar(name, getattr(step, name), step.number)
         self.writer.add_scalar("tokens_per_second", tokens / step.seconds, step.number)
         for rank, values in enumerate(everyone):
             for name, value in values.items():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dataloader import TokenSamples, load_samples
 from training.machine_facts import network_name, processor_name
-from utils import ROOT, UserError, positive_float, positive_int
+from utils import ROOT, UserError, positive_float, positive_int, zero_or_more, zero_or_more_float
 
 OLDER_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # spellings that are accepted too
 ALL = 1 << 50  # samples
@@ -31,7 +31,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_flags(parser: argparse.ArgumentParser, profile_batch: int) -> None:
-    """Flags of the two scripts that train on all machines together: shares of the work, and what a run leaves."""
+    """Flags of the two scripts that train on all machines together: steps, shares of the work, what a run leaves."""
+    parser.add_argument("--max_grad_norm", type=zero_or_more_float, default=1.0, help="clip gradients (0: never)")
+    parser.add_argument("--warmup_steps", type=zero_or_more, default=0, help="steps in which the learning rate rises")
+    parser.add_argument("--lr_decay", choices=["none", "cosine"], default="none", help="the learning rate after these")
+    parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
     parser.add_argument("--profile_batch", type=int, default=profile_batch,
                         help=f"write the timeline of this step, from 0 on; -1: of none (default: {profile_batch})")
     parser.add_argument("--cluster_json", help="measured speeds (default: cluster.json in the repository, if there)")
@@ -39,6 +43,8 @@ def add_run_flags(parser: argparse.ArgumentParser, profile_batch: int) -> None:
     parser.add_argument("--run_name")
     parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
+    parser.add_argument("--wandb_project", default="picotron_tutorial")
+    parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
 
 
 def from_environment(name: str, default: int, kind=positive_int) -> int:

@@ -1,11 +1,5 @@
-"""The training loop of all three scripts, and where the time of each rank goes.
+"""The training loop of the scripts that train on all machines together, and where the time of each rank goes."""
 
-A step is forward and backward of a global batch, then the optimizer. train() makes the steps of a run on all machines
-together, with records; optimizer_steps() makes those of any forward and backward pass, such as one_microbatch(), that
-of a rank by itself.
-"""
-
-import functools
 import itertools
 import os
 import socket
@@ -23,7 +17,7 @@ from metrics import RunLogger, peak_memory_gb
 from model import Llama, cross_entropy, init_weights
 from timeline import timeline
 from training.common import gather, print_table
-from utils import UserError
+from utils import UserError, make_scheduler, recompute_layers
 
 MEASURE_EVERY = {"cpu": 1, "cuda": 10}  # steps: timing what a GPU computes means waiting for it
 KINDS = ("forward", "backward", "optimizer")
@@ -34,6 +28,8 @@ class Step(NamedTuple):
 
     number: int  # from 1 on
     loss: float  # the mean over the global batch
+    grad_norm: float  # of the whole model, before it was clipped
+    learning_rate: float
     seconds: float
     compute_seconds: float | None  # those that this rank computed; None where they were not measured
 
@@ -59,7 +55,9 @@ class StepTimes:
         spent = Counter(step=step_seconds)
         for span in timeline.spans:
             if not span.in_background:
-                spent[span.kind] += (span.end - span.start) / 1e9
+                is_host = isinstance(span.start, int)  # else CUDA events, which have happened: the loss is known
+                seconds = (span.end - span.start) / 1e9 if is_host else span.start.elapsed_time(span.end) / 1e3
+                spent[span.kind] += seconds
         spent["compute"] = sum(spent[kind] for kind in KINDS)
         self.measured.append(spent)
         return step_seconds, spent["compute"]
@@ -79,21 +77,6 @@ class StepTimes:
         print_table(["rank", "host", *heads, "GB"], [[rank, *row] for rank, row in enumerate(rows)])
 
 
-def optimizer_steps(forward_backward: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer, num_steps: int,
-                    times: StepTimes, profile_batch: int = -1) -> Iterator[Step]:
-    """Makes `num_steps` optimizer steps, and yields each one when it is done.
-
-    forward_backward() leaves the gradients of a step in the parameters and returns its loss. `profile_batch`: the step,
-    from 0 on, whose timeline is to be written; -1: none.
-    """
-    for batch in range(num_steps):
-        times.start(batch, profile=batch == profile_batch)
-        loss = forward_backward()
-        with timeline.span("optimizer"):
-            optimizer.step()
-        yield Step(batch + 1, loss.item(), *times.stop())
-
-
 def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader, criterion: Callable,
           num_steps: int) -> Iterator[Step]:
     """Trains what plugin.configure returned, epoch after epoch; yields each step when it is done. Collective.
@@ -106,11 +89,19 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
         raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 0 to {num_steps - 1}: choose "
                         "one of them, or -1 for none")
     logger = RunLogger(args, grid, num_steps, plugin.global_batch_size * args.seq_len)
-    forward_backward = functools.partial(plugin.execute_pipeline, batches, model, criterion, optimizer)
+    scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
     times = StepTimes(plugin.device)
-    for step in optimizer_steps(forward_backward, optimizer, num_steps, times, args.profile_batch):
-        logger.log(step.number, step.loss, step.seconds)
-        if step.number - 1 == args.profile_batch:
+    for batch in range(num_steps):
+        times.start(batch, profile=batch == args.profile_batch)
+        loss = plugin.execute_pipeline(batches, model, criterion, optimizer)
+        with timeline.span("gradient norm"):
+            grad_norm = plugin.clip_grad_norm(model, args.max_grad_norm)
+        with timeline.span("optimizer"):
+            optimizer.step()
+        step = Step(batch + 1, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], *times.stop())
+        scheduler.step()
+        logger.log(*step[:-1])
+        if batch == args.profile_batch:
             write_timeline(args, plugin)
         yield step
     logger.close()
@@ -140,29 +131,29 @@ def write_timeline(args, plugin) -> None:
     dist.barrier()  # drawing takes a second, which is no part of the next step
 
 
-def make_llama(config, seed: int, device: torch.device, dtype: torch.dtype) -> Llama:
+def make_llama(config, seed: int, device: torch.device, dtype: torch.dtype, recompute: bool = False) -> Llama:
     """The whole model on this rank, with its initial weights."""
     with torch.device("meta"):
         model = Llama(config, dtype)
     init_weights(model, seed, device, lambda full, dim: full)
+    if recompute:
+        recompute_layers(model.decoder_layers)
     return model
 
 
 def one_microbatch(model: Llama, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Forward and backward of one micro-batch, (B, T), on this rank by itself; the loss. Gradients are added."""
-    with timeline.span("forward"):
-        loss = cross_entropy(model(batch["input_ids"]), batch["target_ids"])
-    with timeline.span("backward"):
-        loss.backward()
+    loss = cross_entropy(model(batch["input_ids"]), batch["target_ids"])
+    loss.backward()
     return loss.detach()
 
 
 def seconds_of_microbatch(model: Llama, batch_size: int, seq_len: int, device: torch.device) -> float:
     """The mean over a second of micro-batches, timed on all ranks at once, as ranks may share a machine. Collective."""
-    ids, times, seconds = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device), StepTimes(device), []
+    ids, seconds = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device), []
     dist.barrier()
     while len(seconds) < 3 or sum(seconds) < 1.0:
-        times.start(0)
-        one_microbatch(model, {"input_ids": ids, "target_ids": ids})
-        seconds.append(times.stop()[1])
+        start = time.perf_counter()
+        one_microbatch(model, {"input_ids": ids, "target_ids": ids}).item()  # waits for a GPU
+        seconds.append(time.perf_counter() - start)
     return statistics.fmean(seconds[1:])  # the first one warms up

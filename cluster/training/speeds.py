@@ -11,6 +11,7 @@ import torch
 
 from pipeline_template import PipelineTemplate
 from planning.machines import MODEL, Cluster, load_cluster
+from planning.pipeline_simulation import Setting
 from planning.shares import shares_by_speed
 from training.common import from_rank_0, gather
 from utils import ROOT, UserError
@@ -54,7 +55,8 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
                 if measured[name] != value:
                     raise UserError(f"{path} was measured with {name} {measured[name]}, but this run has {value}: "
                                     "measure again with plan.py --measure")
-            speeds = [speed_of(cluster, rank, microbatch_size) for rank in range(len(hosts))]
+            kinds = Setting(recompute=args.recompute).kinds
+            speeds = [speed_of(cluster, rank, microbatch_size, kinds) for rank in range(len(hosts))]
         except ValueError as error:
             raise UserError(f"{error}, or use --equal_shares") from None
         print(f"speeds: {path}, measured with {cluster.model_name}", flush=True)
@@ -63,10 +65,10 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
     return from_rank_0(read)
 
 
-def speed_of(cluster: Cluster, rank: int, microbatch_size: int) -> Speed:
+def speed_of(cluster: Cluster, rank: int, microbatch_size: int, kinds: str) -> Speed:
     size = min(cluster.sizes, key=lambda size: abs(size - microbatch_size))
     first, stop, end = cluster.first_layer, cluster.first_layer + cluster.num_layers, len(cluster.names)
-    seconds = {part: cluster.seconds(rank, size, part) for part in ((0, first), (first, stop), (stop, end))}
+    seconds = {part: cluster.seconds(rank, size, part, kinds) for part in ((0, first), (first, stop), (stop, end))}
     return Speed(*(value / max(1, cluster.parameters_of(part)) for part, value in seconds.items()),
                  whole_model=sum(seconds.values()))
 
