@@ -106,7 +106,7 @@ def init_process_group(backend: str, timeout_seconds: float = 600, plan_path: st
     can't be read or needs other ranks.
     """
     global timeout
-    timeout = datetime.timedelta(seconds=timeout_seconds)
+    timeout = datetime.timedelta(seconds=min(timeout_seconds, 1e9))  # a timedelta has a limit
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
