@@ -192,8 +192,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     split = {getattr(module, name) for module in model.modules() for name in getattr(module, "tp_dims", ())}
     params = [param for param in model.parameters() if param.grad is not None]
     is_first = pgm.process_group_manager.tp_rank == 0
-    norm = torch.nn.utils.get_total_norm([param.grad for param in params if is_first or param in split])
-    all_reduce(squares := norm**2)
+    rows = [torch.linalg.vector_norm(param.grad, dim=-1) for param in params if is_first or param in split]
+    all_reduce(squares := torch.nn.utils.get_total_norm(rows) ** 2)
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, squares.sqrt())
     return squares.sqrt()

@@ -193,10 +193,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float, tied_copy: str | None) -> 
     grid = pgm.process_group_manager
     split = {getattr(module, name) for module in model.modules() for name in getattr(module, "tp_dims", ())}
     params = {name: param for name, param in model.named_parameters() if param.grad is not None}
-    counted = [param.grad for name, param in params.items()
-               if name != tied_copy and (grid.tp_rank == 0 or param in split)]
+    rows = [torch.linalg.vector_norm(param.grad, dim=-1) for name, param in params.items()
+            if name != tied_copy and (grid.tp_rank == 0 or param in split)]
     zero = next(model.parameters()).new_zeros(())  # has the right dtype and device, also where nothing is counted
-    dist.all_reduce(squares := zero + torch.nn.utils.get_total_norm(counted) ** 2 * (grid.dp_rank == 0))
+    dist.all_reduce(squares := zero + torch.nn.utils.get_total_norm(rows) ** 2 * (grid.dp_rank == 0))
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(params.values(), max_norm, squares.sqrt())
     return squares.sqrt()
