@@ -92,8 +92,9 @@ def test_gradient_norms_are_judged_relative_to_the_baseline(check, no_figure, tm
         judged = gap if at <= {"float64": 30, "float32": 20, "bfloat16": 5}[dtype] else 0
         assert f"| 0.0e+00 | 0.0e+00 | {judged:.1e} |" in " ".join(printed.split()), printed
         assert ("TP 4: its gradient norm is" in printed) == bool(code)
-    if dtype == "float32" and at <= 20:
-        assert check("--preset", "1b", "--plot", *runs)[0] == 1, "the large model is judged by 1e-4"
+    if dtype == "float32" and at <= 20 and gap == gap:
+        code, printed = check("--preset", "1b", "--plot", *runs)
+        assert code == 1 and "float32 allows 1e-4" in printed, "the large model has its own limits"
 
 
 @pytest.fixture

@@ -20,6 +20,19 @@ def test_phases_add_up_to_the_time_of_the_first_step(tmp_path, capsys):
     assert len(re.findall(r"^\| .* \| [\d.]+ \([\d.]+\) \|$", capsys.readouterr().out, re.MULTILINE)) == len(found)
 
 
+@pytest.mark.parametrize("step", [3, 5])  # without and with once_per_machine
+def test_every_step_from_3_on_can_be_measured(tmp_path, step):
+    found = startup.measure(step, 1, *SHORT, "--log_dir", tmp_path)
+    assert list(found) == [*startup.PHASES, "total"] and all(0 < seconds for seconds, _ in found.values())
+
+
+def test_only_gradients_are_counted(tmp_path):
+    """Step 5 sums one parameter at a time: the embedding, 9 a layer, the last norm and the projection."""
+    done = launch(5, 2, STEPS["5"] / "train.py", *SHORT, "--dp_size", 2, "--max_tokens", 384, "--log_dir", tmp_path,
+                  script=ROOT / "tools" / "overlap.py")
+    assert "\n21 all-reduces a step\n" in done.stdout
+
+
 def test_overlap_of_all_reduces_with_backward(tmp_path):
     done = launch(6, 2, STEPS["6"] / "train.py", *SHORT, "--dp_size", 2, "--max_tokens", 512, "--log_dir", tmp_path,
                   script=ROOT / "tools" / "overlap.py")

@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEPS = {path.name.split("_")[0].removeprefix("step"): path for path in ROOT.glob("step*_*")}
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in  # what step 9 cuts; seconds to import
           ("bert", "gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3", "vit")]
-
+sys.path.append(str(ROOT / "tests" / "support"))  # tools that compare with Hugging Face share huggingface.py
 
 PROXIES = {f"{name}_proxy" for name in ("http", "https", "all", "no")}  # a test must not find a way to the Hub
 SLOTS = max(4, 2 * len(os.sched_getaffinity(0)))  # so many ranks of forked jobs run at the same time, or one larger job

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 4 tools/peers.py ddp --model_name DIR --tokens FILE --out JSON
 
 Minimal scripts for tools/benchmark.py to run beside ours: same weights, same samples in the same optimizer step, same
-fused AdamW. Rank 0 or the last stage writes {"losses": [...], "step_seconds": [...]}, one number a step.
+fused AdamW, no clipping. Rank 0 or the last stage writes {"losses": [...], "step_seconds": [...]}, one number a step.
 """
 
 import argparse

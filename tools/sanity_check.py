@@ -5,16 +5,16 @@
     python tools/sanity_check.py --preset 1b                         # TinyLlama's shape, for a machine with GPUs
     python tools/sanity_check.py --preset 1b --rows tp4 3d --max_tokens 4096000 tp4=409600   # tp4 stops earlier
     python tools/sanity_check.py --preset 1b --dtype float32 --device cpu --seq_len 32 --steps 4 \
-        --rows baseline tp4 pp4_1f1b tp2pp2                          # without a GPU: an hour on two cores, 18 GB
+        --rows baseline tp4 pp4_1f1b tp2pp2                          # without a GPU: an hour on two cores, 23 GB
     python tools/sanity_check.py --plot runs/baseline runs/tp4       # trains nothing; the first run is the baseline
 
 Trains one row after the other, prints a table and draws a figure. Exits with 1 where a row can't run, has read other
 samples, or is further from the baseline than TOLERANCE allows. Losses are compared by their difference, gradient norms
 (before clipping) by their relative difference. Rounding grows from step to step, since each step starts from the
 weights of the one before: float64 is judged over all steps, the others over the first 20, and bfloat16's norms over 5.
-Of the tiny Llama's rows, the furthest is 6e-14 (loss) and 7e-13 (norm) away in float64, 4e-5 and 4e-4 in float32, where
-the norm jumps at one step, and 4e-2 and 1e-2 in bfloat16, so that most limits have a margin of 5 or more.
-The 1b preset's norms have a stricter limit in float32, which holds for a short run with a low learning rate.
+The furthest rows of the tiny Llama were 6e-14 (loss) and 7e-13 (norm) away in float64, and 4e-5 and 4e-4 in float32.
+In bfloat16 TP 4's loss was 4e-2 away, its norm 1e-2 in the first 5 steps and 0.2 later, at single steps.
+The limits for norms thus have a margin of 5 at least. The 1b preset in float32 has its own, PRESET_TOLERANCE.
 A choice of --rows without the baseline is compared with the baseline that an earlier call left in --log_dir.
 """
 
@@ -62,7 +62,8 @@ TOLERANCE = {  # dtype -> quantity of metrics.jsonl -> limit
     "float32": {"loss": Limit(1e-4, 20), "grad_norm": Limit(2e-3, 20)},
     "bfloat16": {"loss": Limit(5e-2, 20), "grad_norm": Limit(5e-2, 5)},
 }
-STRICTER = {("1b", "float32"): {"loss": Limit(1e-4, 20), "grad_norm": Limit(1e-4, 20)}}  # a preset's own
+# A preset's own: both are 1e-4 of the value, of a loss of 5 or more.
+PRESET_TOLERANCE = {("1b", "float32"): {"loss": Limit(5e-4, 20), "grad_norm": Limit(1e-4, 20)}}
 
 Row = collections.namedtuple("Row", "name label step flags")  # name: on the command line, and the run's in --log_dir
 ROWS = {row.name: row for row in [
@@ -256,7 +257,7 @@ def main() -> int:
     if runs and runs[0].folder == folders[0]:  # without the baseline there is nothing to compare
         if (dtype := runs[0].config["dtype"]) == "auto":
             print(f"a dtype of auto is taken for {(dtype := args.dtype or 'float32')}: --dtype says otherwise")
-        tolerance = STRICTER.get((args.preset, dtype), TOLERANCE[dtype])
+        tolerance = PRESET_TOLERANCE.get((args.preset, dtype), TOLERANCE[dtype])
         shown = table(runs, tolerance["grad_norm"].steps)
         print(shown)
         if args.table:
