@@ -123,10 +123,10 @@ def main():
         start = time.perf_counter()
         model.zero_grad()
         loss = train_step(model, data_loader)
-        # Norms of rows first: a float32 sum over a large matrix is inexact.
-        rows = [torch.linalg.vector_norm(param.grad, dim=-1) for param in model.parameters()]
+        rows = [torch.linalg.vector_norm(param.grad, dim=-1) for param in model.parameters()]  # short sums are exact
         grad_norm = torch.nn.utils.get_total_norm(rows)
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm or float("inf"), grad_norm)
+        if args.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
         optimizer.step()
         logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start)
         scheduler.step()

@@ -182,7 +182,7 @@ def default_learning_rate(hidden_size: int) -> float:
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, num_steps: int, warmup_steps: int, decay: str):
-    """The learning rate rises for `warmup_steps` steps, then stays or, with "cosine", falls along half of one to 0."""
+    """The learning rate rises for `warmup_steps` steps, then stays or, for "cosine", falls to 0 along half a cosine."""
     warm_up = LinearLR(optimizer, 1 / (warmup_steps + 1), total_iters=warmup_steps)
     if decay == "none":
         return warm_up

@@ -40,9 +40,9 @@ class RunLogger:
 
     def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float) -> None:
         """Records optimizer step `step`, counted from 1. All ranks call it. Raises UserError for a loss of NaN."""
-        if step < 3 or step % 10 == 0:  # not in each step, because ranks wait for each other here
+        if step < 3 or step % 10 == 0:  # not in each step: it costs time
             peaks = torch.tensor([peak_memory_gb(), seconds], device="cuda" if dist.get_backend() == "nccl" else "cpu")
-            dist.all_reduce(peaks, dist.ReduceOp.MAX)  # stages hold unlike amounts, and the first one ends last
+            dist.all_reduce(peaks, dist.ReduceOp.MAX)  # some ranks hold more, and some end later
             self.memory, seconds = peaks.tolist()
         if not self.enabled:
             return

@@ -184,16 +184,17 @@ def cross_entropy(logits: torch.Tensor, target_ids: torch.Tensor, vocab_size: in
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scales all gradients by one number, so that their norm is at most `max_norm` (0: never). Returns it as it was.
+    """Scales all gradients by one number, so that their norm is at most `max_norm` (0: never). Returns the norm before.
 
-    It is the norm of all gradients of the whole model: the root of the sum of their squares, over the tp group. What is
-    not split has the same gradient on each tp rank, and counts on the first.
+    It is the norm of all gradients of the whole model: the root of the sum of their squares, over the tp group. A
+    parameter that is not split has the same gradient on each tp rank. It is counted on the first one only.
     """
     split = {getattr(module, name) for module in model.modules() for name in getattr(module, "tp_dims", ())}
     params = [param for param in model.parameters() if param.grad is not None]
     is_first = pgm.process_group_manager.tp_rank == 0
     rows = [torch.linalg.vector_norm(param.grad, dim=-1) for param in params if is_first or param in split]
-    all_reduce(squares := torch.nn.utils.get_total_norm(rows) ** 2)
+    squares = torch.nn.utils.get_total_norm(rows) ** 2
+    all_reduce(squares)
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, squares.sqrt())
     return squares.sqrt()

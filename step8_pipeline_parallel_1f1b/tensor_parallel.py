@@ -184,11 +184,11 @@ def cross_entropy(logits: torch.Tensor, target_ids: torch.Tensor, vocab_size: in
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, tied_copy: str | None) -> torch.Tensor:
-    """Scales all gradients by one number, so that their norm is at most `max_norm` (0: never). Returns it as it was.
+    """Scales all gradients by one number, so that their norm is at most `max_norm` (0: never). Returns the norm before.
 
     It is the norm of all gradients of the whole model: the root of the sum of their squares, over all ranks. What
-    several ranks hold is counted once: what is not split on the first tp rank; a tied embedding on the first stage, so
-    not under the name `tied_copy`, which it has on the last one; and of all replicas the first.
+    several ranks hold is counted once: a parameter that is not split on tp rank 0, a tied embedding on the first stage
+    (`tied_copy` is its name on the last one), and replicas on dp rank 0.
     """
     grid = pgm.process_group_manager
     split = {getattr(module, name) for module in model.modules() for name in getattr(module, "tp_dims", ())}
@@ -196,7 +196,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float, tied_copy: str | None) -> 
     rows = [torch.linalg.vector_norm(param.grad, dim=-1) for name, param in params.items()
             if name != tied_copy and (grid.tp_rank == 0 or param in split)]
     zero = next(model.parameters()).new_zeros(())  # has the right dtype and device, also where nothing is counted
-    dist.all_reduce(squares := zero + torch.nn.utils.get_total_norm(rows) ** 2 * (grid.dp_rank == 0))
+    squares = zero + torch.nn.utils.get_total_norm(rows) ** 2 * (grid.dp_rank == 0)
+    dist.all_reduce(squares)
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(params.values(), max_norm, squares.sqrt())
     return squares.sqrt()

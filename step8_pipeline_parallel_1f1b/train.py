@@ -70,7 +70,7 @@ def parse_args():
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
     parser.add_argument("--wandb_project", default="picotron_tutorial")
     parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
-    parser.add_argument("--profile_batch", type=int, default=0, help="write the timeline of this step (0: none)")
+    parser.add_argument("--profile_batch", type=zero_or_more, default=0, help="write this step's timeline (0: none)")
     return parser.parse_args()
 
 
@@ -146,7 +146,7 @@ def main():
     args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
     print_parameters(model, device, dtype, args.learning_rate)
-    tied_copy = "final_proj.weight" if config.tie_word_embeddings else None  # where the last stage is not the first
+    tied_copy = "final_proj.weight" if config.tie_word_embeddings else None  # its copy on the last stage
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 

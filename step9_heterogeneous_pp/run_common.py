@@ -40,7 +40,7 @@ def parse_args(doc: str) -> argparse.Namespace:
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
     parser.add_argument("--wandb_project", default="picotron_tutorial")
     parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
-    parser.add_argument("--profile_batch", type=int, default=0, help="write the timeline of this step (0: none)")
+    parser.add_argument("--profile_batch", type=zero_or_more, default=0, help="write this step's timeline (0: none)")
     return parser.parse_args()
 
 

@@ -154,7 +154,7 @@ def once_per_machine(make):
 
 
 def recompute_layers(layers) -> None:
-    """Each layer keeps only its input for backward, which first computes the layer once more (Chen et al. 2016)."""
+    """Each layer keeps only its input. Backward then computes the layer's forward pass once more (Chen et al. 2016)."""
     for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
@@ -222,7 +222,7 @@ def default_learning_rate(hidden_size: int) -> float:
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, num_steps: int, warmup_steps: int, decay: str):
-    """The learning rate rises for `warmup_steps` steps, then stays or, with "cosine", falls along half of one to 0."""
+    """The learning rate rises for `warmup_steps` steps, then stays or, for "cosine", falls to 0 along half a cosine."""
     warm_up = LinearLR(optimizer, 1 / (warmup_steps + 1), total_iters=warmup_steps)
     if decay == "none":
         return warm_up
