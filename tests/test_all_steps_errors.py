@@ -159,7 +159,7 @@ def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
     (1, ["--max_tokens", 31], ["--max_tokens 31", "32"]),
     (8, ["--max_tokens", 63], ["--max_tokens 63", "64"]),
     (8, ["--profile_batch", 5], ["--profile_batch 5", "1 to 4"]),
-    (8, ["--profile_batch", -1], ["--profile_batch -1", "1 to 4"]),
+    (8, ["--profile_batch", -1], ["argument --profile_batch: must be 0 or more, got -1"]),
     (8, ["--run_name", "a/b"], ["--run_name 'a/b'", "without slashes"]),
     (8, ["--run_name", ".."], ["--run_name '..'"]),
     (8, ["--device", "cuda"], ["--device cuda", "no GPU", "--device cpu"]),

@@ -62,15 +62,16 @@ def trained(tmp_path_factory):
     return folder, printed
 
 
-@pytest.mark.parametrize("run, steps", [("three_stages", 8), ("uneven", 4)])
-def test_three_ranks_equal_one_process(trained, run, steps):
+@pytest.mark.parametrize("run, steps, tolerance", [("three_stages", 8, 1e-7), ("uneven", 4, 1e-9)])
+def test_three_ranks_equal_one_process(trained, run, steps, tolerance):
+    """Hugging Face's Qwen, in three_stages, rounds its norms to float32, which makes 1e-8 of any 1e-16."""
     folder, _ = trained
     expected, found = losses(folder / "runs1", run), losses(folder / "runs3", run)
     assert len(expected) == len(found) == steps and expected[-1] < expected[0]
-    assert max(abs(a - b) for a, b in zip(expected, found)) <= 1e-9
+    assert max(abs(a - b) for a, b in zip(expected, found)) <= tolerance
     rows = [metrics(folder / f"runs{ranks}", run) for ranks in (1, 3)]
     alone, together = ([row["grad_norm"] for row in rows_of_run] for rows_of_run in rows)
-    assert together == pytest.approx(alone, abs=1e-9) and min(alone) > 0.5  # all were clipped
+    assert together == pytest.approx(alone, abs=tolerance) and min(alone) > 0.5  # all were clipped
     rates = [row["learning_rate"] for row in rows[1]]
     assert rates[:3] == pytest.approx([rates[2] / 3, rates[2] * 2 / 3, rates[2]]) and rates[3] < rates[2]
 
