@@ -62,7 +62,7 @@ def trained(tmp_path_factory):
     return folder, printed
 
 
-@pytest.mark.parametrize("run, steps, tolerance", [("three_stages", 8, 1e-7), ("uneven", 4, 1e-9)])
+@pytest.mark.parametrize("run, steps, tolerance", [("three_stages", 8, 1e-8), ("uneven", 4, 1e-9)])
 def test_three_ranks_equal_one_process(trained, run, steps, tolerance):
     """Hugging Face's Qwen, in three_stages, rounds its norms to float32, which makes 1e-8 of any 1e-16."""
     folder, _ = trained
