@@ -69,14 +69,19 @@ def cast(weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     return casts[weight, dtype]
 
 
+def linear(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    """x W^T in the dtype of x: (..., in), (out, in) -> (..., out). The gradient of a float32 weight is float32."""
+    return F.linear(x, cast(weight, x.dtype))
+
+
 class Linear(nn.Linear):
-    """nn.Linear that multiplies in the dtype of its input. The gradient of the float32 weight is float32 again."""
+    """nn.Linear that multiplies in the dtype of its input."""
 
     def reset_parameters(self) -> None:
         """Nothing: init_weights draws them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out)
-        return F.linear(x, cast(self.weight, x.dtype))
+        return linear(x, self.weight)
 
 
 class Embedding(nn.Embedding):

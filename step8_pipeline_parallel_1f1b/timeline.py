@@ -172,14 +172,17 @@ def trace_events(ranks: list[tuple[tuple[int, ...], list[Span]]]) -> list[dict]:
 
 def describe_bubble(stages: list[list[Span]]) -> str:
     """The share of a pipeline's time, from its first forward to its last backward, in which its stages did neither."""
-    compute = [span for spans in stages for span in spans if span.kind in ("forward", "backward")]
+    compute = [span for spans in stages for span in spans if span.kind in ("forward", "backward", "weight gradients")]
     window = max(span.end for span in compute) - min(span.start for span in compute)
     bubble = 1 - sum(span.end - span.start for span in compute) / (window * len(stages))
     p, m = len(stages), 1 + max(span.microbatch for span in compute)
     if p == 1:
         return f"1 stage, idle for {bubble:.1%}"
-    return (f"bubble: {bubble:.1%} measured, {(p - 1) / (m + p - 1):.1%} ideal, that is (p-1)/(m+p-1) with p={p} "
-            f"stages and m={m} micro-batches")
+    ideal, formula = (p - 1) / (m + p - 1), "(p-1)/(m+p-1)"
+    if any(span.kind == "weight gradients" for span in compute):
+        ideal, formula = (p - 1) / (3 * m + p - 1), "(p-1)/(3m+p-1)"
+    return (f"bubble: {bubble:.1%} measured, {ideal:.1%} ideal, that is {formula} with p={p} stages and m={m} "
+            "micro-batches")
 
 
 timeline = Timeline()

@@ -15,7 +15,9 @@ from data_parallel import DataParallelBucket, average_loss_across_dp_ranks
 from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger
 from model import Llama, cast_weights_once, init_weights
-from pipeline_parallel import PipelineParallel, train_step_pipeline_1f1b, train_step_pipeline_afab
+from pipeline_parallel import (
+    PipelineParallel, train_step_pipeline_1f1b, train_step_pipeline_afab, train_step_pipeline_zb,
+)
 from tensor_parallel import apply_tensor_parallel, clip_grad_norm, cross_entropy, split_over_tp
 from timeline import timeline
 from utils import (
@@ -24,7 +26,9 @@ from utils import (
     to_readable_format, zero_or_more, zero_or_more_float,
 )
 
-PIPELINE_STEPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
+PIPELINE_STEPS = {
+    "afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b, "zb": train_step_pipeline_zb,
+}
 
 
 def parse_args():

@@ -19,6 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import weight_gradients
 from utils import UserError
 
 
@@ -69,14 +70,22 @@ def cast(weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     return casts[weight, dtype]
 
 
+def linear(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    """x W^T in the dtype of x: (..., in), (out, in) -> (..., out). The gradient of a float32 weight is float32."""
+    copy = cast(weight, x.dtype)
+    if weight_gradients.postponed is None or not x.requires_grad or torch.compiler.is_compiling():
+        return F.linear(x, copy)
+    return weight_gradients.LinearInTwoParts.apply(x, copy.detach(), (weight,))
+
+
 class Linear(nn.Linear):
-    """nn.Linear that multiplies in the dtype of its input. The gradient of the float32 weight is float32 again."""
+    """nn.Linear that multiplies in the dtype of its input."""
 
     def reset_parameters(self) -> None:
         """Nothing: init_weights draws them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out)
-        return F.linear(x, cast(self.weight, x.dtype))
+        return linear(x, self.weight)
 
 
 class Embedding(nn.Embedding):

@@ -98,9 +98,8 @@ class ColumnParallelLinear(nn.Module):
         keep_split_parameters(self, linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out/tp)
-        x = CopyToTensorParallel.apply(x) if self.copy_input else x
-        bias = None if self.bias is None else llama.cast(self.bias, x.dtype)
-        return F.linear(x, llama.cast(self.weight, x.dtype), bias)
+        y = llama.linear(CopyToTensorParallel.apply(x) if self.copy_input else x, self.weight)
+        return y if self.bias is None else y + llama.cast(self.bias, y.dtype)
 
 
 class RowParallelLinear(nn.Module):
@@ -113,7 +112,7 @@ class RowParallelLinear(nn.Module):
         keep_split_parameters(self, linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in/tp) -> (..., out)
-        y = ReduceFromTensorParallel.apply(F.linear(x, llama.cast(self.weight, x.dtype)))
+        y = ReduceFromTensorParallel.apply(llama.linear(x, self.weight))
         return y if self.bias is None else y + llama.cast(self.bias, y.dtype)
 
 

@@ -20,7 +20,7 @@ from dataloader import load_samples, next_tokens
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from metrics import RunLogger
 from model import Llama, init_weights
-from pipeline_parallel import afab, one_f_one_b
+from pipeline_parallel import afab, one_f_one_b, zero_bubble
 from pipeline_template import PipelineTemplate
 from tensor_parallel import cross_entropy, split_over_tp
 from timeline import timeline
@@ -31,7 +31,7 @@ from utils import (
 )
 from wire import WIRE_DTYPES
 
-SCHEDULES = {"afab": afab, "1f1b": one_f_one_b}
+SCHEDULES = {"afab": afab, "1f1b": one_f_one_b, "zb": zero_bubble}
 
 
 def counts(text: str) -> list[int]:

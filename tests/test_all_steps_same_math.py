@@ -21,7 +21,7 @@ CASES = [  # each idea of a step once
     Case(7, pp=4, max_grad_norm=0), Case(7, pp=2, variant="tied", max_grad_norm=0.1),
     Case(8, pp=3, engine="1f1b"), Case(8, pp=4, accumulation=2, engine="1f1b", max_grad_norm=0),
     Case(8, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b"),
-    Case(8, dp=2, pp=2, engine="1f1b", variant="tied", max_grad_norm=0.1),
+    Case(8, pp=4, engine="zb"), Case(8, dp=2, pp=2, engine="zb", variant="tied", max_grad_norm=0.1),
     Case(9, pipelines="3,2;5", num_microbatches="6,2", variant="tied", max_grad_norm=0.1),
     Case(9, pipelines="5;5;2,3", num_microbatches="3,2,3"),
     Case(9, pipelines="1,3,1", num_microbatches="8", max_grad_norm=0),
@@ -31,6 +31,8 @@ LONGER = [dataclasses.replace(case, num_steps=20) for case in (  # further sizes
     Case(4, tp=4, accumulation=4), Case(4, tp=2, accumulation=4), Case(5, dp=4, samples=32), Case(6, dp=4, samples=32),
     Case(7, pp=3), Case(7, pp=4, accumulation=2), Case(8, pp=4, engine="1f1b"), Case(8, tp=2, pp=3, engine="1f1b"),
     Case(8, dp=2, pp=2, engine="1f1b"), Case(8, dp=2, pp=2, engine="afab"),
+    Case(8, dp=2, pp=2, engine="1f1b", variant="tied", max_grad_norm=0.1), Case(8, tp=2, pp=3, engine="zb"),
+    Case(8, dp=2, pp=2, tp=2, accumulation=4, engine="zb", variant="tied", max_grad_norm=0.1),
     Case(8, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b"),
     Case(8, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b", variant="tied", max_grad_norm=0.1),
     Case(9, pipelines="3,2;5", num_microbatches="6,2"),
@@ -67,15 +69,15 @@ def check_clipping(case: Case, folder) -> None:
 
 
 def check_live_activations(case: Case, ranks: list[dict]) -> None:
-    """All m micro-batches with all forward, all backward; p - s at most with one forward, one backward."""
+    """All m micro-batches with all forward, all backward; p - s at most with 1F1B, p with zero bubble."""
     shapes = case.dp * [(case.pp, case.accumulation)]  # of each pipeline: its stages and micro-batches
     if case.pipelines:
         layers, counts = case.pipelines.split(";"), case.num_microbatches.split(",")
         shapes = [(len(stages.split(",")), int(m)) for stages, m in zip(layers, counts, strict=True)]
     for rank in ranks if case.step >= 7 else []:
         num_stages, m = shapes[rank["place"]["dp"]]
-        all_forward_first = case.step == 7 or case.engine == "afab"
-        limit = m if all_forward_first else min(m, num_stages - rank["place"]["pp"])
+        engine = "afab" if case.step == 7 else case.engine
+        limit = {"afab": m, "zb": min(m, num_stages)}.get(engine, min(m, num_stages - rank["place"]["pp"]))
         assert rank["peak"] == limit, (rank["place"], rank["peak"])
 
 

@@ -5,16 +5,19 @@ import pytest
 from launch import modules_of
 
 with modules_of(8):
-    from pipeline_parallel import Action, afab, one_f_one_b
+    from pipeline_parallel import Action, afab, one_f_one_b, zero_bubble
 
 SIZES = [(p, m) for p in range(1, 9) for m in range(1, 17)]
+SECONDS = {"F": 1.0, "B": 2.0, "W": 0.0}
 both = pytest.mark.parametrize("schedule", [afab, one_f_one_b])
+all_three = pytest.mark.parametrize("schedule", [afab, one_f_one_b, zero_bubble])
 
 
-def simulate(actions: list[list[Action]], forward: float = 1.0, backward: float = 2.0) -> list[float]:
+def simulate(actions: list[list[Action]], seconds: dict[str, float] = SECONDS) -> list[float]:
     """Seconds at which each stage ends, transfers free. AssertionError where no stage can go on, with what each awaits.
 
-    A forward needs the previous stage's, a backward the next stage's (on the last stage: its own forward).
+    A forward needs the previous stage's, a backward the next stage's (on the last stage: its own forward), and the
+    gradients of weights need the stage's own backward.
     """
     num_stages, todo = len(actions), [list(stage) for stage in actions]
     done, clock = {}, [0.0] * num_stages
@@ -23,7 +26,7 @@ def simulate(actions: list[list[Action]], forward: float = 1.0, backward: float 
         for s, stage in enumerate(todo):
             while stage:
                 kind, i = stage[0]
-                needs = [] if kind == "F" else [(s, "F", i)]
+                needs = {"F": [], "B": [(s, "F", i)], "W": [(s, "B", i)]}[kind]
                 if kind == "F" and s > 0:
                     needs.append((s - 1, "F", i))
                 if kind == "B" and s < num_stages - 1:
@@ -31,7 +34,7 @@ def simulate(actions: list[list[Action]], forward: float = 1.0, backward: float 
                 if any(need not in done for need in needs):
                     break
                 start = max([clock[s], *(done[need] for need in needs)])
-                clock[s] = done[s, kind, i] = start + (forward if kind == "F" else backward)
+                clock[s] = done[s, kind, i] = start + seconds[kind]
                 stage.pop(0)
                 moved = True
         assert moved, f"deadlock, the stages wait for {[stage[:1] for stage in todo]}"
@@ -49,10 +52,32 @@ def test_legal_and_bubble(schedule, p):
         actions = actions_of(schedule, p, m)
         for stage in actions:
             assert sorted(stage) == sorted(Action(kind, i) for kind in "FB" for i in range(m)), (p, m, stage)
-        for forward, backward in ((1.0, 1.0), (1.0, 2.0)):
-            makespan = max(simulate(actions, forward, backward))
-            bubble = 1 - m * (forward + backward) / makespan
+        for backward in (1.0, 2.0):
+            makespan = max(simulate(actions, {"F": 1.0, "B": backward}))
+            bubble = 1 - m * (1 + backward) / makespan
             assert bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12), (p, m)
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+def test_zero_bubble_is_legal_and_its_bubble_is_the_least(p):
+    """No schedule is quicker where F, B and W take one unit each: the last stage starts after p - 1 units and has 3 m to
+    do. With fewer micro-batches than stages, one has to go all the way to the last stage and back.
+    """
+    for m in range(1, 17):
+        actions = actions_of(zero_bubble, p, m)
+        for stage in actions:
+            assert sorted(stage) == sorted(Action(kind, i) for kind in "FBW" for i in range(m)), (p, m, stage)
+        makespan = max(simulate(actions, {"F": 1.0, "B": 1.0, "W": 1.0}))
+        assert makespan == (3 * m + p - 1 if m >= p else 2 * p + 2 * m - 1), (p, m)
+
+
+def test_zero_bubble_keeps_no_more_than_p_micro_batches_alive():
+    """Until their W, where 1F1B keeps p - s until their B."""
+    for p, m in SIZES:
+        for s, stage in enumerate(actions_of(zero_bubble, p, m)):
+            last = "B" if p == 1 else "W"  # one stage has no bubble, so its backward need not be in two parts
+            alive = [sum((a.kind == "F") - (a.kind == last) for a in stage[: k + 1]) for k in range(len(stage))]
+            assert alive[-1] == 0 and max(alive) == min(p, m), (p, m, s)
 
 
 @both
@@ -66,7 +91,7 @@ def test_live_activations(schedule):
             assert alive == 0 and peak == (m if schedule is afab else min(p - s, m)), (p, m, s)
 
 
-@both
+@all_three
 def test_transfers_arrive_in_the_order_they_are_awaited(schedule):
     """Neighbours exchange unnamed messages: the order of sending has to be the order of receiving."""
     for p, m in SIZES:

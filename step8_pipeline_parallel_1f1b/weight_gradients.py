@@ -1,0 +1,59 @@
+"""Backward in two parts, so that a stage can do the second one when it would otherwise wait (Qi et al. 2023).
+
+Backward of y = x W^T receives dy, the gradient of y, and computes two matrix products of equal size:
+
+    B   dx = dy W      the gradient of the input: the stage before waits for it
+    W   dW = dy^T x    the gradient of the weight: nobody needs it before the optimizer step
+
+After postpone(True), autograd computes dx only and puts (weight, dy, x) in a list. The pipeline keeps this list for
+each micro-batch, and adds up dW when the schedule says so. What is not a matrix product (attention, norms, the
+embedding, the loss) belongs to B.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+Postponed = list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]  # weight (out, in), dy (..., out), x (..., in)
+postponed: Postponed | None = None  # since the last take()
+
+
+def postpone(enabled: bool) -> None:
+    """Whether backward leaves the gradients of linear layers' weights to add_weight_gradients from now on."""
+    global postponed
+    postponed = [] if enabled else None
+
+
+class LinearInTwoParts(torch.autograd.Function):
+    """y = x W^T, whose backward computes dx and postpones dW. `copy` is the weight in the dtype of x.
+
+    The weight itself comes in a tuple, so that autograd takes it for no input and does not run its hooks for dx.
+    """
+
+    @staticmethod
+    def forward(ctx, x, copy, weight):  # (..., in), (out, in), one (out, in) -> (..., out)
+        (ctx.weight,) = weight
+        ctx.save_for_backward(x, copy)
+        return F.linear(x, copy)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, copy = ctx.saved_tensors
+        if ctx.weight.requires_grad:
+            postponed.append((ctx.weight, grad, x))
+        return grad @ copy, None, None
+
+
+def take() -> Postponed | None:
+    """What was postponed since the last call. None after postpone(False)."""
+    global postponed
+    taken = postponed
+    postpone(taken is not None)
+    return taken
+
+
+def add_weight_gradients(entries: Postponed) -> None:
+    """Adds dW to the gradient of each weight, as backward would have done: the weight's hooks run too."""
+    for weight, grad, x in entries:
+        product = grad.flatten(0, -2).t() @ x.flatten(0, -2)  # (out, N) (N, in) -> (out, in)
+        torch.autograd.backward(weight, product.to(weight.dtype))
