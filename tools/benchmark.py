@@ -1,6 +1,6 @@
 """How fast are the steps beside what a user would pick instead? All runs interleaved, on the CPU, one table.
 
-    python tools/benchmark.py                      about twenty minutes on two cores
+    python tools/benchmark.py                      about three quarters of an hour on two cores
     python tools/benchmark.py --only '1f1b|one process' --rounds 1
     python tools/benchmark.py --startup            where the time to the first step goes
     python tools/benchmark.py --gpu                a machine with one or more GPUs
@@ -128,7 +128,7 @@ def main():
     args = parse_args()
     chosen = [run for run in RUNS if re.search(args.only, run.name)]
     if not chosen:
-        sys.exit(f"error: --only {args.only!r} fits none of: {', '.join(run.name for run in RUNS)}")
+        sys.exit(f"error: --only {args.only!r} fits none of: {'; '.join(run.name for run in RUNS)}")
     with tempfile.TemporaryDirectory() as folder:
         make_model(os.path.join(folder, "model"))
         tokens = make_tokens(folder)
