@@ -1,5 +1,6 @@
-"""The benchmark's contestants do the same work: our steps' command lines, and one run beside Hugging Face's."""
+"""The benchmark's contestants do the same work: our steps' command lines, and each peer beside one process of ours."""
 
+import functools
 import pathlib
 import subprocess
 
@@ -27,14 +28,56 @@ def test_ours_do_not_clip_since_the_peers_do_not(run, tmp_path, monkeypatch):
     assert pathlib.Path(then[then.index("--nproc_per_node") + 2]) == old / "train.py"
 
 
-def test_ours_and_a_peer_have_the_same_losses(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "STEPS_A_RUN", 2)
-    make(str(tmp_path / "model"), vocab_size=512, hidden_size=32, intermediate_size=64)
-    tokens = benchmark.make_tokens(str(tmp_path))
-    runs = [run for run in RUNS if run.name in (benchmark.BASELINE, "Hugging Face")]
-    benchmark.check_losses([{run.name: benchmark.execute(run, str(tmp_path), tokens, None) for run in runs}])
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """work(run): the result of two steps on a small model, where the baseline has run before."""
+    folder = str(tmp_path_factory.mktemp("benchmark"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark, "STEPS_A_RUN", 2)
+        make(f"{folder}/model", vocab_size=512, hidden_size=32, intermediate_size=64)
+        tokens = benchmark.make_tokens(folder)
+        yield functools.cache(lambda run: benchmark.execute(run, folder, tokens, None))
 
 
-def test_other_work_is_an_error():
-    with pytest.raises(SystemExit, match="the losses of 'b' are off by 2.0e-05: not the same work"):
-        benchmark.check_losses([{"a": {"losses": [6.0, 5.0]}, "b": {"losses": [6.0, 5.00002]}}])
+QUICK = ("Hugging Face", "torch zero bubble V")  # the latter's last stage is on rank 0
+
+
+@pytest.mark.parametrize("peer", [
+    pytest.param(run, id=run.name, marks=() if run.name in QUICK else pytest.mark.slow)
+    for run in RUNS if run.step is None])
+def test_a_peer_does_our_work(peer, work):
+    """Its losses and its gradient norm."""
+    results = {benchmark.BASELINE: work(RUNS[0]), peer.name: work(peer)}
+    assert None not in [result["grad_norm"] for result in results.values()]
+    benchmark.check_losses([results])
+
+
+@pytest.mark.parametrize("losses, norm, message", [
+    ([6.0, 5.00002], 0.7, "the losses of 'b' are off by 2.0e-05: not the same work"),
+    ([6.0, 5.0], 0.7002, "the gradient norm of 'b' is 0.700200 and not 0.700000: not the same work"),
+    ([6.0, 5.0], float("nan"), "the gradient norm of 'b' is nan and not 0.700000: not the same work"),
+], ids=["losses", "gradients", "not a number"])
+def test_other_work_is_an_error(losses, norm, message):
+    ours, peer = {"losses": [6.0, 5.0], "grad_norm": 0.7}, {"losses": losses, "grad_norm": norm}
+    with pytest.raises(SystemExit, match=message):
+        benchmark.check_losses([{"a": ours, "b": peer}])
+    if norm == 0.7002:
+        benchmark.check_losses([{"a": ours, "b, --compile": peer}, {"an older checkout": {**ours, "grad_norm": None}}])
+
+
+def test_runs_are_compared_with_runs_of_the_table():
+    names = [run.name for run in RUNS]
+    assert len(set(names)) == len(names)
+    assert {other for run in RUNS for other, _ in run.against} <= set(names)
+
+
+def test_the_table_has_a_heading_a_group(capsys):
+    runs = [run for run in RUNS if run.name in (benchmark.BASELINE, "Hugging Face", "torch DDP")]
+    rounds = [{run.name: {"seconds": seconds} for run, seconds in zip(runs, (2.0, 4.0, 1.0))}]
+    benchmark.print_table(benchmark.summarise(runs, rounds))
+    assert capsys.readouterr().out.splitlines()[3:] == [
+        "| **One process** | | | | | |",
+        "| step 3, one process | 2048 | Hugging Face | 2.00 | 2.00 to 2.00 | 1.00 |",
+        "| Hugging Face | 1024 | | | | |",
+        "| **Data parallel** | | | | | |",
+        "| torch DDP | 4096 | step 3, one process | 2.00 | 2.00 to 2.00 |  |"]

@@ -3,7 +3,13 @@
     torchrun --nproc_per_node 4 tools/peers.py ddp --model_name DIR --tokens FILE --out JSON
 
 Minimal scripts for tools/benchmark.py to run beside ours: same weights, same samples in the same optimizer step, same
-fused AdamW, no clipping. Rank 0 or the last stage writes {"losses": [...], "step_seconds": [...]}, one number a step.
+fused AdamW, no clipping. Rank 0, or in a pipeline the rank of the last stage, writes {"losses": [...],
+"step_seconds": [...], "grad_norm": of the last step}, one loss and one time a step.
+
+Hugging Face's tensor parallelism trains on gloo, but its from_pretrained asks for accelerate, so that its plan is
+applied here by the functions which from_pretrained calls. Its pipeline parallelism (transformers 5.23) is no peer: it
+sends hidden states without autograd, so that backward() ends with "element 0 of tensors does not require grad and does
+not have a grad_fn" on every stage but the last, and no gradient would travel back.
 """
 
 import argparse
@@ -14,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from launch import modules_of
+from torch.distributed.tensor import DTensor
 
 with modules_of(1):
     from model import Llama, cross_entropy, init_weights, rotary_tables
@@ -30,6 +37,7 @@ def main():
     parser.add_argument("--out", required=True)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, default=8, help="of a step, on each data-parallel rank")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -38,16 +46,29 @@ def main():
     with torch.device("meta"):
         model = Llama(config)
     init_weights(model, SEED, torch.device("cpu"))
-    step = PEERS[args.kind](model, args)
+    step, optimizer = PEERS[args.kind](model, args)
     tokens, losses, seconds = np.memmap(args.tokens, dtype=np.int32, mode="r"), [], []
     for k in range(args.steps):
         start = time.perf_counter()
-        losses.append(step(global_batch(tokens, k)).item())
+        loss = step(global_batch(tokens, k))
+        losses.append(None if loss is None else loss.item())
         seconds.append(time.perf_counter() - start)
-    if dist.get_rank() == (dist.get_world_size() - 1 if args.kind in ("gpipe", "1f1b") else 0):
+    norm = gradient_norm(optimizer, args.kind in SCHEDULES)  # after the loop: a collective would change the times
+    if loss is not None and (dist.get_rank() == 0 or args.kind in SCHEDULES):
         with open(args.out, "w") as file:
-            json.dump({"losses": losses, "step_seconds": seconds}, file)
+            json.dump({"losses": losses, "step_seconds": seconds, "grad_norm": norm}, file)
     dist.destroy_process_group()
+
+
+def gradient_norm(optimizer: torch.optim.Optimizer, is_pipeline: bool) -> float:
+    """Of what the optimizer has just applied. Ranks of a pipeline hold different parameters, other ranks hold all."""
+    total = torch.zeros(())
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        grad = param.grad
+        total += (grad.full_tensor() if isinstance(grad, DTensor) else grad).square().sum()
+    if is_pipeline:
+        dist.all_reduce(total)
+    return total.sqrt().item()
 
 
 def global_batch(tokens: np.ndarray, k: int) -> torch.Tensor:
@@ -73,21 +94,28 @@ def adamw(params) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=LEARNING_RATE, fused=True)
 
 
+def by_kind(params) -> list[dict]:
+    """Groups for the optimizer, since one fused update cannot mix tensors and DTensors."""
+    params = list(params)
+    groups = [{"params": [p for p in params if isinstance(p, DTensor) is kind]} for kind in (True, False)]
+    return [group for group in groups if group["params"]]
+
+
 def data_parallel(model, args):
-    """DistributedDataParallel; micro-batches of one sample, all but the last without communication."""
+    """DistributedDataParallel; all micro-batches but the last without communication."""
     parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer, size = adamw(model.parameters()), dist.get_world_size()
 
     def step(samples):
         mine = samples.view(SAMPLES // size, size, -1)[:, dist.get_rank()]
         optimizer.zero_grad()
-        total = accumulate(parallel, mine, len(mine),
+        total = accumulate(parallel, mine, args.microbatches,
                            lambda is_last: setattr(parallel, "require_backward_grad_sync", is_last))
         dist.all_reduce(total)
         optimizer.step()
         return total / size
 
-    return step
+    return step, optimizer
 
 
 def tensor_parallel(model, args):
@@ -106,44 +134,55 @@ def tensor_parallel(model, args):
         for name in ("attention.out_proj", "mlp.down_proj"):
             plan[f"decoder_layers.{i}.{name}"] = RowwiseParallel()
     parallelize_module(model, mesh, plan)
-    is_split = [type(param.data).__name__ == "DTensor" for param in model.parameters()]
-    groups = [{"params": [p for p, split in zip(model.parameters(), is_split) if split is kind]}
-              for kind in (True, False)]  # one fused update can't mix the two kinds
-    optimizer = adamw(groups)
+    optimizer = adamw(by_kind(model.parameters()))
 
     def step(samples):
         optimizer.zero_grad()
         with loss_parallel():
-            total = accumulate(model, samples, 8)
+            total = accumulate(model, samples, args.microbatches)
         optimizer.step()
         return total.full_tensor()
 
-    return step
+    return step, optimizer
+
+
+SCHEDULES = {  # kind -> class, stages a rank
+    "gpipe": ("ScheduleGPipe", 1), "1f1b": ("Schedule1F1B", 1), "interleaved-1f1b": ("ScheduleInterleaved1F1B", 2),
+    "zb": ("ScheduleInterleavedZeroBubble", 1), "interleaved-zb": ("ScheduleInterleavedZeroBubble", 2),
+    "zbv": ("ScheduleZBVZeroBubble", 2)}
 
 
 def pipeline(model, args):
-    """torch.distributed.pipelining, a quarter of the layers a stage."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+    """torch.distributed.pipelining: each rank holds one or two stages, all of equally many layers.
+
+    Of p ranks, rank r holds the stages r and r + p; for ZBV, whose stages go to the last rank and back, the second is
+    2p - 1 - r, and the first rank computes the loss.
+    """
+    from torch.distributed import pipelining
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    stage_module = Stage(model, rank, size)
-    stage = PipelineStage(stage_module, rank, size, torch.device("cpu"))
-    schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[args.kind](stage, 8, loss_fn=cross_entropy)
-    optimizer = adamw(stage_module.parameters())
+    schedule_class, stages_a_rank = SCHEDULES[args.kind]
+    num_stages = size * stages_a_rank
+    mine = [rank, num_stages - 1 - rank] if args.kind == "zbv" else list(range(rank, num_stages, size))
+    modules = [Stage(model, stage, num_stages) for stage in mine]
+    stages = [pipelining.PipelineStage(module, stage, num_stages, torch.device("cpu"))
+              for module, stage in zip(modules, mine)]
+    schedule = getattr(pipelining, schedule_class)(
+        stages[0] if args.kind in ("gpipe", "1f1b") else stages, args.microbatches, loss_fn=cross_entropy)
+    optimizer = adamw(torch.nn.ModuleList(modules).parameters())
 
     def step(samples):
         optimizer.zero_grad()
+        inputs = (samples[:, :-1].contiguous(),) if 0 in mine else ()
         losses = []
-        if rank == 0:
-            schedule.step(samples[:, :-1].contiguous())
-        elif rank == size - 1:
-            schedule.step(target=samples[:, 1:].contiguous(), losses=losses)
+        if num_stages - 1 in mine:
+            schedule.step(*inputs, target=samples[:, 1:].contiguous(), losses=losses)
         else:
-            schedule.step()
+            schedule.step(*inputs)
         optimizer.step()
-        return torch.stack(losses).mean() if losses else torch.zeros(())
+        return torch.stack(losses).mean() if losses else None
 
-    return step
+    return step, optimizer
 
 
 class Stage(torch.nn.Module):
@@ -168,28 +207,35 @@ class Stage(torch.nn.Module):
 
 
 def hugging_face(model, args):
-    """LlamaForCausalLM in one process, with our weights."""
+    """LlamaForCausalLM with our weights, in one process or split over the ranks as its own tp_plan says."""
     from huggingface import their_name
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    theirs = LlamaForCausalLM(LlamaConfig.from_pretrained(args.model_name, attn_implementation="sdpa"))
+    config = LlamaConfig.from_pretrained(args.model_name, attn_implementation="sdpa")
+    theirs = LlamaForCausalLM(config)
     theirs.load_state_dict({their_name(name): weight for name, weight in model.state_dict().items()})
+    if args.kind == "hf-tp":
+        from transformers.distributed import DistributedConfig, initialize_distributed_mesh
+
+        split = DistributedConfig(tp_plan="auto")
+        theirs = theirs.maybe_distribute_model(theirs, split, initialize_distributed_mesh(split)[1])
     if args.compile:
         for layer in theirs.model.layers:
             layer.compile()
-    optimizer = adamw(theirs.parameters())
+    optimizer = adamw(by_kind(theirs.parameters()))
 
     def step(samples):
         optimizer.zero_grad()
-        total = accumulate(lambda input_ids: theirs(input_ids=input_ids, use_cache=False).logits, samples, 8)
+        total = accumulate(lambda input_ids: theirs(input_ids=input_ids, use_cache=False).logits, samples,
+                           args.microbatches)
         optimizer.step()
         return total
 
-    return step
+    return step, optimizer
 
 
-PEERS = {"ddp": data_parallel, "dtensor": tensor_parallel, "gpipe": pipeline, "1f1b": pipeline,
-         "hf": hugging_face}
+PEERS = {"ddp": data_parallel, "dtensor": tensor_parallel, "hf": hugging_face, "hf-tp": hugging_face,
+         **dict.fromkeys(SCHEDULES, pipeline)}
 
 if __name__ == "__main__":
     main()
