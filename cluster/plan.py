@@ -19,7 +19,7 @@ import signal
 from planning import grids
 from planning.machines import Cluster, load_cluster
 from planning.pipeline_simulation import SCHEDULES, Setting
-from planning.planner import find_plans
+from planning.planner import find_plans, find_plans_of_any_schedule
 from planning.report import as_plan, report
 from utils import TINY_LLAMA, ArgumentParser, UserError, choose_device, load_config, one_clear_error, positive_int
 
@@ -61,7 +61,8 @@ def parse_args():
                         help="of what stages send each other (default: the activation's)")
     parser.add_argument("--gradient_wire_dtype", choices=["float32", "bfloat16", "int8"], default=None,
                         help="of the gradients' sums (default: the gradient's)")
-    parser.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b")
+    parser.add_argument("--schedule", choices=["auto", *(name for name in SCHEDULES if name != "zb")], default="auto",
+                        help="auto: 1f1b, with more micro-batches in flight (1f1b-2, -3, -4) where links are slow")
     parser.add_argument("--recompute", action="store_true", help="plan for train.py --recompute: less memory")
     parser.add_argument("--out", default="plan.json", help="where to write the best plan")
     parser.add_argument("--top", type=positive_int, default=5, help="plans to print")
@@ -117,8 +118,9 @@ def plan(args) -> None:
             raise UserError(f"--{flag} {getattr(args, flag)}, but {args.cluster_json} was measured with "
                             f"{measured[flag]}: leave the flag out, or measure again with it")
     setting = Setting(args.schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
-    plans = find_plans(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
-    write_json(args.out, as_plan(cluster, plans.best[0], setting))  # before printing, which `| head` may end
+    find = find_plans_of_any_schedule if args.schedule == "auto" else find_plans
+    plans = find(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
+    write_json(args.out, as_plan(cluster, plans.best[0], plans.setting))  # before printing, which `| head` may end
     print(f"{report(cluster, plans, args.top)}\nplan: {args.out}\n{command(cluster, args)}")
 
 
@@ -167,7 +169,8 @@ def main():
         with_defaults(args)
         if args.micro_batch_size and len(args.micro_batch_size) > 1:
             raise UserError("--cluster takes one --micro_batch_size, or none")
-        print(grids.what_if(args, Setting(args.schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)))
+        schedule = "1f1b" if args.schedule == "auto" else args.schedule
+        print(grids.what_if(args, Setting(schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ process groups: NCCL runs the transfers of one group in order, and a forward sen
 receive.
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
@@ -66,9 +67,12 @@ def afab(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]
         yield Action("B", i)
 
 
-def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]:
-    """One forward, one backward (PipeDream-Flush, Narayanan et al. 2021): at most p - stage activations are alive."""
-    warm_up = min(num_stages - stage - 1, num_microbatches)
+def one_f_one_b(stage: int, num_stages: int, num_microbatches: int, ahead: int = 1) -> Iterator[Action]:
+    """One forward, one backward (PipeDream-Flush, Narayanan et al. 2021): at most 1 + ahead * (p - stage - 1) are alive.
+
+    `ahead` is more than 1 where messages take long: stages compute meanwhile (eager 1F1B, Zhuang et al. 2023).
+    """
+    warm_up = min(ahead * (num_stages - stage - 1), num_microbatches)
     for i in range(warm_up):
         yield Action("F", i)
     for i in range(warm_up, num_microbatches):  # steady state
@@ -86,6 +90,10 @@ def zero_bubble(stage: int, num_stages: int, num_microbatches: int) -> Iterator[
             yield Action("W", action.microbatch - stage)
     for i in range(max(num_microbatches - stage, 0), num_microbatches):
         yield Action("W", i)
+
+
+SCHEDULES = {"afab": afab, "1f1b": one_f_one_b, "zb": zero_bubble,
+             **{f"1f1b-{ahead}": functools.partial(one_f_one_b, ahead=ahead) for ahead in (2, 3, 4)}}
 
 
 def connect_neighbours() -> None:

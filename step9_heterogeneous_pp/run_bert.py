@@ -2,8 +2,6 @@
 
     torchrun --standalone --nproc_per_node 4 run_bert.py
     torchrun --standalone --nproc_per_node 4 run_bert.py --model_name_or_path bert-base-uncased --learning_rate 3e-5
-
-Passages are padded to one length. Each stage gets the attention mask, as it gets the whole batch.
 """
 
 import pathlib

@@ -49,8 +49,7 @@ def make_plugin(args, tp_size: int = 1) -> HeterogeneousParallelPlugin:
 
 
 def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = ()) -> tuple[nn.Module, dict | None]:
-    """A toy model of a class of transformers, with random weights. With --model_name_or_path, that model and its
-    weights.
+    """A toy model of a class of transformers, with random weights, or the model of --model_name_or_path with its own.
 
     Parameters of `new_modules`, the classifier of a new task, are random where the files have none of their shape.
     """

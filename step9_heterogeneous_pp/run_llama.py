@@ -1,8 +1,7 @@
 """Llama on a pipeline of three unlike stages, beside a single machine that holds all of it.
 
     torchrun --standalone --nproc_per_node 4 run_llama.py
-    torchrun --standalone --nproc_per_node 4 run_llama.py --model_name_or_path TinyLlama/TinyLlama_v1.1 \
-        --learning_rate 1e-5
+    torchrun --standalone --nproc_per_node 4 run_llama.py --model_name_or_path TinyLlama/TinyLlama_v1.1
 """
 
 from pipeline_template import PipelineTemplate

@@ -2,8 +2,6 @@
 
     torchrun --standalone --nproc_per_node 4 run_qwen.py
     torchrun --standalone --nproc_per_node 4 run_qwen.py --model_name_or_path Qwen/Qwen3-0.6B --learning_rate 1e-5
-
-Both pipelines have the same template, so their micro-batches are given as a list, with one number per pipeline.
 """
 
 from pipeline_template import PipelineTemplate
@@ -21,7 +19,7 @@ def main():
 
     # Edit these: the layers of each stage, the pipelines, and how many micro-batches each of them takes.
     one_stage = PipelineTemplate.from_layers_per_stage(model, [model.config.num_hidden_layers])
-    plugin.set_pipelines([one_stage, one_stage], num_microbatches=[5, 3])
+    plugin.set_pipelines([one_stage, one_stage], num_microbatches=[5, 3])  # or one number per pipeline
 
     train_on_speeches(plugin, model, weights, args)
 

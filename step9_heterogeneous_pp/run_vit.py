@@ -1,8 +1,7 @@
 """ViT learns which third of an image is bright, on one machine beside a pipeline of three.
 
     torchrun --standalone --nproc_per_node 4 run_vit.py
-    torchrun --standalone --nproc_per_node 4 run_vit.py --model_name_or_path google/vit-base-patch16-224 \
-        --learning_rate 3e-5
+    torchrun --standalone --nproc_per_node 4 run_vit.py --model_name_or_path google/vit-base-patch16-224
 """
 
 import functools

@@ -20,7 +20,7 @@ from dataloader import load_samples, next_tokens
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from metrics import RunLogger
 from model import Llama, init_weights
-from pipeline_parallel import afab, one_f_one_b, zero_bubble
+from pipeline_parallel import SCHEDULES
 from pipeline_template import PipelineTemplate
 from tensor_parallel import cross_entropy, split_over_tp
 from timeline import timeline
@@ -30,8 +30,6 @@ from utils import (
     zero_or_more_float,
 )
 from wire import WIRE_DTYPES
-
-SCHEDULES = {"afab": afab, "1f1b": one_f_one_b, "zb": zero_bubble}
 
 
 def counts(text: str) -> list[int]:

@@ -16,7 +16,7 @@ with modules_of(9):
     from planning.machines import Cluster
     from planning.pipeline_simulation import Pipeline, Setting
     from planning.report import as_plan, bottleneck, make_plan, report
-    from planning.planner import ACTIONS, STARTS, find_plans
+    from planning.planner import ACTIONS, STARTS, find_plans, find_plans_of_any_schedule
     from planning.simulation import Candidate, peak_memory, simulate
 
 
@@ -271,3 +271,15 @@ def test_a_reader_that_stops_early(tmp_path):
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait() and json.loads(out.read_text())["global_batch"] == 4
+
+
+@pytest.mark.parametrize("bandwidth, expected", [(1e9, "1f1b"), (2e6, "1f1b-2")])
+def test_more_micro_batches_in_flight_where_links_are_slow(bandwidth, expected, tmp_path):
+    """A message takes about as long as a stage computes: 1F1B's stages would wait for it."""
+    data = made_up_cluster(speeds=[1, 1], bandwidth=bandwidth, layers=4, parameters=1e4)
+    cluster = Cluster(data)
+    plans = find_plans_of_any_schedule(cluster, 16, Setting())
+    assert plans.setting.schedule == expected
+    usual = find_plans(cluster, 16, Setting())
+    assert plans.best[0].result.step_seconds <= usual.best[0].result.step_seconds
+    assert as_plan(cluster, plans.best[0], plans.setting)["schedule"] == expected

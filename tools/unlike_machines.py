@@ -112,7 +112,7 @@ class Bench:
         print(done.stdout, flush=True)
         return json.loads(out.read_text())
 
-    def predict(self, size: int, *pipelines: tuple, wire_dtype=None, gradient_wire_dtype=None) -> dict:
+    def predict(self, size: int, *pipelines: tuple, **setting) -> dict:
         """The plan of (machines, layers, num_microbatches) each."""
         with modules_of(9):
             from planning.machines import Cluster
@@ -122,7 +122,7 @@ class Bench:
             from planning.simulation import Candidate, simulate
 
             cluster, candidate = Cluster(self.cluster), Candidate(tuple(Pipeline(*p) for p in pipelines), size)
-            setting = Setting(wire_dtype=wire_dtype, gradient_wire_dtype=gradient_wire_dtype)
+            setting = Setting(**setting)
             return as_plan(cluster, Scored(candidate, simulate(cluster, candidate, setting)), setting)
 
     def run(self, rounds: int) -> dict:
@@ -169,10 +169,10 @@ def candidates_of_links(bench: Bench) -> None:
     for dtype in (None, "bfloat16", "int8"):
         name = "plan" if dtype is None else f"plan, {dtype}"
         add[name] = bench.plan(*(("--wire_dtype", dtype) if dtype else ()))
-        wire = dict(wire_dtype=dtype)
-        add[f"pipeline 3,3,2{', ' + dtype if dtype else ''}"] = bench.predict(1, ((0, 1, 2), (3, 3, 2), 32), **wire)
+        for schedule in ("1f1b", "1f1b-2"):
+            name = ", ".join(filter(None, ("3,3,2", schedule, dtype)))
+            add[name] = bench.predict(1, ((0, 1, 2), (3, 3, 2), 32), wire_dtype=dtype, schedule=schedule)
     add["pipeline 4,4"] = bench.predict(2, ((0, 1), (4, 4), 16))
-    add["pipeline 3,5"] = bench.predict(2, ((0, 1), (3, 5), 16))
     add["machine 0 alone"] = bench.predict(4, ((0,), (8,), 8))
     data_parallel = [((0,), (8,), 11), ((1,), (8,), 11), ((2,), (8,), 10)]
     for dtype in (None, "bfloat16", "int8"):

@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import NamedTuple
 
-from pipeline_parallel import Action, afab, one_f_one_b
+from pipeline_parallel import SCHEDULES, Action
 from planning.machines import Cluster
-
-SCHEDULES = {"1f1b": one_f_one_b, "afab": afab}
 
 
 class Pipeline(NamedTuple):
@@ -33,7 +31,7 @@ class Pipeline(NamedTuple):
 class Setting(NamedTuple):
     """What the plans of one search have in common. The wire's dtypes: None, float32, bfloat16 or int8."""
 
-    schedule: str = "1f1b"  # one of SCHEDULES
+    schedule: str = "1f1b"  # one of SCHEDULES, but not zb: machines are measured with backward in one piece
     wire_dtype: str | None = None
     gradient_wire_dtype: str | None = None
     recompute: bool = False  # decoder layers are computed once more in backward

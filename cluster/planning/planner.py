@@ -63,6 +63,20 @@ def find_plans(cluster: Cluster, global_batch: int, setting: Setting, sizes: lis
     return Plans(search.best(kinds), uniform, len(search.scored), setting)
 
 
+def find_plans_of_any_schedule(cluster: Cluster, global_batch: int, setting: Setting, *rest) -> Plans:
+    """find_plans with 1F1B, then with more micro-batches in flight, as long as the step gets shorter by 1 % or more.
+
+    While messages travel over slow links, stages have something to do then, if they have the memory for it.
+    """
+    best = find_plans(cluster, global_batch, setting._replace(schedule="1f1b"), *rest)
+    for schedule in ("1f1b-2", "1f1b-3", "1f1b-4"):
+        plans = find_plans(cluster, global_batch, setting._replace(schedule=schedule), *rest)
+        if plans.best[0].result.step_seconds > 0.99 * best.best[0].result.step_seconds:
+            break
+        best = plans
+    return best
+
+
 def usable_sizes(cluster: Cluster, global_batch: int, sizes: list[int] | None) -> list[int]:
     for size in sizes or ():
         if size not in cluster.sizes:
