@@ -2,7 +2,8 @@
 
     python cluster/timeline_picture.py runs/default_run/timeline_batch5_all.json timeline.png
 
-Blocks are forward and backward passes, with the number of their micro-batch. What stays grey between the first and the
+Blocks are forward and backward passes, with the number of their micro-batch; with zero bubble, gradients of weights are
+blocks of their own. What stays grey between the first and the
 last of them is the bubble. A line leads from the end of the pass that made a tensor to the end of its receive. Bars
 under a row are all-reduces of gradients.
 """
@@ -11,7 +12,8 @@ import argparse
 import json
 import sys
 
-COLOURS = {"forward": "#4477aa", "backward": "#228833", "optimizer": "#aa3377", "bubble": "#dddddd",
+COMPUTE = ("forward", "backward", "weight gradients")
+COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#ccbb44", "optimizer": "#aa3377", "bubble": "#dddddd",
            "transfer": "#ee7733", "all-reduce": "#66ccee"}
 HEIGHT = 0.62  # of a block; rows are 1 apart
 
@@ -29,7 +31,7 @@ def draw(trace_path: str, png_path: str) -> None:
         events = json.load(file)["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     spans = [event for event in events if event["ph"] == "X"]
-    compute = [event for event in spans if event["cat"] in ("forward", "backward")]
+    compute = [event for event in spans if event["cat"] in COMPUTE]
     start = min(event["ts"] for event in compute) / 1e3
     length = max(event["ts"] + event["dur"] for event in compute) / 1e3 - start
     bubble = 1 - sum(event["dur"] for event in compute) / 1e3 / (length * len(names))
@@ -48,8 +50,10 @@ def draw(trace_path: str, png_path: str) -> None:
                    f"forward to the last backward, bubble {bubble:.0%}", loc="left", fontsize=10, pad=26)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
-    axes.legend(handles, COLOURS, ncols=len(COLOURS), loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
+    shown = {name: colour for name, colour in COLOURS.items()
+             if name != "weight gradients" or any(event["cat"] == name for event in compute)}
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in shown.values()]
+    axes.legend(handles, shown, ncols=len(shown), loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
                 fontsize=9, borderaxespad=0.2)
     figure.savefig(png_path)
     plt.close(figure)
@@ -59,7 +63,7 @@ def draw_span(axes, event: dict) -> None:
     start, length, row = event["ts"] / 1e3, event["dur"] / 1e3, event["pid"]
     if event["cat"] == "all-reduce":
         axes.barh(row + HEIGHT / 2 + 0.06, length, left=start, height=0.08, color=COLOURS["all-reduce"])
-    elif event["cat"] in ("forward", "backward", "optimizer"):
+    elif event["cat"] in (*COMPUTE, "optimizer"):
         axes.barh(row, length, left=start, height=HEIGHT, color=COLOURS[event["cat"]], edgecolor="white", linewidth=0.5)
         if "microbatch" in event["args"]:
             axes.text(start + length / 2, row, event["args"]["microbatch"], ha="center", va="center", color="white",

@@ -68,7 +68,7 @@ def afab(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]
 
 
 def one_f_one_b(stage: int, num_stages: int, num_microbatches: int, ahead: int = 1) -> Iterator[Action]:
-    """One forward, one backward (PipeDream-Flush, Narayanan et al. 2021): at most 1 + ahead * (p - stage - 1) are alive.
+    """One forward, one backward (PipeDream-Flush, Narayanan et al. 2021): 1 + ahead * (p - stage - 1) alive at most.
 
     `ahead` is more than 1 where messages take long: stages compute meanwhile (eager 1F1B, Zhuang et al. 2023).
     """

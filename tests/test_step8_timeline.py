@@ -23,7 +23,7 @@ def timeline(tmp_path_factory):
     """The trace of two pipelines of two stages with four micro-batches; what the run printed."""
     folder = tmp_path_factory.mktemp("timeline")
     done = fork(8, 4, *SHORT, folder, "--pp_size", 2, "--dp_size", 2, "--gradient_accumulation_steps", 4,
-                "--max_tokens", 768, "--run_name", "run", "--profile_batch", 2)
+                "--pp_engine", "zb", "--max_tokens", 768, "--run_name", "run", "--profile_batch", 2)
     assert not list((folder / "run").glob("timeline_batch[13]*"))
     return *read_trace(folder / "run" / "timeline_batch2_all.json"), done.stdout
 
@@ -41,20 +41,20 @@ def test_timeline_holds_all_ranks_and_kinds(timeline):
     names = {rank: [event["args"]["name"] for event in events[rank] if event["ph"] == "M"] for rank in sorted(events)}
     places = ["dp 0 pp 0", "dp 0 pp 1", "dp 1 pp 0", "dp 1 pp 1"]
     assert names == {rank: [f"rank {rank}: {place} tp 0"] for rank, place in enumerate(places)}
-    kinds = {"forward", "backward", "wait", "receive", "all-reduce", "gradient norm", "optimizer"}
+    kinds = {"forward", "backward", "weight gradients", "wait", "receive", "all-reduce", "gradient norm", "optimizer"}
     for rank in events:
         assert {event["cat"] for event in events[rank] if event["ph"] == "X"} == kinds, rank
         assert len(spans(events[rank], "optimizer")) == 1
         assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events[rank] if event["ph"] == "X")
     assert min(event["ts"] for rank in events for event in events[rank] if event["ph"] == "X") == 0
-    assert re.search(r"bubble: \d+\.\d% measured, 20\.0% ideal.*p=2 stages and m=4 micro-batches", stdout), stdout
+    assert re.search(r"bubble: \d+\.\d% measured, 7\.7% ideal.*p=2 stages and m=4 micro-batches", stdout), stdout
 
 
 def test_timeline_is_the_schedule(timeline):
-    """Every micro-batch goes forward and backward once on each stage, in the order of one forward, one backward."""
-    orders = ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
+    """Every micro-batch goes forward and backward once on each stage, in the order of zero bubble."""
+    orders = ["F0 F1 B0 W0 F2 B1 W1 F3 B2 W2 B3 W3", "F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3"]
     for rank, events in timeline[0].items():
-        compute = [(start, f"{letter}{i}") for letter, kind in (("F", "forward"), ("B", "backward"))
+        compute = [(start, f"{letter}{i}") for letter, kind in (("F", "forward"), ("B", "backward"), ("W", "weight gradients"))
                    for i, (start, _) in spans(events, kind).items()]
         assert " ".join(name for _, name in sorted(compute)) == orders[rank % 2], rank
         assert set(spans(events, "receive")) == {0, 1, 2, 3}
