@@ -15,6 +15,7 @@ import pathlib
 import re
 import sys
 import threading
+import traceback
 from unittest import mock
 
 import torch
@@ -41,21 +42,18 @@ def copy_for_fake_gpu(folder: pathlib.Path, target: pathlib.Path, old: str = "",
     assert found, f"no module in {folder} has {old!r}"
 
 
-class HiddenSynchronisation(Exception):
-    """The host would wait for the device in the middle of a step."""
-
-
 class Watch(TorchDispatchMode):
-    """Raises HiddenSynchronisation in the loop over steps of the module at `path`, before the line with loss.item().
+    """Ends the process where the host waits in the loop over steps of the module at `path`, before its loss.item().
 
-    `num_read` counts the values that this line has read, and `num_copied` the copies to the device that don't block.
+    `num_read` counts the values that the line with loss.item() has read, `num_copied` copies to the device that do not
+    block.
     """
 
     def __init__(self, path: str):
         super().__init__()
         self.path, self.num_read, self.num_copied, self.fake = path, 0, 0, FakeTensorMode(allow_non_fake_inputs=True)
         text = pathlib.Path(path).read_text()
-        self.log = next(number for number, line in enumerate(text.splitlines(), 1) if "loss.item()" in line)
+        self.log = max(number for number, line in enumerate(text.splitlines(), 1) if "loss.item()" in line)
         self.first = max(node.lineno for node in ast.walk(ast.parse(text))
                          if isinstance(node, ast.For) and node.lineno < self.log <= node.end_lineno)
 
@@ -65,7 +63,7 @@ class Watch(TorchDispatchMode):
         if FakeTensor not in types and (target is None or target.type != "gpu"):
             return operation(*args, **kwargs)  # on the host
         if operation is READ:
-            self.num_read += self.check("reads the value of a tensor") == self.log
+            self.num_read += self.check("reads the value of a tensor")
             return 1.0 if args[0].is_floating_point() else 1
         if operation in (COPY, COPY_TO) and target is not None:
             non_blocking = kwargs.get("non_blocking") or args[2:] == (True,)
@@ -75,17 +73,19 @@ class Watch(TorchDispatchMode):
         with self.fake:
             return operation(*args, **kwargs)
 
-    def check(self, what: str) -> int | None:
-        """Raises HiddenSynchronisation in the middle of a step. Returns the line of the module at `path` that runs.
+    def check(self, what: str) -> bool:
+        """Ends the process in the middle of a step. Elsewhere, returns whether it is the line that logs.
 
-        Backward on a device has a thread of its own, for which the main thread waits.
+        Backward on a device has a thread of its own, in which an exception would abort the process without a word. The
+        main thread waits for it.
         """
         frame = sys._current_frames()[threading.main_thread().ident]
-        while frame and frame.f_code.co_filename != self.path:
-            frame = frame.f_back
-        if frame and self.first < frame.f_lineno < self.log:
-            raise HiddenSynchronisation(f"line {frame.f_lineno}: the host {what}")
-        return frame and frame.f_lineno
+        lines = {line for caller, line in traceback.walk_stack(frame) if caller.f_code.co_filename == self.path}
+        if not lines.isdisjoint(range(self.first + 1, self.log)):
+            traceback.print_stack(frame)
+            print(f"in the middle of a step the host {what}", file=sys.stderr, flush=True)
+            os._exit(1)
+        return self.log in lines
 
     def check_copy(self, source: torch.Tensor, target: torch.device, non_blocking: bool) -> None:
         if source.device.type == target.type:
