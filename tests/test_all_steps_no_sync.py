@@ -34,7 +34,7 @@ FAULTS = {  # in step 4: what it says -> what breaks it, and the complaint
     "blocking": (", non_blocking=True", "", "without non_blocking=True"),
     "not-pinned": ('pin_memory=device.type == "cuda"', "pin_memory=False", "from memory that is not pinned"),
     "to-host": ("total_loss += loss.detach()", "total_loss += loss.detach().cpu()", "waits for a copy from the device"),
-    "in-backward": ("grad.clone(memory", "print(grad.sum().item()) or grad.clone(memory", "reads the value of a tensor"),
+    "in-backward": ("grad.clone(memory", "grad.mul(grad.sum().item()).clone(memory", "reads the value of a tensor"),
 }
 QUICK_FAULTS = ("item", "if", "blocking", "not-pinned")
 CLUSTER = '''"""Step 9's train.py with the loop of cluster/training/loop.py."""
@@ -62,6 +62,10 @@ def main():
 '''
 
 
+every_run = pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_RANKS)])
+
+
 def start(tmp_path: pathlib.Path, name: str, case: tuple, *fault: str) -> concurrent.futures.Future:
     """Starts two steps of a case, in a copy of the step in which the first word of `fault` becomes the second."""
     step, rank, world_size, *flags = case
@@ -73,8 +77,8 @@ def start(tmp_path: pathlib.Path, name: str, case: tuple, *fault: str) -> concur
         script, loop = folder / "train_with_loop.py", tmp_path / "cluster" / "training" / "loop.py"
         script.write_text(CLUSTER.replace("CLUSTER", repr(str(tmp_path / "cluster"))))
     samples = 2 * (1 if step < 3 else 4 if "--dp_size" in flags else 3 if "--pipelines" in flags else 2)  # of a step
-    arguments = ["--num_hidden_layers", 1 if step < 7 else 2, "--micro_batch_size", 2, "--seq_len", 8, "--max_tokens", 2 * 8 * samples,
-                 "--model_name", ROOT / "assets" / "tiny_llama"]
+    arguments = ["--num_hidden_layers", 1 if step < 7 else 2, "--micro_batch_size", 2, "--seq_len", 8,
+                 "--max_tokens", 2 * 8 * samples, "--model_name", ROOT / "assets" / "tiny_llama"]
     if step > 1:
         arguments += ["--log_dir", tmp_path / "runs"]
     if step > 2:
@@ -88,21 +92,27 @@ def start(tmp_path: pathlib.Path, name: str, case: tuple, *fault: str) -> concur
 
 @pytest.fixture(scope="module")
 def runs(selected, tmp_path_factory):
+    """name -> the future of its run. All of them start together."""
     started = {name: start(tmp_path_factory.mktemp(name), name, {**CASES, **OTHER_RANKS}[name])
                for name in selected("name")}
-    started |= {fault: start(tmp_path_factory.mktemp(fault), fault, CASES["step4"], *FAULTS[fault][:2])
-                for fault in selected("fault")}
-    return {name: future.result() for name, future in started.items()}
+    return started | {fault: start(tmp_path_factory.mktemp(fault), fault, CASES["step4"], *FAULTS[fault][:2])
+                      for fault in selected("fault")}
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_RANKS)])
+@every_run
 def test_the_host_waits_only_where_it_logs(name, runs):
-    read, copied = map(int, re.search(r"^read (\d+), copied (\d+)$", runs[name].stdout, re.MULTILINE).groups())
+    read, copied = map(int, re.search(r"^read (\d+), copied (\d+)", runs[name].result().stdout, re.MULTILINE).groups())
     assert read >= (2 if name in ("step1", "step2") else 4), "the loss and the gradient norm of two steps"
     assert copied >= (0 if name in ("step1", "step2") else 4), "inputs and targets, of at least a micro-batch a step"
+
+
+@every_run
+def test_each_weight_is_cast_once_a_step(name, runs):
+    assert runs[name].result().stdout.endswith(", cast [2]\n"), "in two steps, each weight twice, for all their micro-batches"
 
 
 @pytest.mark.parametrize("fault", [*QUICK_FAULTS, *(pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS
                                                     if fault not in QUICK_FAULTS)])
 def test_a_hidden_synchronisation_is_found(fault, runs):
-    assert runs[fault].returncode == 1 and FAULTS[fault][2] in runs[fault].stderr, runs[fault].stderr[-3000:]
+    done = runs[fault].result()
+    assert done.returncode == 1 and FAULTS[fault][2] in done.stderr, done.stderr[-3000:]

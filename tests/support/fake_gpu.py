@@ -9,6 +9,7 @@ any rank of any grid. FakeTensorMode itself refuses operations whose result has 
 """
 
 import ast
+import collections
 import importlib
 import os
 import pathlib
@@ -46,12 +47,13 @@ class Watch(TorchDispatchMode):
     """Ends the process where the host waits in the loop over steps of the module at `path`, before its loss.item().
 
     `num_read` counts the values that the line with loss.item() has read, `num_copied` copies to the device that do not
-    block.
+    block, and `casts` how often each parameter was cast to another dtype.
     """
 
     def __init__(self, path: str):
         super().__init__()
         self.path, self.num_read, self.num_copied, self.fake = path, 0, 0, FakeTensorMode(allow_non_fake_inputs=True)
+        self.casts = collections.Counter()
         text = pathlib.Path(path).read_text()
         self.log = max(number for number, line in enumerate(text.splitlines(), 1) if "loss.item()" in line)
         self.first = max(node.lineno for node in ast.walk(ast.parse(text))
@@ -68,6 +70,8 @@ class Watch(TorchDispatchMode):
         if operation in (COPY, COPY_TO) and target is not None:
             non_blocking = kwargs.get("non_blocking") or args[2:] == (True,)
             self.check_copy(args[operation is COPY_TO], target, non_blocking)
+        if operation is COPY and isinstance(args[0], torch.nn.Parameter):
+            self.casts[args[0]] += 1
         if operation is COPY and FakeTensor not in types:
             args = (self.fake.from_tensor(args[0]),)
         with self.fake:
@@ -112,6 +116,10 @@ def pin_memory(tensor: torch.Tensor, device=None) -> torch.Tensor:
     return tensor
 
 
+def all_gather_object(everyone: list, mine) -> None:
+    everyone[:] = [mine] * len(everyone)
+
+
 def join(rank: int, world_size: int):
     """A stand-in for dist.init_process_group."""
     init_process_group = dist.init_process_group
@@ -126,7 +134,7 @@ def main() -> None:
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(x, device="gpu") makes it on the host and copies it
     del os.environ["RANK"]  # so that nobody looks for the other ranks
     fakes = [(dist, {"get_backend": lambda group=None: "nccl", "init_process_group": join(rank, world_size),
-                     "all_gather_object": lambda everyone, mine: everyone.__setitem__(slice(None), [mine] * world_size)}),
+                     "all_gather_object": all_gather_object}),
              (torch.cuda, {"is_available": lambda: True, "device_count": lambda: 1, "set_device": lambda device: None}),
              (torch.Tensor, {"pin_memory": pin_memory}),
              (torch.nn.Module, {"to": lambda module, *to: module})]  # weights are drawn where they have to be
@@ -136,7 +144,7 @@ def main() -> None:
     program = importlib.import_module(pathlib.Path(script).stem)
     with Watch(loop) as watch:
         program.main()
-    print(f"read {watch.num_read}, copied {watch.num_copied}")
+    print(f"read {watch.num_read}, copied {watch.num_copied}, cast {sorted(set(watch.casts.values()))}")
 
 
 if __name__ == "__main__":
