@@ -71,8 +71,13 @@ def test_several_processes_one_error(fails, step, num_processes, args, expected)
     fails(step, args, expected, num_processes)
 
 
+UNREACHABLE = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # port 9 of this machine is nobody's
+
+
 def test_several_processes_of_torchrun_one_error(tmp_path):
-    fails_afresh(tmp_path, 8, 2, ["--dp_size", 2, "--dataset_name", "no/such"], ["'no/such'", "no such path", "Hub id"])
+    """Without HF_HUB_OFFLINE, as on a laptop in a train: no minute of retries."""
+    expected = ["'no/such'", "no such path", "Hub id", "can't be reached"]
+    fails_afresh(tmp_path, 8, 2, ["--dp_size", 2, "--dataset_name", "no/such"], expected, **UNREACHABLE)
 
 
 @pytest.mark.parametrize("step", [2, 9])
@@ -187,12 +192,11 @@ def test_neither_a_path_nor_a_hub_id(fails, step, flag):
     fails(step, [flag, "no/such"], [f"{flag} 'no/such'", f"no such path ({os.path.abspath('no/such')})", "Hub id"])
 
 
-@pytest.mark.parametrize("step, flag", [
-    (1, "--model_name"), pytest.param(8, "--dataset_name", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("step, flag", [(1, "--model_name"), (8, "--dataset_name")])
 def test_unreachable_hub_is_found_out_quickly(tmp_path, step, flag):
-    """Without HF_HUB_OFFLINE, as on a laptop in a train: no minute of retries. Port 9 of this machine is nobody's."""
-    env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
-    fails_afresh(tmp_path, step, 1, [flag, "no/such"], ["no such path", "can't be reached"], **env)
+    """By one process. test_several_processes_of_torchrun_one_error asks two."""
+    fails_afresh(tmp_path, step, 1, [flag, "no/such"], ["no such path", "can't be reached"], **UNREACHABLE)
 
 
 @pytest.mark.parametrize("changes, removed, expected", [

@@ -7,10 +7,11 @@ import pytest
 from launch import ROOT, environment, fork
 
 ROOMS = {  # name -> its modules
-    "steps": "step*/*.py", "cluster": "cluster/**/*.py", "tools": "tools/*.py"}
+    "step9": "step9*/*.py", "cluster": "cluster/**/*.py", "steps": "step[1-8]*/*.py", "tools": "tools/*.py"}
+SLOW = ("steps", "tools")  # whose own tests import most of them
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", [pytest.param(room, marks=pytest.mark.slow if room in SLOW else ()) for room in ROOMS])
 def test_modules_and_scripts_from_another_directory(room):
     """In one process that forks another for each, with what is slow to import in it."""
     paths = sorted(ROOT.glob(ROOMS[room]))

@@ -7,7 +7,7 @@ import time
 import uuid
 
 import pytest
-from launch import ROOT, environment, torchrun
+from launch import ROOT, environment, fork, torchrun
 
 from training import sudo_pass
 
@@ -41,9 +41,8 @@ def test_it_is_hidden_and_nothing_repeats_it():
                           env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.splitlines()[0] == sudo_pass.WARNING
     assert done.stderr.splitlines()[1].startswith("error: --batch_size 10") and len(done.stderr.splitlines()) == 2
-    helped = subprocess.run([sys.executable, SCRIPT, "--help"], env=environment(), capture_output=True, text=True,
-                            timeout=120)
-    assert helped.returncode == 0 and "--train_steps" in helped.stdout and "sudo" not in helped.stdout
+    helped = fork(9, 1, "--help", script=SCRIPT).stdout
+    assert "--train_steps" in helped and "sudo" not in helped
 
 
 def title_of_rank_0(marker: str) -> bytes:

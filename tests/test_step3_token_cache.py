@@ -6,15 +6,13 @@ import os
 import pathlib
 import shutil
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from launch import ROOT, STEPS, modules_of
+from launch import ROOT, STEPS, fork, modules_of
 
 with modules_of(3):
     import dataloader
@@ -117,8 +115,10 @@ def killed(documents, tokenizer):
 dataloader.encode, dataloader.BLOCK = killed, int(sys.argv[5])
 dataloader.encode_to_file(sys.argv[2], sys.argv[3], 10**9, sys.argv[4])
 """
-    command = [sys.executable, "-c", program, STEPS["3"], corpus, TINY, cache.folder, dataloader.BLOCK]
-    assert subprocess.run(list(map(str, command)), timeout=120).returncode == -signal.SIGKILL
+    (tmp_path / "killed.py").write_text(program)
+    done = fork(3, 1, STEPS["3"], corpus, TINY, cache.folder, dataloader.BLOCK, script=tmp_path / "killed.py",
+                check=False)
+    assert done.returncode == -signal.SIGKILL
     assert len(list(cache.folder.rglob("*"))) > 1, "it was killed while it wrote"
     assert cache(corpus, 100) == begun, "what was there has changed"
     assert cache(corpus, 10**9) == in_one_go(corpus, tmp_path)

@@ -1,0 +1,118 @@
+"""In no step does the host wait for the GPU before it logs, or the GPU would idle while the host issues the next work.
+
+Each train.py runs two steps on a GPU that is not there, see support/fake_gpu.py, as one rank of a grid. The line with
+loss.item() at the end of a step is the one deliberate synchronisation: all work of the step has been issued by then.
+Over gloo, messages between stages pass through host memory by design (StageCommunication); here the backend is NCCL.
+"""
+
+import concurrent.futures
+import pathlib
+import re
+
+import pytest
+from fake_gpu import copy_for_fake_gpu
+from launch import ROOT, STEPS, start_fork
+
+GRID = ("--dp_size", 2, "--pp_size", 2, "--tp_size", 2)
+UNLIKE = ("--pipelines", "2;1,1", "--num_microbatches", "2,1")
+INT8 = ("--wire_dtype", "int8", "--gradient_wire_dtype", "int8")
+IMPORTS = ("torch.distributed._tools.fake_collectives", "torch._subclasses.fake_tensor",  # seconds
+           "torch.testing._internal.distributed.fake_pg", "torch.utils.backend_registration")
+CASES = {  # step, rank, world size, flags; the last rank of a grid computes the loss
+    "step1": (1, 0, 1), "step2": (2, 0, 1), "step3": (3, 0, 1), "step4": (4, 1, 2, "--tp_size", 2),
+    "step5": (5, 3, 4, "--dp_size", 2, "--tp_size", 2), "step6": (6, 3, 4, "--dp_size", 2, "--tp_size", 2),
+    "step7": (7, 7, 8, *GRID), "step8": (8, 7, 8, *GRID, "--recompute"), "step9": (9, 2, 3, *UNLIKE, *INT8),
+    "cluster": (9, 2, 3, *UNLIKE),
+}
+OTHER_RANKS = {"step7-first-stage": (7, 0, 8, *GRID), "step8-first-stage": (8, 0, 8, *GRID),
+               "step8-afab": (8, 7, 8, *GRID, "--pp_engine", "afab"), "step9-first-stage": (9, 1, 3, *UNLIKE, *INT8),
+               "step9-one-stage": (9, 0, 3, *UNLIKE)}
+FAULTS = {  # in step 4: what it says -> what breaks it, and the complaint
+    "item": ("total_loss += loss.detach()", "total_loss += loss.item()", "reads the value of a tensor"),
+    "if": ("loss.backward() ", "loss > 0 and loss.backward() ", "reads the value of a tensor"),
+    "mask": ("loss.backward() ", "logits[logits > 0]; loss.backward() ", "DynamicOutputShapeException"),
+    "blocking": (", non_blocking=True", "", "without non_blocking=True"),
+    "not-pinned": ('pin_memory=device.type == "cuda"', "pin_memory=False", "from memory that is not pinned"),
+    "to-host": ("total_loss += loss.detach()", "total_loss += loss.detach().cpu()", "waits for a copy from the device"),
+    "in-backward": ("grad.clone(memory", "grad.mul(grad.sum().item()).clone(memory", "reads the value of a tensor"),
+}
+QUICK_FAULTS = ("item", "if", "blocking", "not-pinned")
+CLUSTER = '''"""Step 9's train.py with the loop of cluster/training/loop.py."""
+
+import sys
+
+import train
+
+sys.path.append(CLUSTER)
+from training import loop
+
+
+def training_loop(args, plugin, model, optimizer, batches, criterion, num_steps):
+    class Loader:
+        set_epoch, __iter__ = lambda self, epoch: None, lambda self: batches
+
+    args.profile_batch = -1
+    list(loop.train(args, plugin, model, optimizer, Loader(), criterion, num_steps))
+
+
+def main():
+    loop.MEASURE_EVERY["gpu"] = 1
+    train.training_loop = training_loop
+    train.main()
+'''
+
+
+every_run = pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_RANKS)])
+
+
+def start(tmp_path: pathlib.Path, name: str, case: tuple, *fault: str) -> concurrent.futures.Future:
+    """Starts two steps of a case, in a copy of the step in which the first word of `fault` becomes the second."""
+    step, rank, world_size, *flags = case
+    folder = tmp_path / STEPS[str(step)].name
+    copy_for_fake_gpu(STEPS[str(step)], folder, *fault)
+    script = loop = folder / "train.py"
+    if name == "cluster":
+        copy_for_fake_gpu(ROOT / "cluster", tmp_path / "cluster")
+        script, loop = folder / "train_with_loop.py", tmp_path / "cluster" / "training" / "loop.py"
+        script.write_text(CLUSTER.replace("CLUSTER", repr(str(tmp_path / "cluster"))))
+    samples = 2 * (1 if step < 3 else 4 if "--dp_size" in flags else 3 if "--pipelines" in flags else 2)  # of a step
+    arguments = ["--num_hidden_layers", 1 if step < 7 else 2, "--micro_batch_size", 2, "--seq_len", 8,
+                 "--max_tokens", 2 * 8 * samples, "--model_name", ROOT / "assets" / "tiny_llama"]
+    if step > 1:
+        arguments += ["--log_dir", tmp_path / "runs"]
+    if step > 2:
+        (tmp_path / "corpus.txt").write_text("We hold these truths to be self-evident. " * 20)
+        arguments += ["--dataset_name", tmp_path / "corpus.txt"]
+    if 2 < step and "--num_microbatches" not in flags:
+        arguments += ["--gradient_accumulation_steps", 2]
+    return start_fork(step, 1, rank, world_size, loop, script, *arguments, *flags, check=not fault,
+                      script=ROOT / "tests" / "support" / "fake_gpu.py", modules=IMPORTS)
+
+
+@pytest.fixture(scope="module")
+def runs(selected, tmp_path_factory):
+    """name -> the future of its run. All of them start together."""
+    started = {name: start(tmp_path_factory.mktemp(name), name, {**CASES, **OTHER_RANKS}[name])
+               for name in selected("name")}
+    return started | {fault: start(tmp_path_factory.mktemp(fault), fault, CASES["step4"], *FAULTS[fault][:2])
+                      for fault in selected("fault")}
+
+
+@every_run
+def test_the_host_waits_only_where_it_logs(name, runs):
+    read, copied = map(int, re.search(r"^read (\d+), copied (\d+)", runs[name].result().stdout, re.MULTILINE).groups())
+    assert read >= (2 if name in ("step1", "step2") else 4), "the loss and the gradient norm of two steps"
+    assert copied >= (0 if name in ("step1", "step2") else 4), "inputs and targets, of at least a micro-batch a step"
+
+
+@every_run
+def test_each_weight_is_cast_once_a_step(name, runs):
+    assert runs[name].result().stdout.endswith(", cast [2]\n"), "in two steps twice, whatever the micro-batches"
+
+
+@pytest.mark.parametrize("fault", [*QUICK_FAULTS, *(pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS
+                                                    if fault not in QUICK_FAULTS)])
+def test_a_hidden_synchronisation_is_found(fault, runs):
+    done = runs[fault].result()
+    assert done.returncode == 1 and FAULTS[fault][2] in done.stderr, done.stderr[-3000:]
