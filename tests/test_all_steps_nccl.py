@@ -25,7 +25,8 @@ for step in (7, 8, 9):
 every_size = pytest.mark.parametrize("sizes", [SAMPLED, pytest.param(OTHERS, marks=pytest.mark.slow)],
                                      ids=["sampled", "others"])
 every_run = pytest.mark.parametrize("step, engine", [
-    (7, "afab"), (8, "afab"), (8, "one_f_one_b"), (9, "afab"), (9, "one_f_one_b")])
+    (7, "afab"), (8, "afab"), (8, "one_f_one_b"), (8, "zero_bubble"),
+    (9, "afab"), (9, "one_f_one_b"), (9, "zero_bubble")])
 
 
 class Work(torch.autograd.Function):

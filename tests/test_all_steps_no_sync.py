@@ -25,7 +25,10 @@ CASES = {  # step, rank, world size, flags; the last rank of a grid computes the
     "cluster": (9, 2, 3, *UNLIKE),
 }
 OTHER_RANKS = {"step7-first-stage": (7, 0, 8, *GRID), "step8-first-stage": (8, 0, 8, *GRID),
-               "step8-afab": (8, 7, 8, *GRID, "--pp_engine", "afab"), "step9-first-stage": (9, 1, 3, *UNLIKE, *INT8),
+               "step8-afab": (8, 7, 8, *GRID, "--pp_engine", "afab"), "step8-zb": (8, 7, 8, *GRID, "--pp_engine", "zb"),
+               "step8-zb-first-stage": (8, 0, 8, *GRID, "--pp_engine", "zb"),
+               "step9-zb": (9, 2, 3, *UNLIKE, "--pp_engine", "zb"),
+               "step9-first-stage": (9, 1, 3, *UNLIKE, *INT8),
                "step9-one-stage": (9, 0, 3, *UNLIKE)}
 FAULTS = {  # in step 4: what it says -> what breaks it, and the complaint
     "item": ("total_loss += loss.detach()", "total_loss += loss.item()", "reads the value of a tensor"),
@@ -36,7 +39,7 @@ FAULTS = {  # in step 4: what it says -> what breaks it, and the complaint
     "to-host": ("total_loss += loss.detach()", "total_loss += loss.detach().cpu()", "waits for a copy from the device"),
     "in-backward": ("grad.clone(memory", "grad.mul(grad.sum().item()).clone(memory", "reads the value of a tensor"),
 }
-QUICK_FAULTS = ("item", "if", "blocking", "not-pinned")
+QUICK_FAULTS = ("item", "if", "blocking")
 CLUSTER = '''"""Step 9's train.py with the loop of cluster/training/loop.py."""
 
 import sys
@@ -62,8 +65,9 @@ def main():
 '''
 
 
-every_run = pytest.mark.parametrize(
-    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_RANKS)])
+SLOW = {"step2", "step5", *OTHER_RANKS}
+every_run = pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for name in (*CASES, *OTHER_RANKS)])
 
 
 def start(tmp_path: pathlib.Path, name: str, case: tuple, *fault: str) -> concurrent.futures.Future:

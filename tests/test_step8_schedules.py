@@ -60,8 +60,8 @@ def test_legal_and_bubble(schedule, p):
 
 @pytest.mark.parametrize("p", range(2, 9))
 def test_zero_bubble_is_legal_and_its_bubble_is_the_least(p):
-    """No schedule is quicker where F, B and W take one unit each: the last stage starts after p - 1 units and has 3 m to
-    do. With fewer micro-batches than stages, one has to go all the way to the last stage and back.
+    """Where F, B and W take one unit each, no schedule is quicker: the last stage starts after p - 1 units, and has 3 m
+    units of work. With fewer micro-batches than stages, one has to go all the way to the last stage and back.
     """
     for m in range(1, 17):
         actions = actions_of(zero_bubble, p, m)

@@ -54,7 +54,8 @@ def test_timeline_is_the_schedule(timeline):
     """Every micro-batch goes forward and backward once on each stage, in the order of zero bubble."""
     orders = ["F0 F1 B0 W0 F2 B1 W1 F3 B2 W2 B3 W3", "F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3"]
     for rank, events in timeline[0].items():
-        compute = [(start, f"{letter}{i}") for letter, kind in (("F", "forward"), ("B", "backward"), ("W", "weight gradients"))
+        kinds = {"F": "forward", "B": "backward", "W": "weight gradients"}
+        compute = [(start, f"{letter}{i}") for letter, kind in kinds.items()
                    for i, (start, _) in spans(events, kind).items()]
         assert " ".join(name for _, name in sorted(compute)) == orders[rank % 2], rank
         assert set(spans(events, "receive")) == {0, 1, 2, 3}
