@@ -38,7 +38,7 @@ def wire():
         yield wire
 
 
-SLOW = ("three-int8", "float64-float32", "tp2-int8")  # further topologies
+SLOW = ("three-int8", "float64-float32", "tp2-int8", "unlike-bfloat16")  # further topologies
 
 
 def named(*rows) -> list:
