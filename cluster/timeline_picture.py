@@ -13,8 +13,8 @@ import json
 import sys
 
 COMPUTE = ("forward", "backward", "weight gradients")
-COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#ccbb44", "optimizer": "#aa3377", "bubble": "#dddddd",
-           "transfer": "#ee7733", "all-reduce": "#66ccee"}
+COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#ccbb44", "optimizer": "#aa3377",
+           "bubble": "#dddddd", "transfer": "#ee7733", "all-reduce": "#66ccee"}
 HEIGHT = 0.62  # of a block; rows are 1 apart
 
 
