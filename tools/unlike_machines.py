@@ -12,7 +12,9 @@ The machines are measured first. Then the candidates are trained in turns, round
 """
 
 import argparse
+import atexit
 import concurrent.futures
+import itertools
 import json
 import os
 import pathlib
@@ -72,8 +74,14 @@ def on_all_hosts(script, *args, timeout: float) -> str:
 
 def rank_side(folder: pathlib.Path) -> None:
     """On each host: the trainings of jobs.json one after the other, each with a rendezvous of its own."""
-    rank = os.environ["RANK"]
+    rank, at_exit, register = os.environ["RANK"], [], atexit.register
     sys.path[0] = str(STEP)
+
+    def register_or_keep(function, *args):
+        """Keeps what train.py would do at the end of its process, which here goes on with the next job."""
+        return at_exit.append((function, args)) if args == ("ended", "") else register(function, *args)
+
+    atexit.register = register_or_keep
     for job in json.loads((folder / "jobs.json").read_text()):
         os.environ.update(RANK=rank, MASTER_PORT=str(job["port"]), TORCHELASTIC_USE_AGENT_STORE="False")
         sys.argv = [str(STEP / "train.py"), *job["flags"]]
@@ -81,6 +89,10 @@ def rank_side(folder: pathlib.Path) -> None:
             runpy.run_path(sys.argv[0])["main"]()
         except SystemExit as ended:  # an idle rank
             assert not ended.code, ended.code
+        while at_exit:  # tells idle ranks that the training has ended
+            function, args = at_exit.pop()
+            function(*args)
+        sys.modules["utils"].calls = itertools.count()  # of once_per_machine, which an idle rank has not called
 
 
 class Bench:
