@@ -77,9 +77,9 @@ def rank_side(folder: pathlib.Path) -> None:
     rank, at_exit, register = os.environ["RANK"], [], atexit.register
     sys.path[0] = str(STEP)
 
-    def register_or_keep(function, *args):
+    def register_or_keep(function, *args, **kwargs):
         """Keeps what train.py would do at the end of its process, which here goes on with the next job."""
-        return at_exit.append((function, args)) if args == ("ended", "") else register(function, *args)
+        return at_exit.append((function, args)) if args == ("ended", "") else register(function, *args, **kwargs)
 
     atexit.register = register_or_keep
     for job in json.loads((folder / "jobs.json").read_text()):
