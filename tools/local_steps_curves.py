@@ -1,0 +1,165 @@
+"""What local steps cost and gain: loss against tokens, and against hours over links of 10 Mbit/s.
+
+    python tools/local_steps_curves.py curves hosts rates --json assets/local_steps.json     # hosts, rates: as root
+    python tools/local_steps_curves.py --plot assets/local_steps.png --json assets/local_steps.json
+
+curves   the tiny Llama on three ranks of this machine, from the same seed: 500 exact steps, and as many tokens with
+         local steps; `curves=NAME,NAME` trains only some of them
+hosts    seconds a step of the same trainings on three hosts of the test bed (50 % of a core, 10 Mbit/s). Hours of a
+         curve are its steps times these seconds
+rates    tokens/s of 6.3 M parameters with 4096 tokens a local step on these hosts, beside one host alone
+"""
+
+import argparse
+import json
+import pathlib
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+
+from launch import ROOT, environment, launch, metrics
+from unlike_machines import BED, CASES, NODES, bed, on_all_hosts
+
+SCRIPT = ROOT / "cluster" / "train_distributed.py"
+STEPS = 500
+COMMON = {"equal_shares": None, "batch_size": 4, "gradient_accumulation": 2, "seq_len": 64, "dtype": "float32"}
+INT8 = {"gradient_wire_dtype": "int8"}
+CURVES = {  # name -> flags
+    "exact": {},
+    "H = 1": {"local_steps": 1},
+    "H = 10": {"local_steps": 10},
+    "H = 50": {"local_steps": 50},
+    "H = 50, int8, overlap 10": {"local_steps": 50, "overlap_steps": 10, **INT8},
+    "H = 10, int8": {"local_steps": 10, **INT8},
+    "H = 50, int8": {"local_steps": 50, **INT8},
+    "H = 50, outer 0.4": {"local_steps": 50, "outer_learning_rate": 0.4},
+    "H = 50, outer 1.0": {"local_steps": 50, "outer_learning_rate": 1.0},
+}
+HOSTS = {"exact": 6, "H = 1": 6, "H = 10": 30, "H = 50": 100, "H = 50, int8, overlap 10": 100}  # name -> steps
+LARGE = {**COMMON, "seq_len": 128, "gradient_accumulation": 8}  # 4096 tokens a local step
+RATES = {  # name -> steps, flags
+    "one host alone": (4, {}),
+    "exact": (3, {"num_microbatches": "3,3,2"}),
+    "exact, int8": (4, {"num_microbatches": "3,3,2", **INT8}),
+    "H = 50, int8, overlap 2": (100, {"local_steps": 50, "overlap_steps": 2, **INT8}),
+}
+COLOURS = {"exact": "#999999", "H = 1": "#4477aa", "H = 10": "#228833", "H = 50": "#ee7733",
+           "H = 50, int8, overlap 10": "#aa3377"}
+
+
+def flags_of(folder: pathlib.Path, steps: int, flags: dict) -> list[str]:
+    every = {**flags, "max_steps_per_epoch": steps, "log_dir": folder, "checkpoint_dir": folder / "checkpoints",
+             "run_name": "run"}
+    return [str(word) for name, value in every.items() for word in (f"--{name}", value) if word is not None]
+
+
+def seconds_of_a_step(folder: pathlib.Path, first: int = 1) -> float:
+    """The median over the rows of metrics, or the mean of the last round's, which are all alike."""
+    return statistics.median(row["step_seconds"] for row in metrics(folder, "run")[first:])
+
+
+def train_curves(results: dict, names: list[str]) -> None:
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            launch(9, 3, *flags_of(pathlib.Path(folder), STEPS, {**COMMON, **CURVES[name]}), script=SCRIPT,
+                   timeout=1500)
+            results["curves"][name] = [row["loss"] for row in metrics(folder, "run")]
+        print(f"{name}: {last_loss(results, name):.4f}", flush=True)
+
+
+def on_one_host(*flags: str) -> None:
+    command = [BED, "exec", NODES[0], "taskset", "-c", "0", sys.executable, "-m", "torch.distributed.run",
+               "--standalone", "--local_addr", "127.0.0.1", SCRIPT, *flags]
+    subprocess.run(command, env=environment(), check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def measure(results: dict, part: str, name: str) -> None:
+    """Seconds a step, or tokens/s, of one training on the hosts, which are up."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        if part == "hosts":
+            on_all_hosts(SCRIPT, *flags_of(folder, HOSTS[name], {**COMMON, **CURVES[name]}), timeout=900)
+            results[part][name] = seconds_of_a_step(folder)
+        else:
+            model = folder / "model"
+            shutil.copytree(ROOT / "assets" / "tiny_llama", model)
+            config = json.loads((model / "config.json").read_text())
+            (model / "config.json").write_text(json.dumps({**config, **CASES["links"]["model"]}))
+            steps, flags = RATES[name]
+            flags = flags_of(folder, steps, {**LARGE, "model_name": model, **flags})
+            on_one_host(*flags) if name == "one host alone" else on_all_hosts(SCRIPT, *flags, timeout=1500)
+            rows = metrics(folder, "run")
+            tokens = rows[-1]["trained_tokens"] / len(rows)
+            results[part][name] = tokens / seconds_of_a_step(folder)
+    print(f"{part}, {name}: {results[part][name]:.3f}", flush=True)
+
+
+def last_loss(results: dict, name: str) -> float:
+    return statistics.fmean(results["curves"][name][-20:])
+
+
+def tables(results: dict) -> None:
+    exact = last_loss(results, "exact")
+    print("| | mean of the last 20 losses | above exact | s a step, 10 Mbit/s | minutes in all |\n"
+          "| --- | ---: | ---: | ---: | ---: |")
+    for name in results["curves"]:
+        loss, seconds = last_loss(results, name), results["hosts"].get(name)
+        times = f"{seconds:.3g} | {seconds * STEPS / 60:.1f}" if seconds else "- | -"
+        print(f"| {name} | {loss:.4f} | {100 * (loss / exact - 1):+.1f} % | {times} |")
+    for name, rate in results["rates"].items():
+        print(f"| {name} | {rate:.0f} | {rate / results['rates']['one host alone']:.2f} |")
+
+
+def draw(results: dict, picture: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), dpi=110, layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for name, colour in COLOURS.items():
+        losses = results["curves"][name]
+        smooth = [statistics.fmean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
+        tokens = COMMON["batch_size"] * COMMON["gradient_accumulation"] * COMMON["seq_len"] * len(NODES)
+        left.plot([tokens * (i + 1) / 1e3 for i in range(len(smooth))], smooth, color=colour, linewidth=1.2, label=name)
+        right.plot([results["hosts"][name] * (i + 1) / 3600 for i in range(len(smooth))], smooth, color=colour,
+                   linewidth=1.2)
+    left.set(xlabel="thousand tokens", ylabel="loss, mean of ten steps")
+    right.set(xlabel="hours, links of 10 Mbit/s", xscale="log")
+    left.legend(frameon=False)
+    for panel in (left, right):
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(picture)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", help="curves, hosts, rates; curves=NAME;NAME for some of them")
+    parser.add_argument("--json", type=pathlib.Path, default=ROOT / "runs" / "local_steps.json")
+    parser.add_argument("--plot", help="draw what --json holds")
+    args = parser.parse_args()
+    results = {"curves": {}, "hosts": {}, "rates": {}}
+    if args.json.exists():
+        results |= json.loads(args.json.read_text())
+    everything = {"curves": CURVES, "hosts": HOSTS, "rates": RATES}
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    for part, _, names in (part.partition("=") for part in args.parts):
+        names = names.split(";") if names else list(everything[part])
+        if part != "curves":
+            bed("up")
+            bed("rate", "all", "10mbit")
+            bed("slow", "all", 50)
+        try:
+            for name in names:
+                train_curves(results, [name]) if part == "curves" else measure(results, part, name)
+                args.json.write_text(json.dumps(results))
+        finally:
+            if part != "curves":
+                bed("down")
+    if args.plot:
+        tables(results)
+        draw(results, args.plot)
+
+
+if __name__ == "__main__":
+    main()
