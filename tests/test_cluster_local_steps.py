@@ -199,6 +199,15 @@ def test_the_checkpoint_has_the_agreed_weights(script_run):
         assert all(torch.equal(saved[their_name(name)], param) for name, param in final.items())
 
 
+def test_an_epoch_shorter_than_a_round(script_run):
+    folder, _ = script_run
+    run = fork(9, 1, "--dataset_name", folder / "corpus.txt", "--seq_len", 8, "--device", "cpu", "--local_steps", 200,
+               "--log_dir", folder / "short", script=ROOT / "cluster" / "train_distributed.py", check=False)
+    assert run.returncode == 2
+    assert re.search(r"error: the data set has \d+ samples, fewer than the 6400 of a round of --local_steps 200: lower it, "
+                     "or add data", run.stderr), run.stderr
+
+
 @pytest.mark.parametrize("flags, expected", [
     (["--outer_momentum", 0.5], "--outer_momentum without local steps: add --local_steps 50"),
     (["--outer_learning_rate", 1, "--overlap_steps", 0], "--outer_learning_rate, --overlap_steps without local steps"),

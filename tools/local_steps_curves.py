@@ -24,7 +24,8 @@ from unlike_machines import BED, CASES, NODES, bed, on_all_hosts
 
 SCRIPT = ROOT / "cluster" / "train_distributed.py"
 STEPS = 500
-COMMON = {"equal_shares": None, "batch_size": 4, "gradient_accumulation": 2, "seq_len": 64, "dtype": "float32"}
+COMMON = {"equal_shares": None, "batch_size": 4, "gradient_accumulation": 2, "seq_len": 64, "dtype": "float32",
+          "warmup_steps": 20, "lr_decay": "cosine"}
 INT8 = {"gradient_wire_dtype": "int8"}
 CURVES = {  # name -> flags
     "exact": {},

@@ -6,13 +6,15 @@ A round, from weights that are the same on all ranks:
     all      outer gradient = sum over i of w_i * (agreed weights - weights of rank i), summed in small messages
     all      agreed weights: one step of SGD with Nesterov momentum, along the outer gradient; all go on from there
 
-n_i goes by speed, so that all ranks are done at the same time; their mean is --local_steps. A rank's difference is the
-sum of its n_i updates. So w_i is not by n_i, but by the micro-batches of one local step: each sample counts once.
+n_i goes by speed, so that all ranks are done at the same time; --local_steps is their mean. The difference of a rank
+is the sum of its n_i updates, so w_i must not grow with n_i again. It goes by the micro-batches of one local step, and
+every sample counts once.
 
-With --overlap_steps d, ranks go on with the next round while their differences travel. After d_i of its steps (d times
-n_i / mean, rounded up) a rank waits for the outer gradient and takes the outer step. What it has learned since the
-round's end is kept: weights = agreed weights + (weights - weights at the round's end), as in Streaming DiLoCo (Douillard
-et al. 2025). The place is fixed, so a slow network changes no result. The last round of an epoch is not overlapped.
+With --overlap_steps d, ranks go on with the next round while their differences travel. After d of its steps (or d times
+n_i / mean, rounded up) a rank waits for the outer gradient and takes the outer step. What it has learned since the round
+ended is kept: weights = agreed weights + (weights - weights at the round's end). Streaming DiLoCo (Douillard et al.
+2025) overlaps likewise, and takes a mean of the two. The place is fixed, so the network's speed changes no result. The
+last round of an epoch is not overlapped: all ranks end it with the same weights.
 """
 
 import argparse
@@ -108,10 +110,11 @@ class OuterOptimizer:
         self.group, self.under_way = dist.new_group(timeout=PATIENCE), None
 
     def start(self, ended: Round) -> None:
-        """The difference and the rows of this rank begin to travel. All ranks get `num_rows` mean rows."""
+        """The difference and the rows of this rank begin to travel. The mean has `num_rows` rows."""
         self.under_way, self.at_end = ended, self.weights.clone()
-        rows = F.adaptive_avg_pool1d(torch.tensor(ended.rows, dtype=torch.float64).T, self.num_rows).T  # shrinks, or
-        ended.mean = (rows * self.share_of_samples).contiguous().to(self.weights.device)                # stretches
+        rows = torch.tensor(ended.rows, dtype=torch.float64, device=self.weights.device)  # (n_i, 3)
+        rows = F.adaptive_avg_pool1d(rows.T, self.num_rows).T  # shrinks them, or stretches them
+        ended.mean = (rows * self.share_of_samples).contiguous()
         self.rows_arrive = dist.all_reduce(ended.mean, group=self.group, async_op=True)
         self.agreed.grad = (self.agreed - self.weights) * self.share
         self.sum, self.is_gathering = CompressedAllReduce(self.agreed.grad, self.group, self.wire_dtype), False

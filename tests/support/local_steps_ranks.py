@@ -10,6 +10,7 @@ import pathlib
 import sys
 
 import torch
+import torch.distributed as dist
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path[0] = str(ROOT / "cluster")
@@ -20,7 +21,6 @@ from dataloader import next_tokens  # noqa: E402
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin  # noqa: E402
 from model import cross_entropy  # noqa: E402
 from pipeline_template import PipelineTemplate  # noqa: E402
-from process_group_manager import dist  # noqa: E402
 from training.local_steps import train_locally  # noqa: E402
 from training.loop import make_llama  # noqa: E402
 from utils import TINY_LLAMA, load_config  # noqa: E402
