@@ -24,7 +24,7 @@ from unlike_machines import BED, CASES, NODES, bed, on_all_hosts
 
 SCRIPT = ROOT / "cluster" / "train_distributed.py"
 STEPS = 500
-COMMON = {"equal_shares": None, "batch_size": 4, "gradient_accumulation": 2, "seq_len": 64, "dtype": "float32",
+COMMON = {"equal_shares": None, "batch_size": 16, "gradient_accumulation": 1, "seq_len": 64, "dtype": "float32",
           "warmup_steps": 20, "lr_decay": "cosine"}
 INT8 = {"gradient_wire_dtype": "int8"}
 CURVES = {  # name -> flags
@@ -34,12 +34,11 @@ CURVES = {  # name -> flags
     "H = 50": {"local_steps": 50},
     "H = 50, int8, overlap 10": {"local_steps": 50, "overlap_steps": 10, **INT8},
     "H = 10, int8": {"local_steps": 10, **INT8},
-    "H = 50, int8": {"local_steps": 50, **INT8},
     "H = 50, outer 0.4": {"local_steps": 50, "outer_learning_rate": 0.4},
     "H = 50, outer 1.0": {"local_steps": 50, "outer_learning_rate": 1.0},
 }
 HOSTS = {"exact": 6, "H = 1": 6, "H = 10": 30, "H = 50": 100, "H = 50, int8, overlap 10": 100}  # name -> steps
-LARGE = {**COMMON, "seq_len": 128, "gradient_accumulation": 8}  # 4096 tokens a local step
+LARGE = {**COMMON, "batch_size": 4, "seq_len": 128, "gradient_accumulation": 8}  # 4096 tokens a local step
 RATES = {  # name -> steps, flags
     "one host alone": (4, {}),
     "exact": (3, {"num_microbatches": "3,3,2"}),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-sys.path[0] = str(ROOT / "cluster")
+sys.path.append(str(ROOT / "cluster"))
 
 import course  # noqa: E402, F401  before step 9's modules
 
