@@ -1,10 +1,11 @@
 """What local steps cost and gain: loss against tokens, and against hours over links of 10 Mbit/s.
 
-    python tools/local_steps_curves.py curves hosts rates --json assets/local_steps.json     # hosts, rates: as root
+    python tools/local_steps_curves.py curves sweep hosts rates --json assets/local_steps.json     # hosts, rates: as root
     python tools/local_steps_curves.py --plot assets/local_steps.png --json assets/local_steps.json
 
 curves   the tiny Llama on three ranks of this machine, from the same seed: 500 exact steps, and as many tokens with
          local steps; `curves=NAME,NAME` trains only some of them
+sweep    the same with steps of a quarter of the tokens: learning rates and momenta of the outer optimizer
 hosts    seconds a step of the same trainings on three hosts of the test bed (50 % of a core, 10 Mbit/s). Hours of a
          curve are its steps times these seconds
 rates    tokens/s of 6.3 M parameters with 4096 tokens a local step on these hosts, beside one host alone
@@ -33,9 +34,11 @@ CURVES = {  # name -> flags
     "H = 10": {"local_steps": 10},
     "H = 50": {"local_steps": 50},
     "H = 50, int8, overlap 10": {"local_steps": 50, "overlap_steps": 10, **INT8},
-    "H = 10, int8": {"local_steps": 10, **INT8},
-    "H = 50, outer 0.4": {"local_steps": 50, "outer_learning_rate": 0.4},
-    "H = 50, outer 1.0": {"local_steps": 50, "outer_learning_rate": 1.0},
+}
+SWEEP = {  # learning rate and momentum of the outer optimizer
+    "exact": {}, **{f"{rate}, {momentum}": {"local_steps": 50, "outer_learning_rate": rate, "outer_momentum": momentum}
+                    for rate, momentum in ((0.4, 0.9), (0.7, 0.9), (1.0, 0.9), (0.7, 0.5), (1.0, 0.0))},
+    "0.7, 0.9, int8": {"local_steps": 50, **INT8},
 }
 HOSTS = {"exact": 6, "H = 1": 6, "H = 10": 30, "H = 50": 100, "H = 50, int8, overlap 10": 100}  # name -> steps
 LARGE = {**COMMON, "batch_size": 4, "seq_len": 128, "gradient_accumulation": 8}  # 4096 tokens a local step
@@ -43,7 +46,7 @@ RATES = {  # name -> steps, flags
     "one host alone": (4, {}),
     "exact": (3, {"num_microbatches": "3,3,2"}),
     "exact, int8": (4, {"num_microbatches": "3,3,2", **INT8}),
-    "H = 50, int8, overlap 2": (100, {"local_steps": 50, "overlap_steps": 2, **INT8}),
+    "H = 50, int8": (50, {"local_steps": 50, **INT8}),  # a round, with all that it sends
 }
 COLOURS = {"exact": "#999999", "H = 1": "#4477aa", "H = 10": "#228833", "H = 50": "#ee7733",
            "H = 50, int8, overlap 10": "#aa3377"}
@@ -55,18 +58,18 @@ def flags_of(folder: pathlib.Path, steps: int, flags: dict) -> list[str]:
     return [str(word) for name, value in every.items() for word in (f"--{name}", value) if word is not None]
 
 
-def seconds_of_a_step(folder: pathlib.Path, first: int = 1) -> float:
-    """The median over the rows of metrics, or the mean of the last round's, which are all alike."""
-    return statistics.median(row["step_seconds"] for row in metrics(folder, "run")[first:])
+def seconds_of_a_step(folder: pathlib.Path) -> float:
+    """The median over all rows of metrics but the first. All rows of a round have its mean."""
+    return statistics.median(row["step_seconds"] for row in metrics(folder, "run")[1:])
 
 
-def train_curves(results: dict, names: list[str]) -> None:
-    for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            launch(9, 3, *flags_of(pathlib.Path(folder), STEPS, {**COMMON, **CURVES[name]}), script=SCRIPT,
-                   timeout=1500)
-            results["curves"][name] = [row["loss"] for row in metrics(folder, "run")]
-        print(f"{name}: {last_loss(results, name):.4f}", flush=True)
+def train_here(results: dict, part: str, name: str) -> None:
+    """The losses of one training on three ranks of this machine."""
+    flags = {**COMMON, **CURVES[name]} if part == "curves" else {**COMMON, "batch_size": 4, **SWEEP[name]}
+    with tempfile.TemporaryDirectory() as folder:
+        launch(9, 3, *flags_of(pathlib.Path(folder), STEPS, flags), script=SCRIPT, timeout=1500)
+        results[part][name] = [row["loss"] for row in metrics(folder, "run")]
+    print(f"{part}, {name}: {last_loss(results, name, part):.4f}", flush=True)
 
 
 def on_one_host(*flags: str) -> None:
@@ -96,8 +99,8 @@ def measure(results: dict, part: str, name: str) -> None:
     print(f"{part}, {name}: {results[part][name]:.3f}", flush=True)
 
 
-def last_loss(results: dict, name: str) -> float:
-    return statistics.fmean(results["curves"][name][-20:])
+def last_loss(results: dict, name: str, part: str = "curves") -> float:
+    return statistics.fmean(results[part][name][-20:])
 
 
 def tables(results: dict) -> None:
@@ -108,6 +111,9 @@ def tables(results: dict) -> None:
         loss, seconds = last_loss(results, name), results["hosts"].get(name)
         times = f"{seconds:.3g} | {seconds * STEPS / 60:.1f}" if seconds else "- | -"
         print(f"| {name} | {loss:.4f} | {100 * (loss / exact - 1):+.1f} % | {times} |")
+    for name in results["sweep"]:
+        loss, exact = last_loss(results, name, "sweep"), last_loss(results, "exact", "sweep")
+        print(f"| {name} | {loss:.4f} | {100 * (loss / exact - 1):+.1f} % |")
     for name, rate in results["rates"].items():
         print(f"| {name} | {rate:.0f} | {rate / results['rates']['one host alone']:.2f} |")
 
@@ -117,13 +123,13 @@ def draw(results: dict, picture: str) -> None:
 
     figure = Figure(figsize=(10, 4), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for name, colour in COLOURS.items():
-        losses = results["curves"][name]
+    for name, losses in results["curves"].items():
         smooth = [statistics.fmean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
         tokens = COMMON["batch_size"] * COMMON["gradient_accumulation"] * COMMON["seq_len"] * len(NODES)
-        left.plot([tokens * (i + 1) / 1e3 for i in range(len(smooth))], smooth, color=colour, linewidth=1.2, label=name)
-        right.plot([results["hosts"][name] * (i + 1) / 3600 for i in range(len(smooth))], smooth, color=colour,
-                   linewidth=1.2)
+        left.plot([tokens * (i + 1) / 1e3 for i in range(len(smooth))], smooth, color=COLOURS[name], linewidth=1.2,
+                  label=name)
+        right.plot([results["hosts"][name] * (i + 1) / 3600 for i in range(len(smooth))], smooth,
+                   color=COLOURS[name], linewidth=1.2)
     left.set(xlabel="thousand tokens", ylabel="loss, mean of ten steps")
     right.set(xlabel="hours, links of 10 Mbit/s", xscale="log")
     left.legend(frameon=False)
@@ -134,27 +140,27 @@ def draw(results: dict, picture: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", help="curves, hosts, rates; curves=NAME;NAME for some of them")
+    parser.add_argument("parts", nargs="*", help="curves, sweep, hosts, rates; curves=NAME;NAME for some of them")
     parser.add_argument("--json", type=pathlib.Path, default=ROOT / "runs" / "local_steps.json")
     parser.add_argument("--plot", help="draw what --json holds")
     args = parser.parse_args()
-    results = {"curves": {}, "hosts": {}, "rates": {}}
+    everything = {"curves": CURVES, "sweep": SWEEP, "hosts": HOSTS, "rates": RATES}
+    results = {part: {} for part in everything}
     if args.json.exists():
         results |= json.loads(args.json.read_text())
-    everything = {"curves": CURVES, "hosts": HOSTS, "rates": RATES}
     args.json.parent.mkdir(parents=True, exist_ok=True)
     for part, _, names in (part.partition("=") for part in args.parts):
         names = names.split(";") if names else list(everything[part])
-        if part != "curves":
+        if part in ("hosts", "rates"):
             bed("up")
             bed("rate", "all", "10mbit")
             bed("slow", "all", 50)
         try:
             for name in names:
-                train_curves(results, [name]) if part == "curves" else measure(results, part, name)
+                (train_here if part in ("curves", "sweep") else measure)(results, part, name)
                 args.json.write_text(json.dumps(results))
         finally:
-            if part != "curves":
+            if part in ("hosts", "rates"):
                 bed("down")
     if args.plot:
         tables(results)
