@@ -113,8 +113,8 @@ def main():
     samples = load_text(args, args.model_name, config.vocab_size,
                         args.max_steps_per_epoch and args.max_steps_per_epoch * samples_of_step)
     if args.local_steps and len(samples) < plugin.global_batch_size:
-        raise UserError(f"the data set has {len(samples)} samples, fewer than the {plugin.global_batch_size} of a round "
-                        f"of --local_steps {args.local_steps}: lower it, or add data")
+        raise UserError(f"the data set has {len(samples)} samples, fewer than the {plugin.global_batch_size} of a "
+                        f"round of --local_steps {args.local_steps}: lower it, or add data")
     loader = plugin.prepare_dataloader(samples, shuffle=True, seed=args.seed, collate_fn=next_tokens)
     args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)

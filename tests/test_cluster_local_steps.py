@@ -138,7 +138,7 @@ def test_all_ranks_end_an_epoch_with_the_same_bits(trained, name):
 
 
 def test_an_outer_step_of_one_averages_weights(trained):
-    """With SGD inside, and unlike numbers of micro-batches, it is SGD on the mean over all of them: data parallelism."""
+    """With SGD inside, and unlike numbers of micro-batches, it is SGD on the mean over all: data parallelism."""
     case, ranks = trained[1]["one SGD step"]
     rank = Rank({**case, "sizes": [6]}, 6, 1)
     for _ in range(case["epochs"]):
@@ -200,8 +200,8 @@ def test_an_epoch_shorter_than_a_round(script_run):
     run = fork(9, 1, "--dataset_name", folder / "corpus.txt", "--seq_len", 8, "--device", "cpu", "--local_steps", 200,
                "--log_dir", folder / "short", script=ROOT / "cluster" / "train_distributed.py", check=False)
     assert run.returncode == 2
-    assert re.search(r"error: the data set has \d+ samples, fewer than the 6400 of a round of --local_steps 200: lower it, "
-                     "or add data", run.stderr), run.stderr
+    assert re.search(r"error: the data set has \d+ samples, fewer than the 6400 of a round of --local_steps 200: "
+                     "lower it, or add data", run.stderr), run.stderr
 
 
 @pytest.mark.parametrize("flags, expected", [

@@ -1,6 +1,6 @@
 """What local steps cost and gain: loss against tokens, and against hours over links of 10 Mbit/s.
 
-    python tools/local_steps_curves.py curves sweep hosts rates --json assets/local_steps.json     # hosts, rates: as root
+    python tools/local_steps_curves.py curves sweep hosts rates --json assets/local_steps.json     # hosts, rates: root
     python tools/local_steps_curves.py --plot assets/local_steps.png --json assets/local_steps.json
 
 curves   the tiny Llama on three ranks of this machine, from the same seed: 500 exact steps, and as many tokens with

@@ -11,10 +11,10 @@ is the sum of its n_i updates, so w_i must not grow with n_i again. It goes by t
 every sample counts once.
 
 With --overlap_steps d, ranks go on with the next round while their differences travel. After d of its steps (or d times
-n_i / mean, rounded up) a rank waits for the outer gradient and takes the outer step. What it has learned since the round
-ended is kept: weights = agreed weights + (weights - weights at the round's end). Streaming DiLoCo (Douillard et al.
-2025) overlaps likewise, and takes a mean of the two. The place is fixed, so the network's speed changes no result. The
-last round of an epoch is not overlapped: all ranks end it with the same weights.
+n_i / mean, rounded up) a rank waits for the outer gradient and takes the outer step. What it has learned since the
+round ended is kept: weights = agreed weights + (weights - weights at the round's end). Streaming DiLoCo (Douillard et
+al. 2025) overlaps likewise, and takes a mean of the two. The place is fixed, so the network's speed changes no result.
+The last round of an epoch is not overlapped: all ranks end it with the same weights.
 """
 
 import argparse
