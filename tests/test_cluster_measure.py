@@ -40,7 +40,7 @@ def test_what_measuring_writes(tmp_path):
         "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 10, "num_attention_heads": 4,
         "num_key_value_heads": 4, "vocab_size": 1024, "tie_word_embeddings": False}
     assert data["hosts"] == written["hosts"] == cluster.hosts and len(cluster.hosts) == 2
-    assert data["dtype"] == written["dtype"] == "float32" and written["schedule"] == "1f1b"
+    assert data["dtype"] == written["dtype"] == "float32" and written["schedule"].startswith("1f1b")
     assert "--num_hidden_layers 10 --num_attention_heads 4" in done.stdout
     assert find_plans(cluster, 8, plan.Setting()).best
 
