@@ -112,7 +112,8 @@ def tables(results: dict) -> None:
           "| --- | ---: | ---: | ---: | ---: |")
     for name in results["curves"]:
         loss, seconds = last_loss(results, name), results["hosts"][name.removesuffix(", Nesterov")]
-        print(f"| {name} | {loss:.4f} | {100 * (loss / exact - 1):+.1f} % | {seconds:.3g} | {seconds * STEPS / 60:.1f} |")
+        above = f"{100 * (loss / exact - 1):+.1f} %"
+        print(f"| {name} | {loss:.4f} | {above} | {seconds:.3g} | {seconds * STEPS / 60:.1f} |")
     for name in results["sweep"]:
         loss, exact = last_loss(results, name, "sweep"), last_loss(results, "exact", "sweep")
         print(f"| {name} | {loss:.4f} | {100 * (loss / exact - 1):+.1f} % |")
