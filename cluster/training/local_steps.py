@@ -35,7 +35,7 @@ from training.loop import Step, StepTimes, endless
 from utils import UserError, make_scheduler, number, positive_float, positive_int, zero_or_more
 from wire import WIRE_DTYPES, CompressedAllReduce
 
-OUTER = {"outer_learning_rate": 0.7, "outer_momentum": 0.9, "overlap_steps": 0}  # flags and their defaults
+OUTER = {"outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap_steps": 0}  # flags and their defaults
 below_one = number(float, lambda value: 0 <= value < 1, "from 0 to below 1")
 PATIENCE = datetime.timedelta(days=1)  # a round takes long, and ranks may end it at unlike times
 
@@ -43,8 +43,9 @@ PATIENCE = datetime.timedelta(days=1)  # a round takes long, and ranks may end i
 def add_local_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local_steps", type=positive_int, metavar="H",
                         help="optimizer steps that a rank takes by itself between two exchanges: the mean over ranks")
-    parser.add_argument("--outer_learning_rate", type=positive_float, help="of what ranks agree on (default: 0.7)")
-    parser.add_argument("--outer_momentum", type=below_one, help="Nesterov's (default: 0.9)")
+    parser.add_argument("--outer_learning_rate", type=positive_float, help="of what ranks agree on (default: 1)")
+    parser.add_argument("--outer_momentum", type=below_one,
+                        help="Nesterov's (default: 0, so that weights are averaged; DiLoCo as published: 0.7 and 0.9)")
     parser.add_argument("--overlap_steps", type=zero_or_more,
                         help="go on for so many local steps while the differences travel (default: 0)")
     parser.add_argument("--gradient_wire_dtype", choices=WIRE_DTYPES,
