@@ -274,12 +274,20 @@ def test_a_reader_that_stops_early(tmp_path):
 
 
 @pytest.mark.parametrize("bandwidth, expected", [(1e9, "1f1b"), (2e6, "1f1b-2")])
-def test_more_micro_batches_in_flight_where_links_are_slow(bandwidth, expected, tmp_path):
+def test_more_micro_batches_in_flight_where_links_are_slow(bandwidth, expected):
     """A message takes about as long as a stage computes: 1F1B's stages would wait for it."""
-    data = made_up_cluster(speeds=[1, 1], bandwidth=bandwidth, layers=4, parameters=1e4)
-    cluster = Cluster(data)
+    cluster = Cluster(made_up_cluster(speeds=[1, 1], bandwidth=bandwidth, layers=4, parameters=1e4))
     plans = find_plans_of_any_schedule(cluster, 16, Setting())
     assert plans.setting.schedule == expected
     usual = find_plans(cluster, 16, Setting())
     assert plans.best[0].result.step_seconds <= usual.best[0].result.step_seconds
     assert as_plan(cluster, plans.best[0], plans.setting)["schedule"] == expected
+
+
+def test_memory_bounds_the_micro_batches_in_flight():
+    """The first machine has the memory for the activations of two micro-batches, as in 1F1B, but not of three."""
+    options = {"layers": 4, "parameters": 1e4, "saved_bytes": 1e5, "bandwidth": 2e6, "memory": 1.12e6 / 0.9}
+    cluster = Cluster(made_up_cluster(speeds=[1, 1], **options))
+    with pytest.raises(ValueError, match="not enough memory"):
+        find_plans(cluster, 16, Setting("1f1b-2"))
+    assert find_plans_of_any_schedule(cluster, 16, Setting()).setting.schedule == "1f1b"

@@ -67,10 +67,14 @@ def find_plans_of_any_schedule(cluster: Cluster, global_batch: int, setting: Set
     """find_plans with 1F1B, then with more micro-batches in flight, as long as the step gets shorter by 1 % or more.
 
     While messages travel over slow links, stages have something to do then, if they have the memory for it.
+    Raises UserError as find_plans does for 1F1B.
     """
     best = find_plans(cluster, global_batch, setting._replace(schedule="1f1b"), *rest)
     for schedule in ("1f1b-2", "1f1b-3", "1f1b-4"):
-        plans = find_plans(cluster, global_batch, setting._replace(schedule=schedule), *rest)
+        try:
+            plans = find_plans(cluster, global_batch, setting._replace(schedule=schedule), *rest)
+        except UserError:  # not enough memory
+            break
         if plans.best[0].result.step_seconds > 0.99 * best.best[0].result.step_seconds:
             break
         best = plans
