@@ -113,6 +113,7 @@ class StageCommunication:
     def __init__(self, tensor_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device):
         self.shape, self.dtype, self.device = tensor_shape, dtype, device
         self.wire_device = torch.device("cpu") if dist.get_backend() == "gloo" else device
+        self.receives_ahead = 2 if dist.get_backend() == "gloo" else 1  # over NCCL, 2 would keep sends waiting
         grid = pgm.process_group_manager
         self.source = {"F": grid.pp_prev_rank, "B": grid.pp_next_rank}
         self.destination = {"F": grid.pp_next_rank, "B": grid.pp_prev_rank}
@@ -170,7 +171,7 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
     alive: dict[int, tuple] = {}  # micro-batch -> what its backward needs
     model.peak_live_activations = 0
     for k, action in enumerate(actions):
-        for upcoming in actions[k : k + 2]:
+        for upcoming in actions[k : k + 1 + communication.receives_ahead]:
             communication.post_receive(upcoming)
         i = action.microbatch
         received = communication.receive(action)

@@ -154,6 +154,7 @@ class StageCommunication:
     def __init__(self, tensor_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device):
         self.shape, self.dtype, self.device = tensor_shape, dtype, device
         self.wire_device = torch.device("cpu") if dist.get_backend() == "gloo" else device
+        self.receives_ahead = 2 if dist.get_backend() == "gloo" else 1  # over NCCL, 2 would keep sends waiting
         grid = pgm.process_group_manager
         self.source = {"F": grid.pp_prev_rank, "B": grid.pp_next_rank}
         self.destination = {"F": grid.pp_next_rank, "B": grid.pp_prev_rank}
@@ -212,7 +213,7 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
     model.peak_live_activations = 0
     weight_gradients.postpone(any(action.kind == "W" for action in actions))
     for k, action in enumerate(actions):
-        for upcoming in (action for action in actions[k : k + 2] if action.kind != "W"):
+        for upcoming in (action for action in actions[k : k + 1 + communication.receives_ahead] if action.kind != "W"):
             communication.post_receive(upcoming)
         i = action.microbatch
         model.require_backward_grad_sync = i == num_microbatches - 1
@@ -237,7 +238,7 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
                 alive[i] = postponed
         else:
             with timeline.span("weight gradients", i):
-                weight_gradients.add_weight_gradients(alive.pop(i))
+                weight_gradients.add_weight_gradients(alive.pop(i), model)
     weight_gradients.postpone(False)
     communication.finish()
     model.finish_gradient_sync()

@@ -123,6 +123,7 @@ class StageCommunication:
     def __init__(self, dtype: torch.dtype, device: torch.device, wire_dtype: torch.dtype | None = None):
         self.dtype, self.device, self.wire_dtype = dtype, device, wire_dtype or dtype
         self.wire_device = torch.device("cpu") if dist.get_backend() == "gloo" else device
+        self.receives_ahead = 2 if dist.get_backend() == "gloo" else 1  # over NCCL, 2 would keep sends waiting
         grid = pgm.process_group_manager
         self.source = {"F": grid.pp_prev_rank, "B": grid.pp_next_rank}
         self.destination = {"F": grid.pp_next_rank, "B": grid.pp_prev_rank}
@@ -185,7 +186,7 @@ def run_schedule(schedule, model: nn.Module, data_iter: Iterator[dict], criterio
     model.peak_live_activations = 0
     weight_gradients.postpone(any(action.kind == "W" for action in actions))
     for k, action in enumerate(actions):
-        for upcoming in (action for action in actions[k : k + 2] if action.kind != "W"):
+        for upcoming in (action for action in actions[k : k + 1 + communication.receives_ahead] if action.kind != "W"):
             if upcoming.kind == "F" and upcoming.microbatch not in batches:
                 batches[upcoming.microbatch] = next(data_iter)
             communication.post_receive(upcoming, stage.hidden_shape(**batches[upcoming.microbatch]))
@@ -213,7 +214,7 @@ def run_schedule(schedule, model: nn.Module, data_iter: Iterator[dict], criterio
                 alive[i] = postponed
         else:
             with timeline.span("weight gradients", i):
-                weight_gradients.add_weight_gradients(alive.pop(i))
+                weight_gradients.add_weight_gradients(alive.pop(i), model)
     weight_gradients.postpone(False)
     communication.finish()
     model.finish_gradient_sync()

@@ -52,8 +52,16 @@ def take() -> Postponed | None:
     return taken
 
 
-def add_weight_gradients(entries: Postponed) -> None:
-    """Adds dW to the gradient of each weight, as backward would have done: the weight's hooks run too."""
+@torch.no_grad()
+def add_weight_gradients(entries: Postponed, model: nn.Module) -> None:
+    """Adds dW to the gradient of each weight, and tells the DataParallelBucket `model`, as backward's hook would do."""
     for weight, grad, x in entries:
-        product = grad.flatten(0, -2).t() @ x.flatten(0, -2)  # (out, N) (N, in) -> (out, in)
-        torch.autograd.backward(weight, product.to(weight.dtype))
+        grad, x = grad.flatten(0, -2).t(), x.flatten(0, -2)  # dW = grad @ x: (out, N) (N, in)
+        if weight.grad is None:
+            weight.grad = (grad @ x).to(weight.dtype)
+        elif weight.dtype == x.dtype:
+            weight.grad.addmm_(grad, x)  # product and sum in one pass over the gradient
+        else:
+            weight.grad += grad @ x
+        if weight in model.bucket_of:
+            model.gradient_arrived(weight)

@@ -124,7 +124,7 @@ def test_the_order_is_possible(schedule):
         assert transfer.end <= at[rank, kind, i].start
         order = list(SCHEDULES[schedule](chain.index(rank), 3, 7))
         if (k := order.index((kind, i))) >= 2:  # its receive is posted while the action before waits or computes
-            assert transfer.start >= at[(rank, *order[k - 2])].end
+            assert transfer.start >= at[(rank, *order[k - 3])].end
     for rank in range(4):
         spans = sorted(span[3:] for span in result.spans if span.rank == rank)
         assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:]))

@@ -1,15 +1,16 @@
 """The benchmark's contestants do the same work: our steps' command lines, and each peer beside one process of ours."""
 
 import functools
-import pathlib
-import subprocess
+import types
 
 import pytest
 
 import benchmark
 from benchmark import RUNS
-from launch import ROOT, STEPS
+from launch import STEPS
 from make_tiny_llama import make
+
+ONE_ROUND = types.SimpleNamespace(rounds=1, old=None)
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.step], ids=lambda run: run.name)
@@ -18,25 +19,25 @@ def test_ours_do_not_clip_since_the_peers_do_not(run, tmp_path, monkeypatch):
     old = tmp_path / "old" / STEPS[str(run.step)].name
     old.mkdir(parents=True)
     (old / "train.py").write_text("parser.add_argument('--seq_len')")
-    commands = []
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command) or pytest.skip.Exception)
-    for checkout in (None, tmp_path / "old"):
-        with pytest.raises(AttributeError):  # what it would have returned
-            benchmark.execute(run, str(tmp_path), "tokens", checkout)
-    now, then = commands
-    assert now[now.index("--max_grad_norm") + 1] == "0" and "--max_grad_norm" not in then
-    assert pathlib.Path(then[then.index("--nproc_per_node") + 2]) == old / "train.py"
+    monkeypatch.setattr(benchmark, "Program", lambda name, num_ranks, script, *arguments, threads: (script, arguments))
+    script, now = benchmark.start(run, str(tmp_path), "tokens", ONE_ROUND)
+    assert script == STEPS[str(run.step)] / "train.py" and now[now.index("--max_grad_norm") + 1] == "0"
+    script, then = benchmark.start(run, str(tmp_path), "tokens", types.SimpleNamespace(rounds=1, old=tmp_path / "old"))
+    assert script == old / "train.py" and "--max_grad_norm" not in then
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     """work(run): the result of two steps on a small model, where the baseline has run before."""
     folder = str(tmp_path_factory.mktemp("benchmark"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benchmark, "STEPS_A_RUN", 2)
-        make(f"{folder}/model", vocab_size=512, hidden_size=32, intermediate_size=64)
-        tokens = benchmark.make_tokens(folder)
-        yield functools.cache(lambda run: benchmark.execute(run, folder, tokens, None))
+    make(f"{folder}/model", vocab_size=512, hidden_size=32, intermediate_size=64)
+    tokens = benchmark.make_tokens(folder, rounds=1)
+
+    def work(run):
+        benchmark.take_turns([run], folder, tokens, ONE_ROUND)
+        return benchmark.read_results(run, folder)
+
+    return functools.cache(work)
 
 
 QUICK = ("Hugging Face", "torch zero bubble V")  # the latter's last stage is on rank 0
@@ -48,8 +49,9 @@ QUICK = ("Hugging Face", "torch zero bubble V")  # the latter's last stage is on
 def test_a_peer_does_our_work(peer, work):
     """Its losses and its gradient norm."""
     results = {benchmark.BASELINE: work(RUNS[0]), peer.name: work(peer)}
+    assert [len(result["losses"]) for result in results.values()] == [2, 2]
     assert None not in [result["grad_norm"] for result in results.values()]
-    benchmark.check_losses([results])
+    benchmark.check_losses(results)
 
 
 @pytest.mark.parametrize("losses, norm, message", [
@@ -60,9 +62,9 @@ def test_a_peer_does_our_work(peer, work):
 def test_other_work_is_an_error(losses, norm, message):
     ours, peer = {"losses": [6.0, 5.0], "grad_norm": 0.7}, {"losses": losses, "grad_norm": norm}
     with pytest.raises(SystemExit, match=message):
-        benchmark.check_losses([{"a": ours, "b": peer}])
+        benchmark.check_losses({"a": ours, "b": peer})
     if norm == 0.7002:
-        benchmark.check_losses([{"a": ours, "b, --compile": peer}, {"an older checkout": {**ours, "grad_norm": None}}])
+        benchmark.check_losses({"a": ours, "b, --compile": peer, "an older checkout": {**ours, "grad_norm": None}})
 
 
 def test_runs_are_compared_with_runs_of_the_table():
@@ -72,12 +74,16 @@ def test_runs_are_compared_with_runs_of_the_table():
 
 
 def test_the_table_has_a_heading_a_group(capsys):
-    runs = [run for run in RUNS if run.name in (benchmark.BASELINE, "Hugging Face", "torch DDP")]
-    rounds = [{run.name: {"seconds": seconds} for run, seconds in zip(runs, (2.0, 4.0, 1.0))}]
-    benchmark.print_table(benchmark.summarise(runs, rounds))
+    """A ratio is the median of the rounds' ratios: here 2, 1 and 4, whose quartiles are 1.5 and 3."""
+    baseline, peer, ddp = (next(run for run in RUNS if run.name == name)
+                           for name in (benchmark.BASELINE, "Hugging Face", "torch DDP"))
+    seconds = {baseline.name: [2.0, 4.0, 1.0], peer.name: [4.0, 4.0, 4.0], ddp.name: [1.0, 2.0, 0.5]}
+    rows = benchmark.summarise("One process", [baseline, peer], seconds)
+    benchmark.print_table(rows + benchmark.summarise("Data parallel", [ddp], seconds))
+    assert [row["speed_up"] for row in rows] == [1.0, 0.5]
     assert capsys.readouterr().out.splitlines()[3:] == [
         "| **One process** | | | | | |",
-        "| step 3, one process | 2048 | Hugging Face | 2.00 | 2.00 to 2.00 | 1.00 |",
+        "| step 3, one process | 2048 | Hugging Face | 2.00 | 1.50 to 3.00 | 1.00 |",
         "| Hugging Face | 1024 | | | | |",
         "| **Data parallel** | | | | | |",
         "| torch DDP | 4096 | step 3, one process | 2.00 | 2.00 to 2.00 |  |"]

@@ -1,15 +1,16 @@
 """How fast are the steps beside what a user would pick instead? All runs interleaved, on the CPU, one table.
 
     python tools/benchmark.py                      about three quarters of an hour on two cores
-    python tools/benchmark.py --only '1f1b|one process' --rounds 1
+    python tools/benchmark.py --only '1f1b|one process' --rounds 3
     python tools/benchmark.py --startup            where the time to the first step goes
     python tools/benchmark.py --gpu                a machine with one or more GPUs
 
 Everyone does the same work: Llama of hidden 256, intermediate 688, 8 layers, 8 heads, 4 key/value heads, vocabulary
 512; 32 samples of 128 tokens a step; float32; no clipping, though ours computes the gradient norm; one thread a rank
-where not said otherwise. Each round runs everyone once, for 7 steps, the first of which is dropped. A run's figure is
-the median of its steps; a ratio is the median of the rounds' ratios, given with its smallest and largest. Runs whose
-losses differ by more than 1e-5, or whose last step's gradient norm by more than one part in 10,000, are no peers.
+where not said otherwise. The runs of a group, and those that they are compared with, are started together and take
+turns: in a round each does one step while the others are stopped. The first step is dropped. A run's figure is the
+median of its steps; a ratio is the median of the rounds' ratios, given with its quartiles. Runs whose losses differ by
+more than 1e-5, or whose last step's gradient norm by more than one part in 10,000, are no peers.
 
 torch's schedules: "zero bubble" is ScheduleInterleavedZeroBubble with one stage a rank, "interleaved" ones have two
 stages a rank, and so has "zero bubble V", which is ScheduleZBVZeroBubble.
@@ -25,13 +26,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from typing import NamedTuple
 
-from launch import ROOT, STEPS, environment, metrics, torchrun
+from launch import ROOT, STEPS, metrics
+from turns import Program
 
 OTHERS = {"--startup": "startup", "--gpu": "benchmark_gpu"}
-STEPS_A_RUN, TOKENS_A_STEP = 7, 32 * 128
+TOKENS_A_STEP = 32 * 128
 BASELINE = "step 3, one process"
 
 
@@ -126,22 +127,24 @@ def main():
         importlib.import_module(other).main([flag for flag in sys.argv[1:] if flag not in OTHERS])
         return
     args = parse_args()
-    chosen = [run for run in RUNS if re.search(args.only, run.name)]
-    if not chosen:
+    if not (chosen := [run for run in RUNS if re.search(args.only, run.name)]):
         sys.exit(f"error: --only {args.only!r} fits none of: {'; '.join(run.name for run in RUNS)}")
+    from make_tiny_llama import make  # imports transformers: seconds, too many for --help
+
+    rows, seconds = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        make_model(os.path.join(folder, "model"))
-        tokens = make_tokens(folder)
-        rounds = []
-        for number in range(1, args.rounds + 1):
-            rounds.append({run.name: execute(run, folder, tokens, args.old) for run in chosen})
-            speeds = (f"{name} {TOKENS_A_STEP / result['seconds']:.0f}" for name, result in rounds[-1].items())
-            print(f"round {number}/{args.rounds}, tokens/s: {', '.join(speeds)}", flush=True)
-    check_losses(rounds)
-    rows = summarise(chosen, rounds)
+        make(f"{folder}/model", vocab_size=512, hidden_size=256, intermediate_size=688)
+        tokens = make_tokens(folder, args.rounds)
+        for group, members in GROUPS.items():
+            if mine := [run for run in members if run in chosen]:
+                others = {BASELINE} | {name for run in mine for name, _ in run.against}
+                runs = mine + [run for run in chosen if run.name in others and run not in mine]
+                seconds[group] = take_turns(runs, folder, tokens, args)
+                rows += summarise(group, mine, seconds[group])
+                print_table(rows[-len(mine):])
     print_table(rows)
     if args.json:
-        record = {"torch": __import__("torch").__version__, "cores": os.cpu_count(), "rows": rows, "rounds": rounds}
+        record = {"torch": __import__("torch").__version__, "cores": os.cpu_count(), "rows": rows, "seconds": seconds}
         pathlib.Path(args.json).write_text(json.dumps(record, indent=1))
     if args.plot:
         plot(rows, args.plot)
@@ -149,7 +152,7 @@ def main():
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", default="", metavar="REGEX", help="run those whose name fits")
     parser.add_argument("--json", metavar="PATH", help="write every figure")
     parser.add_argument("--plot", metavar="PNG", help="draw the speed-ups")
@@ -162,62 +165,72 @@ def parse_args():
     return args
 
 
-def make_model(folder: str) -> None:
-    """A directory in the Hub's format: the benchmark's Llama and a tokenizer of 512 tokens."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    from make_tiny_llama import make
-
-    make(folder, vocab_size=512, hidden_size=256, intermediate_size=688)
-
-
-def make_tokens(folder: str) -> str:
+def make_tokens(folder: str, rounds: int) -> str:
     """The file of token ids that the loader of step 3 caches: ours find it there, the peers read it."""
     program = ("import sys; sys.path.insert(0, sys.argv[1]); from dataloader import encode_to_file; "
                "print(encode_to_file('sotu', sys.argv[2], int(sys.argv[3]), sys.argv[4]))")
-    num_tokens = STEPS_A_RUN * TOKENS_A_STEP + 1
+    num_tokens = (rounds + 1) * TOKENS_A_STEP + 1
     arguments = [STEPS["3"], f"{folder}/model", num_tokens, f"{folder}/token_cache"]
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.splitlines()[-1]
 
 
-def execute(run: Run, folder: str, tokens: str, checkout: str | None) -> dict:
-    """Runs one contestant: {"seconds": median of a step, "steps": [...], "losses": [...], "memory_gb": ...}."""
-    common = ["--model_name", f"{folder}/model"]
-    if run.step is None:
-        out = f"{folder}/peer.json"
-        command = torchrun(run.ranks, ROOT / "tools" / "peers.py", *run.flags.split(), *common, "--tokens", tokens,
-                           "--out", out, "--steps", STEPS_A_RUN, "--threads", run.threads)
-    else:
-        script = pathlib.Path(checkout or ROOT, STEPS[str(run.step)].name, "train.py")
-        command = torchrun(run.ranks, script, *run.flags.split(), *common, "--log_dir", folder, "--seq_len", 128,
-                           "--learning_rate", 3e-4, "--max_tokens", STEPS_A_RUN * TOKENS_A_STEP,
-                           "--omp_num_threads", run.threads)
-        if "--max_grad_norm" in script.read_text():  # an --old checkout may be from before it
-            command += ["--max_grad_norm", "0"]
-    start = time.perf_counter()
-    done = subprocess.run(command, env=environment(OMP_NUM_THREADS=str(run.threads)), text=True, timeout=600,
-                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if done.returncode:
-        sys.exit(f"error: {run.name} ended with exit code {done.returncode}: {done.stdout[-3000:]}")
-    if run.step is None:
-        with open(out) as file:
-            result = json.load(file)
-        losses, seconds, memory, norm = result["losses"], result["step_seconds"], None, result["grad_norm"]
-    else:
-        rows = metrics(folder)
-        losses, seconds = [row["loss"] for row in rows], [row["step_seconds"] for row in rows]
-        memory, norm = rows[-1]["memory_gb"], rows[-1].get("grad_norm")  # an --old checkout may be from before it
-    return {"seconds": statistics.median(seconds[1:]), "steps": seconds, "losses": losses, "grad_norm": norm,
-            "memory_gb": memory, "wall_seconds": time.perf_counter() - start}
+def take_turns(runs: list[Run], folder: str, tokens: str, args) -> dict[str, list[float]]:
+    """The seconds of each run's steps, one a round: {name: [...]}. Exits where two runs did not do the same work."""
+    programs = []
+    try:
+        for run in runs:
+            programs.append(start(run, folder, tokens, args))
+            programs[-1].turn()
+        seconds = {run.name: [] for run in runs}
+        for number in range(1, args.rounds + 1):
+            for program in programs:
+                seconds[program.name].append(program.turn())
+            speeds = (f"{name} {TOKENS_A_STEP / times[-1]:.0f}" for name, times in seconds.items())
+            print(f"round {number}/{args.rounds}, tokens/s: {', '.join(speeds)}", flush=True)
+        for program in programs:
+            program.end()
+    finally:
+        for program in programs:
+            program.kill()
+    check_losses({run.name: read_results(run, folder) for run in runs})
+    return seconds
 
 
-def check_losses(rounds: list[dict]) -> None:
+def start(run: Run, folder: str, tokens: str, args) -> Program:
+    common = [*run.flags.split(), "--model_name", f"{folder}/model"]
+    if run.step is None:
+        return Program(run.name, run.ranks, ROOT / "tools" / "peers.py", *common, "--tokens", tokens, "--out",
+                       results_path(run, folder), "--steps", args.rounds + 1, "--threads", run.threads,
+                       threads=run.threads)
+    script = pathlib.Path(args.old or ROOT, STEPS[str(run.step)].name, "train.py")
+    if "--max_grad_norm" in script.read_text():  # an --old checkout may be from before it
+        common += ["--max_grad_norm", "0"]
+    return Program(run.name, run.ranks, script, *common, "--log_dir", folder, "--run_name", run.name, "--seq_len", 128,
+                   "--learning_rate", 3e-4, "--max_tokens", (args.rounds + 1) * TOKENS_A_STEP,
+                   "--omp_num_threads", run.threads, threads=run.threads)
+
+
+def results_path(peer: Run, folder: str) -> str:
+    return os.path.join(folder, f"{peer.name}.json")
+
+
+def read_results(run: Run, folder: str) -> dict:
+    """{"losses": [one a step], "grad_norm": the last step's, or None}"""
+    if run.step is None:
+        with open(results_path(run, folder)) as file:
+            return json.load(file)
+    rows = metrics(folder, run.name)
+    return {"losses": [row["loss"] for row in rows], "grad_norm": rows[-1].get("grad_norm")}  # --old may have none
+
+
+def check_losses(results: dict[str, dict]) -> None:
     """Exits where two runs did not do the same work; compiled runs are allowed ten times as much, of reordered sums.
 
     AdamW hardly sees the scale of gradients, and so the losses don't: their norm must agree too.
     """
-    reference = next(iter(rounds[0].values()))
-    for name, result in ((name, result) for results in rounds for name, result in results.items()):
+    reference = next(iter(results.values()))
+    for name, result in results.items():
         reordered = 10 if "compile" in name else 1
         worst = max(abs(a - b) for a, b in zip(reference["losses"], result["losses"], strict=True))
         if worst > 1e-5 * reordered:
@@ -228,24 +241,26 @@ def check_losses(rounds: list[dict]) -> None:
                      "not the same work, nothing to compare")
 
 
-def summarise(runs: list[Run], rounds: list[dict]) -> list[dict]:
-    """One row a run: tokens/s, and against each other run the rounds' ratios as (median, smallest, largest)."""
+def summarise(group: str, runs: list[Run], seconds: dict[str, list[float]]) -> list[dict]:
+    """One row a run: tokens/s, the speed-up over one process, and its speed against other runs."""
     rows = []
     for run in runs:
-        group = next(name for name, members in GROUPS.items() if run in members)
-        row = {"group": group, "name": run.name, "ours": run.step is not None, "against": [],
-               "tokens_per_second": statistics.median(TOKENS_A_STEP / r[run.name]["seconds"] for r in rounds)}
-        for other, bar in run.against:
-            if other in rounds[0]:
-                ratios = [r[other]["seconds"] / r[run.name]["seconds"] for r in rounds]
-                row["against"].append({"name": other, "bar": bar, "ratio": statistics.median(ratios),
-                                       "smallest": min(ratios), "largest": max(ratios)})
-        rows.append(row)
+        def against(other: str) -> list[float]:
+            """The rounds' ratios: lower quartile, median, upper quartile."""
+            ratios = [theirs / ours for theirs, ours in zip(seconds[other], seconds[run.name])]
+            return statistics.quantiles(ratios, n=4, method="inclusive")
+
+        rows.append({
+            "group": group, "name": run.name, "ours": run.step is not None,
+            "tokens_per_second": TOKENS_A_STEP / statistics.median(seconds[run.name]),
+            "speed_up": against(BASELINE)[1] if BASELINE in seconds else None,
+            "against": [{"name": other, "bar": bar, "quartiles": against(other)}
+                        for other, bar in run.against if other in seconds]})
     return rows
 
 
 def print_table(rows: list[dict]) -> None:
-    print("\n| run | tokens/s | against | ratio | smallest to largest | at least |")
+    print("\n| run | tokens/s | against | ratio | quartiles | at least |")
     print("| --- | ---: | --- | ---: | --- | ---: |")
     group = None
     for row in rows:
@@ -258,27 +273,23 @@ def print_table(rows: list[dict]) -> None:
                 print(f"| {name} | {speed} | | | | |")
                 continue
             bar = "" if other["bar"] is None else f"{other['bar']:.2f}"
-            print(f"| {name} | {speed} | {other['name']} | {other['ratio']:.2f} | "
-                  f"{other['smallest']:.2f} to {other['largest']:.2f} | {bar} |")
+            lower, median, upper = other["quartiles"]
+            print(f"| {name} | {speed} | {other['name']} | {median:.2f} | {lower:.2f} to {upper:.2f} | {bar} |")
 
 
 def plot(rows: list[dict], path: str) -> None:
-    """Speed-up over one process with one thread: a bar a run, ours and others' in two colours, with the range."""
-    import matplotlib
+    """Speed-up over one process with one thread: a bar a run, ours and others' in two colours."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    base = next(row["tokens_per_second"] for row in rows if row["name"] == BASELINE)
-    figure, axes = plt.subplots(figsize=(8, 0.33 * len(rows) + 1.2), layout="constrained")
+    figure = Figure(figsize=(8, 0.24 * len(rows) + 1.2), layout="constrained")
+    axes = figure.subplots()
     for y, row in enumerate(reversed(rows)):
-        speed_up = row["tokens_per_second"] / base
-        axes.barh(y, speed_up, color="#2a6fb0" if row["ours"] else "#b8bcc2")
-        axes.text(speed_up + 0.02, y, f"{speed_up:.2f}", va="center", fontsize=8)
+        axes.barh(y, row["speed_up"], color="#2a6fb0" if row["ours"] else "#b8bcc2")
+        axes.text(row["speed_up"] + 0.02, y, f"{row['speed_up']:.2f}", va="center", fontsize=8)
     axes.axvline(2, color="black", linewidth=0.8, linestyle=":")
     axes.text(1.985, len(rows) - 0.4, "both cores, fully used", ha="right", fontsize=8)
     axes.set_yticks(range(len(rows)), [row["name"] for row in reversed(rows)], fontsize=8)
-    axes.set_xlabel(f"speed-up over one process with one thread ({base:.0f} tokens/s); ours blue, others' grey")
+    axes.set_xlabel(f"speed-up over one process with one thread; ours blue, others' grey")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(0, 2.25)
     axes.set_ylim(-0.6, len(rows) + 0.2)

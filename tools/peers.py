@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 4 tools/peers.py ddp --model_name DIR --tokens FILE --out JSON
 
 Minimal scripts for tools/benchmark.py to run beside ours: same weights, same samples in the same optimizer step, same
-fused AdamW, no clipping. Rank 0, or in a pipeline the rank of the last stage, writes {"losses": [...],
-"step_seconds": [...], "grad_norm": of the last step}, one loss and one time a step.
+fused AdamW, no clipping. Rank 0, or in a pipeline the rank that computes the loss, prints a line a step and writes
+{"losses": [one a step], "grad_norm": of the last step}.
 
 Hugging Face's tensor parallelism trains on gloo, but its from_pretrained asks for accelerate, so that its plan is
 applied here by the functions which from_pretrained calls. Its pipeline parallelism (transformers 5.23) is no peer: it
@@ -14,7 +14,7 @@ not have a grad_fn" on every stage but the last, and no gradient would travel ba
 
 import argparse
 import json
-import time
+import os
 
 import numpy as np
 import torch
@@ -47,17 +47,19 @@ def main():
         model = Llama(config)
     init_weights(model, SEED, torch.device("cpu"))
     step, optimizer = PEERS[args.kind](model, args)
-    tokens, losses, seconds = np.memmap(args.tokens, dtype=np.int32, mode="r"), [], []
+    tokens, losses = np.memmap(args.tokens, dtype=np.int32, mode="r"), []
     for k in range(args.steps):
-        start = time.perf_counter()
         loss = step(global_batch(tokens, k))
         losses.append(None if loss is None else loss.item())
-        seconds.append(time.perf_counter() - start)
+        reports = loss is not None and (dist.get_rank() == 0 or args.kind in SCHEDULES)
+        if reports:
+            print(f"step {k + 1}/{args.steps} | loss {loss:.4f}", flush=True)
     norm = gradient_norm(optimizer, args.kind in SCHEDULES)  # after the loop: a collective would change the times
-    if loss is not None and (dist.get_rank() == 0 or args.kind in SCHEDULES):
+    if reports:
         with open(args.out, "w") as file:
-            json.dump({"losses": losses, "step_seconds": seconds, "grad_norm": norm}, file)
+            json.dump({"losses": losses, "grad_norm": norm}, file)
     dist.destroy_process_group()
+    os._exit(0)  # torch's stages keep gloo's threads, which may abort the process while Python ends
 
 
 def gradient_norm(optimizer: torch.optim.Optimizer, is_pipeline: bool) -> float:

@@ -3,8 +3,8 @@
 Each stage goes through the actions of the schedule function as run_schedule does:
 
     compute     an action starts when the one before has ended and its input has arrived
-    transfers   go on in the background: a message leaves once it is sent, its receive is posted (one action ahead), and
-                its sender's uplink and its receiver's downlink are free; it takes bytes / bandwidth, and arrives a
+    transfers   go on in the background: a message leaves once it is sent, its receive is posted (two actions ahead),
+                and its sender's uplink and its receiver's downlink are free; it takes bytes / bandwidth, and arrives a
                 latency later. Forward and backward messages share the two; a machine can send and receive at once
 
 Not modelled: a host that computes slower while it sends, except as far as the measured bandwidth includes it.
@@ -124,7 +124,7 @@ class PipelineSimulation:
     def run_stage(self, s: int) -> Iterator[float | None]:
         """What run_schedule does on a stage. Yields the seconds of an action, or None to wait for the network."""
         for k, action in enumerate(self.actions[s]):
-            for upcoming in self.actions[s][k : k + 2]:
+            for upcoming in self.actions[s][k : k + 3]:
                 self.post_receive(s, upcoming)
             source = self.neighbour(s, action.kind, -1)
             while source is not None and Message(source, s, action) not in self.arrived:

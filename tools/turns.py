@@ -1,0 +1,97 @@
+"""Programs that take turns, step by step, so that whatever else the machine does disturbs all of them alike.
+
+The speed of a machine with other users changes from minute to minute. Programs that run one after the other meet
+different speeds. Here all of them are started, and then each continues for one step and is stopped again (SIGCONT,
+SIGSTOP) while the others have their turns. A ratio of two programs then compares steps that are seconds apart.
+"""
+
+import collections
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+from launch import environment
+
+
+class Program:
+    """`script arguments` on several ranks of this machine, which prints a line "step ..." at the end of each step.
+
+    The ranks find each other as under torchrun, by environment variables. The first turn() is the start and the first
+    step. After the last one, end() lets the ranks end by themselves, and kill() does not.
+    """
+
+    def __init__(self, name: str, num_ranks: int, script, *arguments, threads: int = 1):
+        self.name = name
+        self.last_lines, self.lines = collections.deque(maxlen=40), queue.SimpleQueue()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = environment(OMP_NUM_THREADS=str(threads), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                             WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks), PYTHONUNBUFFERED="1")
+        read_end, write_end = os.pipe()
+        self.ranks = [subprocess.Popen([sys.executable, str(script), *map(str, arguments)], stdin=subprocess.DEVNULL,
+                                       stdout=write_end, stderr=write_end,
+                                       env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+                      for rank in range(num_ranks)]
+        os.close(write_end)
+        threading.Thread(target=self.read, args=(os.fdopen(read_end),), daemon=True).start()
+
+    def read(self, pipe) -> None:
+        for line in pipe:
+            self.lines.put((time.perf_counter(), line))
+        self.lines.put((time.perf_counter(), None))  # all ranks have ended
+
+    def turn(self) -> float:
+        """One step. Returns its seconds."""
+        start = time.perf_counter()
+        self.signal(signal.SIGCONT)
+        end = self.next_step()
+        self.signal(signal.SIGSTOP)
+        return end - start
+
+    def next_step(self) -> float:
+        """Waits for the line of a step, and returns when it came."""
+        while True:
+            moment, line = self.wait_for_line()
+            if line is None:
+                sys.exit(f"error: {self.name} ended in the middle: {''.join(self.last_lines)}")
+            if line.startswith("step "):
+                return moment
+
+    def wait_for_line(self, timeout: float = 600) -> tuple[float, str | None]:
+        """Raises SystemExit where a rank fails, since the others might wait for it for ever."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                moment, line = self.lines.get(timeout=1)
+            except queue.Empty:
+                codes = [rank.poll() for rank in self.ranks]
+                if any(codes) or time.monotonic() > deadline:
+                    sys.exit(f"error: {self.name} hangs or failed, exit codes {codes}: {''.join(self.last_lines)}")
+                continue
+            if line is not None:
+                self.last_lines.append(line)
+            return moment, line
+
+    def end(self) -> None:
+        """Lets it run to its end. Raises SystemExit where a rank fails."""
+        self.signal(signal.SIGCONT)
+        while self.wait_for_line()[1] is not None:
+            pass
+        if any(codes := [rank.wait() for rank in self.ranks]):
+            sys.exit(f"error: {self.name} ended with exit codes {codes}: {''.join(self.last_lines)}")
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        for rank in self.ranks:
+            rank.wait()
+
+    def signal(self, number: int) -> None:
+        for rank in self.ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
