@@ -242,6 +242,10 @@ def draw(results: dict, picture: str) -> None:
     axes[2].plot(*zip(*everything), "D", color="#d55e00", markersize=5)
     axes[2].set(xscale="log", yscale="log", xlim=(lowest, highest), ylim=(lowest, highest), aspect="equal",
                 xlabel="predicted seconds a step", ylabel="measured (median)")
+    ticks = [tick for tick in (1, 2, 5, 10, 20, 50) if lowest < tick < highest]
+    axes[2].set_xticks(ticks, ticks)
+    axes[2].set_yticks(ticks, ticks)
+    axes[2].minorticks_off()
     axes[2].legend(frameon=False, loc="upper left")
     axes[2].set_title("Prediction", loc="left", fontsize=11.5, weight="bold")
     for ax in axes:
