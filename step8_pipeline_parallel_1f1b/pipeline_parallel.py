@@ -80,10 +80,10 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Iterator[
 
 
 def zero_bubble(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]:
-    """ZB-H1 (Qi et al. 2023): 1F1B, and each W comes `stage` micro-batches after its B. At most p are alive."""
+    """ZB-H1 (Qi et al. 2023): 1F1B, each W `stage` micro-batches after its B (stage 0: in B). At most p are alive."""
     for action in one_f_one_b(stage, num_stages, num_microbatches):
         yield action
-        if action.kind == "B" and action.microbatch >= stage and num_stages > 1:  # one stage has no bubble
+        if action.kind == "B" and action.microbatch >= stage > 0:
             yield Action("W", action.microbatch - stage)
     for i in range(max(num_microbatches - stage, 0), num_microbatches):
         yield Action("W", i)

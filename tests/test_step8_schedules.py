@@ -17,9 +17,10 @@ def simulate(actions: list[list[Action]], seconds: dict[str, float] = SECONDS) -
     """Seconds at which each stage ends, transfers free. AssertionError where no stage can go on, with what each awaits.
 
     A forward needs the previous stage's, a backward the next stage's (on the last stage: its own forward), and the
-    gradients of weights need the stage's own backward.
+    gradients of weights need the stage's own backward. Where a stage has no W, its B takes W's seconds, too.
     """
     num_stages, todo = len(actions), [list(stage) for stage in actions]
+    split = [any(action.kind == "W" for action in stage) for stage in actions]
     done, clock = {}, [0.0] * num_stages
     while any(todo):
         moved = False
@@ -34,7 +35,8 @@ def simulate(actions: list[list[Action]], seconds: dict[str, float] = SECONDS) -
                 if any(need not in done for need in needs):
                     break
                 start = max([clock[s], *(done[need] for need in needs)])
-                clock[s] = done[s, kind, i] = start + seconds[kind]
+                whole = kind == "B" and not split[s]
+                clock[s] = done[s, kind, i] = start + seconds[kind] + (seconds["W"] if whole else 0.0)
                 stage.pop(0)
                 moved = True
         assert moved, f"deadlock, the stages wait for {[stage[:1] for stage in todo]}"
@@ -53,7 +55,7 @@ def test_legal_and_bubble(schedule, p):
         for stage in actions:
             assert sorted(stage) == sorted(Action(kind, i) for kind in "FB" for i in range(m)), (p, m, stage)
         for backward in (1.0, 2.0):
-            makespan = max(simulate(actions, {"F": 1.0, "B": backward}))
+            makespan = max(simulate(actions, {"F": 1.0, "B": backward, "W": 0.0}))
             bubble = 1 - m * (1 + backward) / makespan
             assert bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12), (p, m)
 
@@ -65,8 +67,9 @@ def test_zero_bubble_is_legal_and_its_bubble_is_the_least(p):
     """
     for m in range(1, 17):
         actions = actions_of(zero_bubble, p, m)
-        for stage in actions:
-            assert sorted(stage) == sorted(Action(kind, i) for kind in "FBW" for i in range(m)), (p, m, stage)
+        for s, stage in enumerate(actions):
+            kinds = "FBW" if s > 0 else "FB"
+            assert sorted(stage) == sorted(Action(kind, i) for kind in kinds for i in range(m)), (p, m, stage)
         makespan = max(simulate(actions, {"F": 1.0, "B": 1.0, "W": 1.0}))
         assert makespan == (3 * m + p - 1 if m >= p else 2 * p + 2 * m - 1), (p, m)
 
@@ -75,7 +78,7 @@ def test_zero_bubble_keeps_no_more_than_p_micro_batches_alive():
     """Until their W, where 1F1B keeps p - s until their B."""
     for p, m in SIZES:
         for s, stage in enumerate(actions_of(zero_bubble, p, m)):
-            last = "B" if p == 1 else "W"  # one stage has no bubble, so its backward need not be in two parts
+            last = "B" if s == 0 else "W"
             alive = [sum((a.kind == "F") - (a.kind == last) for a in stage[: k + 1]) for k in range(len(stage))]
             assert alive[-1] == 0 and max(alive) == min(p, m), (p, m, s)
 
