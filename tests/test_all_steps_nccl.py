@@ -213,3 +213,16 @@ def test_model_of_all_reduces(sizes_of_rank_1, meet):
             total.sum().item()
     with contextlib.nullcontext() if meet else pytest.raises(Deadlock, match="host at item"):
         replay([recorder.operations for recorder in ranks])
+
+
+@every_run
+@pytest.mark.parametrize("backend, early", [("nccl", 1), ("gloo", 2)])
+def test_how_early_receives_are_posted(step, engine, backend, early, monkeypatch):
+    """Before the last stage's first forward: the receive that this one needs, and those of the actions after it."""
+    monkeypatch.setattr(Recorder, "get_backend", lambda self: backend, raising=True)
+    _, last_stage = record(step, engine, 2, 8)
+    labels = [operation.label for operation in last_stage]
+    received = sum(label.startswith("receive from 0") for label in labels[: labels.index("forward")])
+    schedule = getattr(EXECUTORS[step]["pipeline_parallel"], engine)
+    awaited = [action for action in list(schedule(1, 2, 8))[: 1 + early] if action.kind == "F"]
+    assert received == 1 + len(awaited)  # and the one of connect_neighbours

@@ -4,7 +4,7 @@
     python tools/local_steps_curves.py --plot assets/local_steps.png --json assets/local_steps.json
 
 curves   the tiny Llama on three ranks of this machine, from the same seed: 500 exact steps, and as many tokens with
-         local steps; `curves=NAME,NAME` trains only some of them
+         local steps; `'curves=NAME;NAME'` trains only some of them
 sweep    the same with steps of a quarter of the tokens: learning rates and momenta of the outer optimizer
 hosts    seconds a step of the same trainings on three hosts of the test bed (50 % of a core, 10 Mbit/s). Hours of a
          curve are its steps times these seconds
