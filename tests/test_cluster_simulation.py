@@ -107,6 +107,13 @@ def test_latency():
     assert result.step_seconds == pytest.approx(0.1 + 6 * 0.1 + 2 * 3 * 0.1, rel=1e-3)
 
 
+def test_receives_are_posted_two_actions_early():
+    """So the messages of three micro-batches travel at the same time. The fourth leaves when the first has arrived, there and back."""
+    options = {"speeds": [1e9] * 2, "latency": 0.1, "parameters": 0}
+    seconds = [simulated(options, ((0, 1), (4, 4), m), schedule="afab").step_seconds for m in (3, 4)]
+    assert seconds == pytest.approx([0.1 + 2 * 0.1 + 2 * 0.1, 0.1 + 6 * 0.1 + 2 * 0.1], rel=1e-3)
+
+
 @both
 def test_the_order_is_possible(schedule):
     """Every action once; none before its input has arrived, no machine at two things, no message before it is made."""
