@@ -5,9 +5,13 @@
 
 A template is plain data and names no rank, so two pipelines may share one, and it can be the key of a dictionary. A
 model is cut between its decoder layers: what comes before them belongs to the first stage, what comes after to the
-last. The table FAMILIES lists them for each class of model that can be cut, in the order in which forward calls them. A
-new family is a new line. Modules without parameters that every layer uses (Hugging Face's `rotary_emb`) are not
-listed: each stage keeps them.
+last. Most of Hugging Face's models say themselves what these modules are, in the order in which forward calls them:
+
+    base_model_pp_plan of the configuration, inside of model.model     embed_tokens, layers, norm
+    _pp_plan of the class                                              lm_head
+
+The table FAMILIES lists them for models without a plan. Modules without parameters that every layer uses (Hugging
+Face's `rotary_emb`) are not listed: each stage keeps them.
 """
 
 from collections import Counter
@@ -33,20 +37,16 @@ def hugging_face(folder: str, name: str) -> str:
 
 
 GPT2 = ("transformer.wte", "transformer.wpe", "transformer.drop"), "transformer.h"
-LLAMA = ("model.embed_tokens",), "model.layers"
 OPT = ("model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.project_in")
 BERT = ("bert.embeddings",), "bert.encoder.layer"
 FAMILIES: dict[str, Family] = {  # the class by its path, so that nothing has to be imported -> where to cut
     "model.Llama": Family(("embedding",), "decoder_layers", ("final_norm", "final_proj")),
     hugging_face("gpt2", "GPT2LMHeadModel"): Family(*GPT2, ("transformer.ln_f", "lm_head")),
     hugging_face("gpt2", "GPT2ForSequenceClassification"): Family(*GPT2, ("transformer.ln_f", "score")),
-    **{hugging_face(folder, f"{name}ForCausalLM"): Family(*LLAMA, ("model.norm", "lm_head")) for folder, name in (
-        ("granite", "Granite"), ("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"))},
-    hugging_face("llama", "LlamaForSequenceClassification"): Family(*LLAMA, ("model.norm", "score")),
+    hugging_face("llama", "LlamaForSequenceClassification"): Family(
+        ("model.embed_tokens",), "model.layers", ("model.norm", "score")),
     hugging_face("opt", "OPTForCausalLM"): Family(
         OPT, "model.decoder.layers", ("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head")),
-    hugging_face("gpt_neox", "GPTNeoXForCausalLM"): Family(
-        ("gpt_neox.embed_in", "gpt_neox.emb_dropout"), "gpt_neox.layers", ("gpt_neox.final_layer_norm", "lm_head")),
     hugging_face("bert", "BertForMaskedLM"): Family(*BERT, ("cls",)),
     hugging_face("bert", "BertForSequenceClassification"): Family(*BERT, ("bert.pooler", "dropout", "classifier")),
     hugging_face("vit", "ViTForImageClassification"): Family(
@@ -54,22 +54,38 @@ FAMILIES: dict[str, Family] = {  # the class by its path, so that nothing has to
 }
 
 
+def family_of(model: nn.Module) -> Family:
+    """The model's line in FAMILIES, or what its own plan says. Raises NotImplementedError where there is neither."""
+    model_name = PipelineTemplate.get_model_name(model)
+    if model_name in FAMILIES:
+        return FAMILIES[model_name]
+    inside = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
+    names = [f"{model.base_model_prefix}.{name}" for name in inside] + list(getattr(type(model), "_pp_plan", None) or ())
+    layers = [k for k, name in enumerate(names) if isinstance(model.get_submodule(name), nn.ModuleList)]
+    if len(layers) != 1:
+        raise NotImplementedError(f"Auto policy for {model_name} is not implemented. It has no plan for pipelines "
+                                  f"(base_model_pp_plan), and these have a line in FAMILIES:\n  " + "\n  ".join(FAMILIES))
+    return Family(tuple(names[: layers[0]]), names[layers[0]], tuple(names[layers[0] + 1 :]))
+
+
 def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
     """The names of the model's modules before its decoder layers, of the layers, and of the modules after them.
 
-    Raises NotImplementedError for a model of no family.
+    Raises NotImplementedError for a model of no family, and where some parameters are in none of these modules.
     """
-    if (model_name := PipelineTemplate.get_model_name(model)) not in FAMILIES:
-        known = "\n  ".join(FAMILIES)
-        raise NotImplementedError(f"Auto policy for {model_name} is not implemented. These are:\n  {known}")
-    family = FAMILIES[model_name]
+    family = family_of(model)
 
     def present(names: Iterable[str]) -> list[str]:
         parents = ((name, *name.rpartition(".")[::2]) for name in names)
         return [name for name, parent, key in parents if getattr(model.get_submodule(parent), key) is not None]
 
     layers = [f"{family.layers}.{i}" for i in range(len(model.get_submodule(family.layers)))]
-    return present(family.first), layers, present(family.last)
+    first, last = present(family.first), present(family.last)
+    prefixes = tuple(f"{name}." for name in (*first, *layers, *last))
+    if outside := [name for name, _ in model.named_parameters() if not name.startswith(prefixes)]:
+        raise NotImplementedError(f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: its "
+                                  f"plan does not say which stage holds {', '.join(outside[:3])}")
+    return first, layers, last
 
 
 @dataclass(frozen=True)

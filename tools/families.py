@@ -1,0 +1,185 @@
+"""Which causal language models of transformers can be cut into stages, and give the numbers of one process?
+
+    python tools/families.py                       a sample; --all: every class of the installed transformers
+    python tools/families.py --only 'Qwen|Gemma'   those whose name fits
+    python tools/families.py --all --markdown      a table
+
+Each class is built at toy size with random weights in float64 and trained for two steps of two micro-batches with
+padding: whole, and in stages of one and of all other layers, as step 9 cuts it. The verdicts:
+
+    exact      every loss and every gradient agrees to 1e-9
+    refused    step 9 says that it cannot cut the model, and why
+    unequal    it was cut, and the numbers differ: a fault, which ends the program with exit code 1
+    not built  no toy of the class could be made here, so nothing is known
+"""
+
+import argparse
+import copy
+import inspect
+import re
+import sys
+import warnings
+
+import torch
+import torch.nn.functional as F
+from launch import modules_of
+
+with modules_of(9):
+    from pipeline_stage import PipelineStage
+    from pipeline_template import PipelineTemplate
+
+SAMPLE = ("Cohere", "Gemma2", "Glm4", "GPTNeoX", "GptOss", "Granite", "Llama", "Mixtral", "Olmo2", "Phi3", "Qwen3",
+          "Qwen3Moe", "SmolLM3")
+TOY = dict(  # of every name that a configuration has
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    num_experts=4, num_local_experts=4, n_routed_experts=4, moe_num_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=32, shared_expert_intermediate_size=32, n_shared_experts=1, num_shared_experts=1,
+    first_k_dense_replace=1, n_group=1, topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+    qk_nope_head_dim=8, v_head_dim=16, sliding_window=4, ffn_hidden_size=96, n_positions=64, n_embd=64, n_layer=4,
+    n_head=4, d_model=64, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+    linear_value_head_dim=16,
+)
+
+
+def toy(model_class) -> torch.nn.Module:
+    """A model of this class with random weights, none of them zero, and no dropout."""
+    fields = vars(model_class.config_class()).keys() | inspect.signature(model_class.config_class).parameters.keys()
+    config = model_class.config_class(**{name: value for name, value in TOY.items() if name in fields})
+    for name in vars(config):
+        if re.search("dropout|_drop$|pdrop", name) and isinstance(getattr(config, name), float):
+            setattr(config, name, 0.0)
+    config._attn_implementation = config._experts_implementation = "eager"  # others cannot compute in float64
+    with torch.device("meta"):
+        size = sum(param.numel() for param in model_class(config).parameters())
+    assert size < 5e6, f"a toy of {size:.1e} parameters"
+    torch.manual_seed(0)
+    model = model_class(config).double()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(0, 0.1).add_(1 if param.dim() == 1 else 0)
+    return model
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    """Two micro-batches of three samples of 12 tokens; the last ones of a sample are padding."""
+    rng = torch.Generator().manual_seed(1)
+    found = []
+    for lengths in ((12, 7, 9), (5, 12, 12)):
+        mask = (torch.arange(12) < torch.tensor(lengths)[:, None]).long()
+        ids = torch.randint(3, 96, (3, 13), generator=rng)
+        found.append({"input_ids": ids[:, :-1] * mask, "attention_mask": mask,
+                      "target_ids": torch.where(mask.bool(), ids[:, 1:], -100)})
+    return found
+
+
+def loss_of(output, batch) -> torch.Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), batch["target_ids"].flatten()) / 2
+
+
+def train_whole(model) -> list:
+    """[(losses, {name: gradient})] of two steps."""
+    steps = []
+    for _ in range(2):
+        losses = []
+        for batch in batches():
+            inputs = {name: value for name, value in batch.items() if name != "target_ids"}
+            loss = loss_of(model(**inputs, use_cache=False), batch)
+            loss.backward()
+            losses.append(loss.item())
+        steps.append((losses, update(dict(model.named_parameters()))))
+    return steps
+
+
+def train_stages(model, sizes: list[int]) -> list:
+    """The same with the model in stages, which hand over hidden states and gradients as run_schedule does."""
+    template = PipelineTemplate.from_layers_per_stage(model, sizes)
+    template.check(model)
+    stages = [PipelineStage(copy.deepcopy(model), template, k) for k in range(len(sizes))]
+    tied, steps = stages[0].tied, []
+    for _ in range(2):
+        losses = []
+        for batch in batches():
+            received, chain = None, []
+            for stage in stages:
+                out = stage(received, **batch)
+                chain.append((received, out))
+                received = out if stage.is_last else out.detach().requires_grad_()
+            loss = loss_of(received, batch)
+            losses.append(loss.item())
+            gradient, outputs = None, [out for _, out in chain[:-1]] + [loss]
+            for (received, _), out in zip(reversed(chain), reversed(outputs)):
+                torch.autograd.backward(out, gradient)
+                gradient = received.grad if received is not None else None
+        params = {name: param for stage in stages for name, param in stage.model.named_parameters()}
+        if tied and tied[1] in params and tied[0] in params:  # the two ends' sum, as sum over the owners
+            params[tied[0]].grad = params[tied[1]].grad = params[tied[0]].grad + params[tied[1]].grad
+        gradients = update(params)
+        steps.append((losses, {name: value for name, value in gradients.items() if not tied or name != tied[1]}))
+    return steps
+
+
+def update(params: dict) -> dict:
+    """A step of gradient descent. Returns the gradients, and drops them."""
+    gradients = {}
+    with torch.no_grad():
+        for name, param in params.items():
+            gradients[name] = torch.zeros_like(param) if param.grad is None else param.grad
+            param -= 0.01 * gradients[name]
+            param.grad = None
+    return gradients
+
+
+def verdict(model_class) -> tuple[str, str]:
+    try:
+        model = toy(model_class)
+        whole = train_whole(copy.deepcopy(model))
+    except Exception as error:  # of any kind: it is not ours
+        return "not built", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    try:
+        stages = train_stages(model, [1, model.config.num_hidden_layers - 1])
+    except NotImplementedError as error:
+        return "refused", str(error).splitlines()[0]
+    except Exception as error:
+        return "failed", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    worst = 0.0
+    for (losses, gradients), (cut_losses, cut_gradients) in zip(whole, stages):
+        if gradients.keys() != cut_gradients.keys():
+            return "unequal", f"parameters {sorted(gradients.keys() ^ cut_gradients.keys())[:3]}"
+        worst = max([worst, *(abs(a - b) for a, b in zip(losses, cut_losses))])
+        for name, gradient in gradients.items():
+            scale = max(gradient.abs().max().item(), 1e-3)
+            worst = max(worst, (gradient - cut_gradients[name]).abs().max().item() / scale)
+    return ("exact" if worst <= 1e-9 else "unequal"), f"{worst:.1e}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--only", metavar="REGEX")
+    args = parser.parse_args()
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    names = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+    if args.only:
+        names = [name for name in names if re.search(args.only, name)]
+    elif not args.all:
+        names = [f"{name}ForCausalLM" for name in SAMPLE]
+    counts: dict[str, int] = {}
+    for name in names:
+        try:
+            result, detail = verdict(getattr(transformers, name))
+        except Exception as error:
+            result, detail = "not built", f"{type(error).__name__}: {error}"
+        counts[result] = counts.get(result, 0) + 1
+        print(f"{name:40} {result:10} {detail[:200]}", flush=True)
+    print(", ".join(f"{count} {result}" for result, count in sorted(counts.items())))
+    if counts.get("unequal"):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
