@@ -1,23 +1,31 @@
-"""Tensor parallelism for Hugging Face's decoders, from outside: in each decoder layer, a table's modules are replaced.
+"""Tensor parallelism for Hugging Face's decoders, from outside: modules of each decoder layer are replaced.
 
-The heads of the attention and the width of the MLP are split as in our Llama (tensor_parallel.py). Embeddings, norms
-and head stay whole on each tp rank. They see the same activations there, so their gradients are equal on all tp ranks.
+Most models say themselves how, in the configuration's base_model_tp_plan: for each place in a layer a style.
 
-Two things are new. GPT-2 stores q, k and v side by side in one matrix, of which each third is split. And Qwen3 norms q
-and k of each head with a weight that all heads share. A rank's gradient of it covers only its own heads, so the weight
-passes through f, which sums over the tp ranks.
+    colwise, rowwise                 as ColumnParallelLinear and RowParallelLinear in our Llama (tensor_parallel.py)
+    colwise_gather_output            colwise, and every rank then gets the whole output
+    rowwise_split_input              rowwise, of an input that every rank has whole
+    replicated_with_grad_allreduce   a norm of each head, whose weight all heads share: a rank's gradient of it covers
+                                     only its own heads, so the weight passes through f, which sums over the tp ranks
+    moe_tp_experts                   every rank has all experts, and a part of the width of each
+
+The table TP_MODULES does it for models without a plan. GPT-2 stores q, k and v side by side in one matrix, of which
+each third is split. Embeddings, norms and head stay whole on each tp rank. They see the same activations there, so
+their gradients are equal on all tp ranks.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
 import process_group_manager as pgm
 import tensor_parallel
 from model import cast
-from pipeline_template import PipelineTemplate
+from pipeline_template import PipelineTemplate, listed_modules
 from tensor_parallel import ColumnParallelLinear, CopyToTensorParallel, ReduceFromTensorParallel, RowParallelLinear
 from utils import UserError
 
@@ -27,7 +35,7 @@ def split_parameter(module: nn.Module, key: str, full) -> torch.Tensor:
 
     `full` is a tensor, or a slice of a safetensors file, of which no more than this part is read.
     """
-    dim, fused = getattr(module, "tp_dims", {}).get(key), getattr(module, "tp_fused", 1)
+    dim, fused = getattr(module, "tp_dims", {}).get(key), getattr(module, "tp_fused", {}).get(key, 1)
     if dim is None:
         return full[...]
     grid = pgm.process_group_manager
@@ -44,7 +52,7 @@ class PartOfConv1D(nn.Module):
 
     def __init__(self, conv: nn.Module, fused: int = 1):
         super().__init__()
-        self.tp_fused = fused
+        self.tp_fused = dict.fromkeys(("weight", "bias"), fused)
         for key, param in conv.named_parameters():
             setattr(self, key, nn.Parameter(split_parameter(self, key, param.detach()).clone(), param.requires_grad))
 
@@ -96,11 +104,68 @@ def divide(block: nn.Module, names: tuple[str, ...]) -> nn.Module:
     return block
 
 
+class GatherFromTensorParallel(torch.autograd.Function):
+    """Forward: the parts of all tp ranks side by side, (..., n) -> (..., n tp). Backward: this rank's part."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return gather(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tensor_parallel.split_over_tp(grad, -1).contiguous()
+
+
+class SplitToTensorParallel(torch.autograd.Function):
+    """Forward: this rank's part, (..., n tp) -> (..., n). Backward: the parts of all tp ranks side by side."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return tensor_parallel.split_over_tp(x, -1).contiguous()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather(grad)
+
+
+def gather(x: torch.Tensor) -> torch.Tensor:
+    group = pgm.process_group_manager.tp_group
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
+
+
+class ColumnParallelWithWholeOutput(ColumnParallelLinear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out)
+        return GatherFromTensorParallel.apply(super().forward(x))
+
+
+class RowParallelOfWholeInput(RowParallelLinear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out)
+        return super().forward(SplitToTensorParallel.apply(x))
+
+
+def split_experts(experts: nn.Module) -> nn.Module:
+    """The module itself: gate and up (experts, 2 width, D), down (experts, D, width), each with a part of the width."""
+    experts.tp_dims, experts.tp_fused = {"gate_up_proj": 1, "down_proj": 2}, {"gate_up_proj": 2}
+    shapes = {key: getattr(experts, key).shape for key in experts.tp_dims}
+    if set(shapes) != dict(experts.named_parameters()).keys() or shapes["gate_up_proj"][1] != 2 * shapes["down_proj"][2]:
+        raise NotImplementedError(f"Tensor parallelism for {type(experts).__name__} is not implemented: its parameters "
+                                  f"are {', '.join(key for key, _ in experts.named_parameters())}. Use tp_size 1")
+    for key in experts.tp_dims:
+        param = getattr(experts, key)
+        setattr(experts, key, nn.Parameter(split_parameter(experts, key, param.detach()).clone(), param.requires_grad))
+    copy = lambda x: CopyToTensorParallel.apply(x) if x.is_floating_point() else x  # noqa: E731
+    experts.register_forward_pre_hook(lambda _, args: tuple(map(copy, args)))  # hidden states, experts, their weights
+    experts.register_forward_hook(lambda _, args, out: ReduceFromTensorParallel.apply(out))
+    return experts
+
+
 COLUMN = partial(ColumnParallelLinear, copy_input=False)  # f is in front of the block, once for all that read its input
-LLAMA = {
-    "self_attn": copy_input, "self_attn.q_proj": COLUMN, "self_attn.k_proj": COLUMN, "self_attn.v_proj": COLUMN,
-    "self_attn.o_proj": RowParallelLinear,
-    "mlp": copy_input, "mlp.gate_proj": COLUMN, "mlp.up_proj": COLUMN, "mlp.down_proj": RowParallelLinear,
+STYLES = {
+    "colwise": ColumnParallelLinear, "rowwise": RowParallelLinear, "moe_tp_experts": split_experts,
+    "colwise_gather_output": ColumnParallelWithWholeOutput, "rowwise_split_input": RowParallelOfWholeInput,
+    "replicated_with_grad_allreduce": SharedByHeads,
 }
 TP_MODULES = {  # class of a decoder layer -> the place in it -> what replaces the module there
     "GPT2Block": {
@@ -108,8 +173,6 @@ TP_MODULES = {  # class of a decoder layer -> the place in it -> what replaces t
         "attn.c_attn": partial(ColumnParallelConv1D, fused=3), "attn.c_proj": RowParallelConv1D,
         "mlp.c_fc": ColumnParallelConv1D, "mlp.c_proj": RowParallelConv1D,
     },
-    **{f"{name}DecoderLayer": LLAMA for name in ("Granite", "Llama", "Mistral", "Qwen2")},
-    "Qwen3DecoderLayer": LLAMA | {"self_attn.q_norm": SharedByHeads, "self_attn.k_norm": SharedByHeads},
     "OPTDecoderLayer": {
         "self_attn": lambda block: copy_input(divide(block, names=("num_heads",))),
         "self_attn.q_proj": COLUMN, "self_attn.k_proj": COLUMN, "self_attn.v_proj": COLUMN,
@@ -124,24 +187,51 @@ TP_MODULES = {  # class of a decoder layer -> the place in it -> what replaces t
 SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "ffn_dim", "n_inner")  # what is split
 
 
+def replacements(model: nn.Module, layer: nn.Module) -> dict[str, Callable]:
+    """For each place in a decoder layer what replaces the module there, by the table or the model's own plan.
+
+    Where all of a block's parameters are split, what reads its input shares one f in front of the block.
+    Raises NotImplementedError where there is neither, or the plan has a style that we don't have.
+    """
+    if (name := type(layer).__name__) in TP_MODULES:
+        return TP_MODULES[name]
+    plan = getattr(model.config, "base_model_tp_plan", None) or {}
+    styles = {place.removeprefix("layers.*."): style for place, style in plan.items() if place.startswith("layers.*.")}
+    modules, params = dict(layer.named_modules()), dict(layer.named_parameters())
+    experts = tuple(f"{place}." for place, style in styles.items() if style == "moe_tp_experts")
+    styles = {place: style for place, style in styles.items()
+              if (place in modules or place in params) and not place.startswith(experts)}
+    unknown = {place: style for place, style in styles.items() if style not in STYLES or place in params}
+    if unknown or not styles:
+        reason = ", ".join(f"{style} of {place}" for place, style in unknown.items()) or "no plan (base_model_tp_plan)"
+        raise NotImplementedError(f"Tensor parallelism for {PipelineTemplate.get_model_name(model)} is not implemented, "
+                                  f"since it has {reason}. Use tp_size 1")
+    found = {place: STYLES[style] for place, style in styles.items()}
+    for block in {place.rpartition(".")[0] for place, style in styles.items() if style == "colwise"} - {""}:
+        inside = tuple(f"{place}." for place in styles if place.startswith(f"{block}."))
+        if all(f"{block}.{name}".startswith(inside) for name, _ in modules[block].named_parameters()):
+            found |= {place: COLUMN for place, style in styles.items()
+                      if style == "colwise" and place.rpartition(".")[0] == block}
+            found = {block: copy_input, **found}
+    return found
+
+
 def apply_tensor_parallel(model: nn.Module) -> nn.Module:
     """Splits our Llama or a Hugging Face decoder over the tp group, in place, on the meta device or with its weights.
 
-    Raises NotImplementedError for a model that is not in the table, UserError where tp_size does not divide the heads,
+    Raises NotImplementedError for a model that cannot be split, UserError where tp_size does not divide the heads,
     the key/value heads or the MLP's width. Call it before PipelineStage, which then keeps the stage's part.
     """
     tp_size, model_name = pgm.process_group_manager.tp_world_size, PipelineTemplate.get_model_name(model)
     if model_name == "model.Llama" or tp_size == 1:
         return tensor_parallel.apply_tensor_parallel(model)
-    layers = [module for module in model.modules() if type(module).__name__ in TP_MODULES]
-    if not layers:
-        raise NotImplementedError(f"Tensor parallelism for {model_name} is not implemented, only for models of these "
-                                  f"decoder layers: model.Llama, {', '.join(TP_MODULES)}. Use tp_size 1")
+    layers = [model.get_submodule(name) for name in listed_modules(model)[1]]
+    places = [replacements(model, layer) for layer in layers]
     for name in SIZES:
         if (size := getattr(model.config, name, None)) is not None and size % tp_size:
             raise UserError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides {size}")
-    for layer in layers:
-        for place, replace in TP_MODULES[type(layer).__name__].items():
+    for layer, replaced in zip(layers, places):
+        for place, replace in replaced.items():
             parent, _, key = place.rpartition(".")
             setattr(layer.get_submodule(parent), key, replace(layer.get_submodule(place)))
     return model

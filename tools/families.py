@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from launch import modules_of
 
 with modules_of(9):
+    import process_group_manager as pgm
+    from hf_tensor_parallel import apply_tensor_parallel, split_parameter
     from pipeline_stage import PipelineStage
     from pipeline_template import PipelineTemplate
 
@@ -36,7 +38,7 @@ TOY = dict(  # of every name that a configuration has
     num_experts=4, num_local_experts=4, n_routed_experts=4, moe_num_experts=4, num_experts_per_tok=2,
     moe_intermediate_size=32, shared_expert_intermediate_size=32, n_shared_experts=1, num_shared_experts=1,
     first_k_dense_replace=1, n_group=1, topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-    qk_nope_head_dim=8, v_head_dim=16, sliding_window=4, ffn_hidden_size=96, n_positions=64, n_embd=64, n_layer=4,
+    qk_nope_head_dim=8, v_head_dim=16, sliding_window=8, ffn_hidden_size=96, n_positions=64, n_embd=64, n_layer=4,
     n_head=4, d_model=64, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
     linear_value_head_dim=16,
 )
@@ -91,8 +93,9 @@ def train_whole(model) -> list:
     return steps
 
 
-def train_stages(model, sizes: list[int]) -> list:
-    """The same with the model in stages, which hand over hidden states and gradients as run_schedule does."""
+def train_stages(model) -> list:
+    """The same with the model in two stages, which hand over hidden states and gradients as run_schedule does."""
+    sizes = [1, model.config.num_hidden_layers - 1]
     template = PipelineTemplate.from_layers_per_stage(model, sizes)
     template.check(model)
     stages = [PipelineStage(copy.deepcopy(model), template, k) for k in range(len(sizes))]
@@ -130,26 +133,41 @@ def update(params: dict) -> dict:
     return gradients
 
 
-def verdict(model_class) -> tuple[str, str]:
+def train_split(model) -> list:
+    """The same with the model split over the tp group, which has to be there: this rank's parts of the gradients."""
+    return train_whole(apply_tensor_parallel(model))
+
+
+def verdict(model_class, train) -> tuple[str, str]:
+    """The verdict, and the largest difference or the reason."""
+    def reason(error: Exception) -> str:
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
     try:
         model = toy(model_class)
-        whole = train_whole(copy.deepcopy(model))
+        expected = train_whole(copy.deepcopy(model))
+        assert all(gradient.isfinite().all() for _, gradients in expected for gradient in gradients.values()), "not finite"
     except Exception as error:  # of any kind: it is not ours
-        return "not built", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return "not built", reason(error)
     try:
-        stages = train_stages(model, [1, model.config.num_hidden_layers - 1])
+        found = train(model := copy.deepcopy(model))
     except NotImplementedError as error:
         return "refused", str(error).splitlines()[0]
     except Exception as error:
-        return "failed", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return "failed", reason(error)
     worst = 0.0
-    for (losses, gradients), (cut_losses, cut_gradients) in zip(whole, stages):
+    for (losses, gradients), (cut_losses, cut_gradients) in zip(expected, found):
         if gradients.keys() != cut_gradients.keys():
             return "unequal", f"parameters {sorted(gradients.keys() ^ cut_gradients.keys())[:3]}"
         worst = max([worst, *(abs(a - b) for a, b in zip(losses, cut_losses))])
         for name, gradient in gradients.items():
             scale = max(gradient.abs().max().item(), 1e-3)
-            worst = max(worst, (gradient - cut_gradients[name]).abs().max().item() / scale)
+            module, _, key = name.rpartition(".")
+            part = split_parameter(model.get_submodule(module), key, gradient)
+            difference = (part - cut_gradients[name]).abs().max().item() / scale
+            worst = difference if not difference <= worst else worst  # a NaN stays
+            if worst != worst:
+                return "unequal", "not a number"
     return ("exact" if worst <= 1e-9 else "unequal"), f"{worst:.1e}"
 
 
@@ -157,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--only", metavar="REGEX")
+    parser.add_argument("--tp", action="store_true", help="split over two ranks: start it with torchrun")
     args = parser.parse_args()
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -169,13 +188,17 @@ def main() -> None:
     elif not args.all:
         names = [f"{name}ForCausalLM" for name in SAMPLE]
     counts: dict[str, int] = {}
+    if args.tp:
+        pgm.init_process_group("gloo", 60)
+        pgm.setup_process_group_manager([1], tp_size=2)
     for name in names:
         try:
-            result, detail = verdict(getattr(transformers, name))
+            result, detail = verdict(getattr(transformers, name), train_split if args.tp else train_stages)
         except Exception as error:
             result, detail = "not built", f"{type(error).__name__}: {error}"
         counts[result] = counts.get(result, 0) + 1
-        print(f"{name:40} {result:10} {detail[:200]}", flush=True)
+        if not args.tp or pgm.process_group_manager.global_rank == 0:
+            print(f"{name:40} {result:10} {detail[:200]}", flush=True)
     print(", ".join(f"{count} {result}" for result, count in sorted(counts.items())))
     if counts.get("unequal"):
         sys.exit(1)
