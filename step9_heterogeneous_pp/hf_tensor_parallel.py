@@ -18,7 +18,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -104,45 +103,24 @@ def divide(block: nn.Module, names: tuple[str, ...]) -> nn.Module:
     return block
 
 
-class GatherFromTensorParallel(torch.autograd.Function):
-    """Forward: the parts of all tp ranks side by side, (..., n) -> (..., n tp). Backward: this rank's part."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return gather(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return tensor_parallel.split_over_tp(grad, -1).contiguous()
-
-
-class SplitToTensorParallel(torch.autograd.Function):
-    """Forward: this rank's part, (..., n tp) -> (..., n). Backward: the parts of all tp ranks side by side."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return tensor_parallel.split_over_tp(x, -1).contiguous()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return gather(grad)
-
-
-def gather(x: torch.Tensor) -> torch.Tensor:
-    group = pgm.process_group_manager.tp_group
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)
-
-
 class ColumnParallelWithWholeOutput(ColumnParallelLinear):
+    """As ColumnParallelLinear, and then every rank gets the whole output: the sum of the parts, padded with zeros."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear)
+        self.places = range(linear.out_features)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out)
-        return GatherFromTensorParallel.apply(super().forward(x))
+        own = tensor_parallel.split_over_tp(torch.tensor(self.places), 0).tolist()
+        padding = (own[0], len(self.places) - 1 - own[-1])
+        return ReduceFromTensorParallel.apply(F.pad(super().forward(x), padding))
 
 
 class RowParallelOfWholeInput(RowParallelLinear):
+    """As RowParallelLinear, of an input that every rank has whole. f adds up what backward leaves in the parts."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out)
-        return super().forward(SplitToTensorParallel.apply(x))
+        return super().forward(tensor_parallel.split_over_tp(CopyToTensorParallel.apply(x), -1))
 
 
 def split_experts(experts: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""A pipeline stage out of any model of FAMILIES: the model's own forward, with the other stages' modules replaced.
+"""A pipeline stage out of any model with a plan: the model's own forward, with the other stages' modules replaced.
 
     GPT-2, middle stage     wte  wpe  drop  h.0   h.1   h.2   h.3   h.4   ln_f  lm_head
     replaced by             Absent ----------->   themselves  Absent ----------------->
@@ -11,12 +11,16 @@ the stage sends. The last stage returns the model's output.
 
 Parameters keep the names they have in the whole model. A head that is tied to an embedding of another stage keeps a
 parameter of its own, under the head's name: `tied` says which two names have to stay equal.
+
+Where a mixture of experts adds a router's loss, it is one of all layers together, so sums travel with the hidden states.
 """
 
 import inspect
+import sys
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from pipeline_template import PipelineTemplate, listed_modules
 from utils import UserError
@@ -48,6 +52,43 @@ class Absent(nn.Module):
         return x
 
 
+class RouterLoss:
+    """The auxiliary loss of a mixture of experts (Switch Transformer, Fedus et al. 2021, equations 4 to 6).
+
+    With E experts it is E * sum over e of (share of the tokens that e gets) * (mean probability that e has). Both means
+    are over the tokens of all layers, so each stage adds its layers to sums (2 E + 1): tokens, probabilities, number.
+    Raises NotImplementedError where the model's own function gives another number.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.num_experts, self.top_k = (getattr(model, name, None) for name in ("num_experts", "num_experts_per_tok"))
+        theirs = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+        try:
+            logits = tuple(torch.arange(12 * self.num_experts).sin().view(3, 4, self.num_experts))
+            same = torch.isclose(self.value(self.add(None, logits)), theirs(logits, self.num_experts, self.top_k))
+        except TypeError:  # no such function or attribute
+            same = False
+        self.size = 2 * (self.num_experts or 0) + 1
+        if not same:
+            raise NotImplementedError(f"Auto policy for {PipelineTemplate.get_model_name(model)} with its router's loss "
+                                      "is not implemented: set output_router_logits=False in its configuration")
+
+    def add(self, sums: torch.Tensor | None, layers: tuple[torch.Tensor, ...], mask=None) -> torch.Tensor:
+        """The sums, and those of layers with router logits (B T, E). `mask` (B, T) is 0 for padding."""
+        for logits in layers:  # in the dtypes and the order of transformers, to get the same bits
+            probabilities = logits.softmax(-1)
+            weight = torch.ones_like(probabilities[:, :1]) if mask is None else mask.reshape(-1, 1)
+            chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(self.top_k).indices, 1.0)
+            parts = (chosen.float() * weight.float(), probabilities.float() * weight.float(), weight.float())
+            added = torch.cat([part.sum(0) for part in parts])
+            sums = added if sums is None else sums + added
+        return sums
+
+    def value(self, sums: torch.Tensor) -> torch.Tensor:
+        tokens, probabilities, number = sums.split([self.num_experts, self.num_experts, 1])
+        return (tokens / number * (probabilities / number)).sum() * self.num_experts
+
+
 class PipelineStage(nn.Module):
     """Takes the model over: its modules outside of `template`'s stage `stage_index` are replaced, in place.
 
@@ -65,6 +106,7 @@ class PipelineStage(nn.Module):
         self.inputs, self.autocast = inspect.signature(model.forward).parameters.keys() - {"labels"}, autocast
         self.arguments = {"use_cache": False} if "use_cache" in self.inputs else {}  # the cache is for generation
         self.received = self.output = None  # hidden states (B, T, D), during a forward pass
+        self.router_loss = RouterLoss(model) if getattr(model.config, "output_router_logits", False) else None
         if not self.is_first:
             own = model.get_submodule(template.modules_per_stage[stage_index][0])
             own.register_forward_pre_hook(self.enter, with_kwargs=True)
@@ -97,18 +139,41 @@ class PipelineStage(nn.Module):
         `batch` is the same on every stage. What is no argument of the model's forward is left out, and so are `labels`.
         """
         assert (received is None) == self.is_first, f"stage {self.stage_index} got {type(received).__name__}"
-        self.received, self.output = received, None
         inputs = {name: value for name, value in batch.items() if name in self.inputs}
+        sums, self.output = None, None
+        if self.router_loss and received is not None:
+            received, sums = self.unpack(received, batch)
+        self.received = received
         device_type = next(iter(inputs.values())).device.type
         try:
             with torch.autocast(device_type, self.autocast, enabled=self.autocast is not None):
                 out = self.model(**inputs, **self.arguments)
-            return out if self.is_last else self.output.to(self.dtype)
+                if self.router_loss:
+                    sums = self.router_loss.add(sums, out.router_logits or (), inputs.get("attention_mask"))
+            if not self.is_last:
+                return self.pack(self.output.to(self.dtype), sums) if self.router_loss else self.output.to(self.dtype)
+            if self.router_loss:
+                out.aux_loss = self.router_loss.value(sums)
+            return out
         finally:
             self.received = self.output = None  # what is still needed is referenced elsewhere: free the rest
 
-    def hidden_shape(self, **batch) -> tuple[int, int, int]:
-        """(B, T, D) of the hidden states for this batch. For ViT, T is one more than an image has patches."""
+    def pack(self, hidden_states: torch.Tensor, sums: torch.Tensor | None) -> torch.Tensor:
+        """(B T + R, D): hidden states (B, T, D), and R further rows for the sums of the router's loss."""
+        width = hidden_states.size(-1)
+        sums = hidden_states.new_zeros(self.router_loss.size) if sums is None else sums.to(hidden_states.dtype)
+        return torch.cat([hidden_states.flatten(0, 1), F.pad(sums, (0, -len(sums) % width)).view(-1, width)])
+
+    def unpack(self, message: torch.Tensor, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = batch["input_ids"].shape
+        hidden_states, rows = message.split([shape.numel(), len(message) - shape.numel()])
+        return hidden_states.view(*shape, -1), rows.flatten()[: self.router_loss.size].float()
+
+    def hidden_shape(self, **batch) -> tuple[int, ...]:
+        """(B, T, D) of the hidden states for this batch, or what pack makes of it. For ViT, T is 1 + its patches."""
+        if self.router_loss:
+            width = self.config.hidden_size
+            return batch["input_ids"].numel() + -(-self.router_loss.size // width), width
         if "input_ids" in batch:
             return (*batch["input_ids"].shape, self.config.hidden_size)
         if "pixel_values" not in batch:

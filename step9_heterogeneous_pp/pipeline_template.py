@@ -14,6 +14,7 @@ The table FAMILIES lists them for models without a plan. Modules without paramet
 Face's `rotary_emb`) are not listed: each stage keeps them.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,39 +33,44 @@ class Family(NamedTuple):
     last: tuple[str, ...]  # final norm, pooler, head
 
 
-def hugging_face(folder: str, name: str) -> str:
-    return f"transformers.models.{folder}.modeling_{folder}.{name}"
-
-
 GPT2 = ("transformer.wte", "transformer.wpe", "transformer.drop"), "transformer.h"
 OPT = ("model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.project_in")
 BERT = ("bert.embeddings",), "bert.encoder.layer"
-FAMILIES: dict[str, Family] = {  # the class by its path, so that nothing has to be imported -> where to cut
-    "model.Llama": Family(("embedding",), "decoder_layers", ("final_norm", "final_proj")),
-    hugging_face("gpt2", "GPT2LMHeadModel"): Family(*GPT2, ("transformer.ln_f", "lm_head")),
-    hugging_face("gpt2", "GPT2ForSequenceClassification"): Family(*GPT2, ("transformer.ln_f", "score")),
-    hugging_face("llama", "LlamaForSequenceClassification"): Family(
-        ("model.embed_tokens",), "model.layers", ("model.norm", "score")),
-    hugging_face("opt", "OPTForCausalLM"): Family(
+FAMILIES: dict[str, Family] = {  # models without a plan of their own
+    "Llama": Family(("embedding",), "decoder_layers", ("final_norm", "final_proj")),
+    "GPT2LMHeadModel": Family(*GPT2, ("transformer.ln_f", "lm_head")),
+    "GPT2ForSequenceClassification": Family(*GPT2, ("transformer.ln_f", "score")),
+    "LlamaForSequenceClassification": Family(("model.embed_tokens",), "model.layers", ("model.norm", "score")),
+    "OPTForCausalLM": Family(
         OPT, "model.decoder.layers", ("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head")),
-    hugging_face("bert", "BertForMaskedLM"): Family(*BERT, ("cls",)),
-    hugging_face("bert", "BertForSequenceClassification"): Family(*BERT, ("bert.pooler", "dropout", "classifier")),
-    hugging_face("vit", "ViTForImageClassification"): Family(
-        ("vit.embeddings",), "vit.layers", ("vit.layernorm", "classifier")),
+    "BertForMaskedLM": Family(*BERT, ("cls",)),
+    "BertForSequenceClassification": Family(*BERT, ("bert.pooler", "dropout", "classifier")),
+    "ViTForImageClassification": Family(("vit.embeddings",), "vit.layers", ("vit.layernorm", "classifier")),
+}
+
+ALIKE_FOR_ALL_LAYERS = {  # arguments of a layer: its input, and what each stage makes of the batch
+    "hidden_states", "input_ids", "attention_mask", "position_ids", "position_embeddings", "past_key_values",
+    "use_cache", "output_attentions", "cache_position", "conv_mask", "args", "kwargs",
 }
 
 
 def family_of(model: nn.Module) -> Family:
     """The model's line in FAMILIES, or what its own plan says. Raises NotImplementedError where there is neither."""
-    model_name = PipelineTemplate.get_model_name(model)
-    if model_name in FAMILIES:
-        return FAMILIES[model_name]
+    if (family := FAMILIES.get(type(model).__name__)) is not None:
+        return family
     inside = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
     names = [f"{model.base_model_prefix}.{name}" for name in inside] + list(getattr(type(model), "_pp_plan", None) or ())
-    layers = [k for k, name in enumerate(names) if isinstance(model.get_submodule(name), nn.ModuleList)]
+    modules = dict(model.named_modules())
+    layers = [k for k, name in enumerate(names) if isinstance(modules.get(name), nn.ModuleList)]
     if len(layers) != 1:
-        raise NotImplementedError(f"Auto policy for {model_name} is not implemented. It has no plan for pipelines "
-                                  f"(base_model_pp_plan), and these have a line in FAMILIES:\n  " + "\n  ".join(FAMILIES))
+        raise NotImplementedError(
+            f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: it has no plan for pipelines "
+            f"(base_model_pp_plan) that names its layers, and is none of {', '.join(FAMILIES)}")
+    needs = {name for layer in modules[names[layers[0]]] for name in inspect.signature(layer.forward).parameters}
+    if needs := needs - ALIKE_FOR_ALL_LAYERS:
+        raise NotImplementedError(
+            f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: its layers also need "
+            f"{', '.join(sorted(needs))}, and stages send each other nothing but hidden states")
     return Family(tuple(names[: layers[0]]), names[layers[0]], tuple(names[layers[0] + 1 :]))
 
 
