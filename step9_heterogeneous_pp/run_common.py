@@ -48,7 +48,8 @@ def make_plugin(args, tp_size: int = 1) -> HeterogeneousParallelPlugin:
     return HeterogeneousParallelPlugin(tp_size, args.microbatch_size, args.dtype, args.device, recompute=args.recompute)
 
 
-def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = ()) -> tuple[nn.Module, dict | None]:
+def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = (),
+               random_weights: bool = False) -> tuple[nn.Module, dict | None]:
     """A toy model of a class of transformers, with random weights, or the model of --model_name_or_path with its own.
 
     Parameters of `new_modules`, the classifier of a new task, are random where the files have none of their shape.
@@ -59,7 +60,7 @@ def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = 
     directory = args.model_name_or_path and once_per_machine(lambda: local_directory(args.model_name_or_path))
     config = model_class.config_class.from_pretrained(directory) if directory else model_class.config_class(**toy)
     check_positions(config, args.seq_len)
-    if directory is None:
+    if directory is None or random_weights:
         torch.manual_seed(args.seed)
         return model_class(config), None
     config.num_labels = toy.get("num_labels", config.num_labels)
@@ -98,10 +99,19 @@ def check_positions(config, seq_len: int) -> None:
         raise UserError(f"--seq_len {seq_len} is more than the {limit} positions of the model: use {limit} or less")
 
 
-def mean_cross_entropy(output, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Mean cross-entropy of next tokens, (B, T, V) and (B, T), or of classes, (B, classes) and (B)."""
+def mean_cross_entropy(output, batch: dict[str, torch.Tensor], router_loss_coef: float = 0) -> torch.Tensor:
+    """Mean cross-entropy of next tokens, (B, T, V) and (B, T), or of classes, (B, classes) and (B).
+
+    Where a mixture of experts returns its router's loss, `router_loss_coef` times this is added.
+    """
     logits, targets = output.logits.flatten(0, -2), batch["target_ids"].flatten()
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+    loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+    router_loss = getattr(output, "aux_loss", None)
+    return loss if router_loss is None else loss + router_loss_coef * router_loss
+
+
+def loss_function(model: nn.Module) -> Callable:
+    return functools.partial(mean_cross_entropy, router_loss_coef=getattr(model.config, "router_aux_loss_coef", 0))
 
 
 def train_on_speeches(plugin: HeterogeneousParallelPlugin, model: nn.Module, weights: dict | None, args) -> None:
@@ -117,6 +127,7 @@ def train(plugin: HeterogeneousParallelPlugin, model: nn.Module, weights: dict |
     dataloader = plugin.prepare_dataloader(dataset, collate_fn=collate)
     args.learning_rate = args.learning_rate or min(1e-3, default_learning_rate(model.config.hidden_size))
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
+    criterion = loss_function(model)
     model, optimizer, dataloader = plugin.configure(model, adamw, dataloader, weights, args.seed)
-    training_loop(args, plugin, model, optimizer, iter(dataloader), mean_cross_entropy, args.steps)
+    training_loop(args, plugin, model, optimizer, iter(dataloader), criterion, args.steps)
     dist.destroy_process_group()

@@ -9,7 +9,7 @@ import argparse
 import functools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,9 @@ def counts(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}: write positive numbers and commas, as in 5,3") from None
 
 
-def parse_args():
-    parser = ArgumentParser(description=__doc__.splitlines()[0])
+def parse_args(doc: str, add_flags: Callable):
+    parser = ArgumentParser(description=doc.splitlines()[0])
+    add_flags(parser)
     # Environment
     parser.add_argument("--omp_num_threads", type=positive_int, default=None,
                         help="threads a process (default: torch's choice)")
@@ -52,7 +53,7 @@ def parse_args():
     parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
     parser.add_argument("--timeout", type=positive_float, default=600, help="seconds that ranks wait for each other")
     # Model
-    parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with a config.json, or a Hub id")
+    parser.add_argument("--model_name", "--model_name_or_path", default=TINY_LLAMA, help="a directory with a config.json, or a Hub id")
     parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--num_attention_heads", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
@@ -135,8 +136,22 @@ def print_parameters(model, device, dtype, learning_rate: float) -> None:
               f"learning rate {learning_rate:.2g}")
 
 
-def main():
-    args = parse_args()
+def make_llama(args, dtype: torch.dtype, device: torch.device):
+    """The model on the meta device, what gives a stage its weights, and the loss of a micro-batch. All ranks call it."""
+    config = once_per_machine(lambda: load_config(
+        args.model_name, num_hidden_layers=args.num_hidden_layers,
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
+    with torch.device("meta"):  # shapes only; init_weights allocates the memory
+        model = Llama(config, dtype)
+
+    def criterion(logits, batch):
+        return cross_entropy(logits, batch["target_ids"], config.vocab_size)
+
+    return model, lambda stage: init_weights(stage.model, args.seed, device, split_over_tp), criterion
+
+
+def main(doc: str = __doc__, make_model: Callable = make_llama, add_flags: Callable = lambda parser: None):
+    args = parse_args(doc, add_flags)
     device, dtype, backend = choose_device(args.device, args.dtype)
     plan = pgm.init_process_group(backend, args.timeout, args.plan)
     os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
@@ -144,23 +159,14 @@ def main():
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
 
-    config = once_per_machine(lambda: load_config(
-        args.model_name, num_hidden_layers=args.num_hidden_layers,
-        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
+    model, weights, criterion = make_model(args, dtype, device)
     if plan:
-        plan_file.follow_plan(args, plan, config, str(dtype).removeprefix("torch."))
-    with torch.device("meta"):  # shapes only; init_weights allocates the memory
-        model = Llama(config, dtype)
+        plan_file.follow_plan(args, plan, model.config, str(dtype).removeprefix("torch."))
     plugin = make_plugin(args, model)
-    batches, num_steps = make_data_loader(args, config, plugin)
-
-    def criterion(logits, batch):
-        return cross_entropy(logits, batch["target_ids"], config.vocab_size)
-
-    args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
+    batches, num_steps = make_data_loader(args, model.config, plugin)
+    args.learning_rate = args.learning_rate or default_learning_rate(model.config.hidden_size)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
-    model, optimizer, _ = plugin.configure(
-        model, adamw, weights=lambda stage: init_weights(stage.model, args.seed, device, split_over_tp))
+    model, optimizer, _ = plugin.configure(model, adamw, weights=weights, seed=args.seed)
     if args.compile:
         compile_layers(model.module.own_layers(), device)
     print_parameters(model, device, dtype, args.learning_rate)

@@ -1,34 +1,41 @@
-"""Which causal language models of transformers can be cut into stages, and give the numbers of one process?
+"""Which causal language models of transformers can be cut into stages and split over tp ranks, with equal numbers?
 
     python tools/families.py                       a sample; --all: every class of the installed transformers
     python tools/families.py --only 'Qwen|Gemma'   those whose name fits
-    python tools/families.py --all --markdown      a table
+    python tools/families.py --all --markdown      a table, one line for each kind of result
 
-Each class is built at toy size with random weights in float64 and trained for two steps of two micro-batches with
-padding: whole, and in stages of one and of all other layers, as step 9 cuts it. The verdicts:
+Each class is built at toy size with random weights in float64, and trained for two steps of two micro-batches with
+padding: whole, in stages of one layer and of the others as step 9 cuts it, and split over two ranks. The router's loss
+of a mixture of experts is switched on. Two processes share the work. The verdicts:
 
-    exact      every loss and every gradient agrees to 1e-9
-    refused    step 9 says that it cannot cut the model, and why
+    exact      every loss and every gradient agrees: to 1e-9 in stages, over tp to 1e-6 of the largest number of the
+               gradient, since many models compute some parts in float32 whatever their dtype
+    refused    step 9 says that it cannot cut or split the model, and why
     unequal    it was cut, and the numbers differ: a fault, which ends the program with exit code 1
+    failed     it was cut, and then something raised an error: likewise
     not built  no toy of the class could be made here, so nothing is known
 """
 
 import argparse
 import copy
 import inspect
+import os
 import re
+import subprocess
 import sys
 import warnings
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from launch import modules_of
+from launch import environment, modules_of, torchrun
 
 with modules_of(9):
     import process_group_manager as pgm
     from hf_tensor_parallel import apply_tensor_parallel, split_parameter
     from pipeline_stage import PipelineStage
     from pipeline_template import PipelineTemplate
+    from run_common import mean_cross_entropy
 
 SAMPLE = ("Cohere", "Gemma2", "Glm4", "GPTNeoX", "GptOss", "Granite", "Llama", "Mixtral", "Olmo2", "Phi3", "Qwen3",
           "Qwen3Moe", "SmolLM3")
@@ -75,8 +82,8 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def loss_of(output, batch) -> torch.Tensor:
-    return F.cross_entropy(output.logits.flatten(0, 1), batch["target_ids"].flatten()) / 2
+def loss_of(model, output, batch) -> torch.Tensor:
+    return mean_cross_entropy(output, batch, getattr(model.config, "router_aux_loss_coef", 0)) / 2
 
 
 def train_whole(model) -> list:
@@ -86,7 +93,7 @@ def train_whole(model) -> list:
         losses = []
         for batch in batches():
             inputs = {name: value for name, value in batch.items() if name != "target_ids"}
-            loss = loss_of(model(**inputs, use_cache=False), batch)
+            loss = loss_of(model, model(**inputs, use_cache=False), batch)
             loss.backward()
             losses.append(loss.item())
         steps.append((losses, update(dict(model.named_parameters()))))
@@ -108,7 +115,7 @@ def train_stages(model) -> list:
                 out = stage(received, **batch)
                 chain.append((received, out))
                 received = out if stage.is_last else out.detach().requires_grad_()
-            loss = loss_of(received, batch)
+            loss = loss_of(model, received, batch)
             losses.append(loss.item())
             gradient, outputs = None, [out for _, out in chain[:-1]] + [loss]
             for (received, _), out in zip(reversed(chain), reversed(outputs)):
@@ -138,7 +145,7 @@ def train_split(model) -> list:
     return train_whole(apply_tensor_parallel(model))
 
 
-def verdict(model_class, train) -> tuple[str, str]:
+def verdict(model_class, train, tolerance: float) -> tuple[str, str]:
     """The verdict, and the largest difference or the reason."""
     def reason(error: Exception) -> str:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -146,7 +153,8 @@ def verdict(model_class, train) -> tuple[str, str]:
     try:
         model = toy(model_class)
         expected = train_whole(copy.deepcopy(model))
-        assert all(gradient.isfinite().all() for _, gradients in expected for gradient in gradients.values()), "not finite"
+        gradients = [gradient for _, found in expected for gradient in found.values()]
+        assert all(gradient.isfinite().all() for gradient in gradients), "gradients that are not finite"
     except Exception as error:  # of any kind: it is not ours
         return "not built", reason(error)
     try:
@@ -155,53 +163,96 @@ def verdict(model_class, train) -> tuple[str, str]:
         return "refused", str(error).splitlines()[0]
     except Exception as error:
         return "failed", reason(error)
+    return compare(model, expected, found, tolerance)
+
+
+def compare(model, expected: list, found: list, tolerance: float) -> tuple[str, str]:
     worst = 0.0
     for (losses, gradients), (cut_losses, cut_gradients) in zip(expected, found):
         if gradients.keys() != cut_gradients.keys():
             return "unequal", f"parameters {sorted(gradients.keys() ^ cut_gradients.keys())[:3]}"
-        worst = max([worst, *(abs(a - b) for a, b in zip(losses, cut_losses))])
+        differences = [abs(a - b) for a, b in zip(losses, cut_losses)]
         for name, gradient in gradients.items():
-            scale = max(gradient.abs().max().item(), 1e-3)
             module, _, key = name.rpartition(".")
             part = split_parameter(model.get_submodule(module), key, gradient)
-            difference = (part - cut_gradients[name]).abs().max().item() / scale
-            worst = difference if not difference <= worst else worst  # a NaN stays
-            if worst != worst:
-                return "unequal", "not a number"
-    return ("exact" if worst <= 1e-9 else "unequal"), f"{worst:.1e}"
+            scale = max(gradient.abs().max().item(), 1e-3)
+            differences.append((part - cut_gradients[name]).abs().max().item() / scale)
+        if any(difference != difference for difference in differences):
+            return "unequal", "not a number"
+        worst = max(worst, *differences)
+    return ("exact" if worst <= tolerance else "unequal"), f"{worst:.1e}"
+
+
+def verdicts(names: list[str]) -> dict[str, list[tuple[str, str]]]:
+    """For each class the verdict in stages, which one of the ranks finds, and over tp, which all of them find."""
+    import transformers
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    pgm.init_process_group("gloo", 60)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    results = {}
+    for kind in ("stages", "tp"):
+        sizes = [1] * ranks if kind == "stages" else [1]
+        pgm.setup_process_group_manager(sizes, ranks // len(sizes))
+        mine = {}
+        for name in names[rank::ranks] if kind == "stages" else results:
+            train, tolerance = (train_stages, 1e-9) if kind == "stages" else (train_split, 1e-6)
+            try:
+                mine[name] = verdict(getattr(transformers, name), train, tolerance)
+            except Exception as error:  # the class cannot even be imported
+                mine[name] = ("not built", f"{type(error).__name__}: {error}")
+            if kind == "stages" or rank == 0:
+                print(f"{name:40} {kind:8} {mine[name][0]:10} {mine[name][1][:200]}", flush=True)
+        everybody = [None] * ranks
+        dist.all_gather_object(everybody, mine)
+        for each in everybody:
+            for name, found in each.items():
+                if kind == "stages" or found[0] in ("unequal", "failed") or len(results[name]) == 1:
+                    results[name] = [*results.get(name, [])[:1], found]
+    return results
+
+
+def print_table(results: dict[str, list[tuple[str, str]]]) -> None:
+    """One line for each kind of result."""
+    import transformers
+
+    lines: dict[tuple, list[str]] = {}
+    for name, ((stages, detail), (tp, tp_detail)) in sorted(results.items()):
+        why = detail if stages != "exact" else tp_detail if tp != "exact" else ""
+        why = re.sub(r"^(Auto policy|Tensor parallelism) for \S+ is not implemented[:,]? ?|Use tp_size 1$", "", why)
+        lines.setdefault((stages, tp, why), []).append(name.removesuffix("ForCausalLM"))
+    print(f"transformers {transformers.__version__}\n\n| in stages | tp 2 | | classes, without ForCausalLM |")
+    print("| --- | --- | --- | --- |")
+    for (stages, tp, why), names in sorted(lines.items(), key=lambda line: (line[0][:2], -len(line[1]))):
+        print(f"| {stages} | {tp} | {why.strip()} | {len(names)}: {', '.join(names)} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--only", metavar="REGEX")
-    parser.add_argument("--tp", action="store_true", help="split over two ranks: start it with torchrun")
+    parser.add_argument("--markdown", action="store_true", help="print a table at the end")
     args = parser.parse_args()
-    import transformers
+    if "RANK" not in os.environ:
+        sys.exit(subprocess.run(torchrun(2, __file__, *sys.argv[1:]), env=environment()).returncode)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
     names = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
     if args.only:
         names = [name for name in names if re.search(args.only, name)]
     elif not args.all:
         names = [f"{name}ForCausalLM" for name in SAMPLE]
-    counts: dict[str, int] = {}
-    if args.tp:
-        pgm.init_process_group("gloo", 60)
-        pgm.setup_process_group_manager([1], tp_size=2)
-    for name in names:
-        try:
-            result, detail = verdict(getattr(transformers, name), train_split if args.tp else train_stages)
-        except Exception as error:
-            result, detail = "not built", f"{type(error).__name__}: {error}"
-        counts[result] = counts.get(result, 0) + 1
-        if not args.tp or pgm.process_group_manager.global_rank == 0:
-            print(f"{name:40} {result:10} {detail[:200]}", flush=True)
-    print(", ".join(f"{count} {result}" for result, count in sorted(counts.items())))
-    if counts.get("unequal"):
-        sys.exit(1)
+    results = verdicts(names)
+    if dist.get_rank() == 0:
+        if args.markdown:
+            print_table(results)
+        for k, kind in enumerate(("in stages", "tp 2")):
+            found = [result[k][0] for result in results.values()]
+            print(f"{kind}:", ", ".join(f"{found.count(name)} {name}" for name in sorted(set(found))))
+    bad = any(kind in ("unequal", "failed") for result in results.values() for kind, _ in result)
+    dist.destroy_process_group()
+    sys.exit(bad)
 
 
 if __name__ == "__main__":

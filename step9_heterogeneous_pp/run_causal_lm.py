@@ -1,0 +1,36 @@
+"""Any causal language model of transformers that says how it can be cut, on text, with the flags of train.py.
+
+    torchrun --nproc_per_node 3 run_causal_lm.py --model_name_or_path Qwen/Qwen3-0.6B --learning_rate 1e-5 \\
+        --pipelines "28;18,10" --num_microbatches "6,2"
+    torchrun --nproc_per_node 2 run_causal_lm.py --model_name_or_path ../assets/tiny_llama --random_weights --tp_size 2
+"""
+
+import argparse
+
+import torch
+
+from run_common import load_model, loss_function
+from train import main
+from utils import UserError, once_per_machine, one_clear_error, read_config
+
+
+def make_causal_lm(args, dtype: torch.dtype, device: torch.device):
+    """As make_llama of train.py, of the class that transformers has for the type in config.json."""
+    model_type = once_per_machine(lambda: read_config(args.model_name)["model_type"])
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES  # takes seconds
+
+    if model_type not in CLASSES:
+        raise UserError(f"--model_name_or_path {args.model_name!r} is a {model_type}, and transformers has no causal "
+                        "language model of this type: use one that writes text, or a script of its own as run_vit.py")
+    args = argparse.Namespace(**vars(args), model_name_or_path=args.model_name)
+    model, weights = load_model(CLASSES[model_type], {}, args, random_weights=args.random_weights)
+    return model, weights, loss_function(model)
+
+
+def add_flags(parser) -> None:
+    parser.add_argument("--random_weights", action="store_true", help="of a new model; the directory needs none")
+
+
+if __name__ == "__main__":
+    with one_clear_error(out_of_memory="use --recompute, lower --micro_batch_size, or raise --tp_size or --pp_size"):
+        main(__doc__, make_causal_lm, add_flags)
