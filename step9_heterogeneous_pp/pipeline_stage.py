@@ -16,6 +16,7 @@ Where a mixture of experts adds a router's loss, it is one of all layers togethe
 """
 
 import inspect
+import math
 import sys
 
 import torch
@@ -53,40 +54,36 @@ class Absent(nn.Module):
 
 
 class RouterLoss:
-    """The auxiliary loss of a mixture of experts (Switch Transformer, Fedus et al. 2021, equations 4 to 6).
+    """Stands in for load_balancing_loss_func, a model's auxiliary loss of its mixture of experts (Fedus et al. 2021).
 
-    With E experts it is E * sum over e of (share of the tokens that e gets) * (mean probability that e has). Both means
-    are over the tokens of all layers, so each stage adds its layers to sums (2 E + 1): tokens, probabilities, number.
-    Raises NotImplementedError where the model's own function gives another number.
+    With E experts it is E * sum over e of (share of the tokens that e gets) * (mean probability of e). Both means are
+    over the tokens of all layers, so each stage adds its layers to `sums` (2 E + 1): tokens, probabilities, their
+    number. Raises NotImplementedError where the model's own function is another one.
     """
 
-    def __init__(self, model: nn.Module):
-        self.num_experts, self.top_k = (getattr(model, name, None) for name in ("num_experts", "num_experts_per_tok"))
-        theirs = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    def __init__(self, model: nn.Module, module):
+        self.module, self.original, self.num_experts = module, module.load_balancing_loss_func, model.num_experts
+        self.sums, logits = None, tuple(torch.arange(24.0).sin().view(3, 2, 4))
         try:
-            logits = tuple(torch.arange(12 * self.num_experts).sin().view(3, 4, self.num_experts))
-            same = torch.isclose(self.value(self.add(None, logits)), theirs(logits, self.num_experts, self.top_k))
-        except TypeError:  # no such function or attribute
+            same = self(logits, 4, 2).isclose(self.original(logits, 4, 2))
+        except Exception:  # of any kind: it has other arguments
             same = False
-        self.size = 2 * (self.num_experts or 0) + 1
         if not same:
             raise NotImplementedError(f"Auto policy for {PipelineTemplate.get_model_name(model)} with its router's loss "
                                       "is not implemented: set output_router_logits=False in its configuration")
 
-    def add(self, sums: torch.Tensor | None, layers: tuple[torch.Tensor, ...], mask=None) -> torch.Tensor:
-        """The sums, and those of layers with router logits (B T, E). `mask` (B, T) is 0 for padding."""
-        for logits in layers:  # in the dtypes and the order of transformers, to get the same bits
+    def __call__(self, layers, num_experts: int, top_k: int, attention_mask=None) -> torch.Tensor | int:
+        """The loss of all layers so far, those of earlier stages included. `layers`: router logits (B T, E) of each."""
+        for logits in layers or ():  # in the dtypes and the order of transformers, to get the same bits
             probabilities = logits.softmax(-1)
-            weight = torch.ones_like(probabilities[:, :1]) if mask is None else mask.reshape(-1, 1)
-            chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(self.top_k).indices, 1.0)
-            parts = (chosen.float() * weight.float(), probabilities.float() * weight.float(), weight.float())
-            added = torch.cat([part.sum(0) for part in parts])
-            sums = added if sums is None else sums + added
-        return sums
-
-    def value(self, sums: torch.Tensor) -> torch.Tensor:
-        tokens, probabilities, number = sums.split([self.num_experts, self.num_experts, 1])
-        return (tokens / number * (probabilities / number)).sum() * self.num_experts
+            weight = (torch.ones_like(logits[:, :1]) if attention_mask is None else attention_mask.view(-1, 1)).float()
+            chosen = torch.zeros_like(logits).scatter_(-1, probabilities.topk(top_k).indices, 1.0)
+            parts = chosen.float() * weight, probabilities.float() * weight, weight
+            self.sums = torch.cat([part.sum(0) for part in parts]) + (0 if self.sums is None else self.sums)
+        if self.sums is None:
+            return 0
+        tokens, probabilities, number = self.sums.split([num_experts, num_experts, 1])
+        return (tokens / number * (probabilities / number)).sum() * num_experts
 
 
 class PipelineStage(nn.Module):
@@ -106,7 +103,10 @@ class PipelineStage(nn.Module):
         self.inputs, self.autocast = inspect.signature(model.forward).parameters.keys() - {"labels"}, autocast
         self.arguments = {"use_cache": False} if "use_cache" in self.inputs else {}  # the cache is for generation
         self.received = self.output = None  # hidden states (B, T, D), during a forward pass
-        self.router_loss = RouterLoss(model) if getattr(model.config, "output_router_logits", False) else None
+        module = sys.modules[type(model).__module__]
+        has_loss = getattr(model.config, "output_router_logits", False) and hasattr(module, "load_balancing_loss_func")
+        self.router_loss = RouterLoss(model, module) if has_loss else None
+        self.num_sums = 2 * self.router_loss.num_experts + 1 if self.router_loss else 0
         if not self.is_first:
             own = model.get_submodule(template.modules_per_stage[stage_index][0])
             own.register_forward_pre_hook(self.enter, with_kwargs=True)
@@ -140,42 +140,37 @@ class PipelineStage(nn.Module):
         """
         assert (received is None) == self.is_first, f"stage {self.stage_index} got {type(received).__name__}"
         inputs = {name: value for name, value in batch.items() if name in self.inputs}
-        sums, self.output = None, None
-        if self.router_loss and received is not None:
-            received, sums = self.unpack(received, batch)
-        self.received = received
+        self.received, self.output, router_loss = received, None, self.router_loss
+        if router_loss:
+            router_loss.sums, router_loss.module.load_balancing_loss_func = None, router_loss
+            if received is not None:
+                length = batch["input_ids"].size(1)
+                self.received = received[:, :length]
+                router_loss.sums = received[:, length:].flatten()[: self.num_sums].float()
         device_type = next(iter(inputs.values())).device.type
         try:
             with torch.autocast(device_type, self.autocast, enabled=self.autocast is not None):
                 out = self.model(**inputs, **self.arguments)
-                if self.router_loss:
-                    sums = self.router_loss.add(sums, out.router_logits or (), inputs.get("attention_mask"))
-            if not self.is_last:
-                return self.pack(self.output.to(self.dtype), sums) if self.router_loss else self.output.to(self.dtype)
-            if self.router_loss:
-                out.aux_loss = self.router_loss.value(sums)
-            return out
+            if self.is_last:
+                return out
+            return self.with_sums(self.output.to(self.dtype)) if router_loss else self.output.to(self.dtype)
         finally:
             self.received = self.output = None  # what is still needed is referenced elsewhere: free the rest
+            if router_loss:
+                router_loss.sums, router_loss.module.load_balancing_loss_func = None, router_loss.original
 
-    def pack(self, hidden_states: torch.Tensor, sums: torch.Tensor | None) -> torch.Tensor:
-        """(B T + R, D): hidden states (B, T, D), and R further rows for the sums of the router's loss."""
-        width = hidden_states.size(-1)
-        sums = hidden_states.new_zeros(self.router_loss.size) if sums is None else sums.to(hidden_states.dtype)
-        return torch.cat([hidden_states.flatten(0, 1), F.pad(sums, (0, -len(sums) % width)).view(-1, width)])
+    def with_sums(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, T + R, D): hidden states (B, T, D), and the router's sums in the first of B R further rows of zeros."""
+        shape, sums = self.hidden_shape(input_ids=hidden_states[:, :, 0]), self.router_loss.sums
+        sums = hidden_states.new_zeros(0) if sums is None else sums.to(hidden_states.dtype)
+        rows = F.pad(sums, (0, math.prod(shape) - hidden_states.numel() - len(sums)))
+        return torch.cat([hidden_states, rows.view(shape[0], -1, shape[2])], dim=1)
 
-    def unpack(self, message: torch.Tensor, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = batch["input_ids"].shape
-        hidden_states, rows = message.split([shape.numel(), len(message) - shape.numel()])
-        return hidden_states.view(*shape, -1), rows.flatten()[: self.router_loss.size].float()
-
-    def hidden_shape(self, **batch) -> tuple[int, ...]:
-        """(B, T, D) of the hidden states for this batch, or what pack makes of it. For ViT, T is 1 + its patches."""
-        if self.router_loss:
-            width = self.config.hidden_size
-            return batch["input_ids"].numel() + -(-self.router_loss.size // width), width
+    def hidden_shape(self, **batch) -> tuple[int, int, int]:
+        """(B, T, D) of what stages send for this batch. For ViT, T is 1 + its patches. For with_sums, R is added."""
         if "input_ids" in batch:
-            return (*batch["input_ids"].shape, self.config.hidden_size)
+            batch_size, length = batch["input_ids"].shape
+            return batch_size, length + math.ceil(self.num_sums / self.config.hidden_size), self.config.hidden_size
         if "pixel_values" not in batch:
             raise UserError(f"the batch has {', '.join(batch) or 'nothing'}, but neither input_ids nor pixel_values: "
                             "name the model's inputs as its forward does")

@@ -50,7 +50,7 @@ FAMILIES: dict[str, Family] = {  # models without a plan of their own
 
 ALIKE_FOR_ALL_LAYERS = {  # arguments of a layer: its input, and what each stage makes of the batch
     "hidden_states", "input_ids", "attention_mask", "position_ids", "position_embeddings", "past_key_values",
-    "use_cache", "output_attentions", "cache_position", "conv_mask", "args", "kwargs",
+    "layer_past", "use_cache", "output_attentions", "cache_position", "attention_scaling", "conv_mask", "args", "kwargs",
 }
 
 

@@ -11,8 +11,8 @@ import torch
 
 from dataloader import corpus_path, load_tokenizer
 from pipeline_template import PipelineTemplate
-from run_common import load_model, make_plugin, parse_args, train
-from utils import TINY_LLAMA, one_clear_error
+from run_common import prepare, run, train
+from utils import TINY_LLAMA
 
 TOY = dict(vocab_size=1024, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
            max_position_embeddings=128, num_labels=2)
@@ -38,9 +38,7 @@ def pad(items: list[tuple[list[int], int]]) -> dict[str, torch.Tensor]:
 
 
 def main():
-    args = parse_args(__doc__)
-    plugin = make_plugin(args)
-    model, weights = load_model("BertForSequenceClassification", TOY, args, new_modules=("bert.pooler", "classifier"))
+    plugin, model, weights, args = prepare(__doc__, "BertForSequenceClassification", TOY, new_modules=("bert.pooler", "classifier"))
 
     # Edit these: the layers of each stage, the pipelines, and how many micro-batches each of them takes.
     layers = model.config.num_hidden_layers
@@ -53,5 +51,4 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error(out_of_memory="use --recompute, or lower --microbatch_size"):
-        main()
+    run(main)

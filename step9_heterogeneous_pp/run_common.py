@@ -16,8 +16,8 @@ from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from stage_weights import open_directory
 from train import training_loop
 from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, once_per_machine, positive_float, positive_int,
-    require_reachable_hub, zero_or_more, zero_or_more_float,
+    ROOT, TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, once_per_machine, one_clear_error, positive_float,
+    positive_int, require_reachable_hub, zero_or_more, zero_or_more_float,
 )
 
 
@@ -44,8 +44,17 @@ def parse_args(doc: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_plugin(args, tp_size: int = 1) -> HeterogeneousParallelPlugin:
-    return HeterogeneousParallelPlugin(tp_size, args.microbatch_size, args.dtype, args.device, recompute=args.recompute)
+def prepare(doc: str, class_name: str, toy: dict, new_modules: tuple[str, ...] = (), tp_size: int = 1):
+    """The plugin, load_model's model and weights, and the flags, for a script with this docstring."""
+    args = parse_args(doc)
+    plugin = HeterogeneousParallelPlugin(tp_size, args.microbatch_size, args.dtype, args.device,
+                                         recompute=args.recompute)
+    return plugin, *load_model(class_name, toy, args, new_modules), args
+
+
+def run(main: Callable) -> None:
+    with one_clear_error(out_of_memory="use --recompute, or lower --microbatch_size"):
+        main()
 
 
 def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = (),

@@ -7,16 +7,13 @@ The slow pair of machines is one pipeline and takes 2 of the 8 micro-batches of 
 """
 
 from pipeline_template import PipelineTemplate
-from run_common import load_model, make_plugin, parse_args, train_on_speeches
-from utils import one_clear_error
+from run_common import prepare, run, train_on_speeches
 
 TOY = dict(vocab_size=1024, n_embd=64, n_layer=4, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=0)
 
 
 def main():
-    args = parse_args(__doc__)
-    plugin = make_plugin(args)
-    model, weights = load_model("GPT2LMHeadModel", TOY, args)
+    plugin, model, weights, args = prepare(__doc__, "GPT2LMHeadModel", TOY)
 
     # Edit these: the modules of each stage, the pipelines, and how many micro-batches each of them takes.
     name, modules = PipelineTemplate.get_model_name(model), PipelineTemplate.get_modules(model)
@@ -29,5 +26,4 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error(out_of_memory="use --recompute, or lower --microbatch_size"):
-        main()
+    run(main)

@@ -5,17 +5,14 @@
 """
 
 from pipeline_template import PipelineTemplate
-from run_common import load_model, make_plugin, parse_args, train_on_speeches
-from utils import one_clear_error
+from run_common import prepare, run, train_on_speeches
 
 TOY = dict(vocab_size=1024, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4,
            num_key_value_heads=2, max_position_embeddings=128)
 
 
 def main():
-    args = parse_args(__doc__)
-    plugin = make_plugin(args)
-    model, weights = load_model("LlamaForCausalLM", TOY, args)
+    plugin, model, weights, args = prepare(__doc__, "LlamaForCausalLM", TOY)
 
     # Edit these: the layers of each stage, the pipelines, and how many micro-batches each of them takes.
     layers = model.config.num_hidden_layers
@@ -28,5 +25,4 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error(out_of_memory="use --recompute, or lower --microbatch_size"):
-        main()
+    run(main)

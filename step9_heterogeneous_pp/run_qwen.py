@@ -5,17 +5,14 @@
 """
 
 from pipeline_template import PipelineTemplate
-from run_common import load_model, make_plugin, parse_args, train_on_speeches
-from utils import one_clear_error
+from run_common import prepare, run, train_on_speeches
 
 TOY = dict(vocab_size=1024, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4,
            num_key_value_heads=2, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True)
 
 
 def main():
-    args = parse_args(__doc__)
-    plugin = make_plugin(args, tp_size=2)
-    model, weights = load_model("Qwen3ForCausalLM", TOY, args)
+    plugin, model, weights, args = prepare(__doc__, "Qwen3ForCausalLM", TOY, tp_size=2)
 
     # Edit these: the layers of each stage, the pipelines, and how many micro-batches each of them takes.
     one_stage = PipelineTemplate.from_layers_per_stage(model, [model.config.num_hidden_layers])
@@ -25,5 +22,4 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error(out_of_memory="use --recompute, or lower --microbatch_size"):
-        main()
+    run(main)

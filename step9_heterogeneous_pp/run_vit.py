@@ -9,8 +9,7 @@ import functools
 import torch
 
 from pipeline_template import PipelineTemplate
-from run_common import load_model, make_plugin, parse_args, train
-from utils import one_clear_error
+from run_common import prepare, run, train
 
 TOY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, image_size=32,
            patch_size=8, num_labels=3)
@@ -26,9 +25,7 @@ def draw(numbers: list[int], size: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 def main():
-    args = parse_args(__doc__)
-    plugin = make_plugin(args)
-    model, weights = load_model("ViTForImageClassification", TOY, args, new_modules=("classifier",))
+    plugin, model, weights, args = prepare(__doc__, "ViTForImageClassification", TOY, new_modules=("classifier",))
 
     # Edit these: the layers of each stage, the pipelines, and how many micro-batches each of them takes.
     layers = model.config.num_hidden_layers
@@ -42,5 +39,4 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error(out_of_memory="use --recompute, or lower --microbatch_size"):
-        main()
+    run(main)
