@@ -103,7 +103,7 @@ class PipelineStage(nn.Module):
         self.inputs, self.autocast = inspect.signature(model.forward).parameters.keys() - {"labels"}, autocast
         self.arguments = {"use_cache": False} if "use_cache" in self.inputs else {}  # the cache is for generation
         self.received = self.output = None  # hidden states (B, T, D), during a forward pass
-        module = sys.modules[type(model).__module__]
+        module = sys.modules.get(type(model).__module__)
         has_loss = getattr(model.config, "output_router_logits", False) and hasattr(module, "load_balancing_loss_func")
         self.router_loss = RouterLoss(model, module) if has_loss else None
         self.num_sums = 2 * self.router_loss.num_experts + 1 if self.router_loss else 0

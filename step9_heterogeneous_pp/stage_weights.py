@@ -8,9 +8,11 @@ The names in a file can differ from the model's. Files of a bare model lack the 
 `transformer.h.0...`), a tied head is not in the file, and older files have older names, which transformers knows.
 """
 
+import copy
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 
 import torch
@@ -58,7 +60,7 @@ def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,
     """
     where = source if isinstance(source, str) else "the state dict"
     source = open_directory(source) if isinstance(source, str) else source
-    model, known = stage.model, names_in(source, stage)
+    model, known = stage.model, by_our_names(source, stage)
     make_buffers(model, device)
     names: dict[nn.Parameter, list[str]] = {}  # several names where parameters of one stage are tied
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -66,11 +68,11 @@ def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,
     for param, here in names.items():
         # A tied head and its embedding have one value, also where they are on two stages: the embedding's comes first.
         anywhere = (*stage.tied, *here) if stage.tied and set(stage.tied) & set(here) else here
-        found = next((known[name] for name in anywhere if name in known), None)
+        found = next((name for name in anywhere if name in known), None)
         if found is None:
             raise UserError(f"{where} has no weights for {here[0]} of stage {stage.stage_index}")
         module, _, key = here[0].rpartition(".")
-        full = source[found]() if callable(source[found]) else source[found]
+        full = known[found]() if callable(known[found]) else known[found]
         part = split_parameter(model.get_submodule(module), key, full)
         if part.shape != param.shape:
             raise UserError(f"{found} has the shape {tuple(part.shape)} in {where}, but {here[0]} of the model "
@@ -81,17 +83,42 @@ def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,
             setattr(model.get_submodule(module), key, value)
 
 
-def names_in(source: Mapping, stage: PipelineStage) -> dict[str, str]:
-    """The name that a parameter has in the model -> its name in the source."""
+def by_our_names(source: Mapping, stage: PipelineStage) -> dict[str, Callable]:
+    """The source by the names of the model's parameters. Of a mixture of experts, files have each expert by itself."""
     model = stage.model
     if not hasattr(model, "base_model_prefix"):  # our Llama
-        return {name: name for name in source}
+        return dict(source)
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    renamings = [change for change in get_model_conversion_mapping(model) if isinstance(change, WeightRenaming)]
+    changes = get_model_conversion_mapping(model)
+    renamings, converters = ([change for change in changes if isinstance(change, kind)]
+                             for kind in (WeightRenaming, WeightConverter))
     state = dict.fromkeys((*model.state_dict(), *(stage.tied or ())), True)
-    return {rename_source_key(name, renamings, [], model.base_model_prefix, state)[0]: name for name in source}
+    found, parts = {}, {}
+    for name in sorted(source, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]):
+        ours, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if pattern is None or ours in source:
+            found[ours] = source[name]
+        else:
+            parts.setdefault(ours, []).append((ours, name, pattern, functools.partial(read, source[name])))
+    for name, collected in parts.items():
+        converter = next(converter for converter in converters if collected[0][2] in converter.source_patterns)
+        found[name] = functools.partial(join, converter, name, collected, model)
+    return found
+
+
+def read(full) -> torch.Tensor:
+    return (full() if callable(full) else full)[...]
+
+
+def join(converter, name: str, parts: list[tuple], model: nn.Module) -> torch.Tensor:
+    """One parameter out of several of the files, as transformers joins them."""
+    converter = copy.deepcopy(converter)
+    for part in parts:
+        converter.add_tensor(*part)
+    value = converter.convert(name, model=model, config=model.config)[name]
+    return value[0] if isinstance(value, list) else value
 
 
 def make_buffers(model: nn.Module, device: torch.device | str) -> None:

@@ -10,8 +10,7 @@ FAILURES = {  # what the script does -> what the line begins with
     "of a GPU": (f"raise {RAISED}", "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.): "),
     "of the CPU": ("torch.empty(1 << 50, dtype=torch.uint8)", "out of memory ("),  # a true one: a thousand TB
 }
-SCRIPTS = sorted([*ROOT.glob("step*/train.py"), *ROOT.glob("step9_*/run_*.py")])
-SCRIPTS.remove(STEPS["9"] / "run_common.py")
+SCRIPTS = sorted([*ROOT.glob("step*/train.py"), STEPS["9"] / "run_common.py", STEPS["9"] / "run_causal_lm.py"])
 
 
 @pytest.mark.parametrize("step", [1, 9])
@@ -41,6 +40,6 @@ def flags_of(path) -> set[str]:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name.split('_')[0]}-{path.stem}")
 def test_the_remedy_is_made_of_the_scripts_own_flags(script):
     [remedy] = re.findall(r'with one_clear_error\(out_of_memory="(.+)"\):', script.read_text())
-    own = flags_of(script) or flags_of(script.with_name("run_common.py"))
+    own = flags_of(script if script.stem == "run_common" else script.with_name("train.py"))
     named = set(re.findall(r"--\w+", remedy))
     assert len(own) > 10 and named and named <= own, f"{script} has no {named - own}"

@@ -184,7 +184,7 @@ def test_sizes_that_tp_does_not_divide(name, changes, message, monkeypatch):
 @pytest.mark.parametrize("name", ["bert", "bert-classifier", "vit"])
 def test_models_that_tp_does_not_split(name, monkeypatch):
     monkeypatch.setattr(hf_tensor_parallel.pgm, "process_group_manager", Grid())
-    message = "^Tensor parallelism for .* is not implemented, only .*GPT2Block.*tp_size 1$"
+    message = "^Tensor parallelism for .* is not implemented, since it has no plan .*tp_size 1$"
     with pytest.raises(NotImplementedError, match=message):
         hf_tensor_parallel.apply_tensor_parallel(toy_on_meta(name))
 
@@ -196,9 +196,9 @@ class Grid:
 def test_fused_matrices_are_cut_matrix_by_matrix(monkeypatch):
     monkeypatch.setattr(hf_tensor_parallel.pgm, "process_group_manager", Grid())
     full = torch.arange(18).view(1, 18)  # q is 0 to 5, k 6 to 11, v 12 to 17
-    module = types.SimpleNamespace(tp_dims={"weight": 1}, tp_fused=3)
+    module = types.SimpleNamespace(tp_dims={"weight": 1}, tp_fused={"weight": 3})
     assert hf_tensor_parallel.split_parameter(module, "weight", full).tolist() == [[0, 1, 6, 7, 12, 13]]
-    module.tp_fused = 1
+    module.tp_fused = {}
     assert hf_tensor_parallel.split_parameter(module, "weight", full).tolist() == [[0, 1, 2, 3, 4, 5]]
     assert hf_tensor_parallel.split_parameter(module, "bias", full).tolist() == full.tolist()
 

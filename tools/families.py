@@ -5,8 +5,9 @@
     python tools/families.py --all --markdown      a table, one line for each kind of result
 
 Each class is built at toy size with random weights in float64, and trained for two steps of two micro-batches with
-padding: whole, in stages of one layer and of the others as step 9 cuts it, and split over two ranks. The router's loss
-of a mixture of experts is switched on. Two processes share the work. The verdicts:
+padding: whole, in stages of one layer and of the others as step 9 cuts it, and split over two ranks. The stages read
+their parameters from files, in the Hub's format. The router's loss of a mixture of experts is switched on. Two processes
+share the work. The verdicts:
 
     exact      every loss agrees to 1e-9, and every gradient to 1e-9 of its largest number
     refused    step 9 says that it cannot cut or split the model, and why
@@ -16,20 +17,21 @@ of a mixture of experts is switched on. Two processes share the work. The verdic
 """
 
 import argparse
-import contextlib
 import copy
 import inspect
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import warnings
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import environment, modules_of, torchrun
+from launch import environment, modules_of, torchrun  # puts tests/support on the path
+from huggingface import float64_throughout  # isort: skip
 
 with modules_of(9):
     import process_group_manager as pgm
@@ -37,6 +39,7 @@ with modules_of(9):
     from pipeline_stage import PipelineStage
     from pipeline_template import PipelineTemplate
     from run_common import mean_cross_entropy
+    from stage_weights import load_weights
 
 SAMPLE = ("Cohere", "Gemma2", "Glm4", "GPTNeoX", "GptOss", "Granite", "Llama", "Mixtral", "Olmo2", "Phi3", "Qwen3",
           "Qwen3Moe", "SmolLM3")
@@ -48,22 +51,15 @@ TOY = dict(  # of every name that a configuration has
     first_k_dense_replace=1, n_group=1, topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
     qk_nope_head_dim=8, v_head_dim=16, sliding_window=8, ffn_hidden_size=96, n_positions=64, n_embd=64, n_layer=4,
     n_head=4, d_model=64, output_router_logits=True, router_aux_loss_coef=0.1, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
-    linear_value_head_dim=16,
+    linear_value_head_dim=16, linear_head_dim=16, linear_num_heads=4,
 )
 
 
 FOR_SOME = {  # a field of the configuration -> what else a toy with this field needs
-    "kv_lora_rank": dict(num_key_value_heads=4, head_dim=8), "rotary_dim": dict(rotary_dim=16), "moe_k": dict(moe_k=2),
+    "kv_lora_rank": dict(num_key_value_heads=4, head_dim=8), "moe_k": dict(moe_k=2),
+    "conv_L_cache": dict(layer_types=["conv", "full_attention"] * 2),
     "vocab_size_per_layer_input": dict(vocab_size_per_layer_input=96, hidden_size_per_layer_input=8),
 }
-
-
-@contextlib.contextmanager
-def float64_throughout():
-    """Many models compute norms, softmax or routers in float32, whatever their dtype. Here they do it in float64."""
-    with mock.patch.multiple(torch, float32=torch.float64, float=torch.float64):
-        with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
-            yield
 
 
 def toy_config(model_class):
@@ -85,7 +81,7 @@ def toy(model_class, config) -> torch.nn.Module:
         model = model_class(config)
     PipelineTemplate.get_modules(model)
     size = sum(param.numel() for param in model.parameters())
-    assert size < 3e7, f"a toy of {size:.1e} parameters"
+    assert size < 6e6, f"a toy of {size:.1e} parameters"
     torch.manual_seed(0)
     model = model_class(config).double()
     with torch.no_grad():
@@ -125,11 +121,21 @@ def train_whole(model) -> list:
 
 
 def train_stages(model) -> list:
-    """The same with the model in two stages, which hand over hidden states and gradients as run_schedule does."""
-    sizes = [1, model.config.num_hidden_layers - 1]
-    template = PipelineTemplate.from_layers_per_stage(model, sizes)
+    """The same with the model in two stages, which hand over hidden states and gradients as run_schedule does.
+
+    Each is built on the meta device and reads its parameters from the files that save_pretrained writes.
+    """
+    template = PipelineTemplate.from_layers_per_stage(model, [1, model.config.num_hidden_layers - 1])
     template.check(model)
-    stages = [PipelineStage(copy.deepcopy(model), template, k) for k in range(len(sizes))]
+    stages = []
+    saves = mock.patch.object(type(model), "should_save_on_this_rank", return_value=True, create=True)  # not rank 0 alone
+    with tempfile.TemporaryDirectory() as folder, saves:
+        model.save_pretrained(folder)
+        for k in range(template.num_stages):
+            with torch.device("meta"):
+                empty = type(model)(toy_config(type(model))).double()
+            stages.append(PipelineStage(empty, template, k))
+            load_weights(stages[-1], folder)
     tied, steps = stages[0].tied, []
     for _ in range(2):
         losses = []

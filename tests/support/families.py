@@ -1,7 +1,8 @@
 """Hugging Face's models at toy size in float64, each family that step 9 can cut, with a batch and a loss.
 
 Sizes are chosen so that what is often alike differs: Qwen3's head size is not hidden size / heads, Mistral's and
-Qwen2's windows are shorter than the samples, one OPT has projections around its layers and no final norm.
+Qwen2's windows are shorter than the samples, one OPT has projections around its layers and no final norm. Mixtral has
+more experts than a step's tokens reach, and its router's loss.
 """
 
 import pathlib
@@ -10,7 +11,6 @@ import sys
 import torch
 import torch.nn.functional as F
 import transformers
-from huggingface import ExactRMSNorm
 from transformers.utils import logging
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "tools"))  # in a rank pytest.ini does not count
@@ -42,6 +42,8 @@ TOYS = {  # name -> class of the model, its configuration
     "mistral": ("MistralForCausalLM", dict(LLAMA, sliding_window=4)),
     "qwen2": ("Qwen2ForCausalLM", dict(LLAMA, use_sliding_window=True, sliding_window=4, max_window_layers=1)),
     "qwen3": ("Qwen3ForCausalLM", dict(LLAMA, head_dim=16)),
+    "mixtral": ("MixtralForCausalLM", dict(LLAMA, num_local_experts=32, num_experts_per_tok=1,
+                                           output_router_logits=True, router_aux_loss_coef=0.1)),
     "opt": ("OPTForCausalLM", OPT),
     "opt-projected": ("OPTForCausalLM", dict(OPT, word_embed_proj_dim=16, do_layer_norm_before=False)),
     "gpt-neox": ("GPTNeoXForCausalLM", dict(SIZES, intermediate_size=48, max_position_embeddings=32, pad_token_id=0)),
@@ -52,7 +54,7 @@ TOYS = {  # name -> class of the model, its configuration
     "vit": ("ViTForImageClassification", dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_labels=3,
                                               intermediate_size=48, image_size=16, patch_size=4, **NO_DROPOUT)),
 }
-DECODERS = ("gpt2", "llama", "granite", "mistral", "qwen2", "qwen3", "opt", "gpt-neox")
+DECODERS = ("gpt2", "llama", "granite", "mistral", "mixtral", "qwen2", "qwen3", "opt", "gpt-neox")
 TIED = ("gpt2", "llama", "granite", "mistral", "qwen2", "qwen3", "opt", "opt-projected", "gpt-neox", "bert")  # can be
 CASES = [(name, tied) for name in TOYS for tied in ((False, True) if name in TIED else (False,))]
 IDS = [f"{name}{'-tied' * tied}" for name, tied in CASES]
@@ -60,7 +62,9 @@ IDS = [f"{name}{'-tied' * tied}" for name, tied in CASES]
 
 def toy_config(name: str, tied: bool = False, **changes):
     model_class, sizes = getattr(transformers, TOYS[name][0]), TOYS[name][1]
-    return model_class.config_class(**{**sizes, "tie_word_embeddings": tied, **changes})
+    config = model_class.config_class(**{**sizes, "tie_word_embeddings": tied, **changes})
+    config._experts_implementation = "eager"  # others cannot compute in float64
+    return config
 
 
 def toy(name: str, tied: bool = False, **changes) -> torch.nn.Module:
@@ -76,15 +80,6 @@ def toy(name: str, tied: bool = False, **changes) -> torch.nn.Module:
 def toy_on_meta(name: str, tied: bool = False, **changes) -> torch.nn.Module:
     with torch.device("meta"):
         return getattr(transformers, TOYS[name][0])(toy_config(name, tied, **changes)).to(torch.float64)
-
-
-def with_exact_norms(model: torch.nn.Module) -> torch.nn.Module:
-    """Replaces the norms that compute in float32 whatever the dtype."""
-    for name, module in list(model.named_modules()):
-        if type(module).__name__.endswith("RMSNorm"):
-            parent, _, key = name.rpartition(".")
-            setattr(model.get_submodule(parent), key, ExactRMSNorm(module))
-    return model
 
 
 def toy_batch(name: str) -> dict[str, torch.Tensor]:
@@ -108,7 +103,7 @@ def toy_loss(out, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     if logits.dim() == 2:  # a class a sample
         return F.cross_entropy(logits, torch.tensor([0, 2, 1]))
     targets = (batch["input_ids"] * 7 + 1).remainder(96).masked_fill(batch["attention_mask"] == 0, -100)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + 0.1 * (getattr(out, "aux_loss", None) or 0)
 
 
 def stages_of(make, sizes: list[int]) -> list[PipelineStage]:

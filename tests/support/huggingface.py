@@ -1,6 +1,8 @@
 """A Hugging Face `LlamaForCausalLM` with the weights of our Llama, as the reference that owes nothing to our code."""
 
+import contextlib
 import re
+from unittest import mock
 
 import torch
 from transformers import LlamaForCausalLM
@@ -24,6 +26,14 @@ class ExactRMSNorm(torch.nn.Module):
 
     def forward(self, x):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+@contextlib.contextmanager
+def float64_throughout():
+    """Many models compute norms, softmax or routers in float32, whatever their dtype. Here they do it in float64."""
+    with mock.patch.multiple(torch, float32=torch.float64, float=torch.float64):
+        with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+            yield
 
 
 def their_name(name: str) -> str:
