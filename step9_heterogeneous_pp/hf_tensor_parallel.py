@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import process_group_manager as pgm
 import tensor_parallel
 from model import cast
-from pipeline_template import PipelineTemplate, listed_modules
+from pipeline_template import PipelineTemplate, Unsupported, listed_modules
 from tensor_parallel import (
     ColumnParallelLinear, CopyToTensorParallel, ReduceFromTensorParallel, RowParallelLinear, split_over_tp,
 )
@@ -123,7 +123,7 @@ def split_experts(experts: nn.Module) -> nn.Module:
     """The module itself, with a part of the width of each expert: gate and up (E, 2 width, D), down (E, D, width)."""
     shapes = {key: param.shape for key, param in experts.named_parameters()}
     if shapes.keys() != {"gate_up_proj", "down_proj"} or shapes["gate_up_proj"][1] != 2 * shapes["down_proj"][2]:
-        raise NotImplementedError(f"Tensor parallelism for {type(experts).__name__} is not implemented: its parameters "
+        raise Unsupported(f"Tensor parallelism for {type(experts).__name__} is not implemented: its parameters "
                                   f"are {', '.join(shapes)}. Use tp_size 1")
     split_module(copy_input(experts), {"gate_up_proj": 1, "down_proj": 2}, {"gate_up_proj": 2})
     experts.register_forward_hook(lambda _, args, out: ReduceFromTensorParallel.apply(out))
@@ -158,7 +158,7 @@ SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "ffn
 def replacements(model: nn.Module, layer: nn.Module) -> dict[str, Callable]:
     """For each place in a decoder layer what replaces the module there, by the table or the model's own plan.
 
-    What reads the input of a block (of attention, say) shares one f in front of it. Raises NotImplementedError where
+    What reads the input of a block (of attention, say) shares one f in front of it. Raises Unsupported where
     there is no plan, or it has a style that we don't have, or is silent about a parameter of a block that is split.
     """
     if (name := type(layer).__name__) in TP_MODULES:
@@ -174,7 +174,7 @@ def replacements(model: nn.Module, layer: nn.Module) -> dict[str, Callable]:
     unknown += [f"no style of {name}" for name in params if name.startswith(tuple(f"{block}." for block in blocks))
                 and not name.startswith(tuple(f"{place}." for place in styles))]
     if unknown or not styles:
-        raise NotImplementedError(f"Tensor parallelism for {PipelineTemplate.get_model_name(model)} is not implemented, "
+        raise Unsupported(f"Tensor parallelism for {PipelineTemplate.get_model_name(model)} is not implemented, "
                                   f"since it has {', '.join(unknown) or 'no plan (base_model_tp_plan)'}. Use tp_size 1")
     found = {place: COLUMN if style == "colwise" and place.rpartition(".")[0] in blocks else STYLES[style]
              for place, style in styles.items()}
@@ -184,7 +184,7 @@ def replacements(model: nn.Module, layer: nn.Module) -> dict[str, Callable]:
 def apply_tensor_parallel(model: nn.Module) -> nn.Module:
     """Splits our Llama or a Hugging Face decoder over the tp group, in place, on the meta device or with its weights.
 
-    Raises NotImplementedError for a model that cannot be split, UserError where tp_size does not divide the heads,
+    Raises Unsupported for a model that cannot be split, UserError where tp_size does not divide the heads,
     the key/value heads or the MLP's width. Call it before PipelineStage, which then keeps the stage's part.
     """
     tp_size, model_name = pgm.process_group_manager.tp_world_size, PipelineTemplate.get_model_name(model)

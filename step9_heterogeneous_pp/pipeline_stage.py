@@ -23,7 +23,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from pipeline_template import PipelineTemplate, listed_modules
+from pipeline_template import PipelineTemplate, Unsupported, listed_modules
 from utils import UserError
 
 
@@ -58,7 +58,7 @@ class RouterLoss:
 
     With E experts it is E * sum over e of (share of the tokens that e gets) * (mean probability of e). Both means are
     over the tokens of all layers, so each stage adds its layers to `sums` (2 E + 1): tokens, probabilities, their
-    number. Raises NotImplementedError where the model's own function is another one.
+    number. Raises Unsupported where the model's own function is another one.
     """
 
     def __init__(self, model: nn.Module, module):
@@ -69,7 +69,7 @@ class RouterLoss:
         except Exception:  # of any kind: it has other arguments
             same = False
         if not same:
-            raise NotImplementedError(f"Auto policy for {PipelineTemplate.get_model_name(model)} with its router's loss "
+            raise Unsupported(f"Auto policy for {PipelineTemplate.get_model_name(model)} with its router's loss "
                                       "is not implemented: set output_router_logits=False in its configuration")
 
     def __call__(self, layers, num_experts: int, top_k: int, attention_mask=None) -> torch.Tensor | int:

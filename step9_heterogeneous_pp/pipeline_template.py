@@ -25,6 +25,10 @@ import torch.nn as nn
 from utils import UserError
 
 
+class Unsupported(UserError, NotImplementedError):
+    """A model that step 9 cannot cut, or not in the way that was asked for."""
+
+
 class Family(NamedTuple):
     """Where a model can be cut. A module that a configuration leaves out (None in the model) is skipped."""
 
@@ -55,7 +59,7 @@ ALIKE_FOR_ALL_LAYERS = {  # arguments of a layer: its input, and what each stage
 
 
 def family_of(model: nn.Module) -> Family:
-    """The model's line in FAMILIES, or what its own plan says. Raises NotImplementedError where there is neither."""
+    """The model's line in FAMILIES, or what its own plan says. Raises Unsupported where there is neither."""
     if (family := FAMILIES.get(type(model).__name__)) is not None:
         return family
     inside = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
@@ -63,12 +67,12 @@ def family_of(model: nn.Module) -> Family:
     modules = dict(model.named_modules())
     layers = [k for k, name in enumerate(names) if isinstance(modules.get(name), nn.ModuleList)]
     if len(layers) != 1:
-        raise NotImplementedError(
+        raise Unsupported(
             f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: it has no plan for pipelines "
             f"(base_model_pp_plan) that names its layers, and is none of {', '.join(FAMILIES)}")
     needs = {name for layer in modules[names[layers[0]]] for name in inspect.signature(layer.forward).parameters}
     if needs := needs - ALIKE_FOR_ALL_LAYERS:
-        raise NotImplementedError(
+        raise Unsupported(
             f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: its layers also need "
             f"{', '.join(sorted(needs))}, and stages send each other nothing but hidden states")
     return Family(tuple(names[: layers[0]]), names[layers[0]], tuple(names[layers[0] + 1 :]))
@@ -77,7 +81,7 @@ def family_of(model: nn.Module) -> Family:
 def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
     """The names of the model's modules before its decoder layers, of the layers, and of the modules after them.
 
-    Raises NotImplementedError for a model of no family, and where some parameters are in none of these modules.
+    Raises Unsupported for a model of no family, and where some parameters are in none of these modules.
     """
     family = family_of(model)
 
@@ -89,7 +93,7 @@ def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
     first, last = present(family.first), present(family.last)
     prefixes = tuple(f"{name}." for name in (*first, *layers, *last))
     if outside := [name for name, _ in model.named_parameters() if not name.startswith(prefixes)]:
-        raise NotImplementedError(f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: its "
+        raise Unsupported(f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: its "
                                   f"plan does not say which stage holds {', '.join(outside[:3])}")
     return first, layers, last
 
@@ -144,7 +148,7 @@ class PipelineTemplate:
         return len(self.modules_per_stage)
 
     def check(self, model: nn.Module) -> None:
-        """Raises NotImplementedError or UserError where this is no template for the model."""
+        """Raises Unsupported or UserError where this is no template for the model."""
         first, layers, last = listed_modules(model)
         if self.model_name != (model_name := self.get_model_name(model)):
             raise UserError(f"the pipeline template is one for {self.model_name}, but the model is a {model_name}: "

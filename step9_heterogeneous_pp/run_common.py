@@ -68,6 +68,8 @@ def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = 
     model_class = getattr(transformers, class_name)
     directory = args.model_name_or_path and once_per_machine(lambda: local_directory(args.model_name_or_path))
     config = model_class.config_class.from_pretrained(directory) if directory else model_class.config_class(**toy)
+    if args.dtype == "float64":
+        config._experts_implementation = "eager"  # the library's grouped matmuls have no float64
     check_positions(config, args.seq_len)
     if directory is None or random_weights:
         torch.manual_seed(args.seed)

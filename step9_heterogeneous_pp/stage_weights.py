@@ -21,6 +21,7 @@ from safetensors import safe_open
 
 from hf_tensor_parallel import split_parameter
 from pipeline_stage import PipelineStage
+from pipeline_template import Unsupported
 from utils import UserError
 
 
@@ -125,7 +126,7 @@ def make_buffers(model: nn.Module, device: torch.device | str) -> None:
     """Computes the buffers that are still on the meta device: rotary frequencies, position ids.
 
     They are in no file. A Hugging Face model computes them together with its initial weights, which are on the meta
-    device here, where nothing is computed. Raises NotImplementedError for a buffer that this leaves without values.
+    device here, where nothing is computed. Raises Unsupported for a buffer that this leaves without values.
     """
     for module_name, module in list(model.named_modules()):
         names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
@@ -138,4 +139,4 @@ def make_buffers(model: nn.Module, device: torch.device | str) -> None:
         for name in names:
             buffer = module._buffers[name]
             if (buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min).any():
-                raise NotImplementedError(f"the buffer {module_name}.{name} is not computed with the initial weights")
+                raise Unsupported(f"the buffer {module_name}.{name} is not computed with the initial weights")

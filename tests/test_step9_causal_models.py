@@ -1,0 +1,80 @@
+"""Causal language models of transformers, cut by their own plans: tools/families.py, and run_causal_lm.py."""
+
+import re
+import shutil
+
+import pytest
+import transformers
+from launch import MODELS, ROOT, STEPS, fork, losses
+
+SCRIPT = STEPS["9"] / "run_causal_lm.py"
+TOY = dict(vocab_size=1024, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+           intermediate_size=48, max_position_embeddings=64)
+EXPERTS = dict(TOY, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.1)
+
+
+def verdicts(*flags, timeout: float) -> list[tuple[str, str, str]]:
+    """(class, stages or tp, verdict) of each line."""
+    done = fork(9, 2, *flags, script=ROOT / "tools" / "families.py", modules=MODELS, timeout=timeout)
+    return re.findall(r"^(\w+) +(stages|tp) +([a-z]+(?: built)?) ", done.stdout, re.M)
+
+
+def test_a_sample_of_families():
+    """Exact in every gradient, over tp 2 where the model's plan allows. Any unequal one is exit code 1."""
+    found = verdicts(timeout=170)
+    exact = {kind: [name for name, of, verdict in found if (of, verdict) == (kind, "exact")] for kind in ("stages", "tp")}
+    assert len(exact["stages"]) == 13 and len(exact["tp"]) == 12, found
+    assert ("GptOssForCausalLM", "tp", "refused") in found
+
+
+@pytest.mark.slow
+def test_all_families():
+    found = verdicts("--all", timeout=500)
+    assert sum((of, verdict) == ("stages", "exact") for _, of, verdict in found) >= 60
+    assert sum((of, verdict) == ("tp", "exact") for _, of, verdict in found) >= 30
+    assert not [line for line in found if line[2] in ("unequal", "failed")]
+
+
+def save(folder, config, with_weights: bool) -> str:
+    """A directory as on the Hub, with the tokenizer of the tiny Llama."""
+    shutil.copytree(ROOT / "assets" / "tiny_llama", folder)
+    if with_weights:
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        for param in model.parameters():
+            param.data.normal_(0, 0.1).add_(1 if param.dim() == 1 else 0)
+        model.save_pretrained(folder)
+    else:
+        config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind, with_weights, ranks, topology", [
+    ("MixtralConfig", True, 6, ["--pipelines", "4;1,3", "--num_microbatches", "1,2", "--tp_size", 2]),
+    ("Qwen3Config", False, 3, ["--pipelines", "4;3,1", "--num_microbatches", "2,1"]),
+])
+def test_the_script_trains_as_one_process(tmp_path, kind, with_weights, ranks, topology):
+    directory = save(tmp_path / "model", getattr(transformers, kind)(**EXPERTS if with_weights else TOY), with_weights)
+    flags = ["--model_name_or_path", directory, "--dtype", "float64", "--device", "cpu", "--seq_len", 16, "--log_dir",
+             tmp_path, "--max_tokens", 16 * 4 * 3 * 5, *([] if with_weights else ["--random_weights"])]
+    for name, ranks, more in ("cut", ranks, topology), ("whole", 1, ["--gradient_accumulation_steps", 3]):
+        fork(9, ranks, *flags, *more, "--run_name", name, script=SCRIPT, modules=MODELS)
+    cut, whole = losses(tmp_path, "cut"), losses(tmp_path, "whole")
+    assert len(cut) == 5 and whole[-1] < whole[0]
+    assert max(abs(a - b) for a, b in zip(cut, whole)) <= 1e-6  # Mixtral computes its router in float32
+
+
+@pytest.mark.parametrize("config, flags, message", [
+    (transformers.GPTJConfig(n_layer=2, n_embd=32, n_head=4, rotary_dim=8), ["--random_weights"],
+     "Auto policy for transformers.models.gptj.modeling_gptj.GPTJForCausalLM is not implemented: it has no plan"),
+    (transformers.ApertusConfig(**TOY), ["--random_weights", "--tp_size", 2],
+     "Tensor parallelism for transformers.models.apertus.modeling_apertus.ApertusForCausalLM is not implemented, since "
+     "it has no style of mlp.act_fn.alpha_p"),
+    (transformers.ViTConfig(), [], "is a vit, and transformers has no causal language model of this type"),
+    (transformers.Qwen3Config(**TOY), [], "has neither model.safetensors nor model.safetensors.index.json"),
+], ids=["no plan", "no style", "no text", "no weights"])
+def test_errors_of_the_script(tmp_path, config, flags, message):
+    done = fork(9, 2, "--model_name_or_path", save(tmp_path / "model", config, False), "--device", "cpu", "--seq_len", 16,
+                "--pp_size" if "--tp_size" not in flags else "--dp_size", 2 if "--tp_size" not in flags else 1, *flags,
+                "--log_dir", tmp_path, script=SCRIPT, modules=MODELS, check=False)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("error: ") == 1, done.stderr
+    assert "Traceback" not in done.stderr
