@@ -39,7 +39,7 @@ def split_parameter(module: nn.Module, key: str, full) -> torch.Tensor:
 
 
 def split_module(module: nn.Module, tp_dims: dict[str, int], fused: dict[str, int]) -> nn.Module:
-    """The module itself, with this rank's part of its parameters. `fused`: how many matrices lie side by side in one."""
+    """The module itself with this rank's part of its parameters. `fused`: how many matrices lie side by side in one."""
     module.tp_dims, module.tp_fused = tp_dims, fused
     for key in tp_dims:
         param = getattr(module, key)

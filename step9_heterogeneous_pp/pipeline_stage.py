@@ -12,7 +12,7 @@ the stage sends. The last stage returns the model's output.
 Parameters keep the names they have in the whole model. A head that is tied to an embedding of another stage keeps a
 parameter of its own, under the head's name: `tied` says which two names have to stay equal.
 
-Where a mixture of experts adds a router's loss, it is one of all layers together, so sums travel with the hidden states.
+The router's loss of a mixture of experts is one of all layers together, so sums travel with the hidden states.
 """
 
 import inspect

@@ -53,8 +53,8 @@ FAMILIES: dict[str, Family] = {  # models without a plan of their own
 }
 
 ALIKE_FOR_ALL_LAYERS = {  # arguments of a layer: its input, and what each stage makes of the batch
-    "hidden_states", "input_ids", "attention_mask", "position_ids", "position_embeddings", "past_key_values",
-    "layer_past", "use_cache", "output_attentions", "cache_position", "attention_scaling", "conv_mask", "args", "kwargs",
+    "hidden_states", "input_ids", "attention_mask", "conv_mask", "position_ids", "position_embeddings", "kwargs",
+    "past_key_values", "layer_past", "use_cache", "output_attentions", "cache_position", "attention_scaling", "args",
 }
 
 
@@ -63,12 +63,13 @@ def family_of(model: nn.Module) -> Family:
     if (family := FAMILIES.get(type(model).__name__)) is not None:
         return family
     inside = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
-    names = [f"{model.base_model_prefix}.{name}" for name in inside] + list(getattr(type(model), "_pp_plan", None) or ())
+    names = [f"{model.base_model_prefix}.{name}" for name in inside]
+    names += getattr(type(model), "_pp_plan", None) or ()
     modules = dict(model.named_modules())
     layers = [k for k, name in enumerate(names) if isinstance(modules.get(name), nn.ModuleList)]
     if len(layers) != 1:
         raise Unsupported(
-            f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: it has no plan for pipelines "
+            f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: it has no plan "
             f"(base_model_pp_plan) that names its layers, and is none of {', '.join(FAMILIES)}")
     needs = {name for layer in modules[names[layers[0]]] for name in inspect.signature(layer.forward).parameters}
     if needs := needs - ALIKE_FOR_ALL_LAYERS:

@@ -38,7 +38,7 @@ def pad(items: list[tuple[list[int], int]]) -> dict[str, torch.Tensor]:
 
 
 def main():
-    plugin, model, weights, args = prepare(__doc__, "BertForSequenceClassification", TOY, new_modules=("bert.pooler", "classifier"))
+    plugin, model, weights, args = prepare(__doc__, "BertForSequenceClassification", TOY, ("bert.pooler", "classifier"))
 
     # Edit these: the layers of each stage, the pipelines, and how many micro-batches each of them takes.
     layers = model.config.num_hidden_layers

@@ -16,8 +16,8 @@ from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from stage_weights import open_directory
 from train import training_loop
 from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, once_per_machine, one_clear_error, positive_float,
-    positive_int, require_reachable_hub, zero_or_more, zero_or_more_float,
+    ROOT, TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, once_per_machine, one_clear_error,
+    positive_float, positive_int, require_reachable_hub, zero_or_more, zero_or_more_float,
 )
 
 

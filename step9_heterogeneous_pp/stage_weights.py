@@ -78,7 +78,8 @@ def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,
         if part.shape != param.shape:
             raise UserError(f"{found} has the shape {tuple(part.shape)} in {where}, but {here[0]} of the model "
                             f"{tuple(param.shape)}: are the configuration and the weights of one model?")
-        value = nn.Parameter(part.to(device, param.dtype, copy=True).contiguous(), param.requires_grad)
+        is_new = isinstance(known[found], functools.partial) and known[found].func is join and part.nbytes == full.nbytes
+        value = nn.Parameter(part.to(device, param.dtype, copy=not is_new).contiguous(), param.requires_grad)
         for name in here:
             module, _, key = name.rpartition(".")
             setattr(model.get_submodule(module), key, value)
@@ -97,7 +98,7 @@ def by_our_names(source: Mapping, stage: PipelineStage) -> dict[str, Callable]:
                              for kind in (WeightRenaming, WeightConverter))
     state = dict.fromkeys((*model.state_dict(), *(stage.tied or ())), True)
     found, parts = {}, {}
-    for name in sorted(source, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]):
+    for name in sorted(source, key=lambda name: [part.zfill(9) for part in re.split(r"(\d+)", name)]):  # 2 before 10
         ours, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if pattern is None or ours in source:
             found[ours] = source[name]
@@ -114,12 +115,13 @@ def read(full) -> torch.Tensor:
 
 
 def join(converter, name: str, parts: list[tuple], model: nn.Module) -> torch.Tensor:
-    """One parameter out of several of the files, as transformers joins them."""
+    """One parameter out of several of the files, as transformers joins them, in memory of its own."""
     converter = copy.deepcopy(converter)
     for part in parts:
         converter.add_tensor(*part)
     value = converter.convert(name, model=model, config=model.config)[name]
-    return value[0] if isinstance(value, list) else value
+    value = value[0] if isinstance(value, list) else value
+    return value if len(parts) > 1 else value.clone()
 
 
 def make_buffers(model: nn.Module, device: torch.device | str) -> None:

@@ -53,7 +53,8 @@ def parse_args(doc: str, add_flags: Callable):
     parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
     parser.add_argument("--timeout", type=positive_float, default=600, help="seconds that ranks wait for each other")
     # Model
-    parser.add_argument("--model_name", "--model_name_or_path", default=TINY_LLAMA, help="a directory with a config.json, or a Hub id")
+    parser.add_argument("--model_name", "--model_name_or_path", default=TINY_LLAMA,
+                        help="a directory with a config.json, or a Hub id")
     parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--num_attention_heads", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
@@ -137,7 +138,7 @@ def print_parameters(model, device, dtype, learning_rate: float) -> None:
 
 
 def make_llama(args, dtype: torch.dtype, device: torch.device):
-    """The model on the meta device, what gives a stage its weights, and the loss of a micro-batch. All ranks call it."""
+    """The model on the meta device, what gives a stage its weights, the loss of a micro-batch. All ranks call it."""
     config = once_per_machine(lambda: load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,
         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))

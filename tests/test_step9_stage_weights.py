@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import types
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from families import (
     CASES, DECODERS, IDS, TIED, PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, run_chain,
     stages_on_meta, toy, toy_batch, toy_on_meta)
-from launch import MODELS, ROOT, fork, modules_of
+from launch import MODELS, ROOT, environment, fork, modules_of
 from safetensors.torch import save_file
 
 with modules_of(9):
@@ -221,3 +223,24 @@ def test_new_modules_are_read_where_the_files_have_them(tmp_path, monkeypatch):
     model, weights = run_common.load_model("BertForMaskedLM", {}, args, ("cls",))
     load_weights(stage := PipelineStage(model, PipelineTemplate.from_layers_per_stage(model, [1, 2]), 1), weights)
     assert (model.cls.predictions.transform.LayerNorm.weight == 1).all()
+
+
+MANY = dict(vocab_size=4096, hidden_size=512, num_hidden_layers=12, num_attention_heads=8, intermediate_size=2048,
+            max_position_embeddings=128)  # 200 MB
+EXPERTS = dict(MANY, num_hidden_layers=24, num_key_value_heads=4, num_experts=8, num_local_experts=8,
+               num_experts_per_tok=2, intermediate_size=128, moe_intermediate_size=128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_class, sizes, shard_size", [
+    ("LlamaForCausalLM", dict(MANY, tie_word_embeddings=True), "5GB"),
+    ("Gemma2ForCausalLM", dict(MANY, head_dim=64), "30MB"), ("Qwen3MoeForCausalLM", EXPERTS, "30MB"),
+])
+def test_a_stage_needs_little_more_than_its_share_to_read_it(tmp_path, model_class, sizes, shard_size):
+    """In processes whose malloc gives back what is freed: it would keep tensors as small as these."""
+    command = [sys.executable, ROOT / "tests" / "support" / "weights_memory.py", tmp_path, model_class, shard_size]
+    done = subprocess.run([*command, json.dumps(sizes)], env=environment(MALLOC_MMAP_THRESHOLD_="65536"), timeout=120,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ratios = [float(line) for line in done.stdout.split()]
+    assert len(ratios) == 3 and 0.9 < min(ratios) and max(ratios) <= 1.10, ratios

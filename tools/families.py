@@ -6,8 +6,8 @@
 
 Each class is built at toy size with random weights in float64, and trained for two steps of two micro-batches with
 padding: whole, in stages of one layer and of the others as step 9 cuts it, and split over two ranks. The stages read
-their parameters from files, in the Hub's format. The router's loss of a mixture of experts is switched on. Two processes
-share the work. The verdicts:
+their parameters from files in the Hub's format. The router's loss of a mixture of experts is switched on. Two
+processes share the work. The verdicts:
 
     exact      every loss agrees to 1e-9, and every gradient to 1e-9 of its largest number
     refused    step 9 says that it cannot cut or split the model, and why
@@ -50,11 +50,10 @@ TOY = dict(  # of every name that a configuration has
     moe_intermediate_size=32, shared_expert_intermediate_size=32, n_shared_experts=1, num_shared_experts=1,
     first_k_dense_replace=1, n_group=1, topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
     qk_nope_head_dim=8, v_head_dim=16, sliding_window=8, ffn_hidden_size=96, n_positions=64, n_embd=64, n_layer=4,
-    n_head=4, d_model=64, output_router_logits=True, router_aux_loss_coef=0.1, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
-    linear_value_head_dim=16, linear_head_dim=16, linear_num_heads=4,
+    n_head=4, d_model=64, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+    linear_value_head_dim=16, linear_head_dim=16, linear_num_heads=4, output_router_logits=True,
+    router_aux_loss_coef=0.1,
 )
-
-
 FOR_SOME = {  # a field of the configuration -> what else a toy with this field needs
     "kv_lora_rank": dict(num_key_value_heads=4, head_dim=8), "moe_k": dict(moe_k=2),
     "conv_L_cache": dict(layer_types=["conv", "full_attention"] * 2),
@@ -128,7 +127,7 @@ def train_stages(model) -> list:
     template = PipelineTemplate.from_layers_per_stage(model, [1, model.config.num_hidden_layers - 1])
     template.check(model)
     stages = []
-    saves = mock.patch.object(type(model), "should_save_on_this_rank", return_value=True, create=True)  # not rank 0 alone
+    saves = mock.patch.object(type(model), "should_save_on_this_rank", return_value=True, create=True)  # not 0 alone
     with tempfile.TemporaryDirectory() as folder, saves:
         model.save_pretrained(folder)
         for k in range(template.num_stages):
