@@ -78,7 +78,7 @@ def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,
         if part.shape != param.shape:
             raise UserError(f"{found} has the shape {tuple(part.shape)} in {where}, but {here[0]} of the model "
                             f"{tuple(param.shape)}: are the configuration and the weights of one model?")
-        is_new = isinstance(known[found], functools.partial) and known[found].func is join and part.nbytes == full.nbytes
+        is_new = getattr(known[found], "func", None) is join and part.nbytes == full.nbytes
         value = nn.Parameter(part.to(device, param.dtype, copy=not is_new).contiguous(), param.requires_grad)
         for name in here:
             module, _, key = name.rpartition(".")
