@@ -66,5 +66,5 @@ print(f"<{{dist.get_rank()}} {{sizes}}>", flush=True)
                       "UserError: The first stage must contain the transformer.wte module",
                       "UserError: All pipelines must have a corresponding number of microbatches",
                       "UserError: Number of ranks in pipeline templates does not match world size",
-                      "NotImplementedError: Auto policy for transformers.models.t5.modeling_t5.T5Model is not"):
+                      "Unsupported: Auto policy for transformers.models.t5.modeling_t5.T5Model is not"):
             assert f"<{rank} {error}" in out, out
