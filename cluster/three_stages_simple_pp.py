@@ -66,7 +66,7 @@ def load_qwen(args) -> tuple[torch.nn.Module, dict | None]:
     if kind not in CLASSES:
         raise UserError(f"--model_name {args.model_name!r} is a {kind}, not one of {', '.join(CLASSES)}: run_gpt2.py, "
                         "run_llama.py and train.py of step 9 train others")
-    return load_model(CLASSES[kind], TOY, argparse.Namespace(**vars(args), model_name_or_path=directory))
+    return load_model(CLASSES[kind], TOY, argparse.Namespace(**{**vars(args), "model_name": directory}))
 
 
 def main():

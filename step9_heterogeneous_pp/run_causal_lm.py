@@ -5,11 +5,9 @@
     torchrun --nproc_per_node 2 run_causal_lm.py --model_name_or_path ../assets/tiny_llama --random_weights --tp_size 2
 """
 
-import argparse
-
 import torch
 
-from run_common import load_model, loss_function
+from run_common import load_model, loss_function, overrides
 from train import main
 from utils import UserError, once_per_machine, one_clear_error, read_config
 
@@ -22,8 +20,7 @@ def make_causal_lm(args, dtype: torch.dtype, device: torch.device):
     if model_type not in CLASSES:
         raise UserError(f"--model_name_or_path {args.model_name!r} is a {model_type}, and transformers has no causal "
                         "language model of this type: use one that writes text, or a script of its own as run_vit.py")
-    args = argparse.Namespace(**vars(args), model_name_or_path=args.model_name)
-    model, weights = load_model(CLASSES[model_type], {}, args, random_weights=args.random_weights)
+    model, weights = load_model(CLASSES[model_type], {}, args, random_weights=args.random_weights, **overrides(args))
     return model, weights, loss_function(model)
 
 

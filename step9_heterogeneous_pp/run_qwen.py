@@ -5,21 +5,17 @@
 """
 
 from pipeline_template import PipelineTemplate
-from run_common import prepare, run, train_on_speeches
+from run_common import run
 
 TOY = dict(vocab_size=1024, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4,
            num_key_value_heads=2, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True)
 
 
-def main():
-    plugin, model, weights, args = prepare(__doc__, "Qwen3ForCausalLM", TOY, tp_size=2)
-
-    # Edit these: the layers of each stage, the pipelines, and how many micro-batches each of them takes.
+def pipelines(model):
+    """Edit these: the layers of each stage, the pipelines, and how many micro-batches each of them takes."""
     one_stage = PipelineTemplate.from_layers_per_stage(model, [model.config.num_hidden_layers])
-    plugin.set_pipelines([one_stage, one_stage], num_microbatches=[5, 3])  # or one number per pipeline
-
-    train_on_speeches(plugin, model, weights, args)
+    return [one_stage, one_stage], [5, 3]  # or one number per pipeline
 
 
 if __name__ == "__main__":
-    run(main)
+    run(__doc__, "Qwen3ForCausalLM", TOY, pipelines, tp_size=2)

@@ -5,11 +5,12 @@
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from pipeline_template import PipelineTemplate
-from run_common import prepare, run, train
+from run_common import run
 
 TOY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, image_size=32,
            patch_size=8, num_labels=3)
@@ -24,19 +25,17 @@ def draw(numbers: list[int], size: int, seed: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": images, "target_ids": torch.tensor(numbers) % 3}
 
 
-def main():
-    plugin, model, weights, args = prepare(__doc__, "ViTForImageClassification", TOY, new_modules=("classifier",))
+def images(args, config, count: int) -> tuple[range, Callable]:
+    return range(count), functools.partial(draw, size=config.image_size, seed=args.seed)
 
-    # Edit these: the layers of each stage, the pipelines, and how many micro-batches each of them takes.
+
+def pipelines(model):
+    """Edit these: the layers of each stage, the pipelines, and how many micro-batches each of them takes."""
     layers = model.config.num_hidden_layers
     one_stage = PipelineTemplate.from_layers_per_stage(model, [layers])
     three_stages = PipelineTemplate.from_layers_per_stage(model, [layers // 4, layers // 4, layers - layers // 4 * 2])
-    plugin.set_pipelines([one_stage, three_stages], num_microbatches={one_stage: 2, three_stages: 6})
-
-    args.seq_len = (model.config.image_size // model.config.patch_size) ** 2 + 1  # tokens of an image
-    collate = functools.partial(draw, size=model.config.image_size, seed=args.seed)
-    train(plugin, model, weights, range(args.steps * plugin.global_batch_size), collate, args)
+    return [one_stage, three_stages], {one_stage: 2, three_stages: 6}
 
 
 if __name__ == "__main__":
-    run(main)
+    run(__doc__, "ViTForImageClassification", TOY, pipelines, ("classifier",), data=images)

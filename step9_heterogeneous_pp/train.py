@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import Dataset
 
 import plan_file
 import process_group_manager as pgm
@@ -42,7 +43,6 @@ def counts(text: str) -> list[int]:
 
 def parse_args(doc: str, add_flags: Callable):
     parser = ArgumentParser(description=doc.splitlines()[0])
-    add_flags(parser)
     # Environment
     parser.add_argument("--omp_num_threads", type=positive_int, default=None,
                         help="threads a process (default: torch's choice)")
@@ -53,8 +53,7 @@ def parse_args(doc: str, add_flags: Callable):
     parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
     parser.add_argument("--timeout", type=positive_float, default=600, help="seconds that ranks wait for each other")
     # Model
-    parser.add_argument("--model_name", "--model_name_or_path", default=TINY_LLAMA,
-                        help="a directory with a config.json, or a Hub id")
+    parser.add_argument("--model_name", "--model_name_or_path", default=TINY_LLAMA, help="a directory, or a Hub id")
     parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--num_attention_heads", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
@@ -70,10 +69,11 @@ def parse_args(doc: str, add_flags: Callable):
     parser.add_argument("--lr_decay", choices=["none", "cosine"], default="none", help="the learning rate after these")
     parser.add_argument("--max_grad_norm", type=zero_or_more_float, default=1.0, help="clip gradients (0: never)")
     parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
-    parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
+    parser.add_argument("--micro_batch_size", "--microbatch_size", type=positive_int, default=4, help="samples at once")
     parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8, help="micro-batches a step")
     parser.add_argument("--num_microbatches", type=counts, metavar="6,2", help="instead: those of each pipeline")
     parser.add_argument("--max_tokens", type=positive_int, default=204800, help="tokens to train on")
+    parser.add_argument("--steps", type=positive_int, help="instead: optimizer steps")
     # Parallelism
     parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
@@ -92,6 +92,7 @@ def parse_args(doc: str, add_flags: Callable):
     parser.add_argument("--wandb_project", default="picotron_tutorial")
     parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
     parser.add_argument("--profile_batch", type=zero_or_more, default=0, help="write this step's timeline (0: none)")
+    add_flags(parser)
     args = parser.parse_args()
     if args.pipelines and (args.dp_size, args.pp_size) != (1, 1):
         raise UserError("--pipelines says how many pipelines and stages there are: leave out --dp_size and --pp_size")
@@ -102,29 +103,41 @@ def parse_args(doc: str, add_flags: Callable):
     return args
 
 
-def make_plugin(args, model) -> HeterogeneousParallelPlugin:
-    """The plugin with the pipelines that the flags ask for. Raises UserError where these are not possible."""
-    size, left_over = divmod(model.config.num_hidden_layers, args.pp_size)  # or one more layer in the first stages
-    layers = args.pipelines or [[size + (s < left_over) for s in range(args.pp_size)]] * args.dp_size
-    num_microbatches = args.num_microbatches or [args.gradient_accumulation_steps] * len(layers)
+def make_plugin(args, model, pipelines: Callable | None) -> HeterogeneousParallelPlugin:
+    """The plugin with the pipelines that the flags ask for, or by default with those of `pipelines(model)`.
+
+    Raises UserError where these are not possible.
+    """
+    if pipelines and args.pipelines is None and args.dp_size == args.pp_size == 1:
+        templates, num_microbatches = pipelines(model)
+    else:
+        size, left_over = divmod(model.config.num_hidden_layers, args.pp_size)  # or one more layer in the first stages
+        layers = args.pipelines or [[size + (s < left_over) for s in range(args.pp_size)]] * args.dp_size
+        templates = [PipelineTemplate.from_layers_per_stage(model, sizes) for sizes in layers]
+        num_microbatches = [args.gradient_accumulation_steps] * len(layers)
     plugin = HeterogeneousParallelPlugin(
         args.tp_size, args.micro_batch_size, args.dtype, args.device, SCHEDULES[args.pp_engine], args.wire_dtype,
         args.gradient_wire_dtype, args.recompute)
-    plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, sizes) for sizes in layers], num_microbatches)
+    plugin.set_pipelines(templates, args.num_microbatches or num_microbatches)
     return plugin
 
 
-def make_data_loader(args, config, plugin) -> tuple[Iterator[dict[str, torch.Tensor]], int]:
+def text(args, config, num_samples: int) -> tuple[Dataset, Callable]:
+    """The samples of --dataset_name, and the function that makes a micro-batch of some of them. All ranks call it."""
+    return load_samples(args.dataset_name, args.model_name or TINY_LLAMA, args.seq_len, config.vocab_size, num_samples,
+                        os.path.join(args.log_dir, "token_cache")), next_tokens
+
+
+def make_data_loader(args, config, plugin, data: Callable) -> tuple[Iterator[dict[str, torch.Tensor]], int]:
     """This pipeline's micro-batches, and the optimizer steps of the run. All ranks call it."""
     tokens_per_step = plugin.global_batch_size * args.seq_len
-    num_steps = args.max_tokens // tokens_per_step
+    num_steps = args.steps or args.max_tokens // tokens_per_step
     if num_steps == 0:
         raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
     if not 0 <= args.profile_batch <= num_steps:
         raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
-    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
-                           num_steps * plugin.global_batch_size, os.path.join(args.log_dir, "token_cache"))
-    data_loader = plugin.prepare_dataloader(samples, collate_fn=next_tokens, num_workers=args.num_workers)
+    samples, collate = data(args, config, num_steps * plugin.global_batch_size)
+    data_loader = plugin.prepare_dataloader(samples, collate_fn=collate, num_workers=args.num_workers)
     return iter(data_loader), num_steps
 
 
@@ -151,7 +164,8 @@ def make_llama(args, dtype: torch.dtype, device: torch.device):
     return model, lambda stage: init_weights(stage.model, args.seed, device, split_over_tp), criterion
 
 
-def main(doc: str = __doc__, make_model: Callable = make_llama, add_flags: Callable = lambda parser: None):
+def main(doc: str = __doc__, make_model: Callable = make_llama, add_flags: Callable = lambda parser: None,
+         pipelines: Callable | None = None, data: Callable = text):
     args = parse_args(doc, add_flags)
     device, dtype, backend = choose_device(args.device, args.dtype)
     plan = pgm.init_process_group(backend, args.timeout, args.plan)
@@ -163,8 +177,8 @@ def main(doc: str = __doc__, make_model: Callable = make_llama, add_flags: Calla
     model, weights, criterion = make_model(args, dtype, device)
     if plan:
         plan_file.follow_plan(args, plan, model.config, str(dtype).removeprefix("torch."))
-    plugin = make_plugin(args, model)
-    batches, num_steps = make_data_loader(args, model.config, plugin)
+    plugin = make_plugin(args, model, pipelines)
+    batches, num_steps = make_data_loader(args, model.config, plugin, data)
     args.learning_rate = args.learning_rate or default_learning_rate(model.config.hidden_size)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, _ = plugin.configure(model, adamw, weights=weights, seed=args.seed)

@@ -40,6 +40,6 @@ def flags_of(path) -> set[str]:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name.split('_')[0]}-{path.stem}")
 def test_the_remedy_is_made_of_the_scripts_own_flags(script):
     [remedy] = re.findall(r'with one_clear_error\(out_of_memory="(.+)"\):', script.read_text())
-    own = flags_of(script if script.stem == "run_common" else script.with_name("train.py"))
+    own = flags_of(script.with_name("train.py"))
     named = set(re.findall(r"--\w+", remedy))
     assert len(own) > 10 and named and named <= own, f"{script} has no {named - own}"

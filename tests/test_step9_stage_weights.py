@@ -117,7 +117,7 @@ TASK = ("BertForSequenceClassification", dict(num_labels=5, max_position_embeddi
 def test_a_new_head_for_another_number_of_classes(saved, monkeypatch):
     """run_common.load_model: what the files have in another shape, or not at all, is drawn by the seed."""
     def load(seed: int, num_labels: int = 5):
-        args = types.SimpleNamespace(model_name_or_path=saved("bert-classifier"), dtype="float32", seq_len=8, seed=seed)
+        args = types.SimpleNamespace(model_name=saved("bert-classifier"), dtype="float32", seq_len=8, seed=seed)
         model, weights = run_common.load_model(TASK[0], dict(TASK[1], num_labels=num_labels), args, ("classifier",))
         stage = PipelineStage(model, PipelineTemplate.from_layers_per_stage(model, [1, 2]), 1)
         load_weights(stage, weights)
@@ -210,7 +210,7 @@ def test_new_modules_are_read_where_the_files_have_them(tmp_path, monkeypatch):
     monkeypatch.setattr(run_common, "once_per_machine", lambda make: make())
     whole = toy("bert-classifier")
     whole.bert.save_pretrained(tmp_path)
-    args = types.SimpleNamespace(model_name_or_path=str(tmp_path), dtype="float32", seq_len=8, seed=1)
+    args = types.SimpleNamespace(model_name=str(tmp_path), dtype="float32", seq_len=8, seed=1)
     read = []
     for _ in range(2):
         model, weights = run_common.load_model("BertForSequenceClassification", {"num_labels": 3}, args,
