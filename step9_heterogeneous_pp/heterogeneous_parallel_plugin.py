@@ -124,6 +124,9 @@ class HeterogeneousParallelPlugin:
         model = apply_tensor_parallel(model.to(self.master_dtype))
         autocast = self.compute_dtype if self.compute_dtype == torch.bfloat16 and not is_ours else None
         stage = PipelineStage(model, self.template, pgm.process_group_manager.pp_rank, autocast)
+        if stage.router_loss and self.wire_dtype == torch.int8:
+            raise UserError("wire_dtype int8 is too coarse for the sums of a router's loss, which go with hidden "
+                            "states: use bfloat16, or set output_router_logits=False in the model's configuration")
         if callable(weights):
             weights(stage)
         elif weights is not None:

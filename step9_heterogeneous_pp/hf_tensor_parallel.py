@@ -32,7 +32,7 @@ def split_parameter(module: nn.Module, key: str, full) -> torch.Tensor:
         return full[...]
     shape = full.shape if isinstance(full, torch.Tensor) else full.get_shape()
     width = shape[dim] // fused  # of each of the matrices that lie side by side
-    own = split_over_tp(torch.arange(width), 0).tolist()  # uneven where it has to be
+    own = split_over_tp(torch.arange(width, device="cpu"), 0).tolist()  # uneven where it has to be
     starts = range(own[0], shape[dim], width)
     parts = [full[(*(slice(None),) * dim, slice(start, start + len(own)))] for start in starts]
     return parts[0] if fused == 1 else torch.cat(parts, dim)
@@ -76,12 +76,11 @@ class ColumnParallelWithWholeOutput(ColumnParallelLinear):
 
     def __init__(self, linear: nn.Linear):
         super().__init__(linear)
-        self.places = range(linear.out_features)
+        own = split_over_tp(torch.arange(linear.out_features, device="cpu"), 0).tolist()
+        self.padding = own[0], linear.out_features - 1 - own[-1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out)
-        own = split_over_tp(torch.tensor(self.places), 0).tolist()
-        padding = (own[0], len(self.places) - 1 - own[-1])
-        return ReduceFromTensorParallel.apply(F.pad(super().forward(x), padding))
+        return ReduceFromTensorParallel.apply(F.pad(super().forward(x), self.padding))
 
 
 class RowParallelOfWholeInput(RowParallelLinear):
@@ -123,8 +122,8 @@ def split_experts(experts: nn.Module) -> nn.Module:
     """The module itself, with a part of the width of each expert: gate and up (E, 2 width, D), down (E, D, width)."""
     shapes = {key: param.shape for key, param in experts.named_parameters()}
     if shapes.keys() != {"gate_up_proj", "down_proj"} or shapes["gate_up_proj"][1] != 2 * shapes["down_proj"][2]:
-        raise Unsupported(f"Tensor parallelism for {type(experts).__name__} is not implemented: its parameters "
-                                  f"are {', '.join(shapes)}. Use tp_size 1")
+        raise Unsupported(f"Tensor parallelism for {type(experts).__name__} is not implemented: its parameters are "
+                          f"{', '.join(shapes)}. Use tp_size 1")
     split_module(copy_input(experts), {"gate_up_proj": 1, "down_proj": 2}, {"gate_up_proj": 2})
     experts.register_forward_hook(lambda _, args, out: ReduceFromTensorParallel.apply(out))
     return experts
@@ -147,12 +146,9 @@ TP_MODULES = {  # class of a decoder layer -> the place in it -> what replaces t
         "self_attn.q_proj": COLUMN, "self_attn.k_proj": COLUMN, "self_attn.v_proj": COLUMN,
         "self_attn.out_proj": RowParallelLinear, "fc1": ColumnParallelLinear, "fc2": RowParallelLinear,
     },
-    "GPTNeoXLayer": {
-        "attention.query_key_value": ColumnParallelLinear, "attention.dense": RowParallelLinear,
-        "mlp.dense_h_to_4h": ColumnParallelLinear, "mlp.dense_4h_to_h": RowParallelLinear,
-    },
 }
-SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "ffn_dim", "n_inner")  # what is split
+SIZES = ("num_attention_heads", "num_attention_heads_per_layer", "num_key_value_heads", "intermediate_size", "ffn_dim",
+         "n_inner")  # what is split
 
 
 def replacements(model: nn.Module, layer: nn.Module) -> dict[str, Callable]:
@@ -173,9 +169,13 @@ def replacements(model: nn.Module, layer: nn.Module) -> dict[str, Callable]:
     blocks = {place.rpartition(".")[0] for place, style in styles.items() if style == "colwise"} - {""}
     unknown += [f"no style of {name}" for name in params if name.startswith(tuple(f"{block}." for block in blocks))
                 and not name.startswith(tuple(f"{place}." for place in styles))]
+    unknown += [f"{style} of {place}, with a bias" for place, style in styles.items()
+                if STYLES.get(style) is SharedByHeads and getattr(modules.get(place), "bias", None) is not None]
+    unknown += [f"{style} of {place}, beside colwise" for place, style in styles.items()
+                if style in ("colwise_gather_output", "rowwise_split_input") and place.rpartition(".")[0] in blocks]
     if unknown or not styles:
-        raise Unsupported(f"Tensor parallelism for {PipelineTemplate.get_model_name(model)} is not implemented, "
-                                  f"since it has {', '.join(unknown) or 'no plan (base_model_tp_plan)'}. Use tp_size 1")
+        raise Unsupported(f"Tensor parallelism for {PipelineTemplate.get_model_name(model)} is not implemented, since "
+                          f"it has {', '.join(unknown) or 'no plan (base_model_tp_plan)'}. Use tp_size 1")
     found = {place: COLUMN if style == "colwise" and place.rpartition(".")[0] in blocks else STYLES[style]
              for place, style in styles.items()}
     return {**dict.fromkeys(blocks, copy_input), **found}
@@ -193,8 +193,11 @@ def apply_tensor_parallel(model: nn.Module) -> nn.Module:
     layers = [model.get_submodule(name) for name in listed_modules(model)[1]]
     places = [replacements(model, layer) for layer in layers]
     for name in SIZES:
-        if (size := getattr(model.config, name, None)) is not None and size % tp_size:
-            raise UserError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides {size}")
+        sizes = getattr(model.config, name, None) or 0
+        for size in sizes if isinstance(sizes, list) else [sizes]:  # in some models layers differ
+            if size % tp_size:
+                raise UserError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides "
+                                f"{size}")
     for layer, replaced in zip(layers, places):
         for place, replace in replaced.items():
             parent, _, key = place.rpartition(".")

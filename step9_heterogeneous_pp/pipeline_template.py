@@ -53,8 +53,9 @@ FAMILIES: dict[str, Family] = {  # models without a plan of their own
 }
 
 ALIKE_FOR_ALL_LAYERS = {  # arguments of a layer: its input, and what each stage makes of the batch
-    "hidden_states", "input_ids", "attention_mask", "conv_mask", "position_ids", "position_embeddings", "kwargs",
-    "past_key_values", "layer_past", "use_cache", "output_attentions", "cache_position", "attention_scaling", "args",
+    "self", "args", "kwargs", "hidden_states", "input_ids", "attention_mask", "conv_mask", "position_ids",
+    "past_key_values", "layer_past", "use_cache", "output_attentions", "cache_position", "attention_scaling",
+    "position_embeddings",
 }
 
 
@@ -71,7 +72,7 @@ def family_of(model: nn.Module) -> Family:
         raise Unsupported(
             f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: it has no plan "
             f"(base_model_pp_plan) that names its layers, and is none of {', '.join(FAMILIES)}")
-    needs = {name for layer in modules[names[layers[0]]] for name in inspect.signature(layer.forward).parameters}
+    needs = {name for layer in modules[names[layers[0]]] for name in inspect.signature(type(layer).forward).parameters}
     if needs := needs - ALIKE_FOR_ALL_LAYERS:
         raise Unsupported(
             f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: its layers also need "
@@ -85,17 +86,13 @@ def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
     Raises Unsupported for a model of no family, and where some parameters are in none of these modules.
     """
     family = family_of(model)
-
-    def present(names: Iterable[str]) -> list[str]:
-        parents = ((name, *name.rpartition(".")[::2]) for name in names)
-        return [name for name, parent, key in parents if getattr(model.get_submodule(parent), key) is not None]
-
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     layers = [f"{family.layers}.{i}" for i in range(len(model.get_submodule(family.layers)))]
-    first, last = present(family.first), present(family.last)
+    first, last = ([name for name in names if name in modules] for names in (family.first, family.last))
     prefixes = tuple(f"{name}." for name in (*first, *layers, *last))
     if outside := [name for name, _ in model.named_parameters() if not name.startswith(prefixes)]:
-        raise Unsupported(f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: its "
-                                  f"plan does not say which stage holds {', '.join(outside[:3])}")
+        raise Unsupported(f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: its plan does "
+                          f"not say which stage holds {', '.join(outside[:3])}")
     return first, layers, last
 
 

@@ -7,7 +7,7 @@
 
 import torch
 
-from run_common import load_model, loss_function, overrides
+from run_common import make_hugging_face
 from train import main
 from utils import UserError, once_per_machine, one_clear_error, read_config
 
@@ -20,8 +20,7 @@ def make_causal_lm(args, dtype: torch.dtype, device: torch.device):
     if model_type not in CLASSES:
         raise UserError(f"--model_name_or_path {args.model_name!r} is a {model_type}, and transformers has no causal "
                         "language model of this type: use one that writes text, or a script of its own as run_vit.py")
-    model, weights = load_model(CLASSES[model_type], {}, args, random_weights=args.random_weights, **overrides(args))
-    return model, weights, loss_function(model)
+    return make_hugging_face(args, CLASSES[model_type], {})
 
 
 def add_flags(parser) -> None:

@@ -18,35 +18,42 @@ def run(doc: str, class_name: str, toy: dict, pipelines: Callable, new_modules: 
         data: Callable = text, **defaults) -> None:
     """A whole script: train.py with another model, pipelines and data, and with other `defaults` of its flags."""
     def make_model(args, dtype: torch.dtype, device: torch.device):
-        model, weights = load_model(class_name, toy, args, new_modules, **overrides(args))
-        args.learning_rate = args.learning_rate or min(1e-3, default_learning_rate(model.config.hidden_size))
-        return model, weights, loss_function(model)
+        if data is not text and args.dataset_name != "sotu":
+            raise UserError(f"--dataset_name {args.dataset_name}: this script makes its own data, leave the flag out")
+        return make_hugging_face(args, class_name, toy, new_modules)
 
     def add_flags(parser) -> None:
-        parser.set_defaults(model_name=None, seq_len=64, max_tokens=40960, **defaults)
+        parser.set_defaults(model_name=None, seq_len=64, max_tokens=40960, gradient_accumulation_steps=None, **defaults)
 
     with one_clear_error(out_of_memory="use --recompute, or lower --micro_batch_size"):
         main(doc, make_model, add_flags, pipelines, data)
 
 
-def overrides(args) -> dict[str, int]:
-    """What the flags say instead of the model's own sizes."""
-    names = "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
+def make_hugging_face(args, class_name: str, toy: dict, new_modules: tuple[str, ...] = ()):
+    """As make_llama of train.py: load_model's model and weights, and the loss of a micro-batch."""
+    if args.num_attention_heads or args.num_key_value_heads:
+        raise UserError("--num_attention_heads and --num_key_value_heads are for train.py: leave them out")
+    sizes = {"num_hidden_layers": args.num_hidden_layers} if args.num_hidden_layers else {}
+    model, weights = load_model(class_name, toy, args, new_modules, getattr(args, "random_weights", False), **sizes)
+    args.learning_rate = args.learning_rate or min(1e-3, default_learning_rate(model.config.hidden_size))
+    coefficient = getattr(model.config, "router_aux_loss_coef", 0)
+    return model, weights, functools.partial(mean_cross_entropy, router_loss_coef=coefficient)
 
 
 def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = (), random_weights: bool = False,
-               **overrides: int) -> tuple[nn.Module, dict | None]:
+               **sizes: int) -> tuple[nn.Module, dict | None]:
     """A toy model of a class of transformers, with random weights, or the model of --model_name_or_path with its own.
 
     Parameters of `new_modules`, the classifier of a new task, are random where the files have none of their shape.
+    `sizes` are instead of those of the configuration.
     """
     import transformers  # imported here, because it takes seconds
 
     model_class = getattr(transformers, class_name)
-    directory = args.model_name and once_per_machine(lambda: local_directory(args.model_name))
+    pattern = "*.json" if random_weights else "*.safetensors"
+    directory = args.model_name and once_per_machine(lambda: local_directory(args.model_name, pattern=pattern))
     config_class = model_class.config_class
-    config = config_class.from_pretrained(directory, **overrides) if directory else config_class(**toy, **overrides)
+    config = config_class.from_pretrained(directory, **sizes) if directory else config_class(**{**toy, **sizes})
     if args.dtype == "float64":
         config._experts_implementation = "eager"  # the library's grouped matmuls have no float64
     if hasattr(config, "patch_size"):
@@ -74,14 +81,14 @@ def stored_or_random(stored: Callable | None, name: str, shape: torch.Size, conf
     return torch.empty(shape).normal_(mean, std, generator=torch.Generator().manual_seed(seed + crc32(name.encode())))
 
 
-def local_directory(name_or_path: str, flag: str = "--model_name_or_path") -> str:
-    """The directory itself, or one with the files of that Hub id, downloaded."""
+def local_directory(name_or_path: str, flag: str = "--model_name_or_path", pattern: str = "*.safetensors") -> str:
+    """The directory itself, or one with the files of that Hub id, downloaded: those of `pattern` and the small ones."""
     if os.path.isdir(name_or_path):
         return name_or_path
     require_reachable_hub(name_or_path, flag)
     from huggingface_hub import snapshot_download
 
-    return snapshot_download(name_or_path, allow_patterns=["*.json", "*.safetensors", "*.txt", "tokenizer*"])
+    return snapshot_download(name_or_path, allow_patterns=[pattern, "*.json", "*.txt", "tokenizer*"])
 
 
 def check_positions(config, seq_len: int) -> None:
@@ -100,7 +107,3 @@ def mean_cross_entropy(output, batch: dict[str, torch.Tensor], router_loss_coef:
     loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
     router_loss = getattr(output, "aux_loss", None)
     return loss if router_loss is None else loss + router_loss_coef * router_loss
-
-
-def loss_function(model: nn.Module) -> Callable:
-    return functools.partial(mean_cross_entropy, router_loss_coef=getattr(model.config, "router_aux_loss_coef", 0))

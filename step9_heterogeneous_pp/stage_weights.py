@@ -62,7 +62,7 @@ def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,
     where = source if isinstance(source, str) else "the state dict"
     source = open_directory(source) if isinstance(source, str) else source
     model, known = stage.model, by_our_names(source, stage)
-    make_buffers(model, device)
+    make_buffers(model, device, known)
     names: dict[nn.Parameter, list[str]] = {}  # several names where parameters of one stage are tied
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -83,6 +83,10 @@ def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,
         for name in here:
             module, _, key = name.rpartition(".")
             setattr(model.get_submodule(module), key, value)
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for name, buffer in model.state_dict().items():  # those that files have: the bias of a router
+        if name not in params and name in known:
+            buffer.copy_(read(known[name]))
 
 
 def by_our_names(source: Mapping, stage: PipelineStage) -> dict[str, Callable]:
@@ -124,11 +128,11 @@ def join(converter, name: str, parts: list[tuple], model: nn.Module) -> torch.Te
     return value if len(parts) > 1 else value.clone()
 
 
-def make_buffers(model: nn.Module, device: torch.device | str) -> None:
+def make_buffers(model: nn.Module, device: torch.device | str, known: Mapping) -> None:
     """Computes the buffers that are still on the meta device: rotary frequencies, position ids.
 
-    They are in no file. A Hugging Face model computes them together with its initial weights, which are on the meta
-    device here, where nothing is computed. Raises Unsupported for a buffer that this leaves without values.
+    Most are in no file. A Hugging Face model computes them together with its initial weights, which are on the meta
+    device here, where nothing is computed. Raises Unsupported for a buffer that has no values then, nor in `known`.
     """
     for module_name, module in list(model.named_modules()):
         names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
@@ -140,5 +144,6 @@ def make_buffers(model: nn.Module, device: torch.device | str) -> None:
             model._init_weights(module)
         for name in names:
             buffer = module._buffers[name]
-            if (buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min).any():
+            unset = buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min
+            if unset.any() and f"{module_name}.{name}" not in known:
                 raise Unsupported(f"the buffer {module_name}.{name} is not computed with the initial weights")

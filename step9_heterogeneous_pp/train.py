@@ -64,7 +64,7 @@ def parse_args(doc: str, add_flags: Callable):
     parser.add_argument("--num_proc", type=positive_int, default=4, help="threads that encode text")
     # Training
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 3e-3")
+    parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, up to 3e-3 (run_*: 1e-3)")
     parser.add_argument("--warmup_steps", type=zero_or_more, default=0, help="steps in which the learning rate rises")
     parser.add_argument("--lr_decay", choices=["none", "cosine"], default="none", help="the learning rate after these")
     parser.add_argument("--max_grad_norm", type=zero_or_more_float, default=1.0, help="clip gradients (0: never)")
@@ -110,11 +110,13 @@ def make_plugin(args, model, pipelines: Callable | None) -> HeterogeneousParalle
     """
     if pipelines and args.pipelines is None and args.dp_size == args.pp_size == 1:
         templates, num_microbatches = pipelines(model)
+        if args.gradient_accumulation_steps:
+            num_microbatches = [args.gradient_accumulation_steps] * len(templates)
     else:
         size, left_over = divmod(model.config.num_hidden_layers, args.pp_size)  # or one more layer in the first stages
         layers = args.pipelines or [[size + (s < left_over) for s in range(args.pp_size)]] * args.dp_size
         templates = [PipelineTemplate.from_layers_per_stage(model, sizes) for sizes in layers]
-        num_microbatches = [args.gradient_accumulation_steps] * len(layers)
+        num_microbatches = [args.gradient_accumulation_steps or 8] * len(layers)
     plugin = HeterogeneousParallelPlugin(
         args.tp_size, args.micro_batch_size, args.dtype, args.device, SCHEDULES[args.pp_engine], args.wire_dtype,
         args.gradient_wire_dtype, args.recompute)

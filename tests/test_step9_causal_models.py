@@ -1,10 +1,13 @@
 """Causal language models of transformers, cut by their own plans: tools/families.py, and run_causal_lm.py."""
 
+import functools
 import re
 import shutil
 
 import pytest
+import torch
 import transformers
+from families import PipelineStage, PipelineTemplate, toy
 from launch import MODELS, ROOT, STEPS, fork, losses
 
 SCRIPT = STEPS["9"] / "run_causal_lm.py"
@@ -25,6 +28,16 @@ def test_a_sample_of_families():
     assert [(of, verdict) for _, of, verdict in found].count(("stages", "exact")) == 13, found
     assert [(of, verdict) for _, of, verdict in found].count(("tp", "exact")) == 12, found
     assert ("GptOssForCausalLM", "tp", "refused") in found
+
+
+def test_layers_can_be_found_again_after_they_were_changed():
+    """As --recompute and then --compile do."""
+    model = toy("qwen3")
+    stage = PipelineStage(model, PipelineTemplate.from_layers_per_stage(model, [1, 2]), 1)
+    layers = stage.own_layers()
+    for layer in layers:
+        layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+    assert stage.own_layers() == layers and len(layers) == 2
 
 
 @pytest.mark.slow
@@ -71,9 +84,13 @@ def test_the_script_trains_as_one_process(tmp_path, kind, with_weights, ranks, t
      "it has no style of mlp.act_fn.alpha_p"),
     (transformers.ViTConfig(), ["--pp_size", 2],
      "is a vit, and transformers has no causal language model of this type"),
+    (transformers.MixtralConfig(**EXPERTS), ["--random_weights", "--pp_size", 2, "--wire_dtype", "int8"],
+     "wire_dtype int8 is too coarse for the sums of a router's loss"),
+    (transformers.Qwen3Config(**TOY), ["--random_weights", "--pp_size", 2, "--num_attention_heads", 2],
+     "--num_attention_heads and --num_key_value_heads are for train.py: leave them out"),
     (transformers.Qwen3Config(**TOY), ["--pp_size", 2],
      "has neither model.safetensors nor model.safetensors.index.json"),
-], ids=["no plan", "no style", "no text", "no weights"])
+], ids=["no plan", "no style", "no text", "int8", "heads", "no weights"])
 def test_errors_of_the_script(tmp_path, config, flags, message):
     done = fork(9, 2, "--model_name_or_path", save(tmp_path / "model", config, False), *flags, "--device", "cpu",
                 "--seq_len", 16, "--log_dir", tmp_path, script=SCRIPT, modules=MODELS, check=False)

@@ -37,7 +37,7 @@ with modules_of(9):
     import process_group_manager as pgm
     from hf_tensor_parallel import apply_tensor_parallel, split_parameter
     from pipeline_stage import PipelineStage
-    from pipeline_template import PipelineTemplate
+    from pipeline_template import PipelineTemplate, Unsupported
     from run_common import mean_cross_entropy
     from stage_weights import load_weights
 
@@ -84,8 +84,12 @@ def toy(model_class, config) -> torch.nn.Module:
     torch.manual_seed(0)
     model = model_class(config).double()
     with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(0, 0.1).add_(1 if param.dim() == 1 else 0)
+        params = dict(model.named_parameters(remove_duplicate=False))
+        for name, value in model.state_dict().items():
+            if name in params:
+                value.normal_(0, 0.1).add_(1 if value.dim() == 1 else 0)
+            elif value.is_floating_point():  # a buffer that is saved
+                value.add_(torch.rand_like(value), alpha=0.1)
     return model
 
 
@@ -184,13 +188,13 @@ def verdict(model_class, train) -> tuple[str, str]:
         expected = train_whole(copy.deepcopy(model))
         gradients = [gradient for _, found in expected for gradient in found.values()]
         assert all(gradient.isfinite().all() for gradient in gradients), "gradients that are not finite"
-    except NotImplementedError as error:
+    except Unsupported as error:
         return "refused", str(error).splitlines()[0]
     except Exception as error:  # of any kind: it is not ours
         return "not built", reason(error)
     try:
         found = train(model := copy.deepcopy(model))
-    except NotImplementedError as error:
+    except Unsupported as error:
         return "refused", str(error).splitlines()[0]
     except Exception as error:
         return "failed", reason(error)
