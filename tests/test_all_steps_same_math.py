@@ -28,7 +28,7 @@ CASES = [  # each idea of a step once
     Case(9, pipelines="1,4;5", num_microbatches="5,3", tp=2),
 ]
 LONGER = [dataclasses.replace(case, num_steps=10) for case in (  # further sizes, and more steps
-    Case(4, tp=4, accumulation=4), Case(4, tp=2, accumulation=4), Case(5, dp=4, samples=32), Case(6, dp=4, samples=32),
+    Case(4, tp=2, accumulation=4), Case(5, dp=4, samples=32), Case(6, dp=4, samples=32),
     Case(7, pp=3), Case(7, pp=4, accumulation=2), Case(8, pp=4, engine="1f1b"), Case(8, tp=2, pp=3, engine="1f1b"),
     Case(8, dp=2, pp=2, engine="1f1b"), Case(8, dp=2, pp=2, engine="afab"),
     Case(8, dp=2, pp=2, engine="1f1b", variant="tied", max_grad_norm=0.1), Case(8, tp=2, pp=3, engine="zb"),
