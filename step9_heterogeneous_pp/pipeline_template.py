@@ -16,7 +16,7 @@ Face's `rotary_emb`) are not listed: each stage keeps them.
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 

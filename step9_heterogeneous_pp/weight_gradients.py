@@ -46,7 +46,6 @@ class LinearInTwoParts(torch.autograd.Function):
 
 def take() -> Postponed | None:
     """What was postponed since the last call. None after postpone(False)."""
-    global postponed
     taken = postponed
     postpone(taken is not None)
     return taken

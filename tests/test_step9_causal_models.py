@@ -61,11 +61,12 @@ def save(folder, config, with_weights: bool) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("kind, with_weights, ranks, topology", [
-    ("MixtralConfig", True, 6, ["--pipelines", "4;1,3", "--num_microbatches", "1,2", "--tp_size", 2]),
-    ("Qwen3Config", False, 3, ["--pipelines", "4;3,1", "--num_microbatches", "2,1"]),
+@pytest.mark.parametrize("kind, with_weights, ranks, topology, tolerance", [
+    ("MixtralConfig", True, 6, ["--pipelines", "4;1,3", "--num_microbatches", "1,2", "--tp_size", 2], 1e-7),
+    ("Qwen3Config", False, 3, ["--pipelines", "4;3,1", "--num_microbatches", "2,1"], 1e-11),
 ])
-def test_the_script_trains_as_one_process(tmp_path, kind, with_weights, ranks, topology):
+def test_the_script_trains_as_one_process(tmp_path, kind, with_weights, ranks, topology, tolerance):
+    """Mixtral computes its norms and its router in float32, which makes 1e-8 of the last bit of a sum over tp."""
     directory = save(tmp_path / "model", getattr(transformers, kind)(**EXPERTS if with_weights else TOY), with_weights)
     flags = ["--model_name_or_path", directory, "--dtype", "float64", "--device", "cpu", "--seq_len", 16, "--log_dir",
              tmp_path, "--max_tokens", 16 * 4 * 3 * 5, *([] if with_weights else ["--random_weights"])]
@@ -73,7 +74,7 @@ def test_the_script_trains_as_one_process(tmp_path, kind, with_weights, ranks, t
         fork(9, ranks, *flags, *more, "--run_name", name, script=SCRIPT, modules=MODELS)
     cut, whole = losses(tmp_path, "cut"), losses(tmp_path, "whole")
     assert len(cut) == 5 and whole[-1] < whole[0]
-    assert max(abs(a - b) for a, b in zip(cut, whole)) <= 1e-6  # Mixtral computes its router in float32
+    assert max(abs(a - b) for a, b in zip(cut, whole)) <= tolerance
 
 
 @pytest.mark.parametrize("config, flags, message", [

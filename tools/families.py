@@ -29,7 +29,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from launch import environment, modules_of, torchrun  # puts tests/support on the path
 from huggingface import float64_throughout  # isort: skip
 

@@ -71,6 +71,9 @@ def train_plain(case: str) -> tuple[list[float], list[float], dict]:
             gradients = {n: None if p.grad is None else p.grad.clone()
                          for n, p in model.named_parameters(remove_duplicate=False)}
         optimizer.step()
+    if case == "mixtral":
+        experts = gradients["model.layers.0.mlp.experts.down_proj"]
+        assert 0 < sum(expert.any().item() for expert in experts) < len(experts), "some are to be reached, some not"
     assert norms[0] > MAX_GRAD_NORM, f"{case}: a norm of {norms[0]} is not clipped"
     return losses, norms, gradients
 
