@@ -27,6 +27,7 @@ from run_common import check_positions
 from tensor_parallel import split_over_tp
 from training.board import Board
 from training.common import add_flags, add_run_flags, gather, load_text, print_banner
+from training.compression import compress
 from training.hf_checkpoint import save_hugging_face
 from training.local_steps import add_local_flags, check_local_flags, local_steps_of_round, train_locally
 from training.loop import make_llama, seconds_of_microbatch, train
@@ -91,8 +92,7 @@ def token_loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Te
 
 def main():
     args = parse_args()
-    plugin = HeterogeneousParallelPlugin(1, args.batch_size, args.dtype, args.device, recompute=args.recompute,
-                                         gradient_wire_dtype=args.gradient_wire_dtype)
+    plugin = HeterogeneousParallelPlugin(1, args.batch_size, args.dtype, args.device, recompute=args.recompute)
     print_banner(plugin.device, plugin.compute_dtype)
     config = once_per_machine(lambda: load_config(args.model_name, num_attention_heads=None))
     check_positions(config, args.seq_len)
@@ -108,6 +108,7 @@ def main():
         model = Llama(config, plugin.compute_dtype)
     whole = PipelineTemplate.from_layers_per_stage(model, [config.num_hidden_layers])
     plugin.set_pipelines([whole] * len(shares), shares)
+    compress(plugin, config, gradient_wire_dtype=args.gradient_wire_dtype)
 
     samples_of_step = plugin.global_batch_size // (args.local_steps or 1)
     samples = load_text(args, args.model_name, config.vocab_size,

@@ -21,7 +21,6 @@ import process_group_manager as pgm
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate
 from timeline import timeline
-from wire import CompressedAllReduce
 
 
 def find_owners(pipelines: list[PipelineTemplate], tied: tuple[str, str] | None) -> dict[str, dist.ProcessGroup | None]:
@@ -40,14 +39,10 @@ def find_owners(pipelines: list[PipelineTemplate], tied: tuple[str, str] | None)
 
 
 class Bucket:
-    """Parameters whose gradients share one flat buffer and one all-reduce over `group`.
+    """Parameters whose gradients share one flat buffer and one all-reduce over `group`."""
 
-    `wire_dtype` is what gradients are encoded in while they travel, see wire.py. None leaves them as they are.
-    """
-
-    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup, wire_dtype: torch.dtype | None = None):
+    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup):
         self.params, self.group = params, group
-        self.wire_dtype = None if wire_dtype == params[0].dtype else wire_dtype
         self.buffer = params[0].new_zeros(sum(param.numel() for param in params))
         self.awaited, self.handle = set(params), None
         parts = self.buffer.split([param.numel() for param in params])
@@ -60,17 +55,8 @@ class Bucket:
             param.grad = self.views[param]
 
     def launch(self) -> None:
-        if self.wire_dtype is not None:
-            self.handle = CompressedAllReduce(self.buffer, self.group, self.wire_dtype)
-            return
         handle = dist.all_reduce(self.buffer, group=self.group, async_op=True)
         self.handle = timeline.background(handle, "all-reduce")
-
-    def gather(self) -> None:
-        """Starts the second half of a compressed all-reduce, which needs the whole result of the first."""
-        if self.wire_dtype is not None:
-            with timeline.span("wait"):
-                self.handle.gather()
 
     def finish(self) -> None:
         with timeline.span("wait"):
@@ -82,13 +68,13 @@ class DataParallelBucket(nn.Module):
     """Wraps a stage. Set `require_backward_grad_sync` to whether the next backward is the last of the accumulation.
 
     After that backward, call finish_gradient_sync() before reading the gradients. `owners`: see find_owners.
-    `bucket_mb`: megabytes per bucket, by default 25 or an eighth of a stage's gradients. `wire_dtype`: see Bucket.
+    `bucket_mb`: megabytes per bucket, by default 25 or an eighth of a stage's gradients.
     """
 
     def __init__(self, module: PipelineStage, owners: dict[str, dist.ProcessGroup | None],
-                 bucket_mb: float | None = None, wire_dtype: torch.dtype | None = None):
+                 bucket_mb: float | None = None, bucket_class: type[Bucket] = Bucket):
         super().__init__()
-        self.module, self.wire_dtype = module, wire_dtype
+        self.module, self.bucket_class = module, bucket_class
         self.require_backward_grad_sync = True
         self.buckets, self.bucket_of = [], {}
         ordered = in_backward_order(module, owners)
@@ -108,7 +94,7 @@ class DataParallelBucket(nn.Module):
             size += param.numel() * param.element_size()
             following = ordered[i + 1][1] if i + 1 < len(ordered) else None
             if size >= limit or following is not group:
-                self.buckets.append(Bucket(members, group, self.wire_dtype))
+                self.buckets.append(self.bucket_class(members, group))
                 self.bucket_of.update(dict.fromkeys(members, self.buckets[-1]))
                 members, size = [], 0
 
@@ -136,8 +122,6 @@ class DataParallelBucket(nn.Module):
                     param.grad = bucket.views[param].zero_()
             if bucket.handle is None:
                 bucket.launch()
-        for bucket in self.buckets:
-            bucket.gather()
         for bucket in self.buckets:
             bucket.finish()
 

@@ -21,16 +21,15 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import process_group_manager as pgm
-from data_parallel import DataParallelBucket, find_owners
+from data_parallel import Bucket, DataParallelBucket, find_owners
 from dataloader import HeterogeneousDataLoader
 from hf_tensor_parallel import apply_tensor_parallel
-from pipeline_parallel import connect_neighbours, one_f_one_b, run_schedule
+from pipeline_parallel import StageCommunication, connect_neighbours, one_f_one_b, run_schedule
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate
 from stage_weights import load_weights
 from tensor_parallel import clip_grad_norm
 from utils import UserError, choose_device, recompute_layers
-from wire import WIRE_DTYPES
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # older names of the precision -> --dtype's
 
@@ -40,23 +39,18 @@ class HeterogeneousParallelPlugin:
 
     `precision` and `device` are as --dtype and --device of train.py: "auto", "float32", "bfloat16" or "float64" of the
     computation, whatever the model says. With "bfloat16", parameters and optimizer state stay float32.
-    `schedule` is one of pipeline_parallel. `wire_dtype` ("float32", "bfloat16" or "int8") is what hidden states and
-    their gradients are sent as between stages, `gradient_wire_dtype` what the gradients of parameters are sent as
-    between their owners. None leaves them as they are. With `recompute`, backward computes decoder layers once more and
-    so needs less memory. Joins the process group, if the script has not done so.
-    Raises UserError for an unknown precision or dtype, and where choose_device and init_process_group do.
+    `schedule` is one of pipeline_parallel. With `recompute`, backward computes decoder layers once more and so needs
+    less memory. Joins the process group, if the script has not done so.
+    Raises UserError for an unknown precision, and where choose_device and init_process_group do.
     """
 
     def __init__(self, tp_size: int = 1, microbatch_size: int = 1, precision: str = "float32", device: str = "auto",
-                 schedule: Callable = one_f_one_b, wire_dtype: str | None = None,
-                 gradient_wire_dtype: str | None = None, recompute: bool = False):
+                 schedule: Callable = one_f_one_b, recompute: bool = False):
         if precision not in (*DTYPES, *DTYPES.values(), "auto"):
             raise UserError(f"precision={precision!r} is none of auto, {', '.join(DTYPES.values())}")
         self.tp_size, self.microbatch_size = tp_size, microbatch_size
         self.schedule, self.recompute = schedule, recompute
-        if unknown := {wire_dtype, gradient_wire_dtype} - {None, *WIRE_DTYPES}:
-            raise UserError(f"wire dtype {unknown.pop()!r} is none of {', '.join(WIRE_DTYPES)}")
-        self.wire_dtype, self.gradient_wire_dtype = WIRE_DTYPES.get(wire_dtype), WIRE_DTYPES.get(gradient_wire_dtype)
+        self.communication, self.bucket_class = StageCommunication, Bucket  # a script may set others
         self.device, self.compute_dtype, backend = choose_device(device, DTYPES.get(precision, precision))
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         self.pipelines: list[PipelineTemplate] = []
@@ -79,10 +73,6 @@ class HeterogeneousParallelPlugin:
                             f"for {len(pipelines)} pipelines: give a dictionary or a list with 1 or more for each")
         if len(models := {template.model_name for template in pipelines}) > 1:
             raise UserError(f"the pipelines are templates for several models: {', '.join(sorted(models))}")
-        if self.wire_dtype and all(template.num_stages == 1 for template in pipelines):
-            raise UserError("wire_dtype has no effect, since no pipeline has a second stage: leave it out")
-        if self.gradient_wire_dtype and len(pipelines) == 1:
-            raise UserError("gradient_wire_dtype has no effect, since there is one pipeline: leave it out")
         pgm.setup_process_group_manager([template.num_stages for template in pipelines], self.tp_size)
         grid = pgm.process_group_manager
         self.pipelines, self.num_microbatches = list(pipelines), list(num_microbatches)
@@ -124,9 +114,6 @@ class HeterogeneousParallelPlugin:
         model = apply_tensor_parallel(model.to(self.master_dtype))
         autocast = self.compute_dtype if self.compute_dtype == torch.bfloat16 and not is_ours else None
         stage = PipelineStage(model, self.template, pgm.process_group_manager.pp_rank, autocast)
-        if stage.router_loss and self.wire_dtype == torch.int8:
-            raise UserError("wire_dtype int8 is too coarse for the sums of a router's loss, which go with hidden "
-                            "states: use bfloat16, or set output_router_logits=False in the model's configuration")
         if callable(weights):
             weights(stage)
         elif weights is not None:
@@ -145,7 +132,7 @@ class HeterogeneousParallelPlugin:
             for group, names_of_group in zip(optimizer.param_groups, names):
                 group["param_names"] = [name for name in names_of_group if name in held]
                 group["params"] = [held[name] for name in group["param_names"]]
-        return DataParallelBucket(stage, owners, wire_dtype=self.gradient_wire_dtype), optimizer, dataloader
+        return DataParallelBucket(stage, owners, bucket_class=self.bucket_class), optimizer, dataloader
 
     def execute_pipeline(self, data_iter: Iterator[dict], model: nn.Module, criterion: Callable,
                          optimizer: torch.optim.Optimizer, return_loss: bool = True) -> torch.Tensor | None:
@@ -164,8 +151,8 @@ class HeterogeneousParallelPlugin:
                             "batches = iter(dataloader) before the loop and pass batches")
         model.zero_grad()  # also of parameters that the optimizer does not have
         with torch.autocast(self.device.type, enabled=False):  # the outermost one frees the casts that all share
-            loss = run_schedule(self.schedule, model, data_iter, criterion, self.num_microbatches, self.device,
-                                self.wire_dtype)
+            loss = run_schedule(self.schedule, model, data_iter, criterion, self.num_microbatches,
+                                self.communication(model.module.dtype, self.device))
         if not return_loss:
             return None
         loss *= pgm.process_group_manager.tp_rank == 0  # the ranks of a tp group have the same loss: count it once

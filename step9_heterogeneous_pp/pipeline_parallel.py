@@ -51,7 +51,6 @@ import process_group_manager as pgm
 import weight_gradients
 from model import cast_weights_once
 from timeline import timeline
-from wire import decode, empty_message, encode
 
 
 class Action(NamedTuple):
@@ -116,12 +115,11 @@ def connect_neighbours() -> None:
 class StageCommunication:
     """The transfers of one stage. What an action needs is received early, and its result is sent in the background.
 
-    gloo can only send tensors in host memory, so on CUDA over gloo they are copied there and back. `wire_dtype` is what
-    tensors are encoded in while they travel, see wire.py. Without it they travel in `dtype`, as they are.
+    gloo can only send tensors in host memory, so on CUDA over gloo they are copied there and back.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, wire_dtype: torch.dtype | None = None):
-        self.dtype, self.device, self.wire_dtype = dtype, device, wire_dtype or dtype
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self.dtype, self.device = dtype, device
         self.wire_device = torch.device("cpu") if dist.get_backend() == "gloo" else device
         self.receives_ahead = 2 if dist.get_backend() == "gloo" else 1  # over NCCL, 2 would keep sends waiting
         grid = pgm.process_group_manager
@@ -133,24 +131,24 @@ class StageCommunication:
 
     def post_receive(self, action: Action, shape: tuple[int, int, int]) -> None:
         if self.source[action.kind] is not None and action not in self.receiving:
-            buffer = empty_message(shape, self.wire_dtype, self.wire_device)
+            buffer = torch.empty(shape, dtype=self.dtype, device=self.wire_device)
             source, group = self.source[action.kind], self.group[action.kind]
             handle = dist.irecv(buffer, source, group=group)
-            self.receiving[action] = (timeline.background(handle, "receive", action.microbatch, source), buffer, shape)
+            self.receiving[action] = (timeline.background(handle, "receive", action.microbatch, source), buffer)
 
     def receive(self, action: Action) -> torch.Tensor | None:
         """Waits for the input (F) or the gradient of the output (B) of a micro-batch. None at the pipeline's ends."""
         if action not in self.receiving:
             return None
-        handle, buffer, shape = self.receiving.pop(action)
+        handle, buffer = self.receiving.pop(action)
         with timeline.span("wait", action.microbatch):
             handle.wait()
-        return decode(buffer.to(self.device), shape, self.wire_dtype, self.dtype)
+        return buffer.to(self.device)
 
     def send(self, action: Action, tensor: torch.Tensor | None) -> None:
         if self.destination[action.kind] is None:
             return
-        tensor = encode(tensor.detach(), self.wire_dtype).to(self.wire_device)
+        tensor = tensor.detach().to(self.wire_device).contiguous()
         destination, group = self.destination[action.kind], self.group[action.kind]
         self.sending.append((dist.isend(tensor, destination, group=group), tensor))  # the tensor lives until it is sent
         if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # keep no more unfinished
@@ -167,8 +165,7 @@ class StageCommunication:
 
 @cast_weights_once()
 def run_schedule(schedule, model: nn.Module, data_iter: Iterator[dict], criterion: Callable,
-                 num_microbatches: list[int], device: torch.device,
-                 wire_dtype: torch.dtype | None = None) -> torch.Tensor:
+                 num_microbatches: list[int], communication: StageCommunication) -> torch.Tensor:
     """Runs this pipeline's micro-batches of one optimizer step through this stage, in the order that `schedule` gives.
 
     `criterion(output, batch)` is the loss of one micro-batch, and `num_microbatches` lists those of all pipelines.
@@ -179,8 +176,7 @@ def run_schedule(schedule, model: nn.Module, data_iter: Iterator[dict], criterio
     grid, stage = pgm.process_group_manager, model.module
     own_num_microbatches, total_num_microbatches = num_microbatches[grid.dp_rank], sum(num_microbatches)
     actions = list(schedule(grid.pp_rank, grid.pp_world_size, own_num_microbatches))
-    communication = StageCommunication(stage.dtype, device, wire_dtype)
-    total_loss = torch.zeros((), dtype=torch.promote_types(stage.dtype, torch.float32), device=device)
+    total_loss = torch.zeros((), dtype=torch.promote_types(stage.dtype, torch.float32), device=communication.device)
     batches: dict[int, dict] = {}  # read when their forward is one of the next two actions
     alive: dict[int, tuple | list] = {}  # micro-batch -> what its B needs, and then what its W needs
     model.peak_live_activations = 0

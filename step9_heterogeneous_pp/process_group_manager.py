@@ -13,18 +13,13 @@ A group for gradients holds the owners of a module: where the stages hold 3, 3, 
 [2, 6] and [3, 7], and layer 5 is on [2, 8] and [3, 9]. In step 8, all pipelines have the same number of stages.
 """
 
-import atexit
-import contextlib
 import datetime
-import json
 import os
-import socket
-import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from plan_file import read_plan
 from utils import UserError
 
 process_group_manager = None
@@ -97,13 +92,11 @@ class ProcessGroupManager:
         return "\n".join([f"{self.world_size} rank{'s' * (self.world_size > 1)}, tp {self.tp_world_size}", *lines])
 
 
-def init_process_group(backend: str, timeout_seconds: float = 600, plan_path: str | None = None) -> dict | None:
+def init_process_group(backend: str, timeout_seconds: float = 600, arrange: Callable | None = None) -> None:
     """Joins the processes that torchrun describes in the environment. Without torchrun, this process is the only one.
 
-    With a plan, the ranks that it names join in its order. The others wait until the training has ended, and exit.
-    Rank 0 reads the file and sends it to all, so only one machine needs it. Returns the plan.
-    Raises UserError where ranks choose different backends, as machines with and without a GPU do, and for a plan that
-    can't be read or needs other ranks.
+    `arrange(store, rank, world_size)` returns another rank and world size, where ranks are to have another order.
+    Raises UserError where ranks choose different backends, as machines with and without a GPU do.
     """
     global timeout
     timeout = datetime.timedelta(seconds=min(timeout_seconds, 1e9))  # a timedelta has a limit
@@ -116,25 +109,10 @@ def init_process_group(backend: str, timeout_seconds: float = 600, plan_path: st
         listed = ", ".join(f"rank {other}: {name}" for other, name in enumerate(backends[:16]))
         raise UserError(f"all ranks have to communicate over one backend, but these differ ({listed}): give all the "
                         "same --device, for instance --device cpu")
-    if plan_path:
-        if rank == 0:
-            store.set("plan", json.dumps(read_plan(plan_path)))
-        if "error" in (plan := json.loads(store.get("plan"))):
-            raise UserError(plan["error"])
-        store.set(f"host/{rank}", socket.gethostname())
-        hosts, order = [store.get(f"host/{other}").decode() for other in range(world_size)], plan["machines"]
-        if hosts != plan["hosts"]:
-            raise UserError(f"the plan is for processes on {', '.join(plan['hosts'])}, but they run on "
-                            f"{', '.join(hosts)}: start them in the order of plan.py --measure, or measure again")
-        if rank not in order:
-            with contextlib.suppress(RuntimeError):  # the store may end with rank 0's process
-                store.wait(["ended"], datetime.timedelta(days=365))
-            sys.exit(0)
-        atexit.register(store.set, "ended", "")
-        rank, world_size = order.index(rank), len(order)
+    if arrange:
+        rank, world_size = arrange(store, rank, world_size)
     dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
                             timeout=timeout)
-    return plan if plan_path else None
 
 
 def setup_process_group_manager(stages_per_pipeline: list[int], tp_size: int) -> None:

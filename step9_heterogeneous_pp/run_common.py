@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from stage_weights import open_directory
-from train import main, text
+from train import main, make_plugin, text
 from utils import UserError, default_learning_rate, once_per_machine, one_clear_error, require_reachable_hub
 
 
@@ -26,7 +26,7 @@ def run(doc: str, class_name: str, toy: dict, pipelines: Callable, new_modules: 
         parser.set_defaults(model_name=None, seq_len=64, max_tokens=40960, gradient_accumulation_steps=None, **defaults)
 
     with one_clear_error(out_of_memory="use --recompute, or lower --micro_batch_size"):
-        main(doc, make_model, add_flags, pipelines, data)
+        main(doc, make_model, add_flags, functools.partial(make_plugin, pipelines=pipelines), data)
 
 
 def make_hugging_face(args, class_name: str, toy: dict, new_modules: tuple[str, ...] = ()):

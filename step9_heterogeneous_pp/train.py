@@ -2,7 +2,6 @@
 
     torchrun --nproc_per_node 3 train.py --pipelines "8;5,3" --num_microbatches "6,2"
     torchrun --nproc_per_node 4 train.py --dp_size 2 --pp_size 2
-    torchrun --nproc_per_node 3 train.py --plan plan.json
 """
 
 import argparse
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-import plan_file
 import process_group_manager as pgm
 from dataloader import load_samples, next_tokens
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
@@ -30,7 +28,6 @@ from utils import (
     make_scheduler, once_per_machine, one_clear_error, positive_float, positive_int, to_readable_format, zero_or_more,
     zero_or_more_float,
 )
-from wire import WIRE_DTYPES
 
 
 def counts(text: str) -> list[int]:
@@ -80,11 +77,8 @@ def parse_args(doc: str, add_flags: Callable):
     parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
     parser.add_argument("--pipelines", type=lambda text: [counts(part) for part in text.split(";")], metavar="8;5,3",
                         help="instead of these two: decoder layers of each stage, with ';' between pipelines")
-    parser.add_argument("--plan", metavar="PLAN.JSON", help="instead of all these: a plan that cluster/plan.py wrote")
     parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="1f1b", help="the pipeline's schedule")
     parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
-    parser.add_argument("--wire_dtype", choices=WIRE_DTYPES, help="of hidden states between stages, while they travel")
-    parser.add_argument("--gradient_wire_dtype", choices=WIRE_DTYPES, help="of gradients between pipelines, likewise")
     # Logging
     parser.add_argument("--run_name", default="default_run")
     parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
@@ -96,14 +90,10 @@ def parse_args(doc: str, add_flags: Callable):
     args = parser.parse_args()
     if args.pipelines and (args.dp_size, args.pp_size) != (1, 1):
         raise UserError("--pipelines says how many pipelines and stages there are: leave out --dp_size and --pp_size")
-    parser.set_defaults(**dict.fromkeys(plan_file.FLAGS))  # what the command line does not give is None below
-    given = [name for name in plan_file.FLAGS if getattr(parser.parse_args(), name) is not None]
-    if args.plan and given:
-        raise UserError(f"--plan says what runs where: leave out --{', --'.join(given)}")
     return args
 
 
-def make_plugin(args, model, pipelines: Callable | None) -> HeterogeneousParallelPlugin:
+def make_plugin(args, model, pipelines: Callable | None = None) -> HeterogeneousParallelPlugin:
     """The plugin with the pipelines that the flags ask for, or by default with those of `pipelines(model)`.
 
     Raises UserError where these are not possible.
@@ -118,8 +108,7 @@ def make_plugin(args, model, pipelines: Callable | None) -> HeterogeneousParalle
         templates = [PipelineTemplate.from_layers_per_stage(model, sizes) for sizes in layers]
         num_microbatches = [args.gradient_accumulation_steps or 8] * len(layers)
     plugin = HeterogeneousParallelPlugin(
-        args.tp_size, args.micro_batch_size, args.dtype, args.device, SCHEDULES[args.pp_engine], args.wire_dtype,
-        args.gradient_wire_dtype, args.recompute)
+        args.tp_size, args.micro_batch_size, args.dtype, args.device, SCHEDULES[args.pp_engine], args.recompute)
     plugin.set_pipelines(templates, args.num_microbatches or num_microbatches)
     return plugin
 
@@ -167,19 +156,17 @@ def make_llama(args, dtype: torch.dtype, device: torch.device):
 
 
 def main(doc: str = __doc__, make_model: Callable = make_llama, add_flags: Callable = lambda parser: None,
-         pipelines: Callable | None = None, data: Callable = text):
+         make_plugin: Callable = make_plugin, data: Callable = text, arrange: Callable | None = None):
     args = parse_args(doc, add_flags)
     device, dtype, backend = choose_device(args.device, args.dtype)
-    plan = pgm.init_process_group(backend, args.timeout, args.plan)
+    pgm.init_process_group(backend, args.timeout, arrange and functools.partial(arrange, args))
     os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
     os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
 
     model, weights, criterion = make_model(args, dtype, device)
-    if plan:
-        plan_file.follow_plan(args, plan, model.config, str(dtype).removeprefix("torch."))
-    plugin = make_plugin(args, model, pipelines)
+    plugin = make_plugin(args, model)
     batches, num_steps = make_data_loader(args, model.config, plugin, data)
     args.learning_rate = args.learning_rate or default_learning_rate(model.config.hidden_size)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)

@@ -29,7 +29,8 @@ def counted(tmp_path_factory, selected):
     folder, futures = tmp_path_factory.mktemp("messages"), {}
     for name in selected("name"):
         step, ranks, flags = RUNS[name]
-        futures[name] = start_fork(step, ranks, folder / name, STEPS[str(step)] / "train.py", *flags, "--seq_len", T,
+        train = ROOT / "cluster" / "train_pipelines.py" if step == 9 else STEPS[str(step)] / "train.py"
+        futures[name] = start_fork(step, ranks, folder / name, train, *flags, "--seq_len", T,
                                    "--micro_batch_size", B, "--gradient_accumulation_steps", M, "--log_dir", folder,
                                    "--run_name", name, "--max_tokens", 2 * 2 * B * T * M, script=SCRIPT)
 

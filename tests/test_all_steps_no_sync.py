@@ -21,14 +21,14 @@ IMPORTS = ("torch.distributed._tools.fake_collectives", "torch._subclasses.fake_
 CASES = {  # step, rank, world size, flags; the last rank of a grid computes the loss
     "step1": (1, 0, 1), "step2": (2, 0, 1), "step3": (3, 0, 1), "step4": (4, 1, 2, "--tp_size", 2),
     "step5": (5, 3, 4, "--dp_size", 2, "--tp_size", 2), "step6": (6, 3, 4, "--dp_size", 2, "--tp_size", 2),
-    "step7": (7, 7, 8, *GRID), "step8": (8, 7, 8, *GRID, "--recompute"), "step9": (9, 2, 3, *UNLIKE, *INT8),
-    "cluster": (9, 2, 3, *UNLIKE),
+    "step7": (7, 7, 8, *GRID), "step8": (8, 7, 8, *GRID, "--recompute"), "step9": (9, 2, 3, *UNLIKE),
+    "cluster": (9, 2, 3, *UNLIKE), "cluster-int8": (9, 2, 3, *UNLIKE, *INT8),
 }
 OTHER_RANKS = {"step7-first-stage": (7, 0, 8, *GRID), "step8-first-stage": (8, 0, 8, *GRID),
                "step8-afab": (8, 7, 8, *GRID, "--pp_engine", "afab"), "step8-zb": (8, 7, 8, *GRID, "--pp_engine", "zb"),
                "step8-zb-first-stage": (8, 0, 8, *GRID, "--pp_engine", "zb"),
                "step9-zb": (9, 2, 3, *UNLIKE, "--pp_engine", "zb"),
-               "step9-first-stage": (9, 1, 3, *UNLIKE, *INT8),
+               "cluster-int8-first-stage": (9, 1, 3, *UNLIKE, *INT8),
                "step9-one-stage": (9, 0, 3, *UNLIKE)}
 FAULTS = {  # in step 4: what it says -> what breaks it, and the complaint
     "item": ("total_loss += loss.detach()", "total_loss += loss.item()", "reads the value of a tensor"),
@@ -76,7 +76,12 @@ def start(tmp_path: pathlib.Path, name: str, case: tuple, *fault: str) -> concur
     folder = tmp_path / STEPS[str(step)].name
     copy_for_fake_gpu(STEPS[str(step)], folder, *fault)
     script = loop = folder / "train.py"
-    if name == "cluster":
+    if name.startswith("cluster-int8"):
+        copy_for_fake_gpu(ROOT / "cluster", tmp_path / "cluster")
+        script = folder / "train_in_pipelines.py"
+        path = str(tmp_path / "cluster")
+        script.write_text(f"import sys\nsys.path.append({path!r})\nfrom train_pipelines import main\n")
+    elif name == "cluster":
         copy_for_fake_gpu(ROOT / "cluster", tmp_path / "cluster")
         script, loop = folder / "train_with_loop.py", tmp_path / "cluster" / "training" / "loop.py"
         script.write_text(CLUSTER.replace("CLUSTER", repr(str(tmp_path / "cluster"))))

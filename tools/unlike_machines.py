@@ -27,10 +27,10 @@ import sys
 import tempfile
 import time
 
-from launch import ROOT, STEPS, environment, metrics, modules_of
+from launch import ROOT, environment, metrics, modules_of
 
 NODES = ("node0", "node1", "node2")
-STEP, CLUSTER = STEPS["9"], ROOT / "cluster"
+CLUSTER = ROOT / "cluster"
 sys.path.append(str(CLUSTER))  # for the planner
 BED = ROOT / "tools" / "testbed.sh"
 PORT = 29500
@@ -75,16 +75,16 @@ def on_all_hosts(script, *args, timeout: float) -> str:
 def rank_side(folder: pathlib.Path) -> None:
     """On each host: the trainings of jobs.json one after the other, each with a rendezvous of its own."""
     rank, at_exit, register = os.environ["RANK"], [], atexit.register
-    sys.path[0] = str(STEP)
+    sys.path[0] = str(CLUSTER)
 
     def register_or_keep(function, *args, **kwargs):
-        """Keeps what train.py would do at the end of its process, which here goes on with the next job."""
+        """Keeps what the training would do at the end of its process, which here goes on with the next job."""
         return at_exit.append((function, args)) if args == ("ended", "") else register(function, *args, **kwargs)
 
     atexit.register = register_or_keep
     for job in json.loads((folder / "jobs.json").read_text()):
         os.environ.update(RANK=rank, MASTER_PORT=str(job["port"]), TORCHELASTIC_USE_AGENT_STORE="False")
-        sys.argv = [str(STEP / "train.py"), *job["flags"]]
+        sys.argv = [str(CLUSTER / "train_pipelines.py"), *job["flags"]]
         try:
             runpy.run_path(sys.argv[0])["main"]()
         except SystemExit as ended:  # an idle rank

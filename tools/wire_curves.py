@@ -33,7 +33,7 @@ def train(folder: Path, steps: int) -> dict[str, dict[str, list[float]]]:
         for dtype in COLOURS:
             fork(9, 3, flag, dtype, "--pipelines", pipelines, "--num_microbatches", counts, "--micro_batch_size", 4,
                  "--seq_len", SEQ_LEN, "--max_tokens", steps * SAMPLES * SEQ_LEN, "--dtype", "float32", "--log_dir",
-                 folder / f"{title}, {dtype}", timeout=600)
+                 folder / f"{title}, {dtype}", script=ROOT / "cluster" / "train_pipelines.py", timeout=600)
     for title in KINDS:
         curves[title] = {dtype: losses(folder / f"{title}, {dtype}") for dtype in COLOURS}
     return curves

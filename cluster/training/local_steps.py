@@ -31,9 +31,9 @@ import process_group_manager as pgm
 from metrics import RunLogger
 from model import cast_weights_once
 from timeline import timeline
+from training.compression import WIRE_DTYPES, CompressedAllReduce
 from training.loop import Step, StepTimes, endless
 from utils import UserError, make_scheduler, number, positive_float, positive_int, zero_or_more
-from wire import WIRE_DTYPES, CompressedAllReduce
 
 OUTER = {"outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap_steps": 0}  # flags and their defaults
 below_one = number(float, lambda value: 0 <= value < 1, "from 0 to below 1")
@@ -105,7 +105,8 @@ class OuterOptimizer:
         self.share_of_samples = plugin.own_num_microbatches / sum(plugin.num_microbatches)
         self.weights = parameters_to_vector(model.parameters()).detach()
         vector_to_parameters(self.weights, model.parameters())
-        self.agreed, self.wire_dtype = self.weights.clone(), plugin.gradient_wire_dtype or self.weights.dtype
+        self.agreed = self.weights.clone()
+        self.wire_dtype = WIRE_DTYPES.get(args.gradient_wire_dtype, self.weights.dtype)
         self.optimizer = torch.optim.SGD([self.agreed], args.outer_learning_rate, args.outer_momentum,
                                          nesterov=args.outer_momentum > 0)
         self.group, self.under_way = dist.new_group(timeout=PATIENCE), None

@@ -43,8 +43,7 @@ def samples(case: dict) -> torch.Tensor:
 
 def train(folder: pathlib.Path, name: str, case: dict) -> None:
     model = tiny_llama()
-    plugin = HeterogeneousParallelPlugin(precision="float64", device="cpu",
-                                         gradient_wire_dtype=case["gradient_wire_dtype"])
+    plugin = HeterogeneousParallelPlugin(precision="float64", device="cpu")
     whole = PipelineTemplate.from_layers_per_stage(model, [1])
     plugin.set_pipelines([whole] * 3, [n * size for n, size in zip(case["steps"], case["sizes"])])
     loader = plugin.prepare_dataloader(samples(case), collate_fn=next_tokens)

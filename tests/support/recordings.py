@@ -100,10 +100,10 @@ def write_models(folder: pathlib.Path) -> None:
     (folder / "small_vocabulary.txt").write_text("".join(lines))
 
 
-def record(out: pathlib.Path, step: int, num_processes: int, flags: list) -> concurrent.futures.Future:
-    """Starts the step's train.py, which leaves out/rank<r>.pt. The future is done when it is."""
+def record(out: pathlib.Path, step: int, num_processes: int, flags: list, train=None) -> concurrent.futures.Future:
+    """Starts the step's train.py, or the script `train`, which leaves out/rank<r>.pt. The future is done when it is."""
     script = ROOT / "tests" / "support" / "record.py"
-    return start_fork(step, num_processes, out, STEPS[str(step)] / "train.py", *flags, script=script)
+    return start_fork(step, num_processes, out, train or STEPS[str(step)] / "train.py", *flags, script=script)
 
 
 def load(out: pathlib.Path) -> list[dict]:

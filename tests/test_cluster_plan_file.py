@@ -1,4 +1,4 @@
-"""train.py --plan: the plan's machines in the plan's order train what one process trains; plans that fit nothing."""
+"""train_pipelines.py --plan: a plan in its order of machines trains what one process trains; plans that fit nothing."""
 
 import json
 import socket
@@ -7,6 +7,7 @@ import pytest
 
 from launch import ROOT, fork, losses, start_fork
 
+SCRIPT = ROOT / "cluster" / "train_pipelines.py"
 CONFIG = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
 FACTS = {name: CONFIG[name] for name in ("hidden_size", "num_attention_heads", "vocab_size", "tie_word_embeddings")}
 MODEL = ["--num_hidden_layers", 4, "--seq_len", 32, "--max_tokens", 1536]  # 4 steps of 12 samples
@@ -38,7 +39,7 @@ def runs(tmp_path_factory, selected):
     futures = {"one_process": start_fork(9, 1, *common, "one_process", *flags)}
     for name in selected("name"):
         plan = write_plan(folder / f"{name}.json", *ORDERS[name][0], num_hosts=4, dtype="float64", schedule="afab")
-        futures[name] = start_fork(9, 4, *common, name, "--plan", plan)
+        futures[name] = start_fork(9, 4, *common, name, "--plan", plan, script=SCRIPT)
     return folder, futures
 
 
@@ -79,5 +80,5 @@ def test_plans_that_do_not_fit(tmp_path, pipelines, changes, flags, expected):
     path = tmp_path / "plan.json"
     if pipelines is not None:
         write_plan(path, *pipelines, **changes)
-    done = fork(9, 2, *MODEL, "--plan", path, *flags, "--log_dir", tmp_path / "runs", check=False)
+    done = fork(9, 2, *MODEL, "--plan", path, *flags, "--log_dir", tmp_path / "runs", script=SCRIPT, check=False)
     assert done.returncode > 0 and done.stderr.count("error: ") == 1 and expected in done.stderr, done.stderr

@@ -1,15 +1,17 @@
-"""Step 9's wire: what travels as bfloat16 or int8 is rounded no more than it says, and training stays what it was."""
+"""Smaller messages: what travels as bfloat16 or int8 is rounded no more than it says, and training stays as it was."""
 
 import json
 import math
 import shutil
+import types
 
 import pytest
 import torch
 
-from launch import ROOT, STEPS, fork, losses, modules_of
+from launch import ROOT, fork, losses, modules_of
 from recordings import load, record
 
+SCRIPT = ROOT / "cluster" / "train_pipelines.py"
 SHAPES = [(2, 3, 7), (1, 1, 1), (3, 1024), (5, 1)]
 STEPS_TRAINED, SEQ_LEN = 10, 16
 COMMON = ["--num_hidden_layers", 4, "--seq_len", SEQ_LEN, "--micro_batch_size", 2,
@@ -34,8 +36,8 @@ RUNS = {  # name -> ranks, flags
 @pytest.fixture(scope="module")
 def wire():
     with modules_of(9):
-        import wire
-        yield wire
+        from training import compression
+        yield compression
 
 
 SLOW = ("three-int8", "float64-float32", "tp2-int8", "unlike-bfloat16")  # further topologies
@@ -57,7 +59,7 @@ def recorded(tmp_path_factory, selected):
     for name in dict.fromkeys(["unlike", *selected("name")]):
         ranks, flags = RUNS[name]
         model = ["--model_name", folder / "model_tied"] if "tied" in name else []
-        futures[name] = record(folder / name, 9, ranks, [*COMMON, *flags, *model, "--log_dir", folder / name])
+        futures[name] = record(folder / name, 9, ranks, [*COMMON, *flags, *model, "--log_dir", folder / name], SCRIPT)
 
     def recorded(name: str):
         futures[name].result()
@@ -72,8 +74,9 @@ def test_rounding(wire, shape, source):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(1e3).to(source)
     x.view(-1, shape[-1])[0] = 0  # a row of zeros has no scale to divide by
     for name, dtype in wire.WIRE_DTYPES.items():
-        message, room = wire.encode(x, dtype), wire.empty_message(shape, dtype, x.device)
-        assert message.is_contiguous() and (message.shape, message.dtype) == (room.shape, room.dtype)
+        message = wire.encode(x, dtype)
+        assert message.is_contiguous() and message.shape == wire.message_shape(shape, dtype)
+        assert message.dtype == (torch.uint8 if name == "int8" else dtype)
         size, rows = x.numel(), math.prod(shape[:-1])
         assert message.nbytes == {"float32": 4 * size, "bfloat16": 2 * size, "int8": size + 4 * rows}[name]
         back = wire.decode(message, shape, dtype, source)
@@ -153,9 +156,9 @@ def test_gradients_that_are_not_finite_reach_all(wire, tmp_path):
     script = tmp_path / "sum.py"
     script.write_text(f"""
 import sys
-sys.path.insert(0, {str(STEPS["9"])!r})
-import torch, torch.distributed as dist
-from wire import ROW, CompressedAllReduce
+sys.path.insert(0, {str(ROOT / "cluster")!r})
+import course, torch, torch.distributed as dist
+from training.compression import ROW, CompressedAllReduce
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 for size in (1, 5, 3 * ROW, 7 * ROW + 3):
@@ -183,8 +186,25 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("flag", ["wire_dtype", "gradient_wire_dtype"])
-def test_unknown_wire_dtype(flag):
-    with modules_of(9):
-        from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
+def test_unknown_wire_dtype(wire, flag):
     with pytest.raises(ValueError, match="wire dtype 'fp8' is none of float32, bfloat16, int8"):
-        HeterogeneousParallelPlugin(**{flag: "fp8"})
+        wire.compress(None, None, **{flag: "fp8"})
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--pipelines", "8;8", "--wire_dtype", "int8"], "wire_dtype has no effect, since no pipeline has a second stage"),
+    (["--pp_size", 2, "--gradient_wire_dtype", "int8"], "gradient_wire_dtype has no effect, since there is one pip"),
+    (["--pp_size", 2, "--wire_dtype", "fp8"], "--wire_dtype: invalid choice: 'fp8'"),
+])
+def test_flags_without_an_effect(tmp_path, flags, message):
+    done = fork(9, 2, *flags, "--log_dir", tmp_path, script=SCRIPT, check=False)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("error: ") == 1, done.stderr
+
+
+def test_int8_and_the_sums_of_a_routers_loss(wire):
+    two_stages = types.SimpleNamespace(num_stages=2)
+    plugin = types.SimpleNamespace(pipelines=[two_stages], master_dtype=torch.float32)
+    config = types.SimpleNamespace(output_router_logits=True)
+    wire.compress(plugin, config, "bfloat16")
+    with pytest.raises(ValueError, match="int8 is too coarse for the sums of a router's loss"):
+        wire.compress(plugin, config, "int8")

@@ -1,10 +1,15 @@
-"""train.py --plan: a plan's choices become flags, and its order of machines becomes the order of ranks.
+"""A plan that cluster/plan.py wrote: its choices become flags, and its order of machines becomes the order of ranks.
 
     ranks as torchrun starts them   0     1     2           pipelines of the plan: `machines` 2, 0
     ranks of the training           1     -     0           machine 1 is idle: training is faster without it
 """
 
+import atexit
+import contextlib
+import datetime
 import json
+import socket
+import sys
 
 from utils import UserError
 
@@ -29,6 +34,30 @@ def read_plan(path: str) -> dict:
         return plan
     except (OSError, ValueError, KeyError, TypeError) as error:
         return {"error": f"--plan {path!r} can't be read ({type(error).__name__}: {error}): use cluster/plan.py"}
+
+
+def take_places(path: str, store, rank: int, world_size: int) -> tuple[dict, int, int]:
+    """The plan, and this process's rank in its order of machines and how many these are.
+
+    Rank 0 reads the file and sends it to all through the `store`, so only one machine needs it. Processes that the plan
+    leaves idle wait here until the training has ended, and exit. Raises UserError for a plan that can't be read, or
+    that is for processes on other hosts.
+    """
+    if rank == 0:
+        store.set("plan", json.dumps(read_plan(path)))
+    if "error" in (plan := json.loads(store.get("plan"))):
+        raise UserError(plan["error"])
+    store.set(f"host/{rank}", socket.gethostname())
+    hosts, order = [store.get(f"host/{other}").decode() for other in range(world_size)], plan["machines"]
+    if hosts != plan["hosts"]:
+        raise UserError(f"the plan is for processes on {', '.join(plan['hosts'])}, but they run on "
+                        f"{', '.join(hosts)}: start them in the order of plan.py --measure, or measure again")
+    if rank not in order:
+        with contextlib.suppress(RuntimeError):  # the store may end with rank 0's process
+            store.wait(["ended"], datetime.timedelta(days=365))
+        sys.exit(0)
+    atexit.register(store.set, "ended", "")
+    return plan, order.index(rank), len(order)
 
 
 def follow_plan(args, plan: dict, config, dtype: str) -> None:
