@@ -93,7 +93,8 @@ def run_rank(step: int, engine: str, m: int, recorder: Recorder, grid: types.Sim
     pipeline_parallel.connect_neighbours()
     if step == 9:
         model = wrap(stage, {"stage": grid.dp_group if grid.dp_world_size > 1 else None}, bucket_mb=1)
-        pipeline_parallel.run_schedule(schedule, model, batches, mean_loss, [m] * grid.dp_world_size, CPU)
+        communication = pipeline_parallel.StageCommunication(torch.float32, CPU)
+        pipeline_parallel.run_schedule(schedule, model, batches, mean_loss, [m] * grid.dp_world_size, communication)
     else:
         pipeline_parallel.run_schedule(schedule, wrap(stage), batches, SHAPE, CPU)
 
