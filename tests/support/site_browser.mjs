@@ -1,0 +1,178 @@
+// Visits the built site with headless Chromium and writes what it finds as JSON, for tests/test_tool_site.py.
+//
+//     node site_browser.mjs MODULES CHROMIUM SITE PROFILE [SCREENSHOTS]
+//
+// MODULES: a folder with node_modules of playwright-core and axe-core; PROFILE: an empty folder. It asserts nothing.
+
+import { createRequire } from "node:module";
+import { mkdirSync, readdirSync } from "node:fs";
+import { join } from "node:path";
+import { pathToFileURL } from "node:url";
+
+const [modules, executablePath, site, profile, screenshots] = process.argv.slice(2);
+const require = createRequire(join(modules, "x.js"));
+const { chromium } = require("playwright-core");
+const axe = require("axe-core").source;
+
+const WIDE = { width: 1280, height: 900 }, PHONE = { width: 360, height: 740 };
+const ARGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+  "--disable-component-update", "--disable-sync"];
+const context = await chromium.launchPersistentContext(profile, { executablePath, headless: true, args: ARGS, viewport: WIDE });
+const page = await context.newPage();
+const found = { errors: [], requests: [], axe: [], overflow: [], keyboard: {}, timeline: {}, playground: {}, split: {}, fold: {} };
+page.on("console", (message) => {
+  if (["error", "warning"].includes(message.type())) found.errors.push(`${page.url()}: ${message.text()}`);
+});
+page.on("pageerror", (error) => found.errors.push(`${page.url()}: ${error.message}`));
+page.on("requestfailed", (request) => found.errors.push(`${request.url()} was not loaded`));
+page.on("request", (request) => {
+  if (!/^(file|data):/.test(request.url())) found.requests.push(request.url());
+});
+
+const address = (name) => pathToFileURL(join(site, name.split("#")[0])).href + (name.includes("#") ? `#${name.split("#")[1]}` : "");
+const open = (name) => page.goto(address(name));
+const at = () => page.url().split("/").pop();
+
+/** What axe-core finds wrong. */
+async function inspect(name, colorScheme) {
+  await page.emulateMedia({ colorScheme, reducedMotion: "reduce" });
+  await page.evaluate(axe);
+  const violations = await page.evaluate(async () => (await window.axe.run()).violations.map(({ id, nodes }) => (
+    { id, html: nodes.slice(0, 3).map((node) => `${node.html.slice(0, 200)} ${(node.any[0] || {}).message || ""}`) })));
+  found.axe.push(...violations.map((violation) => ({ page: name, colorScheme, width: page.viewportSize().width, ...violation })));
+}
+
+/** Every page, wide and light; then on a phone, dark and with all folds open. */
+async function visitAll(names, inspected) {
+  for (const name of names) {
+    await page.setViewportSize(WIDE);
+    await open(name);
+    if (inspected.has(name)) await inspect(name, "light");
+    await page.setViewportSize(PHONE);
+    await page.evaluate(() => document.querySelectorAll("details").forEach((fold) => { fold.open = true; }));
+    const width = await page.evaluate(() => document.documentElement.scrollWidth);
+    if (width > PHONE.width) found.overflow.push(`${name}: ${width}`);
+    if (inspected.has(name)) await inspect(name, "dark");
+  }
+  await page.setViewportSize(WIDE);
+}
+
+async function turnPages() {
+  await open("step4.html");
+  for (const [key, expected] of [["ArrowRight", "step5.html"], ["n", "step6.html"], ["ArrowLeft", "step5.html"], ["p", "step4.html"]]) {
+    await page.keyboard.press(key);
+    await page.waitForURL(`**/${expected}`, { timeout: 5000 }).catch(() => {});
+    found.keyboard[`${key} to ${expected}`] = at();
+  }
+  await open("playground.html");
+  await page.focus("[name=m]");
+  await page.keyboard.press("ArrowRight");
+  found.keyboard["in a field"] = at();
+}
+
+async function useTimeline(name) {
+  await open(name);
+  const bars = page.locator("#timeline-view .bar.forward"), told = page.locator("#timeline-view .told");
+  const width = async () => (await bars.nth(1).boundingBox()).width;
+  const result = { bars: await page.locator("#timeline-view .bar").count() };
+  await bars.nth(1).scrollIntoViewIfNeeded();
+  await bars.nth(1).hover();
+  result.hover = await told.textContent();
+  const before = await width();
+  await page.mouse.wheel(0, -100);
+  result.wheel = await width() / before;
+  await page.getByRole("button", { name: "Show all" }).click();
+  result.all = await width() / before;
+  await page.getByRole("button", { name: "Zoom in" }).click();
+  result.button = await page.evaluate(() => document.querySelectorAll("#timeline-view .bar[style*=none]").length);
+  await page.keyboard.press("Tab");
+  for (let k = 0; k < 4; k++) await page.keyboard.press("Tab");
+  result.focus = await told.textContent();
+  await page.keyboard.press("ArrowRight");
+  result.right = await told.textContent();
+  await page.keyboard.press("0");
+  await page.keyboard.press("+");
+  result.key = await page.evaluate(() => document.querySelectorAll("#timeline-view .bar[style*=none]").length);
+  result.page = at().split("#")[0];
+  const choice = page.locator("#timeline-view select");
+  if (await choice.count()) {
+    await choice.selectOption({ index: 2 });
+    result.chosen = await page.locator("#timeline-view .bar").count();
+  }
+  found.timeline[name] = result;
+}
+
+async function usePlayground() {
+  await open("playground.html");
+  const read = async () => ({ facts: await page.locator("#facts dd").evaluateAll((all) => all.map((dd) => dd.firstChild.textContent)),
+    bars: await page.locator("#picture .bar").count(), live: await page.locator("#stages td:nth-child(2)").allTextContents(),
+    problem: await page.locator("#problem").textContent() });
+  found.playground.start = await read();
+  await page.selectOption("[name=schedule]", "zb");
+  found.playground.zb = await read();
+  await page.fill("[name=p]", "2");
+  await page.fill("[name=transfer]", "0.5");
+  await page.fill("[name=speed1]", "2");
+  found.playground.changed = await read();
+  found.playground.address = at();
+  await page.reload();
+  found.playground.reloaded = await read();
+  await page.fill("[name=m]", "17");
+  found.playground.wrong = await read();
+}
+
+async function useSplit() {
+  await open("split.html");
+  const read = async () => ({ answer: await page.locator("#answer").textContent(), rows: await page.locator("#grids tr").count(),
+    stages: await page.locator("#picture li svg[role=img]").count(), problem: await page.locator("#problem").textContent() });
+  found.split.start = await read();
+  await page.selectOption("[name=preset]", "70B");
+  found.split["70B"] = await read();
+  await page.selectOption("[name=preset]", "1.1B");
+  await page.fill("[name=devices]", "24,16,8");
+  found.split.unlike = await read();
+  await page.locator("#grids input").last().check();
+  found.split.chosen = await read();
+  await page.fill("[name=devices]", "8 x GB");
+  found.split.wrong = await read();
+}
+
+/** A link to a line that is folded opens the fold. */
+async function openFold() {
+  await open("step5.html");
+  const id = await page.evaluate(() => document.querySelector("details.fold a.no").id);
+  await open("index.html");
+  await open(`step5.html#${id}`);
+  found.fold = await page.evaluate((name) => {
+    const line = document.getElementById(name), box = line.getBoundingClientRect();
+    return { open: line.closest("details").open, seen: box.top >= 0 && box.top < innerHeight };
+  }, id);
+}
+
+const names = readdirSync(site).filter((name) => name.endsWith(".html")).sort();
+const sources = names.filter((name) => name.startsWith("source-"));
+const inspected = new Set([...names.filter((name) => !sources.includes(name)), sources[0], sources[sources.length - 1]]);
+await visitAll(names, inspected);
+await page.emulateMedia({ colorScheme: "light", reducedMotion: "reduce" });
+await turnPages();
+for (const name of ["step8.html", "step9.html"]) await useTimeline(name);
+await usePlayground();
+await useSplit();
+await openFold();
+if (screenshots) {
+  mkdirSync(screenshots, { recursive: true });
+  const views = ["index.html", "step4.html", "step5.html#diff", "step8.html#timeline", "playground.html", "split.html"];
+  for (const name of views) {
+    for (const viewport of [WIDE, PHONE]) {
+      for (const colorScheme of ["light", "dark"]) {
+        await page.emulateMedia({ colorScheme, reducedMotion: "reduce" });
+        await page.setViewportSize(viewport);
+        await page.goto("about:blank");
+        await open(name);
+        await page.screenshot({ path: join(screenshots, `${name.replace(/\.html#?/, "-")}${viewport.width}-${colorScheme}.png`) });
+      }
+    }
+  }
+}
+await context.close();
+process.stdout.write(JSON.stringify(found));

@@ -1,0 +1,174 @@
+"""break_it.py: each fault shows its symptom, and DEBUGGING.md's way to find it finds it."""
+
+import ast
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+
+import break_it
+import pytest
+from break_faults import CHECKSUMS, FAULTS, SGD, Edit
+from launch import ROOT, environment, fork, metrics, start_fork
+from processes import processes
+from test_tool_readmes import missing_paths
+
+PAGE = (ROOT / "tools" / "DEBUGGING.md").read_text(encoding="utf-8")
+SMALL = ["--num_hidden_layers", "2", "--seq_len", "16", "--micro_batch_size", "1", "--max_tokens"]
+TWO_STEPS, FOUR_STEPS = [*SMALL, "256"], [*SMALL, "512"]  # of 8 micro-batches, over all replicas
+
+
+def start(folder: pathlib.Path, name: str, *further: str, healthy: bool = False, besides: tuple[Edit, ...] = (),
+          ranks: int | None = None, **options):
+    """The run of break_it.py, in forked processes that start faster, as a future; metrics in folder/NAME."""
+    fault = FAULTS[name]
+    copy = folder / f"{name}{len(list(folder.iterdir()))}"
+    script = break_it.copy_step(fault.step, besides + fault.edits * (not healthy), copy)
+    flags = [*break_it.flags_of(name, fault, list(further)), "--log_dir", folder]
+    return start_fork(fault.step, ranks or fault.num_processes, *flags, script=script, timeout=60, **options)
+
+
+def counts(stdout: str) -> list[int]:
+    """Of the parameters that differ, after step 0, 1, ..., as same_weights.py prints them."""
+    return [int(number) for number in re.findall(r"^after step \d+: (\d+) of 2\d parameters differ", stdout, re.M)]
+
+
+def tool(*words: str, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, ROOT / "tools" / "break_it.py", *words], env=environment(**env), timeout=60,
+                          capture_output=True, text=True)
+
+
+def test_list_and_wrong_words(capsys):
+    assert break_it.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(FAULTS)
+    for words, message in (
+        (["hnag"], "there is no fault 'hnag': choose one of hang, drift,"),
+        ([], "choose one of hang, drift,"),
+        (["hang", "--check"], "--check is for the faults of step 8, and 'hang' is one of step 5"),
+    ):
+        assert break_it.main(words) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"break_it.py: {message}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_changes_a_copy_and_shows_it(tmp_path, name):
+    fault = FAULTS[name]
+    before = {path: path.read_bytes() for path in break_it.STEPS[fault.step].glob("*.py")}
+    script = break_it.copy_step(fault.step, fault.edits + CHECKSUMS * (name != "scale") + SGD, tmp_path)
+    assert before == {path: path.read_bytes() for path in break_it.STEPS[fault.step].glob("*.py")}
+    shown = break_it.diff(fault.step, script.parent)
+    changed = {name for name in re.findall(r"^\+\+\+ \S+/(\w+\.py), in a copy$", shown, re.M)}
+    assert changed == {edit.file for edit in fault.edits} | {"train.py"}
+    for file, _, new in fault.edits:
+        assert new in (script.parent / file).read_text()
+        ast.parse((script.parent / file).read_text())
+
+
+def test_a_changed_step_is_an_error(tmp_path):
+    (tmp_path / "train.py").write_text("a\na\n")
+    with pytest.raises(ValueError, match=r"train\.py contains this text 2 times, not once: adapt tools/break_faults"):
+        break_it.apply_edits(tmp_path, (Edit("train.py", "a\n", "b\n"),))
+
+
+def test_hang_stands_still_and_py_spy_shows_where():
+    if shutil.which("py-spy") is None:
+        pytest.skip("py-spy is not installed")
+    with subprocess.Popen([sys.executable, ROOT / "tools" / "break_it.py", "hang", "--", "--timeout", "60", *TWO_STEPS],
+                          env=environment(MARKER="hang"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                          text=True) as process:
+        try:
+            lines = iter(process.stdout.readline, "")
+            assert any("+    if grid.is_logging_rank:" in line for line in lines)  # the diff
+            assert any("parameters per rank" in line for line in lines)
+            time.sleep(1.5)
+            dumps = {rank: subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True)
+                     for pid, rank in processes("hang").items() if rank is not None}
+        finally:
+            process.terminate()
+            process.communicate()
+    if any(dump.returncode for dump in dumps.values()):
+        pytest.skip(f"py-spy may not look: {dumps[0].stderr}")
+    assert "average_loss_across_dp_ranks (data_parallel.py" in dumps[0].stdout
+    assert "log (metrics.py" in dumps[1].stdout
+    assert not processes("hang")  # SIGTERM to the tool has ended the ranks
+
+
+def test_timeouts_name_the_lines(tmp_path):
+    """hang: the ranks wait in unlike all-reduces. deadlock: both stages wait in receive. The first to fail ends all."""
+    runs = [start(tmp_path, name, *TWO_STEPS, "--timeout", "3", check=False) for name in ("hang", "deadlock")]
+    for run, where in zip(runs, ("in (average_loss_across_dp_ranks|log)\n", "in receive\n")):
+        done = run.result()
+        assert done.returncode == 1 and "step 1/" not in done.stdout
+        assert "Timed out waiting 3000ms" in done.stderr and re.search(where, done.stderr), done.stderr
+
+
+def test_checksums_differ_where_replicas_drift(tmp_path):
+    names = ("drift", "seed", "order")
+    broken = [start(tmp_path, name, *FOUR_STEPS, besides=CHECKSUMS) for name in names]
+    healthy = start(tmp_path, "drift", *FOUR_STEPS, besides=CHECKSUMS, healthy=True)
+    assert counts(healthy.result().stdout) == [0] * 5
+    found = {name: counts(run.result().stdout) for name, run in zip(names, broken)}
+    assert all(len(numbers) == 5 for numbers in found.values())
+    assert found["drift"][0] == 0 and min(found["drift"][1:]) > 15
+    assert found["seed"][0] == 16  # all but the norms' weights, which are ones
+    assert found["order"][:2] == [0, 4]  # gate_proj and up_proj of two layers
+    assert "after step 1: 4 of 21 parameters differ, first module.decoder_layers.0.mlp.gate_proj.weight: [" in (
+        broken[2].result().stdout)
+
+
+def test_unlike_sizes_are_an_error(tmp_path):
+    """What gloo says of it depends on which rank fails first. With torch's own check it is one clear message."""
+    done = start(tmp_path, "sizes", *TWO_STEPS, "--timeout", "5", check=False).result()
+    assert done.returncode != 0 and "step 1/" not in done.stdout
+    checked = tool("sizes", "--", "--timeout", "5", "--log_dir", str(tmp_path), *TWO_STEPS,
+                   TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert checked.returncode == 1
+    assert re.search(r"Detected mismatch between collectives on ranks.*TensorShape=\[\d+\].*but Rank \d is running",
+                     checked.stderr), checked.stderr
+
+
+def test_the_norm_tells_the_scale_and_the_loss_does_not(tmp_path, monkeypatch, capsys):
+    right = break_it.copy_step("8", (), tmp_path / "right")
+    script = break_it.copy_step("8", FAULTS["scale"].edits, tmp_path / "wrong")
+    flags = [*break_it.flags_of("scale", FAULTS["scale"], FOUR_STEPS), "--log_dir", str(tmp_path)]
+    monkeypatch.setattr(break_it, "run", lambda ranks, script, flags, **_: fork(
+        8, ranks, *flags, script=script).returncode)
+    assert break_it.compare(script, right, 2, flags) == 0
+    one, broken = (metrics(tmp_path, name) for name in ("one_process", "scale"))
+    assert one[0]["loss"] == pytest.approx(broken[0]["loss"], rel=1e-6)
+    assert [row["loss"] for row in broken] == pytest.approx([row["loss"] for row in one], rel=1e-2)
+    assert broken[0]["grad_norm"] / one[0]["grad_norm"] == pytest.approx(8, rel=1e-4)
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 5 and rows[1].endswith(" 8.000")
+
+
+def test_one_process_does_the_micro_batches_of_all_replicas():
+    words = break_it.one_process(["--dp_size", "2", "--gradient_accumulation_steps", "4", "--dtype", "float64"])
+    last = dict(zip(words[::2], words[1::2]))
+    assert last["--gradient_accumulation_steps"] == "8" and last["--dp_size"] == "1" and last["--dtype"] == "float64"
+
+
+def test_the_simulation_finds_the_deadlock():
+    done = tool("deadlock", "--check")
+    assert done.returncode == 1 and "+    warm_up = min(stage, num_microbatches)" in done.stdout
+    assert "afab: legal with up to 8 stages and 16 micro-batches" in done.stdout
+    assert ("one_f_one_b: 2 stages, 2 micro-batches: deadlock, the stages wait for [[('B', 0)], [('F', 1)]]"
+            in done.stdout), done.stdout + done.stderr
+    assert tool("deadlock", "--check", "--healthy").returncode == 0
+
+
+def test_the_page_shows_commands_that_exist_and_the_function_as_it_is():
+    commands = [line for block in re.findall(r"^```bash\n(.*?)^```", PAGE, re.S | re.M)
+                for line in block.splitlines() if "break_it.py" in line]
+    for line in commands:
+        words = shlex.split(line.partition(" # ")[0])
+        break_it.parse_args(words[words.index("tools/break_it.py") + 1 :])
+    assert all(any(f"break_it.py {name}" in line for line in commands) for name in FAULTS)
+    function = (ROOT / "tools" / "same_weights.py").read_text().partition("\n\n\n")[2].strip()
+    assert function in PAGE
+    assert not missing_paths(PAGE, ROOT / "tools")

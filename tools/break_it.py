@@ -1,0 +1,189 @@
+"""Switch a fault on, to practise finding it: a step's train.py under torchrun, with a few lines of source changed.
+
+    python tools/break_it.py --list
+    python tools/break_it.py hang -- --timeout 20           # what follows -- are further flags of train.py
+    python tools/break_it.py drift --checksums              # do replicas hold the same weights after each step?
+    python tools/break_it.py drift --checksums --healthy    # the same without the fault
+    python tools/break_it.py scale --compare                # beside one process without the fault, step by step
+    python tools/break_it.py scale --compare --sgd          # both with SGD instead of AdamW
+    python tools/break_it.py deadlock --check               # its schedules in a simulation, without a process
+
+The step's own folder stays as it is: the change is made in a copy in a temporary folder, and shown as a diff first.
+DEBUGGING.md beside this file says how each fault is found.
+"""
+
+import argparse
+import difflib
+import itertools
+import json
+import os
+import pathlib
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+
+from break_faults import CHECKSUMS, FAULTS, SGD, Edit, Fault
+from launch import ROOT, STEPS, torchrun
+
+PER_STEP = "{:>4} {:>12} {:>9} {:>11} {:>17} {:>10} {:>7}"
+
+
+def apply_edits(folder: pathlib.Path, edits: tuple[Edit, ...]) -> None:
+    """Changes the files in `folder`. Raises ValueError where a file does not contain an edit's text exactly once."""
+    for file, old, new in edits:
+        text = (folder / file).read_text(encoding="utf-8")
+        if (count := text.count(old)) != 1:
+            raise ValueError(f"{folder.name}/{file} contains this text {count} times, not once: adapt "
+                             f"tools/break_faults.py to it\n{old}")
+        (folder / file).write_text(text.replace(old, new), encoding="utf-8")
+
+
+def copy_step(step: str, edits: tuple[Edit, ...], folder: pathlib.Path) -> pathlib.Path:
+    """Writes a changed copy of a step into `folder` and returns the path of its train.py."""
+    copy = folder / STEPS[step].name
+    shutil.copytree(STEPS[step], copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "tools" / "same_weights.py", copy)
+    apply_edits(copy, edits)
+    return copy / "train.py"
+
+
+def diff(step: str, copy: pathlib.Path) -> str:
+    """What the copy changes in the step's files."""
+    lines = []
+    for path in sorted(STEPS[step].glob("*.py")):
+        old, new = (file.read_text(encoding="utf-8").splitlines(keepends=True) for file in (path, copy / path.name))
+        name = f"{copy.name}/{path.name}"
+        lines += difflib.unified_diff(old, new, name, f"{name}, in a copy", n=1)
+    return "".join(lines)
+
+
+def flags_of(name: str, fault: Fault, further: list[str]) -> list[str]:
+    """The flags of train.py. Those given by the user come last, and so override the others."""
+    return [*fault.flags, "--model_name", str(ROOT / "assets" / "tiny_llama"), "--log_dir", str(ROOT / "runs"),
+            "--run_name", name, *further]
+
+
+def run(num_processes: int, script: pathlib.Path, flags: list[str], **options) -> int:
+    """Runs train.py under torchrun and returns its exit code. A signal to this process ends all of the ranks."""
+    process = subprocess.Popen(torchrun(num_processes, script, *flags),
+                               env={"OMP_NUM_THREADS": "1", **os.environ}, **options)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # the terminal has sent it to torchrun too, which ends the ranks
+            pass
+
+
+def one_process(flags: list[str]) -> list[str]:
+    """Flags of one process that computes the same: it does the micro-batches of all replicas."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--dp_size", type=int, default=1)
+    parser.add_argument("--gradient_accumulation_steps", type=int, default=8)
+    sizes, _ = parser.parse_known_args(flags)
+    return [*flags, "--dp_size", "1", "--pp_size", "1", "--tp_size", "1", "--run_name", "one_process",
+            "--gradient_accumulation_steps", str(sizes.dp_size * sizes.gradient_accumulation_steps)]
+
+
+def read_metrics(flags: list[str]) -> list[dict]:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--log_dir")
+    parser.add_argument("--run_name")
+    where, _ = parser.parse_known_args(flags)
+    with open(pathlib.Path(where.log_dir, where.run_name, "metrics.jsonl"), encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def compare(script: pathlib.Path, right: pathlib.Path, num_processes: int, flags: list[str]) -> int:
+    """Trains `right` in one process, then `script`, and prints the losses and gradient norms of both, step by step."""
+    for processes, path, words in ((1, right, one_process(flags)), (num_processes, script, flags)):
+        if code := run(processes, path, words, stdout=subprocess.DEVNULL):
+            return code
+    print(PER_STEP.format("step", "one process", "loss", "difference", "norm, one process", "norm", "ratio"))
+    for row, other in zip(read_metrics(one_process(flags)), read_metrics(flags), strict=True):
+        print(PER_STEP.format(
+            row["step"], f"{row['loss']:.4f}", f"{other['loss']:.4f}", f"{other['loss'] - row['loss']:.1e}",
+            f"{row['grad_norm']:.4f}", f"{other['grad_norm']:.4f}", f"{other['grad_norm'] / row['grad_norm']:.3f}"))
+    return 0
+
+
+def check_schedules(folder: pathlib.Path) -> list[str]:
+    """For each schedule of the step in `folder` one line: legal, or the least size at which its stages are stuck.
+
+    They run in the simulation of tests/test_step8_schedules.py, with up to 8 stages and 16 micro-batches.
+    """
+    sys.path[:0] = [str(folder), str(ROOT / "tests")]
+    from test_step8_schedules import simulate  # it forgets the modules of step 8 that it has imported
+    from pipeline_parallel import afab, one_f_one_b, zero_bubble
+
+    lines = []
+    for schedule in (afab, one_f_one_b, zero_bubble):
+        for p, m in itertools.product(range(1, 9), range(1, 17)):
+            try:
+                simulate([list(schedule(stage, p, m)) for stage in range(p)])
+            except AssertionError as error:
+                waiting = str(error).splitlines()[0].replace("Action(kind=", "(").replace(" microbatch=", " ")
+                lines.append(f"{schedule.__name__}: {p} stages, {m} micro-batches: {waiting}")
+                break
+        else:
+            lines.append(f"{schedule.__name__}: legal with up to 8 stages and 16 micro-batches")
+    return lines
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    own, further = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False, usage="%(prog)s NAME [options] [-- further flags of train.py]")
+    parser.add_argument("name", nargs="?", metavar="NAME", help=", ".join(FAULTS))
+    parser.add_argument("--list", action="store_true", help="the faults, with a sentence each")
+    parser.add_argument("--healthy", action="store_true", help="the same run without the fault")
+    parser.add_argument("--checksums", action="store_true", help="compare the replicas' weights after each step")
+    parser.add_argument("--sgd", action="store_true", help="SGD instead of AdamW")
+    parser.add_argument("--compare", action="store_true", help="beside one process without the fault")
+    parser.add_argument("--check", action="store_true", help="simulate the schedules of the step instead of training")
+    args = parser.parse_args(own)
+    args.further = further
+    if args.list:
+        return args
+    if args.name not in FAULTS:
+        what = f"there is no fault {args.name!r}: " if args.name else ""
+        raise ValueError(f"{what}choose one of {', '.join(FAULTS)} (--list says what each does)")
+    if args.check and FAULTS[args.name].step != "8":
+        raise ValueError(f"--check is for the faults of step 8, and {args.name!r} is one of step "
+                         f"{FAULTS[args.name].step}, which has no schedule")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        args = parse_args(sys.argv[1:] if argv is None else argv)
+    except ValueError as error:
+        print(f"break_it.py: {error}", file=sys.stderr)
+        return 2
+    if args.list:
+        for name, fault in FAULTS.items():
+            print(f"{name:9} step {fault.step}: {fault.sentence}")
+        return 0
+    fault = FAULTS[args.name]
+    besides = CHECKSUMS * args.checksums + SGD * args.sgd
+    with tempfile.TemporaryDirectory() as folder:
+        script = copy_step(fault.step, besides + fault.edits * (not args.healthy), pathlib.Path(folder))
+        print(diff(fault.step, script.parent), flush=True)
+        if args.check:
+            lines = check_schedules(script.parent)
+            print("\n".join(lines))
+            return int(any("deadlock" in line for line in lines))
+        flags = flags_of(args.name, fault, args.further)
+        shown = shlex.join([*fault.flags, *args.further])
+        print(f"torchrun --nproc_per_node {fault.num_processes} {script.parent.name}/train.py {shown}\n", flush=True)
+        if not args.compare:
+            return run(fault.num_processes, script, flags)
+        right = copy_step(fault.step, SGD * args.sgd, pathlib.Path(folder, "right"))
+        return compare(script, right, fault.num_processes, flags)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Figures that need no run: the grid of ranks, the collectives, the column and the row split. See make_figures.py."""
+
+import matplotlib.patches as patches
+from matplotlib.figure import Figure
+
+INK, FAINT = "#222222", "#8a8a8a"
+RANKS = ["#4477aa", "#ee6677", "#228833", "#ccbb44"]  # a colour for each rank's data
+LIGHT = ["#c7d8e8", "#f9cfd4", "#bfe0c4", "#efe8bd"]  # the same, as a background
+
+
+def canvas(width: float, height: float, columns: int = 1, rows: int = 1, **options):
+    """A figure on an opaque light ground, which is legible on dark pages, too. Axes are bare, in inches if alone."""
+    figure = Figure(figsize=(width, height), dpi=150, facecolor="#fcfcfa", layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    for one in axes.flat:
+        one.set_axis_off()
+    return figure, axes
+
+
+def box(axes, x: float, y: float, width: float, height: float, text: str, colour: str, size: float = 12,
+        edge: str = INK) -> None:
+    axes.add_patch(patches.FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.08",
+                                          facecolor=colour, edgecolor=edge, linewidth=1))
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size, color=INK)
+
+
+def arrow(axes, start: tuple, end: tuple, colour: str = INK, style: str = "-|>", bend: float = 0.0) -> None:
+    axes.add_patch(patches.FancyArrowPatch(start, end, arrowstyle=style, mutation_scale=14, color=colour, linewidth=1.6,
+                                           connectionstyle=f"arc3,rad={bend}"))
+
+
+def grid(picture) -> None:
+    """Eight ranks as 2 x 2 x 2, and the group of rank 5 along each axis."""
+    figure, axes = canvas(10, 4.6, 3)
+    groups = {"tp group of rank 5: [4, 5]": {4, 5}, "pp group of rank 5: [5, 7]": {5, 7},
+              "dp group of rank 5: [1, 5]": {1, 5}}
+    whys = ["shares each weight matrix:\nmost messages, so its ranks are neighbours",
+            "shares the layers, stage by stage:\none message to the next stage",
+            "shares the samples of a step:\naverages gradients once a step"]
+    for one, (title, members), why, colour in zip(axes.flat, groups.items(), whys, LIGHT):
+        for rank in range(8):
+            dp, pp, tp = rank // 4, rank // 2 % 2, rank % 2
+            box(one, 1.25 * tp, 3.4 - 2.2 * dp - 0.85 * pp, 1.05, 0.65, f"rank {rank}",
+                colour if rank in members else "#f2f2f0", 12, INK if rank in members else "#bbbbbb")
+        for dp in range(2):
+            one.text(-0.15, 3.3 - 2.2 * dp, f"dp {dp}", ha="right", va="center", fontsize=12, color=INK)
+            for pp in range(2):
+                one.text(2.42, 3.72 - 2.2 * dp - 0.85 * pp, f"pp {pp}", va="center", fontsize=12, color=FAINT)
+        for tp in range(2):
+            one.text(0.52 + 1.25 * tp, 4.2, f"tp {tp}", ha="center", fontsize=12, color=FAINT)
+        one.set_title(title, fontsize=13, color=INK, weight="bold")
+        one.text(1.15, -0.25, why, ha="center", va="top", fontsize=11.5, color=INK)
+        one.set(xlim=(-0.8, 3.1), ylim=(-1.1, 4.5))
+    figure.savefig(picture)
+
+
+def collectives(picture) -> None:
+    """Three ranks before and after each of six operations."""
+    figure, axes = canvas(10, 7.4, 3, 2)
+    parts = [["a0", "a1", "a2"], ["b0", "b1", "b2"], ["c0", "c1", "c2"]]
+    total = ["a0+b0+c0", "a1+b1+c1", "a2+b2+c2"]
+    cases = {
+        "broadcast from rank 0": ([["a"], [""], [""]], [["a"], ["a"], ["a"]]),
+        "all-reduce (sum)": ([["a"], ["b"], ["c"]], [["a+b+c"]] * 3),
+        "all-gather": ([["a"], ["b"], ["c"]], [["a", "b", "c"]] * 3),
+        "reduce-scatter (sum)": (parts, [[part] for part in total]),
+        "all-to-all": (parts, [["a0", "b0", "c0"], ["a1", "b1", "c1"], ["a2", "b2", "c2"]]),
+        "send, recv (point to point)": ([["a"], [""], [""]], [["a"], ["a"], [""]]),
+    }
+    for one, (title, (before, after)) in zip(axes.flat, cases.items()):
+        one.set_title(title, fontsize=13.5, color=INK, weight="bold")
+        for rank in range(3):
+            y = 2.6 - rank * 1.1
+            one.text(-0.15, y + 0.35, f"rank {rank}", ha="right", va="center", fontsize=11.5, color=INK)
+            for x, cells in ((0, before[rank]), (2.75, after[rank])):
+                width = 1.8 / len(cells)
+                for k, cell in enumerate(cells):
+                    letters = [letter for letter in "abc" if letter in cell]
+                    colour = LIGHT["abc".index(letters[0])] if len(letters) == 1 else "#e3d4ec" if letters else "#f2f2f0"
+                    box(one, x + k * width, y, width, 0.7, cell, colour, 11 if len(cell) < 9 else 10)
+            arrow(one, (1.9, y + 0.35), (2.65, y + 0.35), FAINT)
+        one.text(0.9, -0.05, "before", ha="center", fontsize=11.5, color=FAINT)
+        one.text(3.65, -0.05, "after", ha="center", fontsize=11.5, color=FAINT)
+        one.set(xlim=(-0.95, 4.65), ylim=(-0.3, 3.45))
+    figure.savefig(picture)
+
+
+def column_row(picture) -> None:
+    """An MLP over two ranks: columns of the first matrix, rows of the second, f in front and g behind."""
+    figure, axes = canvas(10, 4.9)
+    one = axes[0, 0]
+    for rank, y in enumerate((3.15, 0.55)):
+        colour = LIGHT[rank]
+        one.text(2.45, y + 1.6, f"rank {rank}", fontsize=13, weight="bold", color=RANKS[rank])
+        for x, name, shape in ((2.45, f"A{rank}", "(D, I/2)"), (6.35, f"B{rank}", "(I/2, D)")):
+            box(one, x, y + 0.15, 1.3, 1.3, f"{name}\n{shape}", colour, 12)
+        box(one, 4.35, y + 0.15, 1.4, 1.3, f"act(x A{rank})\n(B, T, I/2)", "#f2f2f0", 12)
+        box(one, 8.25, y + 0.15, 1.4, 1.3, f"partial\nsum {rank}\n(B, T, D)", "#f2f2f0", 12)
+        for start, end in ((3.75, 4.35), (5.75, 6.35), (7.65, 8.25)):
+            arrow(one, (start, y + 0.8), (end, y + 0.8))
+        arrow(one, (1.83, 2.65), (2.42, y + 0.8))
+        arrow(one, (9.68, y + 0.8), (10.28, 2.65 + 0.25 * (1 - 2 * rank)))
+    box(one, 0.0, 2.2, 1.2, 0.9, "x\n(B, T, D)", "#f2f2f0", 12)
+    box(one, 10.9, 2.2, 1.2, 0.9, "y\n(B, T, D)", "#f2f2f0", 12)
+    for x, text in ((1.57, "f"), (10.5, "g")):
+        one.plot((x, x - 0.4 if text == "f" else x + 0.4), (2.65, 2.65), color=INK, linewidth=1.6, zorder=0)
+        one.add_patch(patches.Circle((x, 2.65), 0.28, facecolor="#ffffff", edgecolor=INK, linewidth=1.4, zorder=3))
+        one.text(x, 2.65, text, ha="center", va="center", fontsize=15, style="italic", color=INK, zorder=4)
+    one.text(4.4, 2.65, "columns of A are split:\nno message is needed", ha="center", va="center", fontsize=12,
+             color="#666666")
+    one.text(7.65, 2.65, "rows of B are split:\na sum is left to do", ha="center", va="center", fontsize=12,
+             color="#666666")
+    lines = ("f   forward: nothing; backward: all-reduce of the gradient of x",
+             "g   forward: all-reduce of the partial sums; backward: nothing")
+    for line, y in zip(lines, (0.1, -0.35)):
+        one.text(2.45, y, line, fontsize=12.5, color=INK)
+    one.set(xlim=(-0.1, 12.2), ylim=(-0.5, 5.2), aspect="equal")
+    figure.savefig(picture)

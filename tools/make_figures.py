@@ -1,0 +1,183 @@
+"""Draws the chapters' figures, from runs that it starts itself: `assets/figure_<name>.png`, and assets/sanity_check.png.
+
+    python tools/make_figures.py                      # all of them: about a quarter of an hour on two cores
+    python tools/make_figures.py grid timelines       # some
+    python tools/make_figures.py --list
+
+A machine with two cores can't run four stages at once, and those that compute would be faster while others wait. So
+ranks that are to be slower have turns of some milliseconds: of two ranks that take turns, each has half a core.
+"""
+
+import argparse
+import functools
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import figures_drawn
+import figures_measured
+from launch import ROOT, STEPS, environment, launch, metrics, modules_of
+from turns import Program
+
+ASSETS = ROOT / "assets"
+SLICE, REPEATS = 0.004, 3  # seconds of a turn; runs of which the one with the shortest step is drawn
+LARGER = dict(hidden_size=256, intermediate_size=688, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
+TOPOLOGIES = {  # of the figure of memory: name -> step, ranks, flags
+    "one process": (3, 1, []),
+    "tp 4": (4, 4, ["--tp_size", 4]),
+    "dp 4": (6, 4, ["--dp_size", 4]),
+    "pp 4, AFAB": (8, 4, ["--pp_size", 4, "--pp_engine", "afab"]),
+    "pp 4, 1F1B": (8, 4, ["--pp_size", 4]),
+    "pp 4, 1F1B, recompute": (8, 4, ["--pp_size", 4, "--recompute"]),
+    "dp 2 x pp 2 x tp 2": (8, 8, ["--dp_size", 2, "--pp_size", 2, "--tp_size", 2]),
+}
+
+
+def write_model(folder: pathlib.Path, **changes) -> pathlib.Path:
+    """A copy of the tiny Llama with other sizes."""
+    target = shutil.copytree(ROOT / "assets" / "tiny_llama", folder / "model", dirs_exist_ok=True)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **changes}))
+    return target
+
+
+def run_in_turns(groups: list[list[int]], num_ranks: int, script, *args) -> None:
+    """Runs a script on so many ranks. In each turn one of `groups` stands still; the ranks in none always run.
+
+    Turns begin with the first line "step ...", when all ranks have started. Raises SystemExit where a rank fails.
+    """
+    program, over = Program(pathlib.Path(script).parent.name, num_ranks, script, *args), threading.Event()
+
+    def take_turns() -> None:
+        while not over.is_set():
+            for resting in groups:
+                for rank in {*sum(groups, [])}:
+                    if program.ranks[rank].poll() is None:
+                        program.ranks[rank].send_signal(signal.SIGSTOP if rank in resting else signal.SIGCONT)
+                time.sleep(SLICE)
+
+    program.next_step()
+    turns = threading.Thread(target=take_turns)
+    turns.start()
+    try:
+        program.end()
+    finally:
+        over.set()
+        turns.join()
+
+
+def traces(folder: pathlib.Path, runs: dict[str, list], step: int, groups: list[list[int]], num_ranks: int,
+           steps: int = 3) -> dict[str, pathlib.Path]:
+    """A trace of each of `runs`, name -> flags, with a larger model: of REPEATS runs the one with the shortest step.
+
+    What else the machine does can only lengthen a step. The runs take turns, so that it disturbs all of them alike.
+    """
+    model, found = write_model(folder, **LARGER), {name: [] for name in runs}
+    for k in range(REPEATS):
+        for name, flags in runs.items():
+            run_in_turns(groups, num_ranks, STEPS[str(step)] / "train.py", "--model_name", model, "--log_dir", folder,
+                         "--run_name", f"{name}_{k}", "--profile_batch", steps, "--max_tokens", steps * 32 * 128, *flags)
+            path = folder / f"{name}_{k}" / f"timeline_batch{steps}_all.json"
+            found[name].append((max(span.end for span in figures_measured.read_trace(path)), path))
+    return {name: min(pairs)[1] for name, pairs in found.items()}
+
+
+@functools.cache
+def traces_of_schedules(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """AFAB, 1F1B and zero bubble: four stages with half a core each. Two figures share the runs."""
+    runs = {engine: ["--pp_size", 4, "--pp_engine", engine] for engine in figures_measured.SCHEDULES}
+    return traces(folder, runs, 8, [[0, 2], [1, 3]], 4)
+
+
+def timelines(folder: pathlib.Path, picture: pathlib.Path) -> None:
+    figures_measured.timelines(traces_of_schedules(folder), picture)
+
+
+def activations(folder: pathlib.Path, picture: pathlib.Path) -> None:
+    figures_measured.activations(traces_of_schedules(folder), picture)
+
+
+def buckets(folder: pathlib.Path, picture: pathlib.Path) -> None:
+    runs = {"buckets": ["--dp_size", 2, "--gradient_accumulation_steps", 4]}
+    figures_measured.buckets(traces(folder, runs, 6, [], 2)["buckets"], picture)
+
+
+def unlike(folder: pathlib.Path, picture: pathlib.Path) -> None:
+    """The machine that holds the whole model is twice as fast as the two others."""
+    runs = {"unlike": ["--pipelines", "8;5,3", "--num_microbatches", "6,2"]}
+    figures_measured.unlike(traces(folder, runs, 9, [[1], [2]], 3)["unlike"], picture)
+
+
+def memory(folder: pathlib.Path, picture: pathlib.Path) -> None:
+    model = write_model(folder, **{**LARGER, "hidden_size": 512, "intermediate_size": 1376, "head_dim": 64})
+    found = {}
+    for name, (step, ranks, flags) in {"floor": (3, 1, ["--num_hidden_layers", 1]), **TOPOLOGIES}.items():
+        size = 1 if "--dp_size" not in flags else flags[flags.index("--dp_size") + 1]
+        launch(step, ranks, "--model_name", model if name != "floor" else ROOT / "assets" / "tiny_llama", "--log_dir",
+               folder, "--run_name", "memory", "--seq_len", 128, "--micro_batch_size", 2 if name != "floor" else 1,
+               "--gradient_accumulation_steps", 16 // size, "--max_tokens", 2 * 32 * 128, *flags, timeout=300)
+        found[name] = metrics(folder, "memory")[-1]["memory_gb"]
+    figures_measured.memory({name: found[name] for name in TOPOLOGIES}, found["floor"], picture)
+
+
+def plan(folder: pathlib.Path, picture: pathlib.Path) -> None:
+    """Three machines, one of them twice as fast: measured, and planned for."""
+    model, measured, planned = write_model(folder, **LARGER), folder / "cluster.json", folder / "plan.json"
+    script = ROOT / "cluster" / "plan.py"
+    run_in_turns([[1], [2]], 3, script, "--measure", measured, "--model_name", model, "--measure_seconds", 20)
+    subprocess.run([sys.executable, script, measured, "--global_batch", "32", "--out", planned], check=True,
+                   stdout=subprocess.DEVNULL, env=environment())
+    with modules_of(9):
+        sys.path.append(str(ROOT / "cluster"))
+        from planning.machines import Cluster
+        from planning.pipeline_simulation import Pipeline, Setting
+        from planning.simulation import Candidate, simulate
+
+        cluster, chosen = Cluster(json.loads(measured.read_text())), json.loads(planned.read_text())
+        pipelines = [Pipeline(tuple(p["machines"]), tuple(p["layers"]), p["num_microbatches"])
+                     for p in chosen["pipelines"]]
+        setting = Setting(chosen["schedule"], chosen["wire_dtype"], chosen["gradient_wire_dtype"], chosen["recompute"])
+        spans = simulate(cluster, Candidate(tuple(pipelines), chosen["micro_batch_size"]), setting).spans
+        whole = cluster.stages((cluster.num_layers,))[0]
+        seconds = [sum(cluster.seconds(rank, 1, whole, kind) for kind in "FB") for rank in range(len(cluster.machines))]
+    figures_measured.plan({"seconds": seconds}, chosen, spans, picture)
+
+
+def sanity(folder: pathlib.Path, picture: pathlib.Path) -> None:
+    """Ten topologies against one process: minutes."""
+    subprocess.run([sys.executable, ROOT / "tools" / "sanity_check.py", "--log_dir", folder / "sanity", "--figure",
+                    picture], check=True, env=environment(OMP_NUM_THREADS="1"))
+
+
+DRAWN = {name: getattr(figures_drawn, name) for name in ("grid", "collectives", "column_row")}
+MEASURED = {function.__name__: function for function in (timelines, activations, buckets, unlike, memory, plan, sanity)}
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join([*DRAWN, *MEASURED])}")
+    parser.add_argument("--list", action="store_true", help="print the names and files")
+    parser.add_argument("--out", type=pathlib.Path, default=ASSETS, help="the folder to write to")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.names if name not in {**DRAWN, **MEASURED}]:
+        parser.error(f"no figure {unknown[0]!r}: choose from {', '.join([*DRAWN, *MEASURED])}")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.names or [*DRAWN, *MEASURED]:
+            picture = args.out / ("sanity_check.png" if name == "sanity" else f"figure_{name}.png")
+            start = time.perf_counter()
+            if not args.list:
+                DRAWN[name](picture) if name in DRAWN else MEASURED[name](pathlib.Path(folder), picture)
+            print(f"{name}: {picture}" + ("" if args.list else f", {time.perf_counter() - start:.0f} s"), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Writes the site: all pages, their pictures, and what a browser needs besides, into a folder of its own."""
+
+import json
+import pathlib
+import shutil
+
+import jinja2
+from markupsafe import Markup
+from site_figures import loss_curve
+from site_pages import Page, Repository, document_page, source_page, step_page
+
+TEMPLATES = pathlib.Path(__file__).resolve().parent / "site"
+MARKER = ".site"  # a folder that holds it was written by build(), and may be replaced
+BASELINE = 3  # the step whose losses all later ones repeat
+PLAYGROUND = Page("playground.html", "Schedules", "Schedule playground", [], "playground.html", {})
+SPLIT = Page("split.html", "Split", "Split the model", [], "split.html", {})
+
+
+def empty_folder(out: pathlib.Path) -> None:
+    """An empty folder for the site. Raises ValueError rather than replace what build() has not written."""
+    if out.exists() and any(out.iterdir()) and not (out / MARKER).exists():
+        raise ValueError(f"{out} holds something else than a site: choose another folder with --out, or empty it")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    (out / MARKER).touch()
+
+
+def script_json(data) -> Markup:
+    """Data for a script of the page, as the content of a script element."""
+    return Markup(json.dumps(data, separators=(",", ":")).replace("</", "<\\/"))
+
+
+def add_run(page: Page, runs: dict[int, dict]) -> Page:
+    """The step's page with the curve of its run, and its timelines if it has any."""
+    number, content = page.content["number"], dict(page.content)
+    if number not in runs:
+        return page._replace(headings=[heading for heading in page.headings if heading.anchor != "loss"])
+    losses = runs[number]["losses"]
+    baseline = runs[BASELINE]["losses"] if number > BASELINE and BASELINE in runs else None
+    content |= {"command": runs[number]["command"], "losses": losses, "curve": Markup(loss_curve(losses, baseline))}
+    if baseline:
+        content["difference"] = max(abs(a - b) for a, b in zip(losses, baseline))
+    headings = list(page.headings)
+    if "timelines" in runs[number]:
+        content["timelines"] = script_json(runs[number]["timelines"])
+        place = next(k for k, heading in enumerate(headings) if heading.anchor == "diff")
+        headings.insert(place, headings[place]._replace(anchor="timeline", text="Timeline"))
+    return page._replace(content=content, headings=headings)
+
+
+def build(root: pathlib.Path, out: pathlib.Path, runs: dict[int, dict]) -> list[str]:
+    """Builds the site of the repository at `root` in the folder `out`; returns its pages' addresses.
+
+    `runs`: what site_runs.read_runs() returns. Raises ValueError for a link or a picture that leads to nothing.
+    """
+    out, root = out.resolve(), root.resolve()
+    empty_folder(out)
+    repository = Repository(root, out)
+    chapters = {repository.documents[place]: place for place in repository.documents}
+    steps = [add_run(step_page(repository, number), runs) for number in repository.steps]
+    others = [document_page(repository, place) for address, place in chapters.items() if not address.startswith("step")]
+    pages = [others[0], *steps, PLAYGROUND, SPLIT, *others[1:]]
+    sources, done = [], set()
+    while len(done) < len(repository.sources):  # the page of a folder links to further files
+        for place in [place for place in repository.sources if place not in done]:
+            sources.append(source_page(repository, place))
+            done.add(place)
+    write(out, pages, sources)
+    return [page.address for page in pages + sources]
+
+
+def write(out: pathlib.Path, pages: list[Page], sources: list[Page]) -> None:
+    """`pages` follow each other, with links to the next and the previous one; `sources` stand alone."""
+    loader = jinja2.FileSystemLoader(TEMPLATES)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+                                     lstrip_blocks=True)
+    environment.filters["raw"] = Markup
+    for k, page in enumerate(pages + sources):
+        is_in_order = k < len(pages)
+        previous = pages[k - 1] if is_in_order and k > 0 else None
+        following = pages[k + 1] if is_in_order and k + 1 < len(pages) else None
+        text = environment.get_template(page.template).render(
+            page=page, pages=pages, previous=previous, following=following, **page.content)
+        (out / page.address).write_text(text, encoding="utf-8")
+    for path in TEMPLATES.iterdir():
+        if path.suffix in (".css", ".js"):
+            shutil.copyfile(path, out / path.name)

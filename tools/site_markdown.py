@@ -1,0 +1,134 @@
+"""Markdown to HTML for the site: headings get GitHub's anchors, code its colours, links and pictures new addresses."""
+
+import html
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from site_code import code_html
+
+ATTRIBUTE = re.compile(r'\b(src|href)="([^"]*)"')
+IMAGE_TAG = re.compile(r"<img\b[^>]*>")
+NOT_IN_SLUG = re.compile(r"[^\w\- ]")
+
+
+class Heading(NamedTuple):
+    """A line of a page's contents list."""
+
+    level: int
+    anchor: str
+    text: str
+
+
+class Links(NamedTuple):
+    """What a page does with addresses. `link(address)` and `picture(address)` return new ones; `name(text)` returns the
+    address of what a text in backticks names, or None."""
+
+    link: Callable[[str], str]
+    picture: Callable[[str], str]
+    name: Callable[[str], str | None]
+
+
+class Document:
+    """One Markdown file: `title`, `headings` (levels 2 and 3) and `html`, the body without the title."""
+
+    def __init__(self, text: str, links: Links):
+        self.links, self.title, self.headings, self.anchors = links, "", [], {}
+        self.parser = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+        self.parser.add_render_rule("fence", self.render_fence)
+        self.parser.add_render_rule("code_block", self.render_fence)
+        self.parser.add_render_rule("table_open", lambda *_: '<div class="scroll"><table>\n')
+        self.parser.add_render_rule("table_close", lambda *_: "</table></div>\n")
+        self.tokens = self.parser.parse(text)
+        self.take_title()
+        self.name_headings()
+        self.rewrite(self.tokens)
+        self.html = self.render(self.tokens)
+
+    def render(self, tokens: list[Token]) -> str:
+        return self.parser.renderer.render(tokens, self.parser.options, {})
+
+    @staticmethod
+    def render_fence(renderer, tokens, k, options, env) -> str:
+        language = tokens[k].info.split()[0] if tokens[k].info.split() else "text"
+        return f'<pre><code>{code_html(tokens[k].content, language)}</code></pre>\n'
+
+    def take_title(self) -> None:
+        for k, token in enumerate(self.tokens):
+            if token.type == "heading_open" and token.tag == "h1":
+                self.title = plain(self.tokens[k + 1])
+                del self.tokens[k : k + 3]
+                return
+
+    def name_headings(self) -> None:
+        """As GitHub: lower case, without punctuation, spaces to hyphens; a number where a name has been used before."""
+        for k, token in enumerate(self.tokens):
+            if token.type != "heading_open":
+                continue
+            text = plain(self.tokens[k + 1])
+            slug = NOT_IN_SLUG.sub("", text.lower()).replace(" ", "-")
+            number = self.anchors.get(slug, 0)
+            self.anchors[slug] = number + 1
+            anchor = f"{slug}-{number}" if number else slug
+            token.attrSet("id", anchor)
+            if token.tag in ("h2", "h3"):
+                self.headings.append(Heading(int(token.tag[1]), anchor, text))
+
+    def rewrite(self, tokens: list[Token]) -> None:
+        """New addresses of links and pictures. A code span that names something becomes a link, unless it is in one."""
+        for token in tokens:
+            if token.type in ("html_block", "html_inline"):
+                token.content = ATTRIBUTE.sub(self.new_attribute, token.content)
+                missing = [tag for tag in IMAGE_TAG.findall(token.content) if not re.search(r'\balt="[^"]+"', tag)]
+                assert not missing, f"a picture without a text for those who can't see it: {missing[0]}"
+            if token.type == "inline":
+                token.children = self.rewrite_inline(token.children)
+
+    def rewrite_inline(self, children: list[Token]) -> list[Token]:
+        found, is_in_link = [], False
+        for token in children:
+            if token.type in ("link_open", "link_close"):
+                is_in_link = token.type == "link_open"
+            if token.type == "link_open":
+                token.attrSet("href", self.links.link(token.attrGet("href")))
+            elif token.type == "image":
+                assert token.content, f"the picture {token.attrGet('src')} has no text for those who can't see it"
+                token.attrSet("src", self.links.picture(token.attrGet("src")))
+                token.attrSet("loading", "lazy")
+            elif token.type == "html_inline":
+                self.rewrite([token])
+            elif token.type == "code_inline" and not is_in_link and (address := self.links.name(token.content)):
+                link = Token("link_open", "a", 1, attrs={"href": address})
+                found += [link, token, Token("link_close", "a", -1)]
+                continue
+            found.append(token)
+        return found
+
+    def new_attribute(self, match: re.Match) -> str:
+        change = self.links.picture if match[1] == "src" else self.links.link
+        return f'{match[1]}="{html.escape(change(html.unescape(match[2])))}"'
+
+    def remarks(self, sections: set[str]) -> list[tuple[list[str], str]]:
+        """Of these sections, each paragraph and list item: the texts in backticks, and the HTML."""
+        found, tokens, is_inside, k = [], self.tokens, False, 0
+        while k < len(tokens):
+            token = tokens[k]
+            if token.type == "heading_open" and token.tag == "h2":
+                is_inside = plain(tokens[k + 1]) in sections
+            if is_inside and token.type in ("paragraph_open", "list_item_open"):
+                stop = next(i for i in range(k, len(tokens)) if tokens[i].level == token.level
+                            and tokens[i].type == token.type.replace("open", "close"))
+                inner = tokens[k + 1 : stop]
+                names = [child.content for part in inner for child in part.children or [] if child.type == "code_inline"]
+                text = self.render(inner if token.type == "list_item_open" else tokens[k : stop + 1])
+                found.append((names, text))
+                k = stop
+            k += 1
+        return found
+
+
+def plain(inline: Token) -> str:
+    """The text of a heading, without its marks."""
+    return "".join(child.content for child in inline.children if child.type in ("text", "code_inline", "softbreak"))

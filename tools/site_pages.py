@@ -1,0 +1,162 @@
+"""The pages of the site: one a step, from its chapter and its diff, and one for each other Markdown file and source.
+
+All pages lie in one folder, so that every address is a name. A file of the repository has its place like this:
+
+    step4_tensor_parallel/README.md           step4.html
+    step4_tensor_parallel/tensor_parallel.py  step4.html#file-tensor_parallel.py, as the step changed it
+    step4_tensor_parallel/utils.py            source-step4_tensor_parallel-utils.py.html, as it did not
+    tools/steps.py                            source-tools-steps.py.html
+    assets/scaling.png                        assets-scaling.png
+"""
+
+import ast
+import html
+import pathlib
+import re
+import shutil
+from typing import NamedTuple
+
+from site_code import definitions, line_html, tokens_by_line
+from site_diff import Drawing, FileDiff, diff_step
+from site_markdown import Document, Heading, Links
+from steps_compare import find_steps
+
+PICTURES = (".png", ".svg", ".jpg", ".jpeg", ".gif", ".webp")
+REMARKED = {"Files", "Who holds what, who sends what"}  # sections whose remarks stand in the diff as well
+EXTERNAL = re.compile(r"[a-zA-Z][a-zA-Z+.-]*:")
+
+
+class Page(NamedTuple):
+    """`label`: in the navigation; `source`: the Markdown file, from the root, or None."""
+
+    address: str
+    label: str
+    title: str
+    headings: list[Heading]
+    template: str
+    content: dict
+
+
+class Repository:
+    """What addresses need to know: the steps and their diffs, the Markdown files; and what of the rest was linked to."""
+
+    def __init__(self, root: pathlib.Path, out: pathlib.Path):
+        self.root, self.out, self.steps = root, out, find_steps(root)
+        self.diffs = {n: diff_step(self.steps.get(n - 1), folder) for n, folder in self.steps.items()}
+        self.documents = {pathlib.Path("README.md"): "index.html"}
+        self.documents |= {pathlib.Path(folder.name, "README.md"): f"step{n}.html" for n, folder in self.steps.items()}
+        for path in ("cluster/README.md", "tools/README.md", "tools/DEBUGGING.md", "CONTRIBUTING.md"):
+            if (root / path).is_file():
+                place = pathlib.Path(path)
+                self.documents[place] = f"{(place.parent.name if place.stem == 'README' else place.stem).lower()}.html"
+        self.sources: dict[pathlib.Path, str] = {}  # files and folders that have been linked to -> address
+
+    def address(self, target: str, folder: pathlib.Path) -> str:
+        """Where a link in a file of `folder` leads on the site. Raises ValueError where there is nothing."""
+        if EXTERNAL.match(target) or target.startswith("#"):
+            return target
+        path, mark, anchor = target.partition("#")
+        place = (folder / path).resolve()
+        if not place.exists() or not place.is_relative_to(self.root):
+            raise ValueError(f"{folder.relative_to(self.root)}: the link to {target!r} leads to nothing: mend it")
+        place = place.relative_to(self.root)
+        for document in (place, place / "README.md"):
+            if document in self.documents:
+                return self.documents[document] + mark + anchor
+        if place.suffix in PICTURES:
+            return self.picture(target, folder)
+        number = next((n for n, step in self.steps.items() if step.name == place.parent.as_posix()), None)
+        if number and any(diff.name == place.name for diff in self.diffs[number]):
+            return f"step{number}.html#file-{place.name}"
+        return self.source(place) + mark + anchor
+
+    def source(self, place: pathlib.Path) -> str:
+        return self.sources.setdefault(place, f"source-{'-'.join(place.parts)}.html")
+
+    def picture(self, target: str, folder: pathlib.Path) -> str:
+        """Copies a picture to the site and returns its name there."""
+        if EXTERNAL.match(target):
+            raise ValueError(f"{folder.relative_to(self.root)}: the picture {target} lies elsewhere: keep it in assets/")
+        path = (folder / target).resolve()
+        if not path.is_file():
+            raise ValueError(f"{folder.relative_to(self.root)}: there is no picture {target!r}: mend the link")
+        name = "-".join(path.relative_to(self.root).parts)
+        shutil.copyfile(path, self.out / name)
+        return name
+
+    def links(self, folder: pathlib.Path, name=lambda text: None) -> Links:
+        return Links(lambda target: self.address(target, folder), lambda target: self.picture(target, folder), name)
+
+
+def document_page(repository: Repository, place: pathlib.Path) -> Page:
+    """The page of a Markdown file that is no chapter."""
+    folder, address = (repository.root / place).parent, repository.documents[place]
+    document = Document((repository.root / place).read_text(encoding="utf-8"), repository.links(folder))
+    label = "Start" if address == "index.html" else address.removesuffix(".html").capitalize()
+    return Page(address, label, document.title, document.headings, "document.html", {"body": document.html})
+
+
+def step_page(repository: Repository, number: int) -> Page:
+    """The page of a step: its chapter and its diff, with the chapter's remarks in it."""
+    folder, diffs, defined = repository.steps[number], repository.diffs[number], definitions(repository.steps[number])
+    names = {diff.name for diff in diffs}
+
+    def find(text: str) -> tuple[str, int] | None:
+        """(file, line) of what a text in backticks names, if the step's diff shows it; what it changed comes first."""
+        places = [place for place in defined.get(re.sub(r"\(.*\)$", "", text), []) if place.file in names]
+        places.sort(key=lambda place: not is_new(place, diffs))
+        return (places[0].file, places[0].line) if places else None
+
+    def name(text: str) -> str | None:
+        place = find(text)
+        return f"#file-{text}" if text in names else f"#{place[0]}-{place[1]}" if place else None
+
+    document = Document((folder / "README.md").read_text(encoding="utf-8"), repository.links(folder, name))
+    remarks = place_remarks(document.remarks(REMARKED), find)
+    files = [{"name": diff.name, "what": diff.change.what, "counts": diff.change.counts,
+              "html": Drawing(diff, remarks.get(diff.name, {})).html()} for diff in diffs]
+    before = repository.steps.get(number - 1)
+    unchanged = sorted(path.name for path in folder.glob("*.py") if path.name not in names)
+    headings = [*document.headings, Heading(2, "loss", "Loss"), Heading(2, "diff", "The diff"),
+                *(Heading(3, f"file-{file['name']}", file["name"]) for file in files)]
+    content = {"body": document.html, "number": number, "files": files, "before": before and before.name,
+               "unchanged": [(name, repository.source(pathlib.Path(folder.name, name))) for name in unchanged]}
+    return Page(f"step{number}.html", str(number), document.title, headings, "step.html", content)
+
+
+def is_new(place, diffs: list[FileDiff]) -> bool:
+    """Whether the step changed a line of this definition."""
+    added = next(diff.added for diff in diffs if diff.name == place.file)
+    return any(line in added for line in range(place.line, place.last_line + 1))
+
+
+def place_remarks(remarks: list[tuple[list[str], str]], find) -> dict[str, dict[int, str]]:
+    """file -> line -> the HTML of the remarks that stand above it: those whose first known name is defined there."""
+    placed: dict[str, dict[int, str]] = {}
+    for texts, text in remarks:
+        place = next(filter(None, map(find, texts)), None)
+        if place:
+            file, line = place
+            lines = placed.setdefault(file, {})
+            lines[line] = lines.get(line, "") + f'<div class="remark" role="note">{text}</div>'
+    return placed
+
+
+def source_page(repository: Repository, place: pathlib.Path) -> Page:
+    """A file with line numbers, or the list of a folder's files with the first line of what each says about itself."""
+    path = repository.root / place
+    if path.is_dir():
+        files = sorted(child for child in path.iterdir() if child.is_file() and child.suffix in (".py", ".sh", ".json"))
+        rows = [(child.name, repository.address(child.name, path), first_line(child)) for child in files]
+        return Page(repository.sources[place], "", f"{place.as_posix()}/", [], "folder.html", {"rows": rows})
+    lines = tokens_by_line(path.read_text(encoding="utf-8"), path.name)
+    text = "".join(f'<code class="new"><a class="no" id="L{k}" href="#L{k}">{k}</a>{line_html(line)}</code>'
+                   for k, line in enumerate(lines, start=1))
+    return Page(repository.sources[place], "", place.as_posix(), [], "source.html", {"body": text})
+
+
+def first_line(path: pathlib.Path) -> str:
+    """The first line of a Python module's docstring."""
+    if path.suffix != ".py":
+        return ""
+    return html.unescape((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0])
