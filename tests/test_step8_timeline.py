@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 
 import pytest
-from launch import ROOT, STEPS, fork
+from launch import ROOT, STEPS, fork, modules_of
 
 SHORT = ["--seq_len", 32, "--micro_batch_size", 1, "--num_hidden_layers", 3, "--log_dir"]
 
@@ -120,3 +120,11 @@ def test_each_pipeline_has_its_own_bubble(tmp_path, step, processes, flags, expe
     events, _ = read_trace(tmp_path / "default_run" / "timeline_batch1_all.json")
     assert all({"forward", "backward", "optimizer"} <= {event.get("cat") for event in events[rank]}
                for rank in range(processes))
+
+
+@pytest.mark.parametrize("p, m, ideal", [(4, 8, "11.1%"), (4, 4, "20.0%"), (4, 2, "45.5%")])  # 3, 3 and 5 of 27, 15, 11
+def test_the_ideal_bubble_of_zero_bubble(p, m, ideal):
+    with modules_of(8):
+        from timeline import Span, describe_bubble
+    stages = [[Span(kind, m - 1, 0, 1, False, None) for kind in ("forward", "backward", "weight gradients")]] * p
+    assert f"measured, {ideal} ideal" in describe_bubble(stages)

@@ -75,19 +75,20 @@ def test_a_changed_step_is_an_error(tmp_path):
         break_it.apply_edits(tmp_path, (Edit("train.py", "a\n", "b\n"),))
 
 
-def test_hang_stands_still_and_py_spy_shows_where():
+def test_hang_stands_still_and_py_spy_shows_where(tmp_path):
     if shutil.which("py-spy") is None:
         pytest.skip("py-spy is not installed")
-    with subprocess.Popen([sys.executable, ROOT / "tools" / "break_it.py", "hang", "--", "--timeout", "60", *TWO_STEPS],
-                          env=environment(MARKER="hang"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                          text=True) as process:
+    command = [sys.executable, ROOT / "tools" / "break_it.py", "hang", "--", "--timeout", "60", "--log_dir", tmp_path]
+    marker = str(tmp_path)
+    with subprocess.Popen([*command, *TWO_STEPS], env=environment(MARKER=marker), stdout=subprocess.PIPE,
+                          stderr=subprocess.DEVNULL, text=True) as process:
         try:
             lines = iter(process.stdout.readline, "")
             assert any("+    if grid.is_logging_rank:" in line for line in lines)  # the diff
             assert any("parameters per rank" in line for line in lines)
             time.sleep(1.5)
             dumps = {rank: subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True)
-                     for pid, rank in processes("hang").items() if rank is not None}
+                     for pid, rank in processes(marker).items() if rank is not None}
         finally:
             process.terminate()
             process.communicate()
@@ -95,7 +96,7 @@ def test_hang_stands_still_and_py_spy_shows_where():
         pytest.skip(f"py-spy may not look: {dumps[0].stderr}")
     assert "average_loss_across_dp_ranks (data_parallel.py" in dumps[0].stdout
     assert "log (metrics.py" in dumps[1].stdout
-    assert not processes("hang")  # SIGTERM to the tool has ended the ranks
+    assert not processes(marker)  # SIGTERM to the tool has ended the ranks
 
 
 def test_timeouts_name_the_lines(tmp_path):

@@ -1,129 +1,250 @@
-"""The walkthrough site: its JavaScript computes what Python does, and every page is whole. Browser: see the slow test."""
+"""The walkthrough site: every page is whole and leads somewhere; with -m slow, what a real browser finds in it."""
 
+import html.parser
 import itertools
 import json
-import random
+import os
+import re
 import shutil
 import subprocess
+import sys
 
 import pytest
-from clusters import made_up_cluster
-from launch import ROOT, modules_of
+from launch import ROOT, STEPS
 
-with modules_of(9):
-    from pipeline_parallel import SCHEDULES, Action
-    from planning.machines import Cluster
-    from planning.pipeline_simulation import Pipeline, PipelineSimulation, Setting
-    from planning.simulation import peak_memory
-    from planning.synthetic import PRESETS, Shape, synthetic_cluster
-    from planning.devices import parse_nodes
+for library in ("jinja2", "markdown_it", "pygments"):
+    pytest.importorskip(library, reason="the site needs pip install -e '.[docs]'")
 
-needs_node = pytest.mark.skipif(not shutil.which("node"), reason="there is no node to run the site's JavaScript")
-SCRIPTS = ROOT / "tools" / "site"
-SIZES = [(p, m) for p in range(1, 9) for m in range(1, 17)]
-COSTS = [  # F, B and W, transfer, latency, speeds
-    ((1, 1, 1), 0, 0, [1] * 8),
-    ((2, 3, 1.5), 0.7, 0.1, [1, 2, 1, 0.5, 3, 1, 1.25, 1]),
-    ((1, 1.25, 0.5), 4, 0, [1] * 8),
-]
+from site_build import build
+from site_diff import diff_step
+from site_pages import place_remarks
+from site_runs import TOPOLOGIES, TRACES, read_runs
 
 
-class SimulationWithWeights(PipelineSimulation):
-    """The planner's simulation, for any seconds of F, B and W. A stage without W computes both gradients in B."""
+class Reader(html.parser.HTMLParser):
+    """What a page refers to and what it is made of."""
 
-    def __init__(self, p, m, schedule, costs, transfer, latency, speeds):
-        super().__init__(Cluster(made_up_cluster(speeds[:p], layers=p, parameters=0)),
-                         Pipeline(tuple(range(p)), (1,) * p, m), 1, Setting(schedule))
-        forward, backward, weights = costs
-        for s, actions in enumerate(self.actions):
-            is_divided = any(action.kind == "W" for action in actions)
-            seconds = {"F": forward, "B": backward + weights * (not is_divided), "W": weights}
-            self.durations[s] = {kind: cost / speeds[s] for kind, cost in seconds.items()}
-        self.links = {pair: link._replace(latency=latency, bandwidth=1.0) for pair, link in self.links.items()}
-        self.num_bytes = transfer
+    def __init__(self, text: str):
+        super().__init__()
+        self.ids, self.links, self.loaded, self.headings, self.alts, self.lang, self.text = [], [], [], [], [], None, ""
+        self.feed(text)
 
-    def neighbour(self, s, kind, step):
-        return None if kind == "W" else super().neighbour(s, kind, step)
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.ids += [found["id"]] if "id" in found else []
+        self.links += [found["href"]] if tag == "a" else []
+        self.loaded += [found[name] for name in ("src", "href") if name in found and tag != "a"]
+        self.headings += [int(tag[1])] if re.fullmatch("h[1-6]", tag) else []
+        self.alts += [found.get("alt")] if tag == "img" else []
+        self.lang = found.get("lang") if tag == "html" else self.lang
+
+    def handle_data(self, data):
+        self.text += data
 
 
-def node(script: str, argument) -> object:
-    """What `script` returns for `argument`: it is the body of a JavaScript function of `input`, `schedules`, `memory`."""
-    load = "".join(f"const {name} = require({json.dumps(str(SCRIPTS / name))});" for name in ("schedules", "memory"))
-    program = (f"{load} const input = JSON.parse(require('fs').readFileSync(0));"
-               f"process.stdout.write(JSON.stringify((() => {{ {script} }})()))")
-    done = subprocess.run(["node", "-e", program], input=json.dumps(argument), capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site") / "out"
+    build(ROOT, folder, read_runs())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path.name: Reader(path.read_text(encoding="utf-8")) for path in site.glob("*.html")}
+
+
+def test_every_link_leads_somewhere(site, pages):
+    steps = [f"step{number}.html" for number in STEPS]
+    assert {"index.html", "cluster.html", "playground.html", "split.html", *steps} <= pages.keys()
+    for name, page in pages.items():
+        assert len(page.ids) == len(set(page.ids)), name
+        for link in page.links:
+            path, mark, anchor = link.partition("#")
+            if re.match(r"[a-z]+:", link):
+                continue
+            assert not path or (site / path).is_file(), (name, link)
+            assert not mark or anchor in pages[path or name].ids, (name, link)
+
+
+def test_nothing_is_loaded_from_elsewhere(site, pages):
+    for name, page in pages.items():
+        for address in page.loaded:
+            assert address == "data:," or (site / address).is_file(), (name, address)
+    for path in [*site.glob("*.css"), *site.glob("*.js")]:
+        text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?:|@import|url\(|\bfetch\(|\bimport\(", text), path.name
+
+
+def test_pages_can_be_read_by_everybody(pages):
+    for name, page in pages.items():
+        assert page.lang == "en" and all(page.alts), name
+        assert page.headings.count(1) == 1 and page.headings[0] == 1, (name, page.headings)
+        assert all(b <= a + 1 for a, b in itertools.pairwise(page.headings)), (name, page.headings)
+
+
+@pytest.mark.parametrize("step", [int(number) for number in STEPS])
+def test_diff_holds_both_files_whole(step):
+    """From the rows of a diff, each of the two files can be read off, and unchanged rows are equal on both sides."""
+    before, after = STEPS.get(str(step - 1)), STEPS[str(step)]
+    diffs = diff_step(before, after)
+    for diff in diffs:
+        rows = [(is_changed, *row) for is_changed, rows in diff.blocks for row in rows]
+        assert [old for _, old, _ in rows if old] == list(range(1, len(diff.old) + 1)), diff.name
+        assert [new for _, _, new in rows if new] == list(range(1, len(diff.new) + 1)), diff.name
+        assert all(diff.old[old - 1] == diff.new[new - 1] for is_changed, old, new in rows if not is_changed), diff.name
+        assert len(diff.added) == int(re.search(r"\+(\d+)|$", diff.change.counts)[1] or 0), diff.name
+    unchanged = {path.name for path in after.glob("*.py")} - {diff.name for diff in diffs}
+    assert all((before / name).read_bytes() == (after / name).read_bytes() for name in unchanged)
+
+
+def test_page_shows_the_code(site):
+    """Without the marks, the lines on the right of a step's page are the new file."""
+    text = (site / "step8.html").read_text(encoding="utf-8")
+    for name in ("pipeline_parallel.py", "weight_gradients.py"):
+        cells = re.findall(rf'<code class="new"><a class="no" id="{name}-\d+"[^>]*>\d+</a>(.*?)</code>', text, re.S)
+        lines = [html.unescape(re.sub(r"<[^>]+>", "", cell)) for cell in cells]
+        assert lines == (STEPS["8"] / name).read_text(encoding="utf-8").splitlines()
+
+
+def test_remarks_stand_above_what_they_speak_of(site):
+    for number in STEPS:
+        text = (site / f"step{number}.html").read_text(encoding="utf-8")
+        shown = text[text.index('<h2 id="diff">'):]
+        remarks = re.findall(r'<div class="remark" role="note">(.*?)</div>(?=.*?<code class="new">(.*?)</code>)',
+                             shown, re.S)
+        assert remarks, f"step {number} has no remark"
+        for remark, line in remarks:
+            names = [name.rpartition(".")[2] for name in re.findall(r"<code>([\w.]+)", remark)]
+            line = html.unescape(re.sub(r"<[^>]+>", "", line))
+            assert "@" in line or any(re.search(rf"\b{name}\b", line) for name in names), (number, remark, line)
+
+
+def test_remarks_go_to_the_first_name_that_is_known():
+    find = {"first": ("a.py", 3), "second": ("b.py", 5)}.get
+    remarks = [(["nothing", "second", "first"], "<p>x</p>"), (["first"], "<p>y</p>"), (["first"], "<p>Read it</p>"),
+               (["nothing"], "<p>z</p>")]
+    placed = place_remarks(remarks, find)
+    assert {file: list(lines) for file, lines in placed.items()} == {"b.py": [5], "a.py": [3]}
+    assert "<p>y</p>" in placed["a.py"][3] and "Read" not in placed["a.py"][3]
+
+
+def test_runs_are_those_of_all_steps():
+    runs = read_runs()
+    assert runs.keys() == TOPOLOGIES.keys(), "python tools/site.py --runs"
+    for step, entry in runs.items():
+        assert len(entry["losses"]) == 50
+        if step >= 3:  # the same numbers on any topology, as far as four decimals say
+            assert entry["losses"] == pytest.approx(runs[3]["losses"], abs=3e-4), step
+        assert list(entry.get("timelines", {})) == list(TRACES.get(step, {}))
+        for trace in entry.get("timelines", {}).values():
+            assert {event[0] for event in trace["events"]} == set(range(entry["ranks"]))
+
+
+def small_repository(folder, readme: str):
+    """A repository of one step, for what build() refuses."""
+    (folder / "step1_model").mkdir(parents=True)
+    (folder / "step1_model" / "model.py").write_text("x = 1\n")
+    (folder / "step1_model" / "README.md").write_text("# Step 1\n")
+    (folder / "README.md").write_text(f"# Title\n\n{readme}\n")
+    return folder
+
+
+@pytest.mark.parametrize("readme, message", [
+    ("[there](step2_nothing/README.md)", "leads to nothing"),
+    ("![picture](assets/nothing.png)", "no picture"),
+    ("![picture](https://example.org/picture.png)", "lies elsewhere"),
+    ("![](picture.png)", "no text"),
+    ('<img src="picture.png">', "without a text"),
+])
+def test_what_is_refused(tmp_path, readme, message):
+    root = small_repository(tmp_path / "repository", readme)
+    (root / "picture.png").touch()
+    with pytest.raises((ValueError, AssertionError), match=message):
+        build(root, tmp_path / "out", {})
+
+
+def test_site_replaces_nothing_but_a_site(tmp_path):
+    root, out = small_repository(tmp_path / "repository", "[model](step1_model/model.py)"), tmp_path / "out"
+    assert build(root, out, {}) == build(root, out, {})
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").touch()
+    with pytest.raises(ValueError, match="something else than a site"):
+        build(root, tmp_path / "other", {})
+    assert (tmp_path / "other" / "thesis.txt").exists()
+
+
+def test_the_standard_library_keeps_its_module():
+    """tools/site.py has the name of a module that Python imports at its start."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tools")}
+    code = "import site; print(site.getsitepackages()[0])"
+    done = subprocess.run([sys.executable, "-X", "frozen_modules=off", "-c", code], env=environment, text=True,
+                          capture_output=True)
+    assert done.returncode == 0 and "site-packages" in done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def browsed(site, tmp_path_factory):
+    """What site_browser.mjs finds in a real browser."""
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if not chromium or not shutil.which("npm"):
+        pytest.skip("there is no chromium, or no npm: apt-get install chromium npm")
+    folder = tmp_path_factory.mktemp("browser")
+    install = subprocess.run(["npm", "install", "--no-save", "--prefix", folder, "playwright-core", "axe-core"],
+                             capture_output=True, text=True, timeout=300, env={**os.environ, "HOME": str(folder)})
+    if install.returncode:
+        pytest.skip(f"npm can't install playwright-core and axe-core: {install.stderr.strip()[-300:]}")
+    command = ["node", ROOT / "tests" / "support" / "site_browser.mjs", folder, chromium, site, folder / "profile"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-@needs_node
-def test_schedules_are_those_of_python():
-    found = node("""return input.map(([name, p, m]) => Array.from({ length: p }, (_, s) =>
-                        schedules.SCHEDULES[name](s, p, m)));""",
-                 cases := [(name, p, m) for name in SCHEDULES for p, m in SIZES])
-    for (name, p, m), stages in zip(cases, found, strict=True):
-        expected = [[list(action) for action in SCHEDULES[name](s, p, m)] for s in range(p)]
-        assert stages == expected, (name, p, m)
+@pytest.mark.slow
+def test_no_page_has_an_error_or_loads_from_elsewhere(browsed):
+    assert browsed["errors"] == [] and browsed["requests"] == []
 
 
-@needs_node
-@pytest.mark.parametrize("costs", COSTS, ids=["equal", "unlike machines", "slow links"])
-def test_simulation_is_that_of_python(costs):
-    (f, b, w), transfer, latency, speeds = costs
-    cases = [{"p": p, "m": m, "schedule": name, "costs": {"F": f, "B": b, "W": w}, "transfer": transfer,
-              "latency": latency, "speeds": speeds} for name in SCHEDULES for p, m in SIZES]
-    found = node("""return input.map((options) => {
-                        const { makespan, ends, spans, transfers } = schedules.simulate(options);
-                        return { makespan, ends, spans: spans.length, transfers: transfers.length }; });""", cases)
-    for case, result in zip(cases, found, strict=True):
-        p, m, name = case["p"], case["m"], case["schedule"]
-        simulation = SimulationWithWeights(p, m, name, *costs)
-        run = simulation.run()
-        assert result["ends"] == pytest.approx(run.ends, rel=1e-12), case
-        assert result["makespan"] == max(result["ends"])
-        assert (result["spans"], result["transfers"]) == (len(run.spans), len(run.transfers)), case
+@pytest.mark.slow
+def test_pages_are_accessible_and_fit_a_phone(browsed):
+    assert browsed["axe"] == [], json.dumps(browsed["axe"], indent=1)
+    assert browsed["overflow"] == []
 
 
-@needs_node
-def test_bubble_and_live_microbatches_of_the_textbook():
-    """Where F, B and W take a unit each and messages nothing: the formulas of step 8."""
-    cases = [(name, p, m) for name in ("afab", "1f1b", "zb") for p in (1, 2, 4, 8) for m in (8, 16)]
-    found = node("""return input.map(([schedule, p, m]) => schedules.simulate(
-                        { p, m, schedule, costs: { F: 1, B: 1, W: 1 }, speeds: Array(p).fill(1) }));""", cases)
-    for (name, p, m), result in zip(cases, found, strict=True):
-        ideal = (p - 1) / (3 * m + p - 1) if name == "zb" else (p - 1) / (m + p - 1)
-        assert result["bubble"] == pytest.approx(ideal, abs=1e-12), (name, p, m)
-        live = {"afab": [m] * p, "1f1b": [p - s for s in range(p)], "zb": [p] * p}[name]
-        assert result["live"] == live, (name, p, m)
+@pytest.mark.slow
+def test_keys_turn_pages(browsed):
+    expected = {key: key.rpartition(" ")[2] for key in browsed["keyboard"] if key != "in a field"}
+    assert browsed["keyboard"] == {**expected, "in a field": "playground.html"} and len(expected) == 4
+    assert browsed["fold"] == {"open": True, "seen": True}
 
 
-@needs_node
-def test_memory_is_that_of_the_planner():
-    presets = node("return memory.MODELS;", None)
-    tiny = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-             "vocab_size", "tie_word_embeddings", "head_dim")
-    shapes = {name: Shape(*fields.values()) for name, fields in presets.items()}
-    assert shapes["tiny"] == tuple(tiny[name] for name in names)
-    assert (shapes["8B"], shapes["70B"]) == (PRESETS["llama-8b"], PRESETS["llama-70b"])
-    shapes["tied"] = PRESETS["llama-1b"]
-    fields = list(presets["tiny"])
-    cases, random_state = [], random.Random(0)
-    for (name, shape), tp, pp, dtype, recompute, schedule in itertools.product(
-            shapes.items(), (1, 2, 4), (1, 2, 4), ("float32", "bfloat16"), (False, True), ("afab", "1f1b", "1f1b-2")):
-        cuts = sorted(random_state.sample(range(1, shape.layers), pp - 1))
-        layers = [stop - start for start, stop in zip([0, *cuts], [*cuts, shape.layers])]
-        cases.append({"shape": dict(zip(fields, shape)), "tp": tp, "seqLen": 512, "size": random_state.choice((1, 4)),
-                      "dtype": dtype, "recompute": recompute, "schedule": schedule, "layers": layers, "m": 6})
-    found = node("""return input.map((job) => [memory.totalParameters(job.shape),
-                        memory.stagesOf(job.layers, job.schedule, job.m, schedules).map(
-                            (stage) => memory.stageMemory(job, stage).total)]);""", cases)
-    for case, (parameters, stages) in zip(cases, found, strict=True):
-        shape, pp = Shape(*case["shape"].values()), len(case["layers"])
-        cluster = Cluster(synthetic_cluster(shape, parse_nodes(f"{pp * case['tp']}xH100:{case['tp']}"), case["tp"],
-                                            case["seqLen"], case["dtype"], [case["size"]]))
-        pipeline = Pipeline(tuple(range(pp)), tuple(case["layers"]), case["m"])
-        expected = peak_memory(cluster, pipeline, case["size"],
-                               Setting(case["schedule"], recompute=case["recompute"]))
-        assert stages == pytest.approx(expected, rel=1e-12), case
-        assert parameters == shape.parameters
+@pytest.mark.slow
+def test_timelines_tell_zoom_and_move(browsed):
+    text = r"Rank \d+: [a-z -]+(, micro-batch \d+)?( from rank \d+)?, \d+\.\d\d ms, starts at \d+\.\d\d ms( \(.*\))?"
+    for name, found in browsed["timeline"].items():
+        told = [found[key] for key in ("hover", "focus", "right")]
+        assert all(re.fullmatch(text, each) for each in told) and len(set(told)) == 3, told
+        assert found["wheel"] > 1.2 and found["all"] == pytest.approx(1, abs=0.02)
+        assert found["button"] > 0 and found["key"] > 0 and found["page"] == name
+    traces = list(read_runs()[8]["timelines"].values())
+    assert browsed["timeline"]["step8.html"]["bars"] == len(traces[0]["events"])
+    assert browsed["timeline"]["step8.html"]["chosen"] == len(traces[2]["events"])
+
+
+@pytest.mark.slow
+def test_playground_follows_its_fields(browsed):
+    found = browsed["playground"]
+    assert found["start"]["facts"] == ["33", "27.3 %", "4", "48"] and found["start"]["live"] == list("4321")
+    assert found["zb"]["facts"][:3] == ["27", "11.1 %", "4"] and found["zb"]["live"] == list("4444")
+    assert found["changed"]["facts"] == ["25", "28.0 %", "2", "16"]  # stage 0 computes for 8 x 3 and waits once, for 1
+    assert found["reloaded"] == found["changed"]
+    assert "from 1 to 16" in found["wrong"]["problem"]
+
+
+@pytest.mark.slow
+def test_split_follows_its_fields(browsed):
+    found = browsed["split"]
+    assert found["start"]["answer"].startswith("8.03 billion parameters. 7 of 10") and found["start"]["rows"] == 10
+    assert "None of 10 ways fits" in found["70B"]["answer"]
+    assert found["unlike"]["stages"] == 3 and not found["unlike"]["problem"]
+    assert "8x80" in found["wrong"]["problem"]

@@ -76,7 +76,8 @@ def collectives(picture) -> None:
                 width = 1.8 / len(cells)
                 for k, cell in enumerate(cells):
                     letters = [letter for letter in "abc" if letter in cell]
-                    colour = LIGHT["abc".index(letters[0])] if len(letters) == 1 else "#e3d4ec" if letters else "#f2f2f0"
+                    mixed = "#e3d4ec" if letters else "#f2f2f0"
+                    colour = LIGHT["abc".index(letters[0])] if len(letters) == 1 else mixed
                     box(one, x + k * width, y, width, 0.7, cell, colour, 11 if len(cell) < 9 else 10)
             arrow(one, (1.9, y + 0.35), (2.65, y + 0.35), FAINT)
         one.text(0.9, -0.05, "before", ha="center", fontsize=11.5, color=FAINT)

@@ -1,4 +1,4 @@
-"""Figures out of what runs have recorded: traces of timelines, metrics, a plan. See make_figures.py, which starts them."""
+"""Figures out of what runs have recorded: traces, metrics, a plan. make_figures.py starts the runs."""
 
 import json
 import pathlib

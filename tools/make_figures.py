@@ -1,4 +1,4 @@
-"""Draws the chapters' figures, from runs that it starts itself: `assets/figure_<name>.png`, and assets/sanity_check.png.
+"""Draws the chapters' figures, from runs that it starts itself: assets/figure_*.png, and assets/sanity_check.png.
 
     python tools/make_figures.py                      # all of them: about a quarter of an hour on two cores
     python tools/make_figures.py grid timelines       # some
@@ -51,7 +51,7 @@ def write_model(folder: pathlib.Path, **changes) -> pathlib.Path:
 def run_in_turns(groups: list[list[int]], num_ranks: int, script, *args) -> None:
     """Runs a script on so many ranks. In each turn one of `groups` stands still; the ranks in none always run.
 
-    Turns begin with the first line "step ...", when all ranks have started. Raises SystemExit where a rank fails.
+    Turns begin when it prints its first line: all ranks have started by then. Raises SystemExit where a rank fails.
     """
     program, over = Program(pathlib.Path(script).parent.name, num_ranks, script, *args), threading.Event()
 
@@ -63,7 +63,7 @@ def run_in_turns(groups: list[list[int]], num_ranks: int, script, *args) -> None
                         program.ranks[rank].send_signal(signal.SIGSTOP if rank in resting else signal.SIGCONT)
                 time.sleep(SLICE)
 
-    program.next_step()
+    program.wait_for_line()
     turns = threading.Thread(target=take_turns)
     turns.start()
     try:
@@ -83,7 +83,8 @@ def traces(folder: pathlib.Path, runs: dict[str, list], step: int, groups: list[
     for k in range(REPEATS):
         for name, flags in runs.items():
             run_in_turns(groups, num_ranks, STEPS[str(step)] / "train.py", "--model_name", model, "--log_dir", folder,
-                         "--run_name", f"{name}_{k}", "--profile_batch", steps, "--max_tokens", steps * 32 * 128, *flags)
+                         "--run_name", f"{name}_{k}", "--profile_batch", steps,
+                         "--max_tokens", steps * 32 * 128, *flags)
             path = folder / f"{name}_{k}" / f"timeline_batch{steps}_all.json"
             found[name].append((max(span.end for span in figures_measured.read_trace(path)), path))
     return {name: min(pairs)[1] for name, pairs in found.items()}
@@ -110,9 +111,9 @@ def buckets(folder: pathlib.Path, picture: pathlib.Path) -> None:
 
 
 def unlike(folder: pathlib.Path, picture: pathlib.Path) -> None:
-    """The machine that holds the whole model is twice as fast as the two others."""
+    """The machine that holds the whole model is three times as fast as each of the two others."""
     runs = {"unlike": ["--pipelines", "8;5,3", "--num_microbatches", "6,2"]}
-    figures_measured.unlike(traces(folder, runs, 9, [[1], [2]], 3)["unlike"], picture)
+    figures_measured.unlike(traces(folder, runs, 9, [[1], [2], [1, 2]], 3)["unlike"], picture)
 
 
 def memory(folder: pathlib.Path, picture: pathlib.Path) -> None:

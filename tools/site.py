@@ -3,12 +3,15 @@
     python tools/site.py [--out site/]        a folder that any browser reads, without a server or a network
     python tools/site.py --runs [1 2 ...]     runs the steps first, all of them or some, for their curves and timelines
 
-It needs `pip install -e '.[docs]'`, and --runs what the steps need.
+It needs `pip install -e '.[docs]'`, and --runs what the steps need. The standard library has a module of this name,
+too: whoever imports `site` and finds this file gets that one.
 """
 
 import argparse
+import importlib.util
 import pathlib
 import sys
+import sysconfig
 import time
 
 
@@ -39,5 +42,14 @@ def main() -> int:
     return 0
 
 
+def become_standard_module() -> None:
+    """Puts the standard library's `site` in this module's place."""
+    spec = importlib.util.spec_from_file_location("site", pathlib.Path(sysconfig.get_path("stdlib"), "site.py"))
+    sys.modules["site"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["site"])
+
+
 if __name__ == "__main__":
     sys.exit(main())
+elif __name__ == "site":
+    become_standard_module()

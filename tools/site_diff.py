@@ -107,7 +107,9 @@ class Drawing:
                 f"{line_html(line, marked)}</code>")
 
     def row(self, old: int | None, new: int | None, is_changed: bool) -> str:
-        before, after = marks(self.diff.old[old - 1], self.diff.new[new - 1]) if is_changed and old and new else ((), ())
+        before, after = (), ()
+        if is_changed and old and new:
+            before, after = marks(self.diff.old[old - 1], self.diff.new[new - 1])
         return (self.remark(new) + '<div class="row">' + self.cell("old", old, self.old[old - 1] if old else [], before)
                 + self.cell("new", new, self.new[new - 1] if new else [], after) + "</div>")
 

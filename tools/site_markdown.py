@@ -78,7 +78,9 @@ class Document:
 
     def rewrite(self, tokens: list[Token]) -> None:
         """New addresses of links and pictures. A code span that names something becomes a link, unless it is in one."""
-        for token in tokens:
+        for k, token in enumerate(tokens):
+            if token.type == "th_open" and not tokens[k + 1].content:  # a column without a name has no header
+                token.tag = tokens[k + 2].tag = "td"
             if token.type in ("html_block", "html_inline"):
                 token.content = ATTRIBUTE.sub(self.new_attribute, token.content)
                 missing = [tag for tag in IMAGE_TAG.findall(token.content) if not re.search(r'\balt="[^"]+"', tag)]
@@ -121,7 +123,8 @@ class Document:
                 stop = next(i for i in range(k, len(tokens)) if tokens[i].level == token.level
                             and tokens[i].type == token.type.replace("open", "close"))
                 inner = tokens[k + 1 : stop]
-                names = [child.content for part in inner for child in part.children or [] if child.type == "code_inline"]
+                spans = [child for part in inner for child in part.children or []]
+                names = [span.content for span in spans if span.type == "code_inline"]
                 text = self.render(inner if token.type == "list_item_open" else tokens[k : stop + 1])
                 found.append((names, text))
                 k = stop

@@ -27,7 +27,7 @@ EXTERNAL = re.compile(r"[a-zA-Z][a-zA-Z+.-]*:")
 
 
 class Page(NamedTuple):
-    """`label`: in the navigation; `source`: the Markdown file, from the root, or None."""
+    """`label`: in the navigation; `content`: what its template shows besides."""
 
     address: str
     label: str
@@ -38,7 +38,7 @@ class Page(NamedTuple):
 
 
 class Repository:
-    """What addresses need to know: the steps and their diffs, the Markdown files; and what of the rest was linked to."""
+    """What addresses need to know: steps, their diffs, Markdown files; and what else has been linked to."""
 
     def __init__(self, root: pathlib.Path, out: pathlib.Path):
         self.root, self.out, self.steps = root, out, find_steps(root)
@@ -76,7 +76,8 @@ class Repository:
     def picture(self, target: str, folder: pathlib.Path) -> str:
         """Copies a picture to the site and returns its name there."""
         if EXTERNAL.match(target):
-            raise ValueError(f"{folder.relative_to(self.root)}: the picture {target} lies elsewhere: keep it in assets/")
+            raise ValueError(f"{folder.relative_to(self.root)}: the picture {target} lies elsewhere: keep a copy "
+                             "in assets/")
         path = (folder / target).resolve()
         if not path.is_file():
             raise ValueError(f"{folder.relative_to(self.root)}: there is no picture {target!r}: mend the link")
@@ -131,9 +132,14 @@ def is_new(place, diffs: list[FileDiff]) -> bool:
 
 
 def place_remarks(remarks: list[tuple[list[str], str]], find) -> dict[str, dict[int, str]]:
-    """file -> line -> the HTML of the remarks that stand above it: those whose first known name is defined there."""
+    """file -> line -> the HTML of the remarks that stand above it: those whose first known name is defined there.
+
+    A paragraph that begins with "Read" is an order of reading, and no remark on a line.
+    """
     placed: dict[str, dict[int, str]] = {}
     for texts, text in remarks:
+        if text.startswith("<p>Read "):
+            continue
         place = next(filter(None, map(find, texts)), None)
         if place:
             file, line = place

@@ -14,12 +14,35 @@ const require = createRequire(join(modules, "x.js"));
 const { chromium } = require("playwright-core");
 const axe = require("axe-core").source;
 
-const WIDE = { width: 1280, height: 900 }, PHONE = { width: 360, height: 740 };
-const ARGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-  "--disable-component-update", "--disable-sync"];
-const context = await chromium.launchPersistentContext(profile, { executablePath, headless: true, args: ARGS, viewport: WIDE });
+const WIDE = { width: 1280, height: 900 },
+  PHONE = { width: 360, height: 740 };
+const ARGS = [
+  "--no-sandbox",
+  "--disable-gpu",
+  "--disable-quic",
+  "--no-first-run",
+  "--disable-background-networking",
+  "--disable-component-update",
+  "--disable-sync",
+];
+const context = await chromium.launchPersistentContext(profile, {
+  executablePath,
+  headless: true,
+  args: ARGS,
+  viewport: WIDE,
+});
 const page = await context.newPage();
-const found = { errors: [], requests: [], axe: [], overflow: [], keyboard: {}, timeline: {}, playground: {}, split: {}, fold: {} };
+const found = {
+  errors: [],
+  requests: [],
+  axe: [],
+  overflow: [],
+  keyboard: {},
+  timeline: {},
+  playground: {},
+  split: {},
+  fold: {},
+};
 page.on("console", (message) => {
   if (["error", "warning"].includes(message.type())) found.errors.push(`${page.url()}: ${message.text()}`);
 });
@@ -29,7 +52,8 @@ page.on("request", (request) => {
   if (!/^(file|data):/.test(request.url())) found.requests.push(request.url());
 });
 
-const address = (name) => pathToFileURL(join(site, name.split("#")[0])).href + (name.includes("#") ? `#${name.split("#")[1]}` : "");
+const address = (name) =>
+  pathToFileURL(join(site, name.split("#")[0])).href + (name.includes("#") ? `#${name.split("#")[1]}` : "");
 const open = (name) => page.goto(address(name));
 const at = () => page.url().split("/").pop();
 
@@ -37,9 +61,15 @@ const at = () => page.url().split("/").pop();
 async function inspect(name, colorScheme) {
   await page.emulateMedia({ colorScheme, reducedMotion: "reduce" });
   await page.evaluate(axe);
-  const violations = await page.evaluate(async () => (await window.axe.run()).violations.map(({ id, nodes }) => (
-    { id, html: nodes.slice(0, 3).map((node) => `${node.html.slice(0, 200)} ${(node.any[0] || {}).message || ""}`) })));
-  found.axe.push(...violations.map((violation) => ({ page: name, colorScheme, width: page.viewportSize().width, ...violation })));
+  const violations = await page.evaluate(async () =>
+    (await window.axe.run({ preload: false })).violations.map(({ id, nodes }) => ({
+      id,
+      html: nodes.slice(0, 3).map((node) => `${node.html.slice(0, 200)} ${(node.any[0] || {}).message || ""}`),
+    })),
+  );
+  found.axe.push(
+    ...violations.map((violation) => ({ page: name, colorScheme, width: page.viewportSize().width, ...violation })),
+  );
 }
 
 /** Every page, wide and light; then on a phone, dark and with all folds open. */
@@ -49,7 +79,11 @@ async function visitAll(names, inspected) {
     await open(name);
     if (inspected.has(name)) await inspect(name, "light");
     await page.setViewportSize(PHONE);
-    await page.evaluate(() => document.querySelectorAll("details").forEach((fold) => { fold.open = true; }));
+    await page.evaluate(() =>
+      document.querySelectorAll("details").forEach((fold) => {
+        fold.open = true;
+      }),
+    );
     const width = await page.evaluate(() => document.documentElement.scrollWidth);
     if (width > PHONE.width) found.overflow.push(`${name}: ${width}`);
     if (inspected.has(name)) await inspect(name, "dark");
@@ -59,7 +93,12 @@ async function visitAll(names, inspected) {
 
 async function turnPages() {
   await open("step4.html");
-  for (const [key, expected] of [["ArrowRight", "step5.html"], ["n", "step6.html"], ["ArrowLeft", "step5.html"], ["p", "step4.html"]]) {
+  for (const [key, expected] of [
+    ["ArrowRight", "step5.html"],
+    ["n", "step6.html"],
+    ["ArrowLeft", "step5.html"],
+    ["p", "step4.html"],
+  ]) {
     await page.keyboard.press(key);
     await page.waitForURL(`**/${expected}`, { timeout: 5000 }).catch(() => {});
     found.keyboard[`${key} to ${expected}`] = at();
@@ -72,7 +111,8 @@ async function turnPages() {
 
 async function useTimeline(name) {
   await open(name);
-  const bars = page.locator("#timeline-view .bar.forward"), told = page.locator("#timeline-view .told");
+  const bars = page.locator("#timeline-view .bar.forward"),
+    told = page.locator("#timeline-view .told");
   const width = async () => (await bars.nth(1).boundingBox()).width;
   const result = { bars: await page.locator("#timeline-view .bar").count() };
   await bars.nth(1).scrollIntoViewIfNeeded();
@@ -80,9 +120,9 @@ async function useTimeline(name) {
   result.hover = await told.textContent();
   const before = await width();
   await page.mouse.wheel(0, -100);
-  result.wheel = await width() / before;
+  result.wheel = (await width()) / before;
   await page.getByRole("button", { name: "Show all" }).click();
-  result.all = await width() / before;
+  result.all = (await width()) / before;
   await page.getByRole("button", { name: "Zoom in" }).click();
   result.button = await page.evaluate(() => document.querySelectorAll("#timeline-view .bar[style*=none]").length);
   await page.keyboard.press("Tab");
@@ -104,9 +144,12 @@ async function useTimeline(name) {
 
 async function usePlayground() {
   await open("playground.html");
-  const read = async () => ({ facts: await page.locator("#facts dd").evaluateAll((all) => all.map((dd) => dd.firstChild.textContent)),
-    bars: await page.locator("#picture .bar").count(), live: await page.locator("#stages td:nth-child(2)").allTextContents(),
-    problem: await page.locator("#problem").textContent() });
+  const read = async () => ({
+    facts: await page.locator("#facts dd").evaluateAll((all) => all.map((dd) => dd.firstChild.textContent)),
+    bars: await page.locator("#picture .bar").count(),
+    live: await page.locator("#stages td:nth-child(2)").allTextContents(),
+    problem: await page.locator("#problem").textContent(),
+  });
   found.playground.start = await read();
   await page.selectOption("[name=schedule]", "zb");
   found.playground.zb = await read();
@@ -123,8 +166,12 @@ async function usePlayground() {
 
 async function useSplit() {
   await open("split.html");
-  const read = async () => ({ answer: await page.locator("#answer").textContent(), rows: await page.locator("#grids tr").count(),
-    stages: await page.locator("#picture li svg[role=img]").count(), problem: await page.locator("#problem").textContent() });
+  const read = async () => ({
+    answer: await page.locator("#answer").textContent(),
+    rows: await page.locator("#grids tr").count(),
+    stages: await page.locator("#picture li svg[role=img]").count(),
+    problem: await page.locator("#problem").textContent(),
+  });
   found.split.start = await read();
   await page.selectOption("[name=preset]", "70B");
   found.split["70B"] = await read();
@@ -144,14 +191,21 @@ async function openFold() {
   await open("index.html");
   await open(`step5.html#${id}`);
   found.fold = await page.evaluate((name) => {
-    const line = document.getElementById(name), box = line.getBoundingClientRect();
+    const line = document.getElementById(name),
+      box = line.getBoundingClientRect();
     return { open: line.closest("details").open, seen: box.top >= 0 && box.top < innerHeight };
   }, id);
 }
 
-const names = readdirSync(site).filter((name) => name.endsWith(".html")).sort();
+const names = readdirSync(site)
+  .filter((name) => name.endsWith(".html"))
+  .sort();
 const sources = names.filter((name) => name.startsWith("source-"));
-const inspected = new Set([...names.filter((name) => !sources.includes(name)), sources[0], sources[sources.length - 1]]);
+const inspected = new Set([
+  ...names.filter((name) => !sources.includes(name)),
+  sources[0],
+  sources[sources.length - 1],
+]);
 await visitAll(names, inspected);
 await page.emulateMedia({ colorScheme: "light", reducedMotion: "reduce" });
 await turnPages();
@@ -169,7 +223,9 @@ if (screenshots) {
         await page.setViewportSize(viewport);
         await page.goto("about:blank");
         await open(name);
-        await page.screenshot({ path: join(screenshots, `${name.replace(/\.html#?/, "-")}${viewport.width}-${colorScheme}.png`) });
+        await page.screenshot({
+          path: join(screenshots, `${name.replace(/\.html#?/, "-")}${viewport.width}-${colorScheme}.png`),
+        });
       }
     }
   }

@@ -2,7 +2,10 @@
 // moved, pointed at and reached by keyboard.
 "use strict";
 
-const ROW = 26, THIN = 7, GAP = 24, AXIS = 24; // heights
+const ROW = 26,
+  THIN = 7,
+  GAP = 24,
+  AXIS = 24; // heights
 
 function svgElement(name, attributes, parent, text) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -22,10 +25,12 @@ function htmlElement(name, attributes, parent, text) {
 
 /** Round numbers between two others. */
 function roundTicks(first, last, about) {
-  const rough = (last - first) / Math.max(about, 1) || 1, power = 10 ** Math.floor(Math.log10(rough));
+  const rough = (last - first) / Math.max(about, 1) || 1,
+    power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((value) => value >= rough * (1 - 1e-9));
   const ticks = [];
-  for (let k = Math.ceil(first / step - 1e-9); k * step <= last * (1 + 1e-9); k++) ticks.push(Number((k * step).toPrecision(12)));
+  for (let k = Math.ceil(first / step - 1e-9); k * step <= last * (1 + 1e-9); k++)
+    ticks.push(Number((k * step).toPrecision(12)));
   return ticks;
 }
 
@@ -36,10 +41,17 @@ class BarFigure {
     this.bars = [];
     this.frame = htmlElement("div", { class: "figure", "data-keys": "" }, place);
     const tools = htmlElement("div", { class: "tools" }, this.frame);
-    for (const [text, name, act] of [["+", "Zoom in", () => this.zoom(0.5)], ["−", "Zoom out", () => this.zoom(2)],
-      ["←", "Move to the left", () => this.move(-0.25)], ["→", "Move to the right", () => this.move(0.25)],
-      ["All", "Show all", () => this.setView(0, this.length)]]) {
-      htmlElement("button", { type: "button", "aria-label": name, title: name }, tools, text).addEventListener("click", act);
+    for (const [text, name, act] of [
+      ["+", "Zoom in", () => this.zoom(0.5)],
+      ["−", "Zoom out", () => this.zoom(2)],
+      ["←", "Move to the left", () => this.move(-0.25)],
+      ["→", "Move to the right", () => this.move(0.25)],
+      ["All", "Show all", () => this.setView(0, this.length)],
+    ]) {
+      htmlElement("button", { type: "button", "aria-label": name, title: name }, tools, text).addEventListener(
+        "click",
+        act,
+      );
     }
     this.svg = svgElement("svg", { role: "group", "aria-label": label }, this.frame);
     this.told = htmlElement("p", { class: "told", "aria-live": "polite" }, this.frame);
@@ -58,7 +70,8 @@ class BarFigure {
     this.axis = svgElement("g", {}, this.svg);
     let y = 0;
     this.places = rows.map(({ name, tracks }) => {
-      const text = svgElement("text", { x: 0, y: y + 15 }, this.svg, name), top = y + GAP - 3;
+      const text = svgElement("text", { x: 0, y: y + 15 }, this.svg, name),
+        top = y + GAP - 3;
       const ground = svgElement("rect", { class: "idle", x: 0, y: top, height: ROW }, this.svg);
       y = top + ROW + (tracks - 1) * THIN + 2;
       return { text, ground, top };
@@ -68,8 +81,11 @@ class BarFigure {
     this.legend.replaceChildren();
     for (const [name, text] of legend) {
       const item = htmlElement("li", {}, this.legend);
-      svgElement("rect", { class: name, width: 14, height: 14, rx: 2 },
-        svgElement("svg", { viewBox: "0 0 14 14", "aria-hidden": "true" }, item));
+      svgElement(
+        "rect",
+        { class: name, width: 14, height: 14, rx: 2 },
+        svgElement("svg", { viewBox: "0 0 14 14", "aria-hidden": "true" }, item),
+      );
       item.append(text);
     }
     this.told.textContent = "";
@@ -79,18 +95,38 @@ class BarFigure {
   addBar(bar) {
     const top = this.places[bar.row].top + (bar.track ? ROW + (bar.track - 1) * THIN + 1 : 0);
     const height = bar.track ? THIN - 1 : ROW;
-    const rect = svgElement("rect", { class: `bar ${bar.kind}`, y: top, height, rx: bar.track ? 1 : 2, tabindex: "-1",
-      role: "img", "aria-label": bar.text }, this.svg);
+    const rect = svgElement(
+      "rect",
+      {
+        class: `bar ${bar.kind}`,
+        y: top,
+        height,
+        rx: bar.track ? 1 : 2,
+        tabindex: "-1",
+        role: "img",
+        "aria-label": bar.text,
+      },
+      this.svg,
+    );
     const isDark = bar.kind === "weights";
-    const label = bar.track || bar.label === "" ? null
-      : svgElement("text", { class: isDark ? "label dark" : "label", y: top + 17, "aria-hidden": "true" }, this.svg, bar.label);
+    const label =
+      bar.track || bar.label === ""
+        ? null
+        : svgElement(
+            "text",
+            { class: isDark ? "label dark" : "label", y: top + 17, "aria-hidden": "true" },
+            this.svg,
+            bar.label,
+          );
     const added = { ...bar, rect, textElement: label, labelWidth: 7.5 * String(bar.label).length + 3 };
     rect.addEventListener("pointerenter", () => this.tell(added));
     rect.addEventListener("focus", () => this.choose(added));
     return added;
   }
 
-  tell(bar) { this.told.textContent = bar.text; }
+  tell(bar) {
+    this.told.textContent = bar.text;
+  }
 
   /** Makes a bar the one that the keyboard is at, and brings it into view. */
   choose(bar) {
@@ -100,7 +136,8 @@ class BarFigure {
     this.setTabStop(bar);
     this.tell(bar);
     if (bar.end < this.first || bar.start > this.last) {
-      const span = this.last - this.first, middle = (bar.start + bar.end) / 2;
+      const span = this.last - this.first,
+        middle = (bar.start + bar.end) / 2;
       this.setView(middle - span / 2, middle + span / 2);
     }
   }
@@ -135,12 +172,14 @@ class BarFigure {
   layout() {
     const width = this.svg.clientWidth;
     if (!width || !this.rows) return;
-    const x = (time) => (time - this.first) / (this.last - this.first) * width;
+    const x = (time) => ((time - this.first) / (this.last - this.first)) * width;
     this.svg.setAttribute("viewBox", `0 0 ${width} ${this.height + AXIS}`);
     this.svg.setAttribute("height", this.height + AXIS);
     for (const { ground } of this.places) ground.setAttribute("width", width);
     for (const bar of this.bars) {
-      const left = Math.max(x(bar.start), -10), right = Math.min(x(bar.end), width + 10), size = right - left;
+      const left = Math.max(x(bar.start), -10),
+        right = Math.min(x(bar.end), width + 10),
+        size = right - left;
       const isSeen = right > 0 && left < width;
       bar.rect.style.display = isSeen ? "" : "none";
       bar.rect.setAttribute("x", left);
@@ -150,46 +189,71 @@ class BarFigure {
       bar.textElement.setAttribute("x", (left + right) / 2);
     }
     const isSeen = (bar) => bar.end > this.first && bar.start < this.last;
-    if (this.bars.length && !(this.tabStop && isSeen(this.tabStop))) this.setTabStop(this.bars.find(isSeen) || this.bars[0]);
+    if (this.bars.length && !(this.tabStop && isSeen(this.tabStop)))
+      this.setTabStop(this.bars.find(isSeen) || this.bars[0]);
     this.axis.replaceChildren();
     for (const time of roundTicks(this.first, this.last, width / 90)) {
       svgElement("line", { x1: x(time), x2: x(time), y1: 0, y2: this.height + 4 }, this.axis);
       const isLast = x(time) > width - 40;
-      svgElement("text", { class: "axis", x: Math.min(x(time) + (isLast ? -3 : 0), width), y: this.height + 18,
-        "text-anchor": isLast ? "end" : x(time) < 15 ? "start" : "middle" }, this.axis, `${time}${this.unit && ` ${this.unit}`}`);
+      svgElement(
+        "text",
+        {
+          class: "axis",
+          x: Math.min(x(time) + (isLast ? -3 : 0), width),
+          y: this.height + 18,
+          "text-anchor": isLast ? "end" : x(time) < 15 ? "start" : "middle",
+        },
+        this.axis,
+        `${time}${this.unit && ` ${this.unit}`}`,
+      );
     }
   }
 
   listen() {
     const timeAt = (event) => {
       const box = this.svg.getBoundingClientRect();
-      return this.first + (event.clientX - box.left) / box.width * (this.last - this.first);
+      return this.first + ((event.clientX - box.left) / box.width) * (this.last - this.first);
     };
-    this.svg.addEventListener("wheel", (event) => {
-      const isOut = event.deltaY > 0;
-      if (!event.deltaY || isOut && this.last - this.first >= this.length * (1 - 1e-9)) return; // the page scrolls
-      event.preventDefault();
-      this.zoom(isOut ? 1.25 : 0.8, timeAt(event));
-    }, { passive: false });
+    this.svg.addEventListener(
+      "wheel",
+      (event) => {
+        const isOut = event.deltaY > 0;
+        if (!event.deltaY || (isOut && this.last - this.first >= this.length * (1 - 1e-9))) return; // the page scrolls
+        event.preventDefault();
+        this.zoom(isOut ? 1.25 : 0.8, timeAt(event));
+      },
+      { passive: false },
+    );
     let from = null;
     this.svg.addEventListener("pointerdown", (event) => {
       from = { x: event.clientX, first: this.first, last: this.last };
     });
     addEventListener("pointermove", (event) => {
       if (!from || !event.buttons) return;
-      const by = (from.x - event.clientX) / this.svg.clientWidth * (from.last - from.first);
+      const by = ((from.x - event.clientX) / this.svg.clientWidth) * (from.last - from.first);
       this.setView(from.first + by, from.last + by);
     });
-    addEventListener("pointerup", () => { from = null; });
-    addEventListener("pointercancel", () => { from = null; });
+    addEventListener("pointerup", () => {
+      from = null;
+    });
+    addEventListener("pointercancel", () => {
+      from = null;
+    });
     this.svg.addEventListener("keydown", (event) => this.onKey(event));
   }
 
   /** Left and right: the bar before and after on the same track. Up and down: the bar of the next row at that time. */
   onKey(event) {
-    const keys = { "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2),
-      0: () => this.setView(0, this.length), ArrowLeft: () => this.step(-1), ArrowRight: () => this.step(1),
-      ArrowUp: () => this.change(-1), ArrowDown: () => this.change(1) };
+    const keys = {
+      "+": () => this.zoom(0.5),
+      "=": () => this.zoom(0.5),
+      "-": () => this.zoom(2),
+      0: () => this.setView(0, this.length),
+      ArrowLeft: () => this.step(-1),
+      ArrowRight: () => this.step(1),
+      ArrowUp: () => this.change(-1),
+      ArrowDown: () => this.change(1),
+    };
     if (!(event.key in keys) || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     keys[event.key]();

@@ -2,25 +2,41 @@
 "use strict";
 
 (() => {
-  const form = document.getElementById("playground"), speeds = document.getElementById("speeds");
-  const problem = document.getElementById("problem"), facts = document.getElementById("facts");
+  const form = document.getElementById("playground"),
+    speeds = document.getElementById("speeds");
+  const problem = document.getElementById("problem"),
+    facts = document.getElementById("facts");
   const figure = new BarFigure(document.getElementById("picture"), "The schedule", "");
   const NAMES = { F: "forward", B: "backward", W: "gradients of weights" };
-  const LIMITS = { p: [1, 8], m: [1, 16], F: [0, 100], B: [0, 100], W: [0, 100], transfer: [0, 100], latency: [0, 100] };
+  const MESSAGES = { F: "hidden states", B: "gradient" };
+  const LIMITS = {
+    p: [1, 8],
+    m: [1, 16],
+    F: [0, 100],
+    B: [0, 100],
+    W: [0, 100],
+    transfer: [0, 100],
+    latency: [0, 100],
+  };
 
   /** As many speed fields as there are stages; those that are there keep their values. */
   function fillSpeeds(count) {
     while (speeds.children.length > count) speeds.lastChild.remove();
     for (let s = speeds.children.length; s < count; s++) {
       const label = htmlElement("label", {}, speeds, `Stage ${s}`);
-      htmlElement("input", { type: "number", name: `speed${s}`, value: "1", min: "0.1", max: "10", step: "any" }, label);
+      htmlElement(
+        "input",
+        { type: "number", name: `speed${s}`, value: "1", min: "0.1", max: "10", step: "any" },
+        label,
+      );
     }
   }
 
   /** A field's number. Throws an Error that says what it may be. */
   function number(name, [lowest, highest], isWhole) {
-    const field = form.elements[name], value = field.valueAsNumber;
-    if (!(value >= lowest && value <= highest) || isWhole && !Number.isInteger(value)) {
+    const field = form.elements[name],
+      value = field.valueAsNumber;
+    if (!(value >= lowest && value <= highest) || (isWhole && !Number.isInteger(value))) {
       const label = field.parentElement.firstChild.textContent.trim();
       throw new Error(`${label}: choose ${isWhole ? "a whole number" : "a number"} from ${lowest} to ${highest}.`);
     }
@@ -29,57 +45,96 @@
 
   function read() {
     const values = {};
-    for (const [name, limits] of Object.entries(LIMITS)) values[name] = number(name, limits, name === "p" || name === "m");
+    for (const [name, limits] of Object.entries(LIMITS))
+      values[name] = number(name, limits, name === "p" || name === "m");
     fillSpeeds(values.p);
     const { p, m, transfer, latency, ...costs } = values;
-    return { p, m, transfer, latency, costs, schedule: form.elements.schedule.value,
-      speeds: Array.from({ length: p }, (_, s) => number(`speed${s}`, [0.1, 10])) };
+    return {
+      p,
+      m,
+      transfer,
+      latency,
+      costs,
+      schedule: form.elements.schedule.value,
+      speeds: Array.from({ length: p }, (_, s) => number(`speed${s}`, [0.1, 10])),
+    };
   }
 
   const short = (value) => String(Number(value.toPrecision(4)));
+  const times = ({ start, end }) => `from ${short(start)} to ${short(end)}`;
 
   function tellFacts(options, result) {
     const { p, m, schedule } = options;
     const ideal = schedule === "zb" ? (p - 1) / (3 * m + p - 1) : (p - 1) / (m + p - 1);
-    const rows = [["Step time", short(result.makespan), `${short(result.makespan / m)} a micro-batch`],
+    const rows = [
+      ["Step time", short(result.makespan), `${short(result.makespan / m)} a micro-batch`],
       ["Bubble", `${(100 * result.bubble).toFixed(1)} %`, `${(100 * ideal).toFixed(1)} % if all costs were equal`],
       ["Activations alive", Math.max(...result.live), "micro-batches, on the stage that keeps most"],
-      ["Messages", result.transfers.length, `${short(result.transfers.length * options.transfer)} of time on the links`]];
-    facts.replaceChildren(...rows.map(([name, value, more]) => {
-      const row = htmlElement("div", {});
-      htmlElement("dt", {}, row, name);
-      htmlElement("small", {}, htmlElement("dd", {}, row, value), more);
-      return row;
-    }));
+      [
+        "Messages",
+        result.transfers.length,
+        `${short(result.transfers.length * options.transfer)} of time on the links`,
+      ],
+    ];
+    facts.replaceChildren(
+      ...rows.map(([name, value, more]) => {
+        const row = htmlElement("div", {});
+        htmlElement("dt", {}, row, name);
+        htmlElement("small", {}, htmlElement("dd", {}, row, value), more);
+        return row;
+      }),
+    );
   }
 
   function draw(options, result) {
     const isDivided = options.schedule === "zb";
-    const bars = result.spans.map((span) => ({ row: span.stage, track: 0, start: span.start, end: span.end,
-      kind: { F: "forward", B: "backward", W: "weights" }[span.kind], label: span.microbatch,
-      text: `Stage ${span.stage}: ${NAMES[span.kind]} of micro-batch ${span.microbatch}, from ${short(span.start)} to ${short(span.end)}` }));
+    const bars = result.spans.map((span) => ({
+      row: span.stage,
+      track: 0,
+      start: span.start,
+      end: span.end,
+      kind: { F: "forward", B: "backward", W: "weights" }[span.kind],
+      label: span.microbatch,
+      text: `Stage ${span.stage}: ${NAMES[span.kind]} of micro-batch ${span.microbatch}, ${times(span)}`,
+    }));
     for (const { source, destination, kind, microbatch, start, end } of result.transfers) {
       if (end > start) {
-        bars.push({ row: destination, track: kind === "F" ? 1 : 2, start, end, kind: "transfer", label: "",
-          text: `Message from stage ${source} to stage ${destination}: ${kind === "F" ? "hidden states" : "their gradient"}, micro-batch ${microbatch}, from ${short(start)} to ${short(end)}` });
+        bars.push({
+          row: destination,
+          track: kind === "F" ? 1 : 2,
+          start,
+          end,
+          kind: "transfer",
+          label: "",
+          text: 
+            `Message from stage ${source} to stage ${destination}: ${MESSAGES[kind]} of ` +
+            `micro-batch ${microbatch}, ${times({ start, end })}`,
+        });
       }
     }
     const hasMessages = bars.length > result.spans.length;
     const rows = result.live.map((_, s) => ({ name: `stage ${s}`, tracks: hasMessages ? 3 : 1 }));
-    const legend = [["forward", "forward"], ["backward", isDivided ? "gradient of the input" : "backward"]];
+    const legend = [
+      ["forward", "forward"],
+      ["backward", isDivided ? "gradient of the input" : "backward"],
+    ];
     if (isDivided) legend.push(["weights", "gradients of weights"]);
     if (hasMessages) legend.push(["transfer", "message that is received"]);
     legend.push(["idle", "idle"]);
     bars.sort((a, b) => a.row - b.row || a.track - b.track || a.start - b.start);
     figure.show(rows, bars, result.makespan || 1, legend);
-    document.getElementById("stages").replaceChildren(...result.live.map((live, s) => {
-      const busy = result.spans.filter((span) => span.stage === s).reduce((sum, span) => sum + span.end - span.start, 0);
-      const row = htmlElement("tr", {});
-      htmlElement("th", { scope: "row" }, row, String(s));
-      const idle = result.makespan ? 100 * (1 - busy / result.makespan) : 0;
-      for (const text of [live, short(busy), `${idle.toFixed(1)} %`]) htmlElement("td", {}, row, String(text));
-      return row;
-    }));
+    document.getElementById("stages").replaceChildren(
+      ...result.live.map((live, s) => {
+        const busy = result.spans
+          .filter((span) => span.stage === s)
+          .reduce((sum, span) => sum + span.end - span.start, 0);
+        const row = htmlElement("tr", {});
+        htmlElement("th", { scope: "row" }, row, String(s));
+        const idle = result.makespan ? 100 * (1 - busy / result.makespan) : 0;
+        for (const text of [live, short(busy), `${idle.toFixed(1)} %`]) htmlElement("td", {}, row, String(text));
+        return row;
+      }),
+    );
   }
 
   /** The form as the address's fragment, so that a setting can be kept as a link. */
@@ -96,7 +151,8 @@
 
   function update(event) {
     try {
-      const options = read(), result = simulate(options);
+      const options = read(),
+        result = simulate(options);
       problem.textContent = "";
       tellFacts(options, result);
       draw(options, result);

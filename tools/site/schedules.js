@@ -47,7 +47,8 @@ const SCHEDULES = {
 /** Micro-batches at most whose activations a stage holds: until its W, or until its B where it has no W. */
 function liveMicrobatches(actions) {
   const last = actions.some(([kind]) => kind === "W") ? "W" : "B";
-  let live = 0, most = 0;
+  let live = 0,
+    most = 0;
   for (const [kind] of actions) {
     live += (kind === "F") - (kind === last);
     most = Math.max(most, live);
@@ -57,20 +58,30 @@ function liveMicrobatches(actions) {
 
 /** Handles events in the order of their time and, at the same time, of their entry. */
 class EventQueue {
-  constructor() { this.heap = []; this.count = 0; this.now = 0; }
+  constructor() {
+    this.heap = [];
+    this.count = 0;
+    this.now = 0;
+  }
 
   at(time, handle) {
-    const heap = this.heap, event = { time, order: this.count++, handle };
+    const heap = this.heap,
+      event = { time, order: this.count++, handle };
     let k = heap.length;
     heap.push(event);
-    for (let parent; k > 0 && EventQueue.isBefore(event, heap[parent = (k - 1) >> 1]); k = parent) heap[k] = heap[parent];
+    for (let parent; k > 0 && EventQueue.isBefore(event, heap[(parent = (k - 1) >> 1)]); k = parent)
+      heap[k] = heap[parent];
     heap[k] = event;
   }
 
-  static isBefore(a, b) { return a.time < b.time || (a.time === b.time && a.order < b.order); }
+  static isBefore(a, b) {
+    return a.time < b.time || (a.time === b.time && a.order < b.order);
+  }
 
   pop() {
-    const heap = this.heap, first = heap[0], last = heap.pop();
+    const heap = this.heap,
+      first = heap[0],
+      last = heap.pop();
     if (heap.length) {
       let k = 0;
       for (let child; (child = 2 * k + 1) < heap.length; k = child) {
@@ -100,7 +111,8 @@ class PipelineSimulation {
     Object.assign(this, { p, transfer, latency });
     this.actions = Array.from({ length: p }, (_, s) => SCHEDULES[schedule](s, p, m));
     this.durations = this.actions.map((actions, s) => {
-      const isDivided = actions.some(([kind]) => kind === "W"), speed = speeds ? speeds[s] : 1;
+      const isDivided = actions.some(([kind]) => kind === "W"),
+        speed = speeds ? speeds[s] : 1;
       return { F: costs.F / speed, B: (isDivided ? costs.B : costs.B + costs.W) / speed, W: costs.W / speed };
     });
     this.queue = new EventQueue();
@@ -125,7 +137,10 @@ class PipelineSimulation {
     const makespan = Math.max(...this.ends);
     const busy = this.spans.reduce((sum, span) => sum + span.end - span.start, 0);
     return {
-      spans: this.spans, transfers: this.transfers, ends: this.ends, makespan,
+      spans: this.spans,
+      transfers: this.transfers,
+      ends: this.ends,
+      makespan,
       bubble: makespan > 0 ? 1 - busy / (this.p * makespan) : 0,
       live: this.actions.map(liveMicrobatches),
     };
@@ -138,11 +153,12 @@ class PipelineSimulation {
     if (!done && value !== null) this.queue.at(this.queue.now + value, () => this.resume(s));
   }
 
-  * runStage(s) {
+  *runStage(s) {
     const actions = this.actions[s];
     for (let k = 0; k < actions.length; k++) {
       for (const upcoming of actions.slice(k, k + 3)) this.postReceive(s, upcoming);
-      const [kind, microbatch] = actions[k], source = this.neighbour(s, kind, -1);
+      const [kind, microbatch] = actions[k],
+        source = this.neighbour(s, kind, -1);
       while (source !== null && !this.arrived.has(this.message(source, s, actions[k]).key)) yield null;
       const start = this.queue.now;
       yield this.durations[s][kind];
@@ -170,7 +186,8 @@ class PipelineSimulation {
     const message = this.message(source, s, action);
     if (this.posted.has(message.key)) return;
     this.posted.set(message.key, this.queue.now);
-    if (this.sent.has(message.key)) { // its sender has to learn of the receive
+    if (this.sent.has(message.key)) {
+      // its sender has to learn of the receive
       this.queue.at(this.queue.now + this.latency, () => this.mayLeave(message));
     }
   }
@@ -198,9 +215,11 @@ class PipelineSimulation {
     if (this.uplinkBusy[source]) return;
     const i = this.leaving[source].findIndex((message) => !this.downlinkBusy[message.destination]);
     if (i < 0) return;
-    const [message] = this.leaving[source].splice(i, 1), { destination, kind, microbatch } = message;
+    const [message] = this.leaving[source].splice(i, 1),
+      { destination, kind, microbatch } = message;
     this.uplinkBusy[source] = this.downlinkBusy[destination] = true;
-    const start = this.queue.now, end = start + this.transfer;
+    const start = this.queue.now,
+      end = start + this.transfer;
     this.transfers.push({ source, destination, kind, microbatch, start, end: end + this.latency });
     this.queue.at(end, () => this.messageLeft(message));
   }

@@ -6,8 +6,16 @@
   function turnPage(event) {
     const direction = { ArrowLeft: "prev", p: "prev", ArrowRight: "next", n: "next" }[event.key];
     const isTaken = event.target.closest("input, select, textarea, button, [data-keys], .code, pre");
-    if (!direction || isTaken && event.key.startsWith("Arrow") || event.target.closest("input, select, textarea")
-        || event.ctrlKey || event.altKey || event.metaKey || event.shiftKey) return;
+    if (
+      !direction ||
+      (isTaken && event.key.startsWith("Arrow")) ||
+      event.target.closest("input, select, textarea") ||
+      event.ctrlKey ||
+      event.altKey ||
+      event.metaKey ||
+      event.shiftKey
+    )
+      return;
     const link = document.querySelector(`link[rel="${direction}"]`);
     if (link) location.href = link.href;
   }
@@ -24,7 +32,8 @@
   function followReading() {
     const links = new Map([...document.querySelectorAll(".contents a")].map((link) => [link.hash.slice(1), link]));
     const headings = [...links.keys()].map((name) => document.getElementById(decodeURIComponent(name))).filter(Boolean);
-    let current = null, isQueued = false;
+    let current = null,
+      isQueued = false;
     const update = () => {
       isQueued = false;
       const above = headings.filter((heading) => heading.getBoundingClientRect().top < 120);
@@ -34,10 +43,14 @@
       if (link) link.setAttribute("aria-current", "true");
       current = link;
     };
-    addEventListener("scroll", () => {
-      if (!isQueued) requestAnimationFrame(update);
-      isQueued = true;
-    }, { passive: true });
+    addEventListener(
+      "scroll",
+      () => {
+        if (!isQueued) requestAnimationFrame(update);
+        isQueued = true;
+      },
+      { passive: true },
+    );
     update();
   }
 

@@ -1,0 +1,44 @@
+"""The same numbers in metrics.jsonl, in TensorBoard's files and in what W&B has recorded offline."""
+
+import json
+import math
+
+import compare_runs
+import pytest
+from launch import fork, metrics
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compare")
+    flags = ["--num_hidden_layers", 1, "--seq_len", 16, "--max_tokens", 3 * 16 * 32, "--log_dir", folder]
+    fork(3, 1, *flags, "--run_name", "run", "--use_wandb", env={"WANDB_MODE": "offline"})
+    return folder
+
+
+def test_wandb_gives_back_what_was_recorded(folder):
+    compare_runs.main(["wandb", str(folder / "run"), "--out", str(folder / "back")])
+    back, recorded = metrics(folder / "back", "run"), metrics(folder, "run")
+    assert len(back) == 3 and back == [{name: pytest.approx(value) for name, value in row.items()} for row in recorded]
+    assert json.loads((folder / "back" / "run" / "config.json").read_text())["run_name"] == "run"
+
+
+def test_tensorboard_has_the_same_numbers(folder, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for _ in range(2):  # a second call replaces the files of the first
+        compare_runs.main(["tensorboard", str(folder / "run"), "--out", str(folder / "board")])
+    assert "tensorboard --logdir" in capsys.readouterr().out
+    events = EventAccumulator(str(folder / "board" / "run"))
+    events.Reload()
+    recorded = metrics(folder, "run")
+    for name in set(recorded[0]) - {"step"}:
+        scalars = events.Scalars(name)
+        assert [scalar.step for scalar in scalars] == [1, 2, 3]
+        assert all(math.isclose(scalar.value, row[name], rel_tol=1e-6) for scalar, row in zip(scalars, recorded)), name
+
+
+@pytest.mark.parametrize("program, message", [("wandb", "holds no W&B files"), ("tensorboard", "holds no run")])
+def test_folders_without_a_run(tmp_path, program, message):
+    with pytest.raises(SystemExit, match=message):
+        compare_runs.main([program, str(tmp_path)])

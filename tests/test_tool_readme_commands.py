@@ -1,0 +1,128 @@
+"""Every command of the READMEs, pasted as it stands: it ends well, and what the README quotes is what it prints.
+
+Commands run in a copy of the repository, in the order of the page. Runs of a step that are longer than 5 steps are cut
+short by --max_tokens. Of lines "step ..." the loss and the gradient norm are compared, of other lines the words.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from launch import ROOT, environment
+
+READMES = [path.relative_to(ROOT) for path in [
+    ROOT / "README.md", *sorted(ROOT.glob("step*/README.md")), ROOT / "cluster" / "README.md",
+    ROOT / "tools" / "DEBUGGING.md", ROOT / "CONTRIBUTING.md"]]
+BLOCK = re.compile(r"^```bash\n(.*?)^```\n(?:\s*(?:<details>.*?</summary>\s*)?^```\n(.*?)^```)?", re.S | re.M)
+NEEDS = {  # what a command asks for that a test has not -> how it shows
+    "several machines": r"FIRST_MACHINE|hosts\.txt|torchrun \.\.\.|testbed",
+    "the Hugging Face Hub": r"TinyLlama/|Qwen/",
+    "a virtual environment of its own": r"pip install",
+    "a run beside it": r"py-spy",
+    "an editor": r"\bMY_|NAME\b|propagate 4",
+}
+SHORTER = {  # program -> flags that cut a run short, and what tells that it is short enough already
+    r"step\d\w*/train\.py|/train_pipelines\.py": ("--max_tokens 20480", r"--max_tokens (\d{1,4}|[1-3]\d{4})\b|--steps"),
+    r"/run_(causal_lm|gpt2|llama|qwen|bert|vit)\.py": ("--steps 3", r"--steps"),
+    r"tools/recompute_memory\.py": ("--micro_batches 2 4 --figure recompute.png", "--micro_batches"),
+    r"tools/make_figures\.py|tools/sanity_check\.py|tools/benchmark\.py|tools/scaling\.py": ("--help", "--help|--list"),
+    r"^pytest|&& pytest": ("--collect-only -q", "--collect-only"),
+}
+STEP = re.compile(r"step (\d+)/\d+ \| loss ([\d.]+) \| grad norm ([\d.]+)")
+TOLERANCE = 2e-3  # relative, of losses and norms of float32 runs
+
+
+def shortened(command: str) -> str:
+    for program, (flags, short) in SHORTER.items():
+        lines = re.split(r"(?<!\\)\n", command)  # a line that ends with a backslash goes on
+        for i, line in enumerate(lines):
+            words, _, comment = line.partition("  #")
+            if re.search(program, words) and not re.search(short, words):
+                words, bar, rest = words.partition(" | ")
+                lines[i] = f"{words} {flags}{bar}{rest}"
+        command = "\n".join(lines)
+    return command
+
+
+def words_of(line: str) -> str:
+    """The line without its numbers, paths and spaces."""
+    line = re.sub(r"\S*/\S*", "/", line)
+    line = re.sub(r"(?<![A-Za-z_])-?\d[\d.,]*(e[+-]?\d+)?[KMGBT%x]*", "#", line)
+    return re.sub(r"[\s#'-]+", " ", line).strip()
+
+
+def unlike(quoted: str, printed: str) -> list[str]:
+    """The lines that the README quotes and that were not printed so. "..." stands for any lines."""
+    lines = printed.splitlines()
+    found, words = STEP.findall(printed), {words_of(line) for line in lines}
+    wrong = []
+    for line in quoted.splitlines():
+        if step := STEP.match(line.strip()):
+            same = [row for row in found if row[0] == step[1]]
+            near = [row for row in same if all(abs(float(a) - float(b)) <= TOLERANCE * float(b) + 1e-3
+                                               for a, b in zip(row[1:], step.groups()[1:]))]
+            if same and not near:
+                wrong.append(f"{line}\n    but printed {same}")
+        elif not line.rstrip().endswith("...") and "..." not in line and words_of(line) not in words:
+            wrong.append(line)
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> pathlib.Path:
+    """The repository's files, without what a run has left."""
+    target = tmp_path_factory.mktemp("copy") / "repository"
+    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True,
+                            capture_output=True, text=True).stdout.split("\n")
+    for name in filter(None, listed):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    subprocess.run("git init -q && git add -A && git -c user.name=a -c user.email=a@b commit -qm all", shell=True,
+                   cwd=target, check=True)
+    return target
+
+
+@pytest.mark.slow
+@pytest.mark.commands
+@pytest.mark.parametrize("readme", [readme for readme in READMES if (ROOT / readme).exists()], ids=str)
+def test_commands(readme, copy):
+    wrong, count = [], 0
+    path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for command, quoted in BLOCK.findall((ROOT / readme).read_text(encoding="utf-8")):
+        if any(re.search(pattern, command) for pattern in NEEDS.values()):
+            continue
+        count += 1
+        done = subprocess.run(["bash", "-c", shortened(command)], cwd=copy, text=True, stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
+                              env=environment(PATH=path, OMP_NUM_THREADS="1"))
+        may_fail = "error" in quoted.lower() or re.match(r"diff ", command) or "break_it" in command
+        if done.returncode and not may_fail:
+            wrong.append(f"$ {command}exit code {done.returncode}\n{done.stdout[-2000:]}")
+        elif lines := unlike(quoted, done.stdout):
+            wrong.append(f"$ {command}" + "\n".join(f"  quoted, but not printed: {line}" for line in lines))
+    assert count and not wrong, f"{len(wrong)} of {count} commands of {readme}:\n\n" + "\n\n".join(wrong)
+
+
+@pytest.mark.parametrize("command, expected", [
+    ("torchrun step4_tensor_parallel/train.py --tp_size 4  # four\n",
+     "torchrun step4_tensor_parallel/train.py --tp_size 4 --max_tokens 20480\n"),
+    ("torchrun step4_tensor_parallel/train.py \\\n  --tp_size 4 --max_tokens 4096\n",
+     "torchrun step4_tensor_parallel/train.py \\\n  --tp_size 4 --max_tokens 4096\n"),
+    ("torchrun tools/overlap.py step6_data/train.py --dp_size 4 | tail -3",
+     "torchrun tools/overlap.py step6_data/train.py --dp_size 4 --max_tokens 20480 | tail -3"),
+])
+def test_what_is_cut_short(command, expected):
+    assert shortened(command) == expected
+
+
+def test_what_counts_as_quoted_rightly():
+    printed = "up to 436.4K parameters on cpu\nstep 1/5 | loss 7.3460 | grad norm 2.804 | 1.5K tokens/s\n"
+    assert not unlike("up to 12 parameters on cpu\n...\nstep 1/50 | loss 7.3461 | grad norm 2.805 | 9K tokens/s\n"
+                      "step 50/50 | loss 4.1 | grad norm 0.4", printed)
+    assert unlike("step 1/50 | loss 7.4460 | grad norm 2.804 | 1.5K tokens/s", printed)
+    assert unlike("up to 436.4K parameters on cuda", printed)
