@@ -1,4 +1,4 @@
-"""Every file and folder of this repository that a README.md names exists: in links, code spans and code blocks."""
+"""What a page names exists: files and folders in links, code spans and code blocks; the headings that it links to."""
 
 import pathlib
 import re
@@ -6,9 +6,10 @@ import re
 import pytest
 from launch import ROOT
 
-READMES = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("README.md"), *ROOT.glob("*/README.md")])
+READMES = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")])
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.S | re.M)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 GENERATED = ("runs", "logs", "checkpoints")  # folders that a run writes
 PATH = re.compile(r"[\w.*<>{}-]+(?:/[\w.*<>{}-]+)+/?|\b\w+\.(?:py|sh)\b")  # with a slash, or a program's name
 
@@ -34,6 +35,40 @@ def missing_paths(text: str, folder: pathlib.Path) -> list[str]:
         if not found:
             missing.append(name)
     return list(dict.fromkeys(missing))
+
+
+def anchors(text: str) -> set[str]:
+    """What a link may name behind #: the headings, in lower case, with hyphens for spaces and without punctuation."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_anchors(text: str, folder: pathlib.Path, page: pathlib.Path) -> list[str]:
+    """The links to headings that are not there, on this page and on others."""
+    broken = []
+    for link in LINK.findall(text):
+        name, mark, anchor = link.partition("#")
+        target = folder / name if name else page
+        if mark and target.suffix == ".md" and ":" not in name and anchor not in anchors(target.read_text()):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("readme", READMES, ids=str)
+def test_headings_and_pictures(readme):
+    text, page = (ROOT / readme).read_text(encoding="utf-8"), ROOT / readme
+    assert not (broken := broken_anchors(text, page.parent, page)), f"{readme} links to {broken}"
+    for words, picture in PICTURE.findall(text):
+        assert (page.parent / picture).is_file(), picture
+        assert len(words.split()) >= 4, f"{picture}: say in words what is to be seen, for those who can't see it"
+
+
+def test_what_is_a_broken_link_to_a_heading(tmp_path):
+    page = tmp_path / "a.md"
+    page.write_text("# The `first` one, really\n```\n# no heading\n```\n")
+    assert anchors(page.read_text()) == {"the-first-one-really"}
+    text = "[a](#the-first-one-really) [b](a.md#the-first-one-really) [c](a.md#no-heading) [d](https://x.org/#y)"
+    assert broken_anchors(text, tmp_path, page) == ["a.md#no-heading"]
 
 
 @pytest.mark.parametrize("readme", READMES, ids=str)

@@ -56,7 +56,7 @@ FAULTS = {
               "init_weights(model, args.seed + grid.dp_rank, device"),),
         2, DP2),
     "scale": Fault(
-        "8", "The loss is not divided by the number of micro-batches before backward: gradients are 8 times too large.",
+        "8", "The loss is not divided by the number of micro-batches before backward: gradients are too large.",
         (Edit("pipeline_parallel.py", '''\
                     out = cross_entropy(out, batch["target_ids"], stage.config.vocab_size) / num_microbatches
                     total_loss = total_loss + out.detach()
@@ -71,7 +71,7 @@ FAULTS = {
               "warm_up = min(stage, num_microbatches)"),),
         2, PP2),
     "order": Fault(
-        "5", "Odd ranks compute up_proj before gate_proj, so their hooks fire in another order: wrong sums, no error.",
+        "5", "Odd ranks compute up_proj before gate_proj, so hooks fire in another order: wrong sums, no error.",
         (Edit("model.py", '''\
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 ''', '''\

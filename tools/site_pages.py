@@ -103,10 +103,13 @@ def step_page(repository: Repository, number: int) -> Page:
     names = {diff.name for diff in diffs}
 
     def find(text: str) -> tuple[str, int] | None:
-        """(file, line) of what a text in backticks names, if the step's diff shows it; what it changed comes first."""
+        """(file, line) of what a text in backticks names, if the step's diff shows it.
+
+        Of several places, the one that the step changed counts; None if it changed several, such as `forward`.
+        """
         places = [place for place in defined.get(re.sub(r"\(.*\)$", "", text), []) if place.file in names]
-        places.sort(key=lambda place: not is_new(place, diffs))
-        return (places[0].file, places[0].line) if places else None
+        places = [place for place in places if is_new(place, diffs)] or places
+        return (places[0].file, places[0].line) if len(places) == 1 else None
 
     def name(text: str) -> str | None:
         place = find(text)

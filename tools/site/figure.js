@@ -88,7 +88,7 @@ class BarFigure {
       );
       item.append(text);
     }
-    this.told.textContent = "";
+    this.told.textContent = "Point at a bar, or press Tab to reach the bars.";
     this.layout();
   }
 

@@ -106,7 +106,7 @@
           end,
           kind: "transfer",
           label: "",
-          text: 
+          text:
             `Message from stage ${source} to stage ${destination}: ${MESSAGES[kind]} of ` +
             `micro-batch ${microbatch}, ${times({ start, end })}`,
         });

@@ -1,5 +1,5 @@
 // The schedules of step 9's pipeline_parallel.py, and the event simulation of cluster/planning/pipeline_simulation.py,
-// for the playground. tests/test_tool_site.py holds both equal to the Python functions.
+// for the playground. tests/test_tool_site_scripts.py holds both equal to the Python functions.
 //
 // An action is [kind, microbatch]: F forward, B gradient of the input, W gradients of the weights. A stage that has no
 // W computes both gradients in B, so its B takes the time of B and W.

@@ -5,10 +5,10 @@
   /** Left and right, or p and n, turn pages, unless the key means something where it is pressed. */
   function turnPage(event) {
     const direction = { ArrowLeft: "prev", p: "prev", ArrowRight: "next", n: "next" }[event.key];
-    const isTaken = event.target.closest("input, select, textarea, button, [data-keys], .code, pre");
+    const isScrolled = event.target.matches("pre, .scroll, .code");
     if (
       !direction ||
-      (isTaken && event.key.startsWith("Arrow")) ||
+      (event.key.startsWith("Arrow") && (isScrolled || event.target.closest("button, [data-keys]"))) ||
       event.target.closest("input, select, textarea") ||
       event.ctrlKey ||
       event.altKey ||
@@ -40,7 +40,12 @@
       const link = above.length ? links.get(encodeURI(above[above.length - 1].id)) || null : null;
       if (link === current) return;
       if (current) current.removeAttribute("aria-current");
-      if (link) link.setAttribute("aria-current", "true");
+      if (link) {
+        link.setAttribute("aria-current", "true");
+        const list = link.closest(".contents");
+        const below = link.getBoundingClientRect().bottom - list.getBoundingClientRect().bottom;
+        if (below > 0 || link.getBoundingClientRect().top < 0) list.scrollTop += below + 80;
+      }
       current = link;
     };
     addEventListener(
@@ -56,7 +61,7 @@
 
   /** What scrolls sideways can be scrolled by keyboard. */
   function reachScrollers() {
-    for (const box of document.querySelectorAll("pre, .scroll")) {
+    for (const box of document.querySelectorAll("pre, .scroll, .code")) {
       if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
       else box.removeAttribute("tabindex");
     }

@@ -78,10 +78,10 @@
   const place = document.getElementById("timeline-view");
   const timelines = JSON.parse(document.getElementById("timeline-data").textContent),
     names = Object.keys(timelines);
-  const head = htmlElement("div", { class: "tools" }, place);
+  const head = names.length > 1 && htmlElement("div", { class: "tools" }, place);
   const summary = htmlElement("p", {}, place);
   const figure = new BarFigure(place, "Timeline of one optimizer step", "ms");
-  if (names.length > 1) {
+  if (head) {
     const label = htmlElement("label", {}, head, "Schedule ");
     const choice = htmlElement("select", {}, label);
     for (const name of names) htmlElement("option", { value: name }, choice, name);
