@@ -2,6 +2,8 @@
 
 from setuptools import setup
 
+DOCS = ["markdown-it-py>=3.0", "pygments>=2.17", "jinja2>=3.1"]
+
 setup(
     name="distributed-training-tutorial",
     version="0.1.0",
@@ -22,7 +24,7 @@ setup(
     ],
     extras_require={
         "cluster": ["tensorboard>=2.17"],
-        "test": ["pytest>=8", "matplotlib>=3.8", "tensorboard>=2.17"],
-        "docs": ["markdown-it-py>=3.0", "pygments>=2.17", "jinja2>=3.1"],
+        "test": ["pytest>=8", "matplotlib>=3.8", "tensorboard>=2.17", *DOCS],
+        "docs": DOCS,
     },
 )

@@ -22,7 +22,7 @@ NEEDS = {  # what a command asks for that a test has not -> how it shows
     "several machines": r"FIRST_MACHINE|hosts\.txt|torchrun \.\.\.|testbed",
     "the Hugging Face Hub": r"TinyLlama/|Qwen/",
     "a virtual environment of its own": r"pip install",
-    "a run beside it": r"py-spy",
+    "a second terminal": r"py-spy|break_it\.py (hang|deadlock)\n",
     "an editor": r"\bMY_|NAME\b|propagate 4",
 }
 SHORTER = {  # program -> flags that cut a run short, and what tells that it is short enough already
