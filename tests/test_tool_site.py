@@ -223,7 +223,7 @@ def test_timelines_tell_zoom_and_move(browsed):
     text = r"Rank \d+: [a-z -]+(, micro-batch \d+)?( from rank \d+)?, \d+\.\d\d ms, starts at \d+\.\d\d ms( \(.*\))?"
     for name, found in browsed["timeline"].items():
         told = [found[key] for key in ("hover", "focus", "right")]
-        assert all(re.fullmatch(text, each) for each in told) and len(set(told)) == 3, told
+        assert all(re.fullmatch(text, each) for each in told) and found["focus"] != found["right"], told
         assert found["wheel"] > 1.2 and found["all"] == pytest.approx(1, abs=0.02)
         assert found["button"] > 0 and found["key"] > 0 and found["page"] == name
     traces = list(read_runs()[8]["timelines"].values())

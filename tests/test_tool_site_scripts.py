@@ -13,6 +13,7 @@ from launch import ROOT, modules_of
 with modules_of(9):
     from pipeline_parallel import SCHEDULES
     from planning.devices import parse_nodes
+    from planning.grids import Job, grids
     from planning.machines import Cluster
     from planning.pipeline_simulation import Pipeline, PipelineSimulation, Setting
     from planning.simulation import peak_memory
@@ -127,3 +128,32 @@ def test_memory_is_that_of_the_planner():
                                Setting(case["schedule"], recompute=case["recompute"]))
         assert stages == pytest.approx(expected, rel=1e-12), case
         assert parameters == shape.parameters
+
+
+SPLITS = """return input.map(([model, devices, job]) => memory.splits(
+                { ...job, shape: memory.MODELS[model] }, devices, 0.9, schedules));"""
+JOB = {"seqLen": 512, "size": 1, "globalBatch": 32, "dtype": "bfloat16", "schedule": "1f1b", "recompute": False}
+
+
+@needs_node
+def test_splits_are_the_grids_of_the_planner():
+    """The same dp x pp x tp of like devices, each with all layers, and what the planner says of their memory."""
+    names = ("8B", "70B")
+    for found, name in zip(node(SPLITS, [(name, [80e9] * 8, JOB) for name in names]), names, strict=True):
+        shape, nodes = PRESETS[f"llama-{name.lower()}"], parse_nodes("8xH100:8")
+        job = Job(shape, nodes, JOB["seqLen"], JOB["globalBatch"], JOB["dtype"], Setting())
+        assert {(grid["dp"], grid["pp"], grid["tp"]) for grid in found} == {grid[:3] for grid in grids(job, 1)}
+        for grid in found:
+            layers = [stage["layers"] for stage in grid["pipelines"][0]]
+            assert len(grid["pipelines"]) == grid["dp"] and sum(layers) == shape.layers and min(layers) > 0
+            pipeline = Pipeline(tuple(range(grid["pp"])), tuple(layers), grid["microbatches"])
+            peaks = peak_memory(job.cluster(nodes, grid["tp"], [1]), pipeline, 1, Setting())
+            assert [stage["total"] for stage in grid["pipelines"][0]] == pytest.approx(peaks, rel=1e-12)
+            assert grid["fits"] == (max(peaks) <= 0.9 * 80e9)
+
+
+@needs_node
+def test_a_larger_device_gets_more_layers():
+    (found,) = node(SPLITS, [("1.1B", [24e9, 8e9], JOB)])
+    (pipeline,) = [grid["pipelines"][0] for grid in found if grid["pp"] == 2]
+    assert pipeline[0]["layers"] > 2 * pipeline[1]["layers"]

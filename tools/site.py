@@ -16,6 +16,7 @@ import time
 
 
 def main() -> int:
+    """Builds the site; returns the exit code, 2 where something has to be mended or installed first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     root = pathlib.Path(__file__).resolve().parent.parent
     parser.add_argument("--out", type=pathlib.Path, default=root / "site", help="the folder to write (default: site/)")

@@ -41,6 +41,7 @@ def diff_step(before: pathlib.Path | None, after: pathlib.Path) -> list[FileDiff
 
 
 def diff_file(before: pathlib.Path | None, after: pathlib.Path, name: str, change: Change) -> FileDiff:
+    """One file's diff, by git, so that its lines are those that the chapters count."""
     old = (before / name).read_text(encoding="utf-8") if change.what != "new" else ""
     new = (after / name).read_text(encoding="utf-8") if change.what != "removed" else ""
     if change.what == "changed":
@@ -88,6 +89,7 @@ class Drawing:
         self.new = tokens_by_line("\n".join(diff.new), diff.name)
 
     def html(self) -> str:
+        """All lines of the file, those far from a change folded."""
         if self.diff.change.what == "new":
             return "".join(self.remarks.get(k, "") + self.cell("new", k, line, ())
                            for k, line in enumerate(self.new, start=1))
@@ -98,6 +100,7 @@ class Drawing:
                        for k, (is_changed, rows) in enumerate(self.diff.blocks))
 
     def cell(self, side: str, number: int | None, line: Line, marked) -> str:
+        """A line of one side, or its empty place; lines of the new file have an anchor."""
         if number is None:
             return f'<code class="{side} none"></code>'
         if side == "old":
@@ -107,6 +110,7 @@ class Drawing:
                 f"{line_html(line, marked)}</code>")
 
     def row(self, old: int | None, new: int | None, is_changed: bool) -> str:
+        """Two lines beside each other, below the remark on the new one."""
         before, after = (), ()
         if is_changed and old and new:
             before, after = marks(self.diff.old[old - 1], self.diff.new[new - 1])
@@ -114,9 +118,11 @@ class Drawing:
                 + self.cell("new", new, self.new[new - 1] if new else [], after) + "</div>")
 
     def remark(self, new: int | None) -> str:
+        """The remark on this line of the new file, as a row of its own; nothing where there is none."""
         return f'<div class="row">{self.remarks[new]}</div>' if new in self.remarks else ""
 
     def changed(self, rows: list) -> str:
+        """Rows of which each is changed, added or removed."""
         return f'<div class="change">{"".join(self.row(*row, True) for row in rows)}</div>'
 
     def same(self, k: int, rows: list) -> str:
@@ -141,4 +147,5 @@ class Drawing:
 
 
 def fold(summary: str, text: str) -> str:
+    """Lines that a click shows."""
     return f'<details class="fold"><summary>{summary}</summary>{text}</details>'

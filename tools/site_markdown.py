@@ -48,14 +48,17 @@ class Document:
         self.html = self.render(self.tokens)
 
     def render(self, tokens: list[Token]) -> str:
+        """The HTML of some of the document's tokens."""
         return self.parser.renderer.render(tokens, self.parser.options, {})
 
     @staticmethod
     def render_fence(renderer, tokens, k, options, env) -> str:
+        """A code block in colour."""
         language = tokens[k].info.split()[0] if tokens[k].info.split() else "text"
         return f'<pre><code>{code_html(tokens[k].content, language)}</code></pre>\n'
 
     def take_title(self) -> None:
+        """The first heading becomes the page's title and leaves the body."""
         for k, token in enumerate(self.tokens):
             if token.type == "heading_open" and token.tag == "h1":
                 self.title = plain(self.tokens[k + 1])
@@ -89,6 +92,7 @@ class Document:
                 token.children = self.rewrite_inline(token.children)
 
     def rewrite_inline(self, children: list[Token]) -> list[Token]:
+        """What rewrite() does within a paragraph. Raises AssertionError for a picture without a text."""
         found, is_in_link = [], False
         for token in children:
             if token.type in ("link_open", "link_close"):
@@ -109,6 +113,7 @@ class Document:
         return found
 
     def new_attribute(self, match: re.Match) -> str:
+        """A src or href of HTML in the Markdown file, with its new address."""
         change = self.links.picture if match[1] == "src" else self.links.link
         return f'{match[1]}="{html.escape(change(html.unescape(match[2])))}"'
 

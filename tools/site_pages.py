@@ -71,6 +71,7 @@ class Repository:
         return self.source(place) + mark + anchor
 
     def source(self, place: pathlib.Path) -> str:
+        """The address of a file or folder, which gets a page of its own."""
         return self.sources.setdefault(place, f"source-{'-'.join(place.parts)}.html")
 
     def picture(self, target: str, folder: pathlib.Path) -> str:
@@ -86,6 +87,7 @@ class Repository:
         return name
 
     def links(self, folder: pathlib.Path, name=lambda text: None) -> Links:
+        """For a Markdown file in `folder`; `name` as in Links."""
         return Links(lambda target: self.address(target, folder), lambda target: self.picture(target, folder), name)
 
 

@@ -47,7 +47,10 @@ page.on("console", (message) => {
   if (["error", "warning"].includes(message.type())) found.errors.push(`${page.url()}: ${message.text()}`);
 });
 page.on("pageerror", (error) => found.errors.push(`${page.url()}: ${error.message}`));
-page.on("requestfailed", (request) => found.errors.push(`${request.url()} was not loaded`));
+page.on("requestfailed", (request) => {
+  if (request.failure().errorText === "net::ERR_ABORTED") return; // a picture that the page did not wait for
+  found.errors.push(`${request.url()} was not loaded`);
+});
 page.on("request", (request) => {
   if (!/^(file|data):/.test(request.url())) found.requests.push(request.url());
 });
