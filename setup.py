@@ -16,7 +16,7 @@ setup(
         "torch>=2.11",
         "transformers>=5.17",
         "datasets>=4.0",
-        "wandb>=0.25",
+        "wandb>=0.31",
         "safetensors>=0.6",
         "huggingface_hub>=1.0",
         "numpy>=2.0",

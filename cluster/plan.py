@@ -1,6 +1,6 @@
 """Measure the machines, or plan for measured ones, or ask what other machines would do.
 
-    torchrun ... cluster/plan.py --measure cluster.json                    on all machines, as train.py will be started
+    torchrun ... cluster/plan.py --measure cluster.json                    on all machines, as training will be started
     python cluster/plan.py cluster.json --global_batch 32 --out plan.json  anywhere: the best pipelines for them
     torchrun ... cluster/train_pipelines.py --plan plan.json               as for --measure
     python cluster/plan.py --cluster 64xH100:8 --model_name ...            a table for machines that are not here
@@ -63,7 +63,7 @@ def parse_args():
                         help="of the gradients' sums (default: the gradient's)")
     parser.add_argument("--schedule", choices=["auto", *(name for name in SCHEDULES if name != "zb")], default="auto",
                         help="auto: 1f1b, with more micro-batches in flight (1f1b-2, -3, -4) where links are slow")
-    parser.add_argument("--recompute", action="store_true", help="plan for train.py --recompute: less memory")
+    parser.add_argument("--recompute", action="store_true", help="plan for training with --recompute: less memory")
     parser.add_argument("--out", default="plan.json", help="where to write the best plan")
     parser.add_argument("--top", type=positive_int, default=5, help="plans to print")
     grids.add_flags(parser)
@@ -84,7 +84,7 @@ def measure(args) -> None:
     """Writes cluster.json. Every machine measures; rank 0 writes."""
     if "RANK" not in os.environ:
         raise UserError("--measure times the machines and their network: start it with torchrun on all of them, "
-                        "as train.py will be")
+                        "as the training will be")
     import torch
     import torch.distributed as dist
 

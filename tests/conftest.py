@@ -28,8 +28,13 @@ def pytest_configure() -> None:
     os.environ.update(variables)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks each test with its file's room, and with the step that it is parametrised with, if any."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks each test with its file's room, and with the step that it is parametrised with, if any.
+
+    Tests marked `commands` run only where -m asks for these.
+    """
+    if "commands" not in config.option.markexpr:
+        items[:] = [item for item in items if not item.get_closest_marker("commands")]
     for item in items:
         for pattern, mark in ROOMS:
             if match := re.match(pattern, item.path.name):

@@ -57,6 +57,21 @@ def test_the_plans_order_of_machines(name, runs):
     assert config["topology"]["world_size"] == sum(len(machines) for machines, _, _ in pipelines)
 
 
+def test_what_else_a_plan_decides(tmp_path):
+    """Messages in fewer bytes and recomputation: the run says so, and its losses are near those without, not equal."""
+    pipelines = ([0, 1], [2, 2], 4), ([2], [4], 2)
+    found = {}
+    for name, changes in {"exact": {}, "rounded": dict(wire_dtype="bfloat16", gradient_wire_dtype="int8",
+                                                       recompute=True)}.items():
+        plan = write_plan(tmp_path / f"{name}.json", *pipelines, num_hosts=3, **changes)
+        fork(9, 3, *MODEL, "--dtype", "float32", "--log_dir", tmp_path, "--run_name", name, "--plan", plan,
+             script=SCRIPT)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert {key: config[key] for key in changes} == changes
+        found[name] = losses(tmp_path, name)
+    assert 1e-6 < max(abs(a - b) for a, b in zip(*found.values())) < 0.03
+
+
 HERE = socket.gethostname()
 HALVES = ([0, 1], [2, 2], 6)
 
@@ -74,6 +89,7 @@ HALVES = ([0, 1], [2, 2], 6)
     ([HALVES], {"hosts": [HERE] * 3}, [], f"but they run on {HERE}, {HERE}"),
     ([HALVES], {}, ["--pp_size", 2, "--micro_batch_size", 4], "leave out --pp_size, --micro_batch_size"),
     ([HALVES], {}, ["--pp_engine", "1f1b"], "leave out --pp_engine"),
+    ([HALVES], {"schedule": "1f1b-5"}, [], "schedule '1f1b-5' is none of afab, 1f1b, zb, 1f1b-2"),
     (None, {}, [], "can't be read"),
 ])
 def test_plans_that_do_not_fit(tmp_path, pipelines, changes, flags, expected):

@@ -42,3 +42,11 @@ def test_tensorboard_has_the_same_numbers(folder, capsys):
 def test_folders_without_a_run(tmp_path, program, message):
     with pytest.raises(SystemExit, match=message):
         compare_runs.main([program, str(tmp_path)])
+
+
+@pytest.mark.parametrize("program", ["wandb", "tensorboard"])
+def test_a_run_is_never_overwritten(folder, program):
+    before = (folder / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(SystemExit, match="would overwrite the run"):
+        compare_runs.main([program, str(folder / "run"), "--out", str(folder)])
+    assert (folder / "run" / "metrics.jsonl").read_text() == before

@@ -8,8 +8,10 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import textwrap
 
 import pytest
 from launch import ROOT, environment
@@ -17,7 +19,8 @@ from launch import ROOT, environment
 READMES = [path.relative_to(ROOT) for path in [
     ROOT / "README.md", *sorted(ROOT.glob("step*/README.md")), ROOT / "cluster" / "README.md",
     ROOT / "tools" / "DEBUGGING.md", ROOT / "CONTRIBUTING.md"]]
-BLOCK = re.compile(r"^```bash\n(.*?)^```\n(?:\s*(?:<details>.*?</summary>\s*)?^```\n(.*?)^```)?", re.S | re.M)
+BLOCK = re.compile(r"^( *)```bash\n(.*?)^\1```\n(?:\s*(?:<details>(?:(?!</summary>|```).)*</summary>\s*)?^\1```\n(.*?)"
+                   r"^\1```)?", re.S | re.M)
 NEEDS = {  # what a command asks for that a test has not -> how it shows
     "several machines": r"FIRST_MACHINE|hosts\.txt|torchrun \.\.\.|testbed",
     "the Hugging Face Hub": r"TinyLlama/|Qwen/",
@@ -29,9 +32,10 @@ SHORTER = {  # program -> flags that cut a run short, and what tells that it is 
     r"step\d\w*/train\.py|/train_pipelines\.py": ("--max_tokens 20480", r"--max_tokens (\d{1,4}|[1-3]\d{4})\b|--steps"),
     r"/run_(causal_lm|gpt2|llama|qwen|bert|vit)\.py": ("--steps 3", r"--steps"),
     r"tools/recompute_memory\.py": ("--micro_batches 2 4 --figure recompute.png", "--micro_batches"),
-    r"tools/make_figures\.py|tools/sanity_check\.py|tools/benchmark\.py|tools/scaling\.py": ("--help", "--help|--list"),
+    r"tools/(make_figures|sanity_check|benchmark|scaling)\.py": ("--help", "--help|--list|--plot"),
     r"^pytest|&& pytest": ("--collect-only -q", "--collect-only"),
 }
+FAILS = re.compile(r"break_it\.py (hang|sizes|deadlock|order)|--timeout \d")  # commands that are to end with an error
 STEP = re.compile(r"step (\d+)/\d+ \| loss ([\d.]+) \| grad norm ([\d.]+)")
 TOLERANCE = 2e-3  # relative, of losses and norms of float32 runs
 
@@ -40,7 +44,7 @@ def shortened(command: str) -> str:
     for program, (flags, short) in SHORTER.items():
         lines = re.split(r"(?<!\\)\n", command)  # a line that ends with a backslash goes on
         for i, line in enumerate(lines):
-            words, _, comment = line.partition("  #")
+            words = line.partition("  #")[0]
             if re.search(program, words) and not re.search(short, words):
                 words, bar, rest = words.partition(" | ")
                 lines[i] = f"{words} {flags}{bar}{rest}"
@@ -59,7 +63,7 @@ def unlike(quoted: str, printed: str) -> list[str]:
     """The lines that the README quotes and that were not printed so. "..." stands for any lines."""
     lines = printed.splitlines()
     found, words = STEP.findall(printed), {words_of(line) for line in lines}
-    wrong = []
+    wrong = ["step ...\n    but no such line"] if STEP.search(quoted) and not found else []
     for line in quoted.splitlines():
         if step := STEP.match(line.strip()):
             same = [row for row in found if row[0] == step[1]]
@@ -87,23 +91,42 @@ def copy(tmp_path_factory) -> pathlib.Path:
     return target
 
 
+def run(command: str, folder: pathlib.Path) -> tuple[int | None, str]:
+    """The exit code (None: it took too long) and what was printed. The first line that fails ends it."""
+    command = re.sub(r"(?m)^(diff .*)$", r"\1 || [ $? = 1 ]", command).replace("/tmp/", f"{folder.parent}/")
+    path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    process = subprocess.Popen(["bash", "-e", "-o", "pipefail", "-c", command], cwd=folder, text=True,
+                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               start_new_session=True, env=environment(PATH=path, OMP_NUM_THREADS="1"))
+    try:
+        printed, _ = process.communicate(timeout=400)
+        return process.returncode, printed
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return None, process.communicate()[0]
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """The commands of a page, each with the output that it quotes."""
+    found = [(textwrap.dedent(command), textwrap.dedent(quoted)) for _, command, quoted in BLOCK.findall(text)]
+    assert len(found) == text.count("```bash"), "a block that is not closed, or two that were taken for one"
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.commands
 @pytest.mark.parametrize("readme", [readme for readme in READMES if (ROOT / readme).exists()], ids=str)
 def test_commands(readme, copy):
     wrong, count = [], 0
-    path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    for command, quoted in BLOCK.findall((ROOT / readme).read_text(encoding="utf-8")):
+    for command, quoted in blocks((ROOT / readme).read_text(encoding="utf-8")):
         if any(re.search(pattern, command) for pattern in NEEDS.values()):
             continue
         count += 1
-        done = subprocess.run(["bash", "-c", shortened(command)], cwd=copy, text=True, stdin=subprocess.DEVNULL,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
-                              env=environment(PATH=path, OMP_NUM_THREADS="1"))
-        may_fail = "error" in quoted.lower() or re.match(r"diff ", command) or "break_it" in command
-        if done.returncode and not may_fail:
-            wrong.append(f"$ {command}exit code {done.returncode}\n{done.stdout[-2000:]}")
-        elif lines := unlike(quoted, done.stdout):
+        code, printed = run(shortened(command), copy)
+        may_fail = "error" in quoted.lower() or FAILS.search(command)
+        if code != 0 and not (may_fail and code):
+            wrong.append(f"$ {command}exit code {code}\n{printed[-2000:]}")
+        elif lines := unlike(quoted, printed):
             wrong.append(f"$ {command}" + "\n".join(f"  quoted, but not printed: {line}" for line in lines))
     assert count and not wrong, f"{len(wrong)} of {count} commands of {readme}:\n\n" + "\n\n".join(wrong)
 
@@ -126,3 +149,15 @@ def test_what_counts_as_quoted_rightly():
                       "step 50/50 | loss 4.1 | grad norm 0.4", printed)
     assert unlike("step 1/50 | loss 7.4460 | grad norm 2.804 | 1.5K tokens/s", printed)
     assert unlike("up to 436.4K parameters on cuda", printed)
+    assert unlike("step 1/50 | loss 7.4460 | grad norm 2.804 | 1.5K tokens/s", "Epoch 1: loss 99")
+
+
+def test_the_blocks_of_a_page(tmp_path):
+    page = ("```bash\na\n```\n\n<details><summary>Answer</summary>\n\n```\n1\n```\n\n</details>\n"
+            "```bash\nb\n```\nWords.\n<details><summary>No</summary>\n\nWords.\n</details>\n"
+            "1. a list\n\n   ```bash\n   c\n   ```\n")
+    assert blocks(page) == [("a\n", "1\n"), ("b\n", ""), ("c\n", "")]
+    (tmp_path / "copy").mkdir()
+    assert run("false\ntrue", tmp_path / "copy")[0] == 1 and run("false | tail -1", tmp_path / "copy")[0] == 1
+    assert run("diff -r . /nowhere\necho on", tmp_path / "copy")[0] and run("echo /tmp/x", tmp_path / "copy") == (
+        0, f"{tmp_path}/x\n")

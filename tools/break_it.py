@@ -159,10 +159,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        args = parse_args(sys.argv[1:] if argv is None else argv)
+        return start(parse_args(sys.argv[1:] if argv is None else argv))
     except ValueError as error:
         print(f"break_it.py: {error}", file=sys.stderr)
         return 2
+
+
+def start(args: argparse.Namespace) -> int:
+    """Does what the flags say; the exit code. Raises ValueError where a step's code is no longer what a fault edits."""
     if args.list:
         for name, fault in FAULTS.items():
             print(f"{name:9} step {fault.step}: {fault.sentence}")

@@ -29,14 +29,22 @@ def read_metrics(run: pathlib.Path) -> list[dict]:
     return rows
 
 
+def folder_for(run: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
+    """The folder in `out` of the run's name. Raises ValueError where that is the run itself."""
+    target = out.resolve() / run.resolve().name
+    if target == run.resolve():
+        raise ValueError(f"--out {out} would overwrite the run {run}: choose another folder")
+    return target
+
+
 def to_tensorboard(run: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
     """Writes each number of each step as a scalar, into a folder of the run's name."""
     from torch.utils.tensorboard import SummaryWriter
 
-    target = out / run.name
+    target, rows = folder_for(run, out), read_metrics(run)
     shutil.rmtree(target, ignore_errors=True)  # else the curves of an earlier call would lie below
     with SummaryWriter(str(target)) as writer:
-        for row in read_metrics(run):
+        for row in rows:
             for name, value in row.items():
                 if name != "step":
                     writer.add_scalar(name, value, row["step"])
@@ -48,7 +56,8 @@ def wandb_rows(run: pathlib.Path) -> list[dict]:
     logs = sorted(run.glob("wandb/*run-*/*.wandb"))
     if not logs:
         raise ValueError(f"{run} holds no W&B files: start the run with --use_wandb")
-    done = subprocess.run(["wandb", "leet", "inspect", "--json", str(logs[-1])], capture_output=True, text=True)
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(logs[-1])]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"wandb can't read {logs[-1]}: {done.stderr.strip().splitlines()[-1:]}")
     records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -60,7 +69,7 @@ def wandb_rows(run: pathlib.Path) -> list[dict]:
 
 def from_wandb(run: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
     """Writes what W&B has recorded as a run's folder, which sanity_check.py --plot reads."""
-    target, rows = out / run.name, wandb_rows(run)
+    target, rows = folder_for(run, out), wandb_rows(run)
     target.mkdir(parents=True, exist_ok=True)
     (target / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shutil.copy(run / "config.json", target / "config.json")
@@ -83,7 +92,7 @@ def main(argv=None) -> None:
     if args.program == "tensorboard":
         print(f"look at them: tensorboard --logdir {out}")
     else:
-        print(f"compare them: python tools/sanity_check.py --plot {' '.join(str(out / run.name) for run in args.runs)}")
+        print(f"compare them: python tools/sanity_check.py --plot {' '.join(str(folder_for(run, out)) for run in args.runs)}")
 
 
 if __name__ == "__main__":

@@ -63,14 +63,20 @@ def run_in_turns(groups: list[list[int]], num_ranks: int, script, *args) -> None
                         program.ranks[rank].send_signal(signal.SIGSTOP if rank in resting else signal.SIGCONT)
                 time.sleep(SLICE)
 
-    program.wait_for_line()
     turns = threading.Thread(target=take_turns)
-    turns.start()
     try:
+        program.wait_for_line()
+        if groups:
+            turns.start()
         program.end()
+    except BaseException:
+        over.set()
+        program.kill()
+        raise
     finally:
         over.set()
-        turns.join()
+        if groups:
+            turns.join()
 
 
 def traces(folder: pathlib.Path, runs: dict[str, list], step: int, groups: list[list[int]], num_ranks: int,
@@ -152,7 +158,7 @@ def plan(folder: pathlib.Path, picture: pathlib.Path) -> None:
 
 
 def sanity(folder: pathlib.Path, picture: pathlib.Path) -> None:
-    """Ten topologies against one process: minutes."""
+    """Nine topologies and one process: minutes."""
     subprocess.run([sys.executable, ROOT / "tools" / "sanity_check.py", "--log_dir", folder / "sanity", "--figure",
                     picture], check=True, env=environment(OMP_NUM_THREADS="1"))
 

@@ -11,6 +11,7 @@ import json
 import socket
 import sys
 
+from pipeline_parallel import SCHEDULES
 from utils import UserError
 
 FLAGS = ("pipelines", "num_microbatches", "dp_size", "pp_size", "tp_size", "micro_batch_size", "pp_engine",
@@ -25,7 +26,9 @@ def read_plan(path: str) -> dict:
         with open(path) as file:
             plan = json.load(file)
         pipelines = plan["pipelines"]
-        plan["schedule"], plan["micro_batch_size"], [p["num_microbatches"] + sum(p["layers"]) for p in pipelines]
+        if plan["schedule"] not in SCHEDULES:
+            raise ValueError(f"schedule {plan['schedule']!r} is none of {', '.join(SCHEDULES)}")
+        plan["micro_batch_size"], [p["num_microbatches"] + sum(p["layers"]) for p in pipelines]
         plan["facts"] = {**plan["model"], "dtype": plan["dtype"], "seq_len": plan["seq_len"]}
         plan["machines"] = [rank for pipeline in pipelines for rank in pipeline["machines"]]
         fits = pipelines and all(len(pipeline["layers"]) == len(pipeline["machines"]) for pipeline in pipelines)
