@@ -92,7 +92,8 @@ def main(argv=None) -> None:
     if args.program == "tensorboard":
         print(f"look at them: tensorboard --logdir {out}")
     else:
-        print(f"compare them: python tools/sanity_check.py --plot {' '.join(str(folder_for(run, out)) for run in args.runs)}")
+        folders = " ".join(str(folder_for(run, out)) for run in args.runs)
+        print(f"compare them: python tools/sanity_check.py --plot {folders}")
 
 
 if __name__ == "__main__":
