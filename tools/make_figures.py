@@ -116,10 +116,14 @@ def buckets(folder: pathlib.Path, picture: pathlib.Path) -> None:
     figures_measured.buckets(traces(folder, runs, 6, [], 2)["buckets"], picture)
 
 
-def unlike(folder: pathlib.Path, picture: pathlib.Path) -> None:
+def trace_of_unlike_pipelines(folder: pathlib.Path) -> pathlib.Path:
     """The machine that holds the whole model is three times as fast as each of the two others."""
     runs = {"unlike": ["--pipelines", "8;5,3", "--num_microbatches", "6,2"]}
-    figures_measured.unlike(traces(folder, runs, 9, [[1], [2], [1, 2]], 3)["unlike"], picture)
+    return traces(folder, runs, 9, [[1], [2], [1, 2]], 3)["unlike"]
+
+
+def unlike(folder: pathlib.Path, picture: pathlib.Path) -> None:
+    figures_measured.unlike(trace_of_unlike_pipelines(folder), picture)
 
 
 def memory(folder: pathlib.Path, picture: pathlib.Path) -> None:

@@ -1,7 +1,7 @@
 """Runs each step's train.py once for the site, and keeps what its pages draw in assets/site_runs.json.
 
-A step has one run with default flags in the step's own topology: its command and the losses. Steps 8 and 9 also have
-the timelines of their fifth optimizer step, in a compact form:
+A step has one run of 50 optimizer steps in its own topology, with default flags otherwise: its command and the losses.
+Steps 8 and 9 also have timelines of an optimizer step of a larger model, in a compact form:
 
     {"ranks": ["rank 0: dp 0 pp 0 tp 0", ...], "kinds": ["forward", ...],
      "events": [[rank, track, kind, micro-batch or -1, start, duration, sender or -1], ...]}     microseconds
@@ -26,13 +26,7 @@ TOPOLOGIES = {  # step -> number of processes, flags
     8: (4, ("--pp_size", 4)),
     9: (3, ("--pipelines", "8;5,3", "--num_microbatches", "6,2")),
 }
-PROFILED = 5  # the optimizer step of the timelines
-SHORT = ("--max_tokens", 40960)  # ten optimizer steps: for timelines of schedules that are not the default
-TRACES = {  # step -> title of the timeline -> further flags; the first one is the step's own run
-    8: {"1F1B": (), "all forward, all backward": ("--pp_engine", "afab", *SHORT),
-        "zero bubble": ("--pp_engine", "zb", *SHORT)},
-    9: {"pipelines 8;5,3": ()},
-}
+TITLES = {"1f1b": "1F1B", "afab": "all forward, all backward", "zb": "zero bubble"}  # the first one is shown first
 
 
 def command_line(step: int, num_ranks: int, flags: tuple) -> str:
@@ -53,22 +47,27 @@ def compact(trace: dict) -> dict:
     return {"ranks": [names[rank] for rank in sorted(names)], "kinds": kinds, "events": events}
 
 
+def timelines(step: int, folder: pathlib.Path) -> dict[str, dict]:
+    """Title -> timeline, of the runs of which make_figures.py draws figures."""
+    import make_figures  # imported here: it needs matplotlib, which a build of the site does not
+
+    if step == 8:
+        traces = make_figures.traces_of_schedules(folder)
+        found = {title: traces[engine] for engine, title in TITLES.items()}
+    else:
+        found = {"pipelines 8;5,3": make_figures.trace_of_unlike_pipelines(folder)} if step == 9 else {}
+    return {title: compact(json.loads(path.read_text())) for title, path in found.items()}
+
+
 def run(step: int, folder: pathlib.Path) -> dict:
     """One step's entry of the file: its command, its losses, and its timelines if it has any."""
     num_ranks, flags = TOPOLOGIES[step]
-    entry = {"command": command_line(step, num_ranks, flags), "ranks": num_ranks}
-    titles = TRACES.get(step, {"": ()})
-    for title, more in titles.items():
-        profile = ("--profile_batch", PROFILED) if title else ()
-        where = ("--log_dir", folder, "--run_name", "run") if step > 1 else ()
-        done = launch(step, num_ranks, *flags, *more, *profile, *where, timeout=600)
-        if not more:
-            entry["losses"] = [float(loss) for loss in re.findall(r"^step \d+/\d+ \| loss ([\d.]+)", done.stdout, re.M)]
-        if title:
-            trace = json.loads((folder / "run" / f"timeline_batch{PROFILED}_all.json").read_text())
-            entry.setdefault("timelines", {})[title] = compact(trace)
-        print(f"step {step} {title}: {done.stdout.strip().splitlines()[-1]}", flush=True)
-    return entry
+    where = ("--log_dir", folder, "--run_name", "run") if step > 1 else ()
+    done = launch(step, num_ranks, *flags, *where, timeout=600)
+    losses = [float(loss) for loss in re.findall(r"^step \d+/\d+ \| loss ([\d.]+)", done.stdout, re.M)]
+    print(f"step {step}: {done.stdout.strip().splitlines()[-1]}", flush=True)
+    entry = {"command": command_line(step, num_ranks, flags), "ranks": num_ranks, "losses": losses}
+    return {**entry, "timelines": found} if (found := timelines(step, folder)) else entry
 
 
 def read_runs() -> dict[int, dict]:
