@@ -61,8 +61,8 @@ def words_of(line: str) -> str:
 
 def unlike(quoted: str, printed: str) -> list[str]:
     """The lines that the README quotes and that were not printed so. "..." stands for any lines."""
-    lines = printed.splitlines()
-    found, words = STEP.findall(printed), {words_of(line) for line in lines}
+    lines = [line.strip() for line in printed.splitlines()]
+    found, words = STEP.findall(printed), words_of(" ".join(lines))  # two ranks may have printed into one line
     wrong = ["step ...\n    but no such line"] if STEP.search(quoted) and not found else []
     for line in quoted.splitlines():
         if step := STEP.match(line.strip()):
