@@ -24,7 +24,7 @@ setup(
     ],
     extras_require={
         "cluster": ["tensorboard>=2.17"],
-        "test": ["pytest>=8", "matplotlib>=3.8", "tensorboard>=2.17", *DOCS],
+        "test": ["pytest>=8", "matplotlib>=3.8", "tensorboard>=2.17", "py-spy>=0.4", *DOCS],
         "docs": DOCS,
     },
 )
