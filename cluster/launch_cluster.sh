@@ -5,7 +5,9 @@
 #   cluster/launch_cluster.sh hosts.txt --check                                         look at each host only
 #   cluster/launch_cluster.sh hosts.txt -- cluster/train_distributed.py --epochs 3      start it on all hosts
 #   cluster/launch_cluster.sh hosts.txt --check -- step9_heterogeneous_pp/train.py      start it if all is well
+#   cluster/launch_cluster.sh --elastic 2:3 hosts.txt -- train_distributed.py           go on when a host is lost
 #
+# A script that is not in the root of the repository is looked for in cluster/.
 # The work is done in Python (launching/), where no word of hosts.txt or of the arguments is ever read by a shell.
 # PYTHON=/path/to/python names the Python of this machine, if it is not python3. It needs no torch.
 set -euo pipefail

@@ -2,7 +2,7 @@
 
     torchrun ... cluster/plan.py --measure cluster.json                    on all machines, as training will be started
     python cluster/plan.py cluster.json --global_batch 32 --out plan.json  anywhere: the best pipelines for them
-    torchrun ... cluster/train_pipelines.py --plan plan.json               as for --measure
+    torchrun ... cluster/train_distributed.py --plan plan.json               as for --measure
     python cluster/plan.py --cluster 64xH100:8 --model_name ...            a table for machines that are not here
 
 With --global_batch, --measure plans in the same go.
@@ -126,7 +126,7 @@ def plan(args) -> None:
 
 def command(cluster: Cluster, args) -> str:
     """How to start the training that the plan is for, in the order of ranks in which the machines were measured."""
-    train = ["cluster/train_pipelines.py", "--plan", args.out, "--model_name", cluster.model_name, "--seq_len",
+    train = ["cluster/train_distributed.py", "--plan", args.out, "--model_name", cluster.model_name, "--seq_len",
              cluster.seq_len, "--dtype", cluster.dtype]
     train += [word for name, value in cluster.flags.items() for word in (f"--{name}", value)]
     words, hosts = shlex.join(map(str, train)), cluster.hosts

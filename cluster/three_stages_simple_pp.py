@@ -15,7 +15,6 @@ if __name__ == "__main__":
 
 import argparse
 import functools
-import json
 import os
 
 import torch
@@ -25,11 +24,15 @@ from dataloader import next_tokens
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from pipeline_template import PipelineTemplate
 from run_common import load_model, local_directory, mean_cross_entropy
-from training.common import add_flags, add_run_flags, from_environment, load_text, print_banner
+from training.common import add_flags, add_run_flags, from_environment, print_banner
+from training.epochs import load_epochs
 from training.loop import train
+from training.models import checkpoint_config
+from training.run import Run, add_checkpoint_flags
 from training.speeds import layers_by_speed, measured_speeds
 from utils import (
     TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, once_per_machine, one_clear_error, positive_int,
+    read_config,
 )
 
 CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -47,6 +50,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model_name", help="a Qwen2 or Qwen3: a directory, or a Hub id (default: a toy Qwen3)")
     add_flags(parser)
     add_run_flags(parser, profile_batch=from_environment("PROFILE_BATCH", 0, int))
+    add_checkpoint_flags(parser)
     parser.add_argument("--sudo_pass", help=argparse.SUPPRESS)
     parser.set_defaults(run_name="three_stages", seq_len=64)
     args = parser.parse_args()
@@ -61,8 +65,7 @@ def load_qwen(args) -> tuple[torch.nn.Module, dict | None]:
     directory, kind = None, "qwen3"
     if args.model_name is not None:
         directory = once_per_machine(lambda: local_directory(args.model_name, "--model_name"))
-        with open(os.path.join(directory, "config.json"), encoding="utf-8") as file:
-            kind = json.load(file).get("model_type")
+        kind = once_per_machine(lambda: read_config(directory)).get("model_type")
     if kind not in CLASSES:
         raise UserError(f"--model_name {args.model_name!r} is a {kind}, not one of {', '.join(CLASSES)}: run_gpt2.py, "
                         "run_llama.py and train.py of step 9 train others")
@@ -74,6 +77,7 @@ def main():
     microbatch_size, is_first = args.batch_size // args.microbatch_num, int(os.environ.get("RANK", 0)) == 0
     plugin = HeterogeneousParallelPlugin(1, microbatch_size, args.dtype, args.device, recompute=args.recompute)
     print_banner(plugin.device, plugin.compute_dtype)
+    run = Run(args)
     model, weights = load_qwen(args)
     speeds = measured_speeds(args, microbatch_size, plugin.compute_dtype)
     layers = layers_by_speed(model, speeds, dist.get_world_size())
@@ -81,16 +85,21 @@ def main():
         print(f"decoder layers of the stages: {', '.join(map(str, layers))}", flush=True)
     plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, layers)], [args.microbatch_num])
 
-    samples = load_text(args, args.model_name or TINY_LLAMA, model.config.vocab_size,
-                        args.train_steps and args.train_steps * args.batch_size)
+    tokenizer = args.model_name or TINY_LLAMA
+    samples = load_epochs(args, tokenizer, model.config.vocab_size, args.batch_size, args.train_steps, shuffle=False)
+    per_epoch, num_steps = samples.steps_per_epoch, args.train_steps or samples.steps_per_epoch
+    samples.set_steps(num_steps)
     loader = plugin.prepare_dataloader(samples, collate_fn=next_tokens)
     args.learning_rate = args.learning_rate or default_learning_rate(model.config.hidden_size)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
-    model, optimizer, _ = plugin.configure(model, adamw, weights=weights, seed=args.seed)
-    num_steps = args.train_steps or loader.steps_per_epoch
-    for step in train(args, plugin, model, optimizer, loader, mean_cross_entropy, num_steps):
-        if is_first and step.number % loader.steps_per_epoch == 0 and step.number < num_steps:
-            print(f"the data holds {loader.steps_per_epoch} steps and starts again", flush=True)
+    names, config = [name for name, _ in model.named_parameters()], checkpoint_config(model, plugin.master_dtype)
+    run.check(names, plugin.global_batch_size, args.seq_len)
+    model, optimizer, _ = plugin.configure(model, adamw, weights=run.weights(plugin.device, weights), seed=args.seed)
+    ready = functools.partial(run.begin, plugin, model, optimizer, names=names, config=config, tokenizer=tokenizer,
+                              steps_per_epoch=per_epoch)
+    for step in train(args, plugin, model, optimizer, loader, mean_cross_entropy, num_steps, run, ready, per_epoch):
+        if is_first and per_epoch and step.number % per_epoch == 0 and step.number < num_steps:
+            print(f"the data holds {per_epoch} steps and starts again", flush=True)
     dist.destroy_process_group()
 
 

@@ -135,7 +135,7 @@ def load_tokenizer(model_name: str):
         require_reachable_hub(model_name, "--model_name")
     try:
         return AutoTokenizer.from_pretrained(model_name)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the tokenizers' library raises errors of many classes
         raise UserError(f"--model_name {model_name!r} holds no tokenizer: {str(error).splitlines()[0]}") from None
 
 

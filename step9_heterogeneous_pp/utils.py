@@ -203,7 +203,7 @@ def read_config(model_name: str) -> dict:
             fields = json.load(file)
         if fields["model_type"] == "llama" and CONFIG_FIELDS <= fields.keys():
             return fields
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         pass  # transformers says below what is wrong with the file
     from transformers import AutoConfig  # imported only where it is needed, because it takes seconds
 
@@ -211,7 +211,7 @@ def read_config(model_name: str) -> dict:
         require_reachable_hub(model_name, "--model_name")
     try:
         return AutoConfig.from_pretrained(model_name).to_dict()
-    except (OSError, ValueError) as error:
+    except Exception as error:  # fields of a wrong type raise errors of the library's own classes
         reason = str(error).splitlines()[0]
         raise UserError(f"--model_name {model_name!r} holds no model configuration: {reason}") from None
 

@@ -42,8 +42,10 @@ FAULTS = {  # in step 4: what it says -> what breaks it, and the complaint
 QUICK_FAULTS = ("item", "if", "blocking")
 CLUSTER = '''"""Step 9's train.py with the loop of cluster/training/loop.py."""
 
+import contextlib
 import sys
 
+import metrics
 import train
 
 sys.path.append(CLUSTER)
@@ -52,10 +54,19 @@ from training import loop
 
 def training_loop(args, plugin, model, optimizer, batches, criterion, num_steps):
     class Loader:
-        set_epoch, __iter__ = lambda self, epoch: None, lambda self: batches
+        microbatches, __iter__ = [], lambda self: batches
+
+    class Nothing:
+        """What a run has around its training, without any of it: checkpoints are copied, which is a wait."""
+
+        start, disks, found, lock, lost_peers = 0, None, None, contextlib.nullcontext(), contextlib.nullcontext
+        ask_all, after_step, end = lambda self: lambda: False, lambda self, *_: None, lambda self, was_stopped: None
+        watch = property(lambda self: self)
 
     args.profile_batch = -1
-    list(loop.train(args, plugin, model, optimizer, Loader(), criterion, num_steps))
+    loop.Record = lambda args, grid, disks, num_steps, tokens, *_: metrics.RunLogger(args, grid, num_steps, tokens)
+    list(loop.train(args, plugin, model, optimizer, Loader(), criterion, num_steps, Nothing(), lambda scheduler: None,
+                    None))
 
 
 def main():

@@ -179,7 +179,7 @@ def test_the_script(script_run):
     rows = metrics(folder / "runs", "train_distributed")
     assert [row["step"] for row in rows] == list(range(1, 13)) and rows[-1]["trained_tokens"] == 12 * 3 * 8
     assert rows[-1]["loss"] < rows[0]["loss"]
-    epochs = [float(text) for text in re.findall(r"^epoch \d: loss (\S+), checkpoint ", printed, re.MULTILINE)]
+    epochs = [float(text) for text in re.findall(r"^epoch \d: loss (\S+)$", printed, re.MULTILINE)]
     means = [sum(row["loss"] for row in part) / 6 for part in (rows[:6], rows[6:])]
     assert epochs == pytest.approx(means, abs=1e-4)
 
@@ -187,8 +187,10 @@ def test_the_script(script_run):
 def test_the_checkpoint_has_the_agreed_weights(script_run):
     from safetensors.torch import load_file
 
-    folder, _ = script_run
-    saved = load_file(folder / "checkpoints" / "train_distributed" / "epoch_2" / "model.safetensors")
+    folder, printed = script_run
+    [*_, newest] = re.findall(r"^checkpoint: (\S+) ", printed, re.MULTILINE)
+    assert newest == str(folder / "checkpoints" / "train_distributed" / "step_00000004"), "of 4 rounds"
+    saved = load_file(f"{newest}/model-00001-of-00001.safetensors")
     for rank in range(3):
         final = torch.load(folder / "out" / f"rank{rank}.pt")["final"]
         assert len(final) == len(saved)
@@ -198,7 +200,8 @@ def test_the_checkpoint_has_the_agreed_weights(script_run):
 def test_an_epoch_shorter_than_a_round(script_run):
     folder, _ = script_run
     run = fork(9, 1, "--dataset_name", folder / "corpus.txt", "--seq_len", 8, "--device", "cpu", "--local_steps", 200,
-               "--log_dir", folder / "short", script=ROOT / "cluster" / "train_distributed.py", check=False)
+               "--log_dir", folder / "short", "--checkpoint_dir", folder / "short",
+               script=ROOT / "cluster" / "train_distributed.py", check=False)
     assert run.returncode == 2
     assert re.search(r"error: the data set has \d+ samples, fewer than the 6400 of a round of --local_steps 200: "
                      "lower it, or add data", run.stderr), run.stderr

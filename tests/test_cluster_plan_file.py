@@ -1,11 +1,17 @@
 """train_pipelines.py --plan: a plan in its order of machines trains what one process trains; plans that fit nothing."""
 
+import argparse
 import json
 import socket
 
 import pytest
+import torch
 
-from launch import ROOT, fork, losses, start_fork
+from clusters import MEASURED
+from launch import ROOT, fork, losses, modules_of, start_fork
+
+with modules_of(9):
+    from training import plan_file
 
 SCRIPT = ROOT / "cluster" / "train_pipelines.py"
 CONFIG = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
@@ -98,3 +104,44 @@ def test_plans_that_do_not_fit(tmp_path, pipelines, changes, flags, expected):
         write_plan(path, *pipelines, **changes)
     done = fork(9, 2, *MODEL, "--plan", path, *flags, "--log_dir", tmp_path / "runs", script=SCRIPT, check=False)
     assert done.returncode > 0 and done.stderr.count("error: ") == 1 and expected in done.stderr, done.stderr
+
+
+def test_a_plan_for_those_that_are_left(tmp_path):
+    """In an elastic run: the measured hosts that are there, in any order, share the same global batch."""
+    measured = {**MEASURED, "hosts": ["host0", "host1", "host2"]}
+    (tmp_path / "cluster.json").write_text(json.dumps(measured))
+    plan = {"global_batch": 12, "schedule": "1f1b", "micro_batch_size": 1}
+    made = plan_file.plan_for(["host2", "unknown", "host0"], plan, str(tmp_path / "cluster.json"))
+    assert made["global_batch"] == 12 and made["hosts"] == ["host2", "unknown", "host0"]
+    assert set(made["machines"]) <= {0, 2}, "a host that was not measured is idle"
+    assert sum(pipeline["num_microbatches"] for pipeline in made["pipelines"]) == 12
+    assert "no plan for host9" in plan_file.plan_for(["host9"], plan, str(tmp_path / "cluster.json"))["error"]
+    assert "no plan" in plan_file.plan_for(["host0"], plan, str(tmp_path / "missing.json"))["error"]
+
+
+def test_the_same_hosts_in_another_order():
+    pipelines = [{"machines": [0, 2], "layers": [1, 3], "num_microbatches": 2}]
+    plan = {"hosts": ["a", "b", "c"], "pipelines": pipelines, "model": {}, "dtype": "float32", "seq_len": 8}
+    moved = plan_file.in_order(plan, ["c", "a", "b"])
+    assert moved["machines"] == [1, 0] and moved["hosts"] == ["c", "a", "b"]
+
+
+def test_speeds_of_those_that_are_left(tmp_path, monkeypatch):
+    """A lost host must not end an elastic run for want of its speed; a run that is not elastic is told."""
+    from training import speeds
+
+    cluster = {**MEASURED, "hosts": ["host0", "host1", "host2"]}
+    (tmp_path / "cluster.json").write_text(json.dumps(cluster))
+    args = argparse.Namespace(equal_shares=False, cluster_json=str(tmp_path / "cluster.json"), recompute=False)
+    monkeypatch.setattr(speeds, "from_rank_0", lambda make: make())
+
+    def measured(*hosts):
+        monkeypatch.setattr(speeds, "gather", lambda _: list(hosts))
+        return speeds.measured_speeds(args, 1, torch.float64)
+
+    everyone = measured("host0", "host1", "host2")
+    with pytest.raises(ValueError, match="was measured with hosts"):
+        measured("host2", "host1")
+    monkeypatch.setattr(speeds, "is_elastic", lambda: True)
+    assert measured("host2", "host1") == [everyone[2], everyone[1]] and everyone[1] != everyone[2]
+    assert measured("host2", "host3") is None

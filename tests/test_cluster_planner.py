@@ -237,7 +237,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert written["model"] == data["model"] and written["dtype"] == "float32" and written["seq_len"] == 16
     assert written["hosts"] == ["host0", "host1", "host2"]
     printed = capsys.readouterr().out
-    assert f"plan: {out}" in printed and f"train_pipelines.py --plan {out} --model_name toy" in printed
+    assert f"plan: {out}" in printed and f"train_distributed.py --plan {out} --model_name toy" in printed
     assert "2 on host2" in printed
     measured_with = "--num_hidden_layers 8 --num_attention_heads 8 --device cpu --omp_num_threads 1"
     assert f"--seq_len 16 --dtype float32 {measured_with}" in printed

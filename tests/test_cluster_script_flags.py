@@ -1,6 +1,7 @@
 """What the scripts for a few unlike machines take and refuse: flags, variables, cluster.json; layers by speed."""
 
 import argparse
+import contextlib
 import json
 import re
 import sys
@@ -15,7 +16,7 @@ with modules_of(9):
     import three_stages_simple_pp as three_stages
     import train_distributed
     import train_single_test as single_test
-    from training import loop, speeds
+    from training import layout, loop, speeds
     from utils import TINY_LLAMA, load_config
 
 
@@ -112,9 +113,14 @@ def test_flags_then_environment_then_defaults(parse):
     assert found(parse("--batch_size", 9, "--profile_batch", 0, "--train_steps", 5)) == (9, 3, 0, 5)
     assert found(parse(BATCH_SIZE="", MICROBATCH_NUM=" ", PROFILE_BATCH="0")) == (16, 4, 0, None)
     for module in (three_stages, train_distributed, single_test):
-        assert [parse(flag, name, module=module).dtype for flag, name in (
+        assert [args_of(parse(flag, name, module=module)).dtype for flag, name in (
             ("--dtype", "auto"), ("--precision", "fp64"), ("--dtype", "float64"), ("--dtype", "bf16"))] == [
             "auto", "float64", "float64", "bfloat16"]
+
+
+def args_of(parsed) -> argparse.Namespace:
+    """train_distributed.py returns its parser with them."""
+    return parsed[1] if isinstance(parsed, tuple) else parsed
 
 
 @pytest.mark.parametrize("flags, env, expected", [
@@ -133,14 +139,15 @@ def test_three_stages_errors(parse, flags, env, expected):
 
 @pytest.mark.parametrize("batch", [-2, 20])
 def test_a_timeline_of_no_step(batch):
-    steps = loop.train(argparse.Namespace(profile_batch=batch), None, None, None, None, None, num_steps=20)
+    steps = loop.train(argparse.Namespace(profile_batch=batch), *[None] * 5, num_steps=20, run=None,
+                       make_run_ready=None, steps_per_epoch=None)
     with pytest.raises(ValueError, match=f"--profile_batch {batch} is not among the steps 0 to 19.* -1 for none"):
         next(steps)
 
 
 def test_a_step_is_clipped_and_scheduled(monkeypatch):
     """The gradients are clipped when they are complete, before the optimizer; its learning rate falls from step to
-    step; the record has both."""
+    step; the record has both. The run may save after each step."""
     calls, rows, parameter = [], [], torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.4)
     optimizer.register_step_pre_hook(lambda *_: calls.append(("step", optimizer.param_groups[0]["lr"])))
@@ -148,12 +155,21 @@ def test_a_step_is_clipped_and_scheduled(monkeypatch):
         device=torch.device("cpu"), global_batch_size=2,
         execute_pipeline=lambda *_: calls.append("run") or torch.ones(1),
         clip_grad_norm=lambda model, max_norm: calls.append((model, max_norm)) or torch.tensor(3.0))
-    logger = argparse.Namespace(log=lambda *row: rows.append(row), close=lambda: None)
-    monkeypatch.setattr(loop, "RunLogger", lambda *_: logger)
+    watch = argparse.Namespace(lost_peers=contextlib.nullcontext, ask_all=lambda: lambda: False,
+                               lock=contextlib.nullcontext())
+    run = argparse.Namespace(start=0, disks=None, found=None, watch=watch,
+                             end=lambda was_stopped: calls.append("end"), after_step=lambda step, stops, is_end, is_last: calls.append(("save", is_end, is_last)))
+    loader = torch.utils.data.DataLoader([])
+    loader.microbatches, plugin.own_num_microbatches = [], 1
+    record = argparse.Namespace(log=lambda *row: rows.append(row), close=lambda: None)
+    monkeypatch.setattr(loop, "Record", lambda *_: record)
+    monkeypatch.setattr(loop.pgm, "process_group_manager", argparse.Namespace(dp_rank=0, pp_rank=0))
     monkeypatch.setattr(loop.StepTimes, "print", lambda self: None)
-    args = argparse.Namespace(profile_batch=-1, seq_len=8, warmup_steps=0, lr_decay="cosine", max_grad_norm=0.5)
-    steps = list(loop.train(args, plugin, "model", optimizer, None, None, num_steps=2))
-    assert calls == ["run", ("model", 0.5), ("step", 0.4), "run", ("model", 0.5), ("step", pytest.approx(0.2))]
+    args = argparse.Namespace(profile_batch=-1, seq_len=8, warmup_steps=0, lr_decay="cosine", max_grad_norm=0.5, seed=0)
+    steps = list(loop.train(args, plugin, "model", optimizer, loader, None, 2, run, lambda scheduler: None,
+                            steps_per_epoch=1))
+    assert calls == ["run", ("model", 0.5), ("step", 0.4), ("save", True, False),
+                     "run", ("model", 0.5), ("step", pytest.approx(0.2)), ("save", True, True), "end"]
     assert [row[:4] for row in rows] == [(1, 1.0, 3.0, 0.4), (2, 1.0, 3.0, pytest.approx(0.2))]
     assert [(step.number, step.grad_norm, step.learning_rate) for step in steps] == [
         (1, 3.0, 0.4), (2, 3.0, pytest.approx(0.2))]
@@ -183,18 +199,23 @@ def test_the_remedy_against_too_little_memory_names_flags_that_there_are(name):
 
 
 def test_numbers_of_micro_batches(parse, monkeypatch):
-    monkeypatch.setattr(train_distributed.dist, "get_world_size", lambda: 3)
+    def shares_of(args, total=None) -> list[int]:
+        return layout.choose_shares(args, None, ["a pipeline"] * 3, 0, None, None, total)
+
+    monkeypatch.setattr(layout.dist, "get_world_size", lambda: 3)
     for counts in ("4,0,1", "a,b,c", "4,,1"):
         with pytest.raises(ValueError, match="--num_microbatches: "):
             parse("--num_microbatches", counts, module=train_distributed)
     for counts in ("4,2", "4,2,1,1"):
-        args = parse("--num_microbatches", counts, module=train_distributed)
-        with pytest.raises(ValueError, match=r"--num_microbatches \[4, 2.*\]: write 3 numbers"):
-            train_distributed.choose_shares(args, *[None] * 3)
-    args = parse("--num_microbatches", "4,2,1", module=train_distributed)
-    assert train_distributed.choose_shares(args, *[None] * 3) == [4, 2, 1]
-    args = parse("--equal_shares", module=train_distributed)
-    assert train_distributed.choose_shares(args, *[None] * 3) == [8, 8, 8]
+        args = parse("--num_microbatches", counts, module=train_distributed)[1]
+        with pytest.raises(ValueError, match=rf"--num_microbatches {counts}: write 3 numbers"):
+            shares_of(args)
+    assert shares_of(parse("--num_microbatches", "4,2,1", module=train_distributed)[1]) == [4, 2, 1]
+    equal = parse("--equal_shares", module=train_distributed)[1]
+    assert shares_of(equal) == [8, 8, 8]
+    assert shares_of(equal, total=7) == [3, 2, 2]  # a checkpoint's
+    with pytest.raises(ValueError, match="a step has 2 micro-batches, fewer than the 3 pipelines"):
+        shares_of(equal, total=2)
 
 
 def test_no_flag_is_an_ambiguous_prefix_of_torchruns():

@@ -63,7 +63,8 @@ def test_the_password_is_nowhere(tmp_path):
     marker, title, corpus = uuid.uuid4().hex, b"", tmp_path / "corpus.txt"
     corpus.write_text("It was the best of times, it was the worst of times. " * 40)
     command = torchrun(1, SCRIPT, "--sudo_pass", SECRET, "--train_steps", 30, "--batch_size", 4,
-                       "--dataset_name", corpus, "--log_dir", tmp_path, "--use_wandb")
+                       "--dataset_name", corpus, "--log_dir", tmp_path, "--checkpoint_dir", tmp_path / "checkpoints",
+                       "--use_wandb")
     process = subprocess.Popen(command, env=environment(MARKER=marker, WANDB_MODE="offline", WANDB_SILENT="true"),
                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "three_stages" / "metrics.jsonl"

@@ -53,8 +53,7 @@ def by_hand(form, script, words) -> str:
 @pytest.mark.parametrize("name, way", PAIRS)
 def test_three_hosts_equal_one_process(tmp_path, name, way):
     script, (flags, alone) = f"cluster/{name}.py", SCRIPTS[name]  # both ways start in the root of the repository
-    places = {"train_distributed": ["--log_dir", tmp_path / "many", "--checkpoint_dir", tmp_path / "checkpoints"],
-              "three_stages_simple_pp": ["--log_dir", tmp_path / "many"], "train_single_test": []}[name]
+    places = ["--log_dir", tmp_path / "many", "--checkpoint_dir", tmp_path / "checkpoints"] if alone else []
     words = list(map(str, [*DATA, *flags, "--run_name", "run", *places] if alone else [*DATA, *flags]))
     printed = over_ssh(tmp_path, script, words) if way == "ssh" else by_hand(way, script, words)
     assert all(node in printed for node in NODES), printed

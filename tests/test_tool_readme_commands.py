@@ -18,11 +18,11 @@ from launch import ROOT, environment
 
 READMES = [path.relative_to(ROOT) for path in [
     ROOT / "README.md", *sorted(ROOT.glob("step*/README.md")), ROOT / "cluster" / "README.md",
-    ROOT / "tools" / "DEBUGGING.md", ROOT / "CONTRIBUTING.md"]]
+    ROOT / "cluster" / "CHECKPOINTS.md", ROOT / "tools" / "DEBUGGING.md", ROOT / "CONTRIBUTING.md"]]
 BLOCK = re.compile(r"^( *)```bash\n(.*?)^\1```\n(?:\s*(?:<details>(?:(?!</summary>|```).)*</summary>\s*)?^\1```\n(.*?)"
                    r"^\1```)?", re.S | re.M)
 NEEDS = {  # what a command asks for that a test has not -> how it shows
-    "several machines": r"FIRST_MACHINE|hosts\.txt|torchrun \.\.\.|testbed",
+    "several machines": r"FIRST_MACHINE|hosts\.txt|sbatch|torchrun \.\.\.|testbed",
     "the Hugging Face Hub": r"TinyLlama/|Qwen/",
     "a virtual environment of its own": r"pip install",
     "a second terminal": r"py-spy|break_it\.py (hang|deadlock)\n",

@@ -2,7 +2,8 @@
 
 The job comes as one line of JSON on standard input, so that none of its words passes a shell or shows in a list of
 processes. After it come heartbeats. When they stop for SILENCE seconds (the cable is cut, the launcher's machine is
-dead) or the input ends (the launcher or ssh is gone), every process that came from this one is ended.
+dead) or the input ends (the launcher or ssh is gone), every process that came from this one is ended: it gets SIGTERM,
+and PATIENCE seconds in which a training can finish its step and save a checkpoint.
 A worker whose torchrun is killed would train on alone: Linux is asked to make such orphans children of this process.
 """
 
@@ -15,12 +16,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 from host_facts import run_interface, usable_cores
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # this host's copy of the project
-SILENCE = 15  # seconds; the launcher sends two heartbeats a second
-PATIENCE = 5  # seconds between asking a process to end and ending it
+SILENCE, UNHEARD = 15, 75  # seconds, where the launcher sends two heartbeats a second; and then the exit code
+PATIENCE = 12  # seconds between asking a process to end and ending it; torchrun itself would wait for 30
+ELASTIC = {  # of torchrun's agents: a lost one is noticed after 3 seconds, and a round begins 3 after enough have come
+    "last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 3, "join_timeout": 900}
+MAX_RESTARTS = 100  # of the processes of a host, after failures of their own
+MARK = "LAUNCH_CLUSTER_PART"  # the variable that tells which host's part of which elastic run a process belongs to
 SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
@@ -28,9 +34,25 @@ def prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
+def find_script(words: list[str]) -> list[str]:
+    """The script and its arguments. A script that is not in the root of the repository is looked for in cluster/."""
+    in_cluster = os.path.join("cluster", words[0])
+    if "/" not in words[0] and not os.path.exists(words[0]) and os.path.isfile(in_cluster):
+        return [in_cluster, *words[1:]]
+    return words
+
+
 def command(job: dict) -> list[str]:
     """torchrun's command line for this host."""
-    return [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(job["nnodes"]),
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    if elastic := job.get("elastic"):
+        address, is_host = job["master_address"], int(job["node_rank"] == 0)
+        conf = ",".join(f"{name}={value}" for name, value in {"is_host": is_host, **ELASTIC}.items())
+        endpoint = f"[{address}]:{job['master_port']}" if ":" in address else f"{address}:{job['master_port']}"
+        return [*torchrun, f"--nnodes={elastic['nodes']}", f"--nproc-per-node={job['nproc']}", "--rdzv-backend=c10d",
+                f"--rdzv-endpoint={endpoint}", f"--rdzv-id={elastic['id']}", f"--rdzv-conf={conf}",
+                f"--max-restarts={MAX_RESTARTS}", f"--local-addr={elastic['address']}", *job["command"]]
+    return [*torchrun, "--nnodes", str(job["nnodes"]),
             "--node-rank", str(job["node_rank"]), "--nproc-per-node", str(job["nproc"]),
             "--master-addr", job["master_address"], "--master-port", str(job["master_port"]), *job["command"]]
 
@@ -44,7 +66,21 @@ def environment(job: dict) -> dict[str, str]:
     variables.setdefault("OMP_NUM_THREADS", str(max(1, int(usable_cores() / job["nproc"]))))
     if interface := job["interface"] or run_interface(None, job["peer"])[0]:
         variables["GLOO_SOCKET_IFNAME"] = variables["NCCL_SOCKET_IFNAME"] = interface
+    if elastic := job.get("elastic"):
+        # What a lost first worker leaves in a store that outlives it would lead the next round to stale addresses.
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        variables[MARK] = elastic["mark"]
     return {**variables, **job["environment"]}
+
+
+def complete(job: dict) -> None:
+    """In an elastic run: the interface of this host that reaches the others, and its address there. Raises OSError."""
+    interface, address = run_interface(job["interface"], job["peer"])
+    if interface is None:  # the only host so far
+        with contextlib.suppress(OSError):  # it's known as localhost, and the run stays on it
+            interface, address = run_interface(None, job["elastic"]["address"])
+    job["interface"] = interface
+    job["elastic"]["address"] = address or job["elastic"]["address"]
 
 
 def descendants() -> list[int]:
@@ -66,30 +102,44 @@ def descendants() -> list[int]:
     return found
 
 
-def end_all() -> None:
-    """Asks all descendants to end, and ends those that are left after PATIENCE seconds."""
-    start, number = time.monotonic(), signal.SIGTERM
-    while left := descendants():
+def left_behind(mark: str) -> list[int]:
+    """The processes with this value of MARK: what an earlier connection has started, before it was cut."""
+    found, wanted = [], f"{MARK}={mark}".encode()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                if wanted in file.read().split(b"\0"):
+                    found.append(int(pid))
+    return found
+
+
+def end_all(find: Callable[[], list[int]] = descendants, patience: float = PATIENCE) -> None:
+    """Asks all processes that find() returns to end, and ends those that are left after `patience` seconds."""
+    start, number = time.monotonic(), signal.SIGTERM if patience else signal.SIGKILL
+    while left := find():
         for pid in left if number else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        number = signal.SIGKILL if time.monotonic() > start + PATIENCE else None
+        number = signal.SIGKILL if time.monotonic() > start + patience else None
         time.sleep(0.05)
 
 
 def watch(child: subprocess.Popen) -> int:
-    """torchrun's exit code, as a shell gives it; 1 where the launcher is gone or a signal says to stop."""
+    """torchrun's exit code, or that of a signal that came, as a shell gives it; 1 where the launcher is gone,
+    UNHEARD where the way to it is."""
     stopped = []
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, frame: stopped.append(number))
     heard = time.monotonic()
-    while child.poll() is None:
+    while child.poll() is None and not stopped:
         if select.select([0], [], [], 0.1)[0]:
             if not os.read(0, 4096):
                 return 1  # the launcher has closed the input, or has ended itself
             heard = time.monotonic()
-        if stopped or time.monotonic() > heard + SILENCE:
-            return 1
+        if time.monotonic() > heard + SILENCE:
+            return UNHEARD
+    if stopped:  # this machine is shut down, say
+        return 128 + stopped[0]
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
@@ -100,7 +150,11 @@ def main() -> int:
         return 2
     os.chdir(ROOT)
     job = json.loads(sys.stdin.readline())
+    job["command"] = find_script(job["command"])
     try:
+        if "elastic" in job:
+            complete(job)
+            end_all(lambda: left_behind(job["elastic"]["mark"]), PATIENCE / 4)
         variables = environment(job)
     except OSError as error:
         print(f"error: the interface towards {job['peer']} can't be found ({error}): give this host an iface= in the "
@@ -115,7 +169,9 @@ def main() -> int:
     try:
         return watch(child)
     finally:
-        end_all()
+        # Where torchrun was killed, its processes can't take part in an elastic run any more: the sooner they are gone,
+        # the sooner it goes on without them.
+        end_all(patience=0 if "elastic" in job and (child.poll() or 0) < 0 else PATIENCE)
 
 
 if __name__ == "__main__":

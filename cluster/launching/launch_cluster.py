@@ -1,86 +1,33 @@
 """The Python of launch_cluster.sh: one torchrun on each host of hosts.txt, over ssh, as if it were one command.
 
-Each host is one ssh process without a terminal, so nothing can ask for a password: keys it must be. Down its standard
-input go the job and heartbeats; what was started ends when they do (see host_run.py). What it prints comes back as
-`host | line`. The run ends on all hosts when it has ended on one with an error, and on Ctrl-C. Names and arguments of
-the script pass through no shell: they are part of the job. Paths in them are the hosts', from the repository's root.
+Each host is one ssh process without a terminal, so nothing can ask for a password: keys it must be (remote_run.py is
+its near end, host_run.py the far one). The run ends on all hosts when it has ended on one with an error, and on Ctrl-C;
+with --elastic it goes on without a lost host (see elastic.py). Names and arguments of the script pass through no shell:
+they are part of the job. Paths in them are the hosts', from the repository's root.
 """
 
 import argparse
-import collections
-import contextlib
-import json
 import os
 import queue
 import re
-import signal
-import subprocess
 import sys
-import threading
 import time
+import uuid
 
 import hosts as hosts_file
+from elastic import Elastic
 from hosts import Host, UserError, peer, read_hosts
-
-HEARTBEAT = 0.5  # seconds at most between two of them
-GRACE = 3  # seconds from the first failure until the others are stopped: whose fault was it?
-STOP = 10  # seconds from there until ssh itself is ended: then the host is out of reach
-LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|Connection refused")
-
-
-class Run:
-    """The ssh process of one host: sends the job, prints what comes back, and puts itself in `events` at its end."""
-
-    def __init__(self, host: Host, job: dict, width: int, events: queue.SimpleQueue):
-        self.host, self.code, self.quiet = host, None, False
-        self.prefix, self.last = f"{host.label:<{width}} | ", collections.deque(maxlen=200)
-        words = host.ssh(host.python, os.path.join(host.dir, "cluster", "launching", "host_run.py"))
-        # In a session of its own ssh has no terminal to ask anything on, and Ctrl-C reaches the launcher alone.
-        self.process = subprocess.Popen(words, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.STDOUT)
-        self.send(json.dumps(job))
-        threading.Thread(target=self.read, args=[events], daemon=True).start()
-
-    def send(self, line: str = "") -> None:
-        """The first line is the job, the others are heartbeats."""
-        with contextlib.suppress(OSError, ValueError):  # ssh has ended, or its input was closed
-            self.process.stdin.write(line.encode() + b"\n")
-            self.process.stdin.flush()
-
-    def read(self, events: queue.SimpleQueue) -> None:
-        for line in self.process.stdout:
-            text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]  # what a progress bar shows last
-            self.last.append(text)
-            if self.quiet:
-                continue
-            try:
-                sys.stdout.write(f"{self.prefix}{text}\n")
-                sys.stdout.flush()
-            except OSError:
-                events.put(signal.SIGPIPE)  # nobody reads any more
-        self.code = self.process.wait()
-        events.put(self)
-
-    def stop(self, out_of_reach: bool) -> None:
-        """Closing its input makes host_run.py end all; where the host is out of reach, ssh itself is ended."""
-        with contextlib.suppress(OSError):  # ssh has ended meanwhile
-            self.process.stdin.close()
-        if out_of_reach:
-            self.process.kill()
+from remote_run import GRACE, STOP, Run, catch_signals, next_event, report
 
 
 def launch(hosts: list[Host], jobs: list[dict]) -> int:
     """Runs the jobs until all have ended, one has failed or a signal comes; the exit code."""
     events, width = queue.SimpleQueue(), max(len(host.label) for host in hosts)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: events.put(number))
+    catch_signals(events)
     left = {Run(host, job, width, events) for host, job in zip(hosts, jobs)}
     failed, signalled, stop_at = [], None, float("inf")
     while left:
-        event = None
-        with contextlib.suppress(queue.Empty):
-            event = events.get(timeout=HEARTBEAT)
-        now = time.monotonic()
+        event, now = next_event(events), time.monotonic()
         if isinstance(event, Run):
             left.discard(event)
             if event.code and now < stop_at:  # what ends later was told to
@@ -99,25 +46,6 @@ def launch(hosts: list[Host], jobs: list[dict]) -> int:
     return 128 + signalled if signalled else 0
 
 
-def report(failed: list[Run]) -> int:
-    """Says which host failed first, and why; returns its exit code.
-
-    When one host fails, the others soon fail too, in the middle of a collective. On unlike machines their end may be
-    reported before its own, so the first one that does not complain about a lost peer counts.
-    """
-    run = next((run for run in failed if not any(map(LOST_PEER.search, run.last))), failed[0])
-    lines = list(run.last)
-    ends = [index for index, line in enumerate(lines) if "torch/distributed/elastic" in line and "exitcode" in line]
-    shown = lines[:ends[0] + 1 if ends else None][-12:]  # after that torchrun speaks of itself
-    what = f"{run.host.label} (node rank {run.host.rank}) failed first, with exit code {run.code}"
-    print(f"\nlaunch_cluster: {what}", file=sys.stderr)
-    if explained := run.host.explain(run.code, "\n".join(lines)):
-        print(f"launch_cluster: {explained[0]}: {explained[1]}", file=sys.stderr)
-    print("launch_cluster: its last lines:" if shown else "launch_cluster: it printed nothing", file=sys.stderr)
-    print("".join(f"    {line}\n" for line in shown), end="", file=sys.stderr)
-    return run.code if run.code > 0 else 128 - run.code
-
-
 def variable(text: str) -> tuple[str, str]:
     """The type of --env: NAME=VALUE, or NAME for the value that it has here."""
     name, equals, value = text.partition("=")
@@ -126,14 +54,25 @@ def variable(text: str) -> tuple[str, str]:
     return name, value if equals else os.environ[name]
 
 
+def host_counts(text: str) -> tuple[int, int]:
+    """The type of --elastic: MIN:MAX."""
+    match = re.fullmatch(r"([1-9][0-9]{0,3}):([1-9][0-9]{0,3})", text)
+    if not match or int(match[1]) > int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r}: write MIN:MAX, numbers of hosts from 1 on, as in 2:3")
+    return int(match[1]), int(match[2])
+
+
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """The launcher's own flags, and what follows `--`: the script and its arguments."""
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     parser = argparse.ArgumentParser(prog="launch_cluster.sh", description=hosts_file.__doc__,
-                                     usage="%(prog)s hosts.txt [--check] [--port N] [--env NAME] -- SCRIPT ARGUMENTS",
+                                     usage="%(prog)s hosts.txt [--check] [--elastic MIN:MAX] [--port N] [--env NAME] "
+                                           "-- SCRIPT ARGUMENTS",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hosts", metavar="hosts.txt")
     parser.add_argument("--check", action="store_true", help="look at each host first; without SCRIPT only that")
+    parser.add_argument("--elastic", type=host_counts, metavar="MIN:MAX",
+                        help="go on without a lost host while MIN are left, and take hosts in again, up to MAX")
     parser.add_argument("--port", type=int, default=29500, help="of the rendezvous, on the first host (29500)")
     parser.add_argument("--env", type=variable, action="append", default=[], metavar="NAME[=VALUE]",
                         help="a variable for the hosts, more than once for more; nothing else of this environment "
@@ -150,6 +89,9 @@ def main() -> int:
     args, command = parse_args()
     try:
         hosts = read_hosts(args.hosts)
+        if args.elastic and args.elastic[0] > len(hosts):
+            raise UserError(f"--elastic {args.elastic[0]}:{args.elastic[1]} needs {args.elastic[0]} hosts to begin "
+                            f"with, but {args.hosts} has {len(hosts)}: add hosts, or lower MIN")
         if args.check:
             from check_hosts import check
 
@@ -158,12 +100,25 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if not command:
+        return 0
     threads = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
     shared = {"nnodes": len(hosts), "master_port": args.port, "environment": {**threads, **dict(args.env)},
               "command": command, "master_address": hosts[0].address if len(hosts) > 1 else "127.0.0.1"}
-    jobs = [{**shared, "node_rank": host.rank, "nproc": int(host.nproc), "interface": host.iface,
-             "peer": peer(hosts, host)} for host in hosts]
-    return launch(hosts, jobs) if command else 0
+    run_id = uuid.uuid4().hex
+
+    def job(hosts: list[Host], host: Host) -> dict:
+        return {**shared, "node_rank": host.rank, "nproc": int(host.nproc), "interface": host.iface,
+                "peer": peer(hosts, host)}
+
+    def elastic_job(hosts: list[Host], host: Host) -> dict:
+        at_home = {"nodes": "{}:{}".format(*args.elastic), "id": run_id, "mark": f"{run_id} {host.label}",
+                   "address": host.address}
+        return {**job(hosts, host), "master_address": hosts[0].address, "elastic": at_home}
+
+    if args.elastic:
+        return Elastic(args.hosts, hosts, *args.elastic, elastic_job).launch()
+    return launch(hosts, [job(hosts, host) for host in hosts])
 
 
 if __name__ == "__main__":

@@ -60,6 +60,10 @@ class Cluster:
             raise broken(f"dtype {self.dtype!r} is none of {', '.join(NUMBER_BYTES)}")
         if missing := [name for name in MODEL if name not in self.model]:
             raise broken(f"'model' has no {', '.join(missing)}")
+        if not all(isinstance(host, str) for host in self.hosts):
+            raise broken(f"hosts {self.hosts} are not all names")
+        if not all(isinstance(self.model[name], (int, float, str)) for name in MODEL):
+            raise broken(f"'model' has odd values: {self.model}")
         self.hidden_bytes = self.seq_len * self.model["hidden_size"] * NUMBER_BYTES[self.dtype]
         self.master_bytes = max(4, NUMBER_BYTES[self.dtype])  # of a parameter, a gradient, a moment
         self.read_modules(file.modules)
@@ -185,7 +189,7 @@ def load_cluster(path: str) -> Cluster:
     try:
         with open(path, encoding="utf-8") as file:
             data = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} can't be read as JSON ({error}): write it with "
                         "plan.py --measure") from None
     return Cluster(data)

@@ -1,4 +1,4 @@
-"""Plans as a file for train_pipelines.py, and in words: what each will take, and what holds the uniform ones up."""
+"""Plans as a file for train_distributed.py, and in words: what each will take, and what holds the uniform ones up."""
 
 from collections import defaultdict
 

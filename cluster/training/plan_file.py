@@ -5,17 +5,23 @@
 """
 
 import atexit
-import contextlib
 import datetime
 import json
 import socket
 import sys
+from collections.abc import Callable
 
 from pipeline_parallel import SCHEDULES
+from planning.pipeline_simulation import Setting
+from planning.report import make_plan
+from training.compression import WIRE_DTYPES
+from training.speeds import CLUSTER_JSON, places_of
+from training.survive import is_elastic
 from utils import UserError
 
-FLAGS = ("pipelines", "num_microbatches", "dp_size", "pp_size", "tp_size", "micro_batch_size", "pp_engine",
-         "gradient_accumulation_steps", "wire_dtype", "gradient_wire_dtype", "recompute")  # what a plan decides
+FLAGS = ("pipelines", "num_microbatches", "dp_size", "pp_size", "tp_size", "micro_batch_size", "batch_size",
+         "pp_engine", "gradient_accumulation_steps", "gradient_accumulation", "wire_dtype", "gradient_wire_dtype",
+         "recompute")  # what a plan decides
 
 
 def read_plan(path: str) -> dict:
@@ -28,39 +34,111 @@ def read_plan(path: str) -> dict:
         pipelines = plan["pipelines"]
         if plan["schedule"] not in SCHEDULES:
             raise ValueError(f"schedule {plan['schedule']!r} is none of {', '.join(SCHEDULES)}")
-        plan["micro_batch_size"], [p["num_microbatches"] + sum(p["layers"]) for p in pipelines]
-        plan["facts"] = {**plan["model"], "dtype": plan["dtype"], "seq_len": plan["seq_len"]}
-        plan["machines"] = [rank for pipeline in pipelines for rank in pipeline["machines"]]
-        fits = pipelines and all(len(pipeline["layers"]) == len(pipeline["machines"]) for pipeline in pipelines)
+        numbers = [plan["micro_batch_size"], plan["seq_len"], *(p["num_microbatches"] for p in pipelines),
+                   *(count for p in pipelines for count in p["layers"])]
+        if not all(type(number) is int and number > 0 for number in numbers):
+            raise ValueError(f"it has sizes, layers or micro-batches that are no positive numbers: {numbers}")
+        if not {plan.get("wire_dtype"), plan.get("gradient_wire_dtype")} <= {None, *WIRE_DTYPES}:
+            raise ValueError(f"its wire dtypes are none of {', '.join(WIRE_DTYPES)}")
+        completed(plan)
+        fits = pipelines and all(isinstance(host, str) for host in plan["hosts"])
+        fits = fits and all(len(pipeline["layers"]) == len(pipeline["machines"]) for pipeline in pipelines)
         if not fits or sorted(plan["machines"]) != sorted({*plan["machines"]} & {*range(len(plan["hosts"]))}):
             raise ValueError(f"machines {plan['machines']} of {len(plan['hosts'])} hosts, each once, with its layers")
         return plan
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return {"error": f"--plan {path!r} can't be read ({type(error).__name__}: {error}): use cluster/plan.py"}
 
 
-def take_places(path: str, store, rank: int, world_size: int) -> tuple[dict, int, int]:
+def completed(plan: dict) -> dict:
+    """The plan with the two keys that read_plan adds."""
+    plan["facts"] = {**plan["model"], "dtype": plan["dtype"], "seq_len": plan["seq_len"]}
+    plan["machines"] = [rank for pipeline in plan["pipelines"] for rank in pipeline["machines"]]
+    return plan
+
+
+def add_plan_flag(parser) -> None:
+    parser.add_argument("--plan", metavar="PLAN.JSON", help="pipelines and schedule that cluster/plan.py chose")
+
+
+def make_arrangement(parser, args, plan: dict) -> Callable | None:
+    """What init_process_group takes as `arrange`: it fills `plan` with that of --plan. None without --plan."""
+    def arrange(store, rank: int, world_size: int) -> tuple[int, int]:
+        parser.set_defaults(**dict.fromkeys(FLAGS))  # what the command line does not give is None below
+        if given := [name for name in FLAGS if getattr(parser.parse_args(), name, None) is not None]:
+            raise UserError(f"--plan says what runs where: leave out --{', --'.join(given)}")
+        found, *place = take_places(args.plan, store, rank, world_size, getattr(args, "cluster_json", None))
+        plan.update(found)
+        return tuple(place)
+
+    return arrange if args.plan else None
+
+
+def take_places(path: str, store, rank: int, world_size: int, cluster_json: str | None = None) -> tuple[dict, int, int]:
     """The plan, and this process's rank in its order of machines and how many these are.
 
-    Rank 0 reads the file and sends it to all through the `store`, so only one machine needs it. Processes that the plan
+    The first rank that can read the file sends it to all through the `store`, so only one machine needs it. In an
+    elastic run on other hosts than the plan's, that rank plans anew for those that are there. Processes that the plan
     leaves idle wait here until the training has ended, and exit. Raises UserError for a plan that can't be read, or
     that is for processes on other hosts.
     """
-    if rank == 0:
-        store.set("plan", json.dumps(read_plan(path)))
+    own = read_plan(path)
+    store.set(f"has plan/{rank}", json.dumps({"host": socket.gethostname(), "error": own.get("error")}))
+    others = [json.loads(store.get(f"has plan/{other}")) for other in range(world_size)]
+    hosts = [other["host"] for other in others]
+    reader = next((k for k, other in enumerate(others) if not other["error"]), 0)
+    if rank == reader:
+        if "error" not in own and is_elastic() and sorted(hosts) == sorted(own["hosts"]):
+            own = in_order(own, hosts)  # an elastic run has ranks in an order of its own
+        elif "error" not in own and hosts != own["hosts"]:
+            own = plan_for(hosts, own, cluster_json or CLUSTER_JSON) if is_elastic() else {
+                "error": f"the plan is for processes on {', '.join(own['hosts'])}, but they run on {', '.join(hosts)}: "
+                         "start them in the order of plan.py --measure, or measure again"}
+        store.set("plan", json.dumps(own))
     if "error" in (plan := json.loads(store.get("plan"))):
         raise UserError(plan["error"])
-    store.set(f"host/{rank}", socket.gethostname())
-    hosts, order = [store.get(f"host/{other}").decode() for other in range(world_size)], plan["machines"]
-    if hosts != plan["hosts"]:
-        raise UserError(f"the plan is for processes on {', '.join(plan['hosts'])}, but they run on "
-                        f"{', '.join(hosts)}: start them in the order of plan.py --measure, or measure again")
+    order = plan["machines"]
     if rank not in order:
-        with contextlib.suppress(RuntimeError):  # the store may end with rank 0's process
+        try:
             store.wait(["ended"], datetime.timedelta(days=365))
+        except RuntimeError:  # the store may end with rank 0's process
+            sys.exit(1 if is_elastic() else 0)
         sys.exit(0)
     atexit.register(store.set, "ended", "")
     return plan, order.index(rank), len(order)
+
+
+def in_order(plan: dict, hosts: list[str]) -> dict:
+    """The plan for the same hosts in another order."""
+    places = places_of(plan["hosts"], hosts)
+    for pipeline in plan["pipelines"]:
+        pipeline["machines"] = [places[machine] for machine in pipeline["machines"]]
+    return completed({**plan, "hosts": hosts})
+
+
+def plan_for(hosts: list[str], plan: dict, cluster_json: str) -> dict:
+    """As read_plan: a plan with the same global batch for `hosts`, of which those that were not measured are idle."""
+    try:
+        with open(cluster_json, encoding="utf-8") as file:
+            data = json.load(file)
+        free, places, ranks = list(enumerate(data["hosts"])), [], []
+        for rank, host in enumerate(hosts):
+            if place := next((place for place in free if place[1] == host), None):
+                free.remove(place)
+                places.append(place[0])
+                ranks.append(rank)
+        data["hosts"] = [data["hosts"][i] for i in places]
+        data["machines"] = [data["machines"][i] for i in places]
+        data["links"] = [[data["links"][i][j] for j in places] for i in places]
+        setting = Setting(plan["schedule"], plan.get("wire_dtype"), plan.get("gradient_wire_dtype"),
+                          plan.get("recompute", False))
+        made = make_plan(data, plan["global_batch"], setting, [plan["micro_batch_size"]])
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        return {"error": f"no plan for {', '.join(hosts)}: {cluster_json}: {error}"}
+    for pipeline in made["pipelines"]:
+        pipeline["machines"] = [ranks[k] for k in pipeline["machines"]]
+    made["hosts"] = hosts
+    return completed(made)
 
 
 def follow_plan(args, plan: dict, config, dtype: str) -> None:

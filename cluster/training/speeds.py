@@ -14,6 +14,7 @@ from planning.machines import MODEL, Cluster, load_cluster
 from planning.pipeline_simulation import Setting
 from planning.shares import shares_by_speed
 from training.common import from_rank_0, gather
+from training.survive import is_elastic
 from utils import ROOT, UserError
 
 CLUSTER_JSON = os.path.join(ROOT, "cluster.json")
@@ -39,7 +40,7 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
 
     None in a run of one process, with --equal_shares, and where there is no cluster.json. `config`: of the model, where
     only speeds of this model are of use. Raises UserError for a file that can't be read, or that is for other machines
-    or another order of them, another dtype or another model.
+    or another order of them, another dtype or another model. In an elastic run any of its machines may be there.
     """
     hosts, path = gather(socket.gethostname()), args.cluster_json or CLUSTER_JSON
 
@@ -50,19 +51,34 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
                **({name: getattr(config, name) for name in MODEL} if config else {})}
         try:
             cluster = load_cluster(path)
-            measured = {"hosts": cluster.hosts, "dtype": cluster.dtype, **cluster.model}
+            places = places_of(hosts, cluster.hosts) if is_elastic() else list(range(len(hosts)))
+            if places is None:  # a host that came later: the run must not end for it
+                print(f"equal shares, since {path} does not have all of {', '.join(hosts)}", flush=True)
+                return None
+            measured = {"hosts": hosts if is_elastic() else cluster.hosts, "dtype": cluster.dtype, **cluster.model}
             for name, value in run.items():
                 if measured[name] != value:
                     raise UserError(f"{path} was measured with {name} {measured[name]}, but this run has {value}: "
                                     "measure again with plan.py --measure")
             kinds = Setting(recompute=args.recompute).kinds
-            speeds = [speed_of(cluster, rank, microbatch_size, kinds) for rank in range(len(hosts))]
+            speeds = [speed_of(cluster, place, microbatch_size, kinds) for place in places]
         except ValueError as error:
             raise UserError(f"{error}, or use --equal_shares") from None
         print(f"speeds: {path}, measured with {cluster.model_name}", flush=True)
         return speeds
 
     return from_rank_0(read)
+
+
+def places_of(hosts: list[str], among: list[str]) -> list[int] | None:
+    """For each of the hosts its place `among` others, each place once; None where one is not there."""
+    left, places = list(among), []
+    for host in hosts:
+        if host not in left:
+            return None
+        places.append(left.index(host))
+        left[places[-1]] = None
+    return places
 
 
 def speed_of(cluster: Cluster, rank: int, microbatch_size: int, kinds: str) -> Speed:

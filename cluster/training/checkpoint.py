@@ -1,0 +1,275 @@
+"""Checkpoints: what was trained so far, in files that any topology can read, and that Hugging Face can read as well.
+
+    checkpoint_dir/run_name/
+        step_00000120/              see checkpoint_files.py
+        step_00000160.unfinished/   being written: nothing reads it, and the next run removes it
+        step_00000173.survivors/    written by ranks that lost another one: see save_survivor
+        latest                      the name of the newest whole checkpoint
+
+A save stops the training only while the weights and the optimizer's state are copied to the host's memory. A thread
+writes them meanwhile. Pipeline 0 holds each parameter of the model, so its ranks write: one file a stage, whose first
+tensor-parallel rank puts together what its group holds. A checkpoint gets its name, and then `latest` is moved, when
+all files of all ranks are on the disk. Where hosts share no disk, each keeps what it wrote and a copy of what another
+host wrote.
+"""
+
+import contextlib
+import copy
+import os
+import shutil
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+import process_group_manager as pgm
+from training.checkpoint_files import (
+    KINDS, STATE, SURVIVORS, TensorFile, forget_older, merge, name_of_step, set_latest, sync_folder, write_small,
+    write_state,
+)
+from training.disks import Disks
+from training.pieces import Piece, as_files_have_it, pieces_of, plain_groups
+
+ALIGNED = 64  # bytes
+
+
+class Checkpointer:
+    """Writes checkpoints of one run into `folder`. All ranks make one together, and call save() for the same steps.
+
+    `model`, `optimizer`: what plugin.configure returned. `describe(step)`: what state.json says besides. `small`: the
+    content of config.json and the tokenizer's files, by name. `copies`: on so many disks a file is kept.
+    """
+
+    def __init__(self, folder: str, disks: Disks, model, optimizer: torch.optim.Optimizer, scheduler,
+                 describe: Callable, small: dict[str, bytes], keep: int = 2, copies: int = 2):
+        self.folder, self.disks, self.stage = folder, disks.for_a_thread(), model.module
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.describe, self.small, self.keep, self.copies = describe, small, keep, min(copies, len(disks.all))
+        grid = self.grid = pgm.process_group_manager
+        rows = [row for block in grid.grid for row in block.tolist()]
+        self.tp_group = dist.new_subgroups_by_enumeration(rows, backend="gloo")[0] if grid.tp_world_size > 1 else None
+        self.thread, self.host, self.written, self.stall, self.messages = None, [], 0, 0.0, []
+        if disks.leads:  # of a run that was killed
+            for name in os.listdir(folder):
+                if name.endswith(".unfinished"):
+                    shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+
+    def prepare(self) -> None:
+        """Takes the memory for the copies in the background, after the first step: then the optimizer has its state."""
+        if self.grid.dp_rank == 0:
+            self.thread = threading.Thread(target=self.take_memory, args=[pieces_of(self.stage, self.optimizer)])
+            self.thread.start()
+
+    def take_memory(self, pieces: dict[str, list[Piece]]) -> None:
+        """One block for all copies, so that none is lost between them."""
+        tensors = [piece.tensor for kind in KINDS for piece in pieces[kind]]
+        starts = [0, *accumulate(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors)]
+        block = torch.zeros(starts[-1], dtype=torch.uint8, pin_memory=any(tensor.is_cuda for tensor in tensors))
+        self.host = [block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                     for start, tensor in zip(starts, tensors)]
+
+    def copy_to_host(self) -> dict[str, list[Piece]]:
+        """The pieces with copies of their tensors, in memory that the next save uses again."""
+        pieces = pieces_of(self.stage, self.optimizer)
+        if len(self.host) != sum(map(len, pieces.values())):
+            self.take_memory(pieces)
+        buffers = iter(self.host)
+        copied = {kind: [piece._replace(tensor=next(buffers).copy_(piece.tensor, non_blocking=True)) for piece in each]
+                  for kind, each in pieces.items()}
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return copied
+
+    def save(self, step: int, waits: bool = False, is_last: bool = False) -> None:
+        """Begins to write the state after `step`; with `waits` it is written on return, and no copy is needed.
+
+        Where the checkpoint before is still being written, it waits for that first. `is_last`: the first host gets all
+        files, whoever shares its disk. Collective.
+        """
+        start = time.perf_counter()
+        self.wait()
+        if step == self.written:
+            return
+        state, pieces = copy.deepcopy(self.state(step)), None
+        if self.grid.dp_rank == 0:
+            pieces = pieces_of(self.stage, self.optimizer) if waits else self.copy_to_host()
+        self.stall = time.perf_counter() - start
+        self.thread = threading.Thread(target=self.write, args=[step, state, pieces, is_last])
+        self.thread.start()
+        if waits:
+            self.wait()
+
+    def state(self, step: int) -> dict:
+        """What state.json says, but for the files."""
+        return {"step": step, **self.describe(step), "scheduler": self.scheduler.state_dict(),
+                "optimizer": {"class": type(self.optimizer).__name__, "param_groups": plain_groups(self.optimizer)}}
+
+    def last(self) -> str | None:
+        """The path of the newest checkpoint, once it is written. Collective."""
+        self.wait()
+        return os.path.join(self.folder, name_of_step(self.written)) if self.written else None
+
+    def wait(self) -> None:
+        """Until what save() began is written. Prints, on rank 0, what came of it."""
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+        self.report()
+
+    def report(self) -> None:
+        for _ in range(len(self.messages)):
+            print(self.messages.pop(0), flush=True)
+
+    def write(self, step: int, state: dict, pieces: dict | None, is_last: bool) -> None:
+        """The thread: all files, and then the name. An error of a disk leaves the older checkpoints as they are."""
+        name, start = name_of_step(step), time.perf_counter()
+        unfinished = os.path.join(self.folder, f"{name}.unfinished")
+        try:
+            part = error = None
+            if pieces is not None:
+                stem = "{}-%05d-of-%05d" % (self.grid.pp_rank + 1, self.grid.pp_world_size)
+                part, error = self.try_to_write_part(unfinished, pieces, stem)
+            outcomes = self.disks.gather((part, error))
+            parts = {rank: part for rank, (part, _) in enumerate(outcomes) if part}
+            errors = [error for _, error in outcomes if error]
+            if not errors:
+                errors = self.complete(unfinished, state, parts, is_last)
+            if errors:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                return self.say(f"the checkpoint of step {step} could not be written ({errors[0]}); " + (
+                    f"the last one is that of step {self.written}" if self.written else "there is none yet"))
+            self.written = step
+            size, seconds = sum(facts["bytes"] for facts in state["files"].values()), time.perf_counter() - start
+            self.say(f"checkpoint: {os.path.join(self.folder, name)} ({size / 1e6:.1f} MB in {seconds:.2f} s, for "
+                     f"which training stood still {1e3 * self.stall:.1f} ms)")
+            with contextlib.suppress(OSError):
+                if self.disks.leads:
+                    forget_older(self.folder, step, self.keep)
+        except RuntimeError as problem:  # another rank is gone, which the training meets as well
+            self.say(f"the checkpoint of step {step} was not finished: {str(problem).splitlines()[0]}")
+
+    def say(self, message: str) -> None:
+        if dist.get_rank() == 0:
+            self.messages.append(message)
+
+    def try_to_write_part(self, *args) -> tuple[dict | None, str | None]:
+        """write_part, whose faults, too, are reported to all ranks: they wait to hear of this one's part."""
+        try:
+            return self.write_part(*args)
+        except Exception as problem:
+            traceback.print_exc()
+            return None, repr(problem)
+
+    def write_part(self, folder: str, pieces: dict[str, list[Piece]], stem: str) -> tuple[dict | None, str | None]:
+        """Writes this stage's two files. Returns what they are, on tp rank 0, and what went wrong."""
+        part, error = {"files": {}, **{f"{kind}_map": {} for kind in KINDS}, "parameters": {}}, None
+        is_first = self.grid.tp_rank == 0
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as problem:
+            error = f"{folder}: {problem.strerror}"
+        for kind in KINDS:
+            name = f"{stem.format(kind)}.safetensors"
+            saved = [(piece, as_files_have_it(self.stage.model, piece.name, kind)) for piece in pieces[kind]]
+            entries = {}
+            for piece, convert in saved:
+                meta = torch.empty(self.full_shape(piece), dtype=piece.tensor.dtype, device="meta")
+                entries.update({key: (value.dtype, value.shape) for key, value in convert(meta).items()})
+            file = TensorFile(os.path.join(folder, name), entries) if is_first else None
+            for piece, convert in saved:
+                full = self.join(piece)
+                for value in convert(full).values() if is_first else ():
+                    file.write(value)
+            if is_first:
+                part["files"][name], error = file.close(), error or file.error
+                part[f"{kind}_map"] = dict.fromkeys(entries, name)
+                part["parameters"].update({piece.name: name for piece in pieces[kind] if kind == "model"})
+        return part if is_first and error is None else None, error
+
+    def full_shape(self, piece: Piece) -> list[int]:
+        shape = list(piece.tensor.shape)
+        if piece.dim is not None and self.tp_group:
+            sizes = [torch.zeros((), dtype=torch.int64) for _ in range(self.grid.tp_world_size)]
+            dist.all_gather(sizes, torch.tensor(shape[piece.dim]), group=self.tp_group)
+            shape[piece.dim] = sum(size.item() for size in sizes)
+        return shape
+
+    def join(self, piece: Piece) -> torch.Tensor | None:
+        """The whole tensor, on tp rank 0. The other ranks of the tp group send their parts of it."""
+        own = piece.tensor.cpu().contiguous()
+        if piece.dim is None or not self.tp_group:
+            return own
+        if self.grid.tp_rank > 0:
+            dist.send(torch.tensor(own.shape[piece.dim]), self.grid.tp_group_ids[0], group=self.tp_group)
+            dist.send(own.flatten().view(torch.uint8), self.grid.tp_group_ids[0], group=self.tp_group)
+            return None
+        parts = [own]
+        for source in self.grid.tp_group_ids[1:]:
+            size = torch.zeros((), dtype=torch.int64)
+            dist.recv(size, source, group=self.tp_group)
+            shape = [*own.shape[: piece.dim], size.item(), *own.shape[piece.dim + 1 :]]
+            part = torch.empty(shape, dtype=own.dtype)
+            dist.recv(part.flatten().view(torch.uint8), source, group=self.tp_group)
+            parts.append(part)
+        chunks = [part.chunk(piece.fused, piece.dim) for part in parts]  # of each rank, one of each fused matrix
+        return torch.cat([chunk[k] for k in range(piece.fused) for chunk in chunks], piece.dim)
+
+    def complete(self, folder: str, state: dict, parts: dict[int, dict], is_last: bool) -> list[str]:
+        """Copies between disks, the small files, state.json, the name, `latest`. Returns what went wrong."""
+        disks, error = self.disks, None
+        merged = merge(parts.values())
+        try:
+            if disks.leads:
+                os.makedirs(folder, exist_ok=True)
+                merged["files"] |= write_small(folder, self.small, merged)
+        except OSError as problem:
+            error = f"{folder}: {problem.strerror}"
+        state.update(merged)
+        for rank, part in parts.items() if disks.leads else ():
+            number = next(i for i, disk in enumerate(disks.all) if rank in disk.ranks)
+            to = [disks.all[(number + k) % len(disks.all)] for k in range(1, self.copies)]
+            to += [disks.all[0]] if is_last and number > 0 and disks.all[0] not in to else []
+            for name in part["files"]:
+                for disk in to:
+                    error = disks.transfer(name, folder, disks.all[number], disk) or error
+        if errors := [error for error in disks.gather(error) if error]:
+            return errors
+        final = folder.removesuffix(".unfinished")
+        try:
+            if disks.leads:
+                write_state(os.path.join(folder, STATE), state)
+                sync_folder(folder)
+                shutil.rmtree(final, ignore_errors=True)
+                os.replace(folder, final)
+                sync_folder(self.folder)
+        except OSError as problem:
+            error = f"{final}: {problem.strerror}"
+        if errors := [error for error in disks.gather(error) if error]:
+            return errors
+        try:
+            if disks.leads:
+                set_latest(self.folder, os.path.basename(final))
+        except OSError as problem:  # the checkpoint is whole, and --resume auto does not need `latest`
+            self.say(f"{self.folder}/latest could not be written: {problem.strerror}")
+        return []
+
+    def save_survivor(self, step: int) -> str | None:
+        """Writes what this rank holds, by itself, because another rank is gone. Returns the folder, None for nothing.
+
+        Where the ranks that are left hold the whole model together, the next run goes on from these parts, and no step
+        is lost. Ranks that share a stage by tensor parallelism can't be sure of each other, and write nothing.
+        """
+        has_diverged = any(not param.isfinite().all() for param in self.stage.model.parameters())
+        if step <= self.written or self.tp_group or has_diverged:
+            return None
+        place = f"p{self.grid.dp_rank}s{self.grid.pp_rank}"
+        folder = os.path.join(self.folder, name_of_step(step) + SURVIVORS)
+        part, error = self.write_part(folder, pieces_of(self.stage, self.optimizer), "{}-%s" % place)
+        if error:
+            return None
+        write_state(os.path.join(folder, f"part-{place}.json"), {**self.state(step), **part})
+        return folder

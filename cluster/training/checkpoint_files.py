@@ -1,0 +1,268 @@
+"""The files of a checkpoint: written in one pass with a checksum, and read only after they were found to be whole.
+
+    step_00000120/
+        config.json  generation_config.json  tokenizer.json ...   the model's, as Hugging Face has them
+        model-00001-of-00002.safetensors                           the weights of pipeline stage 1, of 2
+        model.safetensors.index.json                               which weight is in which file
+        optimizer-00001-of-00002.safetensors                       AdamW's averages, by the same names
+        optimizer.safetensors.index.json
+        state.json                                                 the step, the place in the data, a checksum a file
+
+A safetensors file is the length of its header (8 bytes), the header, which is JSON, and then the tensors' bytes, one
+tensor after the other: https://huggingface.co/docs/safetensors. No file of a checkpoint is a pickle, so reading one
+runs no code.
+"""
+
+import glob
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from utils import UserError, require_reachable_hub
+
+CHUNK, FLUSH = 8 << 20, 64 << 20  # bytes that are read, written or sent at a time; after which the disk is told
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+          torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+          torch.bool: "BOOL"}
+INDEX = "{}.safetensors.index.json"
+STATE = "state.json"
+SURVIVORS = ".survivors"
+KINDS = ("model", "optimizer")
+TOKENIZER_FILES = ("*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "*.tiktoken", "chat_template*",
+                   "generation_config.json")
+
+
+def name_of_step(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int:
+    """The step of a checkpoint's or of survivors' folder, -1 for other names."""
+    found = re.fullmatch(rf"step_(\d+)({re.escape(SURVIVORS)})?", name)
+    return int(found[1]) if found else -1
+
+
+class TensorFile:
+    """A safetensors file that is written tensor by tensor, in the order of `entries`: name -> (dtype, shape).
+
+    An error of the disk does not raise: write() does nothing from then on, and `error` says what happened. So ranks
+    that send their parts of a tensor need not know.
+    """
+
+    def __init__(self, path: str, entries: dict[str, tuple[torch.dtype, Iterable[int]]]):
+        header, position = {"__metadata__": {"format": "pt"}}, 0
+        for name, (dtype, shape) in entries.items():
+            end = position + int(np.prod(list(shape), dtype=np.int64)) * dtype.itemsize
+            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+            position = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self.path, self.size, self.error, self.file = path, 0, None, None
+        self.pool, self.flushed = ThreadPoolExecutor(1), 0
+        self.checksum = self.pool.submit(int)  # of what was put so far: computed while the disk is busy
+        self.put(len(text).to_bytes(8, "little") + text)
+
+    def put(self, data) -> None:
+        """`data`: bytes, or what has them."""
+        try:
+            self.file = self.file or open(self.path, "wb", buffering=0)
+            view = memoryview(data).cast("B")
+            for start in range(0, len(view), CHUNK) if self.error is None else ():
+                part = view[start : start + CHUNK]
+                self.checksum = self.pool.submit(zlib.crc32, part, self.checksum.result())
+                self.size += len(part)
+                while len(part):  # a full disk may take a part of it first
+                    part = part[self.file.write(part):]
+                if self.size - self.flushed > FLUSH and hasattr(os, "posix_fadvise"):  # the disk begins at once
+                    os.posix_fadvise(self.file.fileno(), self.flushed, FLUSH, os.POSIX_FADV_DONTNEED)
+                    self.flushed += FLUSH
+            self.checksum.result()  # `data` may change from here on
+        except OSError as error:
+            self.error = self.error or f"{self.path}: {error.strerror}"
+
+    def write(self, tensor: torch.Tensor) -> None:
+        self.put(tensor.contiguous().flatten().view(torch.uint8).numpy())
+
+    def close(self) -> dict:
+        """Waits until all is on the disk. Returns the facts that state.json has about a file."""
+        try:
+            if self.file:
+                os.fsync(self.file.fileno())
+                self.file.close()
+        except OSError as error:
+            self.error = self.error or f"{self.path}: {error.strerror}"
+        self.pool.shutdown()
+        return {"bytes": self.size, "crc32": f"{self.checksum.result():08x}"}
+
+
+def facts_of(path: str) -> dict:
+    """As TensorFile.close() returns them, of a file that is there."""
+    size = checksum = 0
+    with open(path, "rb", buffering=0) as file:
+        while part := file.read(CHUNK):
+            size, checksum = size + len(part), zlib.crc32(part, checksum)
+    return {"bytes": size, "crc32": f"{checksum:08x}"}
+
+
+def write_text(path: str, text: str) -> dict:
+    """Writes the file and waits until it is on the disk. Returns its facts."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return facts_of(path)
+
+
+def sync_folder(path: str) -> None:
+    """Waits until the names in a folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_state(path: str, state: dict) -> None:
+    """state.json, with a checksum of its own. It appears in one go."""
+    text = json.dumps(state, indent=1)
+    write_text(f"{path}.unfinished", json.dumps({"crc32": f"{zlib.crc32(text.encode()):08x}", **state}, indent=1))
+    os.replace(f"{path}.unfinished", path)
+
+
+def read_state(path: str) -> dict:
+    """The content of a state.json. Raises UserError for a file that is not what write_state wrote."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            state = json.load(file)
+        checksum = state.pop("crc32")
+        if checksum != f"{zlib.crc32(json.dumps(state, indent=1).encode()):08x}":
+            raise ValueError("its checksum is not that of its content")
+        check_state(state)
+        return state
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} can't be read ({type(error).__name__}: {error})") from None
+
+
+def check_state(state: dict) -> None:
+    """Raises ValueError, KeyError or TypeError where a state does not have what a checkpoint needs."""
+    maps = [state["parameters"], *(state[f"{kind}_map"] for kind in KINDS)]
+    facts = [(each["bytes"], each["crc32"]) for each in state["files"].values()]
+    groups, counts = state["optimizer"]["param_groups"], [state[name] for name in ("step", "global_batch", "seq_len")]
+    fits = all(type(size) is int and type(checksum) is str for size, checksum in facts)
+    fits = fits and all(file in state["files"] for each in maps for file in each.values())
+    fits = fits and all(type(count) is int and count >= 0 for count in counts)
+    fits = fits and type(state["seed"]) is int and all(type(name) is str for name in state["names"])
+    if not fits or not all(isinstance(each, dict) for each in (state["scheduler"], state["flags"], *groups)):
+        raise ValueError("it has other fields than a checkpoint")
+
+
+def check_file(folder: str, name: str, facts: dict, thoroughly: bool = True) -> str | None:
+    """What is wrong with a file of a checkpoint, or None. `thoroughly`: its checksum is computed as well."""
+    path = os.path.join(folder, name)
+    if os.path.basename(name) != name or os.path.islink(path):
+        return f"{path} is not a file of that folder"
+    if not os.path.isfile(path):
+        return f"{path} is missing"
+    if (size := os.path.getsize(path)) != facts["bytes"]:
+        return f"{path} has {size} bytes instead of {facts['bytes']}"
+    if thoroughly and facts_of(path)["crc32"] != facts["crc32"]:
+        return f"{path} has another checksum than when it was written"
+    return None
+
+
+def read_index(path: str) -> dict[str, str]:
+    """The weight_map of an index: parameter -> file. Raises UserError for one that names files of other folders."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            weight_map = json.load(file)["weight_map"]
+        names = {*weight_map.values()}
+        if outside := [name for name in names if os.path.basename(name) != name or name in ("", ".", "..")]:
+            raise UserError(f"{path} names {outside[0]!r}, which is not a file of that folder: take this checkpoint "
+                            "from where it was made")
+        return weight_map
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} can't be read as an index ({type(error).__name__}: {error})") from None
+
+
+class Reader:
+    """Slices of the tensors in a folder's safetensors files, by name: reader.slices()[name]() reads when indexed."""
+
+    def __init__(self, folder: str, weight_map: dict[str, str]):
+        self.folder, self.weight_map, self.open = folder, weight_map, {}
+
+    def get_slice(self, name: str):
+        path = os.path.join(self.folder, self.weight_map[name])
+        try:
+            self.open[path] = self.open.get(path) or safe_open(path, framework="pt")
+            return self.open[path].get_slice(name)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} is no safetensors file with {name} ({error}): take one that save_pretrained, or "
+                            "this script, wrote") from None
+
+
+def read_tokenizer_files(model_name: str) -> dict[str, bytes]:
+    """The content of the tokenizer's files of a directory or a Hub id, by name; of those that there are."""
+    if not os.path.isdir(model_name):
+        require_reachable_hub(model_name, "--model_name")
+        from huggingface_hub import snapshot_download
+
+        model_name = snapshot_download(model_name, allow_patterns=list(TOKENIZER_FILES))
+    contents = {}
+    for pattern in TOKENIZER_FILES:
+        for path in glob.glob(os.path.join(glob.escape(model_name), pattern)):
+            if os.path.isfile(path):
+                with open(path, "rb") as file:
+                    contents[os.path.basename(path)] = file.read()
+    return contents
+
+
+def merge(parts) -> dict:
+    """What several ranks wrote, as if one had."""
+    merged = {"files": {}, **{f"{kind}_map": {} for kind in KINDS}, "parameters": {}}
+    for part in parts:
+        for key, found in merged.items():
+            found.update(part[key])
+    return merged
+
+
+def write_small(folder: str, small: dict[str, bytes], merged: dict) -> dict[str, dict]:
+    """Writes configuration, tokenizer and the two indices. Returns their facts."""
+    facts = {}
+    for name, content in small.items():
+        with open(os.path.join(folder, name), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        facts[name] = facts_of(os.path.join(folder, name))
+    for kind in KINDS:
+        size = sum(facts["bytes"] for name, facts in merged["files"].items() if name.startswith(f"{kind}-"))
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": merged[f"{kind}_map"]}, indent=1)
+        facts[INDEX.format(kind)] = write_text(os.path.join(folder, INDEX.format(kind)), text)
+    return facts
+
+
+def set_latest(folder: str, name: str) -> None:
+    """Moves `latest` in one go."""
+    write_text(os.path.join(folder, "latest.unfinished"), f"{name}\n")
+    os.replace(os.path.join(folder, "latest.unfinished"), os.path.join(folder, "latest"))
+    sync_folder(folder)
+
+
+def forget_older(folder: str, step: int, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints up to `step`, and what survivors wrote before."""
+    older = sorted((name for name in os.listdir(folder) if 0 <= step_of(name) <= step), key=step_of)
+    whole = [name for name in older if not name.endswith(SURVIVORS)]
+    for name in [*whole[:-keep], *(name for name in older if name.endswith(SURVIVORS))]:
+        doomed = os.path.join(folder, f"{name}.unfinished")  # a name that is removed later, if this run is killed now
+        os.replace(os.path.join(folder, name), doomed)
+        shutil.rmtree(doomed, ignore_errors=True)

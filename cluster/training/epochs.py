@@ -1,0 +1,68 @@
+"""The samples of a run, epoch after epoch, in an order that neither the length of the run nor its topology changes.
+
+The samples of the corpus are shuffled in blocks of BLOCK: a run of a few steps then encodes only the blocks that it
+reads, and a longer one, or one that goes on after a checkpoint, reads the same samples first. An epoch ends with a
+whole optimizer step; what is left over is not read.
+"""
+
+import torch
+from torch.utils.data import Dataset
+
+from dataloader import TokenSamples
+from training.common import load_text
+from utils import UserError
+
+BLOCK = 1024  # samples
+KEPT = 4  # blocks whose order is remembered
+
+
+class Epochs(Dataset):
+    """Items of T + 1 token ids: those of optimizer step k are k * global_batch and the following ones.
+
+    `steps_per_epoch` is None where the run ends before its first epoch does. Raises UserError for samples that are
+    fewer than a step needs.
+    """
+
+    def __init__(self, samples: TokenSamples, global_batch: int, seed: int, shuffle: bool = True,
+                 is_all: bool = True):
+        self.samples, self.seed, self.shuffle = samples, seed, shuffle
+        self.steps_per_epoch = samples.num_samples // global_batch if is_all else None
+        if samples.num_samples < global_batch:
+            raise UserError(f"the data set has {samples.num_samples} samples, fewer than the {global_batch} of one "
+                            "step: lower --batch_size or the number of micro-batches, or add data")
+        self.samples_per_epoch = self.steps_per_epoch * global_batch if is_all else samples.num_samples
+        self.num_samples = self.samples_per_epoch  # of the run: set_steps() changes it
+        self.global_batch, self.order = global_batch, {}
+
+    def set_steps(self, num_steps: int) -> None:
+        self.num_samples = num_steps * self.global_batch
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, i: int) -> torch.Tensor:  # (T + 1,)
+        epoch, position = divmod(i, self.samples_per_epoch)
+        if not self.shuffle:
+            return self.samples[position]
+        block, place = divmod(position, BLOCK)
+        if (key := (epoch, block)) not in self.order:
+            if len(self.order) == KEPT:
+                self.order.pop(next(iter(self.order)))
+            size = min(BLOCK, self.samples.num_samples - block * BLOCK)
+            generator = torch.Generator().manual_seed((self.seed + epoch << 20) + block)
+            self.order[key] = torch.randperm(size, generator=generator).tolist()
+        return self.samples[block * BLOCK + self.order[key][place]]
+
+
+def load_epochs(args, tokenizer: str, vocab_size: int, global_batch: int, num_steps: int | None,
+                max_steps_per_epoch: int | None = None, shuffle: bool = True) -> Epochs:
+    """The corpus as a run of `num_steps` steps (None: of whole epochs) needs it. Collective. Raises as load_text."""
+    if max_steps_per_epoch:
+        wanted, is_all = max_steps_per_epoch * global_batch, True
+    elif num_steps:
+        wanted = -(-num_steps * global_batch // BLOCK) * BLOCK
+        is_all = None  # known when they are there
+    else:
+        wanted, is_all = None, True
+    samples = load_text(args, tokenizer, vocab_size, wanted)
+    return Epochs(samples, global_batch, args.seed, shuffle, samples.num_samples < wanted if is_all is None else True)

@@ -1,0 +1,76 @@
+"""What a rank holds of a model and its optimizer, by the names that Hugging Face's files have."""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from training.checkpoint_files import KINDS
+
+THEIR_NAMES = (  # our Llama's -> Hugging Face's
+    (r"^embedding\.", "model.embed_tokens."),
+    (r"^decoder_layers\.", "model.layers."),
+    (r"^final_norm\.", "model.norm."),
+    (r"^final_proj\.", "lm_head."),
+    (r"\.attention\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.attention\.", ".self_attn."),
+)
+
+
+def their_name(name: str) -> str:
+    """A parameter of our Llama as Hugging Face calls it."""
+    for pattern, replacement in THEIR_NAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+class Piece(NamedTuple):
+    """A tensor that this rank holds, or its part of one: along `dim`, in each of `fused` matrices side by side."""
+
+    name: str
+    tensor: torch.Tensor
+    dim: int | None
+    fused: int
+
+
+def name_function(stage) -> Callable[[str], str]:
+    """From a parameter's name in the model to that in the files: they differ for our Llama only."""
+    return str if hasattr(stage.model, "base_model_prefix") else their_name
+
+
+def pieces_of(stage, optimizer: torch.optim.Optimizer) -> dict[str, list[Piece]]:
+    """What this rank holds, by kind of file. A tied head is left out where the embedding stands for it."""
+    found, tied, name_of = {kind: [] for kind in KINDS}, stage.tied, name_function(stage)
+    for name, param in stage.model.named_parameters():
+        if tied and name == tied[1] and not stage.is_first:
+            continue
+        module, _, key = name.rpartition(".")
+        module, name = stage.model.get_submodule(module), name_of(name)
+        split = getattr(module, "tp_dims", {}).get(key), getattr(module, "tp_fused", {}).get(key, 1)
+        found["model"].append(Piece(name, param.detach(), *split))
+        for entry, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor):
+                is_split = value.shape == param.shape
+                found["optimizer"].append(Piece(f"{name}.{entry}", value, *(split if is_split else (None, 1))))
+    own = tuple(f"{name}." for name in stage.template.modules_per_stage[stage.stage_index])
+    params = dict(stage.model.named_parameters(remove_duplicate=False))
+    found["model"] += [Piece(name_of(name), buffer, None, 1) for name, buffer in stage.model.state_dict().items()
+                       if name not in params and name.startswith(own)]
+    return {kind: sorted(pieces, key=lambda piece: (-piece.tensor.dtype.itemsize, piece.name))
+            for kind, pieces in found.items()}
+
+
+def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """The optimizer's groups without their parameters: learning rate, betas and so on."""
+    return [{name: value for name, value in group.items() if name not in ("params", "param_names")}
+            for group in optimizer.param_groups]
+
+
+def as_files_have_it(model, name: str, kind: str) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
+    """A function that turns a parameter into what files have for it: of a mixture of experts each expert by itself."""
+    if kind != "model" or not hasattr(model, "base_model_prefix"):
+        return lambda full: {name: full}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return lambda full: revert_weight_conversion(model, {name: full})

@@ -1,0 +1,223 @@
+"""Finding the newest checkpoint that is whole, on all disks together, and loading from it under any topology.
+
+Where hosts share no disk, no one of them may have all files. Each says which it has; a file that some rank needs and
+its host lacks is sent to it. What is truncated, or has another checksum than state.json says, counts as missing.
+"""
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from hf_tensor_parallel import split_parameter
+from stage_weights import load_weights
+from training.checkpoint_files import (
+    STATE, SURVIVORS, Reader, check_file, merge, name_of_step, read_index, read_state, set_latest, step_of,
+)
+from training.disks import Disks
+from training.pieces import name_function, their_name
+from utils import UserError
+
+
+class Found(NamedTuple):
+    """A checkpoint to go on from. `holders`: for each file, the disks (by number) that have it."""
+
+    name: str
+    folder: str  # on each host
+    state: dict
+    holders: dict[str, list[int]]
+
+    @property
+    def path(self) -> str:
+        return os.path.join(self.folder, self.name)
+
+
+def find_checkpoint(wanted: str, folder: str, disks: Disks) -> Found | None:
+    """The checkpoint of --resume: "auto" is the newest whole one in the run's own `folder`, or None; else a path.
+
+    Collective. Raises UserError, on every rank, where a path has no whole checkpoint.
+    """
+    if wanted != "auto":
+        folder, name = locate(wanted, disks)
+        return choose(folder, [name], disks, is_certain=True)
+    mine = []
+    if disks.leads and os.path.isdir(folder):
+        mine = [name for name in os.listdir(folder) if step_of(name) >= 0]
+    names = {name for names in disks.gather(mine) for name in names}
+    newest_first = sorted(names, key=lambda name: (step_of(name), not name.endswith(SURVIVORS)), reverse=True)
+    return choose(folder, newest_first, disks, is_certain=False)
+
+
+def locate(path: str, disks: Disks) -> tuple[str, str]:
+    """The folder and the name of the checkpoint at a path: itself, or where `latest` in it points. Collective."""
+    name = None
+    if disks.leads:
+        try:
+            with open(os.path.join(path, "latest"), encoding="utf-8") as file:
+                name = file.read().strip()
+        except (OSError, UnicodeDecodeError):
+            pass
+    latest = max((name for name in disks.gather(name) if name), default=None)
+    if latest is None:
+        path = os.path.abspath(path)
+        return os.path.dirname(path), os.path.basename(path)
+    if os.path.basename(latest) != latest:
+        raise UserError(f"{os.path.join(path, 'latest')} names {latest!r}, which is no folder beside it")
+    return path, latest
+
+
+def choose(folder: str, names: list[str], disks: Disks, is_certain: bool) -> Found | None:
+    """The first of `names` that is whole. Rank 0 prints why others are not; `is_certain`: it is an error instead."""
+    for name in names:
+        state, good, problems = look(os.path.join(folder, name)) if disks.leads else (None, [], [])
+        seen = disks.gather((disks.all.index(disks.mine), state, good, problems) if disks.leads else None)
+        seen = [each for each in seen if each]
+        states = [state for _, state, _, _ in seen if state]
+        problems = [problem for *_, problems in seen for problem in problems]
+        state = unite(states)
+        holders = {file: [number for number, _, good, _ in seen if file in good] for file in state["files"]}
+        lacking = [file for file, having in holders.items() if not having] or ([] if states else [STATE])
+        lacking += {*state.get("names", ())} - state["parameters"].keys()  # of survivors: what only lost ranks held
+        if not lacking:
+            if problems and disks.rank == 0:
+                print(f"warning: {problems[0]}; another disk has it", flush=True)
+            return Found(name, folder, state, holders)
+        what = next((problem for problem in problems if lacking[0] in problem),
+                    f"{os.path.join(folder, name, lacking[0])} is on no disk of these hosts")
+        if is_certain:
+            raise UserError(f"no whole checkpoint: {what}. Name another one, or use --resume auto")
+        if disks.rank == 0 and not name.endswith(SURVIVORS):
+            print(f"the checkpoint {name} is not whole: {what}. Falling back to the one before", flush=True)
+    return None
+
+
+def look(path: str) -> tuple[dict | None, list[str], list[str]]:
+    """What this disk has of a checkpoint: the state, the files that are as they were written, and what is wrong."""
+    if not os.path.isdir(path):
+        return None, [], []
+    try:
+        if path.endswith(SURVIVORS):
+            parts = [read_state(os.path.join(path, name)) for name in sorted(os.listdir(path)) if name[:5] == "part-"]
+            state = unite(parts)
+        else:
+            state = read_state(os.path.join(path, STATE))
+    except (OSError, UserError) as error:
+        return None, [], [str(error)]
+    problems = {name: check_file(path, name, facts) for name, facts in state["files"].items()}
+    return state, [name for name, problem in problems.items() if not problem], list(filter(None, problems.values()))
+
+
+def unite(states: list[dict]) -> dict:
+    """The states of all disks as one: those of survivors tell of their own files only."""
+    return {**(states[0] if states else {}), **merge(states)}
+
+
+def bring(found: Found, needed: set[str], disks: Disks) -> None:
+    """Sends the files that ranks need to the disks that lack them. Collective. Raises UserError."""
+    number = disks.all.index(disks.mine)
+    needs: dict[int, set[str]] = {}
+    for disk, files in disks.gather((number, needed)):
+        needs.setdefault(disk, set()).update(files)
+    error = None
+    for file in sorted(found.holders) if disks.leads else ():
+        for disk in sorted(needs):
+            having = found.holders[file]
+            if file in needs[disk] and disk not in having:
+                error = disks.transfer(file, found.path, disks.all[having[0]], disks.all[disk]) or error
+    if errors := [error for error in disks.gather(error) if error]:
+        raise UserError(f"a file of the checkpoint could not be copied to a host that lacks it: {errors[0]}")
+
+
+class Loader:
+    """Gives a stage its weights, and then an optimizer its state, from a checkpoint. All ranks use it together."""
+
+    def __init__(self, found: Found, disks: Disks, device: torch.device):
+        self.found, self.disks, self.device = found, disks, device
+
+    def weights(self, stage) -> None:
+        """As plugin.configure(weights=...) calls it."""
+        maps, name_of = self.found.state, name_function(stage)
+        own = {name_of(name) for name in (*stage.model.state_dict(), *(stage.tied or ()))}
+        files = {maps["parameters"][name] for name in own if name in maps["parameters"]}
+        files |= {file for entry, file in maps["optimizer_map"].items() if entry.rpartition(".")[0] in own}
+        bring(self.found, files, self.disks)
+        reader = Reader(self.found.path, maps["model_map"])
+        source = {name: (lambda name=name: reader.get_slice(name)) for name in maps["model_map"]}
+        if name_of is their_name:
+            source = {name: source[their_name(name)] for name in our_names(stage) if their_name(name) in source}
+        try:
+            load_weights(stage, source, self.device)
+        except UserError as error:
+            raise UserError(f"{self.found.path}: {error}") from None
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, stage) -> None:
+        """The state of each parameter, in slices as this rank holds it. Learning rates follow from the flags."""
+        maps, name_of = self.found.state, name_function(stage)
+        reader, entries = Reader(self.found.path, maps["optimizer_map"]), {}
+        for entry in maps["optimizer_map"]:
+            entries.setdefault(entry.rpartition(".")[0], []).append(entry)
+        for name, param in stage.model.named_parameters():
+            module, _, key = name.rpartition(".")
+            names = (name, *(stage.tied if stage.tied and name in stage.tied else ()))
+            known = next((entries[name_of(other)] for other in names if name_of(other) in entries), [])
+            for entry in known:
+                piece = reader.get_slice(entry)
+                is_split = len(piece.get_shape()) == param.dim() > 0
+                value = split_parameter(stage.model.get_submodule(module), key, piece) if is_split else piece[...]
+                if is_split and value.shape != param.shape:
+                    raise UserError(f"{entry} has the shape {tuple(value.shape)} in {self.found.path}, but {name} of "
+                                    f"the model {tuple(param.shape)}: is this a checkpoint of this model?")
+                place = param.device if is_split or param.is_cuda else "cpu"
+                dtype = param.dtype if is_split else value.dtype  # the run before may have had another --dtype
+                optimizer.state[param][entry.rpartition(".")[2]] = value.to(place, dtype, copy=True)
+
+
+def our_names(stage) -> set[str]:
+    return {*stage.model.state_dict(), *dict(stage.model.named_parameters(remove_duplicate=False)), *(stage.tied or ())}
+
+
+def published_weights(directory: str) -> Callable:
+    """As Loader.weights, from a directory of Hugging Face's that is no checkpoint of ours: --init_from."""
+    index, single = (os.path.join(directory, f"model.safetensors{end}") for end in (".index.json", ""))
+    if os.path.isfile(index):
+        weight_map = read_index(index)
+    elif os.path.isfile(single):
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            weight_map = dict.fromkeys(safe_open(single, framework="pt").keys(), os.path.basename(single))
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{single} is no safetensors file ({error})") from None
+    else:
+        raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json: name a directory "
+                        "that save_pretrained wrote, a checkpoint, or one from the Hub")
+    reader = Reader(directory, weight_map)
+
+    def weights(stage, device) -> None:
+        source = {name: (lambda name=name: reader.get_slice(name)) for name in weight_map}
+        if name_function(stage) is their_name:
+            source = {name: source[their_name(name)] for name in our_names(stage) if their_name(name) in source}
+        try:
+            load_weights(stage, source, device)
+        except UserError as error:
+            raise UserError(f"--init_from: {directory}: {error}") from None
+
+    return weights
+
+
+def move_aside(folder: str, after: int, disks: Disks) -> None:
+    """Checkpoints of steps later than `after`, which this run does not go on from, are kept under another name."""
+    if disks.leads:
+        old = [name for name in sorted(os.listdir(folder)) if step_of(name) > after]
+        if old:
+            other = next(path for i in itertools.count(1) if not os.path.exists(path := f"{folder}.{i}"))
+            os.makedirs(other)
+            for name in [*old, "latest"]:
+                if os.path.exists(path := os.path.join(folder, name)):
+                    os.rename(path, os.path.join(other, name))
+            if os.path.isdir(os.path.join(folder, name_of_step(after))):
+                set_latest(folder, name_of_step(after))
+            print(f"checkpoints of an older run of the same name are now in {other}", flush=True)
+    disks.gather(None)

@@ -1,0 +1,180 @@
+"""A training that can be stopped, killed and moved: where it goes on, and what it leaves behind.
+
+    run = Run(args)                               finds the checkpoint to go on from, if there is one
+    ... plugin.configure(model, optimizer, weights=run.weights(...)) ...
+    run.begin(plugin, model, optimizer, ...)      loads the optimizer's state, makes the Checkpointer
+    run.after_step(number)                        saves when it is time; whether to stop
+"""
+
+import argparse
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import process_group_manager as pgm
+from training.checkpoint import Checkpointer
+from training.checkpoint_files import SURVIVORS, read_tokenizer_files
+from training.disks import Disks
+from training.resume import Loader, find_checkpoint, move_aside
+from training.sample import Sampler
+from training.survive import Watch, is_elastic
+from utils import ROOT, UserError, positive_int, zero_or_more
+
+PACKAGES = ("torch", "transformers", "safetensors", "numpy")
+
+
+def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint_dir", default=os.path.join(ROOT, "checkpoints"),
+                        help="a run's checkpoints are in the folder RUN_NAME in it")
+    parser.add_argument("--save_every", type=positive_int, metavar="N",
+                        help="optimizer steps between checkpoints (default: at the end of each epoch, and of the run)")
+    parser.add_argument("--keep", type=positive_int, default=2, help="so many of the newest checkpoints are kept")
+    parser.add_argument("--checkpoint_copies", type=positive_int, default=2,
+                        help="where hosts share no disk: on so many of them each file is kept")
+    parser.add_argument("--resume", metavar="auto|DIR",
+                        help="go on from the run's newest checkpoint, if there is one, or from that directory")
+    parser.add_argument("--sample_every", type=zero_or_more, default=0, metavar="N",
+                        help="print a sample of text every N steps (0: never)")
+    parser.add_argument("--prompt", default="The", help="what the samples of text begin with")
+
+
+class Run:
+    """All ranks make one together, when they have joined. `found`: the checkpoint to go on from, or None.
+
+    Raises UserError for a --checkpoint_dir that can't be written, a --resume that can't be read.
+    """
+
+    def __init__(self, args):
+        if os.path.basename(args.run_name) != args.run_name or args.run_name in ("", ".", ".."):
+            raise UserError(f"--run_name {args.run_name!r} becomes a directory's name: use one without slashes")
+        for name, value in vars(args).items():
+            if isinstance(value, str) and not value.isprintable():  # bytes that are no UTF-8, line ends
+                raise UserError(f"--{name} {value!r} has characters that can't be printed: leave them out")
+        self.args, self.folder = args, os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
+        self.watch, self.disks = Watch(), Disks(self.folder)
+        self.lock = lock(self.folder, self.disks)
+        self.run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none") if is_elastic() else None
+        wanted = args.resume or ("auto" if is_elastic() else None)
+        self.found = find_checkpoint(wanted, self.folder, self.disks) if wanted else None
+        if self.found and not args.resume and self.found.state.get("run_id") != self.run_id:
+            self.found = None  # an older run's, and no process of this one was started anew
+        self.start = self.found.state["step"] if self.found else 0
+        if self.found and not args.learning_rate:
+            args.learning_rate = self.found.state["flags"].get("learning_rate")
+        if self.found and dist.get_rank() == 0:
+            print(f"going on after step {self.start}: {self.found.path}", flush=True)
+        self.checkpointer, self.loader, self.stall = None, None, 0.0
+
+    def weights(self, device: torch.device, initial) -> Callable | dict | None:
+        """What plugin.configure takes as `weights`: the checkpoint's, or `initial` in a new run."""
+        if self.found is None:
+            return initial
+        self.loader = Loader(self.found, self.disks, device)
+        return self.loader.weights
+
+    def check(self, names: list[str], global_batch: int, seq_len: int) -> None:
+        """Raises UserError where a resumed run has another model, or would read other samples than before."""
+        if self.found is None:
+            return
+        for name, value in ("global_batch", global_batch), ("seq_len", seq_len), ("seed", self.args.seed):
+            if (saved := self.found.state[name]) != value:
+                raise UserError(f"{self.found.path} was saved with {name}={saved}, but this run has {value}: choose "
+                                "--batch_size x micro-batches, --seq_len and --seed as they were")
+        if unlike := sorted({*names} ^ {*self.found.state["names"]}):
+            raise UserError(f"{self.found.path} is of another model: {len(unlike)} parameters are in one of the two "
+                            f"only, among them {unlike[0]}")
+
+    def begin(self, plugin, model, optimizer, scheduler, names: list[str], config: dict, tokenizer: str,
+              steps_per_epoch: int | None) -> None:
+        """`names`: of all parameters of the whole model. `config`: the content of its config.json. Collective."""
+        is_own = self.found and os.path.realpath(self.found.folder) == os.path.realpath(self.folder)
+        is_own = self.disks.gather(is_own)[0]
+        if self.found is None or self.args.resume not in (None, "auto"):
+            move_aside(self.folder, self.start if is_own else -1, self.disks)
+        if self.loader:
+            self.loader.load_optimizer(optimizer, model.module)
+            with warnings.catch_warnings():  # of steps of the scheduler without the optimizer's
+                warnings.simplefilter("ignore")
+                for _ in range(self.start):  # so that --learning_rate and the other flags have their effect
+                    scheduler.step()
+        args, grid = self.args, pgm.process_group_manager
+        versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+        flags = {name: value for name, value in vars(args).items() if not callable(value)}
+        batch = plugin.global_batch_size
+
+        def describe(step: int) -> dict:
+            epoch, position = divmod(step, steps_per_epoch) if steps_per_epoch else (0, step)
+            return {"tokens": step * batch * args.seq_len, "epoch": epoch, "position": position * batch,
+                    "seed": args.seed, "global_batch": batch, "seq_len": args.seq_len, "names": names,
+                    "flags": flags, "topology": grid.topology, "run_id": self.run_id,
+                    "versions": {"python": platform.python_version(), **versions}}
+
+        small = {"config.json": json.dumps(config, indent=2).encode(), **self.tokenizer_files(tokenizer)}
+        self.checkpointer = Checkpointer(self.folder, self.disks, model, optimizer, scheduler, describe, small,
+                                         args.keep, args.checkpoint_copies)
+        self.sampler = args.sample_every and Sampler(plugin, model, tokenizer, args.prompt, args.seq_len)
+        self.step = self.start
+        self.watch.begin(lambda: self.checkpointer.save_survivor(self.step))
+        if is_own and not self.found.name.endswith(SURVIVORS):
+            self.checkpointer.written = self.start
+        elif self.found or is_elastic():  # whoever is lost next, the same global batch goes on
+            self.save(self.start)
+
+    def tokenizer_files(self, tokenizer: str) -> dict[str, bytes]:
+        """The content of the tokenizer's files, which rank 0 has, on all ranks that lead a disk. Collective."""
+        files = read_tokenizer_files(tokenizer) if dist.get_rank() == 0 else {}
+        return self.disks.gather(files)[0]
+
+    def save(self, step: int, is_last: bool = False, waits: bool = False) -> None:
+        self.checkpointer.save(step, waits or is_last, is_last)
+
+    def after_step(self, step: int, stops: bool, is_end_of_epoch: bool, is_last: bool) -> None:
+        """Saves when it is time. Collective."""
+        every = self.args.save_every
+        if stops or is_last or (step % every == 0 if every else is_end_of_epoch):
+            self.save(step, is_last, stops)
+        elif every and step == self.start + 1:
+            self.checkpointer.prepare()
+        self.checkpointer.report()
+        if self.sampler and step % self.args.sample_every == 0 and (text := self.sampler.sample()) is not None:
+            print(f"sample after step {step}: {text!r}", flush=True)
+
+    def end(self, was_stopped: bool) -> None:
+        """Waits for the last checkpoint. Collective."""
+        self.checkpointer.wait()
+        self.watch.close()
+        if was_stopped:
+            if dist.get_rank() == 0:
+                print(f"stopped after step {self.step}, as it was told: --resume auto goes on from there", flush=True)
+            if is_elastic() and not self.watch.wait_for_own_signal():
+                os._exit(1)  # the agent then starts this process anew, with those that are there
+
+
+def lock(folder: str, disks: Disks):
+    """A file that one run at a time has open, on each disk; it is free again when this process ends. Collective.
+
+    Raises UserError, on every rank, where another run has it. After a loss, the processes before may take a moment.
+    """
+    file, until, is_free = None, time.monotonic() + (30 if is_elastic() else 1), True
+    if disks.leads:
+        file = open(os.path.join(folder, ".lock"), "w")
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                is_free = time.monotonic() < until
+            if not is_free:
+                break
+            time.sleep(0.2)
+    if not all(disks.gather(is_free)):
+        raise UserError(f"a run in progress keeps its checkpoints in {folder}: choose another --run_name")
+    return file

@@ -1,0 +1,158 @@
+"""A run that is asked to stop, or that loses one of its machines.
+
+SIGTERM and Ctrl-C only leave a note: all ranks finish the step that they are in, save a checkpoint and end. In an
+elastic run (launch_cluster.sh --elastic) ranks also watch each other. When one is gone, those that are left write what
+they hold, by themselves, and end; torchrun's agents then start all of them anew without the lost one.
+
+A rank that is killed closes its connections, and the others meet an error at once. A cut link closes nothing: so each
+rank counts aloud, in the store of rank 0, and one that falls silent for PATIENCE seconds is taken as gone.
+"""
+
+import contextlib
+import datetime
+import os
+import re
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from utils import UserError
+
+BEAT, PATIENCE = 0.5, 6.0  # seconds
+ALONE = 4.0  # seconds that a rank waits for its own agent to stop it
+LOST = re.compile("peer|onnection|ocket|imed out|timeout|Broken pipe|NCCL|TCPStore|remote process", re.IGNORECASE)
+
+
+def is_elastic() -> bool:
+    """Whether torchrun starts lost processes anew: it then says so in the environment."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+
+
+class Watch:
+    """Notes signals from now on and, in an elastic run, whether the other ranks are alive. All ranks make one together.
+
+    `lock` is held while the weights change: what survivors write is never half of a step.
+    """
+
+    def __init__(self):
+        self.asked, self.rescue, self.lock, self.ended = False, None, threading.RLock(), threading.Event()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.group = dist.new_group(backend="gloo") if self.world_size > 1 else None
+        self.store = None
+        if is_elastic() and self.world_size > 1:  # a connection of its own: the main thread's may be in use for long
+            self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                                       timeout=datetime.timedelta(seconds=PATIENCE), wait_for_workers=False)
+            self.store.set(f"host/{self.rank}", socket.gethostname())
+            self.store.add(f"beat/{self.rank}", 1)
+            dist.barrier(self.group)  # from here on all counters are there
+        self.noted, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)  # written at once, even where Python waits in C++
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        heard = dict.fromkeys(range(self.world_size), (0, time.monotonic()))
+        while not self.ended.is_set():
+            if select.select([self.noted], [], [], BEAT)[0] and os.read(self.noted, 64):
+                self.asked = True
+                if self.rescue is None:
+                    print(f"rank {self.rank}: stopped before the training began", flush=True)
+                    os._exit(is_elastic())
+            if self.store is None:
+                continue
+            try:
+                self.store.add(f"beat/{self.rank}", 1)
+                counts = self.store.multi_get([f"beat/{rank}" for rank in heard])
+            except RuntimeError as error:
+                self.fail(f"rank 0 does not answer any more ({str(error).splitlines()[0]})")
+            now = time.monotonic()
+            for rank, count in enumerate(counts):
+                if count != heard[rank][0]:
+                    heard[rank] = count, now
+                elif int(count) >= 0 and now - heard[rank][1] > PATIENCE:
+                    self.fail(f"rank {rank} on {self.store.get(f'host/{rank}').decode()} is silent")
+
+    def begin(self, rescue: Callable[[], str | None]) -> None:
+        """From now on there is something to lose: a signal ends the step first, and a lost rank calls `rescue`."""
+        self.rescue = rescue
+
+    def let_signals_kill(self) -> None:
+        """For a training that can't end within a step: SIGTERM and Ctrl-C end the process, as they do by default."""
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+
+    def fail(self, reason: str) -> None:
+        """Saves what can be saved, and ends this process. Does not return."""
+        with self.lock:
+            if self.ended.is_set():  # the training is over, and others leave as well
+                return
+            print(f"rank {self.rank}: {reason}", flush=True)
+            if self.rescue:
+                with contextlib.suppress(Exception):  # nothing must keep it from ending
+                    if saved := self.rescue():
+                        print(f"rank {self.rank}: what it holds is in {saved}", flush=True)
+            os._exit(1)
+
+    @contextlib.contextmanager
+    def lost_peers(self):
+        """Around what communicates: an error that a lost rank causes ends the process by fail()."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.store is not None and not isinstance(error, torch.OutOfMemoryError) and LOST.search(str(error)):
+                self.fail(f"a rank is lost ({str(error).splitlines()[0][:200]})")
+            raise
+
+    def ask_all(self):
+        """Begins to ask whether any rank was told to stop; what it returns says so when called. Collective."""
+        asked = torch.tensor(int(self.asked), dtype=torch.int32)
+        handle = self.group and dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+        def answer() -> bool:
+            if handle:
+                handle.wait()
+            return bool(asked)
+
+        return answer
+
+    def close(self) -> None:
+        """The training is over: from here on no rank needs to hear of another one. Collective."""
+        with self.lock:
+            self.ended.set()
+        self.thread.join()
+        if self.store is not None:
+            self.store.set(f"beat/{self.rank}", "-1")
+        if self.group is not None:
+            dist.barrier(self.group)  # rank 0, which has the store, leaves last
+
+    def wait_for_own_signal(self) -> bool:
+        """In an elastic run, after a stop that another rank was told: waits until this one's agent says so, too.
+
+        An agent whose processes have ended well takes the run as done, and would not take part in the next one.
+        """
+        end = time.monotonic() + ALONE
+        while not self.asked and time.monotonic() < end:
+            self.asked = bool(select.select([self.noted], [], [], BEAT)[0])
+        return self.asked
+
+
+@contextlib.contextmanager
+def end_of_elastic_run():
+    """Around main(): an error that starting anew would only repeat ends the agent as well, which started this process.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_elastic() and (isinstance(error, UserError) or not LOST.search(str(error))):
+            threading.Timer(1.0, os.kill, [os.getppid(), signal.SIGTERM]).start()  # after the message
+        raise

@@ -1,0 +1,112 @@
+"""Runs of train_distributed.py that save and resume, of a model so small that a run takes seconds.
+
+As a script, `checkpoint_runs.py OUT SCRIPT FLAGS...`, it runs SCRIPT with norms, softmax and routers in float64, too,
+and each rank writes its parameters into OUT/rank<r>.pt in the end. With POISON=1:5 in the environment nothing is
+different, but that rank 1's weights are NaN after its fifth step.
+"""
+
+import functools
+import itertools
+import json
+import os
+import pathlib
+import runpy
+import shutil
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+SCRIPT = ROOT / "cluster" / "train_distributed.py"
+STEPS, SAVED = 12, 7
+SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+             head_dim=8)
+TEXT = "It was the best of times, it was the worst of times; it was the age of wisdom. " * 6
+TOPOLOGIES = {  # name -> ranks, flags: 8 micro-batches a step in each
+    "one": (1, ["--num_microbatches", "8"]),
+    "tp2": (2, ["--num_microbatches", "8", "--tp_size", "2"]),
+    "tp4": (4, ["--num_microbatches", "8", "--tp_size", "4"]),
+    "dp4": (4, ["--num_microbatches", "3,2,2,1"]),
+    "pp4": (4, ["--num_microbatches", "8", "--pipelines", "1,1,1,1"]),
+    "2;1": (3, ["--num_microbatches", "5,3", "--pipelines", "3,1;4"]),
+    "3": (3, ["--num_microbatches", "8", "--pipelines", "2,1,1"]),
+    "1;1;2": (4, ["--num_microbatches", "3,3,2", "--pipelines", "4;4;1,3"]),
+    "2x2x2": (8, ["--num_microbatches", "4,4", "--pipelines", "3,1;2,2", "--tp_size", "2"]),
+}
+
+
+def write_model(folder: pathlib.Path, **changes) -> pathlib.Path:
+    """A directory with a configuration and a tokenizer."""
+    folder.mkdir(parents=True)
+    for path in (ROOT / "assets" / "tiny_llama").glob("*token*"):
+        shutil.copy(path, folder)
+    config = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **SIZES, **changes}))
+    return folder
+
+
+def write_corpus(folder: pathlib.Path) -> pathlib.Path:
+    """Text of five steps, so that a run of 12 reads it more than twice."""
+    (folder / "corpus").mkdir(parents=True)
+    for i in range(4):
+        (folder / "corpus" / f"{i}.txt").write_text(f"{i}. {TEXT[i:]}")
+    return folder / "corpus"
+
+
+def flags_of(folder: pathlib.Path, name: str, model: pathlib.Path, **changes) -> list[str]:
+    """Those of a run in `folder`/runs and `folder`/checkpoints, without its topology."""
+    flags = {"model_name": model, "dataset_name": folder / "corpus", "seq_len": 16, "dtype": "float64", "device": "cpu",
+             "batch_size": 1, "max_steps": STEPS, "save_every": SAVED, "keep": 5, "warmup_steps": 3,
+             "lr_decay": "cosine", "log_dir": folder / "runs", "checkpoint_dir": folder / "checkpoints",
+             "run_name": name, **changes}
+    return ["--equal_shares", *(str(word) for name, value in flags.items() for word in (f"--{name}", value)
+                                if value is not None)]
+
+
+def checkpoint(folder: pathlib.Path, name: str, step: int) -> pathlib.Path:
+    return folder / "checkpoints" / name / f"step_{step:08d}"
+
+
+def newest(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """What `latest` of a run points to."""
+    run = folder / "checkpoints" / name
+    return run / (run / "latest").read_text().strip()
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started: of torchrun, the ranks."""
+    found = subprocess.run(["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True).stdout
+    return sorted(map(int, found.split()))
+
+
+def put_nan(numbers, rank: int, step: int, optimizer, _args, _kwargs) -> None:
+    """After the optimizer's step `step` on `rank`."""
+    if next(numbers) == step and int(os.environ["RANK"]) == rank:
+        for param in optimizer.param_groups[0]["params"]:
+            param.data.fill_(float("nan"))
+
+
+def main() -> None:
+    import torch
+    from huggingface import float64_throughout
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    out, script = sys.argv[1:3]
+    sys.argv = sys.argv[2:]
+    sys.path[0] = str(pathlib.Path(script).parent)
+    if poison := os.environ.get("POISON"):
+        register_optimizer_step_post_hook(functools.partial(put_nan, itertools.count(1), *map(int, poison.split(":"))))
+        runpy.run_path(script, run_name="__main__")
+        return
+    imported = runpy.run_path(script, run_name="imported")  # its modules see both dtypes, for the files
+    held = {}
+    register_optimizer_step_post_hook(lambda optimizer, *_: held.update(optimizer.param_groups[0]))
+    with float64_throughout():
+        imported["main"]()
+    os.makedirs(out, exist_ok=True)
+    final = {name: param.detach().clone() for name, param in zip(held["param_names"], held["params"])}
+    torch.save(final, os.path.join(out, f"rank{os.environ['RANK']}.pt"))
+
+
+if __name__ == "__main__":
+    sys.path.append(str(ROOT / "tests" / "support"))
+    main()

@@ -1,0 +1,300 @@
+"""Command lines and files that chance has damaged: the same seed makes the same ones.
+
+    script, words, ranks, damaged = command_line(seed, actions)     `damaged`: a file that has to be damaged first
+    content = damage(random, name, content)                         of a file, by what kind of file it is
+
+A command line has a few good values besides those of a run that works, and none, one or two bad ones. As a script,
+`fuzz.py FOLDER SCRIPT FLAGS...`, it runs SCRIPT in FOLDER with a limit on memory.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import resource
+import runpy
+import signal
+import socket
+import sys
+
+from checkpoint_runs import write_corpus, write_model
+from clusters import made_up_cluster
+
+MEMORY = 6 << 30  # bytes that a case may ask for besides what is there
+HUGE, LONG = "9" * 25, "9" * 5000
+BRIEF = ["0", "-1", "nan", "1e999", "", "abc", "1_0", "٣", LONG, "--"]  # where more of it takes long, rightly
+NUMBERS = [*BRIEF, "7", "64", "2147483647", "2147483648", str(1 << 63), HUGE, HUGE]
+FRACTIONS = ["0", "-1", "nan", "1e999", "1e308", "1e-320", "1e-30", "1e30", "-0.0", "", "abc", LONG]
+TEXTS = ["", " ", "é", "日本語", "\udcff", "a/b", ".", "..", "x" * 300, "a\nb", "%s", "{}", "\x1b[2J", "-1", "auto"]
+PATHS = ["", " ", "nowhere", "nowhere/deep", "file", "file/below", "binary.txt", "empty.txt", "loop", "folder", ".",
+         "/dev/null", "/proc/self/nothing", "ünï", "\udcff", "x" * 300, "a\nb", "-x", "someone/something", "a/b/c",
+         "https://example.invalid/x", "model/config.json", "{}", "*", "[", "corpus", "model"]
+COUNTS = ["0", "", ",", "|", ";", "1,", "-1", "2,2", "4;4", "3,1;4", "1,1,1,1", "5", "8;5,3", "4|2,2", "4;|", "a", HUGE,
+          "2, 2", "٤", "4;4;4", "1.5", "4|", "1," * 300 + "1"]
+RUN = "checkpoints/run/step_00000004"
+MODELS, RESUMED = ["model", "gpt2", "qwen", RUN], ["auto", "checkpoints/run", RUN, "checkpoints/run/step_00000002/"]
+TINY = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+            head_dim=4)
+MODEL_TYPES = {"model": {}, "qwen": dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"]),
+               "gpt2": dict(model_type="gpt2", architectures=["GPT2LMHeadModel"], n_embd=16, n_layer=4, n_head=4,
+                            n_positions=64, bos_token_id=0)}
+SSH = "#!/bin/sh\nfor word; do last=$word; done\ncase \" $* \" in *\" -G \"*) echo \"hostname $last\"; exit;; esac\n" \
+      "echo 'Could not resolve hostname' >&2; exit 255\n"
+HOSTS = "# three machines\npi@pi0 iface=eth0\npi@pi1 port=2222 nproc=1 python=~/venv/bin/python dir='~/my tutorial'\n" \
+        "\ndesk nproc=2 address=192.168.1.7\n"
+
+# flag -> good values, bad or odd ones. Flags that are not here have what their type says.
+VALUES = {
+    "pipelines": (["4", "4|2,2", "2,2", "4;4"], COUNTS), "num_microbatches": (["2", "1", "2|1", "1,2"], COUNTS),
+    "tp_size": (["1", "2"], ["3", *NUMBERS]), "resume": (RESUMED, PATHS), "init_from": ([MODELS[-1]], PATHS + MODELS),
+    "model_name": (MODELS, PATHS), "plan": (["plan.json", "plan2.json"], PATHS),
+    "cluster_json": (["cluster.json"], PATHS), "checkpoint": (RESUMED, PATHS),
+    "dataset_name": (["corpus", "corpus/0.txt", "rows.jsonl"], [*PATHS, "bad.jsonl"]),
+    "checkpoint_dir": (["checkpoints", "other"], PATHS), "log_dir": (["runs", "other"], PATHS),
+    "out": (["out.json"], PATHS), "measure": (["measured.json"], PATHS), "hosts": (["hosts.txt"], PATHS),
+    "cluster": (["2xH100:8", "4xA100:2"], [*TEXTS, "0xH100:8", "2xH100", "2xnone:8", f"{HUGE}xH100:8", "2xH100:0"]),
+    "run_name": (["run", "new"], TEXTS), "prompt": (["The", "It was the best"], [*TEXTS, "word " * 3000]),
+    "num_hidden_layers": (["1", "2", "4"], [*BRIEF, "40"]), "num_attention_heads": (["4", "8"], ["3", "16", *NUMBERS]),
+    "num_key_value_heads": (["4", "2", "1"], ["3", *NUMBERS]), "profile_batch": (["-1", "0", "1"], ["-2", *NUMBERS]),
+    "elastic": (["1:2", "1:1"], ["2:1", "0:1", "3:4", ":", "1:", HUGE, f"1:{HUGE}", "", "é"]),
+    "env": (["A=1", "PATH"], [*TEXTS, "=", "=1", "A B=1"]), "port": (["29511"], NUMBERS),
+    "micro_batch_size": (["1", "1,2"], COUNTS), "memory_fraction": (["0.5"], FRACTIONS),
+    "learning_rate": (["0.001", "0.1"], FRACTIONS), "bandwidth": (["1e9"], FRACTIONS),
+    **{name: (["1", "2"], BRIEF) for name in ("epochs", "max_steps", "max_steps_per_epoch", "train_steps",
+                                              "local_steps", "measure_seconds", "max_new_tokens")},
+}
+DIRECTORIES = {"checkpoint_dir": "checkpoints", "log_dir": "runs"}
+TRAINING = {"model_name": "model", "dataset_name": "corpus", "seq_len": "16", "dtype": "float64", "batch_size": "1",
+            "num_microbatches": "2", "max_steps": "6", "run_name": "run", **DIRECTORIES}
+SCRIPTS = {  # name -> share of the cases, path, flags of a run that works
+    "train_distributed": (68, "cluster/train_distributed.py", TRAINING),
+    "generate": (9, "cluster/generate.py", {"checkpoint": "checkpoints/run", "prompt": "The", "max_new_tokens": "4"}),
+    "plan": (9, "cluster/plan.py", {"cluster_json": "cluster.json", "global_batch": "8", "measure_seconds": "1"}),
+    "three_stages_simple_pp": (9, "cluster/three_stages_simple_pp.py", {
+        "dataset_name": "corpus", "seq_len": "16", "batch_size": "2", "microbatch_num": "2", "train_steps": "2",
+        "profile_batch": "-1", **DIRECTORIES}),
+    "launch_cluster": (5, "cluster/launching/launch_cluster.py", {"hosts": "hosts.txt", "check": None}),
+}
+CLASHES = {  # a flag -> those that can't stand beside it
+    "plan": ("pipelines", "num_microbatches", "batch_size", "tp_size", "pp_engine"), "local_steps": ("max_steps",),
+    "measure": ("cluster_json",), "cluster": ("cluster_json",), "tp_size": ("num_microbatches",),
+}
+READ = {  # a script -> the files of which one may be damaged
+    "train_distributed": ["model/config.json", "model/tokenizer.json", "model/tokenizer_config.json",
+                          f"{RUN}/state.json", f"{RUN}/model-00001-of-00001.safetensors", f"{RUN}/config.json",
+                          f"{RUN}/optimizer-00001-of-00001.safetensors", f"{RUN}/model.safetensors.index.json",
+                          "checkpoints/run/latest", "plan.json", "rows.jsonl"],
+    "generate": [f"{RUN}/config.json", f"{RUN}/tokenizer.json", f"{RUN}/model-00001-of-00001.safetensors",
+                 f"{RUN}/model.safetensors.index.json", "checkpoints/run/latest", f"{RUN}/tokenizer_config.json"],
+    "plan": ["cluster.json"], "three_stages_simple_pp": ["qwen/config.json"], "launch_cluster": ["hosts.txt"],
+}
+NEEDED = {"plan.json": "plan", "rows.jsonl": "dataset_name", "qwen/config.json": "model_name"}  # file -> a flag for it
+
+
+def write_good_files(folder: pathlib.Path, make_plan) -> None:
+    """One of each file that a script reads, but for checkpoints. `make_plan`: makes a plan out of a cluster."""
+    for name, changes in MODEL_TYPES.items():
+        config = json.loads((write_model(folder / name, **TINY, **changes) / "config.json").read_text())
+    write_corpus(folder)
+    rows = [json.dumps({"text": "It was the best of times. " * 30}) + "\n"] * 4
+    files = {"hosts.txt": HOSTS, "file": "a file\n", "empty.txt": "", "rows.jsonl": "".join(rows),
+             "bad.jsonl": '{"words": 1}\n', "bin/ssh": SSH}
+    for count, name in (1, "plan.json"), (2, "plan2.json"):
+        cluster = made_up_cluster([1] * count, layers=4, sizes=(1, 2), bandwidth=1e6)
+        cluster.update(dtype="float64", hosts=[socket.gethostname()] * count,
+                       model={field: config[field] for field in cluster["model"]})
+        files.update({name: json.dumps(make_plan(cluster), indent=1), "cluster.json": json.dumps(cluster, indent=1)})
+    (folder / "folder").mkdir()
+    (folder / "bin").mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    (folder / "bin" / "ssh").chmod(0o755)
+    (folder / "binary.txt").write_bytes(random.Random(0).randbytes(999))
+    (folder / "loop").symlink_to("loop")
+
+
+def forge(state: pathlib.Path, damaged: pathlib.Path, files) -> None:
+    """Checksums that fit a damaged file, as only somebody could write who wants to. `files`: checkpoint_files.py."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):  # then it stays as it is
+        content = json.loads(state.read_text())
+        content.pop("crc32", None)
+        content["files"].update({damaged.name: files.facts_of(str(damaged))} if damaged != state else {})
+        files.write_state(str(state), content)
+
+
+def pool(action) -> tuple[list[str], list[str]]:
+    """Good and bad values of a flag of argparse."""
+    if action.dest in VALUES:
+        return VALUES[action.dest]
+    if action.choices:
+        return [str(choice) for choice in action.choices], TEXTS
+    kind = getattr(action.type, "__name__", None)
+    return {"int": (["1", "2", "3"], NUMBERS), "float": (["0.5", "1"], FRACTIONS)}.get(kind, (["a", "b"], TEXTS))
+
+
+def command_line(seed: int, actions: dict[str, list]) -> tuple[str, list[str], int, str | None]:
+    """The script, the words behind it, the number of ranks, and the file of its folder that has to be damaged first.
+
+    `actions`: of each script's parser.
+    """
+    rng = random.Random(seed)
+    script = rng.choices(list(SCRIPTS), [share for share, *_ in SCRIPTS.values()])[0]
+    known = {action.dest: action for action in actions[script] if action.dest not in ("help", "sudo_pass")}
+    flags, damaged = dict(SCRIPTS[script][2]), None
+    ranks = 2 if script in ("train_distributed", "three_stages_simple_pp") and rng.random() < 0.08 else 1
+    if rng.random() < 0.25:
+        damaged = rng.choice(READ[script])
+        flags.update({NEEDED[damaged]: damaged.split("/")[0]} if damaged in NEEDED else {})
+        if RUN in damaged and script == "train_distributed":
+            flags.update([("resume", rng.choice(RESUMED[:3])) if rng.random() < 0.7 else ("init_from", RUN)])
+    for is_good in rng.choice([[], [True]]) + rng.choice([[True], [True, True], [False], [False], [True, False]]):
+        action = known[rng.choice(sorted(known))]
+        good, bad = pool(action)
+        flags[action.dest] = None if action.nargs == 0 else rng.choice(good if is_good else bad)
+    if rng.random() < 0.85:
+        for flag in [flag for flag in flags if flag in CLASHES]:
+            for other in CLASHES[flag]:
+                flags.pop(other, None)
+    words = []
+    for name, value in flags.items():
+        words += known[name].option_strings[-1:] + [value] * (value is not None)
+        if known[name].option_strings and value is not None and rng.random() < 0.2:
+            words[-2:] = ["=".join(words[-2:])]
+    if rng.random() < 0.04:
+        words.insert(rng.randrange(len(words)), rng.choice(["--unknown", "", "--", "more", "--help", "--seq-len"]))
+    if script == "launch_cluster" and rng.random() < 0.5:
+        words += ["--", *rng.choice([[], ["train.py"], ["", "é"], ["\udcff"], ["nowhere.py", "--x"]])]
+    return script, words, ranks, damaged
+
+
+NESTED = json.loads("[" * 60 + "]" * 60)
+ODD = [None, True, False, -1, 0, 1, 2, 3, 7, 0.5, -0.5, 1e308, float("nan"), float("inf"), 10**30, 1 << 63, -(1 << 63),
+       "", "x", "é", "\ud800", "../x", "/etc/passwd", "1", "NaN", [], {}, [[]], [1], [None], ["x"], {"a": None}, [{}]]
+
+
+def change_tree(rng: random.Random, tree, odd=ODD):
+    """The JSON value with one change somewhere; at a shallow place as likely as at a deep one."""
+    holder, key = [tree], 0
+    root = holder
+    while isinstance(holder[key], (dict, list)) and holder[key] and (holder is root or rng.random() < 0.75):
+        holder = holder[key]
+        key = rng.choice(sorted(holder)) if isinstance(holder, dict) else rng.randrange(len(holder))
+    value = holder[key]
+    change = rng.choice(["odd"] * 4 + ["delete", "wrap", "text", "number", "rename", "repeat", "swap", "nested"])
+    if change == "delete" and holder is not root:
+        del holder[key]
+    elif change == "wrap":
+        holder[key] = rng.choice([[value], {"a": value}])
+    elif change == "text":
+        holder[key] = str(value)
+    elif change == "number" and type(value) in (int, float):
+        holder[key] = rng.choice([-value, value + 1, value - 1, value * 2, float(value), value / 3, value * 1000])
+    elif change == "rename" and isinstance(holder, dict):
+        holder[f"{key}x"] = holder.pop(key)
+    elif change == "repeat" and isinstance(holder, list) and holder is not root:
+        holder.insert(key, value)
+    elif change == "swap" and holder is not root:
+        other = rng.choice(sorted(holder)) if isinstance(holder, dict) else rng.randrange(len(holder))
+        holder[key], holder[other] = holder[other], value
+    else:
+        holder[key] = NESTED if change == "nested" else rng.choice(odd)
+    return root[0]
+
+
+def change_bytes(rng: random.Random, content: bytes) -> bytes:
+    """A file that a disk, an editor or a copy has damaged."""
+    place, other = sorted(rng.randrange(len(content) + 1) for _ in range(2))
+    flipped = bytearray(content or b" ")
+    flipped[min(place, len(flipped) - 1)] ^= 1 << rng.randrange(8)
+    text = content.decode("utf-8", "replace")
+    return rng.choice([
+        lambda: bytes(flipped), lambda: content[:place], lambda: content[:place] + content[other:],
+        lambda: content[:other] + content[place:], lambda: content[:place] + rng.randbytes(8) + content[place:],
+        lambda: text.encode("utf-16"), lambda: b"\xef\xbb\xbf" + content, lambda: content.replace(b"\n", b"\r\n"),
+        lambda: content[:place] + "é".encode("latin-1") + content[place:], lambda: b"", lambda: bytes(len(content)),
+        lambda: b"[" * 100_000, lambda: b'{"a":' * 100_000, lambda: content * 2, lambda: b"null", lambda: b"\n"])()
+
+
+def change_safetensors(rng: random.Random, content: bytes) -> bytes:
+    """Mostly in the header: https://huggingface.co/docs/safetensors."""
+    size = int.from_bytes(content[:8], "little")
+    header, data = content[8 : 8 + size], content[8 + size :]
+    kind = rng.choice(["tree", "tree", "offsets", "offsets", "shape", "dtype", "header", "size", "data", "any"])
+    tree = json.loads(header)
+    entry = tree[rng.choice(sorted(tree.keys() - {"__metadata__"}))]
+    if kind == "tree":
+        change_tree(rng, tree)
+    elif kind == "offsets":
+        place, value = rng.randrange(2), entry["data_offsets"]
+        value[place] = rng.choice([-1, 0, value[place] + 1, value[place] * 2, 1 << 40, 1 << 63, (1 << 64) - 1, 10**30,
+                                   value[1 - place], len(data) + 8])
+    elif kind == "shape":
+        shape = entry["shape"]
+        entry["shape"] = rng.choice([shape[::-1], [*shape, 1], [1, *shape], [0], [-1], [], [1 << 32, 1 << 32],
+                                     [1 << 63], shape[:-1], [2 * n for n in shape]])
+    elif kind == "dtype":
+        entry["dtype"] = rng.choice(["I64", "F64", "F32", "BF16", "F8_E4M3", "U64", "BOOL", "XX", "", "C64", "f64"])
+    if kind in ("tree", "offsets", "shape", "dtype"):
+        header = json.dumps(tree).encode()
+        header += b" " * (-len(header) % 8)
+        size = len(header)
+    elif kind == "header":
+        header = change_bytes(rng, header)
+        size = rng.choice([size, len(header)])
+    elif kind == "size":
+        size = rng.choice([0, 1, size - 1, size + 1, size + 8, 1 << 31, 1 << 63, (1 << 64) - 1, 100_000_001])
+    elif kind == "data":
+        data = rng.choice([data[:-1], data + b"\0", b"", data[: len(data) // 2], data + data])
+    whole = size.to_bytes(8, "little") + header + data
+    return change_bytes(rng, content) if kind == "any" else whole
+
+
+def damage(rng: random.Random, name: str, content: bytes) -> bytes:
+    """Another content of the file, by what kind of file it is."""
+    if name.endswith(".safetensors"):
+        return change_safetensors(rng, content)
+    if name.endswith(".json") and rng.random() < 0.75:
+        tree = json.loads(content)
+        for _ in range(rng.choice([1, 1, 1, 2, 3])):
+            tree = change_tree(rng, tree)
+        return json.dumps(tree, indent=1).encode()
+    if name.endswith("hosts.txt") and rng.random() < 0.75:
+        words = content.decode().split(" ")
+        words[rng.randrange(len(words))] = rng.choice([
+            "", "\n", "é", "port=0", "port=99999", "nproc=0", "nproc=1e3", "python=", "python=-c", "dir=~", "iface=a b",
+            "'", '"', "\\", "#", "-oProxyCommand=x", "a@b@c", "::1", "nproc=2 nproc=2", "x=1", "=", "port=٢٢",
+            "address=localhost", "localhost", "$(x)", "a;b", "\0", "\u2028", "nproc=9999", "x" * 5000])
+        return " ".join(words).encode()
+    return change_bytes(rng, content)
+
+
+@contextlib.contextmanager
+def limits(seconds: float):
+    """For at most so many seconds, and with MEMORY bytes more than this process has already."""
+    def stop(*_):
+        raise TimeoutError(f"more than {seconds} s")
+
+    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    memory, handler = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGALRM, stop)
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, memory[1]))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, memory)
+
+
+def main() -> None:
+    os.chdir(sys.argv[1])
+    sys.argv = sys.argv[2:]
+    sys.path[0] = str(pathlib.Path(sys.argv[0]).parent)
+    sys.stdout.reconfigure(errors="strict")  # as where the locale is a UTF-8 one
+    with limits(1000):  # forks.py ends it before
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Checkpoints of train_distributed.py: what is saved under one topology goes on under any other, and what files hold.
+
+In float64, against one process that was never stopped.
+"""
+
+import json
+import os
+import pickle
+import zipfile
+import zlib
+
+import pytest
+import torch
+from checkpoint_runs import (
+    ROOT, SAVED, SCRIPT, SIZES, STEPS, TOPOLOGIES, checkpoint, flags_of, newest, write_corpus, write_model,
+)
+from huggingface import ExactRMSNorm, float64_throughout, their_name
+from launch import fork, losses, metrics, start_fork
+
+TOLERANCE = 1e-9
+PAIRS = [("2;1", "tp2"), ("tp2", "2;1")]
+SLOW = [("one", "2x2x2"), ("2x2x2", "1;1;2"), ("1;1;2", "one"), ("tp4", "3"), ("3", "dp4"), ("dp4", "pp4"),
+        ("pp4", "tp4"), ("2;1", "dp4"), ("2x2x2", "2x2x2")]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, selected):
+    """The folder of all runs: those named like a topology save at step 7 and 12, "A>B" goes on at 7 under B."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    model = write_model(folder / "model")
+    write_corpus(folder)
+
+    def start(name: str, topology: str, *more):
+        ranks, flags = TOPOLOGIES[topology]
+        return start_fork(9, ranks, *flags_of(folder, name, model), *flags, *more, script=SCRIPT)
+
+    pairs = [*PAIRS[:1], *selected("pair")]
+    first = {name: start(name, name) for name in dict.fromkeys(["one", "2;1", *(saved for saved, _ in pairs)])}
+    printed = {name: job.result().stdout for name, job in first.items()}
+    second = {f"{a}>{b}": start(f"{a}>{b}", b, "--resume", checkpoint(folder, a, SAVED))
+              for a, b in dict.fromkeys(pairs)}
+    printed.update((name, job.result().stdout) for name, job in second.items())
+    return folder, printed
+
+
+def test_stopping_is_not_needed_for_equal_losses(runs):
+    """The runs that save compute as one process does; else the tests below would compare with something wrong."""
+    folder, _ = runs
+    expected, found = losses(folder / "runs", "one"), losses(folder / "runs", "2;1")
+    assert len(found) == STEPS and found == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("pair", [*PAIRS, *(pytest.param(pair, marks=pytest.mark.slow) for pair in SLOW)],
+                         ids=lambda pair: f"{pair[0]} to {pair[1]}")
+def test_any_topology_goes_on_where_another_stopped(runs, pair):
+    folder, printed = runs
+    name = ">".join(pair)
+    assert f"going on after step {SAVED}: {checkpoint(folder, pair[0], SAVED)}\n" in printed[name]
+    expected, found = metrics(folder / "runs", "one"), metrics(folder / "runs", name)
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1)), "those before the checkpoint as well"
+    for key in "loss", "grad_norm", "learning_rate", "trained_tokens":
+        assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], abs=TOLERANCE), key
+    a, b = (read_all(checkpoint(folder, name, STEPS)) for name in ("one", name))
+    assert a.keys() == b.keys() and all((a[name] - b[name]).abs().max() <= TOLERANCE for name in a)
+
+
+def read_all(path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint: weights and AdamW's state."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for file in path.glob("*.safetensors"):
+        part = load_file(file)
+        assert not part.keys() & found.keys(), "a tensor is in two files"
+        found.update(part)
+    return found
+
+
+def test_the_directory(runs):
+    """One file a stage, the indices, the tokenizer, and state.json with a checksum of each other file."""
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer
+
+    folder, _ = runs
+    path = checkpoint(folder, "2;1", SAVED)
+    shards = {kind: [f"{kind}-0000{stage}-of-00002.safetensors" for stage in (1, 2)] for kind in ("model", "optimizer")}
+    small = {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json",
+             "optimizer.safetensors.index.json"}
+    assert set(os.listdir(path)) == {"state.json", *small, *shards["model"], *shards["optimizer"]}
+    state, tensors = json.loads((path / "state.json").read_text()), read_all(path)
+    assert state["files"].keys() == set(os.listdir(path)) - {"state.json"}
+    for name, facts in state["files"].items():
+        content = (path / name).read_bytes()
+        assert facts == {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}, name
+    for kind, files in shards.items():
+        index = json.loads((path / f"{kind}.safetensors.index.json").read_text())
+        where = {name: file for file in files for name in load_file(path / file)}
+        assert index["weight_map"] == state[f"{kind}_map"] == where and set(where.values()) == set(files)
+        assert index["metadata"]["total_size"] == sum(state["files"][file]["bytes"] for file in files)
+    weights = [name for name in tensors if name.endswith((".weight", ".bias"))]
+    assert set(weights) == set(state["names"]) == set(state["parameters"]) and len(weights) == 4 * 9 + 3
+    averages = {f"{name}.{entry}" for name in weights for entry in ("exp_avg", "exp_avg_sq", "step")}
+    assert averages == set(tensors) - set(weights)
+    for name in weights:
+        assert tensors[f"{name}.exp_avg"].shape == tensors[f"{name}.exp_avg_sq"].shape == tensors[name].shape
+        assert tensors[f"{name}.step"] == SAVED and tensors[f"{name}.exp_avg"].abs().max() > 0
+    assert "model.layers.3.self_attn.o_proj.weight" in load_file(path / shards["model"][1])
+    config = json.loads((path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "float64"
+    assert {name: config[name] for name in SIZES} == SIZES
+    assert AutoTokenizer.from_pretrained(path)("times")["input_ids"]
+
+
+def test_state_json(runs):
+    folder, _ = runs
+    state = json.loads((checkpoint(folder, "2;1", SAVED) / "state.json").read_text())
+    assert (state["step"], state["global_batch"], state["seq_len"], state["seed"]) == (SAVED, 8, 16, 42)
+    assert state["tokens"] == SAVED * 8 * 16 == metrics(folder / "runs", "2;1")[SAVED - 1]["trained_tokens"]
+    assert state["epoch"] == 1 and 0 < state["position"] < SAVED * 8, "the corpus is shorter than the run"
+    assert state["optimizer"]["class"] == "AdamW" and state["scheduler"]["last_epoch"] == SAVED
+    assert state["optimizer"]["param_groups"][0]["lr"] == metrics(folder / "runs", "2;1")[SAVED]["learning_rate"]
+    assert state["flags"]["pipelines"] == [[[3, 1], [4]]] and state["topology"]["world_size"] == 3
+    assert state["versions"].keys() >= {"torch", "transformers", "safetensors", "python"}
+
+
+def test_no_file_is_a_pickle(runs):
+    folder, _ = runs
+    files = [path for path in checkpoint(folder, "2;1", SAVED).iterdir()]
+    assert len(files) == 10
+    for path in files:
+        with pytest.raises(Exception), open(path, "rb") as file:  # of which type, depends on the first bytes
+            pickle.load(file)
+        assert not zipfile.is_zipfile(path), "torch.save writes pickles in such"
+
+
+def test_transformers_reads_what_a_pipeline_and_tp_ranks_saved(runs):
+    """The logits are those of the model that one process has trained, loaded by our own reader of weights."""
+    from huggingface import reference
+    from safetensors.torch import load_file
+    from transformers import LlamaForCausalLM
+
+    folder, _ = runs
+    path = checkpoint(folder, "2;1>tp2", STEPS)
+    [alone] = checkpoint(folder, "one", STEPS).glob("model-*.safetensors")
+    theirs = LlamaForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
+    ours = reference(theirs.config, load_file(alone))  # its names are theirs already
+    for layer in theirs.model.layers:
+        layer.input_layernorm = ExactRMSNorm(layer.input_layernorm)
+        layer.post_attention_layernorm = ExactRMSNorm(layer.post_attention_layernorm)
+    theirs.model.norm = ExactRMSNorm(theirs.model.norm)
+    ids = torch.arange(32).view(2, 16)
+    assert (theirs(ids).logits - ours(ids).logits).abs().max() <= TOLERANCE
+
+
+FAMILIES = {
+    "gpt2": dict(n_embd=32, n_layer=4, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+    "qwen3_moe": dict(hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=4, head_dim=8,
+                      num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2),
+    "mixtral": dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+                    num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True),
+    "llama": {**SIZES, "tie_word_embeddings": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families(tmp_path, kind):
+    """Two pipelines save, two tp ranks go on; both checkpoints, in transformers, are the model of one process."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 1024, "max_position_embeddings": 64, **FAMILIES[kind]}
+    model = write_model(tmp_path / "model", **(sizes if kind == "llama" else {}))
+    if kind != "llama":
+        AutoConfig.for_model(kind, **sizes).save_pretrained(model)
+    write_corpus(tmp_path)
+    modules = [f"transformers.models.{kind}.modeling_{kind}"]
+
+    def run(name, ranks, *more):
+        flags = flags_of(tmp_path, name, model, max_steps=8, save_every=4)
+        fork(9, ranks, tmp_path / f"out_{name}", SCRIPT, *flags, *more, modules=modules,
+             script=ROOT / "tests" / "support" / "checkpoint_runs.py")
+
+    run("one", 1, "--num_microbatches", 4)
+    run("a", 3, "--pipelines", "2,2;4", "--num_microbatches", "2,2")
+    run("b", 2, "--tp_size", 2, "--num_microbatches", 4, "--resume", checkpoint(tmp_path, "a", 4))
+    expected = metrics(tmp_path / "runs", "one")
+    for name in "a", "b":
+        for key in "loss", "grad_norm":
+            found = [row[key] for row in metrics(tmp_path / "runs", name)]
+            assert found == pytest.approx([row[key] for row in expected], abs=TOLERANCE), (name, key)
+    settings = {"experts_implementation": "eager"} if kind in ("mixtral", "qwen3_moe") else {}
+    ids = torch.arange(32).view(2, 16)
+    final = torch.load(tmp_path / "out_one" / "rank0.pt")  # what the process held
+    with float64_throughout(), torch.no_grad():
+        memory = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), **settings).double()
+        rename = their_name if kind == "llama" else str
+        missing, unknown = memory.load_state_dict({rename(name): param for name, param in final.items()}, strict=False)
+        assert not unknown and set(missing) <= {"lm_head.weight"}, "tied"
+        logits = memory(ids).logits
+        for name in "a", "b":
+            saved = AutoModelForCausalLM.from_pretrained(newest(tmp_path, name), dtype=torch.float64, **settings)
+            assert (saved(ids).logits - logits).abs().max() <= TOLERANCE, name
+    assert logits.abs().max() > 0.01

@@ -1,0 +1,282 @@
+"""Checkpoints that are damaged, of another model, or can't be written: one clear error that names the file, or the
+checkpoint before, and the training goes on."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+
+import pytest
+import torch.distributed as dist
+from checkpoint_runs import SCRIPT, flags_of, newest, write_corpus, write_model
+from launch import losses, metrics, modules_of, start_fork
+
+with modules_of(9):
+    from training import checkpoint_files
+    from training.disks import Disks
+    from training.resume import find_checkpoint
+    from utils import UserError
+
+OLDER, NEWER, LAST = 2, 4, 6
+WEIGHTS = "model-00001-of-00001.safetensors"
+
+
+class Harmful:
+    """What runs code when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def start(folder, name, *more, model="model", ranks=1, **changes):
+    flags = flags_of(folder, name, folder / model, save_every=2, max_steps=LAST, **changes)
+    return start_fork(9, ranks, *flags, "--num_microbatches", 2, *more, script=SCRIPT, check=False)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a run "whole" that has checkpoints of steps 2 and 4, which tests copy, and its uninterrupted twin.
+    """
+    folder = tmp_path_factory.mktemp("bad")
+    write_model(folder / "model")
+    write_model(folder / "wider", hidden_size=64)
+    write_model(folder / "other", vocab_size=2048)
+    write_model(folder / "shallower", num_hidden_layers=3)
+    write_model(folder / "deeper", num_hidden_layers=5)
+    write_corpus(folder)
+    job = start(folder, "whole")
+    assert job.result().returncode == 0, job.result().stderr
+    shutil.rmtree(newest(folder, "whole"))
+    shutil.copytree(folder / "checkpoints" / "whole", folder / "copy")
+    return folder
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """A copy of the run's checkpoints."""
+    shutil.copytree(saved / "checkpoints" / "whole", tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="module")
+def disks(tmp_path_factory):
+    """Of a group of one process."""
+    folder = tmp_path_factory.mktemp("group")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    yield lambda path: Disks(str(path))
+    dist.destroy_process_group()
+
+
+def truncate(path):
+    os.truncate(path / WEIGHTS, 1000)
+    return WEIGHTS, "has 1000 bytes instead of"
+
+
+def flip(path):
+    content = bytearray((path / WEIGHTS).read_bytes())
+    content[-100] ^= 1
+    (path / WEIGHTS).write_bytes(content)
+    return WEIGHTS, "has another checksum than when it was written"
+
+
+def remove(path):
+    (path / WEIGHTS).unlink()
+    return WEIGHTS, "is missing"
+
+
+def put_a_pickle(path):
+    (path / WEIGHTS).write_bytes(pickle.dumps(Harmful(path.parent.parent / "harm")))
+    return WEIGHTS, "bytes instead of"
+
+
+def cut_the_state(path):
+    (path / "state.json").write_text((path / "state.json").read_text()[:-200])
+    return "state.json", "can't be read"
+
+
+def change_the_state(path):
+    text = (path / "state.json").read_text()
+    (path / "state.json").write_text(text.replace(f'"step": {NEWER}', '"step": 3'))
+    return "state.json", "its checksum is not that of its content"
+
+
+def nest_the_state(path):
+    (path / "state.json").write_text("[" * 100_000)
+    return "state.json", "can't be read"
+
+
+def remove_the_state(path):
+    (path / "state.json").unlink()
+    return "state.json", ""
+
+
+def link_outside(path):
+    shutil.move(path / WEIGHTS, path.parent / WEIGHTS)
+    (path / WEIGHTS).symlink_to(path.parent / WEIGHTS)
+    return WEIGHTS, "is not a file of that folder"
+
+
+def index_outside(path):
+    name = "model.safetensors.index.json"
+    (path / name).write_text((path / name).read_text().replace(WEIGHTS, f"../{WEIGHTS}"))
+    return name, "bytes instead of"
+
+
+def files_outside(path):
+    """All of state.json agrees on a file of another folder."""
+    shutil.copy(path / WEIGHTS, path.parent)
+    state = json.dumps(checkpoint_files.read_state(str(path / "state.json"))).replace(f'"{WEIGHTS}"', f'"../{WEIGHTS}"')
+    checkpoint_files.write_state(str(path / "state.json"), json.loads(state))
+    return WEIGHTS, "is not a file of that folder"
+
+
+def map_outside(path):
+    shutil.copy(path / WEIGHTS, path.parent)
+    rewrite(path, lambda state: state.update(model_map=dict.fromkeys(state["model_map"], f"../{WEIGHTS}")))
+    return "state.json", "can't be read"
+
+
+def lose_a_field(path):
+    rewrite(path, lambda state: state.pop("files"))
+    return "state.json", "can't be read"
+
+
+def rewrite(path, change):
+    """Changes state.json and makes its checksum right, as only somebody could who wants to."""
+    state = checkpoint_files.read_state(str(path / "state.json"))
+    change(state)
+    checkpoint_files.write_state(str(path / "state.json"), state)
+
+
+DAMAGES = [truncate, flip, remove, put_a_pickle, cut_the_state, change_the_state, nest_the_state, remove_the_state,
+           link_outside, index_outside, files_outside, map_outside, lose_a_field]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint(copied, disks, capsys, damage):
+    """--resume DIR: an error that names the file. --resume auto: the one before, and it says why."""
+    path, ours = copied / f"step_{NEWER:08d}", disks(copied)
+    file, what = damage(path)
+    for wanted in path, copied:  # `latest` in the run's folder names the same one
+        (copied / "latest").write_text(f"{path.name}\n")
+        with pytest.raises(UserError) as error:
+            find_checkpoint(str(wanted), str(copied), ours)
+        assert file in str(error.value) and what in str(error.value) and "--resume auto" in str(error.value)
+    found = find_checkpoint("auto", str(copied), ours)
+    assert (found.name, found.state["step"]) == (f"step_{OLDER:08d}", OLDER)
+    printed = capsys.readouterr().out
+    assert f"the checkpoint {path.name} is not whole: " in printed and "Falling back to the one before" in printed
+    assert file in printed and what in printed
+    assert not (copied.parent / "harm").exists()
+
+
+def test_all_checkpoints_damaged(copied, disks, capsys):
+    for step in OLDER, NEWER:
+        remove(copied / f"step_{step:08d}")
+    assert find_checkpoint("auto", str(copied), disks(copied)) is None
+    assert capsys.readouterr().out.count("is not whole") == 2
+
+
+def test_latest_that_leads_elsewhere(copied, disks):
+    (copied / "latest").write_text(f"../run/step_{NEWER:08d}\n")
+    with pytest.raises(UserError, match="latest names '../run/step.*which is no folder beside it"):
+        find_checkpoint(str(copied), str(copied), disks(copied))
+    (copied / "latest").write_text("step_00000099\n")
+    with pytest.raises(UserError, match="step_00000099/state.json"):
+        find_checkpoint(str(copied), str(copied), disks(copied))
+    assert find_checkpoint("auto", str(copied), disks(copied)).state["step"] == NEWER
+    with pytest.raises(UserError, match="nowhere/state.json is on no disk"):
+        find_checkpoint(str(copied / "nowhere"), str(copied), disks(copied))
+
+
+@pytest.mark.parametrize("weight_map, expected", [
+    ({"a": "../x.safetensors"}, "names '../x.safetensors', which is not a file of that folder"),
+    ({"a": "/etc/passwd"}, "names '/etc/passwd'"), ({"a": ".."}, "names '..'"), ({"a": ""}, "names ''"),
+    ({"a": 1}, "can't be read as an index"), ([], "can't be read as an index"), (None, "can't be read as an index"),
+])
+def test_an_index_that_leads_elsewhere(tmp_path, weight_map, expected):
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(UserError) as error:
+        checkpoint_files.read_index(str(path))
+    assert str(path) in str(error.value) and expected in str(error.value)
+
+
+def pickle_with_its_checksum(path):
+    (path / WEIGHTS).write_bytes(pickle.dumps(Harmful(path.parent / "harm")))
+    rewrite(path, lambda state: state["files"].update({WEIGHTS: checkpoint_files.facts_of(str(path / WEIGHTS))}))
+
+
+ERRORS = {  # name -> flags, what is done before, what the message has
+    "wider": (dict(model="wider"), None, "has the shape"),
+    "other": (dict(model="other"), None, "has the shape"),
+    "deeper": (dict(model="deeper"), None, "is of another model"),
+    "shallower": (dict(model="shallower"), None, "layers"),
+    "pickled": ({}, pickle_with_its_checksum, "is no safetensors file"),
+    "truncated": ({}, truncate, "has 1000 bytes instead of"),
+    "batch": (dict(batch_size=3), None, "--batch_size 3 does not divide the 2 samples of a step"),
+    "seq_len": (dict(seq_len=8), None, "seq_len=16, but this run has 8"),
+    "not_a_run": ({}, lambda path: shutil.rmtree(path), "state.json is on no disk of these hosts"),
+}
+
+
+@pytest.fixture(scope="module")
+def errors(saved, selected):
+    """name -> the run that goes on from what does not fit, all at the same time."""
+    jobs = {}
+    for name in selected("name"):
+        changes, prepare, _ = ERRORS[name]
+        path = saved / f"copy_{name}" / f"step_{NEWER:08d}"
+        shutil.copytree(saved / "checkpoints" / "whole" / path.name, path)
+        if prepare:
+            prepare(path)
+        jobs[name] = start(saved, name, "--resume", path, **changes)
+    return jobs
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_does_not_fit_is_one_error(saved, errors, name):
+    done, expected = errors[name].result(), ERRORS[name][2]
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+    assert expected in done.stderr and str(saved / f"copy_{name}") in done.stderr, done.stderr
+    assert not list(saved.glob("copy_*/harm"))
+
+
+def test_no_directory_to_write(saved):
+    """A path below a regular file."""
+    (saved / "file").write_text("")
+    done = start(saved, "nowhere", checkpoint_dir=saved / "file" / "checkpoints").result()
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
+    assert f"{saved / 'file' / 'checkpoints' / 'nowhere'} can't be written" in done.stderr
+    assert "choose another --checkpoint_dir" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, as root")
+@pytest.mark.parametrize("ranks, room", [(1, 1.5), (2, 1.5), (1, 2.5), (1, 2.02)])
+def test_a_full_disk(saved, tmp_path, ranks, room):
+    """Room for so many checkpoints: the training goes on, says so, and loses no older one."""
+    keep, one = int(room), sum(path.stat().st_size for path in (saved / "copy" / f"step_{NEWER:08d}").iterdir())
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(one * room)}", "tmpfs", disk], check=True)
+    try:
+        name = f"full{ranks}_{room}"
+        pipelines = ["--pipelines", "2,2"] if ranks == 2 else []
+        done = start(saved, name, *pipelines, ranks=ranks, checkpoint_dir=disk, keep=keep).result()
+        assert done.returncode == 0, done.stderr
+        assert losses(saved / "runs", name) == pytest.approx(losses(saved / "runs", "whole"), abs=1e-9)
+        assert "could not be written" in done.stdout and "No space left on device" in done.stdout
+        kept = sorted(path.name for path in (disk / name).iterdir())
+        whole = [f"step_{step:08d}" for step in (OLDER, NEWER)[:keep]]
+        assert kept == [".lock", "latest", *whole] and (disk / name / "latest").read_text() == f"{whole[-1]}\n"
+        assert f"the last one is that of step {int(whole[-1][5:])}" in done.stdout
+        more = start(saved, name, "--resume", disk / name, ranks=1).result()
+        assert more.returncode == 0 and metrics(saved / "runs", name)[-1]["step"] == LAST, more.stderr
+    finally:
+        subprocess.run(["umount", disk], check=True)

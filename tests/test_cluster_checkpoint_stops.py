@@ -1,0 +1,252 @@
+"""Runs of train_distributed.py that are stopped, killed, or diverge: what they leave, and that --resume auto goes on.
+
+KILLS=30 pytest -m slow tests/test_cluster_checkpoint_stops.py kills so many runs at a random moment instead of 5.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from checkpoint_runs import ROOT, SCRIPT, checkpoint, children, flags_of, newest, write_corpus, write_model
+from launch import environment, fork, losses, metrics, modules_of, start_fork, torchrun
+
+with modules_of(9):
+    from training.checkpoint_files import check_file, read_state
+
+LONG = 150  # steps, of which some hundred come after the signal
+TOLERANCE = 1e-9
+TWO = {1: ["--num_microbatches", "2"], 2: ["--num_microbatches", "1,1"]}  # ranks -> two micro-batches a step
+KILLS = int(os.environ.get("KILLS", 5))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stops")
+    write_model(folder / "model", num_hidden_layers=2)
+    write_corpus(folder)
+    return folder
+
+
+def words(folder, name, ranks=1, *more, **changes) -> list[str]:
+    return [*flags_of(folder, name, folder / "model", **changes), *TWO[ranks], *map(str, more)]
+
+
+def run(folder, name, ranks=1, *more, check=True, **changes):
+    return fork(9, ranks, *words(folder, name, ranks, *more, **changes), script=SCRIPT, check=check)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder):
+    """The losses of LONG steps."""
+    job = start_fork(9, 1, *words(folder, "uninterrupted", max_steps=LONG, save_every=None), script=SCRIPT)
+
+    def wait() -> list[float]:
+        job.result()
+        return losses(folder / "runs", "uninterrupted")
+
+    return wait
+
+
+def popen(command) -> subprocess.Popen:
+    return subprocess.Popen([str(word) for word in command], env=environment(), start_new_session=True, text=True,
+                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def wait_for_step(process, folder, name: str, step: int) -> None:
+    path, deadline = folder / "runs" / name / "metrics.jsonl", time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if path.exists() and len(path.read_text().splitlines()) >= step:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"no step {step}: {process.communicate(timeout=20)[0]}")
+
+
+def end(process) -> str:
+    """Waits 10 s for it to end. Its output."""
+    try:
+        return process.communicate(timeout=10)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def check_stopped(folder, name, printed) -> int:
+    """The last step in metrics.jsonl has a checkpoint, which `latest` names and the output tells of."""
+    step = metrics(folder / "runs", name)[-1]["step"]
+    assert 3 <= step < LONG
+    assert f"stopped after step {step}, as it was told: --resume auto goes on from there" in printed, printed
+    assert newest(folder, name) == checkpoint(folder, name, step)
+    return step
+
+
+def check_resumed(folder, name, expected, start: int, printed: str) -> None:
+    assert f"going on after step {start}: {checkpoint(folder, name, start)}\n" in printed
+    rows = metrics(folder / "runs", name)
+    assert [row["step"] for row in rows] == list(range(1, LONG + 1)), "each step once, in order"
+    assert [row["loss"] for row in rows] == pytest.approx(expected, abs=TOLERANCE)
+    assert not list((folder / "runs").glob(f"{name}.*")) and not list((folder / "checkpoints").glob(f"{name}.*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_to_one_process(folder, uninterrupted, number):
+    """It ends the step, saves, and ends well."""
+    name, flags = number.name, dict(max_steps=LONG, save_every=None)
+    process = popen([sys.executable, SCRIPT, *words(folder, name, **flags)])
+    wait_for_step(process, folder, name, 3)
+    process.send_signal(number)
+    printed = end(process)
+    assert process.returncode == 0, printed
+    step = check_stopped(folder, name, printed)
+    check_resumed(folder, name, uninterrupted(), step, run(folder, name, 1, "--resume", "auto", **flags).stdout)
+
+
+def test_a_signal_to_one_rank_of_torchrun(folder, uninterrupted):
+    """All ranks stop after the same step, and the run goes on in one process."""
+    name, flags = "torchrun", dict(max_steps=LONG, save_every=None)
+    process = popen(torchrun(2, SCRIPT, *words(folder, name, 2, **flags)))
+    wait_for_step(process, folder, name, 3)
+    os.kill(children(process.pid)[-1], signal.SIGTERM)
+    printed = end(process)
+    assert process.returncode == 0, printed
+    step = check_stopped(folder, name, printed)
+    check_resumed(folder, name, uninterrupted(), step, run(folder, name, 1, "--resume", "auto", **flags).stdout)
+
+
+def test_a_loss_of_nan(folder):
+    """Rank 1's weights become NaN after step 5: the next loss ends the run, and what step 4 saved is safe."""
+    flags = dict(max_steps=8, save_every=2)
+    done = fork(9, 2, folder / "out", SCRIPT, *words(folder, "diverged", 2, **flags), env={"POISON": "1:5"},
+                script=ROOT / "tests" / "support" / "checkpoint_runs.py", check=False)
+    good = checkpoint(folder, "diverged", 4)
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "error: step 6 has the loss nan and the gradient norm nan, first on rank 1: " in done.stderr
+    assert f"The last good checkpoint is {good}. Lower --learning_rate, and go on with --resume auto" in done.stderr
+    assert newest(folder, "diverged") == good and check_whole(good)["step"] == 4
+    assert [row["step"] for row in metrics(folder / "runs", "diverged")] == [1, 2, 3, 4, 5]
+
+
+def test_a_lower_learning_rate_has_an_effect(folder):
+    """The message about a loss of NaN says to lower it and to resume."""
+    flags = dict(save_every=2, warmup_steps=0, lr_decay="none")
+    run(folder, "lower", max_steps=2, learning_rate=1e-3, **flags)
+    run(folder, "lower", 1, "--resume", "auto", max_steps=4, learning_rate=1e-5, **flags)
+    assert [row["learning_rate"] for row in metrics(folder / "runs", "lower")] == [1e-3, 1e-3, 1e-5, 1e-5]
+
+
+def test_diverging_from_the_first_step(folder):
+    done = run(folder, "huge", 2, check=False, max_steps=8, save_every=1, learning_rate=1e30, warmup_steps=0,
+               lr_decay="none")
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
+    message = re.search(r"error: step (\d) has the loss (\S+) and the gradient norm (\S+), first on rank (\S.*?): ",
+                        done.stderr)
+    assert message and message[4] in ("0", "1", "0, 1"), done.stderr
+    step = int(message[1])
+    assert [row["step"] for row in metrics(folder / "runs", "huge")] == list(range(1, step))
+    good = checkpoint(folder, "huge", step - 1)
+    assert f"The last good checkpoint is {good}. " in done.stderr and newest(folder, "huge") == good
+    check_whole(good)
+
+
+def test_keep_latest_and_metrics(folder):
+    """Two of the newest are kept; a resumed run adds its rows; a run that is not resumed leaves the older one's."""
+    flags = dict(save_every=2, keep=2)
+    run(folder, "kept", max_steps=5, **flags)
+    saved = folder / "checkpoints" / "kept"
+    assert sorted(os.listdir(saved)) == [".lock", "latest", "step_00000004", "step_00000005"]
+    assert newest(folder, "kept").name == "step_00000005"
+    run(folder, "kept", 2, "--resume", "auto", max_steps=9, **flags)
+    assert sorted(os.listdir(saved)) == [".lock", "latest", "step_00000008", "step_00000009"]
+    assert [row["step"] for row in metrics(folder / "runs", "kept")] == list(range(1, 10))
+    assert not (folder / "runs" / "kept" / "metrics.before.jsonl").exists()
+    done = run(folder, "kept", 1, "--resume", "auto", max_steps=8, **flags)
+    assert f"nothing to do: {saved / 'step_00000009'} is that of step 9, of 8" in done.stdout
+    assert sorted(os.listdir(saved)) == [".lock", "latest", "step_00000008", "step_00000009"]
+    assert [row["step"] for row in metrics(folder / "runs", "kept")] == list(range(1, 10))
+    done = run(folder, "kept", max_steps=3, **flags)
+    assert f"checkpoints of an older run of the same name are now in {saved}.1\n" in done.stdout
+    assert {"step_00000008", "step_00000009"} <= set(os.listdir(f"{saved}.1"))
+    done = run(folder, "other", 1, "--resume", f"{saved}.1/step_00000008", max_steps=10, **flags)
+    assert f"going on after step 8: {saved}.1/step_00000008\n" in done.stdout
+    assert sorted(os.listdir(saved)) == [".lock", "latest", "step_00000002", "step_00000003"]
+    assert [row["step"] for row in metrics(folder / "runs", "kept")] == [1, 2, 3]
+
+
+def test_resume_auto_without_a_checkpoint_starts_anew(folder):
+    done = run(folder, "fresh", 1, "--resume", "auto", max_steps=2)
+    assert "going on" not in done.stdout and [row["step"] for row in metrics(folder / "runs", "fresh")] == [1, 2]
+
+
+def check_whole(path) -> dict:
+    """All files are there as state.json has them. Returns its content."""
+    state = read_state(str(path / "state.json"))
+    problems = [check_file(str(path), name, facts) for name, facts in state["files"].items()]
+    assert not any(problems), problems
+    return state
+
+
+def size_of(path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+@pytest.mark.slow
+def test_a_signal_during_local_steps(folder):
+    """Ranks that take local steps save at the end of an epoch only, but they end."""
+    name = "local"
+    process = popen([sys.executable, SCRIPT, *flags_of(folder, name, folder / "model", max_steps=None, save_every=None),
+                     "--gradient_accumulation", "1", "--local_steps", "2", "--epochs", "1000"])
+    wait_for_step(process, folder, name, 3)
+    process.send_signal(signal.SIGINT)
+    end(process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(KILLS))
+def test_a_rank_is_killed(folder, number):
+    """At a random moment, most often while it trains and saves. The run goes on, and ends as if nothing had happened.
+    """
+    generator = random.Random(os.urandom(8))
+    name, steps = f"killed{number}", 60
+    flags = dict(max_steps=steps, save_every=2, keep=2)
+    if not (folder / "runs" / "whole").exists():
+        run(folder, "whole", 2, **flags)
+    one = size_of(checkpoint(folder, "whole", steps))
+    process = popen(torchrun(2, SCRIPT, *words(folder, name, 2, "--resume", "auto", **flags)))
+    moment = 0 if generator.random() < 0.2 else generator.randrange(1, steps - 10)
+    if moment:
+        wait_for_step(process, folder, name, moment)
+        time.sleep(generator.random() * 0.05)
+    else:
+        time.sleep(generator.uniform(2, 8))
+    ranks = children(process.pid)
+    if ranks:
+        os.kill(generator.choice(ranks), signal.SIGKILL)
+    try:
+        printed = process.communicate(timeout=60)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    where = f"killed about step {moment}: {printed[-1500:]}"
+    assert process.returncode or not ranks, where
+    saved = folder / "checkpoints" / name
+    if (saved / "latest").exists():
+        assert check_whole(newest(folder, name))["step"] % 2 == 0, where
+    left = sorted(saved.glob("step_*")) if saved.exists() else []
+    for path in (path for path in left if path.name.endswith(".unfinished")):
+        assert size_of(path) <= one * 1.01, where
+    for path in [path for path in left if not path.suffix][-flags["keep"]:]:  # one before these is being removed
+        check_whole(path)
+    run(folder, name, 2, "--resume", "auto", **flags)
+    assert sorted(os.listdir(saved)) == [".lock", "latest", f"step_{steps - 2:08d}", f"step_{steps:08d}"], where
+    rows = metrics(folder / "runs", name)
+    assert [row["step"] for row in rows] == list(range(1, steps + 1)), where
+    expected = losses(folder / "runs", "whole")
+    assert [row["loss"] for row in rows] == pytest.approx(expected, abs=TOLERANCE), where
+    state = json.loads((checkpoint(folder, name, steps) / "state.json").read_text())
+    assert state["step"] == steps

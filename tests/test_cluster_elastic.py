@@ -1,0 +1,136 @@
+"""train_distributed.py in an elastic run on three hosts of the test bed: one is lost and comes back.
+
+Each host has a copy of the repository, so they share no disk. The whole run's losses are those of one process.
+ALL_WAYS=1 tries more; each takes a minute.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+
+import pytest
+from bed import NODES, SSH_CONFIG, bed, testbed
+from elastic_bed import kill_all, nothing_runs, switch_on
+from launch import ROOT, fork, metrics
+from launcher import Launch, eventually, write_hosts
+
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.usefixtures(bed.__name__)]
+TEXT = "It was the best of times, it was the worst of times; it was the age of wisdom. " * 60
+FLAGS = ["--dataset_name", "corpus", "--seq_len", 16, "--dtype", "float64", "--batch_size", 1, "--num_hidden_layers", 4,
+         "--learning_rate", 1e-5, "--equal_shares", "--device", "cpu"]
+LAYOUTS = {  # name -> flags; whether each host has all of the model
+    "shares": (["--num_microbatches", 6], True),
+    "one pipeline": (["--pipelines", "2,1,1|2,2", "--num_microbatches", "6"], False),
+    "two pipelines": (["--pipelines", "4;2,2|4;4", "--num_microbatches", "4,2|3,3"], None),
+}
+BARS = {"killed": 15, "cut": 30}
+CASES = [("shares", "killed"), ("one pipeline", "cut")]
+if os.environ.get("ALL_WAYS"):
+    CASES += [("one pipeline", "killed"), ("two pipelines", "killed")]
+BACK = 30  # seconds until a host that is there again takes part
+
+
+@pytest.fixture(autouse=True)
+def all_on(bed):
+    yield
+    for node in NODES:
+        switch_on(node)
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    """A copy of the repository for each host, with a corpus."""
+    folder = tmp_path_factory.mktemp("hosts")
+    for node in NODES:
+        for name in ("cluster", "step9_heterogeneous_pp", "assets/tiny_llama"):
+            shutil.copytree(ROOT / name, folder / node / name, ignore=shutil.ignore_patterns("__pycache__"))
+        (folder / node / "corpus").mkdir()
+        for i in range(4):
+            (folder / node / "corpus" / f"{i}.txt").write_text(f"{i}. {TEXT[i:]}")
+    return folder
+
+
+class Training:
+    """A run on the hosts, by what it prints."""
+
+    def __init__(self, folder, tmp_path, *words):
+        lines = (f"{node} python={sys.executable} dir={folder / node}" for node in NODES)
+        self.run = Launch(write_hosts(tmp_path, *lines), "--elastic", "2:3", "--env", "OMP_NUM_THREADS=1", "--",
+                          "train_distributed.py", *map(str, words), options=f"-F {SSH_CONFIG}")
+
+    def steps(self, since: int = 0) -> list[int]:
+        found = (re.search(r"\| step (\d+)/", line) for line in list(self.run.lines[since:]))
+        return [int(match[1]) for match in found if match]
+
+    def wait(self, what: str, since: int, seconds: float) -> re.Match:
+        """Until a line matches `what` and, behind it, a step was made."""
+        def place() -> int | None:
+            return next((k for k, line in enumerate(list(self.run.lines)) if k >= since and re.search(what, line)), None)
+
+        assert eventually(lambda: place() is not None and self.steps(place()), seconds), "".join(self.run.lines)
+        return re.search(what, self.run.lines[place()])
+
+    def stop(self) -> str:
+        os.killpg(self.run.process.pid, signal.SIGINT)
+        code, text = self.run.end()
+        assert code == 130, text
+        return text
+
+
+@pytest.mark.parametrize("layout, how", CASES)
+def test_a_host_is_lost_and_comes_back(copies, tmp_path, layout, how):
+    flags, is_whole = LAYOUTS[layout]
+    name = f"{layout}-{how}".replace(" ", "-")
+    run = Training(copies, tmp_path, *FLAGS, *flags, "--max_steps", 2000, "--save_every", 10, "--run_name", name,
+                   "--log_dir", "runs", "--checkpoint_dir", "checkpoints", "--resume", "auto")
+    run.wait("3 ranks over", 0, 60)
+    assert eventually(lambda: run.steps() and run.steps()[-1] >= 25, 60), "".join(run.run.lines)
+    mark, lost_at = len(run.run.lines), time.monotonic()
+    last = run.steps()[-1]
+    kill_all("node2") if how == "killed" else testbed("cut", "node2")
+    run.wait("2 ranks over", mark, 60)
+    without = time.monotonic() - lost_at
+    went_on = int(run.wait(r"going on after step (\d+)", mark, 60)[1])
+    mark, back_at = len(run.run.lines), time.monotonic()
+    switch_on("node2")
+    run.wait("3 ranks over", mark, 90)
+    again = time.monotonic() - back_at
+    many = run.steps()[-1] + 10
+    assert eventually(lambda: run.steps()[-1] >= many, 60), "".join(run.run.lines)
+    text = run.stop()
+    assert nothing_runs(), text
+    print(f"{name}: last step seen {last}, on two hosts after step {went_on}, {without:.1f} s later; on three "
+          f"{again:.1f} s after its return")
+    rows = {node: [json.loads(line) for line in open(copies / node / "runs" / name / "metrics.jsonl")]
+            for node in NODES[:2]}
+    assert without < BARS[how] and again < BACK
+    if is_whole or layout == "two pipelines":
+        assert went_on >= last, "a step was lost, though the hosts that are left have all of the model"
+    longest = max(rows.values(), key=len)
+    fork(9, 1, *FLAGS[2:], "--dataset_name", copies / "node0" / "corpus", "--num_microbatches", 6, "--max_steps",
+         len(longest), "--run_name", "one", "--log_dir", tmp_path, "--checkpoint_dir", tmp_path / "checkpoints",
+         script=ROOT / "cluster" / "train_distributed.py")
+    expected = metrics(tmp_path, "one")
+    assert [row["step"] for row in longest] == [row["step"] for row in expected]
+    for key in ("loss", "grad_norm"):
+        assert max(abs(a[key] - b[key]) for a, b in zip(longest, expected)) <= 1e-9
+
+
+@pytest.mark.skipif(not os.environ.get("ALL_WAYS"), reason="set ALL_WAYS=1")
+def test_the_first_host_is_lost_and_the_same_command_goes_on(copies, tmp_path):
+    words = [*FLAGS, *LAYOUTS["one pipeline"][0], "--max_steps", 2000, "--save_every", 10, "--run_name", "first",
+             "--log_dir", "runs", "--checkpoint_dir", "checkpoints", "--resume", "auto"]
+    run = Training(copies, tmp_path, *words)
+    assert eventually(lambda: run.steps() and run.steps()[-1] >= 15, 90), "".join(run.run.lines)
+    kill_all("node0")
+    code, text = run.run.end(60)
+    assert code and "It held the rendezvous" in text and nothing_runs(), text
+    switch_on("node0")
+    run = Training(copies, tmp_path, *words)
+    assert int(run.wait(r"going on after step (\d+)", 0, 90)[1]) >= 10
+    run.stop()
+    assert nothing_runs()
