@@ -27,7 +27,7 @@ from run_common import load_model, local_directory, mean_cross_entropy
 from training.common import add_flags, add_run_flags, from_environment, print_banner
 from training.epochs import load_epochs
 from training.loop import train
-from training.models import checkpoint_config
+from training.models import config_file
 from training.run import Run, add_checkpoint_flags
 from training.speeds import layers_by_speed, measured_speeds
 from utils import (
@@ -92,10 +92,10 @@ def main():
     loader = plugin.prepare_dataloader(samples, collate_fn=next_tokens)
     args.learning_rate = args.learning_rate or default_learning_rate(model.config.hidden_size)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
-    names, config = [name for name, _ in model.named_parameters()], checkpoint_config(model, plugin.master_dtype)
+    names, files = [name for name, _ in model.named_parameters()], config_file(model, plugin.master_dtype)
     run.check(names, plugin.global_batch_size, args.seq_len)
     model, optimizer, _ = plugin.configure(model, adamw, weights=run.weights(plugin.device, weights), seed=args.seed)
-    ready = functools.partial(run.begin, plugin, model, optimizer, names=names, config=config, tokenizer=tokenizer,
+    ready = functools.partial(run.begin, plugin, model, optimizer, names=names, files=files, tokenizer=tokenizer,
                               steps_per_epoch=per_epoch)
     for step in train(args, plugin, model, optimizer, loader, mean_cross_entropy, num_steps, run, ready, per_epoch):
         if is_first and per_epoch and step.number % per_epoch == 0 and step.number < num_steps:

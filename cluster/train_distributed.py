@@ -30,6 +30,7 @@ from training.epochs import load_epochs
 from training.layout import add_layout_flags, choose_layout
 from training.local_steps import add_local_flags, check_local_flags, train_rounds
 from training.loop import train
+from training.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, print_sizes
 from training.models import SIZES, make_model
 from training.plan_file import add_plan_flag, follow_plan, make_arrangement
 from training.run import Run, add_checkpoint_flags
@@ -54,7 +55,9 @@ def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     for name in SIZES:
         parser.add_argument(f"--{name}", type=positive_int, help="instead of the model's own")
     parser.add_argument("--init_from", help="weights to start from: a directory with safetensors, or a Hub id "
-                                            "(default: random ones)")
+                                            "(default: those of --model_name)")
+    parser.add_argument("--from_scratch", action="store_true", help="draw random weights, by --seed")
+    add_lora_flags(parser)
     add_layout_flags(parser)
     add_plan_flag(parser)
     parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="1f1b", help="the pipelines' schedule")
@@ -67,6 +70,7 @@ def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.set_defaults(run_name="train_distributed", log_dir=os.path.join(ROOT, "logs", "runs"))
     args = parser.parse_args()
     check_local_flags(args)
+    check_lora_flags(args)
     return parser, args
 
 
@@ -89,9 +93,13 @@ def main():
     pgm.init_process_group(backend, ELASTIC_TIMEOUT if is_elastic() else 600, arrange)
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
+    if args.lora_rank:
+        dtype = choose_lora_dtype(args, device, dtype)
     print_banner(device, dtype)
     run = Run(args)
     made = make_model(args, device, dtype, run.found is not None)
+    if made.lora:
+        print_sizes(made.lora)
     if plan:
         follow_plan(args, plan, made.model.config, str(dtype).removeprefix("torch."))
         args.batch_size, args.pipelines = args.micro_batch_size, [args.pipelines]
@@ -124,10 +132,13 @@ def train_together(args, plugin, made, templates: list, shares: list[int], run: 
     num_steps = args.max_steps or args.epochs * steps_per_epoch
     samples.set_steps(num_steps)
     loader = plugin.prepare_dataloader(samples, collate_fn=next_tokens)
-    adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
-    model, optimizer, _ = plugin.configure(made.model, adamw, weights=run.weights(plugin.device, made.initial),
-                                           seed=args.seed)
-    ready = functools.partial(run.begin, plugin, model, optimizer, names=made.names, config=made.config,
+    def adamw(params):
+        trained = [(name, param) for name, param in params if param.requires_grad]
+        return torch.optim.AdamW(trained, lr=args.learning_rate, fused=True)
+
+    weights = run.weights(plugin.device, made.initial, made.lora)
+    model, optimizer, _ = plugin.configure(made.model, adamw, weights=weights, seed=args.seed)
+    ready = functools.partial(run.begin, plugin, model, optimizer, names=made.names, files=made.files,
                               tokenizer=args.model_name, steps_per_epoch=steps_per_epoch)
     board, total, count = None, 0.0, 0
     for step in train(args, plugin, model, optimizer, loader, made.criterion, num_steps, run, ready, steps_per_epoch):

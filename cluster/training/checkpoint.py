@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from training.checkpoint_files import (
-    KINDS, STATE, SURVIVORS, TensorFile, forget_older, merge, name_of_step, set_latest, sync_folder, write_small,
-    write_state,
+    ADAPTER, ADAPTER_CONFIG, KINDS, STATE, SURVIVORS, TensorFile, forget_older, join_files, merge, name_of_step,
+    set_latest, sync_folder, write_small, write_state,
 )
 from training.disks import Disks
 from training.pieces import Piece, as_files_have_it, pieces_of, plain_groups
@@ -49,6 +49,7 @@ class Checkpointer:
         self.folder, self.disks, self.stage = folder, disks.for_a_thread(), model.module
         self.optimizer, self.scheduler = optimizer, scheduler
         self.describe, self.small, self.keep, self.copies = describe, small, keep, min(copies, len(disks.all))
+        self.stems = {"model": "adapter" if ADAPTER_CONFIG in small else "model", "optimizer": "optimizer"}
         grid = self.grid = pgm.process_group_manager
         rows = [row for block in grid.grid for row in block.tolist()]
         self.tp_group = dist.new_subgroups_by_enumeration(rows, backend="gloo")[0] if grid.tp_world_size > 1 else None
@@ -173,7 +174,7 @@ class Checkpointer:
         except OSError as problem:
             error = f"{folder}: {problem.strerror}"
         for kind in KINDS:
-            name = f"{stem.format(kind)}.safetensors"
+            name = f"{stem.format(self.stems[kind])}.safetensors"
             saved = [(piece, as_files_have_it(self.stage.model, piece.name, kind)) for piece in pieces[kind]]
             entries = {}
             for piece, convert in saved:
@@ -232,14 +233,18 @@ class Checkpointer:
         for rank, part in parts.items() if disks.leads else ():
             number = next(i for i, disk in enumerate(disks.all) if rank in disk.ranks)
             to = [disks.all[(number + k) % len(disks.all)] for k in range(1, self.copies)]
-            to += [disks.all[0]] if is_last and number > 0 and disks.all[0] not in to else []
             for name in part["files"]:
+                is_adapter = name.startswith("adapter-")  # small, and the first host writes them as one file as well
+                if (is_last or is_adapter) and number > 0 and disks.all[0] not in to:
+                    to.append(disks.all[0])
                 for disk in to:
                     error = disks.transfer(name, folder, disks.all[number], disk) or error
         if errors := [error for error in disks.gather(error) if error]:
             return errors
         final = folder.removesuffix(".unfinished")
         try:
+            if dist.get_rank() == 0 and ADAPTER_CONFIG in self.small:
+                join_files(folder, [name for name in merged["files"] if name.startswith("adapter-")], ADAPTER)
             if disks.leads:
                 write_state(os.path.join(folder, STATE), state)
                 sync_folder(folder)

@@ -36,6 +36,7 @@ INDEX = "{}.safetensors.index.json"
 STATE = "state.json"
 SURVIVORS = ".survivors"
 KINDS = ("model", "optimizer")
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's
 TOKENIZER_FILES = ("*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "*.tiktoken", "chat_template*",
                    "generation_config.json")
 
@@ -236,7 +237,7 @@ def merge(parts) -> dict:
 
 
 def write_small(folder: str, small: dict[str, bytes], merged: dict) -> dict[str, dict]:
-    """Writes configuration, tokenizer and the two indices. Returns their facts."""
+    """Writes configuration, tokenizer and the indices; adapters have none. Returns the files' facts."""
     facts = {}
     for name, content in small.items():
         with open(os.path.join(folder, name), "wb") as file:
@@ -244,11 +245,25 @@ def write_small(folder: str, small: dict[str, bytes], merged: dict) -> dict[str,
             file.flush()
             os.fsync(file.fileno())
         facts[name] = facts_of(os.path.join(folder, name))
-    for kind in KINDS:
+    for kind in KINDS if ADAPTER_CONFIG not in small else ():
         size = sum(facts["bytes"] for name, facts in merged["files"].items() if name.startswith(f"{kind}-"))
         text = json.dumps({"metadata": {"total_size": size}, "weight_map": merged[f"{kind}_map"]}, indent=1)
         facts[INDEX.format(kind)] = write_text(os.path.join(folder, INDEX.format(kind)), text)
     return facts
+
+
+def join_files(folder: str, names: list[str], joined: str) -> None:
+    """Copies the tensors of several safetensors files of a folder into one. Raises OSError."""
+    files = [safe_open(os.path.join(folder, name), framework="pt") for name in sorted(names)]
+    source = {name: file for file in files for name in file.keys()}
+    example = {name: source[name].get_slice(name) for name in sorted(source)}
+    entries = {name: (source[name].get_tensor(name).dtype, piece.get_shape()) for name, piece in example.items()}
+    target = TensorFile(os.path.join(folder, joined), entries)
+    for name in entries:
+        target.write(source[name].get_tensor(name))
+    target.close()
+    if target.error:
+        raise OSError(target.error)
 
 
 def set_latest(folder: str, name: str) -> None:

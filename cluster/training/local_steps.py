@@ -38,8 +38,8 @@ from timeline import timeline
 from training.board import Board
 from training.common import load_text
 from training.compression import WIRE_DTYPES, CompressedAllReduce, compress
-from training.loop import Step, StepTimes, endless, make_llama
-from utils import UserError, make_scheduler, number, positive_float, positive_int, zero_or_more
+from training.loop import Step, StepTimes, endless
+from utils import UserError, make_scheduler, number, positive_float, positive_int, recompute_layers, zero_or_more
 
 OUTER = {"outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap_steps": 0}  # flags and their defaults
 below_one = number(float, lambda value: 0 <= value < 1, "from 0 to below 1")
@@ -70,7 +70,7 @@ def check_local_flags(args) -> None:
     if args.overlap_steps >= args.local_steps:
         raise UserError(f"--overlap_steps {args.overlap_steps} must be below --local_steps {args.local_steps}: the "
                         "differences of a round have to arrive before the next round ends")
-    if given := [flag for flag in ("pipelines", "plan", "resume", "save_every", "max_steps", "init_from")
+    if given := [flag for flag in ("pipelines", "plan", "resume", "save_every", "max_steps", "lora_rank")
                  if getattr(args, flag, None)]:
         raise UserError(f"--{', --'.join(given)} with --local_steps: ranks that take local steps hold the whole model, "
                         "from the first epoch on, and save it at the end of each: leave it out")
@@ -98,11 +98,13 @@ def train_rounds(args, plugin, made, templates: list, shares: list[int], run) ->
         raise UserError(f"the data set has {len(samples)} samples, fewer than the {plugin.global_batch_size} of a "
                         f"round of --local_steps {args.local_steps}: lower it, or add data")
     loader = plugin.prepare_dataloader(samples, shuffle=True, seed=args.seed, collate_fn=next_tokens)
-    stage = PipelineStage(make_llama(config, args.seed, plugin.device, plugin.compute_dtype, args.recompute),
-                          templates[0], 0)
+    stage = PipelineStage(made.model, templates[0], 0)
+    made.initial(stage)
+    if args.recompute:
+        recompute_layers(stage.own_layers())
     optimizer = torch.optim.AdamW(stage.model.named_parameters(), lr=args.learning_rate, fused=True)
     run.begin(plugin, types.SimpleNamespace(module=stage), optimizer, types.SimpleNamespace(state_dict=dict),
-              made.names, made.config, args.model_name, loader.steps_per_epoch)
+              made.names, made.files, args.model_name, loader.steps_per_epoch)
     run.watch.let_signals_kill()
     board, total = Board(os.path.join(args.log_dir, args.run_name), plugin.device), 0.0
     num_rounds = args.epochs * loader.steps_per_epoch

@@ -3,6 +3,9 @@
 import argparse
 import contextlib
 import functools
+import glob
+import json
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,6 +15,7 @@ import torch.nn as nn
 from model import Llama, init_weights
 from run_common import check_positions, load_model, local_directory, mean_cross_entropy
 from tensor_parallel import cross_entropy, split_over_tp
+from training.lora import RATE, Lora
 from training.pieces import their_name
 from training.resume import published_weights
 from utils import UserError, default_learning_rate, load_config, once_per_machine, read_config
@@ -25,26 +29,44 @@ SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 class Model(NamedTuple):
     """`model`: whole, on the meta device where its weights come later. `initial`: as plugin.configure(weights=...).
 
-    `names`: of its parameters, as files have them. `config`: the content of its config.json.
+    `names`: of the parameters that are saved, as files have them. `files`: what checkpoints have beside these: the
+    content of config.json, or of adapter_config.json.
     """
 
     model: nn.Module
     initial: Callable | None
     criterion: Callable
     names: list[str]
-    config: dict
+    files: dict[str, bytes]
+    lora: Lora | None = None
 
 
 def make_model(args, device: torch.device, dtype: torch.dtype, has_weights: bool) -> Model:
     """`has_weights`: a checkpoint gives them. Sets the default of args.learning_rate. Collective. Raises UserError."""
     fields = once_per_machine(lambda: read_config(args.model_name))
-    published = None
-    if args.init_from and not has_weights:
-        directory = once_per_machine(lambda: local_directory(args.init_from, "--init_from"))
-        published = published_weights(directory)
-    if fields.get("model_type") == "llama" and is_ours(fields):
+    published = find_published(args) if args.lora_rank or not has_weights else None
+    if fields.get("model_type") == "llama" and is_ours(fields) and not args.lora_rank:
         return our_llama(args, device, dtype, published)
     return of_transformers(args, fields, device, dtype, published, has_weights)
+
+
+def find_published(args) -> Callable | None:
+    """What gives a stage the weights of --init_from or --model_name; None where they are to be drawn. Collective."""
+    flag, name = ("--init_from", args.init_from) if args.init_from else ("--model_name", args.model_name)
+    if args.from_scratch:
+        if args.init_from:
+            raise UserError("--init_from with --from_scratch: leave out one of them")
+        return None
+    directory = once_per_machine(lambda: local_directory(name, flag))
+    has_files = any(once_per_machine(lambda: glob.glob(os.path.join(glob.escape(directory), "model*.safetensors*"))))
+    if has_files or args.init_from:
+        return published_weights(directory)
+    if args.lora_rank:
+        raise UserError(f"--model_name {name!r} has no weights (model.safetensors), and LoRA trains beside those of a "
+                        "trained model: name one, or leave out --lora_rank")
+    if torch.distributed.get_rank() == 0:
+        print(f"{name} has no weights (model.safetensors): they are drawn by --seed", flush=True)
+    return None
 
 
 def is_ours(fields: dict) -> bool:
@@ -84,7 +106,7 @@ def our_llama(args, device: torch.device, dtype: torch.dtype, published: Callabl
         return cross_entropy(logits, batch["target_ids"], config.vocab_size)
 
     names = [their_name(name) for name, _ in model.named_parameters()]
-    return Model(model, initial, criterion, names, checkpoint_config(model, master_dtype(dtype)))
+    return Model(model, initial, criterion, names, config_file(model, master_dtype(dtype)))
 
 
 def of_transformers(args, fields: dict, device: torch.device, dtype: torch.dtype, published: Callable | None,
@@ -107,19 +129,24 @@ def of_transformers(args, fields: dict, device: torch.device, dtype: torch.dtype
     except Exception as error:  # of many classes, for fields that do not go together
         raise UserError(f"--model_name {args.model_name!r}: transformers makes no {CLASSES[kind]} of its config.json "
                         f"({' '.join(str(error).split())[:300]}): correct it") from None
-    args.learning_rate = args.learning_rate or min(1e-3, default_learning_rate(model.config.hidden_size))
+    rate = RATE if args.lora_rank else min(1e-3, default_learning_rate(model.config.hidden_size))
+    args.learning_rate = args.learning_rate or rate
     coefficient = getattr(model.config, "router_aux_loss_coef", 0)
     criterion = functools.partial(mean_cross_entropy, router_loss_coef=coefficient)
     initial = (lambda stage: published(stage, device)) if published else None
-    names, config = [name for name, _ in model.named_parameters()], checkpoint_config(model, master_dtype(dtype))
-    return Model(model, initial, criterion, names, config)
+    if args.lora_rank:
+        lora = Lora(args, model, dtype)
+        return Model(model, initial, criterion, lora.names, lora.files(), lora)
+    names = [name for name, _ in model.named_parameters()]
+    return Model(model, initial, criterion, names, config_file(model, master_dtype(dtype)))
 
 
-def checkpoint_config(model: nn.Module, dtype: torch.dtype) -> dict:
-    """The content of config.json for a model whose parameters are of `dtype`."""
+def config_file(model: nn.Module, dtype: torch.dtype) -> dict[str, bytes]:
+    """The content of config.json, by that name, for a model whose parameters are of `dtype`."""
     fields = vars(model.config) if is_our_llama(model) else model.config.to_dict()
     name = "LlamaForCausalLM" if is_our_llama(model) else type(model).__name__
-    return {**fields, "architectures": [name], "dtype": str(dtype).removeprefix("torch.")}
+    config = {**fields, "architectures": [name], "dtype": str(dtype).removeprefix("torch.")}
+    return {"config.json": json.dumps(config, indent=2).encode()}
 
 
 def is_our_llama(model: nn.Module) -> bool:

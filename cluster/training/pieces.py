@@ -34,16 +34,27 @@ class Piece(NamedTuple):
     fused: int
 
 
+def peft_name(name: str) -> str:
+    """A parameter of a model of transformers in the files: an adapter's has the name that peft gives it there."""
+    return f"base_model.model.{name.replace('.default.', '.')}" if ".lora_" in name else name
+
+
 def name_function(stage) -> Callable[[str], str]:
-    """From a parameter's name in the model to that in the files: they differ for our Llama only."""
-    return str if hasattr(stage.model, "base_model_prefix") else their_name
+    """From a parameter's name in the model to that in the files."""
+    return peft_name if hasattr(stage.model, "base_model_prefix") else their_name
+
+
+def trained_alone(stage) -> set[str] | None:
+    """The names of the adapters' parameters, where these are all that is trained and saved; else None."""
+    return {name for name, _ in stage.model.named_parameters() if ".lora_" in name} or None
 
 
 def pieces_of(stage, optimizer: torch.optim.Optimizer) -> dict[str, list[Piece]]:
     """What this rank holds, by kind of file. A tied head is left out where the embedding stands for it."""
     found, tied, name_of = {kind: [] for kind in KINDS}, stage.tied, name_function(stage)
+    trained = trained_alone(stage)
     for name, param in stage.model.named_parameters():
-        if tied and name == tied[1] and not stage.is_first:
+        if trained and name not in trained or tied and name == tied[1] and not stage.is_first:
             continue
         module, _, key = name.rpartition(".")
         module, name = stage.model.get_submodule(module), name_of(name)
@@ -56,7 +67,7 @@ def pieces_of(stage, optimizer: torch.optim.Optimizer) -> dict[str, list[Piece]]
     own = tuple(f"{name}." for name in stage.template.modules_per_stage[stage.stage_index])
     params = dict(stage.model.named_parameters(remove_duplicate=False))
     found["model"] += [Piece(name_of(name), buffer, None, 1) for name, buffer in stage.model.state_dict().items()
-                       if name not in params and name.startswith(own)]
+                       if name not in params and name.startswith(own) and not trained]
     return {kind: sorted(pieces, key=lambda piece: (-piece.tensor.dtype.itemsize, piece.name))
             for kind, pieces in found.items()}
 
@@ -69,7 +80,7 @@ def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 def as_files_have_it(model, name: str, kind: str) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
     """A function that turns a parameter into what files have for it: of a mixture of experts each expert by itself."""
-    if kind != "model" or not hasattr(model, "base_model_prefix"):
+    if kind != "model" or not hasattr(model, "base_model_prefix") or ".lora_" in name:
         return lambda full: {name: full}
     from transformers.core_model_loading import revert_weight_conversion
 

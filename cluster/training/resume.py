@@ -17,7 +17,7 @@ from training.checkpoint_files import (
     STATE, SURVIVORS, Reader, check_file, merge, name_of_step, read_index, read_state, set_latest, step_of,
 )
 from training.disks import Disks
-from training.pieces import name_function, their_name
+from training.pieces import name_function, peft_name, their_name, trained_alone
 from utils import UserError
 
 
@@ -138,12 +138,7 @@ class Loader:
 
     def weights(self, stage) -> None:
         """As plugin.configure(weights=...) calls it."""
-        maps, name_of = self.found.state, name_function(stage)
-        own = {name_of(name) for name in (*stage.model.state_dict(), *(stage.tied or ()))}
-        files = {maps["parameters"][name] for name in own if name in maps["parameters"]}
-        files |= {file for entry, file in maps["optimizer_map"].items() if entry.rpartition(".")[0] in own}
-        bring(self.found, files, self.disks)
-        reader = Reader(self.found.path, maps["model_map"])
+        maps, name_of, reader = self.found.state, name_function(stage), self.reader_for(stage)
         source = {name: (lambda name=name: reader.get_slice(name)) for name in maps["model_map"]}
         if name_of is their_name:
             source = {name: source[their_name(name)] for name in our_names(stage) if their_name(name) in source}
@@ -151,6 +146,26 @@ class Loader:
             load_weights(stage, source, self.device)
         except UserError as error:
             raise UserError(f"{self.found.path}: {error}") from None
+
+    def reader_for(self, stage) -> Reader:
+        """Of the weights, once the files that this stage needs are on its host. Collective."""
+        maps, name_of = self.found.state, name_function(stage)
+        own = {name_of(name) for name in (*stage.model.state_dict(), *(stage.tied or ()))}
+        files = {maps["parameters"][name] for name in own if name in maps["parameters"]}
+        files |= {file for entry, file in maps["optimizer_map"].items() if entry.rpartition(".")[0] in own}
+        bring(self.found, files, self.disks)
+        return Reader(self.found.path, maps["model_map"])
+
+    def load_adapters(self, stage) -> None:
+        """Gives the adapters that a stage has their values. Collective."""
+        reader = self.reader_for(stage)
+        for name, param in stage.model.named_parameters():
+            if name in (trained_alone(stage) or ()):
+                value = reader.get_slice(peft_name(name))[...]
+                if value.shape != param.shape:
+                    raise UserError(f"{peft_name(name)} has the shape {tuple(value.shape)} in {self.found.path}, but "
+                                    f"{tuple(param.shape)} here: give --lora_rank and --model_name as they were")
+                param.data.copy_(value)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, stage) -> None:
         """The state of each parameter, in slices as this rank holds it. Learning rates follow from the flags."""
@@ -202,7 +217,7 @@ def published_weights(directory: str) -> Callable:
         try:
             load_weights(stage, source, device)
         except UserError as error:
-            raise UserError(f"--init_from: {directory}: {error}") from None
+            raise UserError(f"the weights in {directory}: {error}") from None
 
     return weights
 

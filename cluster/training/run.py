@@ -9,7 +9,6 @@
 import argparse
 import fcntl
 import importlib.metadata
-import json
 import os
 import platform
 import time
@@ -23,6 +22,7 @@ import process_group_manager as pgm
 from training.checkpoint import Checkpointer
 from training.checkpoint_files import SURVIVORS, read_tokenizer_files
 from training.disks import Disks
+from training.lora import FLAGS, Lora
 from training.resume import Loader, find_checkpoint, move_aside
 from training.sample import Sampler
 from training.survive import Watch, is_elastic
@@ -73,12 +73,16 @@ class Run:
             print(f"going on after step {self.start}: {self.found.path}", flush=True)
         self.checkpointer, self.loader, self.stall = None, None, 0.0
 
-    def weights(self, device: torch.device, initial) -> Callable | dict | None:
-        """What plugin.configure takes as `weights`: the checkpoint's, or `initial` in a new run."""
-        if self.found is None:
-            return initial
-        self.loader = Loader(self.found, self.disks, device)
-        return self.loader.weights
+    def weights(self, device: torch.device, initial, lora: Lora | None = None) -> Callable | dict | None:
+        """What plugin.configure takes as `weights`: the checkpoint's, or `initial` in a new run.
+
+        With LoRA `initial` gives the frozen weights, and a checkpoint the adapters.
+        """
+        if self.found:
+            self.loader = Loader(self.found, self.disks, device)
+        if lora:
+            return lora.weights(initial, self.loader, device)
+        return self.loader.weights if self.found else initial
 
     def check(self, names: list[str], global_batch: int, seq_len: int) -> None:
         """Raises UserError where a resumed run has another model, or would read other samples than before."""
@@ -88,13 +92,17 @@ class Run:
             if (saved := self.found.state[name]) != value:
                 raise UserError(f"{self.found.path} was saved with {name}={saved}, but this run has {value}: choose "
                                 "--batch_size x micro-batches, --seq_len and --seed as they were")
+        for flag in FLAGS if self.args.__dict__.get("lora_rank") else ():
+            if (saved := self.found.state["flags"].get(flag)) not in (None, value := getattr(self.args, flag)):
+                raise UserError(f"{self.found.path} was saved with --{flag} {saved}, but this run has {value}: give "
+                                "the same")
         if unlike := sorted({*names} ^ {*self.found.state["names"]}):
             raise UserError(f"{self.found.path} is of another model: {len(unlike)} parameters are in one of the two "
                             f"only, among them {unlike[0]}")
 
-    def begin(self, plugin, model, optimizer, scheduler, names: list[str], config: dict, tokenizer: str,
+    def begin(self, plugin, model, optimizer, scheduler, names: list[str], files: dict[str, bytes], tokenizer: str,
               steps_per_epoch: int | None) -> None:
-        """`names`: of all parameters of the whole model. `config`: the content of its config.json. Collective."""
+        """`names`: of all parameters that are saved. `files`: config.json, or what an adapter has instead. Collective."""
         is_own = self.found and os.path.realpath(self.found.folder) == os.path.realpath(self.folder)
         is_own = self.disks.gather(is_own)[0]
         if self.found is None or self.args.resume not in (None, "auto"):
@@ -117,7 +125,7 @@ class Run:
                     "flags": flags, "topology": grid.topology, "run_id": self.run_id,
                     "versions": {"python": platform.python_version(), **versions}}
 
-        small = {"config.json": json.dumps(config, indent=2).encode(), **self.tokenizer_files(tokenizer)}
+        small = {**files, **self.tokenizer_files(tokenizer)}
         self.checkpointer = Checkpointer(self.folder, self.disks, model, optimizer, scheduler, describe, small,
                                          args.keep, args.checkpoint_copies)
         self.sampler = args.sample_every and Sampler(plugin, model, tokenizer, args.prompt, args.seq_len)

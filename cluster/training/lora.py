@@ -1,0 +1,181 @@
+"""LoRA (Hu et al. 2021): the model's weights are frozen, and beside some of its matrices two thin ones are trained.
+
+    y = W x + alpha / r * B A x        W (out, in) is frozen; A (r, in) is random and B (out, r) zero at first
+
+The layers are those of the library peft. A stage gets its frozen weights, and then the adapters of its own layers, so
+that no rank needs the whole model. The frozen weights and the activations are in bfloat16 where all devices have it,
+the adapters and their optimizer's state in float32 or more. Only the adapters have gradients. So these alone are summed
+between pipelines, and these alone are in a run's checkpoints:
+
+    step_00000120/
+        adapter_config.json  adapter_model.safetensors   the whole adapter, as peft reads it
+        adapter-00001-of-00002.safetensors               the adapters of pipeline stage 1, of 2, from which a run goes on
+        optimizer-00001-of-00002.safetensors  state.json  tokenizer.json ...
+"""
+
+import argparse
+import json
+import math
+import os
+import tempfile
+from zlib import crc32
+
+import torch
+import torch.nn as nn
+
+from pipeline_template import listed_modules
+from training.common import gather
+from training.pieces import peft_name
+from utils import UserError, number, positive_float, positive_int
+
+RATE = 2e-4  # the default learning rate
+ALL = "all-linear"
+FLAGS = ("lora_rank", "lora_alpha", "lora_targets")  # which a checkpoint decides
+probability = number(float, lambda value: 0 <= value < 1, "from 0 up to, but not 1")
+
+
+def add_lora_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lora_rank", type=positive_int, metavar="R",
+                        help="train LoRA adapters of this rank, and no weights (default: all weights are trained)")
+    parser.add_argument("--lora_alpha", type=positive_float, help="adapters count alpha / rank (default: 2 x rank)")
+    parser.add_argument("--lora_dropout", type=probability, default=0.0, help="of what enters an adapter")
+    parser.add_argument("--lora_targets", default=ALL, metavar="q_proj,v_proj",
+                        help=f"the matrices that get adapters (default: {ALL}, those of all decoder layers)")
+
+
+def check_lora_flags(args) -> None:
+    if args.lora_rank is None:
+        if args.lora_alpha or args.lora_dropout or args.lora_targets != ALL:
+            raise UserError("--lora_alpha, --lora_dropout and --lora_targets are for LoRA: add --lora_rank, or leave "
+                            "them out")
+        return
+    for flag in ("from_scratch", "local_steps"):
+        if getattr(args, flag, None):
+            raise UserError(f"--{flag} is for training all weights: leave it out, or --lora_rank")
+    if args.tp_size > 1:
+        raise UserError(f"--tp_size {args.tp_size} with --lora_rank: adapters are not split over tensor-parallel "
+                        "ranks; use --pipelines to divide the model")
+    args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
+
+
+def choose_lora_dtype(args, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of frozen weights and activations: with --dtype auto bfloat16 where all ranks have it. Collective."""
+    if args.dtype != "auto":
+        return dtype
+    dtype = torch.bfloat16 if all(gather(has_bfloat16(device))) else torch.float32
+    args.dtype = str(dtype).removeprefix("torch.")
+    return dtype
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies matrices in bfloat16, and faster than in float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return any(check() for check in checks if check)
+
+
+class Lora:
+    """Adapters for `model`, a whole model of transformers on the meta device.
+
+    `names`: of all adapters' parameters, as files have them. Raises UserError for targets that match nothing, and where
+    peft is missing.
+    """
+
+    def __init__(self, args, model: nn.Module, dtype: torch.dtype):
+        try:
+            from peft import LoraConfig, TaskType
+        except ImportError:
+            raise UserError("--lora_rank needs the library peft: pip install peft") from None
+        self.dtype, self.master_dtype, self.seed = dtype, torch.promote_types(dtype, torch.float32), args.seed
+        self.targets = find_targets(model, args.lora_targets)
+        leaves = sorted({name.rpartition(".")[2] for name in self.targets})
+        self.config = LoraConfig(
+            task_type=TaskType.CAUSAL_LM, base_model_name_or_path=os.path.abspath(args.model_name) if os.path.isdir(
+                args.model_name) else args.model_name, r=args.lora_rank, lora_alpha=args.lora_alpha,
+            lora_dropout=args.lora_dropout, target_modules=leaves, inference_mode=False)
+        shapes = {name: self.shapes(model.get_submodule(name)) for name in self.targets}
+        self.names = [peft_name(f"{name}.{part}.weight") for name in self.targets for part in ("lora_A", "lora_B")]
+        self.num_trained = sum(math.prod(shape) for pair in shapes.values() for shape in pair)
+        self.num_frozen = sum(param.numel() for param in model.parameters())
+
+    def shapes(self, module: nn.Module) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(r, in) of A, (out, r) of B."""
+        size_in, size_out = module.weight.shape if is_conv1d(module) else reversed(module.weight.shape)
+        return (self.config.r, size_in), (size_out, self.config.r)
+
+    def adapter_parameters(self, model: nn.Module, module_name: str) -> int:
+        """The trained numbers in a module of the whole model, such as model.layers.0."""
+        return sum(math.prod(shape) for name in self.targets if name.startswith(f"{module_name}.")
+                   for shape in self.shapes(model.get_submodule(name)))
+
+    def prepare(self, stage) -> None:
+        """Before a stage on the meta device gets its weights: they will be of the frozen weights' dtype."""
+        for param in stage.model.parameters():
+            param.data = param.data.to(self.dtype)
+        stage.autocast = None
+
+    def apply(self, stage, device: torch.device) -> None:
+        """Freezes the weights of a stage and adds the adapters of its own layers.
+
+        A is drawn by the seed and the parameter's name, so it is the same in every topology.
+        """
+        from peft import inject_adapter_in_model
+
+        inject_adapter_in_model(self.config, stage.model)
+        for name, param in stage.model.named_parameters():
+            if param.requires_grad:
+                param.data = initial_value(name, param.shape, self.seed).to(device, self.master_dtype)
+
+    def weights(self, base, loader, device: torch.device):
+        """What plugin.configure takes as `weights`: `base` gives a stage the frozen ones, `loader` (of a checkpoint, or
+        None) the adapters."""
+        def give(stage) -> None:
+            self.prepare(stage)
+            base(stage)
+            self.apply(stage, device)
+            if loader:
+                loader.load_adapters(stage)
+
+        return give
+
+    def files(self) -> dict[str, bytes]:
+        """The content of adapter_config.json, by that name."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.config.save_pretrained(folder)
+            with open(os.path.join(folder, "adapter_config.json"), encoding="utf-8") as file:
+                return {"adapter_config.json": json.dumps(json.load(file), indent=2).encode()}
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"  # GPT-2's linear layer, whose weight is (in, out)
+
+
+def find_targets(model: nn.Module, wanted: str) -> list[str]:
+    """The names of the matrices that get adapters. Raises UserError where a part of `wanted` matches nothing."""
+    layers = tuple(f"{name}." for name in listed_modules(model)[1])
+    linear = [name for name, module in model.named_modules()
+              if name.startswith(layers) and (isinstance(module, nn.Linear) or is_conv1d(module))]
+    leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    chosen = leaves if wanted == ALL else [part.strip() for part in wanted.split(",")]
+    if unknown := [part for part in chosen if part not in leaves]:
+        raise UserError(f"--lora_targets {wanted}: the decoder layers of this model have no matrix {unknown[0]!r}: "
+                        f"choose among {', '.join(leaves)}, or {ALL}")
+    return [name for name in linear if name.rpartition(".")[2] in chosen]
+
+
+def initial_value(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+    """Zeros for B; for A (r, in) what peft draws: uniform up to 1 / sqrt(in)."""
+    value = torch.zeros(shape)
+    if ".lora_A." in name:
+        generator = torch.Generator().manual_seed(seed + crc32(peft_name(name).encode()))
+        value.uniform_(-1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]), generator=generator)
+    return value
+
+
+def print_sizes(lora: Lora) -> None:
+    """A line on rank 0: how much is trained."""
+    if torch.distributed.get_rank() == 0:
+        share = lora.num_trained / (lora.num_trained + lora.num_frozen)
+        print(f"LoRA: {lora.num_trained:,} numbers are trained, {share:.2%} of all, beside {lora.num_frozen:,} frozen "
+              f"ones in {str(lora.dtype).removeprefix('torch.')}; {len(lora.targets)} matrices", flush=True)
