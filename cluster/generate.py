@@ -1,16 +1,23 @@
-"""Text from a checkpoint, or from any causal model in Hugging Face's layout, by transformers' own generate().
+"""Text from a checkpoint, an adapter, or any causal model in Hugging Face's layout, by transformers' own generate().
 
     python cluster/generate.py --checkpoint checkpoints/train_distributed --prompt "The state of the union is"
+    python cluster/generate.py --adapter checkpoints/my_run --chat
+    python cluster/generate.py --adapter checkpoints/my_run --merge_adapter my_model
 
---checkpoint is a run's folder, whose newest checkpoint is taken, or one of its checkpoints.
+A path is a run's folder, whose newest checkpoint is taken, or one of its checkpoints. With --adapter the frozen weights
+are those that it was trained beside, or those of --checkpoint. --chat puts what one writes into the tokenizer's chat
+template, and without --prompt asks for one line after another.
 """
 
 import course  # noqa: F401  before step 9's modules
 
 import argparse
+import json
 import os
+import sys
+import warnings
 
-from training.checkpoint_files import read_index
+from training.checkpoint_files import ADAPTER, ADAPTER_CONFIG, read_index
 from training.common import seed
 from utils import (
     ArgumentParser, UserError, choose_device, number, one_clear_error, positive_float, positive_int,
@@ -22,8 +29,11 @@ temperature = number(float, lambda value: value == 0 or value >= 0.01, "0, or 0.
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoint", required=True, help="a directory with config.json, safetensors and a tokenizer")
-    parser.add_argument("--prompt", required=True, help="what the text begins with")
+    parser.add_argument("--checkpoint", help="a directory with config.json, safetensors and a tokenizer, or a Hub id")
+    parser.add_argument("--adapter", help="a directory with adapter_config.json and adapter_model.safetensors")
+    parser.add_argument("--merge_adapter", metavar="OUT", help="write the model with the adapter added to its weights")
+    parser.add_argument("--prompt", help="what the text begins with")
+    parser.add_argument("--chat", action="store_true", help="the prompt is what a user says, in the chat template")
     parser.add_argument("--max_new_tokens", type=positive_int, default=40)
     parser.add_argument("--temperature", type=temperature, default=0.0,
                         help="0 takes the likeliest token each time; 1 draws from the model's probabilities")
@@ -31,16 +41,32 @@ def parse_args() -> argparse.Namespace:
                                                                           "have this probability together")
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    return parser.parse_args()
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
+                        help="of the weights (default: as they are stored)")
+    args = parser.parse_args()
+    if not args.checkpoint and not args.adapter:
+        raise UserError("name a model: --checkpoint, or --adapter")
+    if args.merge_adapter and not args.adapter:
+        raise UserError("--merge_adapter writes a model with an adapter: add --adapter")
+    if args.prompt is None and not args.chat and not args.merge_adapter:
+        raise UserError("write a --prompt, or use --chat")
+    if args.prompt is not None and not args.prompt.isprintable():
+        raise UserError(f"--prompt {args.prompt!r} has characters that can't be printed: leave them out")
+    return args
 
 
-def find(path: str) -> str:
-    """The checkpoint at a path, or the newest one of the run there. Raises UserError where something is missing."""
+def find(path: str, flag: str, marks: tuple[str, ...]) -> str:
+    """The checkpoint at a path, or the newest one of the run there, which has one of the files `marks`.
+
+    Raises UserError where something is missing.
+    """
+    given = path
     if os.path.isfile(latest := os.path.join(path, "latest")):
         with open(latest, encoding="utf-8", errors="replace") as file:
             path = os.path.join(path, os.path.basename(file.read().strip()))
-    if not os.path.isfile(os.path.join(path, "config.json")):
-        raise UserError(f"--checkpoint {path!r} has no config.json: name the folder of a run, or one of its step_...")
+    if not any(os.path.isfile(os.path.join(path, mark)) for mark in marks):
+        raise UserError(f"{flag} {given!r} has no {' and no '.join(marks)}: name the folder of a run, or one of its "
+                        "step_...")
     if os.path.isfile(index := os.path.join(path, "model.safetensors.index.json")):
         missing = {name for name in read_index(index).values() if not os.path.isfile(os.path.join(path, name))}
         if missing:
@@ -49,33 +75,114 @@ def find(path: str) -> str:
     return path
 
 
+def find_model(args) -> tuple[str, str, str | None]:
+    """The directories, or Hub ids, of the weights, of the tokenizer, and of the adapter if there is one."""
+    base, adapter = args.checkpoint, args.adapter
+    if base and os.path.isdir(base):
+        base = find(base, "--checkpoint", ("config.json", ADAPTER_CONFIG))
+        if not os.path.isfile(os.path.join(base, "config.json")):
+            base, adapter = None, adapter or base  # a run that trained an adapter
+    elif base and (os.path.isabs(base) or base.count("/") != 1):
+        raise UserError(f"--checkpoint {base!r} has no config.json: name the folder of a run, or one of its step_...")
+    if adapter is None:
+        return base, base, None
+    adapter = find(adapter, "--adapter", (ADAPTER_CONFIG,))
+    if not os.path.isfile(os.path.join(adapter, ADAPTER)):
+        raise UserError(f"{adapter} has no {ADAPTER}: where hosts share no disk, it is on the first host")
+    try:
+        with open(os.path.join(adapter, ADAPTER_CONFIG), encoding="utf-8") as file:
+            base = base or json.load(file)["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{adapter}/{ADAPTER_CONFIG} can't be read ({type(error).__name__}: {error})") from None
+    if not base:
+        raise UserError(f"{adapter}/{ADAPTER_CONFIG} names no model: add --checkpoint")
+    has_tokenizer = os.path.isfile(os.path.join(adapter, "tokenizer_config.json"))
+    return base, adapter if has_tokenizer else base, adapter
+
+
+def load(args, base: str, tokenizer: str, adapter: str | None):
+    """The model, in eval mode, and the tokenizer. Raises UserError for what can't be loaded."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    device, _, _ = choose_device(args.device, "float32")
+    try:
+        words = AutoTokenizer.from_pretrained(tokenizer)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=args.dtype)
+    except Exception as error:  # of many classes: transformers', safetensors', tokenizers'
+        raise UserError(f"{base} can't be loaded: {' '.join(str(error).split())[:300]}") from None
+    return with_adapter(model, adapter).to(device).eval() if adapter else model.to(device).eval(), words
+
+
+def with_adapter(model, adapter: str):
+    """The model with an adapter. Raises UserError where it is another model's."""
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise UserError("--adapter needs the library peft: pip install peft") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("error", UserWarning)  # tensors are missing
+            return PeftModel.from_pretrained(model, adapter)
+    except Exception as error:
+        raise UserError(f"{adapter} is no adapter for this model: {' '.join(str(error).split())[:300]}") from None
+
+
+def answer(args, model, tokenizer, prompt: str) -> str:
+    """The prompt and what follows it; with --chat what follows. Raises UserError for a prompt that is too long."""
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    if args.chat:
+        if not tokenizer.chat_template:
+            raise UserError("the tokenizer has no chat template: leave out --chat")
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True,
+                                            return_dict=False)
+    if not ids:
+        raise UserError(f"--prompt {prompt!r} has no token: write at least one word")
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit and len(ids) + args.max_new_tokens > limit:
+        raise UserError(f"--prompt has {len(ids)} tokens, and with --max_new_tokens {args.max_new_tokens} it is more "
+                        f"than the {limit} positions of the model: shorten one of them")
+    import torch
+
+    inputs = torch.tensor([ids], device=model.device)
+    drawing = dict(do_sample=True, temperature=args.temperature, top_p=args.top_p) if args.temperature else dict(
+        do_sample=False, temperature=None, top_p=None)
+    out = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=args.max_new_tokens,
+                         pad_token_id=tokenizer.eos_token_id, **drawing)[0]
+    return tokenizer.decode(out[len(ids):] if args.chat else out, skip_special_tokens=True)
+
+
+def merge(model, tokenizer, folder: str) -> None:
+    """Adds the adapter to the weights, and writes the model as transformers does. Raises UserError."""
+    if os.path.exists(folder):
+        raise UserError(f"--merge_adapter {folder!r} exists: choose another name")
+    merged = model.merge_and_unload()
+    try:
+        merged.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise UserError(f"--merge_adapter {folder!r} can't be written: {error.strerror}") from None
+    print(f"the model with the adapter in its weights: {folder}")
+
+
 def main():
     args = parse_args()
-    if not args.prompt.isprintable():
-        raise UserError(f"--prompt {args.prompt!r} has characters that can't be printed: leave them out")
-    path = find(args.checkpoint)
+    places = find_model(args)
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    device, _, _ = choose_device(args.device, "float32")
     torch.manual_seed(args.seed)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path).to(device).eval()
-    except Exception as error:  # of many classes: transformers', safetensors', tokenizers'
-        raise UserError(f"{path} can't be loaded: {' '.join(str(error).split())[:300]}") from None
-    inputs = tokenizer(args.prompt, return_tensors="pt", add_special_tokens=False).to(device)
-    inputs.pop("token_type_ids", None)
-    if inputs["input_ids"].shape[1] == 0:
-        raise UserError(f"--prompt {args.prompt!r} has no token: write at least one word")
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit and (length := inputs["input_ids"].shape[1]) + args.max_new_tokens > limit:
-        raise UserError(f"--prompt has {length} tokens, and with --max_new_tokens {args.max_new_tokens} it is more "
-                        f"than the {limit} positions of the model: shorten one of them")
-    drawing = dict(do_sample=True, temperature=args.temperature, top_p=args.top_p) if args.temperature else dict(
-        do_sample=False)
-    ids = model.generate(**inputs, max_new_tokens=args.max_new_tokens, pad_token_id=tokenizer.eos_token_id, **drawing)
-    print(tokenizer.decode(ids[0], skip_special_tokens=True))
+    model, tokenizer = load(args, *places)
+    if args.merge_adapter:
+        merge(model, tokenizer, args.merge_adapter)
+    if args.prompt is not None:
+        print(answer(args, model, tokenizer, args.prompt))
+    elif args.chat:
+        print("write a line, or end with Ctrl-D", flush=True)
+        for line in sys.stdin:
+            if line.strip():
+                print(answer(args, model, tokenizer, line.strip()), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import tempfile
+import warnings
 from zlib import crc32
 
 import torch
@@ -122,7 +123,9 @@ class Lora:
         """
         from peft import inject_adapter_in_model
 
-        inject_adapter_in_model(self.config, stage.model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of peft, about transformers
+            inject_adapter_in_model(self.config, stage.model)
         for name, param in stage.model.named_parameters():
             if param.requires_grad:
                 param.data = initial_value(name, param.shape, self.seed).to(device, self.master_dtype)
