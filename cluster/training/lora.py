@@ -3,9 +3,10 @@
     y = W x + alpha / r * B A x        W (out, in) is frozen; A (r, in) is random and B (out, r) zero at first
 
 The layers are those of the library peft. A stage gets its frozen weights, and then the adapters of its own layers, so
-that no rank needs the whole model. The frozen weights and the activations are in bfloat16 where all devices have it,
-the adapters and their optimizer's state in float32 or more. Only the adapters have gradients. So these alone are summed
-between pipelines, and these alone are in a run's checkpoints:
+that no rank needs the whole model. The frozen weights and the activations are in bfloat16 where all devices have it.
+The adapters, their gradients and the optimizer's state are in float32 or more; autocast casts an adapter to bfloat16
+once an optimizer step. Only the adapters have gradients. So these alone are summed between pipelines, and these alone
+are in a run's checkpoints:
 
     step_00000120/
         adapter_config.json  adapter_model.safetensors   the whole adapter, as peft reads it
@@ -114,7 +115,6 @@ class Lora:
         """Before a stage on the meta device gets its weights: they will be of the frozen weights' dtype."""
         for param in stage.model.parameters():
             param.data = param.data.to(self.dtype)
-        stage.autocast = None
 
     def apply(self, stage, device: torch.device) -> None:
         """Freezes the weights of a stage and adds the adapters of its own layers.
@@ -126,6 +126,9 @@ class Lora:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of peft, about transformers
             inject_adapter_in_model(self.config, stage.model)
+        for module in stage.model.modules():
+            if hasattr(module, "cast_input_dtype_enabled"):  # peft would compute adapters in float32: see autocast
+                module.cast_input_dtype_enabled = False
         for name, param in stage.model.named_parameters():
             if param.requires_grad:
                 param.data = initial_value(name, param.shape, self.seed).to(device, self.master_dtype)
