@@ -1,8 +1,9 @@
 """Runs of train_distributed.py that save and resume, of a model so small that a run takes seconds.
 
 As a script, `checkpoint_runs.py OUT SCRIPT FLAGS...`, it runs SCRIPT with norms, softmax and routers in float64, too,
-and each rank writes its parameters into OUT/rank<r>.pt in the end. With POISON=1:5 in the environment nothing is
-different, but that rank 1's weights are NaN after its fifth step.
+and each rank writes its parameters into OUT/rank<r>.pt in the end, and the gradients of the last step into
+OUT/grads<r>.pt. With POISON=1:5 in the environment nothing is different, but that rank 1's weights are NaN after its
+fifth step.
 """
 
 import functools
@@ -104,7 +105,10 @@ def main() -> None:
         imported["main"]()
     os.makedirs(out, exist_ok=True)
     final = {name: param.detach().clone() for name, param in zip(held["param_names"], held["params"])}
-    torch.save(final, os.path.join(out, f"rank{os.environ['RANK']}.pt"))
+    grads = {name: param.grad.clone() for name, param in zip(held["param_names"], held["params"])
+             if param.grad is not None}
+    for name, tensors in ("rank", final), ("grads", grads):
+        torch.save(tensors, os.path.join(out, f"{name}{os.environ['RANK']}.pt"))
 
 
 if __name__ == "__main__":

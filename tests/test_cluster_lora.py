@@ -1,0 +1,226 @@
+"""LoRA of train_distributed.py: losses, gradients and files are those of plain transformers, peft and AdamW."""
+
+import json
+import math
+import subprocess
+import sys
+import zlib
+
+import pytest
+import torch
+from checkpoint_runs import ROOT, SCRIPT, TEXT, checkpoint, flags_of, newest, write_model
+from huggingface import float64_throughout
+from launch import fork, metrics
+
+TOLERANCE = 1e-9
+STEPS, SAMPLES, SEQ_LEN, RANK = 3, 8, 16, 4
+FAMILIES = {
+    "llama": dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+                  num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, initializer_range=0.1),
+    "gpt2": dict(n_embd=32, n_layer=3, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+                 initializer_range=0.1),
+}
+TOPOLOGIES = {  # name -> ranks, flags: 8 micro-batches a step of one sample in each
+    "one": (1, ["--num_microbatches", "8"]),
+    "3;1,2": (3, ["--num_microbatches", "5,3", "--pipelines", "3;1,2"]),
+    "shares": (3, ["--num_microbatches", "3,3,2"]),
+    "1,1,1": (3, ["--num_microbatches", "8", "--pipelines", "1,1,1", "--recompute", "--pp_engine", "zb"]),
+}
+PAIRS = [*(f"pair {i}: " + "why so long? " * (1 + i % 3) for i in range(SAMPLES)),
+         *("because " * (1 + i % 4) for i in range(SAMPLES))]
+
+
+def write_data(folder) -> dict[str, str]:
+    """An epoch of one step each: a text of 8 samples, and 8 questions with answers of unlike lengths."""
+    tokenizer = read_tokenizer(folder)
+    words = (TEXT * 20).split(" ")
+    count = next(n for n in range(len(words)) if len(tokenizer(" ".join(words[:n]))["input_ids"]) > SAMPLES * SEQ_LEN)
+    (folder / "text.txt").write_text(" ".join(words[:count]))
+    rows = [{"prompt": PAIRS[i], "completion": PAIRS[i + SAMPLES]} for i in range(SAMPLES)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"text": folder / "text.txt", "pairs": folder / "pairs.jsonl"}
+
+
+def read_tokenizer(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder / "llama")
+
+
+def samples(folder, data: str) -> list[tuple[list[int], int]]:
+    """Tokens of each sample, and the number of those in front that are no targets."""
+    tokenizer = read_tokenizer(folder)
+    if data == "text":
+        tokens = tokenizer((folder / "text.txt").read_text(), add_special_tokens=False)["input_ids"]
+        tokens.append(tokenizer.eos_token_id)
+        return [(tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1], 1) for i in range(SAMPLES)]
+    found = []
+    for i in range(SAMPLES):
+        prompt, completion = (tokenizer(PAIRS[k], add_special_tokens=False)["input_ids"] for k in (i, i + SAMPLES))
+        found.append(([*prompt, *completion, tokenizer.eos_token_id][: seq_len(data) + 1], len(prompt)))
+    return found
+
+
+def seq_len(data: str) -> int:
+    return SEQ_LEN if data == "text" else 40
+
+
+def in_plain_peft(folder, family: str, data: str):
+    """Steps of one process without any code of ours: losses, norms, and the model, whose gradients are the last's."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float64)
+    linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if ".0." in name
+                     and type(module).__name__ in ("Linear", "Conv1D")})
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=8, target_modules=linear))
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    for name, param in trained.items():
+        seed = 42 + zlib.crc32(name.replace(".default.", ".").encode())
+        bound = 1 / math.sqrt(param.shape[1]) if "lora_A" in name else 0.0
+        param.data = torch.zeros(param.shape).uniform_(
+            -bound, bound, generator=torch.Generator().manual_seed(seed)).double()
+    optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
+    rows = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        total, count = 0.0, 0
+        for tokens, given in samples(folder, data):
+            logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0, given - 1 :]
+            total = total + torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[given:]), reduction="sum")
+            count += len(tokens) - given
+        (total / count).backward()
+        norm = torch.sqrt(sum(param.grad.pow(2).sum() for param in trained.values()))
+        rows.append((total.item() / count, norm.item()))
+        optimizer.step()
+    return rows, model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("lora")
+    torch.manual_seed(0)
+    for family, sizes in FAMILIES.items():
+        write_model(folder / family)
+        config = AutoConfig.for_model(family, vocab_size=1024, max_position_embeddings=64, **sizes)
+        AutoModelForCausalLM.from_config(config).double().save_pretrained(folder / family)
+    write_data(folder)
+    return folder
+
+
+def run(folder, name: str, family: str, data: str, topology: str, *more, **changes):
+    ranks, flags = TOPOLOGIES[topology]
+    defaults = dict(dataset_name=folder / {"text": "text.txt", "pairs": "pairs.jsonl"}[data], seq_len=seq_len(data),
+                    max_steps=STEPS, warmup_steps=0, lr_decay="none", learning_rate=0.01, max_grad_norm=0,
+                    save_every=2, lora_rank=RANK, lora_alpha=8)
+    flags = [*flags_of(folder, name, folder / family, **{**defaults, **changes}), *flags, *more]
+    return fork(9, ranks, folder / f"out_{name}", SCRIPT, *flags, modules=["peft"],
+                script=ROOT / "tests" / "support" / "checkpoint_runs.py"), ranks
+
+
+CASES = [("llama", "pairs", "3;1,2"), ("llama", "pairs", "shares"), ("gpt2", "text", "3;1,2"),
+         *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+             ("llama", "text", "one"), ("llama", "text", "3;1,2"), ("llama", "text", "shares"),
+             ("llama", "pairs", "1,1,1"), ("gpt2", "pairs", "shares"), ("gpt2", "pairs", "1,1,1")])]
+
+
+@pytest.mark.parametrize("family, data, topology", CASES)
+def test_equal_to_plain_peft(folder, family, data, topology):
+    """Losses, norms, every adapter's gradient, and what is saved, whole, from any topology."""
+    name = f"{family} {data} {topology}".replace(";", "+")
+    printed, ranks = run(folder, name, family, data, topology)
+    with float64_throughout():
+        expected, model = in_plain_peft(folder, family, data)
+    found = [(row["loss"], row["grad_norm"]) for row in metrics(folder / "runs", name)]
+    assert found == [pytest.approx(row, abs=TOLERANCE) for row in expected]
+    gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    seen = set()
+    for rank in range(ranks):
+        grads = torch.load(folder / f"out_{name}" / f"grads{rank}.pt")
+        assert all("lora_" in key for key in grads), "frozen weights have no gradients"
+        for key, grad in grads.items():
+            seen.add(key)
+            assert (grad - gradients[f"base_model.model.{key}"]).abs().max() <= TOLERANCE, (rank, key)
+    assert len(seen) == len(gradients) == FAMILIES[family].get("num_hidden_layers", 3) * (14 if family == "llama" else 8)
+    saved = read(newest(folder, name) / "adapter_model.safetensors")
+    trained = {key.replace(".default.", "."): param for key, param in model.named_parameters() if param.requires_grad}
+    assert saved.keys() == trained.keys()
+    assert all((saved[key] - param).abs().max() <= TOLERANCE for key, param in trained.items())
+    assert not (newest(folder, name) / "config.json").exists() and max(abs(p).max() for p in saved.values()) > 0.01
+
+
+def read(path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def test_a_run_goes_on_under_another_topology(folder):
+    """Saved at step 2 by one topology, gone on by another: the third step is that of the run that was not stopped."""
+    run(folder, "whole", "llama", "pairs", "one")
+    run(folder, "first", "llama", "pairs", "3;1,2", max_steps=2)
+    run(folder, "second", "llama", "pairs", "shares", "--resume", checkpoint(folder, "first", 2))
+    a, b = (read(newest(folder, name) / "adapter_model.safetensors") for name in ("whole", "second"))
+    assert all((a[name] - b[name]).abs().max() <= TOLERANCE for name in a)
+    assert [row["loss"] for row in metrics(folder / "runs", "second")] == pytest.approx(
+        [row["loss"] for row in metrics(folder / "runs", "whole")], abs=TOLERANCE)
+
+
+PLAIN = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+base, adapter, merged, out = sys.argv[1:]
+ids = torch.arange(32).view(2, 16)
+if adapter:
+    from peft import PeftModel
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    assert not any(name.startswith(("training", "pipeline")) for name in sys.modules)
+else:
+    model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+torch.save(model.eval()(ids).logits.detach(), out)
+"""
+
+
+@pytest.mark.slow
+def test_the_adapter_in_plain_peft(folder, tmp_path):
+    """In a process that has none of our code: the same logits as the process that trained, merged or not."""
+    run(folder, "for peft", "llama", "text", "3;1,2")
+    with float64_throughout():
+        _, model = in_plain_peft(folder, "llama", "text")
+    expected = model.eval().float()(torch.arange(32).view(2, 16)).logits.detach()
+    adapter, merged = newest(folder, "for peft"), tmp_path / "merged"
+    subprocess.run([sys.executable, ROOT / "cluster" / "generate.py", "--adapter", adapter.parent, "--merge_adapter",
+                    merged], check=True, cwd=tmp_path)
+    for name, arguments in {"beside": [folder / "llama", adapter, ""], "merged": ["", "", merged]}.items():
+        out = tmp_path / f"{name}.pt"
+        subprocess.run([sys.executable, "-I", "-c", PLAIN, *map(str, arguments), out], check=True, cwd=tmp_path)
+        assert (torch.load(out) - expected).abs().max() <= 1e-5, name
+    with torch.no_grad(), model.disable_adapter():
+        assert (model(torch.arange(32).view(2, 16)).logits - expected).abs().max() > 1e-3, "the adapter does something"
+
+
+@pytest.mark.parametrize("more, message", [
+    (["--lora_targets", "q_proj,query"], "have no matrix 'query': choose among q_proj, k_proj, v_proj, o_proj, "),
+    (["--tp_size", "1", "--from_scratch"], "--from_scratch is for training all weights"),
+    (["--model_name", "{bare}"], "has no weights (model.safetensors), and LoRA trains beside"),
+    (["--resume", "{other}", "--lora_alpha", "8"], "was saved with --lora_alpha 4.0, but this run has 8.0"),
+])
+def test_mistakes(folder, tmp_path, more, message):
+    names = {"bare": write_model(tmp_path / "bare"), "other": checkpoint(folder, "other alpha", 2)}
+    if "{other}" in more and not names["other"].exists():
+        run(folder, "other alpha", "llama", "text", "one", max_steps=2, lora_alpha=4)
+    more = [word.format(**names) for word in more]
+    flags = flags_of(tmp_path, "wrong", folder / "llama", dataset_name=folder / "text.txt", lora_rank=RANK, max_steps=3)
+    result = fork(9, 1, *flags, "--num_microbatches", "8", *more, script=SCRIPT, check=False, modules=["peft"])
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr, result.stderr
+
+
+def test_an_adapter_of_another_model(folder, tmp_path):
+    run(folder, "for another", "llama", "text", "one", max_steps=1, save_every=1)
+    result = subprocess.run([sys.executable, ROOT / "cluster" / "generate.py", "--checkpoint", folder / "gpt2",
+                             "--adapter", checkpoint(folder, "for another", 1), "--prompt", "The"],
+                            capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 2 and "is no adapter for this model" in result.stderr
+    assert "Traceback" not in result.stderr
