@@ -6,6 +6,7 @@
 #   tools/testbed.sh rate node1 10mbit       node1's cable, in each direction; `all` for all hosts, `off` for no limit
 #   tools/testbed.sh slow node1 50           node1 computes with 50 % of one core, in sum over all cores (it is not
 #                                            pinned to one: taskset does that); `all`, `off` as above
+#   tools/testbed.sh memory node1 900        node1 has 900 MB of memory: more, and the kernel ends a process; `all`, `off`
 #   tools/testbed.sh cut node1               pulls the cable of node1; `join node1` plugs it in again
 #   tools/testbed.sh show                    name=, network= and ssh_config= of this bed
 #   tools/testbed.sh down                    ends what runs in the hosts and leaves nothing behind
@@ -15,7 +16,7 @@
 #     node0    node1     node2                 each: namespace, eth0, /etc/hosts, cgroup, sshd on ports 22 and 2222
 #  NETWORK.10   .11       .12
 #
-# The hosts share the disk, the clock and the memory of this machine; all else is as between three machines. `ssh node1`
+# The hosts share the disk, the clock and, but for `memory`, the memory of this machine; all else is as between three machines. `ssh node1`
 # works from each of them, and from this machine as `ssh -F SSH_CONFIG node1`. Each copy of this repository has a bed of
 # its own, with a name and a network made of its path or, where the variable is set, of $TESTBED. Exit code 2: this
 # machine cannot do it (or nobody can: the usage); 1: it went wrong; `exec` ends with the code of COMMAND.
@@ -58,15 +59,19 @@ require_machine() {  # root, the programs, namespaces
 
 # --- cgroups: version 1 has a directory tree per controller, version 2 one for all -----------------------------------
 
-# Sets cgroup to the directory of the hosts' cgroups (empty: there is no cpu controller) and version to 1 or 2.
+# Sets cgroup to the directory of the hosts' cgroups (empty: there is no cpu controller), memory_cgroup to that of the
+# memory controller, and version to 1 or 2.
 find_cgroup() {
-    cgroup="" version=1
+    cgroup="" memory_cgroup="" version=1
     local _ directory kind options
     while read -r _ directory kind options _; do
         if [[ $kind == cgroup && ",$options," == *,cpu,* ]]; then
             cgroup=$directory/$bed version=1
+        elif [[ $kind == cgroup && ",$options," == *,memory,* ]]; then
+            memory_cgroup=$directory/$bed
         elif [[ $kind == cgroup2 && " $(cat "$directory/cgroup.controllers") " == *" cpu "* ]]; then
             cgroup=$directory/$bed version=2
+            [[ " $(cat "$directory/cgroup.controllers") " != *" memory "* ]] || memory_cgroup=$cgroup
         fi
     done </proc/mounts
 }
@@ -74,9 +79,12 @@ find_cgroup() {
 make_cgroups() {
     [[ $cgroup ]] || return 0
     mkdir -p "${nodes[@]/#/$cgroup/}"
+    [[ ! $memory_cgroup ]] || mkdir -p "${nodes[@]/#/$memory_cgroup/}"
     if ((version == 2)); then  # a cgroup has a controller only if its parent passes it on
-        echo +cpu >"${cgroup%/*}/cgroup.subtree_control"
-        echo +cpu >"$cgroup/cgroup.subtree_control"
+        local controllers=+cpu
+        [[ ! $memory_cgroup ]] || controllers="+cpu +memory"
+        echo "$controllers" >"${cgroup%/*}/cgroup.subtree_control"
+        echo "$controllers" >"$cgroup/cgroup.subtree_control"
         rmdir "${nodes[@]/#/$cgroup/}" && mkdir "${nodes[@]/#/$cgroup/}"
     fi
 }
@@ -95,6 +103,20 @@ slow() {  # NODE PERCENT|off
         echo -1 >"$cgroup/$1/cpu.cfs_quota_us"
         echo "$period" >"$cgroup/$1/cpu.cfs_period_us"
         echo "$quota" >"$cgroup/$1/cpu.cfs_quota_us"
+    fi
+}
+
+memory() {  # NODE MB|off
+    [[ -d $memory_cgroup/$1 ]] || fail 2 "no cgroup with a memory controller on this machine: cannot limit $1"
+    local limit=-1
+    if [[ $2 != off ]]; then
+        [[ $2 =~ ^[1-9][0-9]{1,6}$ ]] || fail 2 "memory $1 $2: give a whole number of megabytes, as 900, or off"
+        limit=${2}000000
+    fi
+    if ((version == 2)); then
+        echo "${limit/#-1/max}" >"$memory_cgroup/$1/memory.max"
+    else
+        echo "$limit" >"$memory_cgroup/$1/memory.limit_in_bytes"
     fi
 }
 
@@ -165,11 +187,21 @@ make_files() {
     done
 }
 
-run_in() {  # NODE COMMAND...: becomes COMMAND on that host. The cgroup first: the namespace hides the directory.
-    local node=$1
+# Becomes COMMAND on that host. The cgroups first: the namespace hides their directories. Programs ask these how much
+# memory there is, so the memory controller's is mounted again; with version 2 the namespace shows it anyway.
+run_in() {  # NODE COMMAND...
+    local node=$1 mounts=true
     shift
     [[ ! -d $cgroup/$node ]] || echo "$BASHPID" >"$cgroup/$node/cgroup.procs"
-    exec ip netns exec "$bed-$node" unshare --uts bash -c 'hostname "$0" && exec "$@"' "$node" "$@"
+    if ((version == 1)) && [[ -d $memory_cgroup/$node ]]; then
+        echo "$BASHPID" >"$memory_cgroup/$node/cgroup.procs"
+        mounts="mount -t tmpfs tmpfs /sys/fs/cgroup && mkdir -p '${memory_cgroup%/*}' &&
+            mount -t cgroup -o memory cgroup '${memory_cgroup%/*}'"
+    elif ((version == 2)); then
+        mounts="mount -t cgroup2 cgroup '${cgroup%/*}'"
+    fi
+    exec ip netns exec "$bed-$node" unshare --uts bash -c \
+        'eval "$0" 2>/dev/null || true; hostname "$1" && shift && exec "$@"' "$mounts" "$node" "$@"
 }
 
 start_sshd() {
@@ -220,6 +252,7 @@ down() {
     done
     rmdir /etc/netns 2>/dev/null || true
     [[ ! -d $cgroup ]] || rmdir "${nodes[@]/#/$cgroup/}" "$cgroup"
+    [[ ! -d $memory_cgroup ]] || rmdir "${nodes[@]/#/$memory_cgroup/}" "$memory_cgroup"
     rm -rf "$state"
     if [[ -e /run/sshd/of_testbed ]] && ! compgen -G "/run/testbed-*" >/dev/null; then  # no other bed needs it
         rm -r /run/sshd
@@ -257,7 +290,7 @@ case $command:$# in
         find_cgroup
         run_in "$@"
         ;;
-    rate:2 | slow:2)
+    rate:2 | slow:2 | memory:2)
         require_machine
         find_cgroup
         if [[ $1 == all ]]; then targets=("${nodes[@]}"); else targets=("$1"); fi
