@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from dataloader import next_tokens
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from pipeline_parallel import SCHEDULES
 from training.board import Board
 from training.common import add_flags, add_run_flags, print_banner
 from training.compression import WIRE_DTYPES, compress
-from training.epochs import load_epochs
+from training.data import add_data_flags, check_data_flags, load_data
+from training.evaluation import Evaluator
 from training.layout import add_layout_flags, choose_layout
 from training.local_steps import add_local_flags, check_local_flags, train_rounds
 from training.loop import train
@@ -58,6 +58,7 @@ def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
                                             "(default: those of --model_name)")
     parser.add_argument("--from_scratch", action="store_true", help="draw random weights, by --seed")
     add_lora_flags(parser)
+    add_data_flags(parser)
     add_layout_flags(parser)
     add_plan_flag(parser)
     parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="1f1b", help="the pipelines' schedule")
@@ -71,6 +72,7 @@ def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     args = parser.parse_args()
     check_local_flags(args)
     check_lora_flags(args)
+    check_data_flags(args)
     return parser, args
 
 
@@ -126,12 +128,12 @@ def train_together(args, plugin, made, templates: list, shares: list[int], run: 
     else:
         compress(plugin, made.model.config, args.wire_dtype, args.gradient_wire_dtype)
     run.check(made.names, plugin.global_batch_size, args.seq_len)
-    samples = load_epochs(args, args.model_name, made.model.config.vocab_size, plugin.global_batch_size, args.max_steps,
-                          args.max_steps_per_epoch)
-    steps_per_epoch = samples.steps_per_epoch
+    data = load_data(args, args.model_name, made.model.config.vocab_size, plugin.global_batch_size, args.max_steps,
+                     args.max_steps_per_epoch)
+    steps_per_epoch = data.train.steps_per_epoch
     num_steps = args.max_steps or args.epochs * steps_per_epoch
-    samples.set_steps(num_steps)
-    loader = plugin.prepare_dataloader(samples, collate_fn=next_tokens)
+    data.train.set_steps(num_steps)
+    loader = plugin.prepare_dataloader(data.train, collate_fn=data.collate)
     def adamw(params):
         trained = [(name, param) for name, param in params if param.requires_grad]
         return torch.optim.AdamW(trained, lr=args.learning_rate, fused=True)
@@ -140,10 +142,15 @@ def train_together(args, plugin, made, templates: list, shares: list[int], run: 
     model, optimizer, _ = plugin.configure(made.model, adamw, weights=weights, seed=args.seed)
     ready = functools.partial(run.begin, plugin, model, optimizer, names=made.names, files=made.files,
                               tokenizer=args.model_name, steps_per_epoch=steps_per_epoch)
+    criterion, evaluator = data.weighted(made.criterion), None
+    if data.evaluation:
+        evaluator = Evaluator(plugin, model, data.evaluation, data.collate_evaluation, made.criterion,
+                              args.eval_batches)
     board, total, count = None, 0.0, 0
-    for step in train(args, plugin, model, optimizer, loader, made.criterion, num_steps, run, ready, steps_per_epoch):
+    for step in train(args, plugin, model, optimizer, loader, criterion, num_steps, run, ready, steps_per_epoch,
+                      evaluator):
         board = board or Board(os.path.join(args.log_dir, args.run_name), plugin.device, run.start)
-        board.log(step, plugin.global_batch_size * args.seq_len)
+        board.log(step, plugin.global_batch_size * args.seq_len, step.evaluation, step.sample)
         total, count = total + step.loss, count + 1
         if steps_per_epoch and step.number % steps_per_epoch == 0:
             if dist.get_rank() == 0:

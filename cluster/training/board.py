@@ -1,4 +1,8 @@
-"""TensorBoard's files: the loss of each step, and what each rank did and used in it."""
+"""TensorBoard's files: the loss of each step, and what each rank did and used in it. W&B gets the latter, too.
+
+Of each rank: seconds of the step, those that it computed and those that it waited for others or for the network, its
+memory, and how busy its CPU and GPU were. What RunLogger writes for W&B is not repeated there.
+"""
 
 import os
 import resource
@@ -10,6 +14,7 @@ import torch.distributed as dist
 
 from training.common import gather
 from training.loop import Step
+from training.record import perplexity
 
 
 class Board:
@@ -29,17 +34,34 @@ class Board:
         except ImportError:
             print("no TensorBoard files: pip install tensorboard. metrics.jsonl has the losses", flush=True)
 
-    def log(self, step: Step, tokens: int) -> None:
-        """`tokens`: of the step, on all ranks. Collective."""
-        everyone = gather(self.values_of_this_rank(step))
+    def log(self, step: Step, tokens: int, evaluation: float | None = None, sample: str | None = None) -> None:
+        """`tokens`: of the step, on all ranks. Collective.
+
+        `evaluation`: the loss of an evaluation after this step. `sample`: a text of the model's; rank 0 has it.
+        """
+        everyone, samples = zip(*gather((self.values_of_this_rank(step), sample)))
+        sample = samples[0]
+        self.log_to_wandb(step.number, everyone, sample)
         if self.writer is None:
             return
+        if evaluation is not None:
+            self.writer.add_scalar("evaluation_loss", evaluation, step.number)
+            self.writer.add_scalar("perplexity", perplexity(evaluation), step.number)
+        if sample is not None:
+            self.writer.add_text("sample", sample, step.number)
         for name in ("loss", "grad_norm", "learning_rate"):
             self.writer.add_scalar(name, getattr(step, name), step.number)
         self.writer.add_scalar("tokens_per_second", tokens / step.seconds, step.number)
         for rank, values in enumerate(everyone):
             for name, value in values.items():
                 self.writer.add_scalar(f"{name}/rank{rank}", value, step.number)
+
+    def log_to_wandb(self, number: int, everyone: tuple[dict[str, float], ...], sample: str | None) -> None:
+        """In the process that has a run of W&B: that of the rank that logs, with --use_wandb."""
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        if run is not None:
+            values = {f"{name}/rank{rank}": value for rank, each in enumerate(everyone) for name, value in each.items()}
+            run.log(values if sample is None else {**values, "sample": sample}, step=number)
 
     def values_of_this_rank(self, step: Step) -> dict[str, float]:
         """Seconds, gigabytes, and percent: 100 percent of the CPU is one core. What is unknown is left out."""
@@ -50,6 +72,7 @@ class Board:
                   "cpu_percent": 100 * (self.busy - busy_before) / step.seconds}
         if step.compute_seconds is not None:
             values["compute_seconds"] = step.compute_seconds
+            values["wait_seconds"] = max(step.seconds - step.compute_seconds, 0.0)
         if self.device.type == "cuda":
             values["gpu_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
             try:

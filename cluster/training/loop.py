@@ -34,6 +34,8 @@ class Step(NamedTuple):
     learning_rate: float
     seconds: float
     compute_seconds: float | None  # those that this rank computed; None where they were not measured
+    evaluation: float | None = None  # the loss on the validation split after it, where it was computed
+    sample: str | None = None  # a text that the model wrote after it, on rank 0
 
 
 class StepTimes:
@@ -81,11 +83,12 @@ class StepTimes:
 
 
 def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader, criterion: Callable,
-          num_steps: int, run, make_run_ready: Callable, steps_per_epoch: int | None) -> Iterator[Step]:
+          num_steps: int, run, make_run_ready: Callable, steps_per_epoch: int | None, evaluator=None) -> Iterator[Step]:
     """Trains what plugin.configure returned until step `num_steps`; yields each step when it is done. Collective.
 
     `loader`: of the whole run's samples, unshuffled; what was trained before a resume is skipped. `run`: see run.py;
-    make_run_ready(scheduler) calls run.begin(). Writes metrics, and the timeline of step args.profile_batch. In the end
+    make_run_ready(scheduler) calls run.begin(). `evaluator`: an Evaluator, which is used before the first step, after
+    the last one, and after every args.eval_every ones. Writes metrics, and the timeline of step args.profile_batch. In the end
     rank 0 prints where the time of each rank went. Raises UserError for a --profile_batch that is no step, and for a
     loss that is not finite.
     """
@@ -102,6 +105,8 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     del loader.microbatches[: run.start * plugin.own_num_microbatches]
     batches, times, first_bad = iter(loader), StepTimes(plugin.device), FirstBadLoss(criterion)
     stops = is_last = False
+    if evaluator and run.start == 0:
+        record.evaluated(0, evaluator.evaluate())
     for batch in range(run.start, num_steps):
         with run.watch.lost_peers():
             stops = run.watch.ask_all()
@@ -119,12 +124,15 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
             step = Step(run.step, loss.item(), grad_norm.item(), learning_rate, *times.stop())  # waits for a GPU
             if not math.isfinite(step.loss + step.grad_norm):
                 raise UserError(first_bad.message(step, model, run))
-            record.log(*step[:-1])
+            record.log(*step[:5])
             if batch == args.profile_batch:
                 write_timeline(args, plugin)
             stops, is_last = stops(), step.number == num_steps
+            if evaluator and not stops and (is_last or args.eval_every and step.number % args.eval_every == 0):
+                step = step._replace(evaluation=evaluator.evaluate())
+                record.evaluated(step.number, step.evaluation)
             is_end = bool(steps_per_epoch) and step.number % steps_per_epoch == 0
-            run.after_step(step.number, stops, is_end, is_last)
+            step = step._replace(sample=run.after_step(step.number, stops, is_end, is_last))
         yield step
         if stops:
             break

@@ -1,14 +1,20 @@
 """metrics.jsonl over several runs of one training: steps count on, and none is there twice.
 
+Evaluations have a file beside it, evaluation.jsonl: {"step": 20, "evaluation_loss": 3.51, "perplexity": 33.4} a line.
 Where hosts share no disk, one rank of each writes the rows, so that they outlive the host of the rank that logs.
 """
 
+import contextlib
+import io
 import json
+import math
 import os
 
 from metrics import RunLogger, open_metrics, peak_memory_gb
 from training.disks import Disks
+from training.progress import Progress
 
+EVALUATIONS = "evaluation.jsonl"
 BEFORE = "metrics.before.jsonl"  # rows of the runs before, until they are in the new file
 
 
@@ -23,14 +29,14 @@ class Record:
         folder = source = os.path.join(args.log_dir, args.run_name)
         is_logging = disks.gather(grid.is_logging_rank)
         writes = grid.is_logging_rank or disks.leads and not any(is_logging[rank] for rank in disks.mine.ranks)
-        rows = []
+        rows, evaluations = [], []
         if before:  # the training that goes on may have had another name
             source = os.path.join(before["log_dir"], before["run_name"])
         if start and writes:
-            rows = read_rows(source, start)
+            rows, evaluations = read_rows(source, start), read_rows(source, start, (EVALUATIONS,))
             if os.path.realpath(source) == os.path.realpath(folder):
                 set_aside(folder)
-        rows = max(disks.gather(rows), key=len) if start else []
+        rows, evaluations = (max(disks.gather(each), key=len) if start else [] for each in (rows, evaluations))
         self.logger, self.tokens_per_step = RunLogger(args, grid, num_steps, tokens_per_step), tokens_per_step
         self.logger.memory, self.file = peak_memory_gb(), None  # of this rank, until a step takes that of all
         if writes:
@@ -38,24 +44,49 @@ class Record:
             self.file.writelines(rows)
             if start and os.path.exists(path := os.path.join(folder, BEFORE)):
                 os.remove(path)
+            self.evaluations = os.path.join(folder, EVALUATIONS)
+            if evaluations or os.path.exists(self.evaluations):  # those of later steps are made again
+                with open(self.evaluations, "w", encoding="utf-8") as file:
+                    file.writelines(evaluations)
+        self.progress = Progress(num_steps, start, grid.is_logging_rank)
 
     def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float) -> None:
-        self.logger.log(step, loss, grad_norm, learning_rate, seconds)
+        with contextlib.redirect_stdout(io.StringIO()) if self.progress.is_bar else contextlib.nullcontext():
+            self.logger.log(step, loss, grad_norm, learning_rate, seconds)
+        self.progress.step(step, loss, self.tokens_per_step / seconds)
         if self.file and not self.logger.enabled:
             row = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
                    "trained_tokens": step * self.tokens_per_step, "step_seconds": seconds}
             self.file.write(json.dumps(row) + "\n")
 
+    def evaluated(self, step: int, loss: float) -> None:
+        """Records the evaluation after that step; `loss` is the mean over the evaluation's target tokens."""
+        values = {"evaluation_loss": loss, "perplexity": perplexity(loss)}
+        if self.file:
+            with open(self.evaluations, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.logger.enabled:
+            self.progress.evaluation = loss
+            if self.logger.wandb:
+                self.logger.wandb.log(values, step=step)
+            print(f"evaluation after step {step}: loss {loss:.4f}, perplexity {values['perplexity']:.2f}", flush=True)
+
     def close(self) -> None:
+        self.progress.close()
         self.logger.close()
         if self.file and not self.logger.enabled:
             self.file.close()
 
 
-def read_rows(folder: str, last: int) -> list[str]:
+def perplexity(loss: float) -> float:
+    """exp(loss): among so many equally likely tokens the model would be as uncertain."""
+    return math.exp(min(loss, 700.0))  # a larger one is no float
+
+
+def read_rows(folder: str, last: int, names: tuple[str, ...] = (BEFORE, "metrics.jsonl")) -> list[str]:
     """The lines of the steps up to `last`, each once, in order. A line that is cut off does not count."""
     rows = {}
-    for name in (BEFORE, "metrics.jsonl"):
+    for name in names:
         try:
             with open(os.path.join(folder, name), encoding="utf-8") as file:
                 lines = file.readlines()
@@ -66,7 +97,7 @@ def read_rows(folder: str, last: int) -> list[str]:
                 step = json.loads(line)["step"]
             except (ValueError, KeyError, TypeError):
                 continue
-            if line.endswith("\n") and 0 < step <= last:
+            if line.endswith("\n") and 0 <= step <= last:
                 rows[step] = line
     return [rows[step] for step in sorted(rows)]
 

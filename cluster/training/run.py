@@ -144,16 +144,19 @@ class Run:
     def save(self, step: int, is_last: bool = False, waits: bool = False) -> None:
         self.checkpointer.save(step, waits or is_last, is_last)
 
-    def after_step(self, step: int, stops: bool, is_end_of_epoch: bool, is_last: bool) -> None:
-        """Saves when it is time. Collective."""
+    def after_step(self, step: int, stops: bool, is_end_of_epoch: bool, is_last: bool) -> str | None:
+        """Saves when it is time. Returns, on rank 0, the sample of text after this step, if there is one. Collective."""
         every = self.args.save_every
         if stops or is_last or (step % every == 0 if every else is_end_of_epoch):
             self.save(step, is_last, stops)
         elif every and step == self.start + 1:
             self.checkpointer.prepare()
         self.checkpointer.report()
-        if self.sampler and step % self.args.sample_every == 0 and (text := self.sampler.sample()) is not None:
+        if not self.sampler or step % self.args.sample_every:
+            return None
+        if (text := self.sampler.sample()) is not None:
             print(f"sample after step {step}: {text!r}", flush=True)
+        return text
 
     def end(self, was_stopped: bool) -> None:
         """Waits for the last checkpoint. Collective."""

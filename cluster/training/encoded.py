@@ -1,0 +1,236 @@
+"""Encoded data sets as files: made once, in one process of each machine, and mapped into the memory of all its ranks.
+
+There are two formats. Text that is packed is a plain sequence of tokens, as step 9 writes it. Rows are a table of
+int32, whose first row is a header and whose other rows are:
+
+    number of tokens | number of targets | token 0 | token 1 | ... | token T | zeros where the row is shorter
+
+A later run with the same data, tokenizer and lengths finds the file. With --data_from_rank0 only rank 0's machine makes
+it, and sends it to those that share no disk with it; these need neither the data nor the tokenizer.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from dataloader import TokenSamples, encode, encode_to_file, files_at, load_tokenizer
+from training.disks import Disks
+from training.rows import Source, documents, encoder, find_source, first_kind, ids_of, mark, rows_of_kind
+from utils import ROOT, UserError, once_per_machine
+
+CACHE = os.path.join(ROOT, "runs", "token_cache")
+ALL = 1 << 50  # samples
+FORMAT = "rows 1"  # changes when encoded rows do
+BEFORE = 2  # numbers in front of a row's tokens
+
+
+class Row(NamedTuple):
+    """A sample: `tokens` (L,), int64, L from 2 to T + 1; `is_target` (L,), which tokens the loss counts."""
+
+    tokens: torch.Tensor
+    is_target: torch.Tensor
+
+
+class RowSamples(Dataset):
+    """The first `num_samples` rows of a table (None: all)."""
+
+    def __init__(self, table: np.ndarray, num_samples: int | None = None):
+        self.header, self.table = table[0], table[1:]
+        self.num_samples = min(num_samples or ALL, len(self.table))
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def num_targets(self, i: int) -> int:
+        return int(self.table[i, 1])
+
+    def __getitem__(self, i: int) -> Row:
+        row = self.table[i, BEFORE : BEFORE + self.table[i, 0]].astype(np.int64)
+        return Row(torch.from_numpy(np.where(row < 0, -1 - row, row)), torch.from_numpy(row >= 0))
+
+
+def load_samples(args, tokenizer: str, vocab_size: int, num_samples: int | None = None,
+                 packing: str = "text") -> TokenSamples | RowSamples:
+    """The first `num_samples` samples of --dataset_name, or all where it has fewer, or for None. Collective.
+
+    `packing`: "on" cuts the encoded data into samples of T + 1 tokens, "off" makes each row a sample, and "auto" packs
+    text only; "text" packs text and refuses other rows. Packed text is a TokenSamples, all else a RowSamples. Raises UserError, on every rank, for data that
+    can't be read or encoded, that have not one sample, or whose tokenizer is not the model's.
+    """
+    make = lambda: encode_data(args.dataset_name, tokenizer, args.seq_len, num_samples or ALL, packing)  # noqa: E731
+    if getattr(args, "data_from_rank0", False):
+        path = from_rank_0s_disk(make)
+    else:
+        path = once_per_machine(make)
+    numbers = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
+    if path.endswith(".rows"):
+        samples = RowSamples(numbers.reshape(-1, BEFORE + args.seq_len + 1), num_samples)
+        truncated, left_out, largest, *_ = samples.header.tolist()
+        report_rows(args, truncated, left_out, len(samples.table))
+    elif len(numbers) < args.seq_len + 1:
+        raise UserError(f"--dataset_name {args.dataset_name!r} holds {len(numbers)} tokens, fewer than the seq_len + 1 "
+                        f"= {args.seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")
+    else:
+        samples, largest = TokenSamples(numbers, args.seq_len, num_samples or ALL), int(numbers.max())
+        samples.num_samples = min(samples.num_samples, samples.samples_per_epoch)
+    if largest >= vocab_size:
+        raise UserError(f"the tokenizer of {tokenizer!r} gives the id {largest}, but its config.json has vocab_size="
+                        f"{vocab_size}: the two files do not belong together")
+    return samples
+
+
+def report_rows(args, truncated: int, left_out: int, count: int) -> None:
+    """Rank 0 says what was lost. Raises UserError where no sample is left."""
+    remedy = f"raise --seq_len {args.seq_len}, or shorten the rows"
+    if not count:
+        raise UserError(f"--dataset_name {args.dataset_name!r} has no sample with a target among its first seq_len + 1 "
+                        f"= {args.seq_len + 1} tokens: {remedy}")
+    if (truncated or left_out) and dist.get_rank() == 0:
+        print(f"{truncated} rows are longer than seq_len + 1 = {args.seq_len + 1} tokens and were truncated; {left_out} "
+              f"samples have no target and are left out; {count} samples remain ({remedy}, to lose fewer)", flush=True)
+
+
+def encode_data(dataset_name: str, tokenizer: str, seq_len: int, num_samples: int, packing: str,
+                cache: str | None = None) -> str:
+    """The path of the encoded file, which is written if it is not there. For one process of a machine."""
+    source, cache = find_source(dataset_name), cache or CACHE
+    stamps = [(file, os.path.getsize(file), os.path.getmtime(file)) for file in source.files + files_at(tokenizer)]
+    key = (os.path.abspath(source.path), source.config, os.path.abspath(tokenizer), stamps, seq_len, num_samples)
+    rows = cached((FORMAT, packing, *key), cache, ".rows")
+    if os.path.exists(rows):
+        return rows
+    kind = first_kind(source)
+    if kind == "text" and packing != "off":
+        num_tokens = num_samples * seq_len + 1
+        if source.config is None:
+            return encode_to_file(dataset_name, tokenizer, num_tokens, cache)
+        if not os.path.exists(path := cached(("text", *key), cache, ".bin")):
+            write(path, (part for part, _ in up_to(num_tokens, encode(pieces_of(source), load_tokenizer(tokenizer)))))
+        return path
+    if packing == "text":
+        raise UserError(f"--dataset_name {dataset_name!r} holds rows of the kind {kind}, and this training reads a "
+                        "column 'text' of strings only: train_distributed.py without --local_steps reads the others")
+    words, width = load_tokenizer(tokenizer), seq_len + 1
+    encoded = encode_rows(source, kind, words, tokenizer, width)
+    header = [0] * (BEFORE + width)  # rows truncated, samples left out, the largest id
+    table = table_of(packed(encoded, width) if packing == "on" else encoded, width, num_samples, header)
+    write(rows, table, header)
+    return rows
+
+
+def cached(key: tuple, cache: str, suffix: str) -> str:
+    return os.path.join(cache, hashlib.sha256(repr(key).encode()).hexdigest()[:16] + suffix)
+
+
+def pieces_of(source: Source) -> Iterator[str]:
+    for document in documents(source):
+        yield from filter(None, document)
+        yield ""
+
+
+def up_to(count: int, parts: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, int]]:
+    """(part, count that is left after it), until `count` numbers are there."""
+    for part in parts:
+        part = part[:count]
+        count -= len(part)
+        yield part, count
+        if not count:
+            break
+
+
+def encode_rows(source: Source, kind: str, words, tokenizer: str, width: int) -> Iterator[np.ndarray]:
+    """Each row's ids, complemented where they are no targets. Of a document, little more than `width` are encoded."""
+    if kind == "text":
+        end = [] if words.eos_token_id is None else [words.eos_token_id]
+        for document in documents(source):
+            ids = []
+            for piece in document:
+                ids += ids_of(words, piece) if len(ids) <= width else []
+            yield mark(ids + end, [(0, len(ids) + 1)])
+    else:
+        encode_row = encoder(kind, words, tokenizer)
+        for place, row in rows_of_kind(source, kind):
+            yield encode_row(place, row)
+
+
+def packed(rows: Iterator[np.ndarray], width: int) -> Iterator[np.ndarray]:
+    """The rows one after the other, cut into samples. The last token of one sample is the first one of the next."""
+    left = np.empty(0, np.int32)
+    for row in rows:
+        left = np.concatenate([left, row])
+        while len(left) >= width:
+            yield left[:width]
+            left = left[width - 1 :]
+    yield left
+
+
+def table_of(rows: Iterator[np.ndarray], width: int, num_samples: int, header: list[int]) -> Iterator[np.ndarray]:
+    """Rows as the file has them, (BEFORE + width,). Counts in `header` what is lost, and notes the largest id."""
+    written = 0
+    for row in rows:
+        header[0] += len(row) > width
+        tokens = row[:width].copy()
+        tokens[:1] = np.where(tokens[:1] < 0, tokens[:1], -1 - tokens[:1])  # nothing predicts the first
+        if not (tokens >= 0).any():
+            header[1] += 1
+            continue
+        header[2] = max(header[2], int(np.where(tokens < 0, -1 - tokens, tokens).max()))
+        yield np.array([len(tokens), (tokens >= 0).sum(), *tokens, *[0] * (width - len(tokens))], np.int32)
+        if (written := written + 1) >= num_samples:
+            break
+
+
+def write(path: str, parts: Iterator[np.ndarray], header: list[int] | None = None) -> None:
+    """Writes int32 numbers to a file that appears under its name when it is whole. The header is read at the end.
+
+    Raises UserError where the folder can't be written.
+    """
+    cache = os.path.dirname(path)
+    try:
+        os.makedirs(cache, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=cache)
+    except OSError as error:
+        raise UserError(f"can't write to {cache} ({error.strerror}): free space there, or make it writable") from None
+    with folder as name:
+        with open(unfinished := os.path.join(name, "unfinished"), "wb") as file:
+            file.seek(4 * len(header or ()))
+            for part in parts:
+                file.write(part.astype(np.int32).tobytes())
+            file.seek(0)
+            file.write(np.array(header or (), np.int32).tobytes())
+        os.replace(unfinished, path)
+
+
+def from_rank_0s_disk(make: Callable[[], str]) -> str:
+    """The path, in each rank's own cache, of the file that make() wrote on rank 0. Collective.
+
+    The ranks of a machine share its cache. A machine that has the file from an earlier run is sent nothing.
+    Raises UserError, on every rank, for what make() raises, and where a disk does not take the file.
+    """
+    path = once_per_machine(lambda: make() if dist.get_rank() == 0 else None)  # others wait as long as it takes
+    disks = Disks(CACHE)
+    name, size = disks.gather((path and os.path.basename(path), path and os.path.getsize(path)))[0]
+    path, error = os.path.join(CACHE, name), None
+    has_file = disks.gather(os.path.exists(path) and os.path.getsize(path) == size)
+    source = next(disk for disk in disks.all if 0 in disk.ranks)
+    for disk in disks.all:
+        if has_file[disk.leader]:
+            continue
+        if dist.get_rank() == 0:
+            disks.send(path, disk)
+        elif dist.get_rank() == disk.leader:
+            error = disks.receive(unfinished := f"{path}.unfinished", source)
+            if not error:
+                os.replace(unfinished, path)
+            elif os.path.exists(unfinished):
+                os.remove(unfinished)
+    if errors := [error for error in disks.gather(error) if error]:
+        raise UserError(f"the encoded data can't be written: {errors[0]}: free {size / 1e6:.0f} MB there")
+    return path

@@ -1,0 +1,258 @@
+"""Data of train_distributed.py: which tokens rows become, which of them are targets, and that all targets count once."""
+
+import argparse
+import json
+import math
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from launch import ROOT, fork, modules_of, start_fork
+
+with modules_of(9):
+    import data_over_ranks
+    from model import init_weights
+    from training import data, encoded, rows
+    from utils import UserError
+
+TINY = str(ROOT / "assets" / "tiny_llama")
+CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
+          "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+LLAMA2 = ("{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}"
+          "{{ ' ' + m['content'] | trim + eos_token }}{% endif %}{% endfor %}")
+THINKS = CHATML.replace("+ m['content'] +", "+ ('<think>\n\n</think>\n\n' if loop.last and m['role'] == 'assistant' else "
+                                            "'') + m['content'] +")
+PLAIN = ("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
+TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Two and two?"},
+        {"role": "assistant", "content": "Four."}, {"role": "user", "content": "And three?"},
+        {"role": "assistant", "content": "Seven, it is."}]
+ANSWERS = {  # template -> which parts of the conversation it makes are targets
+    "chatml": (CHATML, ["Four.<|im_end|>", "Seven, it is.<|im_end|>"]),
+    "llama 2": (LLAMA2, [" Four.<|endoftext|>", " Seven, it is.<|endoftext|>"]),
+    "thinks in its last answer": (THINKS, ["Four.<|im_end|>", "<think>\n\n</think>\n\nSeven, it is.<|im_end|>"]),
+    "no special tokens": (PLAIN, [" Four.\n", " Seven, it is.\n"]),  # a token that begins before an answer is its
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """tokenizers(template): a directory with the tiny tokenizer, ChatML's special tokens, and that chat template."""
+    from transformers import AutoTokenizer
+
+    made = {}
+
+    def make(template: str) -> str:
+        if template not in made:
+            tokenizer = AutoTokenizer.from_pretrained(TINY)
+            tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+            tokenizer.chat_template = template
+            made[template] = str(tmp_path_factory.mktemp("tokenizer"))
+            tokenizer.save_pretrained(made[template])
+        return made[template]
+
+    return make
+
+
+def load(name):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
+
+
+@pytest.fixture
+def dataset(tmp_path, monkeypatch):
+    """dataset(rows, name): writes them, one JSON object a line. The cache is in the same temporary folder."""
+    monkeypatch.setattr(encoded, "CACHE", str(tmp_path / "cache"))
+
+    def write(lines, name: str = "data.jsonl") -> str:
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return str(tmp_path / name)
+
+    return write
+
+
+def flags(path: str, **changes) -> argparse.Namespace:
+    return argparse.Namespace(**{**dict(dataset_name=path, seq_len=32, seed=1, packing="auto", validation_split=None,
+                                        data_from_rank0=False), **changes})
+
+
+def in_runs(words, row) -> list[str]:
+    """The text of each run of targets. `row`: ids, complemented where they are no targets."""
+    runs, before = [], False
+    for token in row.tolist():
+        if token >= 0:
+            runs += [] if before else [[]]
+            runs[-1].append(token)
+        before = token >= 0
+    return [words.decode(ids) for ids in runs]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_targets_of_a_conversation_are_its_answers(tokenizers, name):
+    template, expected = ANSWERS[name]
+    words = load(tokenizers(template))
+    row = rows.encode_messages("here", TALK, words)
+    assert in_runs(words, row) == expected
+    whole = words.apply_chat_template(TALK, tokenize=False)
+    assert np.where(row < 0, -1 - row, row).tolist() == words(whole, add_special_tokens=False)["input_ids"]
+
+
+def test_prompt_and_completion(dataset):
+    """The completion and the end-of-text token are targets. Both columns are encoded by themselves."""
+    pairs = [{"prompt": "Two and two? ", "completion": "Four."}, {"prompt": "", "completion": "Alone, first."}]
+    words, samples = load(TINY), encoded.load_samples(flags(dataset(pairs)), TINY, 1024, packing="auto")
+    assert len(samples) == 2
+    for i, pair in enumerate(pairs):
+        prompt, answer = (words(pair[name], add_special_tokens=False)["input_ids"] for name in pair)
+        assert samples[i].tokens.tolist() == [*prompt, *answer, words.eos_token_id]
+        no_targets = len(prompt) or 1  # the first token is predicted by none
+        assert samples[i].is_target.tolist() == [False] * no_targets + [True] * (len(answer) + 1 - (not prompt))
+        assert samples.num_targets(i) == samples[i].is_target.sum()
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_text_that_is_not_packed_is_a_sample_a_document(dataset, tmp_path, is_file):
+    texts = ["One sentence.", "Another one, which is longer: " + "and on " * 40]
+    path = dataset([{"text": text} for text in texts])
+    if is_file:
+        path = str(tmp_path / "texts")
+        (tmp_path / "texts").mkdir()
+        for i, text in enumerate(texts):
+            (tmp_path / "texts" / f"{i}.txt").write_text(text)
+    samples = encoded.load_samples(flags(path), TINY, 1024, packing="off")
+    words = load(TINY)
+    for i, text in enumerate(texts):
+        ids = [*words(text, add_special_tokens=False)["input_ids"], words.eos_token_id][:33]
+        assert samples[i].tokens.tolist() == ids and samples.num_targets(i) == len(ids) - 1
+    assert len(ids) == 33, "the second one is truncated"
+
+
+def test_packed_rows_follow_each_other_and_keep_their_targets(dataset):
+    pairs = [{"prompt": f"What is {i}? ", "completion": f"The number {i}."} for i in range(20)]
+    path = dataset(pairs)
+    alone = encoded.load_samples(flags(path), TINY, 1024, packing="off")
+    stream = torch.cat([torch.where(row.is_target, row.tokens, -1 - row.tokens) for row in alone])
+    samples = encoded.load_samples(flags(path), TINY, 1024, packing="on")
+    assert len(samples) == math.ceil((len(stream) - 1) / 32)
+    for i, row in enumerate(samples):
+        part = stream[32 * i : 32 * i + 33]
+        assert row.tokens.tolist() == torch.where(part < 0, -1 - part, part).tolist()
+        assert row.is_target[1:].tolist() == (part[1:] >= 0).tolist() and not row.is_target[0]
+    assert sum(map(samples.num_targets, range(len(samples)))) > 0.8 * (stream >= 0).sum()
+
+
+def test_packed_text_is_as_before(dataset):
+    """Without --packing nothing changes for text: consecutive tokens, all of them targets, no weights."""
+    path = dataset([{"text": f"This is sentence {i}."} for i in range(60)])
+    made = data.load_data(flags(path, seq_len=8), TINY, 1024, 4)
+    batch = made.collate([made.train[i] for i in range(2)])
+    assert batch.keys() == {"input_ids", "target_ids"} and batch["input_ids"].shape == (2, 8)
+    assert torch.equal(batch["input_ids"][:, 1:], batch["target_ids"][:, :-1])
+    assert made.weighted(len) is len and made.evaluation is None
+
+
+def test_what_is_too_long_is_truncated_and_said(dataset, capfd):
+    pairs = [{"prompt": "Short? ", "completion": "Yes."}, {"prompt": "Short? ", "completion": "No, " * 60},
+             {"prompt": "Long " * 60, "completion": "Yes."}]
+    samples = encoded.load_samples(flags(dataset(pairs)), TINY, 1024, packing="auto")
+    assert [len(row.tokens) for row in samples] == [len(samples[0].tokens), 33]
+    for _ in range(2):  # also in a run that finds the file
+        assert "2 rows are longer than seq_len + 1 = 33 tokens and were truncated; 1 samples have no target and are " \
+               "left out; 2 samples remain" in capfd.readouterr().out
+        encoded.load_samples(flags(dataset(pairs)), TINY, 1024, packing="auto")
+
+
+CHATS = [{"messages": TALK}]
+BAD = {  # name -> rows, changes of the flags, chat template, words of the error
+    "no template": (CHATS, {}, None, ["messages", "no chat template", "chat_template.jinja"]),
+    "no answer": ([*CHATS, {"messages": TALK[:2]}], {}, CHATML, ["data.jsonl, row 2", "no message of an assistant"]),
+    "empty answer": ([{"messages": [*TALK[:2], {"role": "assistant", "content": " "}]}], {}, CHATML, ["row 1", "answer"]),
+    "empty completion": ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}], {}, None,
+                         ["data.jsonl, row 2", "empty completion"]),
+    "no completion": ([{"prompt": "a"}], {}, None, ["data.jsonl, row 1", "no completion"]),
+    "role": ([{"messages": [{"role": "robot", "content": "a"}]}], {}, CHATML, ["row 1", "'robot'", "assistant"]),
+    "messages": ([{"messages": "hello"}], {}, CHATML, ["row 1", "must be a list", "hello"]),
+    "content": ([{"messages": [{"role": "user", "content": 3}]}], {}, CHATML, ["row 1", "3", "a string"]),
+    "number": ([{"prompt": "a", "completion": 3}], {}, None, ["row 1", "'completion'", "a string"]),
+    "columns": ([{"question": "a", "answer": "b"}], {}, None, ["row 1", "question, answer", "prompt and completion"]),
+    "mixed": ([{"text": "a", "prompt": None, "completion": None}, {"text": None, "prompt": "a", "completion": "b"}], {},
+              None, ["row 2", "prompt/completion", "the kind text", "of its own"]),
+    "empty split": ([{"prompt": "a", "completion": "b"}] * 4, {"validation_split": 0.1}, None,
+                    ["0.1 of 4 samples", "empty validation split", "0.25"]),
+    "all is split off": ([{"prompt": "a", "completion": "b"}], {"validation_split": 0.5}, None, ["nothing to train on"]),
+    "too few": ([{"prompt": "a", "completion": "b"}] * 4, {"validation_split": 0.5}, None,
+                ["has 2 samples, fewer than the 3"]),
+    "no target": ([{"prompt": "a " * 99, "completion": "b"}], {}, None, ["no sample with a target", "--seq_len 32"]),
+    "no rows": ([], {}, None, ["data.jsonl"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_data_is_one_clear_error(dataset, tokenizers, name):
+    lines, changes, template, words = BAD[name]
+    with pytest.raises(UserError) as caught:
+        data.load_data(flags(dataset(lines), **{"packing": "off", **changes}), tokenizers(template) if template else TINY,
+                       4096, 3)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_script_that_reads_text_only_refuses_chats(dataset):
+    with pytest.raises(UserError, match="kind prompt/completion"):
+        encoded.load_samples(flags(dataset([{"prompt": "a", "completion": "b"}])), TINY, 1024)
+
+
+def test_the_tokenizer_must_be_the_models(dataset, tokenizers):
+    with pytest.raises(UserError, match="vocab_size=1024"):
+        data.load_data(flags(dataset(CHATS)), tokenizers(CHATML), 1024, 1)
+
+
+def test_a_configuration_of_a_hub_set(dataset, tmp_path, monkeypatch):
+    """NAME:CONFIG asks the library for that configuration. A path that exists is a path."""
+    import datasets
+
+    asked = []
+
+    def load_dataset(*words, **options):
+        asked.append((words, options))
+        return iter([{"text": ""}, {"text": "A sentence of the corpus. " * 20}])
+
+    path = dataset([{"text": "A local sentence. " * 20}], "wikitext:local.jsonl")
+    local = encoded.load_samples(flags(path, seq_len=8), TINY, 1024)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(rows, "require_reachable_hub", lambda name, flag: asked.append(name))
+    samples = encoded.load_samples(flags("wikitext:wikitext-2-raw-v1", seq_len=8), TINY, 1024, 5)
+    assert asked[0] == "wikitext" and asked[1] == (("wikitext", "wikitext-2-raw-v1"), dict(split="train", streaming=True))
+    words = load(TINY)
+    stream = [words.eos_token_id, *words("A sentence of the corpus. " * 20, add_special_tokens=False)["input_ids"]]
+    assert [samples[i].tolist() for i in range(len(samples))] == [stream[8 * i : 8 * i + 9] for i in range(5)]
+    assert words.decode(local[0]).startswith("A local sentence.")
+
+
+def test_padding_is_on_the_right_and_no_target():
+    short = encoded.Row(torch.tensor([5, 6]), torch.tensor([False, True]))
+    long = encoded.Row(torch.tensor([7, 8, 9, 1]), torch.tensor([False, False, True, True]))
+    batch = data.pad([short, long])
+    assert batch["input_ids"].tolist() == [[5, 0, 0], [7, 8, 9]]
+    assert batch["target_ids"].tolist() == [[6, -100, -100], [-100, 9, 1]]
+    assert data.pad([short, short])["input_ids"].shape == (2, 1)
+
+
+def test_the_split_is_the_last_part_and_never_trained_on(dataset):
+    pairs = [{"prompt": f"{i} ", "completion": f"number {i}"} for i in range(40)]
+    made = data.load_data(flags(dataset(pairs), validation_split=0.25), TINY, 1024, 4)
+    texts = [load(TINY).decode(row.tokens) for row in made.evaluation]
+    assert texts == [f"{i} number {i}<|endoftext|>" for i in range(30, 40)]
+    made.train.set_steps(20)  # more than two epochs
+    seen = {load(TINY).decode(row.tokens) for row, _ in (made.train[i] for i in range(80))}
+    assert len(seen) == 30 and not seen & set(texts) and made.train.steps_per_epoch == 7

@@ -1,0 +1,179 @@
+"""How far a run is: the bar on a terminal, lines elsewhere; evaluations and samples in the files that a run leaves."""
+
+import argparse
+import io
+import json
+import re
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import course  # noqa: F401  before step 9's modules
+from training.board import Board
+from training.loop import Step
+from training.progress import EVERY, Above, Progress, duration
+from training.record import EVALUATIONS, Record, perplexity
+
+
+class Terminal(io.StringIO):
+    """What a terminal gets, and the lines that one would see at the end."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def seen(self) -> list[str]:
+        rows = []
+        for row in self.getvalue().split("\n"):
+            cells = ""
+            for part in row.split("\r"):  # each part overwrites the beginning of what is there
+                cells = part + cells[len(part):]
+            rows.append(cells.rstrip())
+        return rows
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def on_a_terminal(monkeypatch) -> Terminal:
+    """Called in a test: pytest puts its own streams in place between a fixture and the test."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "110")
+    return stream
+
+
+def a_record(folder, start: int = 0, num_steps: int = 4) -> Record:
+    """Of one rank, whose disk is its own."""
+    args = argparse.Namespace(log_dir=str(folder), run_name="run", use_wandb=False)
+    grid = types.SimpleNamespace(is_logging_rank=True, world_size=1, topology={})
+    disks = types.SimpleNamespace(gather=lambda value: [value], leads=True, mine=types.SimpleNamespace(ranks=[0]))
+    before = {"log_dir": str(folder), "run_name": "run"} if start else None
+    return Record(args, grid, disks, num_steps, 100, start, before)
+
+
+def log(record: Record, *steps: int) -> None:
+    for step in steps:
+        record.log(step, 5.0 - step, 0.5, 0.1, 0.5)
+
+
+def test_bar_on_a_terminal_is_one_line(one_rank, tmp_path, monkeypatch):
+    terminal = on_a_terminal(monkeypatch)
+    record = a_record(tmp_path)
+    log(record, 1, 2)
+    record.evaluated(2, 3.25)
+    print("sample after step 2: 'The'")
+    log(record, 3, 4)
+    record.close()
+    lines = [line for line in terminal.seen() if line]
+    assert lines[0] == "evaluation after step 2: loss 3.2500, perplexity 25.79"
+    assert lines[1] == "sample after step 2: 'The'"
+    assert re.fullmatch(r"step 4/4 \|.{20}\| loss 1\.0000 \| evaluation 3\.2500 \| 200 tokens/s \| 00:00 left", lines[2])
+    assert lines[3].startswith("metrics: ") and len(lines) == 4
+    assert sys.stdout is terminal and sys.stderr is terminal
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_lines_where_there_is_no_terminal(one_rank, tmp_path, capsys, monkeypatch):
+    record = a_record(tmp_path)
+    log(record, 1, 2)
+    record.close()
+    printed = capsys.readouterr().out
+    assert printed.count("step 1/4 | loss 4.0000 | grad norm 0.500") == 1 and printed.count("step 2/4") == 1
+    assert "left" not in printed and "\r" not in printed
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not Progress(4, 0, True).is_bar
+
+
+def test_no_bar_where_nothing_is_left_or_on_other_ranks(monkeypatch):
+    terminal = on_a_terminal(monkeypatch)
+    for progress in (Progress(4, 4, True), Progress(4, 0, False)):
+        progress.step(1, 2.0, 3.0)
+        progress.close()
+        assert not progress.is_bar and terminal.getvalue() == ""
+
+
+def test_time_left_without_a_terminal(capsys):
+    progress = Progress(30, 10, True)
+    for number, now in ((11, 1000.0), (12, 1000.0 + EVERY / 2), (15, 1000.0 + EVERY), (16, 1001.0 + EVERY),
+                        (20, 1000.0 + 2 * EVERY), (30, 1000.0 + 9 * EVERY)):
+        progress.print_time_left(number, now)
+    assert capsys.readouterr().out.splitlines() == [
+        "50% of the steps are done, about 3:45 left",  # 4 steps in 60 seconds, 15 to go
+        "67% of the steps are done, about 2:13 left"]
+    assert [duration(seconds) for seconds in (0, 59.6, 3675)] == ["0:00", "1:00", "1:01:15"]
+
+
+def test_half_a_line_waits_for_its_end(monkeypatch):
+    terminal = on_a_terminal(monkeypatch)
+    bar = types.SimpleNamespace(clear=lambda: terminal.write("<"), refresh=lambda: terminal.write(">"))
+    stream = Above(terminal, bar)
+    assert [stream.write(text) for text in ("one", " two", "\nthree\nfo", "ur")] == [3, 4, 9, 2]
+    assert terminal.getvalue() == "<one two\nthree\n>" and stream.isatty()
+
+
+def test_evaluations_of_a_run_that_goes_on(one_rank, tmp_path):
+    record = a_record(tmp_path)
+    record.evaluated(0, 5.0)
+    log(record, 1, 2)
+    record.evaluated(2, 3.0)
+    log(record, 3)
+    record.evaluated(3, 2.5)
+    record.close()
+    record = a_record(tmp_path, start=2)
+    log(record, 3, 4)
+    record.evaluated(4, 2.0)
+    record.close()
+    rows = [json.loads(line) for line in (tmp_path / "run" / EVALUATIONS).read_text().splitlines()]
+    assert rows == [{"step": step, "evaluation_loss": loss, "perplexity": pytest.approx(perplexity(loss))}
+                    for step, loss in ((0, 5.0), (2, 3.0), (4, 2.0))]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+    record = a_record(tmp_path)  # another run of that name: the older one's folder is kept
+    record.close()
+    assert (tmp_path / "run.1" / EVALUATIONS).exists() and not (tmp_path / "run" / EVALUATIONS).exists()
+
+
+def test_a_run_that_goes_on_before_its_first_evaluation_has_none(one_rank, tmp_path):
+    record = a_record(tmp_path)
+    log(record, 1, 2)
+    record.evaluated(2, 3.0)
+    record.close()
+    a_record(tmp_path, start=1).close()
+    assert (tmp_path / "run" / EVALUATIONS).read_text() == ""
+
+
+def test_perplexity_of_a_loss_beyond_floats():
+    assert perplexity(0.0) == 1 and perplexity(1e4) > 1e300
+
+
+def test_board_and_wandb_get_evaluation_sample_and_waiting(one_rank, tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sent = []
+    run = types.SimpleNamespace(log=lambda values, step: sent.append((step, values)))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(run=run))
+    board = Board(str(tmp_path), torch.device("cpu"))
+    board.log(Step(1, 3.0, 0.5, 0.1, 2.0, 0.5), 100)
+    board.log(Step(2, 2.0, 0.5, 0.1, 2.0, 0.75), 100, evaluation=1.0, sample="The end")
+    board.log(Step(3, 2.0, 0.5, 0.1, 2.0, None), 100)  # not measured
+    board.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.value for event in events.Scalars("wait_seconds/rank0")] == [1.5, 1.25]
+    for name, value in (("evaluation_loss", 1.0), ("perplexity", perplexity(1.0))):
+        assert [(event.step, event.value) for event in events.Scalars(name)] == [(2, pytest.approx(value))]
+    [text] = events.Tensors("sample/text_summary")
+    assert text.step == 2 and text.tensor_proto.string_val == [b"The end"]
+    assert [step for step, _ in sent] == [1, 2, 3] and sent[1][1]["sample"] == "The end"
+    assert sent[0][1]["wait_seconds/rank0"] == 1.5 and "sample" not in sent[0][1]
+    assert {"step_seconds/rank0", "compute_seconds/rank0", "cpu_memory_gb/rank0", "cpu_percent/rank0"} <= {*sent[0][1]}
