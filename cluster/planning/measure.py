@@ -4,19 +4,18 @@
 
 Every rank builds one module at a time, times it as a stage would run it, and frees it: the embedding, one decoder layer
 (all are alike), the final norm, the projection with the loss. So no machine has to hold the model. All ranks compute at
-once, as they will in training. Links are timed one after the other, in both directions: small messages give the
-latency, one large enough to take a while the bandwidth. What it costs the processors to send is in it.
+once, as they will in training. This is for our Llama; family_clock.py measures the models of transformers, and LoRA.
 
 The time that measuring takes is given, and shared out to modules, micro-batch sizes and links. What takes long is
 repeated less often, and sizes for which no time is left are left out.
 """
 
 import functools
-import itertools
 import socket
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,24 +25,31 @@ import model
 from model import (
     DecoderLayer, Embedding, Linear, RMSNorm, cast_weights_once, check_config, cross_entropy, rotary_tables,
 )
-from planning.machines import MODEL
+from planning.links import measure_links, wait_for
+from planning.machines import model_facts
+from planning.module_memory import peak_bytes, process_bytes, saved_bytes
 from training.machine_facts import free_memory
 from utils import UserError
 
 BLOCKS = 5
 LINKS = 1 / 3  # of the time
-PARTS, OPTIMIZER = {"embedding": 0.15, "layer": 0.5, "final_norm": 0.05, "final_proj": 0.2}, 0.1  # of the rest
-SMALLEST_MESSAGE, LARGEST_MESSAGE = 1 << 14, 1 << 24  # numbers of 4 bytes
+OPTIMIZER = 0.1  # of the rest
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 
 
 def measure_cluster(config, seq_len: int, dtype: torch.dtype, device: torch.device, model_name: str,
                     sizes: tuple[int, ...] = MICRO_BATCH_SIZES, seconds: float = 30.0) -> dict:
+    """measure_with for our Llama of this configuration."""
+    check_config(config)
+    return measure_with(ModuleClock(config, seq_len, dtype, device), model_name, sizes, seconds)
+
+
+def measure_with(clock: "ModuleClock", model_name: str, sizes: tuple[int, ...] = MICRO_BATCH_SIZES,
+                 seconds: float = 30.0) -> dict:
     """The content of cluster.json on every rank, but for the flags. Collective. Takes about so many `seconds`.
 
-    `config`: of our Llama. `sizes`: micro-batch sizes to time, in samples of `seq_len` tokens.
+    `sizes`: micro-batch sizes to time, in samples of clock.seq_len tokens.
     """
-    check_config(config)
     n = dist.get_world_size()
     for_links = seconds * LINKS if n > 1 else 0.0
     if dist.get_rank() == 0:
@@ -53,14 +59,13 @@ def measure_cluster(config, seq_len: int, dtype: torch.dtype, device: torch.devi
     one = torch.ones(1, requires_grad=True)
     torch.autograd.backward(2 * one, one.detach())  # at the first one, torch loads code for a second or more
     dist.barrier()
-    clock = ModuleClock(config, seq_len, dtype, device)
-    machine = {"device": str(device), **clock.measure(sorted(sizes), seconds - for_links)}
+    machine = {"device": str(clock.device), **clock.measure(sorted(sizes), seconds - for_links)}
     machines = [None] * n
-    dist.all_gather_object(machines, (socket.gethostname(), machine, measure_links(device, for_links)))
+    dist.all_gather_object(machines, (socket.gethostname(), machine, measure_links(clock.device, for_links)))
     hosts, machines, links = map(list, zip(*machines))
-    return {"model_name": model_name, "model": {name: getattr(config, name) for name in MODEL}, "seq_len": seq_len,
-            "dtype": str(dtype).removeprefix("torch."), "hosts": hosts, "modules": clock.modules,
-            "machines": machines, "links": links}
+    return {"model_name": model_name, "model": model_facts(clock.config), "seq_len": clock.seq_len,
+            "dtype": str(clock.dtype).removeprefix("torch."), **clock.extras(), "hosts": hosts,
+            "modules": clock.modules, "machines": machines, "links": links}
 
 
 def describe_machines(cluster: dict, wanted: tuple[int, ...]) -> str:
@@ -77,12 +82,6 @@ def describe_machines(cluster: dict, wanted: tuple[int, ...]) -> str:
             lines.append(f"    no time or memory for micro-batches of {', '.join(left_out)} samples: a larger "
                          "--measure_seconds gives more time")
     return "\n".join(lines)
-
-
-def wait_for(device: torch.device) -> None:
-    """Lets a GPU finish what it was given to do, because the clock is to be read then."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def time_runs(make_run: Callable[[int], Callable], sizes: list[int], seconds: float) -> dict[int, list[float]]:
@@ -111,12 +110,23 @@ def time_runs(make_run: Callable[[int], Callable], sizes: list[int], seconds: fl
     return {size: [statistics.median(column) for column in zip(*(blocks[size] or [first[size]]))] for size in first}
 
 
+class Cost(NamedTuple):
+    """Of a module: its fields in cluster.json, and by micro-batch size its seconds [forward, backward]."""
+
+    facts: dict[str, float]
+    seconds: dict[int, list[float]]
+
+
 class ModuleClock:
     """Builds the modules of a model on this rank, one at a time, and times each.
 
-    `modules`, after measure(): for each module of the whole model its name, number of parameters, and the bytes that a
-    sample leaves for its backward.
+    `modules`, after measure(): for each module of the whole model its name, its numbers of parameters, and the bytes
+    that it takes while it computes: `saved_bytes` that a sample leaves for its backward, `working_bytes` of a sample
+    and `fixed_bytes` of any micro-batch that are needed for a moment besides.
     """
+
+    parts = {"embedding": 0.15, "layer": 0.5, "final_norm": 0.05, "final_proj": 0.2}  # and their share of the time
+    last = "final_proj"  # the part that ends in the loss
 
     def __init__(self, config, seq_len: int, dtype: torch.dtype, device: torch.device):
         self.config, self.seq_len, self.dtype, self.device = config, seq_len, dtype, device
@@ -147,54 +157,82 @@ class ModuleClock:
         shape = (size, self.seq_len, self.config.hidden_size)
         return torch.randn(shape, dtype=self.dtype, device=self.device).requires_grad_()
 
+    def modules_of(self, found: dict[str, Cost]) -> list[Cost]:
+        """For each of `names` its cost, out of those of the parts."""
+        return [found[name if name in found else "layer"] for name in self.names]
+
+    def extras(self) -> dict:
+        """Fields of cluster.json that our Llama does not need."""
+        return {}
+
     def measure(self, sizes: list[int], seconds: float) -> dict:
         """Seconds of each module by micro-batch size, forward and backward, and of the optimizer; the memory that is
-        free before anything is built."""
-        timed, facts, room = {}, {}, float(free_memory(self.device))
-        for name in PARTS:
+        free before anything is built, and what the process has then."""
+        found, room, process = {}, float(free_memory(self.device)), process_bytes()
+        self.optimizer_seconds = 0.0  # of a parameter
+        for name in self.parts:
             try:
-                facts[name], timed[name], seconds_a_parameter = self.measure_part(name, sizes, seconds, room)
+                found[name] = self.measure_part(name, sizes, seconds, room)
             except torch.OutOfMemoryError:
                 raise UserError(f"rank {dist.get_rank()} on {socket.gethostname()} has not the memory to time one "
                                 f"{name} with a sample of {self.seq_len} tokens: take a shorter --seq_len, or measure "
                                 "without this machine") from None
-            if name == "layer":
-                optimizer_seconds = seconds_a_parameter
-        parts = [name if name in timed else "layer" for name in self.names]
-        self.modules = [{"name": name, **facts[part]} for name, part in zip(self.names, parts)]
-        common = [size for size in sizes if all(size in times for times in timed.values())]
-        return {"free_memory": room, "optimizer_seconds": optimizer_seconds,
-                **{kind: {str(size): [timed[part][size][k] for part in parts] for size in common}
+        costs = self.modules_of(found)
+        self.modules = [{"name": name, **cost.facts} for name, cost in zip(self.names, costs)]
+        common = [size for size in sizes if all(size in cost.seconds for cost in costs)]
+        return {"free_memory": room, "process_memory": float(process), "optimizer_seconds": self.optimizer_seconds,
+                **{kind: {str(size): [cost.seconds[size][k] for cost in costs] for size in common}
                    for k, kind in enumerate(("forward", "backward"))}}
 
     @cast_weights_once()
-    def measure_part(self, name: str, sizes: list[int], seconds: float, room: float) -> tuple[dict, dict, float | None]:
-        """What build(name) makes: its facts, its seconds by micro-batch size, and for a layer the optimizer's."""
+    def measure_part(self, name: str, sizes: list[int], seconds: float, room: float) -> Cost:
+        """What build(name) makes: its facts, and its seconds by micro-batch size. Of a layer also the optimizer's."""
         module, call = self.build(name)
-        saved = float(self.saved_bytes(module, call, self.input_of(name, 1)))
-        facts = {"parameters": sum(param.numel() for param in module.parameters()), "saved_bytes": saved}
-        fitting = [size for size in sizes if size * saved < room / 2] or sizes[:1]
-        timed = time_runs(functools.partial(self.passes, name, call), fitting, seconds * PARTS[name])
-        return facts, timed, self.time_optimizer(module, seconds * OPTIMIZER) if name == "layer" else None
+        trained = [param for param in module.parameters() if param.requires_grad]
+        facts = {"parameters": sum(param.numel() for param in trained),
+                 "frozen_parameters": sum(param.numel() for param in module.parameters()) - sum(
+                     param.numel() for param in trained), **self.memory(name, module, call, room)}
+        fitting = [size for size in sizes if size * facts["saved_bytes"] < room / 2] or sizes[:1]
+        timed = time_runs(functools.partial(self.passes, name, call), fitting, seconds * self.parts[name])
+        if name.startswith("layer") and trained:
+            self.optimizer_seconds = self.time_optimizer(trained, seconds * OPTIMIZER)
+        return Cost(facts, timed)
+
+    def memory(self, name: str, module: nn.Module, call: Callable, room: float) -> dict[str, float]:
+        """What one sample takes, and what a second one adds to it: the difference is what any micro-batch takes."""
+        saved, peaks = [], []
+        for size in (1, 2):
+            if size == 2 and 4 * peaks[0] > room:
+                break
+            run = self.passes(name, call, size)
+            run()  # makes gradients, and copies of the weights in the dtype
+            weights = [*module.parameters(), *model.casts.values()]
+            saved.append(saved_bytes(call, self.input_of(name, size), weights))
+            peaks.append(peak_bytes(run, self.device))
+        a_sample = saved[-1] - saved[0] or saved[0]
+        slope = max(0, peaks[-1] - peaks[0] or peaks[0])
+        return {"saved_bytes": float(a_sample), "working_bytes": float(max(0, slope - a_sample)),
+                "fixed_bytes": float(max(0, peaks[0] - slope))}
 
     def passes(self, name: str, call: Callable, size: int) -> Callable:
         """What runs a micro-batch forward and backward, and returns the seconds of each."""
         x = self.input_of(name, size)
-        gradient = None if name == "final_proj" else torch.randn_like(call(x))
+        gradient = None if name == self.last else torch.randn_like(call(x))
 
         def run() -> tuple[float, float]:
             x.grad = None
             start = self.now()
             out = call(x)
             middle = self.now()
-            torch.autograd.backward(out, gradient)
+            if out.requires_grad:  # not where an embedding is frozen
+                torch.autograd.backward(out, gradient)
             return middle - start, self.now() - middle
 
         return run
 
-    def time_optimizer(self, module: nn.Module, seconds: float) -> float:
+    def time_optimizer(self, params: list[nn.Parameter], seconds: float) -> float:
         """AdamW's seconds a parameter."""
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, fused=True)
+        optimizer = torch.optim.AdamW(params, lr=0.0, fused=True)
         optimizer.step()  # makes the moments
 
         def run() -> tuple[float]:
@@ -203,91 +241,8 @@ class ModuleClock:
             optimizer.zero_grad(set_to_none=False)
             return (self.now() - start,)
 
-        return time_runs(lambda _: run, [1], seconds)[1][0] / sum(param.numel() for param in module.parameters())
+        return time_runs(lambda _: run, [1], seconds)[1][0] / sum(param.numel() for param in params)
 
     def now(self) -> float:
         wait_for(self.device)
         return time.perf_counter()
-
-    def saved_bytes(self, module: nn.Module, call: Callable, x: torch.Tensor) -> int:
-        """Bytes that a call keeps for its backward, parameters and their copies in the dtype not counted."""
-        call(x)  # makes the copies
-        weights = (*module.parameters(), *model.casts.values())
-        own, storages = {weight.untyped_storage().data_ptr() for weight in weights}, {}
-
-        def note(tensor):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                storages[storage.data_ptr()] = storage  # kept, so that no address is used again
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            call(x)
-        return sum(storage.nbytes() for storage in storages.values())
-
-
-def measure_links(device: torch.device, seconds: float) -> list[dict | None]:
-    """Latency (seconds) and bandwidth (bytes a second) from this rank to each other, None to itself. Collective.
-
-    All links together take about so many `seconds`.
-    """
-    wire = torch.device("cpu") if dist.get_backend() == "gloo" else device
-    links = [None] * dist.get_world_size()
-    pairs = list(itertools.permutations(range(len(links)), 2))
-    for sender, receiver in pairs:
-        if dist.get_rank() == sender:
-            links[receiver] = time_link(receiver, wire, seconds / len(pairs))
-        elif dist.get_rank() == receiver:
-            answer_link(sender, wire)
-    return links
-
-
-def time_link(receiver: int, wire: torch.device, seconds: float) -> dict[str, float]:
-    """Messages of growing size go to the receiver, an empty answer to each comes back.
-
-    They grow until one takes a sixteenth of the time. The last size is sent again while there is time.
-    """
-    answer = torch.zeros(1, device=wire)
-
-    def has_time(share: float) -> bool:
-        return time.perf_counter() - start < share * seconds
-
-    def round_trip(numbers: int) -> float:
-        dist.send(torch.tensor([numbers], device=wire), receiver)  # what comes next
-        message = torch.zeros(numbers, device=wire)
-        dist.recv(answer, receiver)
-        wait_for(wire)
-        sent = time.perf_counter()
-        dist.send(message, receiver)
-        dist.recv(answer, receiver)
-        wait_for(wire)
-        return time.perf_counter() - sent
-
-    round_trip(1)  # connects, and waits until the receiver has done with other links
-    start = time.perf_counter()
-    trips = [round_trip(1)]
-    while len(trips) < 12 and has_time(0.2):
-        trips.append(round_trip(1))
-    latency = statistics.median(trips) / 2
-    numbers, trips = SMALLEST_MESSAGE, []
-    while len(trips) < 2 or len(trips) < 5 and has_time(0.8):
-        trips.append(round_trip(numbers))
-        is_quick = statistics.median_low(trips) - 2 * latency < seconds / 16
-        if is_quick and numbers < LARGEST_MESSAGE and has_time(0.6):
-            numbers, trips = 4 * numbers, []
-    dist.send(torch.tensor([0], device=wire), receiver)
-    trip = statistics.median_low(trips)
-    return {"latency": latency, "bandwidth": 4 * numbers / max(trip - 2 * latency, trip / 4, 1e-9)}
-
-
-def answer_link(sender: int, wire: torch.device) -> None:
-    numbers, answer = torch.zeros(1, dtype=torch.int64, device=wire), torch.zeros(1, device=wire)
-    while True:
-        dist.recv(numbers, sender)
-        if not numbers.item():
-            return
-        message = torch.empty(numbers.item(), device=wire)
-        dist.send(answer, sender)
-        dist.recv(message, sender)
-        wait_for(wire)
-        dist.send(answer, sender)

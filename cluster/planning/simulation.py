@@ -15,7 +15,7 @@ from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from planning.machines import NUMBER_BYTES, Cluster, Link
+from planning.machines import Cluster, Link
 from planning.pipeline_simulation import SCHEDULES, Pipeline, PipelineSimulation, Run, Setting, Span, Transfer
 
 BUCKET = 25e6  # bytes at most, as in data_parallel
@@ -144,15 +144,14 @@ def buckets(cluster: Cluster, places: list[list[tuple]], limit: float):
 
 
 def peak_memory(cluster: Cluster, pipeline: Pipeline, size: int, setting: Setting) -> list[float]:
-    """Bytes at most, stage by stage: weights, gradients and AdamW's two moments, in the activations' dtype another copy
-    of the weights where that is narrower; the activations of live micro-batches; messages."""
-    p, peaks, copy = len(pipeline.machines), [], NUMBER_BYTES[cluster.dtype]
-    state_bytes = 4 * cluster.master_bytes + (copy if copy < cluster.master_bytes else 0)
+    """Bytes at most, stage by stage, beside what a process takes without a model: parameters with what belongs to them,
+    activations of live micro-batches, messages."""
+    p, peaks = len(pipeline.machines), []
     for s, stage in enumerate(cluster.stages(pipeline.layers)):
         live = live_microbatches(setting.schedule, s, p, pipeline.num_microbatches)
-        saved = cluster.saved_bytes(stage, size, live, setting.kinds[1])
+        activations = cluster.activation_bytes(stage, size, live, setting.kinds[1])
         messages = 4 * size * cluster.hidden_bytes if p > 1 else 0.0  # two posted receives, two sends under way
-        peaks.append(state_bytes * cluster.parameters_of(stage) + saved + messages)
+        peaks.append(cluster.weight_bytes(stage) + activations + messages)
     return peaks
 
 

@@ -36,9 +36,11 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
                         help="on: rows one after the other, cut into samples of --seq_len tokens; off: a sample a row, "
                              "padded to the longest of its micro-batch; auto: on for text, off for chats and answers")
     parser.add_argument("--validation_split", type=fraction, metavar="FRACTION",
-                        help="the last part of the samples is never trained on, and the loss on it is computed")
+                        help="so many of the samples, the same ones in each run, are never trained on: the loss on "
+                             "them is computed")
     parser.add_argument("--eval_every", type=zero_or_more, default=0, metavar="STEPS",
-                        help="evaluate every so many steps (default, 0: only at the end)")
+                        help="evaluate every so many steps, too (default, 0: only before the first step and after "
+                             "the last)")
     parser.add_argument("--eval_batches", type=positive_int, metavar="N",
                         help="evaluate on the first N micro-batches of the validation split (default: on all)")
     parser.add_argument("--data_from_rank0", action="store_true",
@@ -57,18 +59,20 @@ def check_data_flags(args) -> None:
 
 
 class Part(Dataset):
-    """`count` samples of another data set, from `first` on."""
+    """Some samples of another data set: those at `places`, in that order."""
 
-    def __init__(self, samples: Dataset, first: int, count: int):
-        self.samples, self.first, self.num_samples = samples, first, count
+    def __init__(self, samples: Dataset, places: list[int]):
+        self.samples, self.places, self.num_samples = samples, places, len(places)
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __getitem__(self, i: int):
-        if not 0 <= i < self.num_samples:
-            raise IndexError(i)
-        return self.samples[self.first + i]
+        return self.samples[self.places[i]]
+
+    def num_targets(self, i: int) -> int:
+        """As RowSamples has it."""
+        return self.samples.num_targets(self.places[i])
 
 
 class WeightedEpochs(Epochs):
@@ -94,10 +98,10 @@ class Data:
     def __init__(self, samples: Dataset, validation_split: float | None, global_batch: int, seed: int,
                  is_all: bool = True, limit: int | None = None):
         self.has_rows, self.global_batch, self.evaluation = isinstance(samples, RowSamples), global_batch, None
-        if validation_split:
+        if validation_split:  # drawn from all samples: a corpus may be sorted by its age, or by its kind
             kept = split(len(samples), validation_split)
-            self.evaluation = Part(samples, len(samples) - kept, kept)
-            samples.num_samples -= kept
+            places = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
+            self.evaluation, samples = Part(samples, sorted(places[:kept])), Part(samples, places[kept:])
         samples.num_samples = min(samples.num_samples, limit or samples.num_samples)
         epochs = WeightedEpochs if self.has_rows else Epochs
         self.train = epochs(samples, global_batch, seed, is_all=is_all)
@@ -134,7 +138,7 @@ def load_data(args, tokenizer: str, vocab_size: int, global_batch: int, num_step
               max_steps_per_epoch: int | None = None) -> Data:
     """The data set as a run of `num_steps` steps (None: of whole epochs) needs it. Collective.
 
-    With a validation split all of it is encoded, because its last part has to be known. Raises UserError, on every
+    With a validation split all of it is encoded, because the split is drawn from all of it. Raises UserError, on every
     rank, as load_samples, split and Epochs do.
     """
     wanted, is_all = wanted_samples(global_batch, num_steps, max_steps_per_epoch)

@@ -61,8 +61,9 @@ def load_samples(args, tokenizer: str, vocab_size: int, num_samples: int | None 
     """The first `num_samples` samples of --dataset_name, or all where it has fewer, or for None. Collective.
 
     `packing`: "on" cuts the encoded data into samples of T + 1 tokens, "off" makes each row a sample, and "auto" packs
-    text only; "text" packs text and refuses other rows. Packed text is a TokenSamples, all else a RowSamples. Raises UserError, on every rank, for data that
-    can't be read or encoded, that have not one sample, or whose tokenizer is not the model's.
+    text only; "text" packs text and refuses other rows. Packed text is a TokenSamples, all else a RowSamples. Raises
+    UserError, on every rank, for data that can't be read or encoded, that have not one sample, or whose tokenizer is
+    not the model's.
     """
     make = lambda: encode_data(args.dataset_name, tokenizer, args.seq_len, num_samples or ALL, packing)  # noqa: E731
     if getattr(args, "data_from_rank0", False):
@@ -93,8 +94,9 @@ def report_rows(args, truncated: int, left_out: int, count: int) -> None:
         raise UserError(f"--dataset_name {args.dataset_name!r} has no sample with a target among its first seq_len + 1 "
                         f"= {args.seq_len + 1} tokens: {remedy}")
     if (truncated or left_out) and dist.get_rank() == 0:
-        print(f"{truncated} rows are longer than seq_len + 1 = {args.seq_len + 1} tokens and were truncated; {left_out} "
-              f"samples have no target and are left out; {count} samples remain ({remedy}, to lose fewer)", flush=True)
+        print(f"{truncated} rows are longer than seq_len + 1 = {args.seq_len + 1} tokens and were truncated; "
+              f"{left_out} samples have no target and are left out; {count} samples remain ({remedy}, to lose fewer)",
+              flush=True)
 
 
 def encode_data(dataset_name: str, tokenizer: str, seq_len: int, num_samples: int, packing: str,

@@ -32,7 +32,6 @@ from utils import UserError, number, positive_float, positive_int
 
 RATE = 2e-4  # the default learning rate
 ALL = "all-linear"
-FLAGS = ("lora_rank", "lora_alpha", "lora_targets")  # which a checkpoint decides
 probability = number(float, lambda value: 0 <= value < 1, "from 0 up to, but not 1")
 
 

@@ -1,5 +1,7 @@
 """A rank's view of its machine: launching/host_facts.py has the facts, here the GPU and the other ranks are added."""
 
+import contextlib
+import ctypes
 import functools
 import os
 import socket
@@ -9,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from launching.host_facts import available_memory, interface_towards, processor
+
+M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
 
 def processor_name(device: torch.device) -> str:
@@ -35,6 +39,18 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return available_memory() // ranks_of_this_machine()
+
+
+def return_freed_memory() -> None:
+    """From now on, what this process frees is the machine's again at once, in pieces of 128 KiB or more.
+
+    glibc would raise that size to 32 MB by itself and keep smaller pieces for later, with gaps between them: the peak
+    of a training process is then hundreds of MB above what its tensors take, and can't be predicted. Each new tensor
+    costs the kernel a few new pages instead. Does nothing where the C library is another one.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @functools.cache

@@ -89,8 +89,8 @@ def read_rows(source: Source) -> Iterator[tuple[str, dict]]:
 
 def unreadable(source: Source, error: Exception) -> UserError:
     reason = " ".join(str(error.__cause__ or error).split())[:300]
-    return UserError(f"--dataset_name {source.name!r} can't be read: {reason}. It has to be rows of one kind, in UTF-8, "
-                     "with the columns messages, or prompt and completion, or text")
+    return UserError(f"--dataset_name {source.name!r} can't be read: {reason}. It has to be rows of one kind, in UTF-8 "
+                     "text, with the columns messages, or prompt and completion, or text")
 
 
 def kind_of(place: str, row: dict) -> str:
@@ -100,8 +100,8 @@ def kind_of(place: str, row: dict) -> str:
             return kind
     if "prompt" in row:
         raise UserError(f"{place} has a prompt but no completion: each row needs an answer, remove it or add one")
-    raise UserError(f"{place} has the columns {', '.join(row) or 'none'}: rows need messages, or prompt and completion, "
-                    "or text, so rename the ones that you have")
+    raise UserError(f"{place} has the columns {', '.join(row) or 'none'}: rows need messages, or prompt and "
+                    "completion, or text: rename the ones that you have")
 
 
 def first_kind(source: Source) -> str:
@@ -117,8 +117,8 @@ def rows_of_kind(source: Source, kind: str) -> Iterator[tuple[str, dict]]:
     """The rows. Raises UserError where one is of another kind than the first, or has no string where one belongs."""
     for place, row in read_rows(source):
         if (other := kind_of(place, row)) != kind:
-            raise UserError(f"{place} is of the kind {other}, and the first row is of the kind {kind}: give each kind a "
-                            "data set of its own")
+            raise UserError(f"{place} is of the kind {other}, and the first row is of the kind {kind}: give each kind "
+                            "a data set of its own")
         for column in KINDS[kind] if kind != "messages" else ():
             if not isinstance(row[column], str):
                 raise UserError(f"{place}: the column {column!r} holds a {type(row[column]).__name__}, but must hold "
@@ -177,7 +177,8 @@ def encode_messages(place: str, messages, tokenizer) -> np.ndarray:
     """A conversation's ids; targets are the answers, each with the token that ends its turn.
 
     Templates need not say which text is an answer's. So the conversation is rendered up to the place where answer k
-    begins (that of a model that is asked), and up to its end: what the second adds to the first is the answer.
+    begins (that of a model that is asked), and up to its end: what the second adds to the first is the answer. A token
+    that begins before an answer and ends in it belongs to it.
     Raises UserError for messages that are malformed, that have no answer, or that the template refuses.
     """
     messages = check_messages(place, messages)
@@ -233,8 +234,9 @@ def check_messages(place: str, messages) -> list[dict]:
         if message.get("role") not in ROLES:
             raise UserError(f"{place}: a message has the role {message.get('role')!r}: use one of {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str):
-            raise UserError(f"{place}: the content of a message is {message.get('content')!r:.80}, but must be a string")
+            raise UserError(f"{place}: the content of a message is {message.get('content')!r:.80}, but must be a "
+                            "string")
     if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
-        raise UserError(f"{place} has no message of an assistant with a content: each row needs an answer, remove it or "
-                        "add one")
+        raise UserError(f"{place} has no message of an assistant with a content: each row needs an answer, remove it "
+                        "or add one")
     return [{key: value for key, value in message.items() if value is not None} for message in messages]

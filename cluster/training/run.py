@@ -22,12 +22,13 @@ import process_group_manager as pgm
 from training.checkpoint import Checkpointer
 from training.checkpoint_files import SURVIVORS, read_tokenizer_files
 from training.disks import Disks
-from training.lora import FLAGS, Lora
+from training.lora import Lora
 from training.resume import Loader, find_checkpoint, move_aside
 from training.sample import Sampler
 from training.survive import Watch, is_elastic
 from utils import ROOT, UserError, positive_int, zero_or_more
 
+FLAGS = "lora_rank", "lora_alpha", "lora_targets", "validation_split", "packing"  # that a resume does not change
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 
@@ -92,10 +93,12 @@ class Run:
             if (saved := self.found.state[name]) != value:
                 raise UserError(f"{self.found.path} was saved with {name}={saved}, but this run has {value}: choose "
                                 "--batch_size x micro-batches, --seq_len and --seed as they were")
-        for flag in FLAGS if self.args.__dict__.get("lora_rank") else ():
-            if (saved := self.found.state["flags"].get(flag)) not in (None, value := getattr(self.args, flag)):
-                raise UserError(f"{self.found.path} was saved with --{flag} {saved}, but this run has {value}: give "
-                                "the same")
+        before = self.found.state["flags"]
+        for flag in FLAGS:
+            value = getattr(self.args, flag, None)
+            if flag in before and before[flag] != value:
+                raise UserError(f"{self.found.path} was saved with --{flag} {before[flag]}, but this run has {value}: "
+                                "give the same")
         if unlike := sorted({*names} ^ {*self.found.state["names"]}):
             raise UserError(f"{self.found.path} is of another model: {len(unlike)} parameters are in one of the two "
                             f"only, among them {unlike[0]}")

@@ -2,7 +2,7 @@
 
 CASE is JSON: `family` ("ours", or a model type of transformers), `layers` of each pipeline's stages, `micro_batches` of
 each, `tp_size`, and what differs from FLAGS. Each rank writes OUT/<rank>.pt: the losses of two steps and the gradients
-of what it holds after each, and the evaluation's loss, perplexity and whether it left generators and mode alone.
+of what it holds after each, and the loss of the evaluation, and whether it left generators and mode alone.
 """
 
 import argparse
@@ -39,8 +39,7 @@ STEPS = 2
 def make_model(family: str) -> tuple[torch.nn.Module, object, object]:
     """The model, the weights for configure(), and the mean loss of a micro-batch."""
     if family == "ours":
-        config = load_config(TINY_LLAMA, num_attention_heads=None, **{k: v for k, v in SIZES.items() if "heads" not in k})
-        config.num_attention_heads, config.num_key_value_heads = 4, 2
+        config = load_config(TINY_LLAMA, **SIZES)
         with torch.device("meta"):
             model = Llama(config, torch.float64)
         return (model, lambda stage: init_weights(stage.model, 0, torch.device("cpu"), split_over_tp),

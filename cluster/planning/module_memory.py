@@ -1,0 +1,75 @@
+"""What a module takes of the memory while it computes: what it keeps for its backward, and what it needs for a moment.
+
+A CPU does not count what a process allocates, so here each operation's result is counted as long as it lives. What an
+operation allocates and frees within itself is not seen. On a GPU torch's own counter is read.
+"""
+
+import os
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocations(TorchDispatchMode):
+    """Counts, within a `with` block, the bytes of the tensors that operations make: `now`, and `peak` at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.now, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs))
+                 if isinstance(tensor, torch.Tensor)}  # an operation in place, or a view, allocates nothing
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self.alive and key not in given:
+                    self.alive[key] = weakref.ref(storage, lambda _, key=key, size=size: self.free(key, size))
+                    self.now += size
+                    self.peak = max(self.peak, self.now)
+        return result
+
+    def free(self, key: int, size: int) -> None:
+        del self.alive[key]
+        self.now -= size
+
+
+def peak_bytes(run: Callable, device: torch.device) -> int:
+    """Bytes at most that run() has allocated at a time, beside what was there before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    with Allocations() as counted:
+        run()
+    return counted.peak
+
+
+def saved_bytes(call: Callable, x: torch.Tensor, weights: list[torch.Tensor]) -> int:
+    """Bytes that call(x) keeps for its backward; those of the storages of `weights` are not counted."""
+    own, storages = {weight.untyped_storage().data_ptr() for weight in weights}, {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage  # kept, so that no address is used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        call(x)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def process_bytes() -> int:
+    """What this process has in the machine's memory now, libraries included; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

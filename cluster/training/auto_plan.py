@@ -1,0 +1,197 @@
+"""Where a machine can't hold the model, and neither --pipelines nor --plan is given, the machines plan by themselves.
+
+    1. may every machine hold the whole model?    a rough bound, and what it has free: then nothing more happens
+    2. the rank with the most free memory measures what each module takes, all ranks measure their speeds and links
+    3. rank 0 looks for the best plan: without recomputation if one fits, else with it. The others get it from rank 0
+    4. ranks are numbered anew in the order of the plan. Machines that it leaves idle wait for the end of the training
+"""
+
+import atexit
+import datetime
+import socket
+import sys
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import process_group_manager as pgm
+from pipeline_template import PipelineTemplate
+from planning.family_clock import FamilyClock
+from planning.machines import Cluster
+from planning.measure import ModuleClock, measure_with
+from planning.pipeline_simulation import Pipeline, Setting
+from planning.planner import Plans, find_plans, find_plans_of_any_schedule
+from planning.shares import shares_by_speed
+from planning.simulation import peak_memory
+from training.common import from_rank_0, gather
+from training.machine_facts import free_memory, ranks_of_this_machine, return_freed_memory
+from training.survive import is_elastic
+from utils import UserError, to_readable_format
+
+SECONDS, FRACTION = 12.0, 0.9  # of measuring; of the free memory that may be used
+ROUGHLY = 100  # numbers that a layer keeps for each number of a hidden state, at most
+
+
+class Chosen(NamedTuple):
+    """A plan for these machines. `order`: the ranks as they were, in the order that they get; `seconds`: of each
+    pipeline for a micro-batch, for other shares of it."""
+
+    order: list[int]
+    layers: list[list[int]]
+    num_microbatches: list[int]
+    schedule: str
+    recompute: bool
+    seconds: list[float]
+    text: str
+
+
+def plan_by_itself(args, model: torch.nn.Module, device: torch.device, dtype: torch.dtype, lora=None) -> bool:
+    """Whether a plan was necessary: then it is in the flags, and ranks have the order of the plan. Collective.
+
+    `model`: whole, on the meta device. Call it before any process group is made besides the default one, which is made
+    anew. Raises UserError where the model does not fit into all machines together.
+    """
+    if args.pipelines or args.plan or args.tp_size > 1 or args.local_steps:
+        return False
+    free = gather((free_memory(device), socket.gethostname()))
+    if rough_bytes(args, model, dtype, lora) < FRACTION * min(room for room, _ in free):
+        return False
+    return_freed_memory()
+    if dist.get_rank() == 0:
+        listed = ", ".join(f"{host} {room / 1e9:.2f}" for room, host in free)
+        print(f"the whole model may not fit into every machine's free memory (GB: {listed}): measuring", flush=True)
+    data = measure(args, model, device, dtype, lora)
+    chosen = from_rank_0(lambda: choose(args, data))
+    if chosen is None:
+        return False
+    args.pipelines, args.num_microbatches = [chosen.layers], [chosen.num_microbatches]
+    args.pp_engine, args.recompute, args.pipeline_seconds = chosen.schedule, chosen.recompute, chosen.seconds
+    if dist.get_rank() == 0:
+        print(chosen.text, flush=True)
+    take_place(chosen.order)
+    return True
+
+
+def rough_bytes(args, model: torch.nn.Module, dtype: torch.dtype, lora) -> float:
+    """More than the whole model takes on one machine, without measuring anything."""
+    config, tokens = model.config, args.batch_size * args.seq_len
+    numbers = sum(param.numel() for param in model.parameters())
+    weights = dtype.itemsize * numbers + 18 * lora.num_trained if lora else 24 * numbers
+    kept = ROUGHLY * config.hidden_size * config.num_hidden_layers + 6 * config.vocab_size
+    return weights + 4.0 * tokens * kept
+
+
+def make_clock(model: torch.nn.Module, seq_len: int, device: torch.device, dtype: torch.dtype, lora=None):
+    """What times the modules of a whole model on the meta device: of our Llama, or one of transformers."""
+    if PipelineTemplate.get_model_name(model) == "model.Llama":
+        return ModuleClock(model.config, seq_len, dtype, device)
+    return FamilyClock(model, seq_len, dtype, device, lora)
+
+
+def measure(args, model: torch.nn.Module, device: torch.device, dtype: torch.dtype, lora) -> dict:
+    """The content of cluster.json, with micro-batches of 1 and of args.batch_size samples. Collective."""
+    clock = make_clock(model, args.seq_len, device, dtype, lora)
+    free = gather(free_memory(device))
+    known = clock.measure_memory(max(free)) if dist.get_rank() == free.index(max(free)) else None
+    clock.known = gather(known)[free.index(max(free))]
+    sizes = sorted({1, args.batch_size})
+    data = {**measure_with(clock, args.model_name, tuple(sizes), SECONDS), "flags": {}}
+    for machine in data["machines"]:  # a size for which there was no memory: so many times the smallest
+        for kind in ("forward", "backward"):
+            for size in sizes[1:]:
+                machine[kind].setdefault(str(size), [size * seconds for seconds in machine[kind]["1"]])
+    return data
+
+
+def choose(args, data: dict) -> Chosen | None:
+    """The plan; None where every machine can hold the whole model. Raises UserError where nothing fits."""
+    cluster, size = Cluster(data), args.batch_size
+    n, layers = len(cluster.machines), cluster.num_layers
+    total = sum(args.num_microbatches[0]) if args.num_microbatches else args.gradient_accumulation * n
+    schedule = args.pp_engine if args.pp_engine != "zb" else "1f1b"
+    setting = Setting(schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
+    whole = peak_memory(cluster, Pipeline((0,), (layers,), total), size, setting)[0]
+    if all(whole <= FRACTION * machine.free_memory for machine in cluster.machines):
+        return None
+    find = find_plans_of_any_schedule if args.pp_engine == "1f1b" else find_plans
+    for recompute in sorted({args.recompute, True}):
+        try:
+            plans = find(cluster, total * size, setting._replace(recompute=recompute), [size], FRACTION)
+            return as_chosen(cluster, plans, "zb" if args.pp_engine == "zb" else plans.setting.schedule)
+        except UserError:
+            continue
+    raise UserError(why_not(cluster, setting, size, total))
+
+
+def as_chosen(cluster: Cluster, plans: Plans, schedule: str) -> Chosen:
+    (pipelines, size, *_), result = plans.best[0]
+    kinds, order = plans.setting.kinds, [rank for pipeline in pipelines for rank in pipeline.machines]
+    seconds = [max(cluster.seconds(rank, size, stage, kinds) for rank, stage in zip(p.machines, cluster.stages(p.layers)))
+               for p in pipelines]
+    tokens = size * sum(pipeline.num_microbatches for pipeline in pipelines) * cluster.seq_len
+    parts = ["; ".join(" -> ".join(f"{cluster.machines[rank].host} {count}" for rank, count in zip(p.machines, p.layers))
+                       + f" ({p.num_microbatches} micro-batches)" for p in pipelines)]
+    parts += ["--recompute"] if plans.setting.recompute else []
+    idle = [machine.host for rank, machine in enumerate(cluster.machines) if rank not in order]
+    parts += [f"idle: {', '.join(idle)}"] if idle else []
+    memory = ", ".join(f"{machine.host} {(machine.process_memory + result.peak_memory[rank]) / 1e9:.2f} of "
+                       f"{(machine.process_memory + machine.free_memory) / 1e9:.2f}"
+                       for rank, machine in enumerate(cluster.machines) if rank in order)
+    text = (f"plan: decoder layers {' | '.join(parts)}\n"
+            f"predicted: {to_readable_format(tokens / result.step_seconds)} tokens/s, {result.step_seconds:.3g} s a "
+            f"step; peak memory of the processes in GB: {memory}")
+    return Chosen(order, [list(p.layers) for p in pipelines], [p.num_microbatches for p in pipelines], schedule,
+                  plans.setting.recompute, seconds, text)
+
+
+def why_not(cluster: Cluster, setting: Setting, size: int, total: int) -> str:
+    """One line: what the model needs, what there is, and what would fit."""
+    def needed(size: int, recompute: bool) -> float:
+        return peak_memory(cluster, Pipeline((0,), (cluster.num_layers,), total), size,
+                           setting._replace(recompute=recompute))[0]
+
+    has = ", ".join(f"{machine.host} {machine.free_memory / 1e6:.0f}" for machine in cluster.machines)
+    advice = []
+    if size > 1:
+        for recompute in sorted({setting.recompute, True}):
+            try:
+                find_plans(cluster, total, setting._replace(recompute=recompute), [1], FRACTION)
+                advice.append("--batch_size 1" + " --recompute" * (recompute and not setting.recompute) + " would fit")
+                break
+            except UserError:
+                continue
+    least = needed(1, True)
+    more = least / FRACTION - max(machine.free_memory for machine in cluster.machines)
+    if len(cluster.machines) > 1:
+        more = least / FRACTION - sum(machine.free_memory for machine in cluster.machines)
+    if not advice:
+        advice.append(f"{max(more, 1e8) / 1e6:.0f} MB more would hold it with --batch_size 1 --recompute, as more "
+                      "machines can, which share the model")
+    return (f"not enough memory: with micro-batches of {size} samples of {cluster.seq_len} tokens one machine needs "
+            f"{needed(size, setting.recompute) / 1e6:.0f} MB for the model, {needed(size, True) / 1e6:.0f} MB with "
+            f"--recompute; free are, in MB: {has}, of which {FRACTION:.0%} may be used; {'; '.join(advice)}")
+
+
+def take_place(order: list[int]) -> None:
+    """Makes the process group anew with the ranks in this order. Idle processes wait for the end, and exit."""
+    rank, backend, store = dist.get_rank(), dist.get_backend(), dist.distributed_c10d._get_default_store()
+    if order == list(range(dist.get_world_size())):
+        return
+    dist.barrier()
+    dist.destroy_process_group()
+    ranks_of_this_machine.cache_clear()
+    if rank not in order:
+        try:
+            store.wait(["ended"], datetime.timedelta(days=365))
+        except RuntimeError:  # the store may end with rank 0's process
+            sys.exit(1 if is_elastic() else 0)
+        sys.exit(0)
+    atexit.register(store.set, "ended", "")
+    dist.init_process_group(backend, store=dist.PrefixStore("planned", store), rank=order.index(rank),
+                            world_size=len(order), timeout=pgm.timeout)
+
+
+def shares_of_plan(args, total: int) -> list[int]:
+    """As many micro-batches in all as a checkpoint says, over the pipelines of the plan by their speed."""
+    return shares_by_speed(total, args.pipeline_seconds)

