@@ -26,11 +26,13 @@ LAYOUTS = {  # name -> flags; whether each host has all of the model
     "shares": (["--num_microbatches", 6], True),
     "one pipeline": (["--pipelines", "2,1,1|2,2", "--num_microbatches", "6"], False),
     "two pipelines": (["--pipelines", "4;2,2|4;4", "--num_microbatches", "4,2|3,3"], None),
+    "adapters": (["--pipelines", "2,1,1|2,2", "--num_microbatches", "6", "--model_name", "model", "--lora_rank", 4,
+                  "--learning_rate", 1e-3, "--validation_split", 0.2, "--eval_every", 10], False),
 }
 BARS = {"killed": 15, "cut": 30}
 CASES = [("shares", "killed"), ("one pipeline", "cut")]
 if os.environ.get("ALL_WAYS"):
-    CASES += [("one pipeline", "killed"), ("two pipelines", "killed")]
+    CASES += [("one pipeline", "killed"), ("two pipelines", "killed"), ("adapters", "killed")]
 BACK = 30  # seconds until a host that is there again takes part
 
 
@@ -43,11 +45,17 @@ def all_on(bed):
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory):
-    """A copy of the repository for each host, with a corpus."""
+    """A copy of the repository for each host, with a corpus, and with a model that has weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     folder = tmp_path_factory.mktemp("hosts")
+    sizes = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.1))
     for node in NODES:
         for name in ("cluster", "step9_heterogeneous_pp", "assets/tiny_llama"):
             shutil.copytree(ROOT / name, folder / node / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(folder / node / "assets" / "tiny_llama", folder / node / "model")
+        model.save_pretrained(folder / node / "model")
         (folder / node / "corpus").mkdir()
         for i in range(4):
             (folder / node / "corpus" / f"{i}.txt").write_text(f"{i}. {TEXT[i:]}")
@@ -111,10 +119,19 @@ def test_a_host_is_lost_and_comes_back(copies, tmp_path, layout, how):
     if is_whole or layout == "two pipelines":
         assert went_on >= last, "a step was lost, though the hosts that are left have all of the model"
     longest = max(rows.values(), key=len)
-    fork(9, 1, *FLAGS[2:], "--dataset_name", copies / "node0" / "corpus", "--num_microbatches", 6, "--max_steps",
-         len(longest), "--run_name", "one", "--log_dir", tmp_path, "--checkpoint_dir", tmp_path / "checkpoints",
-         script=ROOT / "cluster" / "train_distributed.py")
+    alone = [word if word != "model" else copies / "node0" / "model" for word in flags[4:]]
+    fork(9, 1, *FLAGS[2:], *alone, "--dataset_name", copies / "node0" / "corpus", "--num_microbatches", 6,
+         "--max_steps", len(longest), "--run_name", "one", "--log_dir", tmp_path, "--checkpoint_dir",
+         tmp_path / "checkpoints", script=ROOT / "cluster" / "train_distributed.py", modules=["peft"])
     expected = metrics(tmp_path, "one")
+    if layout == "adapters":
+        found, wanted = ([json.loads(line) for line in open(path / "evaluation.jsonl")]
+                         for path in (copies / "node0" / "runs" / name, tmp_path / "one"))
+        wanted = {row["step"]: row["evaluation_loss"] for row in wanted}
+        assert len(found) > 3 and found[-1]["step"] > went_on and found[-1]["evaluation_loss"] < wanted[0]
+        assert all(abs(row["evaluation_loss"] - wanted[row["step"]]) <= 1e-9 for row in found)
+        print(f"evaluation loss {wanted[0]:.4f} at first, {found[-1]['evaluation_loss']:.4f} at step "
+              f"{found[-1]['step']}, as without the loss of a host")
     assert [row["step"] for row in longest] == [row["step"] for row in expected]
     for key in ("loss", "grad_norm"):
         assert max(abs(a[key] - b[key]) for a, b in zip(longest, expected)) <= 1e-9
