@@ -125,12 +125,10 @@ def test_text_that_is_not_packed_is_a_sample_a_document(dataset, tmp_path, is_fi
     texts = ["One sentence.", "Another one, which is longer: " + "and on " * 40]
     path = dataset([{"text": text} for text in texts])
     if is_file:
-        path = str(tmp_path / "texts")
-        (tmp_path / "texts").mkdir()
+        (path := tmp_path / "texts").mkdir()
         for i, text in enumerate(texts):
             (tmp_path / "texts" / f"{i}.txt").write_text(text)
-    samples = encoded.load_samples(flags(path), TINY, 1024, packing="off")
-    words = load(TINY)
+    samples, words = encoded.load_samples(flags(str(path)), TINY, 1024, packing="off"), load(TINY)
     for i, text in enumerate(texts):
         ids = [*words(text, add_special_tokens=False)["input_ids"], words.eos_token_id][:33]
         assert samples[i].tokens.tolist() == ids and samples.num_targets(i) == len(ids) - 1
@@ -292,8 +290,7 @@ encoded.Disks.send = lambda *words: sys.exit("what is there is sent again")
 encoded.load_samples(args, tokenizer if rank < 2 else "nobody", 1024, packing="auto")
 args.dataset_name = "missing.jsonl"
 try:
-    encoded.load_samples(args, tokenizer, 1024, packing="auto")
-    raise SystemExit("no error")
+    sys.exit(encoded.load_samples(args, tokenizer, 1024, packing="auto"))
 except UserError as error:
     assert "missing.jsonl" in str(error), error
 dist.destroy_process_group()

@@ -75,12 +75,14 @@ def test_bar_on_a_terminal_is_one_line(one_rank, tmp_path, monkeypatch):
     record.evaluated(2, 3.25)
     print("sample after step 2: 'The'")
     log(record, 3, 4)
+    record.evaluated(4, 3.125)
     record.close()
     lines = [line for line in terminal.seen() if line]
     assert lines[0] == "evaluation after step 2: loss 3.2500, perplexity 25.79"
     assert lines[1] == "sample after step 2: 'The'"
-    assert re.fullmatch(r"step 4/4 \|.{20}\| loss 1\.0000 \| evaluation 3\.2500 \| 200 tokens/s \| 00:00 left", lines[2])
-    assert lines[3].startswith("metrics: ") and len(lines) == 4
+    assert re.fullmatch(r"step 4/4 \|.{20}\| loss 1\.0000 \| evaluation 3\.1250 \| 200 tokens/s \| 00:00 left",
+                        lines[3])
+    assert lines[2].startswith("evaluation after step 4") and lines[4].startswith("metrics: ") and len(lines) == 5
     assert sys.stdout is terminal and sys.stderr is terminal
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
 

@@ -67,7 +67,8 @@ def flags_of_ours(args, folder: str) -> list:
             "--seq_len", args.seq_len, "--gradient_accumulation", args.gradient_accumulation, "--max_steps",
             args.steps + 1, "--lora_rank", args.lora_rank, "--lora_alpha", 2 * args.lora_rank, "--lora_targets",
             args.lora_targets, "--learning_rate", args.learning_rate, "--equal_shares", "--seed", SEED,
-            "--omp_num_threads", args.threads, "--log_dir", os.path.join(folder, "logs"), "--checkpoint_dir", os.path.join(folder, "checkpoints")]
+            "--omp_num_threads", args.threads, "--log_dir", os.path.join(folder, "logs"),
+            "--checkpoint_dir", os.path.join(folder, "checkpoints")]
 
 
 def flags_of_trainer(args, folder: str, tokens: str) -> list:

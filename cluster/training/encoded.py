@@ -5,6 +5,8 @@ int32, whose first row is a header and whose other rows are:
 
     number of tokens | number of targets | token 0 | token 1 | ... | token T | zeros where the row is shorter
 
+A token that is no target is stored as -1 - id, as in rows.py. Token 0 never is one, because none before it predicts it.
+
 A later run with the same data, tokenizer and lengths finds the file. With --data_from_rank0 only rank 0's machine makes
 it, and sends it to those that share no disk with it; these need neither the data nor the tokenizer.
 """

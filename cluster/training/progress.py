@@ -20,7 +20,7 @@ class Progress:
     """
 
     def __init__(self, num_steps: int, start: int, is_shown: bool):
-        self.num_steps, self.first, self.evaluation = num_steps, None, None
+        self.num_steps, self.first, self.last, self.evaluation = num_steps, None, ("", ""), ""
         self.is_shown, self.bar, self.streams = is_shown, None, (sys.stdout, sys.stderr)
         self.is_bar = is_shown and start < num_steps and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         if self.is_bar:
@@ -33,12 +33,21 @@ class Progress:
     def step(self, number: int, loss: float, tokens_per_second: float) -> None:
         """Step `number` is done."""
         if self.bar is not None:
-            evaluation = "" if self.evaluation is None else f"evaluation {self.evaluation:.4f} | "
-            self.bar.set_description_str(f"loss {loss:.4f} | {evaluation}{tokens_per_second:,.0f} tokens/s | ",
-                                         refresh=False)
+            self.last = f"loss {loss:.4f} | ", f"{tokens_per_second:,.0f} tokens/s | "
+            self.describe()
             self.bar.update(number - self.bar.n)
         elif self.is_shown:
             self.print_time_left(number, time.monotonic())
+
+    def evaluated(self, loss: float) -> None:
+        """The loss of an evaluation, which the bar has until the next one."""
+        self.evaluation = f"evaluation {loss:.4f} | "
+        if self.bar is not None:
+            self.describe()
+
+    def describe(self) -> None:
+        before, behind = self.last
+        self.bar.set_description_str(before + self.evaluation + behind, refresh=False)
 
     def print_time_left(self, number: int, now: float) -> None:
         """The first step, which warms up, counts neither as done nor as time."""

@@ -66,7 +66,7 @@ class Record:
             with open(self.evaluations, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         if self.logger.enabled:
-            self.progress.evaluation = loss
+            self.progress.evaluated(loss)
             if self.logger.wandb:
                 self.logger.wandb.log(values, step=step)
             print(f"evaluation after step {step}: loss {loss:.4f}, perplexity {values['perplexity']:.2f}", flush=True)

@@ -7,8 +7,7 @@ A row is of one kind, by its columns; the first kind of this list that fits coun
     prompt, completion    two strings. Targets: the completion and the end-of-text token
     text                  one string, or a whole .txt file. Targets: all of it
 
-In an encoded row a token that is no target is stored as its complement -1 - id, which is negative. The first token of a
-row is never a target, because no token before it predicts it.
+In an encoded row a token that is no target is stored as its complement -1 - id, which is negative.
 """
 
 import itertools
@@ -164,12 +163,11 @@ def ids_of(tokenizer, text: str) -> list[int]:
 
 
 def mark(ids: list[int], targets: list[tuple[int, int]]) -> np.ndarray:
-    """The ids, complemented outside of the ranges `targets`, and at the row's first place."""
+    """The ids, complemented outside of the ranges `targets`."""
     row = np.array(ids, dtype=np.int32)
     is_target = np.zeros(len(row), dtype=bool)
     for start, end in targets:
         is_target[start:end] = True
-    is_target[:1] = False
     return np.where(is_target, row, -1 - row)
 
 

@@ -2,7 +2,8 @@
 
 CASE is JSON: `family` ("ours", or a model type of transformers), `layers` of each pipeline's stages, `micro_batches` of
 each, `tp_size`, and what differs from FLAGS. Each rank writes OUT/<rank>.pt: the losses of two steps and the gradients
-of what it holds after each, and the loss of the evaluation, and whether it left generators and mode alone.
+of what it holds after each; the loss of the evaluation, how many of its micro-batches were this rank's, and whether it
+left generators and mode alone.
 """
 
 import argparse
@@ -74,7 +75,8 @@ def main() -> None:
         loss = plugin.execute_pipeline(batches, model, data.weighted(criterion), optimizer)
         gradients = {name: param.grad.clone() for name, param in model.module.model.named_parameters()}
         results.append((loss.item(), gradients))
-    torch.save({"steps": results, "evaluated": evaluated, "untouched": untouched}, out / f"{dist.get_rank()}.pt")
+    found = {"steps": results, "evaluated": evaluated, "untouched": untouched, "own": len(evaluator.mine)}
+    torch.save(found, out / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 

