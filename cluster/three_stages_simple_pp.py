@@ -23,10 +23,11 @@ import torch.distributed as dist
 from dataloader import next_tokens
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from pipeline_template import PipelineTemplate
-from run_common import load_model, local_directory, mean_cross_entropy
+from run_common import load_model, local_directory
 from training.common import add_flags, add_run_flags, from_environment, print_banner
 from training.epochs import load_epochs
 from training.loop import train
+from training.loss import mean_cross_entropy
 from training.models import config_file
 from training.run import Run, add_checkpoint_flags
 from training.speeds import layers_by_speed, measured_speeds

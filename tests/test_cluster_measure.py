@@ -14,7 +14,7 @@ from launch import fork, modules_of
 
 with modules_of(9):
     import plan
-    from planning import measure
+    from planning import links, measure
     from planning.machines import load_cluster
     from planning.planner import find_plans
     from utils import TINY_LLAMA, load_config
@@ -58,7 +58,7 @@ def tiny(**changes):
 
 def test_one_module_at_a_time(one_rank, monkeypatch):
     """No machine has to hold the model: of 500 layers one is built, and freed before the next module. Free memory is
-    read before all of this."""
+    read before all of this, and after it."""
     alive, largest, when_read = [], [], []
     make, free_memory = nn.Parameter.__new__, measure.free_memory
 
@@ -83,8 +83,25 @@ def test_one_module_at_a_time(one_rank, monkeypatch):
     assert len(cluster["modules"]) == len(cluster["machines"][0]["forward"]["1"]) == 503
 
 
+class Clock:
+    """In the place of the module time: seconds pass in sleep(), and a little at each look, whatever else runs here."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        for module in measure, links:
+            monkeypatch.setattr(module, "time", self)
+
+    def perf_counter(self) -> float:
+        self.now += 1e-5
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def test_slow_machines_keep_to_the_time(one_rank, monkeypatch):
     """Each module takes 30 ms a sample forward, four of them and backward: larger sizes find no time left."""
+    time = Clock(monkeypatch)
     built = measure.ModuleClock.build
 
     def slow(self, name):
@@ -105,6 +122,7 @@ def test_slow_machines_keep_to_the_time(one_rank, monkeypatch):
 
 def test_a_link_is_timed_until_the_device_is_done(monkeypatch):
     """NCCL's send and recv return at once: what they started ends when one waits for the device."""
+    time = Clock(monkeypatch)
     busy = [0.0]  # seconds of work that the device was given
 
     def transfer(tensor, peer):
@@ -114,41 +132,43 @@ def test_a_link_is_timed_until_the_device_is_done(monkeypatch):
         time.sleep(busy[0])
         busy[0] = 0.0
 
-    monkeypatch.setattr(measure.dist, "send", transfer)
-    monkeypatch.setattr(measure.dist, "recv", transfer)
-    monkeypatch.setattr(measure, "wait_for", wait_for)
-    link = measure.time_link(1, torch.device("cpu"), seconds=0.5)
+    monkeypatch.setattr(links.dist, "send", transfer)
+    monkeypatch.setattr(links.dist, "recv", transfer)
+    monkeypatch.setattr(links, "wait_for", wait_for)
+    link = links.time_link(1, torch.device("cpu"), seconds=0.5)
     assert link["bandwidth"] == pytest.approx(1e8, rel=0.1) and link["latency"] == pytest.approx(1e-3, rel=0.5)
 
 
 def test_a_link_that_pauses_once(monkeypatch):
     """A first message that is held up for a while does not end the search for one that is large enough to time."""
+    time = Clock(monkeypatch)
     pauses = iter([0.3])
 
     def transfer(tensor, peer):
-        if tensor.numel() == measure.SMALLEST_MESSAGE:
+        if tensor.numel() == links.SMALLEST_MESSAGE:
             time.sleep(next(pauses, 0.0))
         time.sleep(1e-3 + 4 * tensor.numel() / 1e8)
 
-    monkeypatch.setattr(measure.dist, "send", transfer)
-    monkeypatch.setattr(measure.dist, "recv", transfer)
-    link = measure.time_link(1, torch.device("cpu"), seconds=1.0)
+    monkeypatch.setattr(links.dist, "send", transfer)
+    monkeypatch.setattr(links.dist, "recv", transfer)
+    link = links.time_link(1, torch.device("cpu"), seconds=1.0)
     assert link["bandwidth"] == pytest.approx(1e8, rel=0.1) and link["latency"] == pytest.approx(1e-3, rel=0.5)
 
 
 def test_a_link_whose_receiver_is_busy(monkeypatch):
     """The receiver answers when it has done with other links: the time that this takes is not the link's."""
+    time = Clock(monkeypatch)
     busy = iter([0.8])
 
     def transfer(tensor, peer):
         time.sleep(next(busy, 0.0) + 1e-3 + 4 * tensor.numel() / 1e8)
 
-    monkeypatch.setattr(measure.dist, "send", transfer)
-    monkeypatch.setattr(measure.dist, "recv", transfer)
+    monkeypatch.setattr(links.dist, "send", transfer)
+    monkeypatch.setattr(links.dist, "recv", transfer)
     sizes = []
-    monkeypatch.setattr(measure.torch, "zeros", lambda n, **kwargs: sizes.append(n) or torch.ones(n, **kwargs))
-    assert measure.time_link(1, torch.device("cpu"), seconds=1.0)["bandwidth"] == pytest.approx(1e8, rel=0.1)
-    assert max(sizes) > measure.SMALLEST_MESSAGE
+    monkeypatch.setattr(links.torch, "zeros", lambda n, **kwargs: sizes.append(n) or torch.ones(n, **kwargs))
+    assert links.time_link(1, torch.device("cpu"), seconds=1.0)["bandwidth"] == pytest.approx(1e8, rel=0.1)
+    assert max(sizes) > links.SMALLEST_MESSAGE
 
 
 def test_the_copies_of_weights_are_not_counted_as_activations(one_rank):

@@ -45,8 +45,8 @@ class Repository:
         self.diffs = {n: diff_step(self.steps.get(n - 1), folder) for n, folder in self.steps.items()}
         self.documents = {pathlib.Path("README.md"): "index.html"}
         self.documents |= {pathlib.Path(folder.name, "README.md"): f"step{n}.html" for n, folder in self.steps.items()}
-        for path in ("cluster/README.md", "cluster/CHECKPOINTS.md", "tools/README.md", "tools/DEBUGGING.md",
-                     "CONTRIBUTING.md"):
+        for path in ("cluster/README.md", "cluster/FINE_TUNING.md", "cluster/RASPBERRY_PI.md",
+                     "cluster/CHECKPOINTS.md", "tools/README.md", "tools/DEBUGGING.md", "CONTRIBUTING.md"):
             if (root / path).is_file():
                 place = pathlib.Path(path)
                 self.documents[place] = f"{(place.parent.name if place.stem == 'README' else place.stem).lower()}.html"
