@@ -5,7 +5,8 @@
     torchrun ... cluster/train_distributed.py --plan plan.json               as for --measure
     python cluster/plan.py --cluster 64xH100:8 --model_name ...            a table for machines that are not here
 
-With --global_batch, --measure plans in the same go.
+With --global_batch, --measure plans in the same go. The model is a Llama or any causal model of transformers, with
+--lora_rank its adapters. No machine has to hold it: modules are measured one at a time.
 """
 
 import course  # noqa: F401  before step 9's modules
@@ -21,9 +22,11 @@ from planning.machines import Cluster, load_cluster
 from planning.pipeline_simulation import SCHEDULES, Setting
 from planning.planner import find_plans, find_plans_of_any_schedule
 from planning.report import as_plan, report
-from utils import TINY_LLAMA, ArgumentParser, UserError, choose_device, load_config, one_clear_error, positive_int
+from training.lora import add_lora_flags, check_lora_flags
+from utils import TINY_LLAMA, ArgumentParser, UserError, choose_device, one_clear_error, positive_int
 
 LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+LORA = ("lora_rank", "lora_alpha", "lora_targets")
 MEASURED = {"model_name": TINY_LLAMA, "seq_len": 128, "dtype": "auto"}  # with --measure: a cluster.json has its own
 
 
@@ -52,6 +55,7 @@ def parse_args():
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default=None)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--omp_num_threads", type=positive_int, default=None, help="threads a process")
+    add_lora_flags(parser)
     # The plan
     parser.add_argument("--global_batch", type=positive_int, help="samples a step (32); with --measure: plan too")
     parser.add_argument("--micro_batch_size", type=sizes, default=None, metavar="1,2,4",
@@ -71,6 +75,10 @@ def parse_args():
     if sum(map(bool, (args.cluster_json, args.measure, args.cluster))) != 1:
         raise UserError("say what to do: --measure PATH under torchrun, or the cluster.json to plan for, or --cluster "
                         "with machines like 64xH100:8; one of the three")
+    if args.lora_rank and not args.measure:
+        raise UserError("--lora_rank is for --measure: a cluster.json says what was measured, leave the flag out")
+    args.tp_size = 1
+    check_lora_flags(args)
     return args
 
 
@@ -89,18 +97,26 @@ def measure(args) -> None:
     import torch.distributed as dist
 
     import process_group_manager as pgm
-    from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_cluster
+    from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
+    from training.auto_plan import make_clock, whole_model
+    from training.lora import choose_lora_dtype
+    from training.machine_facts import return_freed_memory
 
     with_defaults(args)
+    args.seed, args.learning_rate = 0, None  # what does not matter here
     device, dtype, backend = choose_device(args.device, args.dtype)
     pgm.init_process_group(backend)
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)
-    config = load_config(args.model_name, **{name: getattr(args, name) for name in LAYERS_AND_HEADS})
+    dtype = choose_lora_dtype(args, device, dtype) if args.lora_rank else dtype
+    return_freed_memory()  # as a training by plan does
+    model, lora = whole_model(args, device, dtype)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
-    cluster = measure_cluster(config, args.seq_len, dtype, device, args.model_name, wanted, args.measure_seconds)
+    clock = make_clock(model, args.seq_len, device, dtype, lora)
+    cluster = measure_with(clock, args.model_name, wanted, args.measure_seconds)
     if dist.get_rank() == 0:
-        flags = {name: getattr(args, name) for name in (*LAYERS_AND_HEADS, "device", "omp_num_threads")}
+        names = (*LAYERS_AND_HEADS, "device", "omp_num_threads", *(LORA if args.lora_rank else ()))
+        flags = {name: getattr(args, name) for name in names}
         cluster["flags"] = {name: value for name, value in flags.items() if value not in (None, "auto")}
         write_json(args.measure, cluster)
         print(f"{describe_machines(cluster, wanted)}\ncluster: {args.measure}", flush=True)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from pipeline_parallel import SCHEDULES
+from training.auto_plan import plan_by_itself
 from training.board import Board
 from training.common import add_flags, add_run_flags, print_banner
 from training.compression import WIRE_DTYPES, compress
@@ -98,6 +99,7 @@ def main():
     if args.lora_rank:
         dtype = choose_lora_dtype(args, device, dtype)
     print_banner(device, dtype)
+    plan_by_itself(args, device, dtype)
     run = Run(args)
     made = make_model(args, device, dtype, run.found is not None)
     if made.lora:
@@ -108,7 +110,7 @@ def main():
         args.num_microbatches = [args.num_microbatches]
     plugin = HeterogeneousParallelPlugin(args.tp_size, args.batch_size, args.dtype, args.device,
                                          SCHEDULES[args.pp_engine], args.recompute)
-    templates, shares = choose_layout(args, made.model, device, dtype, micro_batches_of(run, args))
+    templates, shares = choose_layout(args, made.model, device, dtype, micro_batches_of(run, args), made.lora)
     if args.local_steps:
         train_rounds(args, plugin, made, templates, shares, run)
     else:

@@ -29,10 +29,16 @@ def counted(tmp_path_factory, selected):
     folder, futures = tmp_path_factory.mktemp("messages"), {}
     for name in selected("name"):
         step, ranks, flags = RUNS[name]
-        train = ROOT / "cluster" / "train_pipelines.py" if step == 9 else STEPS[str(step)] / "train.py"
-        futures[name] = start_fork(step, ranks, folder / name, train, *flags, "--seq_len", T,
-                                   "--micro_batch_size", B, "--gradient_accumulation_steps", M, "--log_dir", folder,
-                                   "--run_name", name, "--max_tokens", 2 * 2 * B * T * M, script=SCRIPT)
+        if step == 9:
+            train = ROOT / "cluster" / "train_distributed.py"
+            flags = [*flags, "--batch_size", B, "--gradient_accumulation", M, "--max_steps", 2,
+                     "--checkpoint_dir", folder / "checkpoints"]
+        else:
+            train = STEPS[str(step)] / "train.py"
+            flags = [*flags, "--micro_batch_size", B, "--gradient_accumulation_steps", M,
+                     "--max_tokens", 2 * 2 * B * T * M]
+        futures[name] = start_fork(step, ranks, folder / name, train, *flags, "--seq_len", T, "--log_dir", folder,
+                                   "--run_name", name, script=SCRIPT)
 
     def counted(name: str) -> list[Counter]:
         futures[name].result()

@@ -40,39 +40,32 @@ FAULTS = {  # in step 4: what it says -> what breaks it, and the complaint
     "in-backward": ("grad.clone(memory", "grad.mul(grad.sum().item()).clone(memory", "reads the value of a tensor"),
 }
 QUICK_FAULTS = ("item", "if", "blocking")
-CLUSTER = '''"""Step 9's train.py with the loop of cluster/training/loop.py."""
+CLUSTER = '''"""cluster/train_distributed.py without checkpoints, which are copied to the host: that is a wait."""
 
 import contextlib
 import sys
 
 import metrics
-import train
 
 sys.path.append(CLUSTER)
+import train_distributed
 from training import loop
 
 
-def training_loop(args, plugin, model, optimizer, batches, criterion, num_steps):
-    class Loader:
-        microbatches, __iter__ = [], lambda self: batches
+class Run:
+    """What a run has around its training, without any of it."""
 
-    class Nothing:
-        """What a run has around its training, without any of it: checkpoints are copied, which is a wait."""
-
-        start, disks, found, lock, lost_peers = 0, None, None, contextlib.nullcontext(), contextlib.nullcontext
-        ask_all, after_step, end = lambda self: lambda: False, lambda self, *_: None, lambda self, was_stopped: None
-        watch = property(lambda self: self)
-
-    args.profile_batch = -1
-    loop.Record = lambda args, grid, disks, num_steps, tokens, *_: metrics.RunLogger(args, grid, num_steps, tokens)
-    list(loop.train(args, plugin, model, optimizer, Loader(), criterion, num_steps, Nothing(), lambda scheduler: None,
-                    None))
+    start, disks, found, lock, lost_peers = 0, None, None, contextlib.nullcontext(), contextlib.nullcontext
+    ask_all, after_step, end = lambda self: lambda: False, lambda self, *_: None, lambda self, was_stopped: None
+    watch, check, begin = property(lambda self: self), lambda self, *_: None, lambda self, *_, **__: None
+    weights = lambda self, device, initial, lora: initial
 
 
 def main():
     loop.MEASURE_EVERY["gpu"] = 1
-    train.training_loop = training_loop
-    train.main()
+    loop.Record = lambda args, grid, disks, num_steps, tokens, *_: metrics.RunLogger(args, grid, num_steps, tokens)
+    train_distributed.Run, train_distributed.print_banner = lambda args: Run(), lambda device, dtype: None
+    train_distributed.main()
 '''
 
 
@@ -87,18 +80,16 @@ def start(tmp_path: pathlib.Path, name: str, case: tuple, *fault: str) -> concur
     folder = tmp_path / STEPS[str(step)].name
     copy_for_fake_gpu(STEPS[str(step)], folder, *fault)
     script = loop = folder / "train.py"
-    if name.startswith("cluster-int8"):
-        copy_for_fake_gpu(ROOT / "cluster", tmp_path / "cluster")
-        script = folder / "train_in_pipelines.py"
-        path = str(tmp_path / "cluster")
-        script.write_text(f"import sys\nsys.path.append({path!r})\nfrom train_pipelines import main\n")
-    elif name == "cluster":
-        copy_for_fake_gpu(ROOT / "cluster", tmp_path / "cluster")
-        script, loop = folder / "train_with_loop.py", tmp_path / "cluster" / "training" / "loop.py"
-        script.write_text(CLUSTER.replace("CLUSTER", repr(str(tmp_path / "cluster"))))
     samples = 2 * (1 if step < 3 else 4 if "--dp_size" in flags else 3 if "--pipelines" in flags else 2)  # of a step
-    arguments = ["--num_hidden_layers", 1 if step < 7 else 2, "--micro_batch_size", 2, "--seq_len", 8,
-                 "--max_tokens", 2 * 8 * samples, "--model_name", ROOT / "assets" / "tiny_llama"]
+    arguments = ["--num_hidden_layers", 1 if step < 7 else 2, "--seq_len", 8,
+                 "--model_name", ROOT / "assets" / "tiny_llama"]
+    if name.startswith("cluster"):
+        copy_for_fake_gpu(ROOT / "cluster", tmp_path / "cluster")
+        script, loop = folder / "train_on_cluster.py", tmp_path / "cluster" / "training" / "loop.py"
+        script.write_text(CLUSTER.replace("CLUSTER", repr(str(tmp_path / "cluster"))))
+        arguments += ["--batch_size", 2, "--max_steps", 2]
+    else:
+        arguments += ["--micro_batch_size", 2, "--max_tokens", 2 * 8 * samples]
     if step > 1:
         arguments += ["--log_dir", tmp_path / "runs"]
     if step > 2:

@@ -11,11 +11,11 @@ import torch
 from launch import ROOT, fork, losses, modules_of
 from recordings import load, record
 
-SCRIPT = ROOT / "cluster" / "train_pipelines.py"
+SCRIPT = ROOT / "cluster" / "train_distributed.py"
 SHAPES = [(2, 3, 7), (1, 1, 1), (3, 1024), (5, 1)]
 STEPS_TRAINED, SEQ_LEN = 10, 16
-COMMON = ["--num_hidden_layers", 4, "--seq_len", SEQ_LEN, "--micro_batch_size", 2,
-          "--max_tokens", STEPS_TRAINED * 16 * SEQ_LEN]
+COMMON = ["--num_hidden_layers", 4, "--seq_len", SEQ_LEN, "--batch_size", 2, "--max_steps", STEPS_TRAINED,
+          "--run_name", "default_run"]
 UNLIKE, THREE, OVER_TP = (["--pipelines", pipelines, "--num_microbatches", counts, "--tp_size", tp] for
                           pipelines, counts, tp in (("4;3,1", "6,2", 1), ("1,2,1", "8", 1), ("3,1;4", "6,2", 2)))
 RUNS = {  # name -> ranks, flags
@@ -59,7 +59,8 @@ def recorded(tmp_path_factory, selected):
     for name in dict.fromkeys(["unlike", *selected("name")]):
         ranks, flags = RUNS[name]
         model = ["--model_name", folder / "model_tied"] if "tied" in name else []
-        futures[name] = record(folder / name, 9, ranks, [*COMMON, *flags, *model, "--log_dir", folder / name], SCRIPT)
+        folders = ["--log_dir", folder / name, "--checkpoint_dir", folder / name / "checkpoints"]
+        futures[name] = record(folder / name, 9, ranks, [*COMMON, *flags, *model, *folders], SCRIPT)
 
     def recorded(name: str):
         futures[name].result()
@@ -193,11 +194,12 @@ def test_unknown_wire_dtype(wire, flag):
 
 @pytest.mark.parametrize("flags, message", [
     (["--pipelines", "8;8", "--wire_dtype", "int8"], "wire_dtype has no effect, since no pipeline has a second stage"),
-    (["--pp_size", 2, "--gradient_wire_dtype", "int8"], "gradient_wire_dtype has no effect, since there is one pip"),
-    (["--pp_size", 2, "--wire_dtype", "fp8"], "--wire_dtype: invalid choice: 'fp8'"),
+    (["--pipelines", "4,4", "--gradient_wire_dtype", "int8"], "gradient_wire_dtype has no effect, since there is one"),
+    (["--pipelines", "4,4", "--wire_dtype", "fp8"], "--wire_dtype: invalid choice: 'fp8'"),
 ])
 def test_flags_without_an_effect(tmp_path, flags, message):
-    done = fork(9, 2, *flags, "--log_dir", tmp_path, script=SCRIPT, check=False)
+    done = fork(9, 2, *flags, "--equal_shares", "--log_dir", tmp_path, "--checkpoint_dir", tmp_path / "checkpoints",
+                script=SCRIPT, check=False)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("error: ") == 1, done.stderr
 
 

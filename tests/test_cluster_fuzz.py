@@ -209,7 +209,7 @@ def train_a_step(model_name: str = "model", weights=None, loader=None) -> None:
         loader.load_optimizer(optimizer, stage)
     made.criterion(stage(None, input_ids=ids), {"target_ids": ids}).backward()
     optimizer.step()
-    json.dumps(made.config)
+    json.loads(made.files["config.json"])
 
 
 def read_plan(name: str = "plan.json") -> None:
@@ -251,7 +251,7 @@ def read_checkpoint() -> None:
 
 
 def read_latest() -> None:
-    each_of(lambda: generate.find("checkpoints/run"), read_checkpoint)
+    each_of(lambda: generate.find("checkpoints/run", "--checkpoint", ("config.json",)), read_checkpoint)
 
 
 def read_published() -> None:
@@ -260,7 +260,7 @@ def read_published() -> None:
         weights = resume.published_weights(RUN)
         train_a_step(weights=lambda stage: weights(stage, CPU))
 
-    each_of(lambda: generate.find(RUN), load)
+    each_of(lambda: generate.find(RUN, "--checkpoint", ("config.json",)), load)
 
 
 def read_single_file() -> None:

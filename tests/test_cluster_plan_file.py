@@ -1,4 +1,4 @@
-"""train_pipelines.py --plan: a plan in its order of machines trains what one process trains; plans that fit nothing."""
+"""train_distributed.py --plan: in the plan's order of machines it trains what one process trains; bad plans."""
 
 import argparse
 import json
@@ -13,10 +13,10 @@ from launch import ROOT, fork, losses, modules_of, start_fork
 with modules_of(9):
     from training import plan_file
 
-SCRIPT = ROOT / "cluster" / "train_pipelines.py"
+SCRIPT = ROOT / "cluster" / "train_distributed.py"
 CONFIG = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
 FACTS = {name: CONFIG[name] for name in ("hidden_size", "num_attention_heads", "vocab_size", "tie_word_embeddings")}
-MODEL = ["--num_hidden_layers", 4, "--seq_len", 32, "--max_tokens", 1536]  # 4 steps of 12 samples
+MODEL = ["--num_hidden_layers", 4, "--seq_len", 32, "--max_steps", 4]
 TOLERANCE = 1e-11
 
 
@@ -40,9 +40,10 @@ ORDERS = {  # name -> the plan's pipelines, what train.py prints of them
 def runs(tmp_path_factory, selected):
     """The folder of all runs, and name -> the future of its run; "one_process" is one without a plan."""
     folder = tmp_path_factory.mktemp("plans")
-    common = [*MODEL, "--dtype", "float64", "--log_dir", folder, "--run_name"]
-    flags = ["--micro_batch_size", 2, "--gradient_accumulation_steps", 6]
-    futures = {"one_process": start_fork(9, 1, *common, "one_process", *flags)}
+    folders = ["--log_dir", folder, "--checkpoint_dir", folder / "checkpoints"]
+    common = [*MODEL, "--dtype", "float64", *folders, "--run_name"]
+    flags = ["--batch_size", 2, "--gradient_accumulation", 6]
+    futures = {"one_process": start_fork(9, 1, *common, "one_process", *flags, script=SCRIPT)}
     for name in selected("name"):
         plan = write_plan(folder / f"{name}.json", *ORDERS[name][0], num_hosts=4, dtype="float64", schedule="afab")
         futures[name] = start_fork(9, 4, *common, name, "--plan", plan, script=SCRIPT)
@@ -59,7 +60,7 @@ def test_the_plans_order_of_machines(name, runs):
     assert len(found) == 4 and max(abs(a - b) for a, b in zip(expected, found)) <= TOLERANCE
     config = json.loads((folder / name / "config.json").read_text())
     assert config["pp_engine"] == "afab", "the plan's schedule"
-    assert config["num_microbatches"] == [count for _, _, count in pipelines]
+    assert config["num_microbatches"] == [[count for _, _, count in pipelines]]
     assert config["topology"]["world_size"] == sum(len(machines) for machines, _, _ in pipelines)
 
 
@@ -71,7 +72,7 @@ def test_what_else_a_plan_decides(tmp_path):
                                                        recompute=True)}.items():
         plan = write_plan(tmp_path / f"{name}.json", *pipelines, num_hosts=3, **changes)
         fork(9, 3, *MODEL, "--dtype", "float32", "--log_dir", tmp_path, "--run_name", name, "--plan", plan,
-             script=SCRIPT)
+             "--checkpoint_dir", tmp_path / "checkpoints", script=SCRIPT)
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert {key: config[key] for key in changes} == changes
         found[name] = losses(tmp_path, name)
@@ -93,7 +94,7 @@ HALVES = ([0, 1], [2, 2], 6)
     ([HALVES], {"model": {**FACTS, "hidden_size": 256}}, [], "the plan is for hidden_size 256 (here 128)"),
     ([HALVES], {"hosts": ["pi", HERE]}, [], f"the plan is for processes on pi, {HERE}, but they run on {HERE}, {HERE}"),
     ([HALVES], {"hosts": [HERE] * 3}, [], f"but they run on {HERE}, {HERE}"),
-    ([HALVES], {}, ["--pp_size", 2, "--micro_batch_size", 4], "leave out --pp_size, --micro_batch_size"),
+    ([HALVES], {}, ["--batch_size", 4, "--pipelines", "2,2"], "leave out --pipelines, --batch_size"),
     ([HALVES], {}, ["--pp_engine", "1f1b"], "leave out --pp_engine"),
     ([HALVES], {"schedule": "1f1b-5"}, [], "schedule '1f1b-5' is none of afab, 1f1b, zb, 1f1b-2"),
     (None, {}, [], "can't be read"),
@@ -102,7 +103,8 @@ def test_plans_that_do_not_fit(tmp_path, pipelines, changes, flags, expected):
     path = tmp_path / "plan.json"
     if pipelines is not None:
         write_plan(path, *pipelines, **changes)
-    done = fork(9, 2, *MODEL, "--plan", path, *flags, "--log_dir", tmp_path / "runs", script=SCRIPT, check=False)
+    done = fork(9, 2, *MODEL, "--plan", path, *flags, "--log_dir", tmp_path / "runs",
+                "--checkpoint_dir", tmp_path / "checkpoints", script=SCRIPT, check=False)
     assert done.returncode > 0 and done.stderr.count("error: ") == 1 and expected in done.stderr, done.stderr
 
 

@@ -84,7 +84,7 @@ def rank_side(folder: pathlib.Path) -> None:
     atexit.register = register_or_keep
     for job in json.loads((folder / "jobs.json").read_text()):
         os.environ.update(RANK=rank, MASTER_PORT=str(job["port"]), TORCHELASTIC_USE_AGENT_STORE="False")
-        sys.argv = [str(CLUSTER / "train_pipelines.py"), *job["flags"]]
+        sys.argv = [str(CLUSTER / "train_distributed.py"), *job["flags"]]
         try:
             runpy.run_path(sys.argv[0])["main"]()
         except SystemExit as ended:  # an idle rank
@@ -93,6 +93,8 @@ def rank_side(folder: pathlib.Path) -> None:
             function, args = at_exit.pop()
             function(*args)
         sys.modules["utils"].calls = itertools.count()  # of once_per_machine, which an idle rank has not called
+        if rank == "0":  # the next job begins when all ranks have joined it
+            shutil.rmtree(folder / "checkpoints")
 
 
 class Bench:
@@ -146,7 +148,7 @@ class Bench:
         for k in range(rounds):
             for name in self.candidates:
                 flags = dict(plan=self.folder / f"{name}.json", model_name=self.model, log_dir=self.folder / "runs",
-                             max_tokens=steps * self.case["batch"] * 128, run_name=f"{name}_{k}")
+                             checkpoint_dir=self.folder / "checkpoints", max_steps=steps, run_name=f"{name}_{k}")
                 jobs.append({"port": next(self.ports), "flags": [str(word) for flag, value in flags.items()
                                                                 for word in (f"--{flag}", value)]})
         (self.folder / "jobs.json").write_text(json.dumps(jobs))

@@ -18,7 +18,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from launch import ROOT, fork, losses
 
-SAMPLES, SEQ_LEN = 32, 64
+SEQ_LEN = 64
 KINDS = {  # title -> the flag, pipelines, micro-batches of 4 samples
     "between 3 stages": ("--wire_dtype", "3,3,2", "8"),
     "gradients of 3 pipelines": ("--gradient_wire_dtype", "8;8;8", "3,3,2"),
@@ -31,11 +31,12 @@ def train(folder: Path, steps: int) -> dict[str, dict[str, list[float]]]:
     curves = {}
     for title, (flag, pipelines, counts) in KINDS.items():
         for dtype in COLOURS:
-            fork(9, 3, flag, dtype, "--pipelines", pipelines, "--num_microbatches", counts, "--micro_batch_size", 4,
-                 "--seq_len", SEQ_LEN, "--max_tokens", steps * SAMPLES * SEQ_LEN, "--dtype", "float32", "--log_dir",
-                 folder / f"{title}, {dtype}", script=ROOT / "cluster" / "train_pipelines.py", timeout=600)
+            fork(9, 3, flag, dtype, "--pipelines", pipelines, "--num_microbatches", counts, "--batch_size", 4,
+                 "--seq_len", SEQ_LEN, "--max_steps", steps, "--dtype", "float32", "--run_name", f"{title}, {dtype}",
+                 "--log_dir", folder, "--checkpoint_dir", folder / "checkpoints", timeout=600,
+                 script=ROOT / "cluster" / "train_distributed.py")
     for title in KINDS:
-        curves[title] = {dtype: losses(folder / f"{title}, {dtype}") for dtype in COLOURS}
+        curves[title] = {dtype: losses(folder, f"{title}, {dtype}") for dtype in COLOURS}
     return curves
 
 

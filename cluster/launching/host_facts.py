@@ -127,13 +127,17 @@ def usable_cores() -> float:
 
 
 def page_cache(group: str) -> int:
-    """Bytes of files that the kernel keeps in memory for a control group, and gives up where memory is needed."""
+    """Bytes of files that the kernel keeps in memory for a control group, and gives up where memory is needed: those
+    that no process has mapped."""
     fields = {}
     with contextlib.suppress(OSError, ValueError):
         with open(os.path.join(group, "memory.stat")) as file:
             fields = {name: int(number) for name, number in map(str.split, file)}
-    own = sum(fields.get(name, 0) for name in ("active_file", "inactive_file"))
-    return max(own, sum(fields.get(f"total_{name}", 0) for name in ("active_file", "inactive_file")))
+    def unmapped(prefix: str) -> int:
+        files = sum(fields.get(f"{prefix}{name}", 0) for name in ("active_file", "inactive_file"))
+        return files - max(fields.get(f"{prefix}{name}", 0) for name in ("mapped_file", "file_mapped"))
+
+    return max(0, unmapped(""), unmapped("total_"))  # total_: in version 1, with the groups inside of this one
 
 
 def available_memory() -> int:

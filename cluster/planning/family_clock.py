@@ -11,6 +11,7 @@ is subtracted from a layer, which has many neighbours in its stage, and left in 
 """
 
 import copy
+import gc
 from collections import Counter
 from collections.abc import Callable
 
@@ -20,8 +21,8 @@ import torch.nn as nn
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate, listed_modules
 from planning.measure import Cost, ModuleClock
-from run_common import mean_cross_entropy
 from stage_weights import make_buffers
+from training.loss import mean_cross_entropy
 
 FIRST, LAST, PAIR = "first", "last", "pair"
 FACTS = ("parameters", "frozen_parameters", "saved_bytes", "working_bytes", "fixed_bytes")
@@ -91,10 +92,13 @@ class FamilyClock(ModuleClock):
         """Gives the stage random weights, and its adapters where it has layers."""
         if self.lora:
             self.lora.prepare(stage)
-        for name, param in list(stage.model.named_parameters()):
+        made: dict[nn.Parameter, nn.Parameter] = {}  # what is tied stays tied
+        for name, param in list(stage.model.named_parameters(remove_duplicate=False)):
             module, _, key = name.rpartition(".")
-            value = torch.empty(param.shape, dtype=param.dtype, device=self.device).uniform_(-0.05, 0.05)
-            setattr(stage.model.get_submodule(module), key, nn.Parameter(value, requires_grad=self.lora is None))
+            if param not in made:
+                value = torch.empty(param.shape, dtype=param.dtype, device=self.device).uniform_(-0.05, 0.05)
+                made[param] = nn.Parameter(value, requires_grad=self.lora is None)
+            setattr(stage.model.get_submodule(module), key, made[param])
         make_buffers(stage.model, self.device, dict(stage.model.named_buffers()))
         for buffer in stage.model.buffers():  # those that only files have
             if buffer.is_floating_point():
@@ -110,8 +114,11 @@ class FamilyClock(ModuleClock):
         return torch.randn(shape, dtype=self.hidden_dtype, device=self.device).requires_grad_()
 
     def measure_part(self, part: str, sizes: list[int], seconds: float, room: float) -> Cost:
-        with torch.autocast(self.device.type, enabled=False):  # the outermost one frees the casts that all passes share
-            return super().measure_part(part, sizes, seconds, room)
+        try:
+            with torch.autocast(self.device.type, enabled=False):  # the outermost one frees what all passes have cast
+                return super().measure_part(part, sizes, seconds, room)
+        finally:
+            gc.collect()  # a stage and its hooks refer to each other
 
     def modules_of(self, found: dict[str, Cost]) -> list[Cost]:
         layers = [found[f"layer {self.kinds.index(kind)}"] for kind in self.kinds]
@@ -121,6 +128,12 @@ class FamilyClock(ModuleClock):
             kinds = {id(layer): without(layer, outside) for layer in layers}
             layers = [kinds[id(layer)] for layer in layers]
         return [found[FIRST], *layers, found[LAST]]
+
+    def seconds_of_whole(self, size: int, recompute: bool, seconds: float = 3.0) -> float:
+        """About what the whole model takes for a micro-batch, forward and backward, without having it in memory."""
+        found = self.measure([size], seconds)
+        (forward,), (backward,) = found["forward"].values(), found["backward"].values()
+        return sum(forward) + sum(backward) + (sum(forward[1:-1]) if recompute else 0.0)
 
     def extras(self) -> dict:
         """Dtypes of what stages send each other, and of frozen weights."""
@@ -139,13 +152,14 @@ def on_meta(whole: nn.Module) -> nn.Module:
 def added(a: Cost, b: Cost, sign: int) -> Cost:
     """The sum, or the difference, of two costs, number by number."""
     facts = {name: a.facts[name] + sign * b.facts[name] for name in FACTS}
-    both = a.seconds.keys() & b.seconds.keys()
-    return Cost(facts, {size: [x + sign * y for x, y in zip(a.seconds[size], b.seconds[size])] for size in sorted(both)})
+    both = sorted(a.seconds.keys() & b.seconds.keys())
+    return Cost(facts, {size: [x + sign * y for x, y in zip(a.seconds[size], b.seconds[size])] for size in both})
 
 
 def without(layer: Cost, outside: Cost) -> Cost:
     """A layer's cost less what a stage takes without layers, which is never taken for more than half of it."""
-    facts = dict(layer.facts, saved_bytes=max(0.0, layer.facts["saved_bytes"] - max(0.0, outside.facts["saved_bytes"])))
+    saved = layer.facts["saved_bytes"] - max(0.0, outside.facts["saved_bytes"])
+    facts = {**layer.facts, "saved_bytes": max(0.0, saved)}
     seconds = {size: [x - min(max(0.0, y), x / 2) for x, y in zip(layer.seconds[size], outside.seconds[size])]
                for size in layer.seconds.keys() & outside.seconds.keys()}
     return Cost(facts, seconds)

@@ -11,6 +11,7 @@ repeated less often, and sizes for which no time is left are left out.
 """
 
 import functools
+import math
 import socket
 import statistics
 import time
@@ -35,6 +36,7 @@ BLOCKS = 5
 LINKS = 1 / 3  # of the time
 OPTIMIZER = 0.1  # of the rest
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
+TRAINING_BYTES = 40e6  # that a process on a CPU takes after measuring, besides its model: data, threads, communication
 
 
 def measure_cluster(config, seq_len: int, dtype: torch.dtype, device: torch.device, model_name: str,
@@ -127,6 +129,7 @@ class ModuleClock:
 
     parts = {"embedding": 0.15, "layer": 0.5, "final_norm": 0.05, "final_proj": 0.2}  # and their share of the time
     last = "final_proj"  # the part that ends in the loss
+    known: dict[str, dict[str, float]] | None = None  # what measure_memory returned on another rank
 
     def __init__(self, config, seq_len: int, dtype: torch.dtype, device: torch.device):
         self.config, self.seq_len, self.dtype, self.device = config, seq_len, dtype, device
@@ -167,8 +170,8 @@ class ModuleClock:
 
     def measure(self, sizes: list[int], seconds: float) -> dict:
         """Seconds of each module by micro-batch size, forward and backward, and of the optimizer; the memory that is
-        free before anything is built, and what the process has then."""
-        found, room, process = {}, float(free_memory(self.device)), process_bytes()
+        free for a model in the end, when all libraries are loaded, and what else the process has then."""
+        found, room = {}, float(free_memory(self.device))
         self.optimizer_seconds = 0.0  # of a parameter
         for name in self.parts:
             try:
@@ -180,29 +183,52 @@ class ModuleClock:
         costs = self.modules_of(found)
         self.modules = [{"name": name, **cost.facts} for name, cost in zip(self.names, costs)]
         common = [size for size in sizes if all(size in cost.seconds for cost in costs)]
-        return {"free_memory": room, "process_memory": float(process), "optimizer_seconds": self.optimizer_seconds,
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        others = TRAINING_BYTES if self.device.type == "cpu" else 0.0
+        return {"free_memory": max(0.0, free_memory(self.device) - others), "process_memory": process_bytes() + others,
+                "optimizer_seconds": self.optimizer_seconds,
                 **{kind: {str(size): [cost.seconds[size][k] for cost in costs] for size in common}
                    for k, kind in enumerate(("forward", "backward"))}}
 
+    def measure_memory(self, room: float) -> dict[str, dict[str, float]]:
+        """The facts of each part. Where other ranks take them as `known`, they need not have the memory for it."""
+        return {name: self.measure_part(name, [], math.inf, room).facts for name in self.parts}
+
     @cast_weights_once()
     def measure_part(self, name: str, sizes: list[int], seconds: float, room: float) -> Cost:
-        """What build(name) makes: its facts, and its seconds by micro-batch size. Of a layer also the optimizer's."""
+        """What build(name) makes: its facts, and its seconds by micro-batch size. Of a layer also the optimizer's.
+
+        Where the facts are known, memory may be short: the logits, the largest tensors, are then those of one sample.
+        """
+        end = time.perf_counter() + seconds * self.parts[name]
         module, call = self.build(name)
         trained = [param for param in module.parameters() if param.requires_grad]
-        facts = {"parameters": sum(param.numel() for param in trained),
-                 "frozen_parameters": sum(param.numel() for param in module.parameters()) - sum(
-                     param.numel() for param in trained), **self.memory(name, module, call, room)}
+        facts = self.known[name] if self.known else {
+            "parameters": (count := sum(param.numel() for param in trained)),
+            "frozen_parameters": sum(param.numel() for param in module.parameters()) - count,
+            **self.memory(name, module, call, room, seconds * self.parts[name])}
+        if not sizes:
+            return Cost(facts, {})
         fitting = [size for size in sizes if size * facts["saved_bytes"] < room / 2] or sizes[:1]
-        timed = time_runs(functools.partial(self.passes, name, call), fitting, seconds * self.parts[name])
+        if self.known and name == self.last:
+            fitting = sizes[:1]
+        timed = time_runs(functools.partial(self.passes, name, call), fitting, end - time.perf_counter())
+        if self.known and name == self.last:
+            timed = {size: [size / sizes[0] * value for value in timed[sizes[0]]] for size in sizes}
         if name.startswith("layer") and trained:
             self.optimizer_seconds = self.time_optimizer(trained, seconds * OPTIMIZER)
         return Cost(facts, timed)
 
-    def memory(self, name: str, module: nn.Module, call: Callable, room: float) -> dict[str, float]:
-        """What one sample takes, and what a second one adds to it: the difference is what any micro-batch takes."""
-        saved, peaks = [], []
+    def memory(self, name: str, module: nn.Module, call: Callable, room: float = math.inf,
+               seconds: float = math.inf) -> dict[str, float]:
+        """What one sample takes, and what a second one adds to it: the difference is what any micro-batch takes.
+
+        Without the time or memory for two samples, one takes it all.
+        """
+        saved, peaks, start = [], [], time.perf_counter()
         for size in (1, 2):
-            if size == 2 and 4 * peaks[0] > room:
+            if size == 2 and (4 * peaks[0] > room or 2 * (time.perf_counter() - start) > seconds):
                 break
             run = self.passes(name, call, size)
             run()  # makes gradients, and copies of the weights in the dtype

@@ -59,9 +59,9 @@ def saved_bytes(call: Callable, x: torch.Tensor, weights: list[torch.Tensor]) ->
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             storages[storage.data_ptr()] = storage  # kept, so that no address is used again
-        return tensor
+        # There is no backward. A result that kept itself for it would never be freed.
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda nothing: nothing):
         call(x)
     return sum(storage.nbytes() for storage in storages.values())
 

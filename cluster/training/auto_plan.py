@@ -6,6 +6,7 @@
     4. ranks are numbered anew in the order of the plan. Machines that it leaves idle wait for the end of the training
 """
 
+import argparse
 import atexit
 import datetime
 import socket
@@ -19,18 +20,19 @@ import process_group_manager as pgm
 from pipeline_template import PipelineTemplate
 from planning.family_clock import FamilyClock
 from planning.machines import Cluster
-from planning.measure import ModuleClock, measure_with
+from planning.measure import ModuleClock, describe_machines, measure_with
 from planning.pipeline_simulation import Pipeline, Setting
 from planning.planner import Plans, find_plans, find_plans_of_any_schedule
-from planning.shares import shares_by_speed
 from planning.simulation import peak_memory
 from training.common import from_rank_0, gather
 from training.machine_facts import free_memory, ranks_of_this_machine, return_freed_memory
+from training.lora import Lora
+from training.models import is_ours, of_transformers, our_llama
 from training.survive import is_elastic
-from utils import UserError, to_readable_format
+from utils import UserError, once_per_machine, read_config, to_readable_format
 
 SECONDS, FRACTION = 12.0, 0.9  # of measuring; of the free memory that may be used
-ROUGHLY = 100  # numbers that a layer keeps for each number of a hidden state, at most
+ROUGHLY = 50  # numbers that a layer keeps for each number of a hidden state, at most
 
 
 class Chosen(NamedTuple):
@@ -46,14 +48,17 @@ class Chosen(NamedTuple):
     text: str
 
 
-def plan_by_itself(args, model: torch.nn.Module, device: torch.device, dtype: torch.dtype, lora=None) -> bool:
+def plan_by_itself(args, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a plan was necessary: then it is in the flags, and ranks have the order of the plan. Collective.
 
-    `model`: whole, on the meta device. Call it before any process group is made besides the default one, which is made
-    anew. Raises UserError where the model does not fit into all machines together.
+    Call it before any process group is made besides the default one, which is made anew. Raises UserError where the
+    model does not fit into all machines together, and what whole_model raises.
     """
+    if args.plan and device.type == "cpu":
+        return_freed_memory()  # as when it was planned for: see machine_facts
     if args.pipelines or args.plan or args.tp_size > 1 or args.local_steps:
         return False
+    model, lora = whole_model(args, device, dtype)
     free = gather((free_memory(device), socket.gethostname()))
     if rough_bytes(args, model, dtype, lora) < FRACTION * min(room for room, _ in free):
         return False
@@ -62,6 +67,8 @@ def plan_by_itself(args, model: torch.nn.Module, device: torch.device, dtype: to
         listed = ", ".join(f"{host} {room / 1e9:.2f}" for room, host in free)
         print(f"the whole model may not fit into every machine's free memory (GB: {listed}): measuring", flush=True)
     data = measure(args, model, device, dtype, lora)
+    if dist.get_rank() == 0:
+        print(describe_machines(data, ()), flush=True)
     chosen = from_rank_0(lambda: choose(args, data))
     if chosen is None:
         return False
@@ -71,6 +78,18 @@ def plan_by_itself(args, model: torch.nn.Module, device: torch.device, dtype: to
         print(chosen.text, flush=True)
     take_place(chosen.order)
     return True
+
+
+def whole_model(args, device: torch.device, dtype: torch.dtype) -> tuple[torch.nn.Module, Lora | None]:
+    """The model of args.model_name on the meta device, and its adapters with args.lora_rank. Collective.
+
+    Raises UserError as make_model does.
+    """
+    fields, args = once_per_machine(lambda: read_config(args.model_name)), argparse.Namespace(**vars(args))
+    if fields.get("model_type") == "llama" and is_ours(fields) and not args.lora_rank:
+        return our_llama(args, device, dtype, None).model, None
+    made = of_transformers(args, fields, device, dtype, None, has_weights=True)
+    return made.model, made.lora
 
 
 def rough_bytes(args, model: torch.nn.Module, dtype: torch.dtype, lora) -> float:
@@ -93,11 +112,17 @@ def measure(args, model: torch.nn.Module, device: torch.device, dtype: torch.dty
     """The content of cluster.json, with micro-batches of 1 and of args.batch_size samples. Collective."""
     clock = make_clock(model, args.seq_len, device, dtype, lora)
     free = gather(free_memory(device))
-    known = clock.measure_memory(max(free)) if dist.get_rank() == free.index(max(free)) else None
-    clock.known = gather(known)[free.index(max(free))]
+    roomiest, known = free.index(max(free)), None
+    try:
+        known = clock.measure_memory(max(free)) if dist.get_rank() == roomiest else None
+    except ValueError as error:
+        known = error
+    if isinstance(known := gather(known)[roomiest], ValueError):
+        raise known
+    clock.known = known
     sizes = sorted({1, args.batch_size})
     data = {**measure_with(clock, args.model_name, tuple(sizes), SECONDS), "flags": {}}
-    for machine in data["machines"]:  # a size for which there was no memory: so many times the smallest
+    for machine in data["machines"]:  # where there was no time or memory for a size: so many times the smallest
         for kind in ("forward", "backward"):
             for size in sizes[1:]:
                 machine[kind].setdefault(str(size), [size * seconds for seconds in machine[kind]["1"]])
@@ -119,30 +144,33 @@ def choose(args, data: dict) -> Chosen | None:
         try:
             plans = find(cluster, total * size, setting._replace(recompute=recompute), [size], FRACTION)
             return as_chosen(cluster, plans, "zb" if args.pp_engine == "zb" else plans.setting.schedule)
-        except UserError:
+        except ValueError:
             continue
     raise UserError(why_not(cluster, setting, size, total))
 
 
 def as_chosen(cluster: Cluster, plans: Plans, schedule: str) -> Chosen:
+    """The best of the plans, and what to say of it."""
     (pipelines, size, *_), result = plans.best[0]
-    kinds, order = plans.setting.kinds, [rank for pipeline in pipelines for rank in pipeline.machines]
-    seconds = [max(cluster.seconds(rank, size, stage, kinds) for rank, stage in zip(p.machines, cluster.stages(p.layers)))
-               for p in pipelines]
-    tokens = size * sum(pipeline.num_microbatches for pipeline in pipelines) * cluster.seq_len
-    parts = ["; ".join(" -> ".join(f"{cluster.machines[rank].host} {count}" for rank, count in zip(p.machines, p.layers))
-                       + f" ({p.num_microbatches} micro-batches)" for p in pipelines)]
-    parts += ["--recompute"] if plans.setting.recompute else []
+    order, recompute = [rank for pipeline in pipelines for rank in pipeline.machines], plans.setting.recompute
+    seconds, parts = [], []
+    for machines, layers, number in pipelines:
+        stages = zip(machines, cluster.stages(layers))
+        seconds.append(max(cluster.seconds(rank, size, stage, plans.setting.kinds) for rank, stage in stages))
+        shares = " -> ".join(f"{cluster.machines[rank].host} {count}" for rank, count in zip(machines, layers))
+        parts.append(f"{shares} ({number} micro-batch{'es' * (number > 1)})")
     idle = [machine.host for rank, machine in enumerate(cluster.machines) if rank not in order]
-    parts += [f"idle: {', '.join(idle)}"] if idle else []
-    memory = ", ".join(f"{machine.host} {(machine.process_memory + result.peak_memory[rank]) / 1e9:.2f} of "
-                       f"{(machine.process_memory + machine.free_memory) / 1e9:.2f}"
-                       for rank, machine in enumerate(cluster.machines) if rank in order)
-    text = (f"plan: decoder layers {' | '.join(parts)}\n"
-            f"predicted: {to_readable_format(tokens / result.step_seconds)} tokens/s, {result.step_seconds:.3g} s a "
-            f"step; peak memory of the processes in GB: {memory}")
-    return Chosen(order, [list(p.layers) for p in pipelines], [p.num_microbatches for p in pipelines], schedule,
-                  plans.setting.recompute, seconds, text)
+    text = f"plan: decoder layers {'; '.join(parts)}{' | --recompute' * recompute}"
+    text += f" | idle: {', '.join(idle)}" if idle else ""
+    memory = []
+    for rank in order:
+        host, free, _, _, process = cluster.machines[rank]
+        memory.append(f"{host} {(process + result.peak_memory[rank]) / 1e9:.2f} of {(process + free) / 1e9:.2f}")
+    tokens = size * sum(pipeline.num_microbatches for pipeline in pipelines) * cluster.seq_len
+    text += (f"\npredicted: {to_readable_format(tokens / result.step_seconds)} tokens/s, {result.step_seconds:.3g} s a "
+             f"step; peak memory of the processes in GB: {', '.join(memory)}")
+    return Chosen(order, [list(pipeline.layers) for pipeline in pipelines],
+                  [pipeline.num_microbatches for pipeline in pipelines], schedule, recompute, seconds, text)
 
 
 def why_not(cluster: Cluster, setting: Setting, size: int, total: int) -> str:
@@ -152,25 +180,19 @@ def why_not(cluster: Cluster, setting: Setting, size: int, total: int) -> str:
                            setting._replace(recompute=recompute))[0]
 
     has = ", ".join(f"{machine.host} {machine.free_memory / 1e6:.0f}" for machine in cluster.machines)
-    advice = []
-    if size > 1:
-        for recompute in sorted({setting.recompute, True}):
-            try:
-                find_plans(cluster, total, setting._replace(recompute=recompute), [1], FRACTION)
-                advice.append("--batch_size 1" + " --recompute" * (recompute and not setting.recompute) + " would fit")
-                break
-            except UserError:
-                continue
-    least = needed(1, True)
-    more = least / FRACTION - max(machine.free_memory for machine in cluster.machines)
-    if len(cluster.machines) > 1:
-        more = least / FRACTION - sum(machine.free_memory for machine in cluster.machines)
-    if not advice:
-        advice.append(f"{max(more, 1e8) / 1e6:.0f} MB more would hold it with --batch_size 1 --recompute, as more "
-                      "machines can, which share the model")
-    return (f"not enough memory: with micro-batches of {size} samples of {cluster.seq_len} tokens one machine needs "
-            f"{needed(size, setting.recompute) / 1e6:.0f} MB for the model, {needed(size, True) / 1e6:.0f} MB with "
-            f"--recompute; free are, in MB: {has}, of which {FRACTION:.0%} may be used; {'; '.join(advice)}")
+    more = needed(1, True) / FRACTION - sum(machine.free_memory for machine in cluster.machines)
+    advice = (f"even --batch_size 1 --recompute needs {needed(1, True) / 1e6:.0f} MB: free about "
+              f"{max(more, 1e8) / 1e6:.0f} MB more, or add machines, which share the model")
+    for recompute in sorted({setting.recompute, True}) if size > 1 else ():
+        try:
+            find_plans(cluster, total, setting._replace(recompute=recompute), [1], FRACTION)
+            advice = "--batch_size 1" + " --recompute" * (recompute and not setting.recompute) + " would fit"
+            break
+        except ValueError:
+            continue
+    return (f"not enough memory: with micro-batches of {size} samples of {cluster.seq_len} tokens the model needs "
+            f"{needed(size, setting.recompute) / 1e6:.0f} MB on one machine, {needed(size, True) / 1e6:.0f} MB with "
+            f"--recompute; free are, in MB: {has}, of which {FRACTION:.0%} may be used; {advice}")
 
 
 def take_place(order: list[int]) -> None:
@@ -190,8 +212,3 @@ def take_place(order: list[int]) -> None:
     atexit.register(store.set, "ended", "")
     dist.init_process_group(backend, store=dist.PrefixStore("planned", store), rank=order.index(rank),
                             world_size=len(order), timeout=pgm.timeout)
-
-
-def shares_of_plan(args, total: int) -> list[int]:
-    """As many micro-batches in all as a checkpoint says, over the pipelines of the plan by their speed."""
-    return shares_by_speed(total, args.pipeline_seconds)

@@ -7,12 +7,14 @@ how its micro-batches, and the layers, are shared out. --pipelines can say so it
 """
 
 import argparse
+import contextlib
 
 import torch
 import torch.distributed as dist
 
 import train
-from pipeline_template import PipelineTemplate
+from pipeline_template import PipelineTemplate, Unsupported
+from planning.family_clock import FamilyClock
 from planning.shares import shares_by_speed
 from training.common import gather
 from training.loop import make_llama, seconds_of_microbatch
@@ -41,10 +43,11 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_layout(args, model: torch.nn.Module, device: torch.device, dtype: torch.dtype,
-                  total: int | None) -> tuple[list[PipelineTemplate], list[int]]:
+                  total: int | None, lora=None) -> tuple[list[PipelineTemplate], list[int]]:
     """The pipelines, and the micro-batches of a step that each takes. Collective.
 
-    `total`: the micro-batches of a step where a checkpoint has decided it. Raises UserError for what is not possible.
+    `total`: the micro-batches of a step where a checkpoint has decided it. `lora`: the model's adapters. Raises
+    UserError for what is not possible.
     """
     num_stages, left_over = divmod(dist.get_world_size(), args.tp_size)
     if left_over:
@@ -65,14 +68,16 @@ def choose_layout(args, model: torch.nn.Module, device: torch.device, dtype: tor
         templates = [PipelineTemplate.from_layers_per_stage(model, layers_by_speed(model, speeds, num_stages))]
     else:
         templates = [PipelineTemplate.from_layers_per_stage(model, [model.config.num_hidden_layers])] * num_stages
-    return templates, choose_shares(args, model, templates, chosen or 0, device, dtype, total)
+    return templates, choose_shares(args, model, templates, chosen or 0, device, dtype, total, lora)
 
 
-def choose_shares(args, model, templates: list, chosen: int, device, dtype, total: int | None) -> list[int]:
+def choose_shares(args, model, templates: list, chosen: int, device, dtype, total: int | None, lora=None) -> list[int]:
     """Micro-batches of a step, pipeline by pipeline: as told, or by speed: measured before, or now. Collective."""
     count = len(templates)
     if told := args.num_microbatches:
         shares = told[min(chosen, len(told) - 1)]
+        if getattr(args, "pipeline_seconds", None) and total:  # the machines planned by themselves
+            return shares_by_speed(total, args.pipeline_seconds)
         if len(shares) == count and total in (None, sum(shares)):
             return shares
         if not is_elastic():
@@ -92,6 +97,11 @@ def choose_shares(args, model, templates: list, chosen: int, device, dtype, tota
         elif PipelineTemplate.get_model_name(model) == "model.Llama":
             whole = make_llama(model.config, args.seed, device, dtype, args.recompute)
             seconds = gather(seconds_of_microbatch(whole, args.batch_size, args.seq_len, device))
+        else:
+            dist.barrier()
+            with contextlib.suppress(Unsupported):  # then all are taken as equally fast
+                clock = FamilyClock(model, args.seq_len, dtype, device, lora)
+                seconds = gather(clock.seconds_of_whole(args.batch_size, args.recompute))
         if dist.get_rank() == 0:
             listed = ", ".join(f"{args.batch_size * args.seq_len / value:.0f}" for value in seconds)
             print(f"tokens/s of each rank alone: {listed}", flush=True)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 
 from pipeline_parallel import SCHEDULES
+from planning.machines import model_facts
 from planning.pipeline_simulation import Setting
 from planning.report import make_plan
 from training.compression import WIRE_DTYPES
@@ -19,9 +20,8 @@ from training.speeds import CLUSTER_JSON, places_of
 from training.survive import is_elastic
 from utils import UserError
 
-FLAGS = ("pipelines", "num_microbatches", "dp_size", "pp_size", "tp_size", "micro_batch_size", "batch_size",
-         "pp_engine", "gradient_accumulation_steps", "gradient_accumulation", "wire_dtype", "gradient_wire_dtype",
-         "recompute")  # what a plan decides
+FLAGS = ("pipelines", "num_microbatches", "gradient_accumulation", "batch_size", "tp_size", "pp_engine", "wire_dtype",
+         "gradient_wire_dtype", "recompute")  # what a plan decides
 
 
 def read_plan(path: str) -> dict:
@@ -143,7 +143,7 @@ def plan_for(hosts: list[str], plan: dict, cluster_json: str) -> dict:
 
 def follow_plan(args, plan: dict, config, dtype: str) -> None:
     """Writes the plan into the flags. Raises UserError where it is for another model, --dtype or --seq_len."""
-    here = {**vars(config), "dtype": dtype, "seq_len": args.seq_len}
+    here = {**vars(config), **model_facts(config), "dtype": dtype, "seq_len": args.seq_len}
     facts = plan["facts"].items()
     if unlike := [f"{name} {value} (here {here.get(name)})" for name, value in facts if here.get(name) != value]:
         raise UserError(f"the plan is for {', '.join(unlike)}: make a plan for this run with cluster/plan.py")

@@ -208,10 +208,9 @@ def published_weights(directory: str) -> Callable:
     else:
         raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json: name a directory "
                         "that save_pretrained wrote, a checkpoint, or one from the Hub")
-    reader = Reader(directory, weight_map)
-
     def weights(stage, device) -> None:
-        source = {name: (lambda name=name: reader.get_slice(name)) for name in weight_map}
+        # A file that stays open stays mapped into memory, and each page that was read counts as the process's.
+        source = {name: (lambda name=name: Reader(directory, weight_map).get_slice(name)) for name in weight_map}
         if name_function(stage) is their_name:
             source = {name: source[their_name(name)] for name in our_names(stage) if their_name(name) in source}
         try:

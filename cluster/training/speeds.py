@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from pipeline_template import PipelineTemplate
-from planning.machines import MODEL, Cluster, load_cluster
+from planning.machines import Cluster, load_cluster, model_facts
 from planning.pipeline_simulation import Setting
 from planning.shares import shares_by_speed
 from training.common import from_rank_0, gather
@@ -48,7 +48,7 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
         if args.equal_shares or len(hosts) == 1 or (args.cluster_json is None and not os.path.exists(path)):
             return None
         run = {"hosts": hosts, "dtype": str(dtype).removeprefix("torch."),
-               **({name: getattr(config, name) for name in MODEL} if config else {})}
+               **(model_facts(config) if config else {})}
         try:
             cluster = load_cluster(path)
             places = places_of(hosts, cluster.hosts) if is_elastic() else list(range(len(hosts)))

@@ -1,0 +1,58 @@
+"""Peak memory of each stage, predicted and measured. `memory_of_stages.py FLAGS of train_distributed.py`
+
+The flags have --pipelines of one pipeline. What each module takes is measured before the training, as where machines
+plan by themselves. Rank 0 prints a line of JSON for each stage: bytes that the process had then, bytes predicted for
+its part of the model, and the largest resident set of the process from then on.
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+import torch.distributed as dist
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent.parent / "cluster"))
+
+import course  # noqa: E402, F401  before step 9's modules
+
+import train_distributed  # noqa: E402
+from planning.machines import Cluster  # noqa: E402
+from planning.measure import measure_with  # noqa: E402
+from planning.pipeline_simulation import Pipeline, Setting  # noqa: E402
+from planning.simulation import peak_memory  # noqa: E402
+from training import auto_plan  # noqa: E402
+from training.common import gather  # noqa: E402
+from training.machine_facts import return_freed_memory  # noqa: E402
+
+found: dict[str, float] = {}
+
+
+def predict(args, device, dtype) -> bool:
+    """In the place of plan_by_itself."""
+    return_freed_memory()
+    model, lora = auto_plan.whole_model(args, device, dtype)
+    clock = auto_plan.make_clock(model, args.seq_len, device, dtype, lora)
+    clock.known = gather(clock.measure_memory(1e12) if dist.get_rank() == 0 else None)[0]
+    cluster = Cluster({**measure_with(clock, "model", (1,), 1.0), "flags": {}})
+    layers, rank = tuple(args.pipelines[0][0]), dist.get_rank()
+    pipeline = Pipeline(tuple(range(len(layers))), layers, args.num_microbatches[0][0])
+    peaks = peak_memory(cluster, pipeline, args.batch_size, Setting(recompute=args.recompute))
+    found.update(process=cluster.machines[rank].process_memory, model=peaks[rank])
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the largest resident set counts from here
+    return False
+
+
+def report() -> None:
+    with open("/proc/self/status") as file:
+        found["measured"] = next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+    for stage, line in enumerate(gather(found)):
+        if dist.get_rank() == 0:
+            print(json.dumps({"stage": stage, **line}), flush=True)
+    os._exit(0)
+
+
+train_distributed.plan_by_itself = predict
+train_distributed.dist.destroy_process_group = report
+train_distributed.main()

@@ -1,0 +1,159 @@
+"""plan.py --measure for models of transformers, with and without LoRA: parameters and memory of each module."""
+
+import argparse
+import json
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from launch import fork, modules_of
+
+with modules_of(9):
+    import plan
+    from pipeline_stage import PipelineStage
+    from pipeline_template import PipelineTemplate
+    from planning import measure
+    from planning.family_clock import FamilyClock
+    from planning.machines import Cluster
+    from planning.module_memory import peak_bytes, saved_bytes
+    from planning.pipeline_simulation import Pipeline, Setting
+    from planning.simulation import peak_memory
+    from training.lora import Lora
+    from training.loss import mean_cross_entropy
+
+CPU, SEQ_LEN, LAYERS = torch.device("cpu"), 32, 4
+SIZES = dict(vocab_size=512, hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
+             intermediate_size=96, max_position_embeddings=64)
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", dict(SIZES, tie_word_embeddings=True)),
+    "gpt2": ("GPT2LMHeadModel", dict(vocab_size=512, n_embd=64, n_layer=LAYERS, n_head=4, n_positions=64)),
+    "qwen3": ("Qwen3ForCausalLM", dict(SIZES, head_dim=16, tie_word_embeddings=False)),
+    "gemma3": ("Gemma3ForCausalLM", dict(SIZES, head_dim=16, sliding_window=8,
+                                         layer_types=["sliding_attention", "full_attention"] * 2)),
+    "mixtral": ("MixtralForCausalLM", dict(SIZES, num_local_experts=4, num_experts_per_tok=2)),
+}
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make(family: str) -> nn.Module:
+    import transformers
+
+    name, sizes = FAMILIES[family]
+    model_class = getattr(transformers, name)
+    with torch.device("meta"):
+        return model_class(model_class.config_class(**sizes))
+
+
+def adapters(model: nn.Module, dtype: torch.dtype) -> Lora:
+    return Lora(argparse.Namespace(model_name="toy", lora_rank=4, lora_alpha=8.0, lora_dropout=0.0, seed=1,
+                                   lora_targets="all-linear"), model, dtype)
+
+
+def clock_of(family: str, lora: bool, dtype: torch.dtype) -> FamilyClock:
+    model = make(family)
+    return FamilyClock(model, SEQ_LEN, dtype, CPU, adapters(model, dtype) if lora else None)
+
+
+def measured(clock: FamilyClock, sizes=(1, 2)) -> Cluster:
+    return Cluster({**measure.measure_with(clock, "toy", sizes, seconds=0.2), "flags": {}})
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_memory_is_that_of_a_whole_stage(one_rank, family, lora):
+    """Added up from modules that were measured one at a time, against one stage with all layers."""
+    torch.manual_seed(1)
+    clock = clock_of(family, lora, torch.float32)
+    cluster, whole = measured(clock), make(family)
+    sizes = [sum(param.numel() for param in clock.whole.get_submodule(name).parameters()) for name in clock.layers]
+    trained = [clock.lora.adapter_parameters(clock.whole, name) for name in clock.layers] if lora else sizes
+    assert cluster.parameters[1:-1] == trained
+    total = sum(param.numel() for param in whole.parameters())
+    assert cluster.frozen_before[-1] + cluster.tied_frozen == pytest.approx(total if lora else 0, rel=0.05)
+    template = PipelineTemplate.from_layers_per_stage(whole, [LAYERS])
+    stage = PipelineStage(whole, template, 0)
+    clock.materialise(stage, has_layers=True)
+    ids = torch.zeros(2, SEQ_LEN, dtype=torch.int64)
+
+    def forward(ids):
+        return mean_cross_entropy(stage(None, input_ids=ids), {"target_ids": ids})
+
+    forward(ids).backward()
+    kept = saved_bytes(forward, ids, list(stage.model.parameters()))
+    expected = cluster.activation_bytes((0, len(cluster.names)), 2, 0, "B")
+    assert kept == pytest.approx(2 * cluster.saved_before["B"][-1], rel=0.06)
+    assert peak_bytes(lambda: forward(ids).backward(), CPU) == pytest.approx(kept + expected, rel=0.15)
+
+
+def test_frozen_weights_take_two_bytes(one_rank):
+    """In bfloat16; 18 a trained number: float32 weight, gradient, two moments, and a copy. The head's are tied."""
+    clock = clock_of("llama", True, torch.bfloat16)
+    cluster = measured(clock)
+    frozen = sum(param.numel() for param in clock.whole.parameters())
+    expected = 2 * frozen + 18 * clock.lora.num_trained
+    assert cluster.weight_bytes((0, len(cluster.names))) == expected
+    first, last = cluster.stages((1, 3))
+    assert cluster.weight_bytes(first) + cluster.weight_bytes(last) == expected + 2 * 512 * 64
+    assert cluster.hidden_bytes == SEQ_LEN * 64 * 2
+    assert peak_memory(cluster, Pipeline((0,), (LAYERS,), 4), 1, Setting())[0] > expected
+
+
+def test_two_layers_at_a_time(one_rank, monkeypatch):
+    """Of 40 layers two are in memory at most; layers of one kind are measured once."""
+    monkeypatch.setitem(FAMILIES, "deep", ("LlamaForCausalLM", dict(SIZES, num_hidden_layers=40)))
+    clock = clock_of("deep", False, torch.float32)
+    alive, largest, make_parameter = [], [], nn.Parameter.__new__
+
+    def count(*args, **kwargs):
+        param = make_parameter(*args, **kwargs)
+        alive.append(weakref.ref(param))
+        largest.append(sum(ref().numel() for ref in alive if ref() is not None and not ref().is_meta))
+        return param
+
+    monkeypatch.setattr(nn.Parameter, "__new__", count)
+    cluster = measured(clock, sizes=(1,))
+    layer = cluster.parameters[1]
+    assert list(clock.parts) == ["first", "layer 0", "last", "pair"] and cluster.num_layers == 40
+    assert max(largest) <= 512 * 64 + 64 + 2 * layer
+
+
+def test_layers_of_two_kinds(one_rank):
+    clock = clock_of("gemma3", False, torch.float32)
+    assert list(clock.parts) == ["first", "layer 0", "layer 1", "last", "pair"]
+    assert clock.kinds[0] == clock.kinds[2] != clock.kinds[1]
+
+
+def test_a_plan_for_lora(tmp_path):
+    """From the machines to plan.json, and the flags that training needs."""
+    import transformers
+
+    transformers.LlamaConfig(**FAMILIES["llama"][1], architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    path, out = tmp_path / "cluster.json", tmp_path / "plan.json"
+    done = fork(9, 2, "--measure", path, "--measure_seconds", 2, "--model_name", tmp_path, "--seq_len", SEQ_LEN,
+                "--lora_rank", 4, "--dtype", "float32", "--micro_batch_size", 2, "--global_batch", 8, "--out", out,
+                script=plan.__file__)
+    data, written = json.loads(path.read_text()), json.loads(out.read_text())
+    assert all(module["frozen_parameters"] > 0 for module in data["modules"])
+    assert [module["parameters"] > 0 for module in data["modules"]] == [False, *[True] * LAYERS, False]
+    assert data["frozen_dtype"] == data["hidden_dtype"] == "float32" and data["machines"][0]["process_memory"] > 1e8
+    assert written["pipelines"] and "--lora_rank 4 --lora_alpha 8.0 --lora_targets all-linear" in done.stdout
+
+
+def test_what_a_stage_takes_without_layers():
+    """Masks and the like, here 3 seconds and 10 bytes a stage, are subtracted from a layer's cost."""
+    clock = clock_of("llama", False, torch.float32)
+    facts = dict.fromkeys(("parameters", "frozen_parameters", "working_bytes", "fixed_bytes"), 1.0)
+    found = {part: measure.Cost({**facts, "saved_bytes": 10.0 + size * 100}, {1: [3.0 + size * 7.0, size * 9.0]})
+             for part, size in (("first", 0), ("layer 0", 1), ("pair", 2), ("last", 1))}
+    first, *layers, last = clock.modules_of(found)
+    assert len(layers) == LAYERS and all(layer.seconds == {1: [7.0, 9.0]} for layer in layers)
+    assert all(layer.facts["saved_bytes"] == 100 and layer.facts["parameters"] == 1 for layer in layers)
+    assert first.seconds == {1: [3.0, 0.0]} and last.seconds == {1: [10.0, 9.0]}
