@@ -105,7 +105,7 @@ class Run:
 
     def begin(self, plugin, model, optimizer, scheduler, names: list[str], files: dict[str, bytes], tokenizer: str,
               steps_per_epoch: int | None) -> None:
-        """`names`: of all parameters that are saved. `files`: config.json, or what an adapter has instead. Collective."""
+        """`names`: of all parameters that are saved. `files`: config.json, or what adapters have instead. Collective."""
         is_own = self.found and os.path.realpath(self.found.folder) == os.path.realpath(self.folder)
         is_own = self.disks.gather(is_own)[0]
         if self.found is None or self.args.resume not in (None, "auto"):
@@ -148,7 +148,7 @@ class Run:
         self.checkpointer.save(step, waits or is_last, is_last)
 
     def after_step(self, step: int, stops: bool, is_end_of_epoch: bool, is_last: bool) -> str | None:
-        """Saves when it is time. Returns, on rank 0, the sample of text after this step, if there is one. Collective."""
+        """Saves when it is time. Returns, on rank 0, the text that was sampled after this step, if any. Collective."""
         every = self.args.save_every
         if stops or is_last or (step % every == 0 if every else is_end_of_epoch):
             self.save(step, is_last, stops)
