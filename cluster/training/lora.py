@@ -10,7 +10,7 @@ are in a run's checkpoints:
 
     step_00000120/
         adapter_config.json  adapter_model.safetensors   the whole adapter, as peft reads it
-        adapter-00001-of-00002.safetensors               the adapters of pipeline stage 1, of 2: a run goes on from these
+        adapter-00001-of-00002.safetensors               the adapters of stage 1 of 2: a run goes on from these
         optimizer-00001-of-00002.safetensors  state.json  tokenizer.json ...
 """
 

@@ -105,7 +105,7 @@ class Run:
 
     def begin(self, plugin, model, optimizer, scheduler, names: list[str], files: dict[str, bytes], tokenizer: str,
               steps_per_epoch: int | None) -> None:
-        """`names`: of all parameters that are saved. `files`: config.json, or what adapters have instead. Collective."""
+        """`names`: of all parameters that are saved. `files`: config.json, or what adapters have. Collective."""
         is_own = self.found and os.path.realpath(self.found.folder) == os.path.realpath(self.folder)
         is_own = self.disks.gather(is_own)[0]
         if self.found is None or self.args.resume not in (None, "auto"):
