@@ -100,7 +100,6 @@ def measure(args) -> None:
     from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
     from training.auto_plan import make_clock, whole_model
     from training.lora import choose_lora_dtype
-    from training.machine_facts import return_freed_memory
 
     with_defaults(args)
     args.seed, args.learning_rate = 0, None  # what does not matter here
@@ -109,7 +108,6 @@ def measure(args) -> None:
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)
     dtype = choose_lora_dtype(args, device, dtype) if args.lora_rank else dtype
-    return_freed_memory()  # as a training by plan does
     model, lora = whole_model(args, device, dtype)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
     clock = make_clock(model, args.seq_len, device, dtype, lora)

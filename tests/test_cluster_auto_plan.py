@@ -131,7 +131,8 @@ def test_shares_by_speed_of_a_model_of_transformers(monkeypatch):
     model = torch.nn.Module()
     model.config = None
     args = flags(equal_shares=False, gradient_accumulation=5, seq_len=32)
-    assert layout.choose_shares(args, model, ["pipeline"] * 2, 0, None, None, None, "adapters") == [8, 2]
+    device = torch.device("cpu")
+    assert layout.choose_shares(args, model, ["pipeline"] * 2, 0, device, None, None, "adapters") == [8, 2]
     assert asked == ["adapters"]
 
 

@@ -28,7 +28,7 @@ from model import (
 )
 from planning.links import measure_links, wait_for
 from planning.machines import model_facts
-from planning.module_memory import peak_bytes, process_bytes, saved_bytes
+from planning.module_memory import load_code, peak_bytes, process_bytes, saved_bytes
 from training.machine_facts import free_memory
 from utils import UserError
 
@@ -58,8 +58,7 @@ def measure_with(clock: "ModuleClock", model_name: str, sizes: tuple[int, ...] =
         links = f", then {n * (n - 1)} links, about {for_links:.0f} s" if n > 1 else ""
         print(f"measuring {n} rank{'s' * (n > 1)}: each module with micro-batches of {', '.join(map(str, sizes))} "
               f"samples, about {seconds - for_links:.0f} s{links}", flush=True)
-    one = torch.ones(1, requires_grad=True)
-    torch.autograd.backward(2 * one, one.detach())  # at the first one, torch loads code for a second or more
+    load_code(clock.device)
     dist.barrier()
     machine = {"device": str(clock.device), **clock.measure(sorted(sizes), seconds - for_links)}
     machines = [None] * n

@@ -54,8 +54,6 @@ def plan_by_itself(args, device: torch.device, dtype: torch.dtype) -> bool:
     Call it before any process group is made besides the default one, which is made anew. Raises UserError where the
     model does not fit into all machines together, and what whole_model raises.
     """
-    if args.plan and device.type == "cpu":
-        return_freed_memory()  # as when it was planned for: see machine_facts
     if args.pipelines or args.plan or args.tp_size > 1 or args.local_steps:
         return False
     model, lora = whole_model(args, device, dtype)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import train
 from pipeline_template import PipelineTemplate, Unsupported
 from planning.family_clock import FamilyClock
+from planning.module_memory import load_code
 from planning.shares import shares_by_speed
 from training.common import gather
 from training.loop import make_llama, seconds_of_microbatch
@@ -98,6 +99,7 @@ def choose_shares(args, model, templates: list, chosen: int, device, dtype, tota
             whole = make_llama(model.config, args.seed, device, dtype, args.recompute)
             seconds = gather(seconds_of_microbatch(whole, args.batch_size, args.seq_len, device))
         else:
+            load_code(device)
             dist.barrier()
             with contextlib.suppress(Unsupported):  # then all are taken as equally fast
                 clock = FamilyClock(model, args.seq_len, dtype, device, lora)

@@ -46,7 +46,8 @@ def return_freed_memory() -> None:
 
     glibc would raise that size to 32 MB by itself and keep smaller pieces for later, with gaps between them: the peak
     of a training process is then hundreds of MB above what its tensors take, and can't be predicted. Each new tensor
-    costs the kernel a few new pages instead. Does nothing where the C library is another one.
+    costs the kernel new pages instead, which takes time: use it where memory is short. Does nothing where the C library
+    is another one.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
