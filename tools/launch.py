@@ -152,13 +152,18 @@ def losses(log_dir, run_name: str = "default_run") -> list[float]:
 
 @contextlib.contextmanager
 def modules_of(step: int | str):
-    """Inside the block `import model` and the like find the modules of that step, and forget them afterwards."""
+    """Inside the block `import model` and the like find the modules of that step, and forget them afterwards.
+
+    So are those of cluster/ that were imported in the block: they have imported the step's modules.
+    """
     folder = STEPS[str(step)]
-    names = {path.stem for path in folder.glob("*.py")}
+    names, before = {path.stem for path in folder.glob("*.py")}, {*sys.modules}
     sys.path.insert(0, str(folder))
     try:
         yield
     finally:
         sys.path.remove(str(folder))
-        for name in names:
-            sys.modules.pop(name, None)
+        for name, module in list(sys.modules.items()):
+            place = getattr(module, "__file__", None) or ""
+            if name in names or name not in before and place.startswith(f"{ROOT / 'cluster'}{os.sep}"):
+                del sys.modules[name]
