@@ -1,13 +1,15 @@
 """A model over a few machines that are not alike, say three with different GPUs, that survives the loss of one.
 
     torchrun --standalone --nproc_per_node 3 cluster/train_distributed.py --max_steps_per_epoch 20
+    torchrun --standalone --nproc_per_node 3 cluster/train_distributed.py --model_name ID --lora_rank 16
     torchrun --standalone --nproc_per_node 3 cluster/train_distributed.py --pipelines "8;5,3" --num_microbatches "6,2"
     cluster/launch_cluster.sh --elastic 2:3 hosts.txt -- cluster/train_distributed.py --save_every 50
 
 By default each machine holds the whole model, a pipeline of one stage, and a step's micro-batches are shared out by
-measured speed, so that none waits for the slowest. With --pipelines or a --plan machines share the model. Every sample
-of the global batch counts once, whoever computes it: the losses are those of one process that reads as many
-micro-batches a step. With --local_steps they are not: see training/local_steps.py.
+measured speed, so that none waits for the slowest. With --pipelines or a --plan machines share the model, and where one
+of them can't hold it, they plan by themselves. Every target of the global batch counts once, whoever computes it: the
+losses are those of one process that reads as many micro-batches a step. With --local_steps they are not: see
+training/local_steps.py.
 """
 
 import course  # noqa: F401  before step 9's modules
