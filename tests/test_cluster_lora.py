@@ -203,6 +203,7 @@ def test_the_adapter_in_plain_peft(folder, tmp_path):
 
 @pytest.mark.parametrize("more, message", [
     (["--lora_targets", "q_proj,query"], "have no matrix 'query': choose among q_proj, k_proj, v_proj, o_proj, "),
+    (["--lora_rank", "99999999999999999999999"], "the matrices have 32 rows or columns at most"),
     (["--tp_size", "1", "--from_scratch"], "--from_scratch is for training all weights"),
     (["--model_name", "{bare}"], "has no weights (model.safetensors), and LoRA trains beside"),
     (["--resume", "{other}", "--lora_alpha", "8"], "was saved with --lora_alpha 4.0, but this run has 8.0"),
