@@ -54,7 +54,8 @@ def test_the_bed_leaves_nothing():
     with slurm_bed() as slurm:
         number = slurm("sbatch", "--parsable", "--nodes=2", "--output=/dev/null", "--wrap=srun setsid sleep 1000")
         wait_until(lambda: slurm.job(number)["JobState"] == "RUNNING", 20, slurm.logs)
-        assert len(processes() - before) > 6  # the four daemons, and what the job started on each node
+        # The four daemons, and what the job started on each node.
+        wait_until(lambda: len(processes() - before) > 6, 20, slurm.logs)
     assert processes() <= before and not os.path.exists(slurm.folder)
 
 
