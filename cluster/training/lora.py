@@ -92,8 +92,8 @@ class Lora:
         self.targets = find_targets(model, args.lora_targets)
         largest = max(min(model.get_submodule(name).weight.shape) for name in self.targets)
         if args.lora_rank > largest:
-            raise UserError(f"--lora_rank {args.lora_rank}: the matrices have {largest} rows or columns at most, and an "
-                            "adapter is for fewer: choose 4 to 64")
+            raise UserError(f"--lora_rank {args.lora_rank}: the matrices have {largest} rows or columns at most, an "
+                            "adapter has fewer: choose 4 to 64")
         leaves = sorted({name.rpartition(".")[2] for name in self.targets})
         self.config = LoraConfig(
             task_type=TaskType.CAUSAL_LM, base_model_name_or_path=os.path.abspath(args.model_name) if os.path.isdir(
