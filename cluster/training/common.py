@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                              ":CONFIG behind it where there are several; columns: text, or messages, or prompt and "
                              "completion")
     parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
-    parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 3e-3; with LoRA 2e-4")
+    parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 3e-3 (LoRA: 2e-4)")
     parser.add_argument("--seed", type=seed, default=42)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", "--precision", type=lambda text: OLDER_DTYPES.get(text, text), default="auto",
