@@ -156,10 +156,10 @@ def make_llama(args, dtype: torch.dtype, device: torch.device):
 
 
 def main(doc: str = __doc__, make_model: Callable = make_llama, add_flags: Callable = lambda parser: None,
-         make_plugin: Callable = make_plugin, data: Callable = text, arrange: Callable | None = None):
+         make_plugin: Callable = make_plugin, data: Callable = text):
     args = parse_args(doc, add_flags)
     device, dtype, backend = choose_device(args.device, args.dtype)
-    pgm.init_process_group(backend, args.timeout, arrange and functools.partial(arrange, args))
+    pgm.init_process_group(backend, args.timeout)
     os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
     os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
     if args.omp_num_threads:
