@@ -67,7 +67,6 @@ def parse_args():
     return args
 
 
-@cast_weights_once()
 def train_step(model, data_loader) -> torch.Tensor:
     """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
     total_loss = 0.0
@@ -122,7 +121,8 @@ def main():
     for step in range(1, num_steps + 1):
         start = time.perf_counter()
         model.zero_grad()
-        loss = train_step(model, data_loader)
+        with cast_weights_once():
+            loss = train_step(model, data_loader)
         rows = [torch.linalg.vector_norm(param.grad, dim=-1) for param in model.parameters()]  # short sums are exact
         grad_norm = torch.nn.utils.get_total_norm(rows)
         if args.max_grad_norm:

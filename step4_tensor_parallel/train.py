@@ -68,7 +68,6 @@ def parse_args():
     return args
 
 
-@cast_weights_once()
 def train_step(model, data_loader) -> torch.Tensor:
     """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
     total_loss = 0.0
@@ -130,7 +129,8 @@ def main():
     for step in range(1, num_steps + 1):
         start = time.perf_counter()
         model.zero_grad()
-        loss = train_step(model, data_loader)
+        with cast_weights_once():
+            loss = train_step(model, data_loader)
         grad_norm = clip_grad_norm(model, args.max_grad_norm)
         optimizer.step()
         logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start)

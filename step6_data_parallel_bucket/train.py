@@ -71,7 +71,6 @@ def parse_args():
     return args
 
 
-@cast_weights_once()
 def train_step(model, data_loader) -> torch.Tensor:
     """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
     total_loss = 0.0
@@ -147,7 +146,9 @@ def main():
             timeline.start()
         start = time.perf_counter()
         model.zero_grad()
-        loss = average_loss_across_dp_ranks(train_step(model, data_loader))
+        with cast_weights_once():
+            loss = train_step(model, data_loader)
+        loss = average_loss_across_dp_ranks(loss)
         with timeline.span("gradient norm"):
             grad_norm = clip_grad_norm(model, args.max_grad_norm)
         with timeline.span("optimizer"):

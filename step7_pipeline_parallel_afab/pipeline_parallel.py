@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import process_group_manager as pgm
-from model import cast_weights_once, rotary_tables
+from model import rotary_tables
 from tensor_parallel import cross_entropy
 from timeline import timeline
 from utils import UserError
@@ -155,7 +155,6 @@ class StageCommunication:
             self.finish_oldest_send()
 
 
-@cast_weights_once()
 def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: torch.device) -> torch.Tensor:
     """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
 

@@ -78,7 +78,6 @@ def parse_args():
     return parser.parse_args()
 
 
-@cast_weights_once()
 def train_step(model, data_loader) -> torch.Tensor:
     """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
     total_loss = 0.0
@@ -159,11 +158,12 @@ def main():
             timeline.start(device)
         start = time.perf_counter()
         model.zero_grad()
-        if args.pp_size > 1:
-            tensor_shape = (args.micro_batch_size, args.seq_len, config.hidden_size)
-            loss = PIPELINE_STEPS[args.pp_engine](model, data_loader, tensor_shape, device)
-        else:
-            loss = train_step(model, data_loader)
+        with cast_weights_once():
+            if args.pp_size > 1:
+                tensor_shape = (args.micro_batch_size, args.seq_len, config.hidden_size)
+                loss = PIPELINE_STEPS[args.pp_engine](model, data_loader, tensor_shape, device)
+            else:
+                loss = train_step(model, data_loader)
         loss = average_loss_across_dp_ranks(loss)
         with timeline.span("gradient norm"):
             grad_norm = clip_grad_norm(model.module, args.max_grad_norm, tied_copy)
