@@ -78,6 +78,7 @@ def train_step(model, data_loader) -> torch.Tensor:
         batch = next(data_loader)
         logits = model(batch["input_ids"])  # (B, T, V/tp)
         loss = cross_entropy(logits, batch["target_ids"], model.module.config.vocab_size) / num_microbatches
+        del logits  # the largest tensor of all, and backward does not need it
         loss.backward()  # gradients add up, and each is divided already: their sum is the gradient of the mean loss
         total_loss += loss.detach()
     return total_loss

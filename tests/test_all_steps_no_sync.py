@@ -33,7 +33,7 @@ OTHER_RANKS = {"step7-first-stage": (7, 0, 8, *GRID), "step8-first-stage": (8, 0
 FAULTS = {  # in step 4: what it says -> what breaks it, and the complaint
     "item": ("total_loss += loss.detach()", "total_loss += loss.item()", "reads the value of a tensor"),
     "if": ("loss.backward() ", "loss > 0 and loss.backward() ", "reads the value of a tensor"),
-    "mask": ("loss.backward() ", "logits[logits > 0]; loss.backward() ", "DynamicOutputShapeException"),
+    "mask": ("del logits ", "logits[logits > 0]; del logits ", "DynamicOutputShapeException"),
     "blocking": (", non_blocking=True", "", "without non_blocking=True"),
     "not-pinned": ('pin_memory=device.type == "cuda"', "pin_memory=False", "from memory that is not pinned"),
     "to-host": ("total_loss += loss.detach()", "total_loss += loss.detach().cpu()", "waits for a copy from the device"),

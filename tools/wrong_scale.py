@@ -20,11 +20,13 @@ MICRO_BATCHES, TOKENS_A_STEP = 8, 32 * 128
 AS_IT_IS, WRONG = "divided by 8 (as it is)", "not divided"
 RIGHT_TEXT = '''\
         loss = cross_entropy(logits, batch["target_ids"]) / num_microbatches
+        del logits  # the largest tensor of all, and backward does not need it
         loss.backward()  # gradients add up, and each is divided already: their sum is the gradient of the mean loss
         total_loss += loss.detach()
 '''
 WRONG_TEXT = '''\
         loss = cross_entropy(logits, batch["target_ids"])
+        del logits  # the largest tensor of all, and backward does not need it
         loss.backward()
         total_loss += loss.detach() / num_microbatches
 '''
