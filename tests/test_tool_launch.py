@@ -1,9 +1,11 @@
 """launch.py: what forked jobs are given, that they run at the same time, and that none of them can hang a test."""
 
+import subprocess
+import sys
 import uuid
 
 import pytest
-from launch import environment, fork, start_fork
+from launch import ROOT, environment, fork, start_fork
 from processes import processes
 
 
@@ -23,6 +25,13 @@ def test_the_environment_has_no_way_out(monkeypatch):
     found = environment(A="b")
     assert found["HF_HUB_OFFLINE"] == found["OMP_NUM_THREADS"] == "1" and found["A"] == "b" and "PATH" in found
     assert not [name for name in found if name.lower().endswith("_proxy")]
+
+
+def test_without_affinity():
+    """As on macOS: what the tests and the tools import counts processors in another way there."""
+    script = ("import os\nif hasattr(os, 'sched_getaffinity'):\n    del os.sched_getaffinity\n"
+              "import launch, compare_trainer, scaling\nassert launch.SLOTS >= 4")
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment(PYTHONPATH=str(ROOT / "tools")))
 
 
 def test_jobs_run_at_the_same_time(script, tmp_path):

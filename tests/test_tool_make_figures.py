@@ -40,6 +40,15 @@ def test_drawn_figures(tmp_path, capsys):
     assert figures_drawn.grid is make_figures.DRAWN["grid"] and "column_row: " in capsys.readouterr().out
 
 
+def test_pictures_of_other_tools_are_asked_for_by_their_flag(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(make_figures.subprocess, "run", lambda command, **kwargs: commands.append(command))
+    make_figures.main([*make_figures.OTHERS, "--out", str(tmp_path)])
+    asked = {command[1].name: command[command.index("--figure") + 1] for command in commands}
+    assert asked == {f"{name}.py": tmp_path / f"{name}.png" for name in make_figures.OTHERS}
+    assert {*asked} == {"sanity_check.py", "recompute_memory.py", "wrong_scale.py"}
+
+
 def test_an_unknown_figure(capsys):
     with pytest.raises(SystemExit):
         make_figures.main(["timeline"])

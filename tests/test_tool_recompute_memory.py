@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import recompute_memory
-from launch import STEPS
+from launch import ROOT, STEPS
 from recompute_memory import Case, Measured, cases, per_live_microbatch, table
 
 FOUND = {case: Measured(0.3 + case.live * (0.002 if case.recompute else 0.01), 900 if case.recompute else 1200)
@@ -49,3 +49,12 @@ def test_one_number_of_micro_batches_makes_no_line(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         recompute_memory.main()
     assert "give two numbers at least" in capsys.readouterr().err
+
+
+def test_without_a_flag_the_figure_is_not_the_chapter_s(monkeypatch):
+    pictures = []
+    monkeypatch.setattr(recompute_memory, "measure", lambda micro_batches: FOUND)
+    monkeypatch.setattr(recompute_memory, "draw", lambda found, picture: pictures.append(picture))
+    monkeypatch.setattr(sys, "argv", ["recompute_memory.py"])
+    recompute_memory.main()
+    assert pictures == [ROOT / "runs" / "recompute_memory.png"]

@@ -192,6 +192,17 @@ def test_rows_read_the_same_samples_and_a_failing_one_stops_no_other(check, tmp_
     assert code == 0 and "Baseline:" not in printed and "| Baseline" in printed, "an earlier baseline is used"
 
 
+def test_without_a_flag_the_figure_is_not_the_front_page_s(monkeypatch, capsys):
+    pictures = []
+    monkeypatch.setattr(sanity_check, "train", lambda *args: True)
+    monkeypatch.setattr(sanity_check.Run, "read", lambda folder: sanity_check.Run(
+        folder, folder.name, None, CONFIG, {"loss": CURVE, "grad_norm": NORMS}, 1.0))
+    monkeypatch.setattr(sanity_check, "draw", lambda runs, picture, *args: pictures.append(picture))
+    monkeypatch.setattr(sys, "argv", ["sanity_check.py", "--rows", "baseline", "tp4"])
+    assert sanity_check.main() == 0, capsys.readouterr().out
+    assert pictures == [ROOT / "runs" / "sanity_check" / "sanity_check.png"]
+
+
 def test_flags_reach_every_row(check, no_figure, tmp_path, monkeypatch):
     """The command line of the 1b preset on a CPU, with a training that only writes down what it was asked for."""
     script = f"CONFIG = {json.dumps(CONFIG)!r}\n{FAKE_TRAIN}"

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import wrong_scale
-from launch import STEPS
+from launch import ROOT, STEPS
 
 
 def test_it_takes_out_one_division_and_nothing_else():
@@ -38,3 +38,12 @@ def test_figure(tmp_path):
     rows = [{"loss": 7 - i, "grad_norm": 2.0 + i} for i in range(3)]
     wrong_scale.draw({wrong_scale.AS_IT_IS: rows, wrong_scale.WRONG: rows}, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_flag_the_figure_is_not_the_chapter_s(monkeypatch):
+    rows, pictures = [{"loss": 7.0, "grad_norm": 2.0}], []
+    monkeypatch.setattr(wrong_scale, "train", lambda *args: {wrong_scale.AS_IT_IS: rows, wrong_scale.WRONG: rows})
+    monkeypatch.setattr(wrong_scale, "draw", lambda runs, picture: pictures.append(picture))
+    monkeypatch.setattr(sys, "argv", ["wrong_scale.py"])
+    wrong_scale.main()
+    assert pictures == [ROOT / "runs" / "wrong_scale.png"]

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from typing import NamedTuple
 
-from launch import ROOT
+from launch import CORES, ROOT
 from turns import Program
 
 sys.path.insert(0, str(ROOT / "cluster"))
@@ -49,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             ("rounds", 5, "both programs are started so often"), ("steps", 8, f"of a round; {WARM_UP} do not count"),
             ("batch_size", 4, "samples of a micro-batch"), ("seq_len", 256, "tokens of a sample"),
             ("gradient_accumulation", 2, "micro-batches of a step"), ("lora_rank", 16, "of the adapters"),
-            ("threads", len(os.sched_getaffinity(0)), "of each program")):
+            ("threads", CORES, "of each program")):
         parser.add_argument(f"--{name}", type=count, default=default, help=f"{words} (default: {default})")
     parser.add_argument("--lora_targets", default=TARGETS)
     parser.add_argument("--learning_rate", type=float, default=2e-4)

@@ -25,7 +25,9 @@ MODELS = [f"transformers.models.{name}.modeling_{name}" for name in  # what step
 sys.path.append(str(ROOT / "tests" / "support"))  # tools that compare with Hugging Face share huggingface.py
 
 PROXIES = {f"{name}_proxy" for name in ("http", "https", "all", "no")}  # a test must not find a way to the Hub
-SLOTS = max(4, 2 * len(os.sched_getaffinity(0)))  # so many ranks of forked jobs run at the same time, or one larger job
+# macOS has no affinity.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+SLOTS = max(4, 2 * CORES)  # so many ranks of forked jobs run at the same time, or one larger job
 
 
 def torchrun(num_processes: int, script, *args) -> list[str]:

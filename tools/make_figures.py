@@ -1,4 +1,5 @@
-"""Draws the chapters' figures, from runs that it starts itself: assets/figure_*.png, and assets/sanity_check.png.
+"""Draws the chapters' figures, from runs that it starts itself: assets/figure_*.png, and what sanity_check.py,
+recompute_memory.py and wrong_scale.py draw.
 
     python tools/make_figures.py                      # all of them: about a quarter of an hour on two cores
     python tools/make_figures.py grid timelines       # some
@@ -161,32 +162,36 @@ def plan(folder: pathlib.Path, picture: pathlib.Path) -> None:
     figures_measured.plan({"seconds": seconds}, chosen, spans, picture)
 
 
-def sanity(folder: pathlib.Path, picture: pathlib.Path) -> None:
-    """Nine topologies and one process, their first 20 steps: minutes."""
-    subprocess.run([sys.executable, ROOT / "tools" / "sanity_check.py", "--steps", "20", "--log_dir", folder / "sanity",
-                    "--figure", picture], check=True, env=environment(OMP_NUM_THREADS="1"))
-
-
 DRAWN = {name: getattr(figures_drawn, name) for name in ("grid", "collectives", "column_row")}
-MEASURED = {function.__name__: function for function in (timelines, activations, buckets, unlike, memory, plan, sanity)}
+MEASURED = {function.__name__: function for function in (timelines, activations, buckets, unlike, memory, plan)}
+OTHERS = {"sanity_check": ["--steps", "20"], "recompute_memory": [], "wrong_scale": []}  # other tools, and their flags
+NAMES = [*DRAWN, *MEASURED, *OTHERS]
+
+
+def draw(name: str, folder: pathlib.Path, picture: pathlib.Path) -> None:
+    if name in OTHERS:
+        subprocess.run([sys.executable, ROOT / "tools" / f"{name}.py", *OTHERS[name], "--figure", picture], check=True)
+    elif name in DRAWN:
+        DRAWN[name](picture)
+    else:
+        MEASURED[name](folder, picture)
 
 
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join([*DRAWN, *MEASURED])}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(NAMES)}")
     parser.add_argument("--list", action="store_true", help="print the names and files")
     parser.add_argument("--out", type=pathlib.Path, default=ASSETS, help="the folder to write to")
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.names if name not in {**DRAWN, **MEASURED}]:
-        parser.error(f"no figure {unknown[0]!r}: choose from {', '.join([*DRAWN, *MEASURED])}")
+    if unknown := [name for name in args.names if name not in NAMES]:
+        parser.error(f"no figure {unknown[0]!r}: choose from {', '.join(NAMES)}")
     os.environ["OMP_NUM_THREADS"] = "1"
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        for name in args.names or [*DRAWN, *MEASURED]:
-            picture = args.out / ("sanity_check.png" if name == "sanity" else f"figure_{name}.png")
-            start = time.perf_counter()
+        for name in args.names or NAMES:
+            picture, start = args.out / f"{'' if name in OTHERS else 'figure_'}{name}.png", time.perf_counter()
             if not args.list:
-                DRAWN[name](picture) if name in DRAWN else MEASURED[name](pathlib.Path(folder), picture)
+                draw(name, pathlib.Path(folder), picture)
             print(f"{name}: {picture}" + ("" if args.list else f", {time.perf_counter() - start:.0f} s"), flush=True)
 
 

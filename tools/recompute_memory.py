@@ -1,6 +1,6 @@
 """What recomputing activations saves and costs: step 8's two schedules on 4 stages, with and without --recompute.
 
-    python tools/recompute_memory.py [--figure assets/recompute_memory.png]         # minutes on two cores
+    python tools/recompute_memory.py [--figure PICTURE]         # minutes on two cores
 
 The memory is the peak of the rank that needs most, as train.py records it, with all that a process holds: torch, the
 weights, and the activations of the micro-batches that are alive, which are all of a step's with AFAB and at most 4 with
@@ -118,7 +118,8 @@ def draw(found: dict[Case, Measured], picture: pathlib.Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--micro_batches", type=int, nargs="+", default=MICRO_BATCHES, metavar="M", help="of a step")
-    parser.add_argument("--figure", type=pathlib.Path, default=ROOT / "assets" / "recompute_memory.png")
+    parser.add_argument("--figure", type=pathlib.Path, default=ROOT / "runs" / "recompute_memory.png",
+                        help="where to draw it (default: %(default)s)")
     args = parser.parse_args()
     if len(set(args.micro_batches)) < 2:
         parser.error(f"--micro_batches {args.micro_batches}: give two numbers at least, to draw a line")

@@ -208,7 +208,7 @@ def parse_args():
     parser.add_argument("--use_wandb", action="store_true", help="record the runs in Weights & Biases, in one group")
     parser.add_argument("--wandb_group", metavar="NAME", default="sanity_check", help="default: %(default)s")
     parser.add_argument("--log_dir", type=pathlib.Path, default=ROOT / "runs" / "sanity_check")
-    parser.add_argument("--figure", type=pathlib.Path, help="with --plot: compared.png beside the runs")
+    parser.add_argument("--figure", type=pathlib.Path, help="default: sanity_check.png in --log_dir; with --plot: compared.png beside the runs")
     parser.add_argument("--table", type=pathlib.Path, help="write the table into this file too")
     parser.add_argument("--plot", nargs="+", type=pathlib.Path, metavar="RUN_DIR", help="draw these, train nothing")
     args = parser.parse_args()
@@ -227,9 +227,9 @@ def parse_args():
     args.seq_len = args.seq_len or seq_len
     budget = budgets.get("", budget if args.steps is None else args.steps * GLOBAL_BATCH * args.seq_len)
     args.budgets = {name: budgets.get(name, budget) for name in ROWS}
-    drawn = ROOT / "assets" / f"sanity_check{'_1b' if args.preset == '1b' else ''}.png"
-    args.figure = args.figure or (args.plot[0].resolve().parent / "compared.png" if args.plot else drawn)
     args.log_dir = args.log_dir.resolve()
+    args.figure = args.figure or (
+        args.plot[0].resolve().parent / "compared.png" if args.plot else args.log_dir / "sanity_check.png")
     return args
 
 

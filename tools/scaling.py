@@ -13,19 +13,18 @@ are cores. With a core for each of p stages, all alike, the bubble is then the t
 
 import argparse
 import json
-import os
 import pathlib
 import re
 import statistics
 import tempfile
 from typing import NamedTuple
 
-from launch import ROOT, launch, metrics, modules_of
+from launch import CORES, ROOT, launch, metrics, modules_of
 
 CONFIG = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
 HIDDEN, WIDTH, VOCABULARY = (CONFIG[f"{name}_size"] for name in ("hidden", "intermediate", "vocab"))
 HEADS, KV_HEADS, HEAD_DIM = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"], CONFIG["head_dim"]
-MICRO_BATCH, FLOAT, CORES = 2, 4, len(os.sched_getaffinity(0))  # samples, bytes, processors
+MICRO_BATCH, FLOAT = 2, 4  # samples, bytes
 
 
 class Case(NamedTuple):
@@ -222,7 +221,7 @@ def draw(results: dict, picture: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", default=ROOT / "assets" / "scaling.png", help="the figure")
+    parser.add_argument("--plot", default=ROOT / "runs" / "scaling.png", help="the figure (default: %(default)s)")
     parser.add_argument("--json", type=pathlib.Path, default=ROOT / "runs" / "scaling.json", help="what was measured")
     parser.add_argument("--redraw", action="store_true", help="draw what --json holds, measure nothing")
     parser.add_argument("--rounds", type=int, default=3, help="with 3 timed steps of each case")

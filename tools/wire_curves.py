@@ -1,6 +1,6 @@
 """What a compressed wire costs: loss curves of each --wire_dtype and --gradient_wire_dtype against full precision.
 
-    python tools/wire_curves.py [--steps 50] [--figure assets/wire.png]
+    python tools/wire_curves.py [--steps 50] [--figure PICTURE]
 
 One pipeline of three stages compresses what passes between them, three pipelines of one stage what they sum. Every run
 has the same initial weights and samples. Prints a row a run, in markdown, and draws the curves.
@@ -64,7 +64,8 @@ def draw(curves: dict, figure: Path) -> None:
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--figure", type=Path, default=ROOT / "assets" / "wire.png")
+    parser.add_argument("--figure", type=Path, default=ROOT / "runs" / "wire.png",
+                        help="where to draw it (default: %(default)s)")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         curves = train(Path(folder), args.steps)

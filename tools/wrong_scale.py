@@ -1,6 +1,6 @@
 """What a forgotten division does: step 3 as it is, and without dividing the loss by the number of micro-batches.
 
-    python tools/wrong_scale.py [--steps 20] [--figure assets/wrong_scale.png]      # a minute
+    python tools/wrong_scale.py [--steps 20] [--figure PICTURE]      # a minute
 
 Trains both without clipping, which would hide the mistake, from the same weights and on the same samples. The second
 is a copy of the step in a temporary folder, changed in one place: backward gets the undivided loss, so that the
@@ -90,7 +90,8 @@ def draw(runs: dict[str, list[dict]], picture: pathlib.Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--figure", type=pathlib.Path, default=ROOT / "assets" / "wrong_scale.png")
+    parser.add_argument("--figure", type=pathlib.Path, default=ROOT / "runs" / "wrong_scale.png",
+                        help="where to draw it (default: %(default)s)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         runs = train(args.steps, pathlib.Path(folder))
