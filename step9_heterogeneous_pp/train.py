@@ -128,7 +128,7 @@ def make_data_loader(args, config, plugin, data: Callable) -> tuple[Iterator[dic
     if not 0 <= args.profile_batch <= num_steps:
         raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
     samples, collate = data(args, config, num_steps * plugin.global_batch_size)
-    data_loader = plugin.prepare_dataloader(samples, collate_fn=collate, num_workers=args.num_workers)
+    data_loader = plugin.prepare_dataloader(samples, seed=args.seed, collate_fn=collate, num_workers=args.num_workers)
     return iter(data_loader), num_steps
 
 
