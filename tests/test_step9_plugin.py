@@ -5,7 +5,8 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from families import HeterogeneousParallelPlugin, PipelineTemplate, our_model, stages_on_meta, toy
+from families import (
+    HeterogeneousParallelPlugin, PipelineTemplate, our_model, run_chain, stages_of, stages_on_meta, toy)
 from transformers import LlamaConfig
 
 from launch import modules_of
@@ -183,6 +184,19 @@ def test_a_precision_and_a_meta_model(plugin):
         model = toy("gpt2")
     with pytest.raises(ValueError, match=r"on the meta device and has no weights: pass configure\(weights=...\)"):
         plugin.configure(model, torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])  # transformers annotates the **kwargs of one of them
+def test_what_forward_takes_by_other_names_reaches_every_stage(name):
+    """The arguments of packed samples, for instance, go through **kwargs. What only the criterion reads does not."""
+    batch = {"input_ids": torch.arange(10)[None], "cu_seq_lens_q": torch.tensor([0, 4, 10]), "max_length_q": 6,
+             "target_ids": torch.arange(10)[None], "labels": torch.arange(10)[None]}
+    seen, stages = [], stages_of(lambda: toy(name), [1, 2])
+    for stage in stages:
+        stage.own_layers()[-1].register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    run_chain(stages, batch)
+    assert len(seen) == 2 and all(kwargs["cu_seq_lens_q"] is batch["cu_seq_lens_q"] for kwargs in seen)
+    assert all(kwargs["max_length_q"] == 6 and not kwargs.keys() & {"target_ids", "labels"} for kwargs in seen)
 
 
 def test_a_batch_that_does_not_tell_the_shape():
