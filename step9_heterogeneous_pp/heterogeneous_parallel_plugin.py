@@ -27,7 +27,7 @@ from hf_tensor_parallel import apply_tensor_parallel
 from pipeline_parallel import StageCommunication, connect_neighbours, one_f_one_b, run_schedule
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate
-from stage_weights import load_weights
+from stage_weights import load_weights, share_weights
 from tensor_parallel import clip_grad_norm
 from utils import UserError, choose_device, recompute_layers
 
@@ -98,7 +98,7 @@ class HeterogeneousParallelPlugin:
         """Keeps this rank's part of the model. Returns it, the optimizer of its parameters, and the dataloader.
 
         `weights`: a state dict, a directory with safetensors (each rank reads what it holds), or a function that gives
-        a stage its parameters. By default they are those that the model has. `seed` is that of dropout. `optimizer`
+        a stage its parameters. By default they are those of rank 0's model. `seed` is that of dropout. `optimizer`
         keeps those of its parameters that this rank holds, or is a function that makes one of [(name, parameter), ...].
         Raises what PipelineTemplate.check raises, on every rank, and UserError for an optimizer of another model.
         """
@@ -111,7 +111,10 @@ class HeterogeneousParallelPlugin:
         is_ours = PipelineTemplate.get_model_name(model) == "model.Llama"
         if is_ours:
             model.dtype = self.compute_dtype  # activations of Hugging Face's models have their parameters' dtype
-        model = apply_tensor_parallel(model.to(self.master_dtype))
+        model = model.to(self.master_dtype)
+        if weights is None:
+            share_weights(model, self.device)
+        model = apply_tensor_parallel(model)
         autocast = self.compute_dtype if self.compute_dtype == torch.bfloat16 and not is_ours else None
         stage = PipelineStage(model, self.template, pgm.process_group_manager.pp_rank, autocast)
         if callable(weights):
