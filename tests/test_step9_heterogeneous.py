@@ -64,8 +64,8 @@ print(f"<{{dist.get_rank()}} {{sizes}}>", flush=True)
     for rank in (0, 1):
         for error in ("UserError: Modules in the pipeline template do not match the modules in the model",
                       "UserError: The first stage must contain the transformer.wte module",
-                      "UserError: All pipelines must have a corresponding number of microbatches",
-                      "UserError: Number of ranks in pipeline templates does not match world size",
+                      "Mismatch: All pipelines must have a corresponding number of microbatches",
+                      "Mismatch: Number of ranks in pipeline templates does not match world size",
                       "Unsupported: Auto policy for transformers.models.t5.modeling_t5.T5Model is not"):
             assert f"<{rank} {error}" in out, out
 

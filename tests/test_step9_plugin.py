@@ -92,11 +92,27 @@ def test_the_schedule_and_no_loss(schedule, peak):
 def test_numbers_of_micro_batches(plugin, counts):
     template = PipelineTemplate.from_layers_per_stage(toy("gpt2"), [3])
     message = f"number of microbatches: got {re.escape(repr(counts))} for 1 pipelines: give a dictionary or a list"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as raised:
         plugin.set_pipelines([template], counts)
+    assert isinstance(raised.value, AssertionError)  # as in other systems
     if isinstance(counts, list) and len(counts) == 1:
         with pytest.raises(ValueError, match=message):
             plugin.set_pipelines([template], {template: counts[0]})
+
+
+def test_a_template_without_its_number_is_named(plugin):
+    model = toy("gpt2")
+    one, two = (PipelineTemplate.from_layers_per_stage(model, sizes) for sizes in ([3], [1, 2]))
+    message = (r"^All pipelines must have a corresponding number of microbatches: .* has none for pipeline 1, "
+               r"transformer.wte \.\.\. transformer.h.0 \| transformer.h.1 \.\.\. lm_head: add the number")
+    with pytest.raises(AssertionError, match=message):
+        plugin.set_pipelines([one, two, one], {one: 3})
+
+
+def test_the_wrong_number_of_ranks_is_also_an_assertion_error(plugin):
+    template = PipelineTemplate.from_layers_per_stage(toy("gpt2"), [1, 2])
+    with pytest.raises(AssertionError, match="^Number of ranks in pipeline templates does not match world size"):
+        plugin.set_pipelines([template], [1])
 
 
 def test_templates_of_several_models(plugin):
