@@ -26,21 +26,25 @@ process_group_manager = None
 timeout = datetime.timedelta(seconds=600)  # how long a rank waits for the others before it ends with an error
 
 
+class Mismatch(UserError, AssertionError):
+    """Pipelines that do not fit the processes or the numbers of micro-batches. Other systems assert that they do."""
+
+
 class ProcessGroupManager:
     """The coordinates of this rank in the grid, and process groups through it.
 
     For tp and pp: `<axis>_group` to communicate in, `<axis>_group_ids` (its global ranks in order),
     `<axis>_world_size` and `<axis>_rank` (the position of this rank in the group). `dp_rank` is the number of this
     rank's pipeline, one of `dp_world_size`. All ranks make one together.
-    Raises UserError where the pipelines need another number of processes.
+    Raises Mismatch where the pipelines need another number of processes.
     """
 
     def __init__(self, stages_per_pipeline: list[int], tp_size: int):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if (needed := sum(stages_per_pipeline) * tp_size) != self.world_size:
-            raise UserError(f"Number of ranks in pipeline templates does not match world size: stages "
-                            f"{stages_per_pipeline} x tp_size={tp_size} need {needed} processes, but {self.world_size} "
-                            f"run: use torchrun --nproc_per_node {needed}, or change the sizes")
+            raise Mismatch(f"Number of ranks in pipeline templates does not match world size: stages "
+                           f"{stages_per_pipeline} x tp_size={tp_size} need {needed} processes, but {self.world_size} "
+                           f"run: use torchrun --nproc_per_node {needed}, or change the sizes")
         ranks = torch.arange(self.world_size).split([stages * tp_size for stages in stages_per_pipeline])
         self.grid = [block.view(-1, tp_size) for block in ranks]  # grid[dp][pp, tp]: a global rank
         self.dp_rank = next(dp for dp, block in enumerate(self.grid) if self.global_rank in block)

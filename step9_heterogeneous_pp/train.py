@@ -96,10 +96,14 @@ def parse_args(doc: str, add_flags: Callable):
 def make_plugin(args, model, pipelines: Callable | None = None) -> HeterogeneousParallelPlugin:
     """The plugin with the pipelines that the flags ask for, or by default with those of `pipelines(model)`.
 
-    Raises UserError where these are not possible.
+    On a multiple of the processes that these need, they are repeated. Raises UserError where these are not possible.
     """
     if pipelines and args.pipelines is None and args.dp_size == args.pp_size == 1:
         templates, num_microbatches = pipelines(model)
+        copies = max(1, dist.get_world_size() // (sum(each.num_stages for each in templates) * args.tp_size))
+        templates *= copies
+        if isinstance(num_microbatches, list):
+            num_microbatches *= copies
         if args.gradient_accumulation_steps:
             num_microbatches = [args.gradient_accumulation_steps] * len(templates)
     else:
@@ -128,7 +132,7 @@ def make_data_loader(args, config, plugin, data: Callable) -> tuple[Iterator[dic
     if not 0 <= args.profile_batch <= num_steps:
         raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
     samples, collate = data(args, config, num_steps * plugin.global_batch_size)
-    data_loader = plugin.prepare_dataloader(samples, collate_fn=collate, num_workers=args.num_workers)
+    data_loader = plugin.prepare_dataloader(samples, seed=args.seed, collate_fn=collate, num_workers=args.num_workers)
     return iter(data_loader), num_steps
 
 
