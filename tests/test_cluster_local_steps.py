@@ -221,3 +221,12 @@ def test_flags_that_do_not_go_together(monkeypatch, flags, expected):
     monkeypatch.setattr("sys.argv", ["train_distributed.py", *map(str, flags)])
     with pytest.raises(ValueError, match=re.escape(expected)):
         train_distributed.parse_args()
+
+
+def test_no_local_steps_where_ranks_are_started_anew(monkeypatch):
+    """Their optimizers are not saved: after a loss, all would begin anew."""
+    monkeypatch.setattr("sys.argv", ["train_distributed.py", "--local_steps", "4"])
+    train_distributed.parse_args()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "100")
+    with pytest.raises(ValueError, match="--local_steps in an elastic run: .*: start without --elastic"):
+        train_distributed.parse_args()
