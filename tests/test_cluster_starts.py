@@ -85,8 +85,9 @@ def test_a_directory_counts_for_the_first_start(train, kind, name):
     assert f"step_{OLDER + 2:08d}" not in saved(train, "b", name)
 
 
-@pytest.mark.parametrize("hosts, resume", [("ba", []), *(pytest.param(hosts, ["--resume", "auto"],
-                                                                       marks=pytest.mark.slow) for hosts in ("ab", "ba"))])
+@pytest.mark.parametrize("hosts, resume", [
+    ("ba", []), *(pytest.param(hosts, ["--resume", "auto"], marks=pytest.mark.slow) for hosts in ("ab", "ba")),
+])
 def test_a_late_host_with_an_older_run(train, older, hosts, resume):
     """Its checkpoint is of a later step, and its rows are as many. It is left in peace, and the files come whole."""
     env = {**ELASTIC, "TORCHELASTIC_RUN_ID": "launch"}

@@ -67,15 +67,16 @@ def run_of(state: dict) -> str:
 
 
 def only_run(folder: str, of_disks: list[tuple[str, dict]]) -> str | None:
-    """The run whose checkpoint is the newest on each disk. Raises UserError where these are not of one run."""
+    """The run of the newest checkpoint on each disk, of (host, run_ids). Raises UserError where it is not the same."""
     newest = {}
     for host, ids in of_disks:
         if known := [name for name in ids if ids[name]]:
             name = max(known, key=step_of)
             newest.setdefault(ids[name], f"{name} on {host}")
     if len(newest) > 1:
-        raise UserError(f"{folder} has checkpoints of unlike runs: {', and of another run '.join(newest.values())}: move "
-                        "the folder of the run that is not to go on to another name, on its host")
+        listed = ", and of another run ".join(newest.values())
+        raise UserError(f"{folder} has checkpoints of unlike runs: {listed}: rename the folder of the run that is not "
+                        "to go on, on its host")
     return next(iter(newest), None)
 
 

@@ -25,9 +25,7 @@ from training.checkpoint import Checkpointer
 from training.checkpoint_files import SURVIVORS, read_tokenizer_files, step_of
 from training.disks import Disks
 from training.lora import Lora
-from training.resume import (
-    Found, Loader, find_checkpoint, free_name, move_aside, run_ids, run_of, take_over,
-)
+from training.resume import Found, Loader, find_checkpoint, free_name, move_aside, run_ids, run_of, take_over
 from training.sample import Sampler
 from training.survive import Watch, is_elastic
 from utils import ROOT, UserError, positive_int, zero_or_more
@@ -66,8 +64,8 @@ class Run:
                 raise UserError(f"--{name} {value!r} has characters that can't be printed: leave them out")
         self.args, self.folder = args, os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
         self.watch, self.disks = Watch(), Disks(self.folder)
-        self.launch, may_be_again = launch_id(args.resume)
         self.lock, last = lock(self.folder, self.disks)
+        self.launch, may_be_again = launch_id(args.resume)
         self.run_id = next((each["run_id"] for each in self.disks.gather(last)
                             if may_be_again and each.get("launch") == self.launch), None)
         self.found, self.branches = self.find()
@@ -95,7 +93,7 @@ class Run:
             if found := find_checkpoint("auto", self.folder, self.disks, self.run_id):
                 return found, False
             if self.run_id and dist.get_rank() == 0:
-                print(f"no whole checkpoint of this run is left in {self.folder}: it starts as it did first", flush=True)
+                print(f"{self.folder} has no whole checkpoint of this run: it starts as it did first", flush=True)
         if wanted in (None, "auto"):
             return None, False
         return find_checkpoint(wanted, self.folder, self.disks), True
@@ -108,7 +106,8 @@ class Run:
         ids = run_ids(self.folder) if self.disks.leads else {}
         is_others = move_aside(self.folder, self.disks, lambda name: ids[name] not in (None, run_id), None)
         logs = os.path.join(self.args.log_dir, self.args.run_name)
-        if (is_others or last.get("run_id", run_id) != run_id) and os.path.isdir(logs):
+        is_others = is_others or last.get("run_id", run_id) != run_id
+        if is_others and run_id not in ids.values() and os.path.isdir(logs):
             os.rename(logs, other := free_name(logs))
             print(f"an older run has the same name: its folder is now {other}", flush=True)
 
@@ -229,7 +228,8 @@ def launch_id(resume: str | None) -> tuple[str | None, bool]:
 def lock(folder: str, disks: Disks):
     """A file that one run at a time has open, on each disk; it is free again when this process ends. Collective.
 
-    Also what the last run has written there by write_record(), {} where there is none. Raises UserError, on every rank, where another run has it. After a loss, the processes before may take a moment.
+    Returns it, and what read_record() finds in it. Raises UserError, on every rank, where another run has it. After a
+    loss, the processes before may take a moment.
     """
     file, until, is_free = None, time.monotonic() + (30 if is_elastic() else 1), True
     if disks.leads:
@@ -249,7 +249,7 @@ def lock(folder: str, disks: Disks):
 
 
 def read_record(file) -> dict:
-    """run_id and launch of the last run that had this lock."""
+    """run_id and launch of the last run that had this lock, as write_record() has written them; {} of none."""
     try:
         file.seek(0)
         record = json.load(file)
@@ -259,7 +259,7 @@ def read_record(file) -> dict:
 
 
 def write_record(file, record: dict, disks: Disks) -> None:
-    """Collective. Raises UserError, on every rank, where a disk does not take it."""
+    """On each disk. Collective. Raises UserError, on every rank, where one does not take it."""
     error = None
     try:
         if file:
