@@ -104,7 +104,9 @@ def train_rounds(args, plugin, made, templates: list, shares: list[int], run) ->
                         f"round of --local_steps {args.local_steps}: lower it, or add data")
     loader = plugin.prepare_dataloader(samples, shuffle=True, seed=args.seed, collate_fn=next_tokens)
     stage = PipelineStage(made.model, templates[0], 0)
-    made.initial(stage)
+    if made.initial:  # else the model has them, drawn by --seed
+        made.initial(stage)
+    stage.model.to(plugin.device)
     if args.recompute:
         recompute_layers(stage.own_layers())
     optimizer = torch.optim.AdamW(stage.model.named_parameters(), lr=args.learning_rate, fused=True)
