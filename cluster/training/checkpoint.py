@@ -60,8 +60,11 @@ class Checkpointer:
                     shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
     def prepare(self) -> None:
-        """Takes the memory for the copies in the background, after the first step: then the optimizer has its state."""
-        if self.grid.dp_rank == 0:
+        """Takes the memory for the copies in the background, after the first step: then the optimizer has its state.
+
+        While a checkpoint is still being written, the next save takes it instead.
+        """
+        if self.grid.dp_rank == 0 and not (self.thread and self.thread.is_alive()):
             self.thread = threading.Thread(target=self.take_memory, args=[pieces_of(self.stage, self.optimizer)])
             self.thread.start()
 

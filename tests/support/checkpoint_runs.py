@@ -3,7 +3,7 @@
 As a script, `checkpoint_runs.py OUT SCRIPT FLAGS...`, it runs SCRIPT with norms, softmax and routers in float64, too,
 and each rank writes its parameters into OUT/rank<r>.pt in the end, and the gradients of the last step into
 OUT/grads<r>.pt. With POISON=1:5 in the environment nothing is different, but that rank 1's weights are NaN after its
-fifth step.
+fifth step. With HOSTS=a,b rank 0 runs in OUT/a and rank 1 in OUT/b: relative paths are then on disks of their own.
 """
 
 import functools
@@ -94,6 +94,10 @@ def main() -> None:
     out, script = sys.argv[1:3]
     sys.argv = sys.argv[2:]
     sys.path[0] = str(pathlib.Path(script).parent)
+    if hosts := os.environ.get("HOSTS"):
+        os.chdir(os.path.join(out, hosts.split(",")[int(os.environ["RANK"])]))
+        runpy.run_path(script, run_name="__main__")
+        return
     if poison := os.environ.get("POISON"):
         register_optimizer_step_post_hook(functools.partial(put_nan, itertools.count(1), *map(int, poison.split(":"))))
         runpy.run_path(script, run_name="__main__")
