@@ -17,7 +17,7 @@ import uuid
 import hosts as hosts_file
 from elastic import Elastic
 from hosts import Host, UserError, peer, read_hosts
-from remote_run import GRACE, STOP, Run, catch_signals, next_event, report
+from remote_run import GRACE, Run, catch_signals, next_event, report
 
 
 def launch(hosts: list[Host], jobs: list[dict]) -> int:
@@ -40,7 +40,7 @@ def launch(hosts: list[Host], jobs: list[dict]) -> int:
                 run.send()
             else:
                 run.quiet = bool(failed)  # torchrun's own reports of being stopped would bury the cause
-                run.stop(now > stop_at + STOP)
+                run.stop(stop_at)
     if failed:
         return report(failed)
     return 128 + signalled if signalled else 0

@@ -109,7 +109,6 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
         record.evaluated(0, evaluator.evaluate())
     for batch in range(run.start, num_steps):
         with run.watch.lost_peers():
-            stops = run.watch.ask_all()
             times.start(batch, profile=batch == args.profile_batch)
             torch.manual_seed(args.seed + 1000 * grid.dp_rank + grid.pp_rank + 1_000_000 * batch)  # of dropout
             loss = plugin.execute_pipeline(batches, model, first_bad, optimizer)
@@ -127,10 +126,11 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
             record.log(*step[:5])
             if batch == args.profile_batch:
                 write_timeline(args, plugin)
-            stops, is_last = stops(), step.number == num_steps
+            stops, is_last = run.watch.ask_all(), step.number == num_steps
             if evaluator and not stops and (is_last or args.eval_every and step.number % args.eval_every == 0):
                 step = step._replace(evaluation=evaluator.evaluate())
                 record.evaluated(step.number, step.evaluation)
+                stops = run.watch.ask_all()  # an evaluation may take longer than a step
             is_end = bool(steps_per_epoch) and step.number % steps_per_epoch == 0
             step = step._replace(sample=run.after_step(step.number, stops, is_end, is_last))
         yield step
