@@ -39,7 +39,7 @@ while True:
     time.sleep(1)
 """
 JOB = {"nnodes": 3, "node_rank": 1, "nproc": 2, "master_address": "desk", "master_port": 29500, "interface": "lo",
-       "peer": None, "environment": {}, "command": ["train.py", "--epochs", "3"],
+       "peer": None, "environment": {}, "is_home": False, "command": ["train.py", "--epochs", "3"],
        "elastic": {"nodes": "2:3", "id": "1a", "mark": "1a b", "address": "127.0.0.1"}}
 
 

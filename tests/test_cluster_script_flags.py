@@ -22,7 +22,7 @@ with modules_of(9):
 
 @pytest.fixture
 def three_ranks(monkeypatch):
-    monkeypatch.setattr(speeds, "from_rank_0", lambda make: make())
+    monkeypatch.setattr(speeds, "from_home", lambda make: make())
     monkeypatch.setattr(speeds, "gather", lambda value: [value] * 3)
 
 

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from host_facts import STOPS_WITHIN, run_interface, usable_cores
+from host_facts import HOME, STOPS_WITHIN, run_interface, usable_cores
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # this host's copy of the project
 SILENCE, UNHEARD = 15, 75  # seconds, where the launcher sends two heartbeats a second; and then the exit code
@@ -75,6 +75,8 @@ def environment(job: dict) -> dict[str, str]:
         # What a lost first worker leaves in a store that outlives it would lead the next round to stale addresses.
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         variables[MARK] = elastic["mark"]
+    if job["is_home"]:
+        variables[HOME] = "1"
     return {**variables, **job["environment"]}
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from training.checkpoint_files import CHUNK
+from training.machine_facts import home_rank
 from utils import UserError
 
 
@@ -27,7 +28,7 @@ class Disk(NamedTuple):
 
 
 class Disks:
-    """All disks of a run. `mine` is that of this rank. All ranks make one together.
+    """All disks of a run. `mine` is that of this rank, `home` that of home_rank(). All ranks make one together.
 
     `group`: a gloo group of all ranks, in which nobody else communicates. Raises UserError, on every rank, where a rank
     can't write to the folder.
@@ -50,6 +51,7 @@ class Disks:
         self.all = sorted({Disk(ranks) for ranks in self.gather(seen)})
         os.remove(probe)
         self.mine = next(disk for disk in self.all if self.rank in disk.ranks)
+        self.home = next(disk for disk in self.all if home_rank() in disk.ranks)
         self.leads = self.mine.leader == self.rank
 
     def for_a_thread(self) -> "Disks":

@@ -17,6 +17,7 @@ from training.checkpoint_files import (
     STATE, SURVIVORS, Reader, check_file, merge, name_of_step, read_index, read_state, set_latest, step_of,
 )
 from training.disks import Disks
+from training.machine_facts import is_home
 from training.pieces import name_function, peft_name, their_name, trained_alone
 from utils import UserError
 
@@ -69,7 +70,8 @@ def locate(path: str, disks: Disks) -> tuple[str, str]:
 
 
 def choose(folder: str, names: list[str], disks: Disks, is_certain: bool) -> Found | None:
-    """The first of `names` that is whole. Rank 0 prints why others are not; `is_certain`: it is an error instead."""
+    """The first of `names` that is whole. home_rank() prints why others are not; `is_certain`: it is an error instead.
+    """
     for name in names:
         state, good, problems = look(os.path.join(folder, name)) if disks.leads else (None, [], [])
         seen = disks.gather((disks.all.index(disks.mine), state, good, problems) if disks.leads else None)
@@ -81,14 +83,14 @@ def choose(folder: str, names: list[str], disks: Disks, is_certain: bool) -> Fou
         lacking = [file for file, having in holders.items() if not having] or ([] if states else [STATE])
         lacking += {*state.get("names", ())} - state["parameters"].keys()  # of survivors: what only lost ranks held
         if not lacking:
-            if problems and disks.rank == 0:
+            if problems and is_home():
                 print(f"warning: {problems[0]}; another disk has it", flush=True)
             return Found(name, folder, state, holders)
         what = next((problem for problem in problems if lacking[0] in problem),
                     f"{os.path.join(folder, name, lacking[0])} is on no disk of these hosts")
         if is_certain:
             raise UserError(f"no whole checkpoint: {what}. Name another one, or use --resume auto")
-        if disks.rank == 0 and not name.endswith(SURVIVORS):
+        if is_home() and not name.endswith(SURVIVORS):
             print(f"the checkpoint {name} is not whole: {what}. Falling back to the one before", flush=True)
     return None
 

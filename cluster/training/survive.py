@@ -29,7 +29,7 @@ from utils import UserError
 
 BEAT, PATIENCE = 0.5, 6.0  # seconds
 UNKNOWN = 600.0  # seconds that a stop may take where no step was measured yet, and while the last checkpoint is written
-SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds, 30 by default, after which torchrun kills what it has told to end
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds until torchrun kills what it has told to end; 30 by default
 ALONE = 4.0  # seconds that a rank waits for its own agent to stop it
 LOST = re.compile("peer|onnection|ocket|imed out|timeout|Broken pipe|NCCL|TCPStore|remote process", re.IGNORECASE)
 
@@ -145,8 +145,9 @@ class Watch:
         limit = float(os.environ.get(SHUTDOWN, 30))
         if self.rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ and self.longest > limit / 2 and not self.is_warned:
             self.is_warned = True
-            print(f"a step takes {self.longest:.0f} s, and torchrun ends its processes {limit:.0f} s after Ctrl-C, saved "
-                  f"or not: start it with {SHUTDOWN}={max(UNKNOWN, 4 * self.longest):.0f} on each host", flush=True)
+            print(f"a step takes {self.longest:.0f} s, and torchrun ends its processes {limit:.0f} s after Ctrl-C, "
+                  f"saved or not: start it with {SHUTDOWN}={max(UNKNOWN, 4 * self.longest):.0f} on each host",
+                  flush=True)
 
     def close(self) -> None:
         """The training is over: from here on no rank needs to hear of another one. Collective."""

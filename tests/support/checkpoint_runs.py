@@ -3,7 +3,8 @@
 As a script, `checkpoint_runs.py OUT SCRIPT FLAGS...`, it runs SCRIPT with norms, softmax and routers in float64, too,
 and each rank writes its parameters into OUT/rank<r>.pt in the end, and the gradients of the last step into
 OUT/grads<r>.pt. With POISON=1:5 in the environment nothing is different, but that rank 1's weights are NaN after its
-fifth step; with STOP=1:5 rank 1 gets SIGTERM in the middle of it.
+fifth step; with STOP=1:5 rank 1 gets SIGTERM in the middle of it. With HOSTS=FOLDER each rank is a host of its own,
+whose disk is FOLDER/host<rank>, and the last one has started the run.
 """
 
 import functools
@@ -14,6 +15,7 @@ import pathlib
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -95,6 +97,15 @@ def stop(numbers, rank: int, step: int, _optimizer, _args, _kwargs) -> None:
         time.sleep(0.2)  # until it is noted
 
 
+def be_a_host(folder: str) -> None:
+    rank = os.environ["GROUP_RANK"] = os.environ["RANK"]
+    socket.gethostname = lambda: f"host{rank}"
+    if int(rank) == int(os.environ["WORLD_SIZE"]) - 1:
+        os.environ["LAUNCH_CLUSTER_HOME"] = "1"
+    os.makedirs(os.path.join(folder, f"host{rank}"), exist_ok=True)
+    os.chdir(os.path.join(folder, f"host{rank}"))
+
+
 def main() -> None:
     import torch
     from huggingface import float64_throughout
@@ -103,6 +114,8 @@ def main() -> None:
     out, script = sys.argv[1:3]
     sys.argv = sys.argv[2:]
     sys.path[0] = str(pathlib.Path(script).parent)
+    if "HOSTS" in os.environ:
+        be_a_host(os.environ["HOSTS"])
     faults = {"POISON": (register_optimizer_step_post_hook, put_nan), "STOP": (register_optimizer_step_pre_hook, stop)}
     if fault := next((name for name in faults if name in os.environ), None):
         register, act = faults[fault]
