@@ -120,10 +120,15 @@ def test_a_signal_to_one_rank_of_torchrun(folder, uninterrupted):
 
 
 def test_the_step_that_runs_is_the_last(folder):
-    """Rank 1 is told to stop in the middle of step 3."""
+    """Rank 1 is told to stop in the middle of step 3. The launcher hears that a checkpoint is written, which may take
+    long, and users of torchrun that it waits too short: here, no second."""
+    variables = {"STOP": "1:3", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "0", "TORCHELASTIC_RUN_ID": "none",
+                 "LAUNCH_CLUSTER_STOPS_WITHIN": str(folder / "seconds")}
     done = fork(9, 2, folder / "out", SCRIPT, *words(folder, "third", 2, max_steps=LONG, save_every=None),
-                env={"STOP": "1:3"}, script=ROOT / "tests" / "support" / "checkpoint_runs.py")
+                env=variables, script=ROOT / "tests" / "support" / "checkpoint_runs.py")
     assert check_stopped(folder, "third", done.stdout) == 3
+    assert (folder / "seconds").read_text() == "600.0"
+    assert done.stdout.count("0 s after Ctrl-C, saved or not: start it with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 on") == 1
 
 
 def test_a_loss_of_nan(folder):

@@ -91,6 +91,8 @@ def test_the_command_line_of_torchrun(monkeypatch, tmp_path):
     assert any(word.startswith("--rdzv-conf=is_host=1,") for word in first) and words[-3:] == JOB["command"]
     assert host_run.environment(JOB)["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert host_run.environment(JOB)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "900", "host_run.py ends them, not torchrun"
+    assert "LAUNCH_CLUSTER_HOME" not in host_run.environment(JOB)
+    assert "LAUNCH_CLUSTER_HOME" in host_run.environment({**JOB, "is_home": True})
     plain = {name: value for name, value in JOB.items() if name != "elastic"}
     assert not [word for word in host_run.command(plain) if "rdzv" in word or "local-addr" in word]
     assert not {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", host_run.MARK} & host_run.environment(plain).keys()

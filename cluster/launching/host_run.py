@@ -128,8 +128,8 @@ def seconds_in(path: str | None) -> float:
 
 
 def end_all(find: Callable[[], list[int]] = descendants, patience: float = PATIENCE, file: str | None = None) -> None:
-    """Asks all processes that find() returns to end, and ends those that are left after `patience` seconds, and those
-    in the `file`."""
+    """Asks all processes that find() returns to end, and ends those that are left after `patience` seconds and those
+    that are in the `file`."""
     start, number, said = time.monotonic(), signal.SIGTERM if patience else signal.SIGKILL, 0
     while left := find():
         for pid in left if number else ():
@@ -137,7 +137,7 @@ def end_all(find: Callable[[], list[int]] = descendants, patience: float = PATIE
                 os.kill(pid, number)
         waited, limit = time.monotonic() - start, patience and patience + seconds_in(file)
         number = signal.SIGKILL if waited > limit else None
-        if waited // SAYS > said:
+        if number is None and waited // SAYS > said:
             said = waited // SAYS
             with contextlib.suppress(OSError):  # nobody reads any more
                 print(f"stopping: a training ends its step and saves first, {limit - waited:.0f} s at most", flush=True)

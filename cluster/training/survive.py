@@ -12,6 +12,7 @@ rank counts aloud, in the store of rank 0, and one that falls silent for PATIENC
 
 import contextlib
 import datetime
+import math
 import os
 import re
 import select
@@ -47,7 +48,8 @@ class Watch:
 
     def __init__(self):
         self.asked, self.rescue, self.lock, self.ended = False, None, threading.RLock(), threading.Event()
-        self.longest, self.is_warned = 0.0, False  # seconds between two questions of ask_all
+        self.longest, self.asked_at = 0.0, None  # seconds between two questions of ask_all; when the last one was
+        self.torchrun_waits = float(os.environ.get(SHUTDOWN, 30)) if "TORCHELASTIC_RUN_ID" in os.environ else math.inf
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         self.store = None
@@ -89,7 +91,7 @@ class Watch:
 
     def begin(self, rescue: Callable[[], str | None]) -> None:
         """From now on there is something to lose: a signal ends the step first, and a lost rank calls `rescue`."""
-        self.rescue, self.asked_at = rescue, time.monotonic()
+        self.rescue = rescue
         self.stops_within(UNKNOWN)
 
     def let_signals_kill(self) -> None:
@@ -125,10 +127,14 @@ class Watch:
         asked, now = torch.tensor(int(self.asked), dtype=torch.int32), time.monotonic()
         if self.group:
             dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
-        if now - self.asked_at > self.longest:
+        if self.asked_at and now - self.asked_at > self.longest:  # not of the first step, which warms up
             self.longest = now - self.asked_at
             self.stops_within(self.longest)
-            self.warn()
+            if self.rank == 0 and self.longest > self.torchrun_waits / 2:  # the other half is for the checkpoint
+                print(f"a step takes {self.longest:.0f} s, and torchrun ends its processes {self.torchrun_waits:.0f} s "
+                      f"after Ctrl-C, saved or not: start it with {SHUTDOWN}={max(UNKNOWN, 4 * self.longest):.0f} on "
+                      "each host", flush=True)
+                self.torchrun_waits = math.inf
         self.asked_at = now
         if asked:
             self.stops_within(UNKNOWN)
@@ -139,15 +145,6 @@ class Watch:
         if (path := os.environ.get(STOPS_WITHIN)) and os.environ.get("LOCAL_RANK", "0") == "0":
             with contextlib.suppress(OSError), open(path, "w") as file:
                 file.write(f"{seconds:.1f}")
-
-    def warn(self) -> None:
-        """Prints once, on rank 0, that torchrun will not wait long enough: half of its time is for the checkpoint."""
-        limit = float(os.environ.get(SHUTDOWN, 30))
-        if self.rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ and self.longest > limit / 2 and not self.is_warned:
-            self.is_warned = True
-            print(f"a step takes {self.longest:.0f} s, and torchrun ends its processes {limit:.0f} s after Ctrl-C, "
-                  f"saved or not: start it with {SHUTDOWN}={max(UNKNOWN, 4 * self.longest):.0f} on each host",
-                  flush=True)
 
     def close(self) -> None:
         """The training is over: from here on no rank needs to hear of another one. Collective."""
