@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from dataloader import TokenSamples, encode, encode_to_file, files_at, load_tokenizer
 from training.disks import Disks
-from training.machine_facts import home_rank, is_home
+from training.machine_facts import home_rank
 from training.rows import Source, documents, encoder, find_source, first_kind, ids_of, mark, rows_of_kind
 from utils import ROOT, UserError, once_per_machine
 
@@ -220,9 +220,10 @@ def from_homes_disk(make: Callable[[], str]) -> str:
     The ranks of a machine share its cache. A machine that has the file from an earlier run is sent nothing.
     Raises UserError, on every rank, for what make() raises, and where a disk does not take the file.
     """
-    path = once_per_machine(lambda: make() if is_home() else None)  # others wait as long as it takes
+    home = home_rank()
+    path = once_per_machine(lambda: make() if dist.get_rank() == home else None)  # others wait as long as it takes
     disks = Disks(CACHE)
-    name, size = disks.gather((path and os.path.basename(path), path and os.path.getsize(path)))[home_rank()]
+    name, size = disks.gather((path and os.path.basename(path), path and os.path.getsize(path)))[home]
     path, error = os.path.join(CACHE, name), None
     has_file = disks.gather(os.path.exists(path) and os.path.getsize(path) == size)
     for disk in disks.all:

@@ -142,9 +142,9 @@ class Watch:
 
     def stops_within(self, seconds: float) -> None:
         """Tells launch_cluster.sh, if it has started this process, how long it may take from a signal to the end."""
-        if (path := os.environ.get(STOPS_WITHIN)) and os.environ.get("LOCAL_RANK", "0") == "0":
-            with contextlib.suppress(OSError), open(path, "w") as file:
-                file.write(f"{seconds:.1f}")
+        if path := os.environ.get(STOPS_WITHIN):
+            with contextlib.suppress(OSError), open(path, "r+") as file:
+                file.write(f"{seconds:10.1f}")  # always as long, over what is there: nobody reads half a number
 
     def close(self) -> None:
         """The training is over: from here on no rank needs to hear of another one. Collective."""
