@@ -140,7 +140,7 @@ def end_all(find: Callable[[], list[int]] = descendants, patience: float = PATIE
         if number is None and waited // SAYS > said:
             said = waited // SAYS
             with contextlib.suppress(OSError):  # nobody reads any more
-                print(f"stopping: a training finishes its step and saves, for {limit - waited:.0f} s at most", flush=True)
+                print(f"stopping: a training may finish its step and save for {limit - waited:.0f} s", flush=True)
         time.sleep(0.05)
 
 
