@@ -113,8 +113,8 @@ class Checkpointer:
     def last(self) -> str | None:
         """The path of the newest checkpoint on home_rank(), once it is written. Collective."""
         self.wait()
-        return self.disks.gather(os.path.join(self.folder, name_of_step(self.written)))[home_rank()] \
-            if self.written else None
+        path = os.path.join(self.folder, name_of_step(self.written))
+        return self.disks.gather(path)[home_rank()] if self.written else None
 
     def wait(self) -> None:
         """Until what save() began is written. Prints, on home_rank(), what came of it."""

@@ -89,12 +89,12 @@ def home_rank() -> int:
     """
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (far_from_home(), (socket.gethostname(), uuid.getnode())))
-    _, home = min(ranks)
+    _, home = min(ranks, key=lambda rank: rank[0])
     return [machine for _, machine in ranks].index(home)
 
 
 def far_from_home() -> tuple[bool, int]:
-    """The machine with the least is home."""
+    """The machine with the least of all is home."""
     return HOME not in os.environ, int(os.environ.get("GROUP_RANK", 0))
 
 
