@@ -56,7 +56,7 @@ class Run:
     """What a run has around its training, without any of it."""
 
     start, disks, found, lock, lost_peers = 0, None, None, contextlib.nullcontext(), contextlib.nullcontext
-    ask_all, after_step, end = lambda self: lambda: False, lambda self, *_: None, lambda self, was_stopped: None
+    ask_all, after_step, end = lambda self: False, lambda self, *_: None, lambda self, was_stopped: None
     watch, check, begin = property(lambda self: self), lambda self, *_: None, lambda self, *_, **__: None
     weights = lambda self, device, initial, lora: initial
 

@@ -119,6 +119,19 @@ def test_a_signal_to_one_rank_of_torchrun(folder, uninterrupted):
     check_resumed(folder, name, uninterrupted(), step, run(folder, name, 1, "--resume", "auto", **flags).stdout)
 
 
+def test_the_step_that_runs_is_the_last(folder):
+    """Rank 1 is told to stop in the middle of step 3. The launcher hears that a checkpoint is written, which may take
+    long, and users of torchrun that it waits too short: here, no second."""
+    variables = {"STOP": "1:3", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "0", "TORCHELASTIC_RUN_ID": "none",
+                 "LAUNCH_CLUSTER_STOPS_WITHIN": str(folder / "seconds")}
+    (folder / "seconds").touch()
+    done = fork(9, 2, folder / "out", SCRIPT, *words(folder, "third", 2, max_steps=LONG, save_every=None),
+                env=variables, script=ROOT / "tests" / "support" / "checkpoint_runs.py")
+    assert check_stopped(folder, "third", done.stdout) == 3
+    assert float((folder / "seconds").read_text()) == 600
+    assert done.stdout.count("0 s after Ctrl-C, saved or not: start it with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 on") == 1
+
+
 def test_a_loss_of_nan(folder):
     """Rank 1's weights become NaN after step 5: the next loss ends the run, and what step 4 saved is safe."""
     flags = dict(max_steps=8, save_every=2)

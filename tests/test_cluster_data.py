@@ -258,8 +258,9 @@ def test_the_split_is_drawn_from_all_and_never_trained_on(dataset):
     assert len(seen) == 30 and not seen & set(texts) and made.train.steps_per_epoch == 7
 
 
-def test_the_others_get_the_data_from_rank_0(tmp_path):
-    """Ranks 0 and 1 share a disk. Rank 2 has another, and neither the data nor a tokenizer."""
+@pytest.mark.parametrize("home", [0, 2])
+def test_the_others_get_the_data_from_the_host_that_started_the_run(tmp_path, home):
+    """Ranks 0 and 1 share a disk. Rank 2 has another. Only one of the two hosts has the data and a tokenizer."""
     pairs = [{"prompt": f"{i} ", "completion": f"number {i}"} for i in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     script = tmp_path / "script.py"
@@ -274,20 +275,23 @@ from training import encoded
 from utils import UserError
 
 folder, rank = pathlib.Path({str(tmp_path)!r}), int(os.environ["RANK"])
+has_data = (rank == 2) == ({home} == 2)
+if has_data:
+    os.environ["LAUNCH_CLUSTER_HOME"] = "1"
 pgm.init_process_group("gloo")
 if rank == 2:
     socket.gethostname = lambda: "another"
 encoded.CACHE = str(folder / ("cache of rank 2" if rank == 2 else "cache"))
 name, tokenizer = str(folder / "data.jsonl"), {TINY!r}
-args = argparse.Namespace(dataset_name=name if rank < 2 else "nowhere", seq_len=16, data_from_rank0=True)
+args = argparse.Namespace(dataset_name=name if has_data else "nowhere", seq_len=16, data_from_rank0=True)
 for i in range(2):
-    samples = encoded.load_samples(args, tokenizer if rank < 2 else "nobody", 1024, packing="auto")
+    samples = encoded.load_samples(args, tokenizer if has_data else "nobody", 1024, packing="auto")
     assert len(samples) == 40
 everyone = [None] * 3
 dist.all_gather_object(everyone, [row.tokens.tolist() for row in samples])
 assert everyone[0] == everyone[1] == everyone[2]
 encoded.Disks.send = lambda *words: sys.exit("what is there is sent again")
-encoded.load_samples(args, tokenizer if rank < 2 else "nobody", 1024, packing="auto")
+encoded.load_samples(args, tokenizer if has_data else "nobody", 1024, packing="auto")
 args.dataset_name = "missing.jsonl"
 try:
     sys.exit(encoded.load_samples(args, tokenizer, 1024, packing="auto"))

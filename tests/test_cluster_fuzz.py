@@ -163,7 +163,7 @@ def group(tmp_path_factory):
     pgm.setup_process_group_manager([1], 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "once_per_machine", lambda make: make())
-        patch.setattr(speeds, "from_rank_0", lambda make: make())
+        patch.setattr(speeds, "from_home", lambda make: make())
         patch.setattr(speeds, "gather", lambda value: [value] * 2)
         patch.setattr(hosts, "find_address", lambda host: host.to)
         yield

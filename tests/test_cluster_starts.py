@@ -39,7 +39,7 @@ def start(data, folder, hosts, name, max_steps, *more, check=True, **env):
                      checkpoint_dir="checkpoints")
     return start_fork(9, len(hosts), folder, SCRIPT, *flags, "--num_microbatches", "2" if len(hosts) == 1 else "1,1",
                       *more, script=ROOT / "tests" / "support" / "checkpoint_runs.py", check=check,
-                      env={"HOSTS": ",".join(hosts), **env})
+                      env={"DISKS": ",".join(hosts), **env})
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ from training.checkpoint_files import (
     set_latest, sync_folder, write_small, write_state,
 )
 from training.disks import Disks
+from training.machine_facts import home_rank, is_home
 from training.pieces import Piece, as_files_have_it, pieces_of, plain_groups
 
 ALIGNED = 64  # bytes
@@ -91,8 +92,8 @@ class Checkpointer:
     def save(self, step: int, waits: bool = False, is_last: bool = False) -> None:
         """Begins to write the state after `step`; with `waits` it is written on return, and no copy is needed.
 
-        Where the checkpoint before is still being written, it waits for that first. `is_last`: the first host gets all
-        files, whoever shares its disk. Collective.
+        Where the checkpoint before is still being written, it waits for that first. `is_last`: the host on which
+        the run was started gets all files. Collective.
         """
         start = time.perf_counter()
         self.wait()
@@ -113,12 +114,13 @@ class Checkpointer:
                 "optimizer": {"class": type(self.optimizer).__name__, "param_groups": plain_groups(self.optimizer)}}
 
     def last(self) -> str | None:
-        """The path of the newest checkpoint, once it is written. Collective."""
+        """The path of the newest checkpoint on home_rank(), once it is written. Collective."""
         self.wait()
-        return os.path.join(self.folder, name_of_step(self.written)) if self.written else None
+        path = os.path.join(self.folder, name_of_step(self.written))
+        return self.disks.gather(path)[home_rank()] if self.written else None
 
     def wait(self) -> None:
-        """Until what save() began is written. Prints, on rank 0, what came of it."""
+        """Until what save() began is written. Prints, on home_rank(), what came of it."""
         if self.thread:
             self.thread.join()
             self.thread = None
@@ -157,7 +159,7 @@ class Checkpointer:
             self.say(f"the checkpoint of step {step} was not finished: {str(problem).splitlines()[0]}")
 
     def say(self, message: str) -> None:
-        if dist.get_rank() == 0:
+        if is_home():
             self.messages.append(message)
 
     def try_to_write_part(self, *args) -> tuple[dict | None, str | None]:
@@ -237,16 +239,16 @@ class Checkpointer:
             number = next(i for i, disk in enumerate(disks.all) if rank in disk.ranks)
             to = [disks.all[(number + k) % len(disks.all)] for k in range(1, self.copies)]
             for name in part["files"]:
-                is_adapter = name.startswith("adapter-")  # small, and the first host writes them as one file as well
-                if (is_last or is_adapter) and number > 0 and disks.all[0] not in to:
-                    to.append(disks.all[0])
+                is_adapter = name.startswith("adapter-")  # small, and at home they are written as one file as well
+                if (is_last or is_adapter) and disks.home not in (disks.all[number], *to):
+                    to.append(disks.home)
                 for disk in to:
                     error = disks.transfer(name, folder, disks.all[number], disk) or error
         if errors := [error for error in disks.gather(error) if error]:
             return errors
         final = folder.removesuffix(".unfinished")
         try:
-            if dist.get_rank() == 0 and ADAPTER_CONFIG in self.small:
+            if is_home() and ADAPTER_CONFIG in self.small:
                 join_files(folder, [name for name in merged["files"] if name.startswith("adapter-")], ADAPTER)
             if disks.leads:
                 write_state(os.path.join(folder, STATE), state)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from training.checkpoint_files import CHUNK
+from training.machine_facts import home_rank
 from utils import UserError
 
 
@@ -29,7 +30,7 @@ class Disk(NamedTuple):
 
 
 class Disks:
-    """All disks of a run. `mine` is that of this rank. All ranks make one together.
+    """All disks of a run. `mine` is that of this rank, `home` that of home_rank(). All ranks make one together.
 
     `group`: a gloo group of all ranks, in which nobody else communicates. Raises UserError, on every rank, where a rank
     can't write to the folder.
@@ -54,6 +55,7 @@ class Disks:
             with contextlib.suppress(OSError):
                 os.remove(f"{stem}{self.rank}")
         self.mine = next(disk for disk in self.all if self.rank in disk.ranks)
+        self.home = next(disk for disk in self.all if home_rank() in disk.ranks)
         self.leads = self.mine.leader == self.rank
 
     def for_a_thread(self) -> "Disks":

@@ -7,8 +7,9 @@ int32, whose first row is a header and whose other rows are:
 
 A token that is no target is stored as -1 - id, as in rows.py. Token 0 never is one, because none before it predicts it.
 
-A later run with the same data, tokenizer and lengths finds the file. With --data_from_rank0 only rank 0's machine makes
-it, and sends it to those that share no disk with it; these need neither the data nor the tokenizer.
+A later run with the same data, tokenizer and lengths finds the file. With --data_from_rank0 only the machine on which
+the run was started makes it, and sends it to those that share no disk with it; these need neither the data nor the
+tokenizer.
 """
 
 import hashlib
@@ -24,6 +25,7 @@ from torch.utils.data import Dataset
 
 from dataloader import TokenSamples, encode, encode_to_file, files_at, load_tokenizer
 from training.disks import Disks
+from training.machine_facts import home_rank
 from training.rows import Source, documents, encoder, find_source, first_kind, ids_of, mark, rows_of_kind
 from utils import ROOT, UserError, once_per_machine
 
@@ -69,7 +71,7 @@ def load_samples(args, tokenizer: str, vocab_size: int, num_samples: int | None 
     """
     make = lambda: encode_data(args.dataset_name, tokenizer, args.seq_len, num_samples or ALL, packing)  # noqa: E731
     if getattr(args, "data_from_rank0", False):
-        path = from_rank_0s_disk(make)
+        path = from_homes_disk(make)
     else:
         path = once_per_machine(make)
     numbers = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
@@ -212,25 +214,25 @@ def write(path: str, parts: Iterator[np.ndarray], header: list[int] | None = Non
         os.replace(unfinished, path)
 
 
-def from_rank_0s_disk(make: Callable[[], str]) -> str:
-    """The path, in each rank's own cache, of the file that make() wrote on rank 0. Collective.
+def from_homes_disk(make: Callable[[], str]) -> str:
+    """The path, in each rank's own cache, of the file that make() wrote on home_rank(). Collective.
 
     The ranks of a machine share its cache. A machine that has the file from an earlier run is sent nothing.
     Raises UserError, on every rank, for what make() raises, and where a disk does not take the file.
     """
-    path = once_per_machine(lambda: make() if dist.get_rank() == 0 else None)  # others wait as long as it takes
+    home = home_rank()
+    path = once_per_machine(lambda: make() if dist.get_rank() == home else None)  # others wait as long as it takes
     disks = Disks(CACHE)
-    name, size = disks.gather((path and os.path.basename(path), path and os.path.getsize(path)))[0]
+    name, size = disks.gather((path and os.path.basename(path), path and os.path.getsize(path)))[home]
     path, error = os.path.join(CACHE, name), None
     has_file = disks.gather(os.path.exists(path) and os.path.getsize(path) == size)
-    source = next(disk for disk in disks.all if 0 in disk.ranks)
     for disk in disks.all:
         if has_file[disk.leader]:
             continue
-        if dist.get_rank() == 0:
+        if dist.get_rank() == disks.home.leader:
             disks.send(path, disk)
         elif dist.get_rank() == disk.leader:
-            error = disks.receive(unfinished := f"{path}.unfinished", source)
+            error = disks.receive(unfinished := f"{path}.unfinished", disks.home)
             if not error:
                 os.replace(unfinished, path)
             elif os.path.exists(unfinished):

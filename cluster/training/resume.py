@@ -18,6 +18,7 @@ from training.checkpoint_files import (
     STATE, SURVIVORS, Reader, check_file, merge, read_index, read_state, set_latest, step_of, write_state,
 )
 from training.disks import Disks
+from training.machine_facts import is_home
 from training.pieces import name_function, peft_name, their_name, trained_alone
 from utils import UserError
 
@@ -99,7 +100,7 @@ def locate(path: str, disks: Disks) -> tuple[str, str]:
 
 
 def choose(folder: str, names: list[str], disks: Disks, run_id: str | None, is_certain: bool) -> Found | None:
-    """The first of `names` that is whole. Rank 0 prints why others are not; `is_certain`: it is an error instead.
+    """The first of `names` that is whole. home_rank() prints why others are not; `is_certain`: it is an error instead.
 
     Where a disk has another run's checkpoint of that name, or one of other files, it counts as missing there.
     """
@@ -116,14 +117,14 @@ def choose(folder: str, names: list[str], disks: Disks, run_id: str | None, is_c
         lacking = [file for file, having in holders.items() if not having] or ([] if states else [STATE])
         lacking += {*state.get("names", ())} - state["parameters"].keys()  # of survivors: what only lost ranks held
         if not lacking:
-            if problems and disks.rank == 0:
+            if problems and is_home():
                 print(f"warning: {problems[0]}; another disk has it", flush=True)
             return Found(name, folder, state, holders)
         what = next((problem for problem in problems if lacking[0] in problem),
                     f"{os.path.join(folder, name, lacking[0])} is on no disk of these hosts")
         if is_certain:
             raise UserError(f"no whole checkpoint: {what}. Name another one, or use --resume auto")
-        if disks.rank == 0 and not name.endswith(SURVIVORS):
+        if is_home() and not name.endswith(SURVIVORS):
             print(f"the checkpoint {name} is not whole: {what}. Falling back to the one before", flush=True)
     return None
 

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import socket
 import time
 import uuid
 import warnings
@@ -25,6 +26,7 @@ from training.checkpoint import Checkpointer
 from training.checkpoint_files import SURVIVORS, read_tokenizer_files, step_of
 from training.disks import Disks
 from training.lora import Lora
+from training.machine_facts import home_rank, is_home
 from training.resume import Found, Loader, find_checkpoint, free_name, move_aside, run_ids, run_of, take_over
 from training.sample import Sampler
 from training.survive import Watch, is_elastic
@@ -64,6 +66,8 @@ class Run:
                 raise UserError(f"--{name} {value!r} has characters that can't be printed: leave them out")
         self.args, self.folder = args, os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
         self.watch, self.disks = Watch(), Disks(self.folder)
+        if is_home() and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # hosts
+            print(f"what the run leaves for you is on {socket.gethostname()}, in {self.folder}", flush=True)
         self.lock, last = lock(self.folder, self.disks)
         self.launch, may_be_again = launch_id(args.resume)
         self.run_id = next((each["run_id"] for each in self.disks.gather(last)
@@ -79,7 +83,7 @@ class Run:
         self.start = self.found.state["step"] if self.found else 0
         if self.found and not args.learning_rate:
             args.learning_rate = self.found.state["flags"].get("learning_rate")
-        if self.found and dist.get_rank() == 0:
+        if self.found and is_home():
             print(f"going on after step {self.start}: {self.found.path}", flush=True)
         self.checkpointer, self.loader, self.stall = None, None, 0.0
 
@@ -179,15 +183,15 @@ class Run:
             self.save(self.start)
 
     def tokenizer_files(self, tokenizer: str) -> dict[str, bytes]:
-        """The content of the tokenizer's files, which rank 0 has, on all ranks that lead a disk. Collective."""
-        files = read_tokenizer_files(tokenizer) if dist.get_rank() == 0 else {}
-        return self.disks.gather(files)[0]
+        """The content of the tokenizer's files, which home_rank() has, on all ranks. Collective."""
+        files = read_tokenizer_files(tokenizer) if is_home() else {}
+        return self.disks.gather(files)[home_rank()]
 
     def save(self, step: int, is_last: bool = False, waits: bool = False) -> None:
         self.checkpointer.save(step, waits or is_last, is_last)
 
     def after_step(self, step: int, stops: bool, is_end_of_epoch: bool, is_last: bool) -> str | None:
-        """Saves when it is time. Returns, on rank 0, the text that was sampled after this step, if any. Collective."""
+        """Saves when it is time. Returns, on home_rank(), the text that was sampled after this step. Collective."""
         every = self.args.save_every
         if stops or is_last or (step % every == 0 if every else is_end_of_epoch):
             self.save(step, is_last, stops)
