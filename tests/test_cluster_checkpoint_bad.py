@@ -220,6 +220,7 @@ ERRORS = {  # name -> flags, what is done before, what the message has
     "truncated": ({}, truncate, "has 1000 bytes instead of"),
     "batch": (dict(batch_size=3), None, "--batch_size 3 does not divide the 2 samples of a step"),
     "seq_len": (dict(seq_len=8), None, "seq_len=16, but this run has 8"),
+    "data": (dict(dataset_name="sotu"), None, "was trained on other data than --dataset_name 'sotu'"),
     "not_a_run": ({}, lambda path: shutil.rmtree(path), "state.json is on no disk of these hosts"),
 }
 

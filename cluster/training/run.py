@@ -22,6 +22,7 @@ import process_group_manager as pgm
 from training.checkpoint import Checkpointer
 from training.checkpoint_files import SURVIVORS, read_tokenizer_files
 from training.disks import Disks
+from training.encoded import require_same_data
 from training.lora import Lora
 from training.resume import Loader, find_checkpoint, move_aside
 from training.sample import Sampler
@@ -73,6 +74,7 @@ class Run:
         if self.found and dist.get_rank() == 0:
             print(f"going on after step {self.start}: {self.found.path}", flush=True)
         self.checkpointer, self.loader, self.stall = None, None, 0.0
+        self.read = None
 
     def weights(self, device: torch.device, initial, lora: Lora | None = None) -> Callable | dict | None:
         """What plugin.configure takes as `weights`: the checkpoint's, or `initial` in a new run.
@@ -103,6 +105,11 @@ class Run:
             raise UserError(f"{self.found.path} is of another model: {len(unlike)} parameters are in one of the two "
                             f"only, among them {unlike[0]}")
 
+    def check_data(self, tokenizer: str, vocab_size: int, read: dict) -> None:
+        """`read`: as load_samples leaves it. Raises UserError where a resumed run reads other data. Collective."""
+        require_same_data(self.found, self.args, tokenizer, vocab_size, read)
+        self.read = read
+
     def begin(self, plugin, model, optimizer, scheduler, names: list[str], files: dict[str, bytes], tokenizer: str,
               steps_per_epoch: int | None) -> None:
         """`names`: of all parameters that are saved. `files`: config.json, or what adapters have. Collective."""
@@ -125,7 +132,7 @@ class Run:
             epoch, position = divmod(step, steps_per_epoch) if steps_per_epoch else (0, step)
             return {"tokens": step * batch * args.seq_len, "epoch": epoch, "position": position * batch,
                     "seed": args.seed, "global_batch": batch, "seq_len": args.seq_len, "names": names,
-                    "flags": flags, "topology": grid.topology, "run_id": self.run_id,
+                    "flags": flags, "topology": grid.topology, "run_id": self.run_id, "data": self.read,
                     "versions": {"python": platform.python_version(), **versions}}
 
         small = {**files, **self.tokenizer_files(tokenizer)}
