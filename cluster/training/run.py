@@ -144,7 +144,7 @@ class Run:
         if is_own and not self.found.name.endswith(SURVIVORS):
             self.checkpointer.written = self.start
         elif self.found or is_elastic():  # whoever is lost next, the same global batch goes on
-            self.save(self.start)
+            self.save(self.start, waits=True)  # before the first step, nobody knows what memory a copy leaves for it
 
     def tokenizer_files(self, tokenizer: str) -> dict[str, bytes]:
         """The content of the tokenizer's files, which rank 0 has, on all ranks that lead a disk. Collective."""
