@@ -134,6 +134,7 @@ def train_together(args, plugin, made, templates: list, shares: list[int], run: 
     run.check(made.names, plugin.global_batch_size, args.seq_len)
     data = load_data(args, args.model_name, made.model.config.vocab_size, plugin.global_batch_size, args.max_steps,
                      args.max_steps_per_epoch)
+    run.check_data(args.model_name, made.model.config.vocab_size, data.read)
     steps_per_epoch = data.train.steps_per_epoch
     num_steps = args.max_steps or args.epochs * steps_per_epoch
     data.train.set_steps(num_steps)

@@ -64,7 +64,7 @@ def parse_args():
     args = parser.parse_args()
     for flag, step in (("dp_size", 5), ("pp_size", 7)):
         if (size := getattr(args, flag)) > 1:
-            raise UserError(f"--{flag} {size}: this step trains one replica in one stage, step {step} adds this axis")
+            raise UserError(f"--{flag} {size}: this step has no such axis, step {step} adds this axis")
     return args
 
 

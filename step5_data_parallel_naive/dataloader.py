@@ -80,6 +80,10 @@ def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: i
     """
     path = once_per_machine(lambda: encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir))
     tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
+    digests = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(tokens).hexdigest())
+    if unlike := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise UserError(f"ranks {unlike} read other tokens than rank 0: give them its --dataset_name and tokenizer")
     if len(tokens) < seq_len + 1:
         raise UserError(f"--dataset_name {dataset_name!r} holds {len(tokens)} tokens, fewer than the seq_len + 1 = "
                         f"{seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")

@@ -16,6 +16,8 @@ The model contains none of this: apply_tensor_parallel replaces modules from out
 A size that tp_size does not divide (a vocabulary of 1022 over 4 ranks) is split unevenly, as torch.tensor_split does.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -199,14 +201,14 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     return squares.sqrt()
 
 
-TP_MODULES = {  # the module's place in a Llama -> the class that replaces it
+TP_MODULES = {  # the module's place in a Llama -> what replaces it
     "embedding": VocabParallelEmbedding,
-    "attention.q_proj": ColumnParallelLinear,
-    "attention.k_proj": ColumnParallelLinear,
-    "attention.v_proj": ColumnParallelLinear,
+    "attention.q_proj": partial(ColumnParallelLinear, copy_input=False),
+    "attention.k_proj": partial(ColumnParallelLinear, copy_input=False),
+    "attention.v_proj": partial(ColumnParallelLinear, copy_input=False),
     "attention.out_proj": RowParallelLinear,
-    "mlp.gate_proj": ColumnParallelLinear,
-    "mlp.up_proj": ColumnParallelLinear,
+    "mlp.gate_proj": partial(ColumnParallelLinear, copy_input=False),
+    "mlp.up_proj": partial(ColumnParallelLinear, copy_input=False),
     "mlp.down_proj": RowParallelLinear,
     "final_proj": ColumnParallelLinear,
 }
@@ -228,10 +230,7 @@ def apply_tensor_parallel(model: nn.Module) -> nn.Module:
             module.register_forward_pre_hook(lambda _, args: (CopyToTensorParallel.apply(args[0]), *args[1:]))
         for place, replacement in TP_MODULES.items():
             if f".{name}".endswith(f".{place}"):
-                shares_input = replacement is ColumnParallelLinear and place != "final_proj"
-                split = replacement(module, copy_input=False) if shares_input else replacement(module)
-                parent, _, key = name.rpartition(".")
-                setattr(model.get_submodule(parent), key, split)
+                model.set_submodule(name, replacement(module))
     if model.config.tie_word_embeddings:
         model.final_proj.weight = model.embedding.weight
     return model

@@ -236,6 +236,24 @@ def test_a_configuration_of_a_hub_set(dataset, tmp_path, monkeypatch):
     assert words.decode(local[0]).startswith("A local sentence.")
 
 
+def test_a_checkpoint_goes_on_with_its_own_data(dataset):
+    """Also where the run that goes on needs more of them. What is behind those that were read is free to change."""
+    lines = [{"text": f"This is sentence {i}."} for i in range(60)]
+    args = flags(dataset(lines), seq_len=8)
+    found = argparse.Namespace(path="step_4", state={"data": encoded.load_samples(args, TINY, 1024, 10).read})
+    for changed, is_same in ((lines, True), (lines[:50], True), (lines[1:], False)):
+        dataset(changed)
+        for num_samples in (10, 20):
+            read = encoded.load_samples(args, TINY, 1024, num_samples).read
+            if is_same:
+                encoded.require_same_data(found, args, TINY, 1024, read)
+                continue
+            with pytest.raises(utils.UserError, match="step_4 was trained on other data than .*--init_from step_4"):
+                encoded.require_same_data(found, args, TINY, 1024, read)
+    encoded.require_same_data(argparse.Namespace(state={}), args, TINY, 1024, read)  # an older one does not say
+    encoded.require_same_data(None, args, TINY, 1024, read)
+
+
 def test_padding_is_on_the_right_and_no_target():
     short = encoded.Row(torch.tensor([5, 6]), torch.tensor([False, True]))
     long = encoded.Row(torch.tensor([7, 8, 9, 1]), torch.tensor([False, False, True, True]))
@@ -261,8 +279,9 @@ def test_the_split_is_drawn_from_all_and_never_trained_on(dataset):
 @pytest.mark.parametrize("home", [0, 2])
 def test_the_others_get_the_data_from_the_host_that_started_the_run(tmp_path, home):
     """Ranks 0 and 1 share a disk. Rank 2 has another. Only one of the two hosts has the data and a tokenizer."""
-    pairs = [{"prompt": f"{i} ", "completion": f"number {i}"} for i in range(40)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    pairs = [json.dumps({"prompt": f"{i} ", "completion": f"number {i}"}) + "\n" for i in range(40)]
+    (tmp_path / "data.jsonl").write_text("".join(pairs))
+    (tmp_path / "one less.jsonl").write_text("".join(pairs[:-1]))
     script = tmp_path / "script.py"
     script.write_text(f"""
 import argparse, os, pathlib, sys
@@ -297,6 +316,13 @@ try:
     sys.exit(encoded.load_samples(args, tokenizer, 1024, packing="auto"))
 except UserError as error:
     assert "missing.jsonl" in str(error), error
+args.data_from_rank0, args.dataset_name = False, name if rank < 2 else str(folder / "one less.jsonl")
+encoded.CACHE += ", another time"
+try:
+    sys.exit(encoded.load_samples(args, tokenizer, 1024, packing="auto"))
+except UserError as error:
+    assert "is not the same on all machines: another (rank 2) would read" in str(error), error
+    assert "or add --data_from_rank0" in str(error), error
 dist.destroy_process_group()
 """)
     fork(9, 3, script=script)

@@ -7,10 +7,10 @@
         latest                      the name of the newest whole checkpoint
 
 A save stops the training only while the weights and the optimizer's state are copied to the host's memory. A thread
-writes them meanwhile. Pipeline 0 holds each parameter of the model, so its ranks write: one file a stage, whose first
-tensor-parallel rank puts together what its group holds. A checkpoint gets its name, and then `latest` is moved, when
-all files of all ranks are on the disk. Where hosts share no disk, each keeps what it wrote and a copy of what another
-host wrote.
+writes them meanwhile. Where a rank has no memory for copies, none are made, and all wait until the state is written.
+Pipeline 0 holds each parameter of the model, so its ranks write: one file a stage, whose first tensor-parallel rank
+puts together what its group holds. A checkpoint gets its name, and then `latest` is moved, when all files of all ranks
+are on the disk. Where hosts share no disk, each keeps what it wrote and a copy of what another host wrote.
 """
 
 import contextlib
@@ -32,10 +32,11 @@ from training.checkpoint_files import (
     set_latest, sync_folder, write_small, write_state,
 )
 from training.disks import Disks
-from training.machine_facts import home_rank, is_home
+from training.machine_facts import free_memory, home_rank, is_home, memory_below_peak, ranks_of_this_machine
 from training.pieces import Piece, as_files_have_it, pieces_of, plain_groups
 
 ALIGNED = 64  # bytes
+CPU, FRACTION = torch.device("cpu"), 0.9  # of the memory that is free, for copies
 
 
 class Checkpointer:
@@ -54,7 +55,9 @@ class Checkpointer:
         grid = self.grid = pgm.process_group_manager
         rows = [row for block in grid.grid for row in block.tolist()]
         self.tp_group = dist.new_subgroups_by_enumeration(rows, backend="gloo")[0] if grid.tp_world_size > 1 else None
-        self.thread, self.host, self.written, self.stall, self.messages = None, [], 0, 0.0, []
+        self.thread, self.host, self.written, self.stall, self.messages = None, [], 0, None, []
+        self.is_short = False  # of memory for copies
+        ranks_of_this_machine()  # which free_memory() asks; the first call is collective
         if disks.leads:  # of a run that was killed
             for name in os.listdir(folder):
                 if name.endswith(".unfinished"):
@@ -65,9 +68,22 @@ class Checkpointer:
 
         While a checkpoint is still being written, the next save takes it instead.
         """
-        if self.grid.dp_rank == 0 and not (self.thread and self.thread.is_alive()):
+        is_writing = self.thread and self.thread.is_alive()
+        if self.grid.dp_rank == 0 and not is_writing and not self.lacks_memory():
             self.thread = threading.Thread(target=self.take_memory, args=[pieces_of(self.stage, self.optimizer)])
             self.thread.start()
+
+    def lacks_memory(self) -> bool:
+        """Whether there are no copies yet, and what is free is too little for them and for what the next step takes."""
+        tensors = [piece.tensor for each in pieces_of(self.stage, self.optimizer).values() for piece in each]
+        if len(self.host) == len(tensors):
+            return False
+        needed, free = sum(tensor.nbytes for tensor in tensors), free_memory(CPU) - memory_below_peak()
+        was_short, self.is_short = self.is_short, needed > FRACTION * free
+        if self.is_short and not was_short:
+            print(f"rank {dist.get_rank()}: a copy of its part of a checkpoint takes {needed / 1e6:.0f} MB, and "
+                  f"{max(0, free) / 1e6:.0f} MB are free: training waits while checkpoints are written", flush=True)
+        return self.is_short
 
     def take_memory(self, pieces: dict[str, list[Piece]]) -> None:
         """One block for all copies, so that none is lost between them."""
@@ -100,9 +116,10 @@ class Checkpointer:
         if step == self.written:
             return
         state, pieces = copy.deepcopy(self.state(step)), None
+        waits = waits or any(self.disks.gather(self.grid.dp_rank == 0 and self.lacks_memory()))
         if self.grid.dp_rank == 0:
             pieces = pieces_of(self.stage, self.optimizer) if waits else self.copy_to_host()
-        self.stall = time.perf_counter() - start
+        self.stall = None if waits else time.perf_counter() - start
         self.thread = threading.Thread(target=self.write, args=[step, state, pieces, is_last])
         self.thread.start()
         if waits:
@@ -150,8 +167,9 @@ class Checkpointer:
                     f"the last one is that of step {self.written}" if self.written else "there is none yet"))
             self.written = step
             size, seconds = sum(facts["bytes"] for facts in state["files"].values()), time.perf_counter() - start
+            stall = seconds if self.stall is None else self.stall
             self.say(f"checkpoint: {os.path.join(self.folder, name)} ({size / 1e6:.1f} MB in {seconds:.2f} s, for "
-                     f"which training stood still {1e3 * self.stall:.1f} ms)")
+                     f"which training stood still {1e3 * stall:.1f} ms)")
             with contextlib.suppress(OSError):
                 if self.disks.leads:
                     forget_older(self.folder, step, self.keep)

@@ -93,12 +93,14 @@ class WeightedEpochs(Epochs):
 class Data:
     """What a run reads. `train`: an Epochs. `evaluation`: the validation samples, or None. See load_data.
 
+    `read`: see encoded.load_samples.
     `collate` makes a micro-batch of items of `train`, `collate_evaluation` one of items of `evaluation`.
     """
 
     def __init__(self, samples: Dataset, validation_split: float | None, global_batch: int, seed: int,
                  is_all: bool = True, limit: int | None = None):
         self.has_rows, self.global_batch, self.evaluation = isinstance(samples, RowSamples), global_batch, None
+        self.read = samples.read
         if validation_split:  # drawn from all samples: a corpus may be sorted by its age, or by its kind
             kept = split(len(samples), validation_split)
             places = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()

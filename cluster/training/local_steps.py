@@ -99,6 +99,7 @@ def train_rounds(args, plugin, made, templates: list, shares: list[int], run) ->
     samples_of_step = plugin.global_batch_size // args.local_steps
     samples = load_text(args, args.model_name, config.vocab_size,
                         args.max_steps_per_epoch and args.max_steps_per_epoch * samples_of_step)
+    run.check_data(args.model_name, config.vocab_size, samples.read)
     if len(samples) < plugin.global_batch_size:
         raise UserError(f"the data set has {len(samples)} samples, fewer than the {plugin.global_batch_size} of a "
                         f"round of --local_steps {args.local_steps}: lower it, or add data")

@@ -10,7 +10,7 @@ import uuid
 import torch
 import torch.distributed as dist
 
-from launching.host_facts import HOME, available_memory, interface_towards, processor
+from launching.host_facts import HOME, available_memory, interface_towards, processor, read_fields
 
 M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
@@ -56,6 +56,13 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return available_memory() // ranks_of_this_machine()
+
+
+def memory_below_peak() -> int:
+    """Bytes that this process had at its peak and has no more now, as between two steps; 0 where no system tells."""
+    fields = read_fields("/proc/self/status")
+    peak, now = (1024 * int(fields.get(name, "0").split()[0]) for name in ("VmHWM", "VmRSS"))
+    return max(0, peak - now)
 
 
 def return_freed_memory() -> None:

@@ -25,6 +25,7 @@ import process_group_manager as pgm
 from training.checkpoint import Checkpointer
 from training.checkpoint_files import SURVIVORS, read_tokenizer_files, step_of
 from training.disks import Disks
+from training.encoded import require_same_data
 from training.lora import Lora
 from training.machine_facts import home_rank, is_home
 from training.resume import Found, Loader, find_checkpoint, free_name, move_aside, run_ids, run_of, take_over
@@ -86,6 +87,7 @@ class Run:
         if self.found and is_home():
             print(f"going on after step {self.start}: {self.found.path}", flush=True)
         self.checkpointer, self.loader, self.stall = None, None, 0.0
+        self.read = None
 
     def find(self) -> tuple[Found | None, bool]:
         """The checkpoint to go on from, and whether it is that of --resume DIR. Collective.
@@ -144,6 +146,11 @@ class Run:
             raise UserError(f"{self.found.path} is of another model: {len(unlike)} parameters are in one of the two "
                             f"only, among them {unlike[0]}")
 
+    def check_data(self, tokenizer: str, vocab_size: int, read: dict) -> None:
+        """`read`: as load_samples leaves it. Raises UserError where a resumed run reads other data. Collective."""
+        require_same_data(self.found, self.args, tokenizer, vocab_size, read)
+        self.read = read
+
     def begin(self, plugin, model, optimizer, scheduler, names: list[str], files: dict[str, bytes], tokenizer: str,
               steps_per_epoch: int | None) -> None:
         """`names`: of all parameters that are saved. `files`: config.json, or what adapters have. Collective."""
@@ -168,7 +175,7 @@ class Run:
             epoch, position = divmod(step, steps_per_epoch) if steps_per_epoch else (0, step)
             return {"tokens": step * batch * args.seq_len, "epoch": epoch, "position": position * batch,
                     "seed": args.seed, "global_batch": batch, "seq_len": args.seq_len, "names": names,
-                    "flags": flags, "topology": grid.topology, "run_id": self.run_id,
+                    "flags": flags, "topology": grid.topology, "run_id": self.run_id, "data": self.read,
                     "versions": {"python": platform.python_version(), **versions}}
 
         small = {**files, **self.tokenizer_files(tokenizer)}
@@ -180,7 +187,7 @@ class Run:
         if self.is_own and not self.found.name.endswith(SURVIVORS):
             self.checkpointer.written = self.start
         elif self.found or is_elastic():  # whoever is lost next, the same global batch goes on
-            self.save(self.start)
+            self.save(self.start, waits=True)  # before the first step, nobody knows what memory a copy leaves for it
 
     def tokenizer_files(self, tokenizer: str) -> dict[str, bytes]:
         """The content of the tokenizer's files, which home_rank() has, on all ranks. Collective."""
