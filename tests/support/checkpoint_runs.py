@@ -3,7 +3,7 @@
 As a script, `checkpoint_runs.py OUT SCRIPT FLAGS...`, it runs SCRIPT with norms, softmax and routers in float64, too,
 and each rank writes its parameters into OUT/rank<r>.pt in the end, and the gradients of the last step into
 OUT/grads<r>.pt. With POISON=1:5 in the environment nothing is different, but that rank 1's weights are NaN after its
-fifth step.
+fifth step; with SLOW=10, that each step takes ten seconds longer.
 """
 
 import functools
@@ -15,6 +15,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "cluster" / "train_distributed.py"
@@ -86,6 +87,20 @@ def put_nan(numbers, rank: int, step: int, optimizer, _args, _kwargs) -> None:
             param.data.fill_(float("nan"))
 
 
+def slow_down(seconds: float) -> None:
+    """From now on each step of the pipelines begins with a pause."""
+    import course  # noqa: F401  before step 9's modules
+    from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
+
+    execute = HeterogeneousParallelPlugin.execute_pipeline
+
+    def execute_slowly(*args):
+        time.sleep(seconds)
+        return execute(*args)
+
+    HeterogeneousParallelPlugin.execute_pipeline = execute_slowly
+
+
 def main() -> None:
     import torch
     from huggingface import float64_throughout
@@ -96,6 +111,9 @@ def main() -> None:
     sys.path[0] = str(pathlib.Path(script).parent)
     if poison := os.environ.get("POISON"):
         register_optimizer_step_post_hook(functools.partial(put_nan, itertools.count(1), *map(int, poison.split(":"))))
+    if slow := os.environ.get("SLOW"):
+        slow_down(float(slow))
+    if poison or slow:
         runpy.run_path(script, run_name="__main__")
         return
     imported = runpy.run_path(script, run_name="imported")  # its modules see both dtypes, for the files
