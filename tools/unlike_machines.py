@@ -9,7 +9,7 @@ links    10 Mbit/s, equal speeds, 6 M parameters, 4096 tokens a step: the plan a
          travels in float32, bfloat16 or int8
 
 The machines are measured first. Then the candidates are trained in turns, round by round, all in the same processes.
-Each host has a copy of the folder of a case on its own disk; what the first host leaves there is read.
+Each host has a copy of the folder of a case on its own disk; what a host leaves there is read.
 """
 
 import argparse
@@ -49,11 +49,11 @@ def bed(*args) -> None:
     subprocess.run([BED, *map(str, args)], check=True, stdin=subprocess.DEVNULL)
 
 
-def on_first_host(path: pathlib.Path) -> pathlib.Path:
-    """Where this machine sees `path` of the first host's disk."""
+def on_a_disk(path: pathlib.Path) -> pathlib.Path:
+    """Where this machine sees `path` of the first host that has it."""
     shown = subprocess.run([BED, "show"], check=True, text=True, stdout=subprocess.PIPE).stdout
     disks = dict(line.split("=", 1) for line in shown.splitlines())["disks"]
-    return pathlib.Path(disks, NODES[0], *path.parts[1:])
+    return next(found for node in NODES if (found := pathlib.Path(disks, node, *path.parts[1:])).exists())
 
 
 def on_all_hosts(script, *args, timeout: float) -> str:
@@ -123,7 +123,7 @@ class Bench:
         bed("own", self.folder)
         print(on_all_hosts(CLUSTER / "plan.py", "--measure", self.folder / "cluster.json", "--model_name", self.model,
                            "--micro_batch_size", self.case["sizes"], timeout=300), flush=True)
-        shutil.copy(on_first_host(self.folder) / "cluster.json", self.folder)
+        shutil.copy(on_a_disk(self.folder / "cluster.json"), self.folder)
         self.cluster = json.loads((self.folder / "cluster.json").read_text())
 
     def plan(self, *flags) -> dict:
@@ -165,7 +165,7 @@ class Bench:
         on_all_hosts(__file__, "--rank_side", self.folder, timeout=3000)
         for name in self.candidates:
             for k in range(rounds):
-                rows = metrics(on_first_host(self.folder) / "runs", f"{name}_{k}")
+                rows = metrics(on_a_disk(self.folder / "runs" / f"{name}_{k}").parent, f"{name}_{k}")
                 seconds[name] += [row["step_seconds"] for row in rows[1:]]
                 losses[name] = [row["loss"] for row in rows]
         return {"cluster": self.cluster, "losses": losses, "candidates": {
