@@ -115,9 +115,9 @@ def test_a_host_is_lost_and_comes_back(inputs, tmp_path, layout, how):
           f"{again:.1f} s after its return")
     records = {node: on_disk(node, ROOT / "runs") for node in NODES[:2]}
     longest = max((metrics(records[node], name) for node in records), key=len)
-    assert without < BARS[how] and again < BACK
     if is_whole or layout == "two pipelines":
-        assert went_on >= last, "a step was lost, though the hosts that are left have all of the model"
+        assert went_on >= last, f"a step was lost, though the hosts that are left have all of the model:\n{text}"
+    assert without < BARS[how] and again < BACK
     fork(9, 1, *FLAGS, *sources, *flags[4:], "--num_microbatches", 6, "--max_steps", len(longest), "--run_name", "one",
          "--log_dir", tmp_path, "--checkpoint_dir", tmp_path / "checkpoints",
          script=ROOT / "cluster" / "train_distributed.py", modules=["peft"])
