@@ -3,9 +3,9 @@
 As a script, `checkpoint_runs.py OUT SCRIPT FLAGS...`, it runs SCRIPT with norms, softmax and routers in float64, too,
 and each rank writes its parameters into OUT/rank<r>.pt in the end, and the gradients of the last step into
 OUT/grads<r>.pt. With POISON=1:5 in the environment nothing is different, but that rank 1's weights are NaN after its
-fifth step; with STOP=1:5 rank 1 gets SIGTERM in the middle of it. With HOSTS=FOLDER each rank is a host of its own,
-whose disk is FOLDER/host<rank>, and the last one has started the run. With DISKS=a,b rank 0 runs in OUT/a and rank 1 in
-OUT/b: relative paths are then on disks of their own.
+fifth step; with STOP=1:5 rank 1 gets SIGTERM in the middle of it; with SLOW=10 each step takes ten seconds longer. With
+HOSTS=FOLDER each rank is a host of its own, whose disk is FOLDER/host<rank>, and the last one has started the run. With
+DISKS=a,b rank 0 runs in OUT/a and rank 1 in OUT/b: relative paths are then on disks of their own.
 """
 
 import functools
@@ -107,6 +107,20 @@ def be_a_host(folder: str) -> None:
     os.chdir(os.path.join(folder, f"host{rank}"))
 
 
+def slow_down(seconds: float) -> None:
+    """From now on each step of the pipelines begins with a pause."""
+    import course  # noqa: F401  before step 9's modules
+    from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
+
+    execute = HeterogeneousParallelPlugin.execute_pipeline
+
+    def execute_slowly(*args):
+        time.sleep(seconds)
+        return execute(*args)
+
+    HeterogeneousParallelPlugin.execute_pipeline = execute_slowly
+
+
 def main() -> None:
     import torch
     from huggingface import float64_throughout
@@ -117,14 +131,15 @@ def main() -> None:
     sys.path[0] = str(pathlib.Path(script).parent)
     if disks := os.environ.get("DISKS"):
         os.chdir(os.path.join(out, disks.split(",")[int(os.environ["RANK"])]))
-        runpy.run_path(script, run_name="__main__")
-        return
     if "HOSTS" in os.environ:
         be_a_host(os.environ["HOSTS"])
+    if slow := os.environ.get("SLOW"):
+        slow_down(float(slow))
     faults = {"POISON": (register_optimizer_step_post_hook, put_nan), "STOP": (register_optimizer_step_pre_hook, stop)}
     if fault := next((name for name in faults if name in os.environ), None):
         register, act = faults[fault]
         register(functools.partial(act, itertools.count(1), *map(int, os.environ[fault].split(":"))))
+    if disks or slow or fault:
         runpy.run_path(script, run_name="__main__")
         return
     imported = runpy.run_path(script, run_name="imported")  # its modules see both dtypes, for the files
