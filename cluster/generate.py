@@ -17,7 +17,7 @@ import os
 import sys
 import warnings
 
-from training.checkpoint_files import ADAPTER, ADAPTER_CONFIG, read_index
+from checkpoints.files import ADAPTER, ADAPTER_CONFIG, read_index
 from training.common import seed
 from utils import (
     ArgumentParser, UserError, choose_device, number, one_clear_error, positive_float, positive_int,

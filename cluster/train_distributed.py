@@ -28,7 +28,7 @@ from training.auto_plan import plan_by_itself
 from training.board import Board
 from training.common import add_flags, add_run_flags, print_banner
 from training.compression import WIRE_DTYPES, compress
-from training.data import add_data_flags, check_data_flags, load_data
+from data.load import add_data_flags, check_data_flags, load_data
 from training.evaluation import Evaluator
 from training.layout import add_layout_flags, choose_layout
 from training.local_steps import add_local_flags, check_local_flags, train_rounds
@@ -37,7 +37,7 @@ from training.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, p
 from training.models import SIZES, make_model
 from training.plan_file import add_plan_flag, follow_plan, make_arrangement
 from training.run import Run, add_checkpoint_flags
-from training.survive import end_of_elastic_run, is_elastic
+from checkpoints.survive import end_of_elastic_run, is_elastic
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, number, one_clear_error, positive_int,
 )

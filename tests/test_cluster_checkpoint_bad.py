@@ -15,9 +15,9 @@ from launch import losses, metrics, modules_of, start_fork
 from safetensors.torch import load_file
 
 with modules_of(9):
-    from training import checkpoint_files
-    from training.disks import Disks
-    from training.resume import find_checkpoint
+    from checkpoints import files as checkpoint_files
+    from checkpoints.disks import Disks
+    from checkpoints.load import find_checkpoint
     from utils import UserError
 
 OLDER, NEWER, LAST = 2, 4, 6
@@ -270,7 +270,7 @@ def test_no_memory_for_a_copy(saved, tmp_path):
 import os, runpy, sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
 import course
-from training import checkpoint
+from checkpoints import save as checkpoint
 if os.environ["RANK"] == "1":
     checkpoint.free_memory = lambda device: 1000
     checkpoint.Checkpointer.take_memory = lambda *_: sys.exit("a copy is made")

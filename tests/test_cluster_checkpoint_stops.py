@@ -18,7 +18,7 @@ from checkpoint_runs import ROOT, SCRIPT, checkpoint, children, flags_of, newest
 from launch import environment, fork, losses, metrics, modules_of, start_fork, torchrun
 
 with modules_of(9):
-    from training.checkpoint_files import check_file, read_state
+    from checkpoints.files import check_file, read_state
 
 LONG = 150  # steps, of which some hundred come after the signal
 TOLERANCE = 1e-9

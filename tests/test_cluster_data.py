@@ -14,7 +14,7 @@ from launch import ROOT, fork, modules_of
 with modules_of(9):
     import course  # noqa: F401  before step 9's modules
     import utils
-    from training import data, encoded, rows
+    from data import encoded, load as data, rows
 
 TINY = str(ROOT / "assets" / "tiny_llama")
 CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
@@ -290,7 +290,7 @@ import course
 import socket
 import torch.distributed as dist
 import process_group_manager as pgm
-from training import encoded
+from data import encoded
 from utils import UserError
 
 folder, rank = pathlib.Path({str(tmp_path)!r}), int(os.environ["RANK"])

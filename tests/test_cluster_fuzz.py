@@ -40,8 +40,9 @@ with modules_of(9):
     from pipeline_template import PipelineTemplate
     from planning.pipeline_simulation import Setting
     from planning.report import make_plan
-    from training import checkpoint_files, compression, layout, models, plan_file, resume, speeds
-    from training.disks import Disks
+    from checkpoints import files as checkpoint_files, load as resume
+    from training import compression, layout, models, plan_file, speeds
+    from checkpoints.disks import Disks
 
 LIMIT, QUICK_COMMANDS, QUICK_FILES = 20, 5, 15  # seconds of a case, cases that every run has
 CASES = int(os.environ.get("FUZZ", 0))

@@ -13,8 +13,9 @@ from checkpoint_runs import ROOT, SCRIPT, flags_of, write_corpus, write_model
 from launch import losses, metrics, modules_of, start_fork
 
 with modules_of(9):
-    from training import checkpoint, disks, run
-    from training.checkpoint_files import check_file, read_state
+    from checkpoints import disks, save as checkpoint
+    from training import run
+    from checkpoints.files import check_file, read_state
     from utils import UserError
 
 OLDER, TOLERANCE = 6, 1e-9  # the last step of the older run

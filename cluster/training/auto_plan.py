@@ -29,7 +29,7 @@ from training.machine_facts import (
 )
 from training.lora import Lora
 from training.models import is_ours, of_transformers, our_llama
-from training.survive import is_elastic
+from checkpoints.survive import is_elastic
 from utils import UserError, once_per_machine, read_config, to_readable_format
 
 SECONDS, FRACTION = 12.0, 0.9  # of measuring; of the free memory that may be used

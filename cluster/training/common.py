@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dataloader import TokenSamples
-from training.encoded import load_samples
+from data.encoded import load_samples
 from training.machine_facts import home_rank, is_home, network_name, processor_name
 from utils import ROOT, UserError, number, positive_float, positive_int, zero_or_more, zero_or_more_float
 

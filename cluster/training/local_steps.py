@@ -39,7 +39,7 @@ from training.board import Board
 from training.common import load_text
 from training.compression import WIRE_DTYPES, CompressedAllReduce, compress
 from training.loop import Step, StepTimes, endless
-from training.survive import is_elastic
+from checkpoints.survive import is_elastic
 from utils import UserError, make_scheduler, number, positive_float, positive_int, recompute_layers, zero_or_more
 
 OUTER = {"outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap_steps": 0}  # flags and their defaults

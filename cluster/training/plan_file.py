@@ -17,7 +17,7 @@ from planning.report import make_plan
 from training.compression import WIRE_DTYPES
 from training.machine_facts import far_from_home, host_names, this_host
 from training.speeds import CLUSTER_JSON, places_of
-from training.survive import is_elastic
+from checkpoints.survive import is_elastic
 from utils import UserError
 
 FLAGS = ("pipelines", "num_microbatches", "gradient_accumulation", "batch_size", "tp_size", "pp_engine", "wire_dtype",

@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from training.checkpoint import Checkpointer
-from training.checkpoint_files import SURVIVORS, read_tokenizer_files, step_of
-from training.disks import Disks
-from training.encoded import require_same_data
+from checkpoints.save import Checkpointer
+from checkpoints.files import SURVIVORS, read_tokenizer_files, step_of
+from checkpoints.disks import Disks
+from data.encoded import require_same_data
 from training.lora import Lora
 from training.machine_facts import home_rank, is_home
-from training.resume import Found, Loader, find_checkpoint, free_name, move_aside, run_ids, run_of, take_over
+from checkpoints.load import Found, Loader, find_checkpoint, free_name, move_aside, run_ids, run_of, take_over
 from training.sample import Sampler
-from training.survive import Watch, is_elastic
+from checkpoints.survive import Watch, is_elastic
 from utils import ROOT, UserError, positive_int, zero_or_more
 
 FLAGS = "lora_rank", "lora_alpha", "lora_targets", "validation_split", "packing"  # that a resume does not change

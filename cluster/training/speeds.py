@@ -14,7 +14,7 @@ from planning.pipeline_simulation import Setting
 from planning.shares import shares_by_speed
 from training.common import from_home, gather
 from training.machine_facts import host_names, this_host
-from training.survive import is_elastic
+from checkpoints.survive import is_elastic
 from utils import ROOT, UserError
 
 CLUSTER_JSON = os.path.join(ROOT, "cluster.json")

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from dataloader import next_tokens
-from training.encoded import Row, RowSamples, load_samples
-from training.epochs import Epochs, wanted_samples
+from data.encoded import Row, RowSamples, load_samples
+from data.epochs import Epochs, wanted_samples
 from utils import UserError, number, positive_int, zero_or_more
 
 NO_TARGET = -100  # in target_ids; the value that torch's and transformers' losses leave out too

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from training.checkpoint_files import CHUNK
+from checkpoints.files import CHUNK
 from training.machine_facts import home_rank
 from utils import UserError
 

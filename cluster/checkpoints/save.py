@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from training.checkpoint_files import (
+from checkpoints.files import (
     ADAPTER, ADAPTER_CONFIG, KINDS, STATE, SURVIVORS, TensorFile, forget_older, join_files, merge, name_of_step,
     set_latest, sync_folder, write_small, write_state,
 )
-from training.disks import Disks
+from checkpoints.disks import Disks
 from training.machine_facts import free_memory, home_rank, is_home, memory_below_peak, ranks_of_this_machine
-from training.pieces import Piece, as_files_have_it, pieces_of, plain_groups
+from checkpoints.pieces import Piece, as_files_have_it, pieces_of, plain_groups
 
 ALIGNED = 64  # bytes
 CPU, FRACTION = torch.device("cpu"), 0.9  # of the memory that is free, for copies

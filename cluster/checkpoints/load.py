@@ -14,12 +14,12 @@ import torch
 
 from hf_tensor_parallel import split_parameter
 from stage_weights import load_weights
-from training.checkpoint_files import (
+from checkpoints.files import (
     STATE, SURVIVORS, Reader, check_file, merge, read_index, read_state, set_latest, step_of, write_state,
 )
-from training.disks import Disks
+from checkpoints.disks import Disks
 from training.machine_facts import is_home
-from training.pieces import name_function, peft_name, their_name, trained_alone
+from checkpoints.pieces import name_function, peft_name, their_name, trained_alone
 from utils import UserError
 
 
