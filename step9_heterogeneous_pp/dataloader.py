@@ -6,10 +6,6 @@ sample of the corpus comes the first one again: a new epoch.
 Optimizer step k reads the samples [k*G, (k+1)*G), with the global batch G = microbatch_size * sum(num_microbatches).
 The micro-batches of a step are dealt in rounds: in each, every pipeline that lacks some of its number gets one. Three
 pipelines that take 3, 2 and 3 of the micro-batches 0 to 7 get (0, 3, 6), (1, 4) and (2, 5, 7).
-
-One process of each machine encodes as many tokens as the run needs into a file, and all map that file into memory.
-A later run with the same needs finds the file and does not even import the tokenizer. No more of the corpus is read
-than is needed.
 """
 
 import glob
