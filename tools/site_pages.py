@@ -126,8 +126,9 @@ def step_page(repository: Repository, number: int) -> Page:
     unchanged = sorted(path.name for path in folder.glob("*.py") if path.name not in names)
     headings = [*document.headings, Heading(2, "loss", "Loss"), Heading(2, "diff", "The diff"),
                 *(Heading(3, f"file-{file['name']}", file["name"]) for file in files)]
+    place = folder.relative_to(repository.root)
     content = {"body": document.html, "number": number, "files": files, "before": before and before.name,
-               "unchanged": [(name, repository.source(folder.relative_to(repository.root) / name)) for name in unchanged]}
+               "unchanged": [(name, repository.source(place / name)) for name in unchanged]}
     return Page(f"step{number}.html", str(number), document.title, headings, "step.html", content)
 
 
