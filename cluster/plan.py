@@ -65,7 +65,7 @@ def parse_args():
                         help="of what stages send each other (default: the activation's)")
     parser.add_argument("--gradient_wire_dtype", choices=["float32", "bfloat16", "int8"], default=None,
                         help="of the gradients' sums (default: the gradient's)")
-    parser.add_argument("--schedule", choices=["auto", *(name for name in SCHEDULES if name != "zb")], default="auto",
+    parser.add_argument("--schedule", choices=["auto", *SCHEDULES], default="auto",
                         help="auto: 1f1b, with more micro-batches in flight (1f1b-2, -3, -4) where links are slow")
     parser.add_argument("--recompute", action="store_true", help="plan for training with --recompute: less memory")
     parser.add_argument("--out", default="plan.json", help="where to write the best plan")

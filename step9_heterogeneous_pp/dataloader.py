@@ -6,10 +6,6 @@ sample of the corpus comes the first one again: a new epoch.
 Optimizer step k reads the samples [k*G, (k+1)*G), with the global batch G = microbatch_size * sum(num_microbatches).
 The micro-batches of a step are dealt in rounds: in each, every pipeline that lacks some of its number gets one. Three
 pipelines that take 3, 2 and 3 of the micro-batches 0 to 7 get (0, 3, 6), (1, 4) and (2, 5, 7).
-
-One process of each machine encodes as many tokens as the run needs into a file, and all map that file into memory.
-A later run with the same needs finds the file and does not even import the tokenizer. No more of the corpus is read
-than is needed.
 """
 
 import glob
@@ -136,8 +132,7 @@ def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: i
     """
     path = once_per_machine(lambda: encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir))
     tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
-    digests = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(tokens).hexdigest())
+    dist.all_gather_object(digests := [None] * dist.get_world_size(), hashlib.sha256(tokens).hexdigest())
     if unlike := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise UserError(f"ranks {unlike} read other tokens than rank 0: give them its --dataset_name and tokenizer")
     if len(tokens) < seq_len + 1:

@@ -22,7 +22,7 @@ from model import Llama, init_weights
 from pipeline_parallel import SCHEDULES
 from pipeline_template import PipelineTemplate
 from tensor_parallel import cross_entropy, split_over_tp
-from timeline import timeline
+from timeline import check_profile_batch, timeline
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
     make_scheduler, once_per_machine, one_clear_error, positive_float, positive_int, to_readable_format, zero_or_more,
@@ -55,8 +55,7 @@ def parse_args(doc: str, add_flags: Callable):
     parser.add_argument("--num_attention_heads", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
     # Data
-    parser.add_argument("--dataset_name", default="sotu",
-                        help="sotu, a .txt, .jsonl or .parquet file or a folder of them, or a Hub id (column: text)")
+    parser.add_argument("--dataset_name", default="sotu", help="sotu, .txt, .jsonl or .parquet files, or a Hub id")
     parser.add_argument("--num_workers", type=zero_or_more, default=0, help="extra processes that load samples")
     parser.add_argument("--num_proc", type=positive_int, default=4, help="threads that encode text")
     # Training
@@ -129,8 +128,7 @@ def make_data_loader(args, config, plugin, data: Callable) -> tuple[Iterator[dic
     num_steps = args.steps or args.max_tokens // tokens_per_step
     if num_steps == 0:
         raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
-    if not 0 <= args.profile_batch <= num_steps:
-        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
+    check_profile_batch(args.profile_batch, num_steps)
     samples, collate = data(args, config, num_steps * plugin.global_batch_size)
     data_loader = plugin.prepare_dataloader(samples, seed=args.seed, collate_fn=collate, num_workers=args.num_workers)
     return iter(data_loader), num_steps
@@ -190,7 +188,7 @@ def training_loop(args, plugin, model, optimizer, batches, criterion, num_steps)
 
     for step in range(1, num_steps + 1):
         if step == args.profile_batch:
-            timeline.start(device)
+            timeline.start()
         start = time.perf_counter()
         loss = plugin.execute_pipeline(batches, model, criterion, optimizer)
         with timeline.span("gradient norm"):
@@ -200,7 +198,7 @@ def training_loop(args, plugin, model, optimizer, batches, criterion, num_steps)
         logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start)
         scheduler.step()
         if step == args.profile_batch:
-            timeline.write(os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json"), grid, device)
+            timeline.write(os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json"), grid)
     logger.close()
 
 

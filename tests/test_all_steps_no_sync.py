@@ -25,9 +25,8 @@ CASES = {  # step, rank, world size, flags; the last rank of a grid computes the
     "cluster": (9, 2, 3, *UNLIKE), "cluster-int8": (9, 2, 3, *UNLIKE, *INT8),
 }
 OTHER_RANKS = {"step7-first-stage": (7, 0, 8, *GRID), "step8-first-stage": (8, 0, 8, *GRID),
-               "step8-afab": (8, 7, 8, *GRID, "--pp_engine", "afab"), "step8-zb": (8, 7, 8, *GRID, "--pp_engine", "zb"),
-               "step8-zb-first-stage": (8, 0, 8, *GRID, "--pp_engine", "zb"),
-               "step9-zb": (9, 2, 3, *UNLIKE, "--pp_engine", "zb"),
+               "step8-afab": (8, 7, 8, *GRID, "--pp_engine", "afab"), "step10": (10, 7, 8, *GRID),
+               "step10-first-stage": (10, 0, 8, *GRID),
                "cluster-int8-first-stage": (9, 1, 3, *UNLIKE, *INT8),
                "step9-one-stage": (9, 0, 3, *UNLIKE)}
 FAULTS = {  # in step 4: what it says -> what breaks it, and the complaint

@@ -24,7 +24,7 @@ TOPOLOGIES = {  # name -> ranks, flags: 8 micro-batches a step of one sample in 
     "one": (1, ["--num_microbatches", "8"]),
     "3;1,2": (3, ["--num_microbatches", "5,3", "--pipelines", "3;1,2"]),
     "shares": (3, ["--num_microbatches", "3,3,2"]),
-    "1,1,1": (3, ["--num_microbatches", "8", "--pipelines", "1,1,1", "--recompute", "--pp_engine", "zb"]),
+    "1,1,1": (3, ["--num_microbatches", "8", "--pipelines", "1,1,1", "--recompute", "--pp_engine", "afab"]),
 }
 PAIRS = [*(f"pair {i}: " + "why so long? " * (1 + i % 3) for i in range(SAMPLES)),
          *("because " * (1 + i % 4) for i in range(SAMPLES))]

@@ -53,7 +53,7 @@ class Checkpointer:
         self.describe, self.small, self.keep, self.copies = describe, small, keep, min(copies, len(disks.all))
         self.stems = {"model": "adapter" if ADAPTER_CONFIG in small else "model", "optimizer": "optimizer"}
         grid = self.grid = pgm.process_group_manager
-        rows = [row for block in grid.grid for row in block.tolist()]
+        rows = [row for block in grid.ranks for row in block.tolist()]
         self.tp_group = dist.new_subgroups_by_enumeration(rows, backend="gloo")[0] if grid.tp_world_size > 1 else None
         self.thread, self.host, self.written, self.stall, self.messages = None, [], 0, None, []
         self.is_short = False  # of memory for copies

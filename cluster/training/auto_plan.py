@@ -133,8 +133,7 @@ def choose(args, data: dict) -> Chosen | None:
     cluster, size = Cluster(data), args.batch_size
     n, layers = len(cluster.machines), cluster.num_layers
     total = sum(args.num_microbatches[0]) if args.num_microbatches else args.gradient_accumulation * n
-    schedule = args.pp_engine if args.pp_engine != "zb" else "1f1b"
-    setting = Setting(schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
+    setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     whole = peak_memory(cluster, Pipeline((0,), (layers,), total), size, setting)[0]
     if all(whole <= FRACTION * machine.free_memory for machine in cluster.machines):
         return None
@@ -142,13 +141,13 @@ def choose(args, data: dict) -> Chosen | None:
     for recompute in sorted({args.recompute, True}):
         try:
             plans = find(cluster, total * size, setting._replace(recompute=recompute), [size], FRACTION)
-            return as_chosen(cluster, plans, "zb" if args.pp_engine == "zb" else plans.setting.schedule)
+            return as_chosen(cluster, plans)
         except ValueError:
             continue
     raise UserError(why_not(cluster, setting, size, total))
 
 
-def as_chosen(cluster: Cluster, plans: Plans, schedule: str) -> Chosen:
+def as_chosen(cluster: Cluster, plans: Plans) -> Chosen:
     """The best of the plans, and what to say of it."""
     (pipelines, size, *_), result = plans.best[0]
     order, recompute = [rank for pipeline in pipelines for rank in pipeline.machines], plans.setting.recompute
@@ -169,7 +168,8 @@ def as_chosen(cluster: Cluster, plans: Plans, schedule: str) -> Chosen:
     text += (f"\npredicted: {to_readable_format(tokens / result.step_seconds)} tokens/s, {result.step_seconds:.3g} s a "
              f"step; peak memory of the processes in GB: {', '.join(memory)}")
     return Chosen(order, [list(pipeline.layers) for pipeline in pipelines],
-                  [pipeline.num_microbatches for pipeline in pipelines], schedule, recompute, seconds, text)
+                  [pipeline.num_microbatches for pipeline in pipelines], plans.setting.schedule, recompute, seconds,
+                  text)
 
 
 def why_not(cluster: Cluster, setting: Setting, size: int, total: int) -> str:

@@ -17,6 +17,7 @@ import process_group_manager as pgm
 from metrics import peak_memory_gb
 from model import Llama, cross_entropy, init_weights
 from timeline import timeline
+from training.clocks import CommonClock
 from training.common import gather, print_table
 from training.machine_facts import is_home
 from training.record import Record
@@ -48,8 +49,10 @@ class StepTimes:
     def start(self, batch: int, profile: bool = False) -> None:
         """Starts to time step `batch`, from 0 on. `profile`: also for timeline.write(); then this is collective."""
         timeline.recording, timeline.spans = batch % MEASURE_EVERY[self.device.type] == 0, []
+        timeline.watches_background = profile
         if profile:
-            timeline.start(self.device)
+            self.clock = CommonClock(self.device)
+            timeline.start()
         self.began = time.perf_counter()
 
     def stop(self) -> tuple[float, float | None]:
@@ -126,7 +129,7 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
                 raise UserError(first_bad.message(step, model, run))
             record.log(*step[:5])
             if batch == args.profile_batch:
-                write_timeline(args, plugin)
+                write_timeline(args, times.clock)
             stops, is_last = run.watch.ask_all(), step.number == num_steps
             if evaluator and not stops and (is_last or args.eval_every and step.number % args.eval_every == 0):
                 step = step._replace(evaluation=evaluator.evaluate())
@@ -174,12 +177,15 @@ def endless(loader) -> Iterator[dict[str, torch.Tensor]]:
         yield from loader
 
 
-def write_timeline(args, plugin) -> None:
+def write_timeline(args, clock: CommonClock) -> None:
     """Writes timeline_batch<N>_all.json and, with matplotlib, .png, on the rank that logs. Collective."""
     grid = pgm.process_group_manager
     stem = os.path.join(args.log_dir, args.run_name, f"timeline_batch{args.profile_batch}")
-    timeline.write(f"{stem}_all.json", grid, plugin.device)
+    error = clock.end()
+    timeline.by_common_clock = clock.by_rank_0
+    timeline.write(f"{stem}_all.json", grid)
     if grid.is_logging_rank:
+        print(f"the clocks of two ranks differ by at most {error:.0f} microseconds", flush=True)
         try:
             from timeline_picture import draw
 

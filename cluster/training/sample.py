@@ -50,7 +50,7 @@ class Sampler:
         chosen = torch.zeros(1, 1, dtype=torch.int64, device=self.plugin.device)
         if grid.pp_is_last_stage:
             chosen += likeliest(getattr(out, "logits", out)[:, -1].float(), stage.config.vocab_size)
-        dist.broadcast(chosen, grid.grid[0][-1, 0].item())
+        dist.broadcast(chosen, grid.ranks[0][-1, 0].item())
         return chosen
 
 
