@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from hf_tensor_parallel import split_parameter
 from stage_weights import load_weights
+from tensor_parallel import split_parameter
 from training.checkpoint_files import (
     STATE, SURVIVORS, Reader, check_file, merge, name_of_step, read_index, read_state, set_latest, step_of,
 )
