@@ -111,11 +111,6 @@ def parse_args(doc: str, **defaults):
     return args
 
 
-def make_plugin(args) -> HeterogeneousParallelPlugin:
-    return HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, args.dtype, args.device,
-                                       SCHEDULES[args.pp_engine], args.recompute, args.timeout)
-
-
 def choose_pipelines(args, model, pipelines: tuple | None = None) -> tuple[list[PipelineTemplate], dict | list]:
     """The templates and numbers of micro-batches that the flags ask for, or else a script's own `pipelines`.
 
@@ -182,7 +177,8 @@ def make_llama(args, plugin: HeterogeneousParallelPlugin) -> Task:
 def main(doc: str = __doc__, make_task: Callable = make_llama, **defaults):
     """Trains the task that make_task(args, plugin) returns. `defaults` are other values of flags than those above."""
     args = parse_args(doc, **defaults)
-    plugin = make_plugin(args)
+    plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, args.dtype, args.device,
+                                         SCHEDULES[args.pp_engine], args.recompute, args.timeout)
     task = make_task(args, plugin)
     plugin.set_pipelines(*choose_pipelines(args, task.model, task.pipelines))
 
