@@ -24,7 +24,7 @@ def run(doc: str, class_name: str, toy: dict, pipelines: Callable, new_modules: 
         if data is not text and args.dataset_name != "sotu":
             raise UserError(f"--dataset_name {args.dataset_name}: this script makes its own data, leave the flag out")
         task = make_hugging_face(args, class_name, toy, new_modules)
-        task.data, task.pipelines = functools.partial(data, args, task.model.config), pipelines(task.model)
+        task.data, task.pipelines = functools.partial(data, args, task.model.config), pipelines
         return task
 
     with one_clear_error(out_of_memory="use --recompute, or lower --micro_batch_size"):

@@ -21,22 +21,23 @@ from utils import one_clear_error
 TOY = dict(vocab_size=1024, n_embd=64, n_layer=4, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=0)
 
 
+def pipelines(model):
+    """Edit these: the modules of each stage, the pipelines, and how many micro-batches each of them takes."""
+    name, modules = PipelineTemplate.get_model_name(model), PipelineTemplate.get_modules(model)
+    half = len(modules) // 2
+    two_stages = PipelineTemplate(name, [modules[:half], modules[half:]])
+    one_stage = PipelineTemplate(name, [modules])
+    return [two_stages, one_stage, one_stage], {two_stages: 2, one_stage: 3}
+
+
 def main():
     args = parse_args(__doc__, **DEFAULTS)
     plugin = HeterogeneousParallelPlugin(
         tp_size=args.tp_size, microbatch_size=args.micro_batch_size, precision=args.dtype, device=args.device,
         schedule=SCHEDULES[args.pp_engine], recompute=args.recompute, timeout=args.timeout)
     task = make_hugging_face(args, "GPT2LMHeadModel", TOY)  # the model, its weights, its loss, and text
-
-    # Edit these: the modules of each stage, the pipelines, and how many micro-batches each of them takes.
-    name, modules = PipelineTemplate.get_model_name(task.model), PipelineTemplate.get_modules(task.model)
-    half = len(modules) // 2
-    two_stages = PipelineTemplate(name, [modules[:half], modules[half:]])
-    one_stage = PipelineTemplate(name, [modules])
-    pipelines = [two_stages, one_stage, one_stage], {two_stages: 2, one_stage: 3}
-
-    pipelines, num_microbatches = choose_pipelines(args, task.model, pipelines)  # on more ranks, or as the flags say
-    plugin.set_pipelines(pipelines, num_microbatches=num_microbatches)
+    templates, num_microbatches = choose_pipelines(args, task.model, pipelines)  # those above, unless flags give others
+    plugin.set_pipelines(pipelines=templates, num_microbatches=num_microbatches)
 
     num_steps = count_steps(args, plugin.global_batch_size)
     samples, collate = task.data(num_steps * plugin.global_batch_size)

@@ -48,7 +48,7 @@ class Task:
     criterion: Callable  # (output, batch) -> the mean loss of a micro-batch
     data: Callable  # number of samples -> those samples, and what makes a micro-batch of some. All ranks call it
     weights: Callable | dict | None = None  # as plugin.configure takes them
-    pipelines: tuple[list[PipelineTemplate], dict | list] | None = None  # and micro-batches, unless flags give them
+    pipelines: Callable | None = None  # model -> templates, and micro-batches of each, where no flag gives them
 
 
 def parse_args(doc: str, **defaults):
@@ -111,13 +111,13 @@ def parse_args(doc: str, **defaults):
     return args
 
 
-def choose_pipelines(args, model, pipelines: tuple | None = None) -> tuple[list[PipelineTemplate], dict | list]:
-    """The templates and numbers of micro-batches that the flags ask for, or else a script's own `pipelines`.
+def choose_pipelines(args, model, pipelines: Callable | None) -> tuple[list[PipelineTemplate], dict | list]:
+    """The templates and numbers of micro-batches that the flags ask for, or else those of `pipelines(model)`.
 
     On a multiple of the processes that these need, they are repeated. Raises UserError where flags are not possible.
     """
     if pipelines and args.pipelines is None and args.dp_size == args.pp_size == 1:
-        templates, num_microbatches = pipelines
+        templates, num_microbatches = pipelines(model)
         copies = max(1, dist.get_world_size() // (sum(each.num_stages for each in templates) * args.tp_size))
         templates = templates * copies
         if isinstance(num_microbatches, list):
