@@ -41,12 +41,12 @@ class HeterogeneousParallelPlugin:
     `precision` and `device` are as --dtype and --device of train.py: "auto", "float32", "bfloat16" or "float64" of the
     computation, whatever the model says. With "bfloat16", parameters and optimizer state stay float32.
     `schedule` is one of pipeline_parallel. With `recompute`, backward computes decoder layers once more and so needs
-    less memory. Joins the process group, if the script has not done so.
+    less memory. Joins the process group, if the script has not done so: ranks wait `timeout` seconds for each other.
     Raises UserError for an unknown precision, and where choose_device and init_process_group do.
     """
 
     def __init__(self, tp_size: int = 1, microbatch_size: int = 1, precision: str = "float32", device: str = "auto",
-                 schedule: Callable = one_f_one_b, recompute: bool = False):
+                 schedule: Callable = one_f_one_b, recompute: bool = False, timeout: float = 600):
         if precision not in (*DTYPES, *DTYPES.values(), "auto"):
             raise UserError(f"precision={precision!r} is none of auto, {', '.join(DTYPES.values())}")
         self.tp_size, self.microbatch_size = tp_size, microbatch_size
@@ -56,7 +56,7 @@ class HeterogeneousParallelPlugin:
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         self.pipelines: list[PipelineTemplate] = []
         if not dist.is_initialized():
-            pgm.init_process_group(backend)
+            pgm.init_process_group(backend, timeout)
 
     def set_pipelines(self, pipelines: list[PipelineTemplate],
                       num_microbatches: Mapping[PipelineTemplate, int] | list[int]) -> None:

@@ -24,9 +24,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from safetensors import safe_open
 
-from hf_tensor_parallel import split_parameter
 from pipeline_stage import PipelineStage
 from pipeline_template import Unsupported
+from tensor_parallel import split_parameter
 from utils import UserError
 
 
@@ -36,26 +36,24 @@ def share_weights(model: nn.Module, device: torch.device) -> None:
     They can differ where a script sets no seed, or adds a new head. Only what differs is sent, over `device`.
     Raises UserError, on every rank, where the ranks have models of unlike shapes.
     """
-    tensors = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    own = {name: (tuple(tensor.shape), crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()))
-           for name, tensor in tensors.items()}
+    tensors = {f"{name} {tuple(tensor.shape)}": tensor.detach()
+               for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    digests = {name: crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+               for name, tensor in tensors.items()}
     of_ranks: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
-    first = of_ranks[0]
+    dist.all_gather_object(of_ranks, digests)
     for rank, found in enumerate(of_ranks):
-        for name in {**first, **found}:
-            here, there = (each[name][0] if name in each else "missing" for each in (first, found))
-            if here != there:
-                raise UserError(f"rank {rank} has another model than rank 0: {name} is {there} and not {here}. Make it "
-                                "of the same configuration on all ranks")
-    unlike = [name for name in first if any(found[name] != first[name] for found in of_ranks)]
+        if odd := found.keys() ^ of_ranks[0].keys():
+            raise UserError(f"rank {rank} has another model than rank 0: only one of them has {min(odd)}. Make it of "
+                            "the same configuration on all ranks")
+    unlike = [name for name in tensors if any(found[name] != of_ranks[0][name] for found in of_ranks)]
     for name in unlike:
         value = tensors[name].to(device).contiguous()
         dist.broadcast(value, 0)
         tensors[name].copy_(value)
     if unlike and dist.get_rank() == 0:
-        print(f"{len(unlike)} of {len(first)} parameters and buffers were unlike on some ranks ({unlike[0]}, ...): all "
-              "ranks train those of rank 0", flush=True)
+        print(f"{len(unlike)} of {len(tensors)} parameters and buffers were unlike on some ranks ({unlike[0]}, ...): "
+              "all ranks train those of rank 0", flush=True)
 
 
 def open_directory(directory: str) -> dict[str, Callable]:

@@ -130,11 +130,27 @@ class VocabParallelEmbedding(nn.Module):
         return ReduceFromTensorParallel.apply(x)
 
 
+def split_parameter(module: nn.Module, key: str, full) -> torch.Tensor:
+    """The part of a full parameter that `module` holds as its `key` on this tp rank, by module.tp_dims and tp_fused.
+
+    `full` is a tensor, or a slice of a safetensors file, of which no more than this part is read.
+    """
+    dim, fused = getattr(module, "tp_dims", {}).get(key), getattr(module, "tp_fused", {}).get(key, 1)
+    if dim is None:
+        return full[...]
+    shape = full.shape if isinstance(full, torch.Tensor) else full.get_shape()
+    width = shape[dim] // fused  # of each of the matrices that lie side by side
+    own = split_over_tp(torch.arange(width, device="cpu"), 0).tolist()  # uneven where it has to be
+    starts = range(own[0], shape[dim], width)
+    parts = [full[(*(slice(None),) * dim, slice(start, start + len(own)))] for start in starts]
+    return parts[0] if fused == 1 else torch.cat(parts, dim)
+
+
 def keep_split_parameters(module: nn.Module, source: nn.Module) -> None:
     """Gives `module` this rank's part of each parameter of `source`, split along the dim in module.tp_dims."""
     module.bias = None
-    for name, param in source.named_parameters():
-        part = split_over_tp(param.detach(), module.tp_dims.get(name))
+    for name, param in list(source.named_parameters()):
+        part = split_parameter(module, name, param.detach())
         setattr(module, name, nn.Parameter(part.clone(), param.requires_grad))
 
 

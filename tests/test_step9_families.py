@@ -57,22 +57,25 @@ def test_scripts_learn(name, script_runs):
 
 
 @pytest.mark.parametrize("name, tp_size, world_size, stages, counts", [
-    ("gpt2", 1, 4, [2, 1, 1], [2, 3, 3]), ("gpt2", 1, 8, [2, 1, 1] * 2, [2, 3, 3] * 2),
-    ("qwen", 2, 4, [1, 1], [5, 3]), ("qwen", 2, 8, [1, 1] * 2, [5, 3] * 2), ("qwen", 1, 8, [1, 1] * 4, [5, 3] * 4)])
+    ("gpt2", 1, 8, [2, 1, 1] * 2, [2, 3, 3] * 2), ("llama", 1, 4, [3, 1], [5, 3]),
+    ("llama", 1, 8, [3, 1] * 2, [5, 3] * 2), ("qwen", 2, 4, [1, 1], [5, 3]),
+    ("qwen", 2, 8, [1, 1] * 2, [5, 3] * 2), ("qwen", 1, 8, [1, 1] * 4, [5, 3] * 4)])
 def test_scripts_repeat_their_pipelines_on_more_processes(name, tp_size, world_size, stages, counts):
-    """As on two machines of four GPUs each. No process but this one runs."""
+    """As on two machines of four GPUs each, unless flags give others. No process but this one runs."""
     with modules_of(9):
         script = importlib.import_module(f"run_{name}")
-    args = types.SimpleNamespace(pipelines=None, dp_size=1, pp_size=1, gradient_accumulation_steps=None, recompute=False,
-                                 num_microbatches=None, tp_size=tp_size, micro_batch_size=2, dtype="float32",
-                                 device="cpu", pp_engine="1f1b")
+    args = types.SimpleNamespace(pipelines=None, dp_size=1, pp_size=1, gradient_accumulation_steps=None,
+                                 num_microbatches=None, tp_size=tp_size)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        plugin = train.make_plugin(args, toy("gpt2"), script.pipelines)
+        plugin, model = train.HeterogeneousParallelPlugin(tp_size, device="cpu"), toy("gpt2", n_layer=4)
+        plugin.set_pipelines(*train.choose_pipelines(args, model, script.pipelines))
         assert train.pgm.process_group_manager.topology["stages_per_pipeline"] == stages
     finally:
         dist.destroy_process_group()
     assert plugin.num_microbatches == counts
+    args.pipelines = [[1, 1]]  # fewer layers than the script's own pipelines need
+    assert train.choose_pipelines(args, toy("gpt2", n_layer=2), script.pipelines)[0][0].num_stages == 2
 
 
 @pytest.mark.parametrize("ranks, flags, message", [

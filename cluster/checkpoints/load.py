@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from hf_tensor_parallel import split_parameter
-from stage_weights import load_weights
+from checkpoints.disks import Disks
 from checkpoints.files import (
     STATE, SURVIVORS, Reader, check_file, merge, read_index, read_state, set_latest, step_of, write_state,
 )
-from checkpoints.disks import Disks
-from training.machine_facts import is_home
 from checkpoints.pieces import name_function, peft_name, their_name, trained_alone
+from stage_weights import load_weights
+from tensor_parallel import split_parameter
+from training.machine_facts import is_home
 from utils import UserError
 
 
