@@ -17,7 +17,8 @@ import pytest
 from launch import ROOT, environment
 
 READMES = [path.relative_to(ROOT) for path in [
-    ROOT / "README.md", *sorted(ROOT.glob("step*/README.md")), ROOT / "cluster" / "README.md",
+    ROOT / "README.md", *sorted(ROOT.glob("step*/README.md")),
+    *sorted(ROOT.glob("beyond/*/README.md")), ROOT / "cluster" / "README.md",
     ROOT / "cluster" / "CHECKPOINTS.md", ROOT / "tools" / "DEBUGGING.md", ROOT / "CONTRIBUTING.md"]]
 BLOCK = re.compile(r"^( *)```bash\n(.*?)^\1```\n(?:\s*(?:<details>(?:(?!</summary>|```).)*</summary>\s*)?^\1```\n(.*?)"
                    r"^\1```)?", re.S | re.M)
