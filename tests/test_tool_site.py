@@ -131,7 +131,7 @@ def test_remarks_go_to_the_first_name_that_is_known():
 
 def test_runs_are_those_of_all_steps():
     runs = read_runs()
-    assert runs.keys() == TOPOLOGIES.keys(), "python tools/site.py --runs"
+    assert runs.keys() == TOPOLOGIES.keys(), "python tools/make_site.py --runs"
     for step, entry in runs.items():
         assert len(entry["losses"]) == 50
         if step >= 3:  # the same numbers on any topology, as far as four decimals say
@@ -172,15 +172,6 @@ def test_site_replaces_nothing_but_a_site(tmp_path):
     with pytest.raises(ValueError, match="something else than a site"):
         build(root, tmp_path / "other", {})
     assert (tmp_path / "other" / "thesis.txt").exists()
-
-
-def test_the_standard_library_keeps_its_module():
-    """tools/site.py has the name of a module that Python imports at its start."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tools")}
-    code = "import site; print(site.getsitepackages()[0])"
-    done = subprocess.run([sys.executable, "-X", "frozen_modules=off", "-c", code], env=environment, text=True,
-                          capture_output=True)
-    assert done.returncode == 0 and "site-packages" in done.stdout, done.stderr
 
 
 @pytest.fixture(scope="module")

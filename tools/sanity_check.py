@@ -208,7 +208,8 @@ def parse_args():
     parser.add_argument("--use_wandb", action="store_true", help="record the runs in Weights & Biases, in one group")
     parser.add_argument("--wandb_group", metavar="NAME", default="sanity_check", help="default: %(default)s")
     parser.add_argument("--log_dir", type=pathlib.Path, default=ROOT / "runs" / "sanity_check")
-    parser.add_argument("--figure", type=pathlib.Path, help="default: sanity_check.png in --log_dir; with --plot: compared.png beside the runs")
+    parser.add_argument("--figure", type=pathlib.Path,
+                        help="default: sanity_check.png in --log_dir; with --plot: compared.png beside the runs")
     parser.add_argument("--table", type=pathlib.Path, help="write the table into this file too")
     parser.add_argument("--plot", nargs="+", type=pathlib.Path, metavar="RUN_DIR", help="draw these, train nothing")
     args = parser.parse_args()

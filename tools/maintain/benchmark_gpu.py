@@ -1,7 +1,7 @@
-"""How fast is step 3 on one GPU, beside Hugging Face's Llama? `python tools/benchmark_gpu.py`, or benchmark.py --gpu
+"""How fast is step 3 on one GPU, beside Hugging Face's Llama?
 
-    python tools/benchmark_gpu.py --json gpu.json                 TinyLlama-1.1B, seq_len 1024 and 4096
-    python tools/benchmark_gpu.py --device cpu --shape toy        the same code without a GPU
+    python tools/maintain/benchmark_gpu.py --json gpu.json                 TinyLlama-1.1B, seq_len 1024 and 4096
+    python tools/maintain/benchmark_gpu.py --device cpu --shape toy        the same code without a GPU
 
 Both train in bf16 with float32 masters: the same initial weights, the same random token ids, the same loss, the same
 fused AdamW, scaled_dot_product_attention. Ours has activations in bf16 and casts each weight where it multiplies;
@@ -9,19 +9,19 @@ theirs runs under torch.autocast, as in their Trainer(bf16=True), with norms and
 Compiled means regional torch.compile: each decoder layer, the rest eager.
 
 For each seq_len, first the micro-batch: doubled while that brings more than 2 % and memory suffices (both models eager,
-which need the most memory). Everyone then trains with that one, interleaved: ours, theirs, ours compiled, theirs
-compiled, ours, ... Each builds its model anew and frees it. A step is one micro-batch and one update, between two
-synchronizations with the GPU; the first is dropped; a run's figure is the median step. A ratio is the median of the
-rounds' ratios, given with its smallest and largest. All steps repeat one batch, so that losses fall; where they differ
-by more than 1 %, someone did other work, and the program says so and exits with 1.
+which need the most memory). Everyone then trains with that one, interleaved. Each builds its model anew and frees it.
+A step is one micro-batch and one update, between two synchronizations with the GPU; the first is dropped; a run's
+figure is the median step. A ratio is the median of the rounds' ratios, given with its smallest and largest. All steps
+repeat one batch; where losses differ by more than 1 %, someone did other work, and the program exits with 1.
 
 Model FLOPs utilization (MFU, PaLM, Chowdhery et al. 2022, appendix B) = tokens/s * FLOPs a token / the chip's peak.
 N parameters, L layers, H heads of hd, T tokens a sample; forward and backward, nothing recomputed:
 
     MFU             6N + 12 L (H hd) T    every parameter, and attention as if each token saw all T
-    causal MFU      6M +  6 L (H hd) T    only what is multiplied: M is N without the table of the embedding, and a
-                                          token sees T/2 others on average
+    causal MFU      6M +  6 L (H hd) T    only what is multiplied: M is N without the embedding; a token sees T/2
 """
+
+import tools_path  # noqa: F401  before launch
 
 import argparse
 import gc

@@ -1,13 +1,15 @@
 """Draws the chapters' figures, from runs that it starts itself: assets/figure_*.png, and what sanity_check.py,
 recompute_memory.py and wrong_scale.py draw.
 
-    python tools/make_figures.py                      # all of them: about a quarter of an hour on two cores
-    python tools/make_figures.py grid timelines       # some
-    python tools/make_figures.py --list
+    python tools/maintain/make_figures.py                      # all of them: about a quarter of an hour on two cores
+    python tools/maintain/make_figures.py grid timelines       # some
+    python tools/maintain/make_figures.py --list
 
 A machine with two cores can't run four stages at once, and those that compute would be faster while others wait. So
 ranks that are to be slower have turns of some milliseconds: of two ranks that take turns, each has half a core.
 """
+
+import tools_path  # noqa: F401  before launch
 
 import argparse
 import functools

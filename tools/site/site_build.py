@@ -9,7 +9,7 @@ from markupsafe import Markup
 from site_figures import loss_curve
 from site_pages import Page, Repository, document_page, source_page, step_page
 
-TEMPLATES = pathlib.Path(__file__).resolve().parent / "site"
+TEMPLATES = pathlib.Path(__file__).resolve().parent
 MARKER = ".site"  # a folder that holds it was written by build(), and may be replaced
 BASELINE = 3  # the step whose losses all later ones repeat
 PLAYGROUND = Page("playground.html", "Schedules", "Schedule playground", [], "playground.html", {})

@@ -1,8 +1,8 @@
 """What a user would pick instead for LoRA on one machine: transformers' Trainer with peft.
 
-    python tools/peer_trainer.py --model DIR --tokens FILE --seq_len 256 --batch_size 4 --accumulation 2 --steps 8
+    python tools/maintain/peer_trainer.py --model DIR --tokens FILE --seq_len 256 --batch_size 4 --accumulation 2
 
-A minimal script for tools/compare_trainer.py to run beside ours: same base, same samples in the same optimizer step,
+A minimal script for compare_trainer.py to run beside ours: same base, same samples in the same optimizer step,
 same targets of the adapters, same clipping and fused AdamW, nothing logged or saved by the Trainer. It prints a line a
 step, with its loss.
 """

@@ -1,8 +1,8 @@
 """What a user would pick instead: our step-1 model (or Hugging Face's) trained with PyTorch's own parallelism.
 
-    torchrun --nproc_per_node 4 tools/peers.py ddp --model_name DIR --tokens FILE --out JSON
+    torchrun --nproc_per_node 4 tools/maintain/peers.py ddp --model_name DIR --tokens FILE --out JSON
 
-Minimal scripts for tools/benchmark.py to run beside ours: same weights, same samples in the same optimizer step, same
+Minimal scripts for benchmark.py to run beside ours: same weights, same samples in the same optimizer step, same
 fused AdamW, no clipping. Rank 0, or in a pipeline the rank that computes the loss, prints a line a step and writes
 {"losses": [one a step], "grad_norm": of the last step}.
 
@@ -11,6 +11,8 @@ applied here by the functions which from_pretrained calls. Its pipeline parallel
 sends hidden states without autograd, so that backward() ends with "element 0 of tensors does not require grad and does
 not have a grad_fn" on every stage but the last, and no gradient would travel back.
 """
+
+import tools_path  # noqa: F401  before launch
 
 import argparse
 import json

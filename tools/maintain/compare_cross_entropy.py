@@ -12,7 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "step4_tensor_parallel"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "step4_tensor_parallel"))
 import process_group_manager as pgm  # noqa: E402
 from tensor_parallel import cross_entropy  # noqa: E402
 

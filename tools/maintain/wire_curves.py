@@ -1,10 +1,12 @@
 """What a compressed wire costs: loss curves of each --wire_dtype and --gradient_wire_dtype against full precision.
 
-    python tools/wire_curves.py [--steps 50] [--figure PICTURE]
+    python tools/maintain/wire_curves.py [--steps 50] [--figure PICTURE]
 
 One pipeline of three stages compresses what passes between them, three pipelines of one stage what they sum. Every run
 has the same initial weights and samples. Prints a row a run, in markdown, and draws the curves.
 """
+
+import tools_path  # noqa: F401  before launch
 
 import argparse
 import math

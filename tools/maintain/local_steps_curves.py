@@ -1,7 +1,7 @@
 """What local steps cost and gain: loss against tokens, and against hours over links of 10 Mbit/s.
 
-    python tools/local_steps_curves.py curves sweep hosts rates --json assets/local_steps.json     # hosts, rates: root
-    python tools/local_steps_curves.py --plot assets/local_steps.png --json assets/local_steps.json
+    python tools/maintain/local_steps_curves.py curves sweep hosts rates --json assets/local_steps.json
+    python tools/maintain/local_steps_curves.py --plot assets/local_steps.png --json assets/local_steps.json
 
 curves   the tiny Llama on three ranks of this machine, from the same seed: 500 exact steps, and as many tokens with
          local steps; `'curves=NAME;NAME'` trains only some of them
@@ -10,6 +10,8 @@ hosts    seconds a step of the same trainings on three hosts of the test bed (50
          curve are its steps times these seconds
 rates    tokens/s of 6.3 M parameters with 4096 tokens a local step on these hosts, beside one host alone
 """
+
+import tools_path  # noqa: F401  before launch
 
 import argparse
 import json

@@ -46,7 +46,7 @@ class Repository:
         self.documents = {pathlib.Path("README.md"): "index.html"}
         self.documents |= {pathlib.Path(folder.name, "README.md"): f"step{n}.html" for n, folder in self.steps.items()}
         for path in ("cluster/README.md", "cluster/FINE_TUNING.md", "cluster/RASPBERRY_PI.md",
-                     "cluster/CHECKPOINTS.md", "tools/README.md", "tools/DEBUGGING.md", "CONTRIBUTING.md"):
+                     "cluster/CHECKPOINTS.md", "tools/README.md", "docs/DEBUGGING.md", "CONTRIBUTING.md"):
             if (root / path).is_file():
                 place = pathlib.Path(path)
                 self.documents[place] = f"{(place.parent.name if place.stem == 'README' else place.stem).lower()}.html"

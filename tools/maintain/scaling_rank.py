@@ -1,9 +1,11 @@
 """A rank's side of scaling.py: runs step 8's train.py for each case and counts what this rank holds meanwhile.
 
-`torchrun ... tools/scaling_rank.py FOLDER` reads FOLDER/runs.json and writes FOLDER/<case>_<rank>.json for each case
+`torchrun ... scaling_rank.py FOLDER` reads FOLDER/runs.json and writes FOLDER/<case>_<rank>.json for each case
 whose memory is counted: the micro-batches alive, and the bytes saved for backward, of the parameters with all that
 belongs to them, and resident, each at its peak.
 """
+
+import tools_path  # noqa: F401  before launch
 
 import argparse
 import collections
