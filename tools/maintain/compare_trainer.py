@@ -13,6 +13,7 @@ value over the rounds.
 import tools_path  # noqa: F401  before launch
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -73,13 +74,6 @@ def flags_of_ours(args, folder: str) -> list:
             "--checkpoint_dir", os.path.join(folder, "checkpoints")]
 
 
-def flags_of_trainer(args, folder: str, tokens: str) -> list:
-    return ["--model", args.model, "--dtype", args.dtype, "--threads", args.threads, "--batch_size", args.batch_size,
-            "--seq_len", args.seq_len, "--accumulation", args.gradient_accumulation, "--steps", args.steps + 1,
-            "--lora_rank", args.lora_rank, "--lora_alpha", 2 * args.lora_rank, "--targets", args.lora_targets,
-            "--learning_rate", args.learning_rate, "--tokens", tokens, "--out", os.path.join(folder, "trainer")]
-
-
 def write_samples(args, path: str) -> None:
     """The samples of all steps, in the order in which ours reads them: int32 ids, T + 1 a row."""
     import course  # noqa: F401  before step 9's modules
@@ -100,7 +94,7 @@ def write_samples(args, path: str) -> None:
 def one_round(args, folder: str, tokens: str, first: int) -> Steps:
     """`first`: which of the two starts first and begins, 0 for ours."""
     commands = [("ours", ROOT / "cluster" / "train_distributed.py", flags_of_ours(args, folder)),
-                ("Trainer", ROOT / "tools/maintain/peer_trainer.py", flags_of_trainer(args, folder, tokens))]
+                ("Trainer", ROOT / "tools/maintain/peer_trainer.py", [json.dumps({**vars(args), "tokens": tokens, "out": os.path.join(folder, "trainer")})])]
     order, programs, seconds = (first, 1 - first), {}, {0: [], 1: []}
     try:
         for which in order:

@@ -1,5 +1,5 @@
-"""Draws the chapters' figures, from runs that it starts itself: assets/figure_*.png, and what sanity_check.py,
-recompute_memory.py and wrong_scale.py draw.
+"""Draws the chapters' figures, from runs that it starts itself: assets/figure_*.png, and what sanity_check.py and
+recompute_memory.py draw.
 
     python tools/maintain/make_figures.py                      # all of them: about a quarter of an hour on two cores
     python tools/maintain/make_figures.py grid timelines       # some
@@ -166,7 +166,7 @@ def plan(folder: pathlib.Path, picture: pathlib.Path) -> None:
 
 DRAWN = {name: getattr(figures_drawn, name) for name in ("grid", "collectives", "column_row")}
 MEASURED = {function.__name__: function for function in (timelines, activations, buckets, unlike, memory, plan)}
-OTHERS = {"sanity_check": ["--steps", "20"], "recompute_memory": [], "wrong_scale": []}  # other tools, and their flags
+OTHERS = {"sanity_check": ["--steps", "20"], "recompute_memory": []}  # other tools, and their flags
 NAMES = [*DRAWN, *MEASURED, *OTHERS]
 
 

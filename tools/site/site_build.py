@@ -13,7 +13,6 @@ TEMPLATES = pathlib.Path(__file__).resolve().parent
 MARKER = ".site"  # a folder that holds it was written by build(), and may be replaced
 BASELINE = 3  # the step whose losses all later ones repeat
 PLAYGROUND = Page("playground.html", "Schedules", "Schedule playground", [], "playground.html", {})
-SPLIT = Page("split.html", "Split", "Split the model", [], "split.html", {})
 
 
 def empty_folder(out: pathlib.Path) -> None:
@@ -59,7 +58,7 @@ def build(root: pathlib.Path, out: pathlib.Path, runs: dict[int, dict]) -> list[
     chapters = {repository.documents[place]: place for place in repository.documents}
     steps = [add_run(step_page(repository, number), runs) for number in repository.steps]
     others = [document_page(repository, place) for address, place in chapters.items() if not address.startswith("step")]
-    pages = [others[0], *steps, PLAYGROUND, SPLIT, *others[1:]]
+    pages = [others[0], *steps, PLAYGROUND, *others[1:]]
     sources, done = [], set()
     while len(done) < len(repository.sources):  # the page of a folder links to further files
         for place in [place for place in repository.sources if place not in done]:

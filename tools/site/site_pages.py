@@ -45,11 +45,11 @@ class Repository:
         self.diffs = {n: diff_step(self.steps.get(n - 1), folder) for n, folder in self.steps.items()}
         self.documents = {pathlib.Path("README.md"): "index.html"}
         self.documents |= {pathlib.Path(folder.name, "README.md"): f"step{n}.html" for n, folder in self.steps.items()}
-        for path in ("cluster/README.md", "cluster/FINE_TUNING.md", "cluster/RASPBERRY_PI.md",
-                     "cluster/CHECKPOINTS.md", "tools/README.md", "docs/DEBUGGING.md", "CONTRIBUTING.md"):
-            if (root / path).is_file():
-                place = pathlib.Path(path)
-                self.documents[place] = f"{(place.parent.name if place.stem == 'README' else place.stem).lower()}.html"
+        rooms = [page for room in ("cluster", "docs", "tools") for page in sorted(
+            root.glob(f"{room}/*.md"), key=lambda page: (page.stem != "README", page.name))]
+        for path in filter(pathlib.Path.is_file, [*rooms, root / "CONTRIBUTING.md"]):
+            place = path.relative_to(root)
+            self.documents[place] = f"{(place.parent.name if place.stem == 'README' else place.stem).lower()}.html"
         self.sources: dict[pathlib.Path, str] = {}  # files and folders that have been linked to -> address
 
     def address(self, target: str, folder: pathlib.Path) -> str:
