@@ -14,7 +14,7 @@ import pytest
 from break_faults import CHECKSUMS, FAULTS, SGD, Edit
 from launch import ROOT, environment, fork, metrics, start_fork
 from processes import processes
-from test_tool_readmes import missing_paths
+from test_pages import missing_paths
 
 PAGE = (ROOT / "docs" / "DEBUGGING.md").read_text(encoding="utf-8")
 SMALL = ["--num_hidden_layers", "2", "--seq_len", "16", "--micro_batch_size", "1", "--max_tokens"]

@@ -33,7 +33,7 @@ import sys
 import time
 from typing import NamedTuple
 
-from launch import ROOT, STEPS, metrics, torchrun
+from launch import ROOT, STEPS, Help, metrics, torchrun
 from sanity_figure import draw
 
 QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}  # in metrics.jsonl, and in words
@@ -185,10 +185,10 @@ def train(row: Row, flags: dict, log_dir: pathlib.Path) -> bool:
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--preset", choices=PRESETS, default="tiny", help="with --plot: whose tolerance applies")
     parser.add_argument("--dtype", choices=TOLERANCE, help="float32; 1b: bfloat16; --plot: what an auto was")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="to compute on")
     parser.add_argument("--seq_len", type=int, metavar="N", help="tokens in a sample, instead of the preset's")
     parser.add_argument("--max_grad_norm", type=float, help="clip gradients (default: as train.py does; 0: never)")
     parser.add_argument("--steps", type=int, help="optimizer steps, instead of --max_tokens")
@@ -196,8 +196,8 @@ def parse_args():
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=DEFAULT_ROWS, metavar="ROW",
                         help=f"train these only, of {', '.join(ROWS)} (default: all but tp2pp2)")
     parser.add_argument("--use_wandb", action="store_true", help="record the runs in Weights & Biases, in one group")
-    parser.add_argument("--wandb_group", metavar="NAME", default="sanity_check", help="default: %(default)s")
-    parser.add_argument("--log_dir", type=pathlib.Path, default=ROOT / "runs" / "sanity_check")
+    parser.add_argument("--wandb_group", metavar="NAME", default="sanity_check", help="of these runs")
+    parser.add_argument("--log_dir", type=pathlib.Path, default=ROOT / "runs" / "sanity_check", help="of the runs")
     parser.add_argument("--figure", type=pathlib.Path,
                         help="default: sanity_check.png in --log_dir; with --plot: compared.png beside the runs")
     parser.add_argument("--table", type=pathlib.Path, help="write the table into this file too")

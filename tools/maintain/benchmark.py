@@ -27,7 +27,7 @@ import sys
 import tempfile
 from typing import NamedTuple
 
-from launch import ROOT, STEPS, metrics
+from launch import ROOT, STEPS, Help, metrics
 from turns import Program
 
 TOKENS_A_STEP = 32 * 128
@@ -146,8 +146,8 @@ def main():
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="(default: %(default)s)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--rounds", type=int, default=20, help="of the runs of a group")
     parser.add_argument("--only", default="", metavar="REGEX", help="run those whose name fits")
     parser.add_argument("--json", metavar="PATH", help="write every figure")
     parser.add_argument("--plot", metavar="PNG", help="draw the speed-ups")

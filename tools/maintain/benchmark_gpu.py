@@ -36,7 +36,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from launch import modules_of
+from launch import Help, modules_of
 
 with modules_of(3):
     from model import Llama, cross_entropy, init_weights
@@ -109,11 +109,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="to compute on")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama", help="of the model")
     parser.add_argument("--seq_len", type=positive_int, nargs="+", help="tokens a sample (default: the shape's)")
-    parser.add_argument("--rounds", type=positive_int, default=3)
+    parser.add_argument("--rounds", type=positive_int, default=3, help="everyone trains so often")
     parser.add_argument("--steps", type=positive_int, default=7, help="a run has, the first of which is dropped")
     parser.add_argument("--micro_batch_size", type=positive_int, help="samples, instead of a search")
     parser.add_argument("--max_micro_batch_size", type=positive_int, default=256, help="where the search ends")

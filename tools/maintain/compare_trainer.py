@@ -20,7 +20,7 @@ import sys
 import tempfile
 from typing import NamedTuple
 
-from launch import CORES, ROOT
+from launch import CORES, ROOT, Help
 from turns import Program
 
 sys.path.insert(0, str(ROOT / "cluster"))
@@ -45,7 +45,7 @@ def count(text: str) -> int:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--model", required=True, help="a directory with weights and a tokenizer")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(SAME), help="of the frozen weights")
     for name, default, words in (
@@ -53,9 +53,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             ("batch_size", 4, "samples of a micro-batch"), ("seq_len", 256, "tokens of a sample"),
             ("gradient_accumulation", 2, "micro-batches of a step"), ("lora_rank", 16, "of the adapters"),
             ("threads", CORES, "of each program")):
-        parser.add_argument(f"--{name}", type=count, default=default, help=f"{words} (default: {default})")
-    parser.add_argument("--lora_targets", default=TARGETS)
-    parser.add_argument("--learning_rate", type=float, default=2e-4)
+        parser.add_argument(f"--{name}", type=count, default=default, help=words)
+    parser.add_argument("--lora_targets", default=TARGETS, help="matrices that get an adapter")
+    parser.add_argument("--learning_rate", type=float, default=2e-4, help="of AdamW")
     args = parser.parse_args(argv)
     if args.steps <= WARM_UP:
         parser.error(f"--steps {args.steps}: more than the {WARM_UP} that do not count")
@@ -93,8 +93,9 @@ def write_samples(args, path: str) -> None:
 
 def one_round(args, folder: str, tokens: str, first: int) -> Steps:
     """`first`: which of the two starts first and begins, 0 for ours."""
+    settings = json.dumps({**vars(args), "tokens": tokens, "out": os.path.join(folder, "trainer")})
     commands = [("ours", ROOT / "cluster" / "train_distributed.py", flags_of_ours(args, folder)),
-                ("Trainer", ROOT / "tools/maintain/peer_trainer.py", [json.dumps({**vars(args), "tokens": tokens, "out": os.path.join(folder, "trainer")})])]
+                ("Trainer", ROOT / "tools/maintain/peer_trainer.py", [settings])]
     order, programs, seconds = (first, 1 - first), {}, {0: [], 1: []}
     try:
         for which in order:

@@ -26,7 +26,7 @@ import time
 
 import figures_drawn
 import figures_measured
-from launch import ROOT, STEPS, environment, launch, metrics, modules_of
+from launch import ROOT, STEPS, Help, environment, launch, metrics, modules_of
 from turns import Program
 
 ASSETS = ROOT / "assets"
@@ -180,7 +180,7 @@ def draw(name: str, folder: pathlib.Path, picture: pathlib.Path) -> None:
 
 
 def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(NAMES)}")
     parser.add_argument("--list", action="store_true", help="print the names and files")
     parser.add_argument("--out", type=pathlib.Path, default=ASSETS, help="the folder to write to")

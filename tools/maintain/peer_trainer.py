@@ -1,8 +1,8 @@
 """What a user would pick instead for LoRA on one machine: transformers' Trainer with peft.
 
-A minimal script for compare_trainer.py to run beside ours, with its flags as JSON: same base, same samples in the same optimizer step,
-same targets of the adapters, same clipping and fused AdamW, nothing logged or saved by the Trainer. It prints a line a
-step, with its loss.
+A minimal script that compare_trainer.py runs beside ours, with its own flags as JSON: same base, same samples in the
+same optimizer step, same targets of the adapters, same clipping and fused AdamW, nothing logged or saved by the
+Trainer. It prints a line a step, with its loss.
 """
 
 import json

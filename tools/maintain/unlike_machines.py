@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 
-from launch import ROOT, environment, metrics, modules_of
+from launch import ROOT, Help, environment, metrics, modules_of
 
 NODES = ("node0", "node1", "node2")
 CLUSTER = ROOT / "cluster"
@@ -260,10 +260,11 @@ def draw(results: dict, picture: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("cases", nargs="*", help=f"to measure: {', '.join(CASES)}")
-    parser.add_argument("--json", type=pathlib.Path, default=ROOT / "runs" / "unlike_machines.json")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=pathlib.Path, default=ROOT / "runs" / "unlike_machines.json",
+                        help="what was measured")
+    parser.add_argument("--rounds", type=int, default=3, help="each candidate trains so often")
     parser.add_argument("--plot", help="draw what --json holds")
     args = parser.parse_args()
     results = json.loads(args.json.read_text()) if args.json.exists() else {}
