@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, default=root / "site", help="the folder to write (default: site/)")
     parser.add_argument("--runs", type=int, nargs="*", metavar="STEP", help="run these steps first; none named: all")
     args = parser.parse_args()
-    sys.path.append(str(root / "tools" / "site"))
+    sys.path += [str(root / "tools" / room) for room in ("site", "maintain")]  # the latter for --runs
     try:
         from site_build import build
         from site_runs import TOPOLOGIES, read_runs, write_runs

@@ -6,7 +6,6 @@ import shutil
 
 import jinja2
 from markupsafe import Markup
-from site_figures import loss_curve
 from site_pages import Page, Repository, document_page, source_page, step_page
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent
@@ -30,13 +29,13 @@ def script_json(data) -> Markup:
 
 
 def add_run(page: Page, runs: dict[int, dict]) -> Page:
-    """The step's page with the curve of its run, and its timelines if it has any."""
+    """The step's page with the losses of its run, and its timelines if it has any."""
     number, content = page.content["number"], dict(page.content)
     if number not in runs:
         return page._replace(headings=[heading for heading in page.headings if heading.anchor != "loss"])
     losses = runs[number]["losses"]
     baseline = runs[BASELINE]["losses"] if number > BASELINE and BASELINE in runs else None
-    content |= {"command": runs[number]["command"], "losses": losses, "curve": Markup(loss_curve(losses, baseline))}
+    content |= {"command": runs[number]["command"], "losses": losses}
     if baseline:
         content["difference"] = max(abs(a - b) for a, b in zip(losses, baseline))
     headings = list(page.headings)
