@@ -17,7 +17,7 @@ import os
 import sys
 import warnings
 
-from training.checkpoint_files import ADAPTER, ADAPTER_CONFIG, read_index
+from checkpoints.files import ADAPTER, ADAPTER_CONFIG, read_index
 from training.common import seed
 from utils import (
     ArgumentParser, UserError, choose_device, number, one_clear_error, positive_float, positive_int,
@@ -71,7 +71,7 @@ def find(path: str, flag: str, marks: tuple[str, ...]) -> str:
         missing = {name for name in read_index(index).values() if not os.path.isfile(os.path.join(path, name))}
         if missing:
             raise UserError(f"{path} lacks {', '.join(sorted(missing))}, which its index names: where hosts share no "
-                            "disk, copy them here, or take the run's last checkpoint, which the first host has whole")
+                            "disk, copy them here, or take the last checkpoint on the host that started the run")
     return path
 
 
@@ -88,7 +88,7 @@ def find_model(args) -> tuple[str, str, str | None]:
         return base, base, None
     adapter = find(adapter, "--adapter", (ADAPTER_CONFIG,))
     if not os.path.isfile(os.path.join(adapter, ADAPTER)):
-        raise UserError(f"{adapter} has no {ADAPTER}: where hosts share no disk, it is on the first host")
+        raise UserError(f"{adapter} has no {ADAPTER}: where hosts share no disk, it is on the one that started the run")
     try:
         with open(os.path.join(adapter, ADAPTER_CONFIG), encoding="utf-8") as file:
             base = base or json.load(file)["base_model_name_or_path"]

@@ -65,7 +65,7 @@ def parse_args():
                         help="of what stages send each other (default: the activation's)")
     parser.add_argument("--gradient_wire_dtype", choices=["float32", "bfloat16", "int8"], default=None,
                         help="of the gradients' sums (default: the gradient's)")
-    parser.add_argument("--schedule", choices=["auto", *(name for name in SCHEDULES if name != "zb")], default="auto",
+    parser.add_argument("--schedule", choices=["auto", *SCHEDULES], default="auto",
                         help="auto: 1f1b, with more micro-batches in flight (1f1b-2, -3, -4) where links are slow")
     parser.add_argument("--recompute", action="store_true", help="plan for training with --recompute: less memory")
     parser.add_argument("--out", default="plan.json", help="where to write the best plan")
@@ -89,7 +89,7 @@ def with_defaults(args) -> None:
 
 
 def measure(args) -> None:
-    """Writes cluster.json. Every machine measures; rank 0 writes."""
+    """Writes cluster.json on the machine that starts it. Every machine measures."""
     if "RANK" not in os.environ:
         raise UserError("--measure times the machines and their network: start it with torchrun on all of them, "
                         "as the training will be")
@@ -99,12 +99,15 @@ def measure(args) -> None:
     import process_group_manager as pgm
     from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
     from training.auto_plan import make_clock, whole_model
+    from training.common import from_home
     from training.lora import choose_lora_dtype
+    from training.machine_facts import is_home
 
     with_defaults(args)
     args.seed, args.learning_rate = 0, None  # what does not matter here
     device, dtype, backend = choose_device(args.device, args.dtype)
     pgm.init_process_group(backend)
+    from_home(lambda: check_outputs(args))
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)
     dtype = choose_lora_dtype(args, device, dtype) if args.lora_rank else dtype
@@ -112,7 +115,7 @@ def measure(args) -> None:
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
     clock = make_clock(model, args.seq_len, device, dtype, lora)
     cluster = measure_with(clock, args.model_name, wanted, args.measure_seconds)
-    if dist.get_rank() == 0:
+    if is_home():
         names = (*LAYERS_AND_HEADS, "device", "omp_num_threads", *(LORA if args.lora_rank else ()))
         flags = {name: getattr(args, name) for name in names}
         cluster["flags"] = {name: value for name, value in flags.items() if value not in (None, "auto")}
@@ -152,6 +155,13 @@ def command(cluster: Cluster, args) -> str:
             + ", ".join(f"{rank} on {host}" for rank, host in enumerate(hosts)))
 
 
+def check_outputs(args) -> None:
+    if args.measure:
+        check_writable("--measure", args.measure)
+    if args.cluster_json or args.global_batch and not args.cluster:
+        check_writable("--out", args.out)
+
+
 def check_writable(flag: str, path: str) -> None:
     """Raises UserError where a file can't be written, before measuring or searching for what it is to hold."""
     is_new = not os.path.exists(path)
@@ -170,14 +180,10 @@ def write_json(path: str, content: dict) -> None:
 
 def main():
     args = parse_args()
-    if os.environ.get("RANK", "0") == "0":
-        if args.measure:
-            check_writable("--measure", args.measure)
-        if args.cluster_json or args.global_batch and not args.cluster:
-            check_writable("--out", args.out)
     if args.measure:
         measure(args)
     elif args.cluster_json:
+        check_outputs(args)
         plan(args)
     else:
         with_defaults(args)

@@ -25,7 +25,7 @@ from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from pipeline_template import PipelineTemplate
 from run_common import load_model, local_directory
 from training.common import add_flags, add_run_flags, from_environment, print_banner
-from training.epochs import load_epochs
+from data.epochs import load_epochs
 from training.loop import train
 from training.loss import mean_cross_entropy
 from training.models import config_file

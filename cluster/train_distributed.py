@@ -28,7 +28,7 @@ from training.auto_plan import plan_by_itself
 from training.board import Board
 from training.common import add_flags, add_run_flags, print_banner
 from training.compression import WIRE_DTYPES, compress
-from training.data import add_data_flags, check_data_flags, load_data
+from data.load import add_data_flags, check_data_flags, load_data
 from training.evaluation import Evaluator
 from training.layout import add_layout_flags, choose_layout
 from training.local_steps import add_local_flags, check_local_flags, train_rounds
@@ -37,7 +37,7 @@ from training.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, p
 from training.models import SIZES, make_model
 from training.plan_file import add_plan_flag, follow_plan, make_arrangement
 from training.run import Run, add_checkpoint_flags
-from training.survive import end_of_elastic_run, is_elastic
+from checkpoints.survive import end_of_elastic_run, is_elastic
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, number, one_clear_error, positive_int,
 )
@@ -134,6 +134,7 @@ def train_together(args, plugin, made, templates: list, shares: list[int], run: 
     run.check(made.names, plugin.global_batch_size, args.seq_len)
     data = load_data(args, args.model_name, made.model.config.vocab_size, plugin.global_batch_size, args.max_steps,
                      args.max_steps_per_epoch)
+    run.check_data(args.model_name, made.model.config.vocab_size, data.read)
     steps_per_epoch = data.train.steps_per_epoch
     num_steps = args.max_steps or args.epochs * steps_per_epoch
     data.train.set_steps(num_steps)

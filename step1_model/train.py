@@ -70,6 +70,7 @@ def main():
         with cast_weights_once():
             logits = model(input_ids)  # (B, T, V)
             loss = cross_entropy(logits, target_ids)
+            del logits  # the largest tensor of all, and backward does not need it
             loss.backward()
         optimizer.step()
         print(f"step {step}/{num_steps} | loss {loss.item():.4f} | {peak_memory_gb():.2f} GB", flush=True)

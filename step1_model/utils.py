@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import pathlib
 import resource
 import shutil
 import signal
@@ -15,7 +16,8 @@ import urllib.parse
 
 import torch
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = str(next((folder for folder in HERE.parents if (folder / "assets").is_dir()), HERE.parent))  # the repository
 TINY_LLAMA = os.path.join(ROOT, "assets", "tiny_llama")
 CONFIG_FIELDS = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

@@ -164,7 +164,11 @@ class Llama(nn.Module):
         self.decoder_layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.final_proj = Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Gives the final projection the weight of the embedding, where the configuration says that they share one."""
+        if self.config.tie_word_embeddings:
             self.final_proj.weight = self.embedding.weight
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> logits (B, T, V)
@@ -220,5 +224,4 @@ def init_weights(model: nn.Module, seed: int, device: torch.device) -> None:
         module, _, key = name.rpartition(".")
         master_dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         setattr(model.get_submodule(module), key, nn.Parameter(full.to(device, master_dtype)))
-    if config.tie_word_embeddings:
-        model.final_proj.weight = model.embedding.weight
+    model.tie_weights()

@@ -28,8 +28,8 @@ timeout = datetime.timedelta(seconds=600)  # how long a rank waits for the other
 class ProcessGroupManager:
     """The coordinates of this rank in the grid, and a process group along each axis through it.
 
-    For each axis (tp, pp, dp): `<axis>_group` to communicate in, `<axis>_group_ids` (its global ranks in order),
-    `<axis>_world_size` and `<axis>_rank` (the position of this rank in the group). All ranks make one together.
+    For each axis (tp, pp, dp): `<axis>_group` to communicate in, `<axis>_world_size`, and `<axis>_rank`, the position
+    of this rank in the group. All ranks make one together.
     Raises UserError where the product of the sizes is not the number of processes.
     """
 
@@ -38,22 +38,17 @@ class ProcessGroupManager:
         if (needed := dp_size * pp_size * tp_size) != self.world_size:
             raise UserError(f"dp_size={dp_size} x pp_size={pp_size} x tp_size={tp_size} needs {needed} processes, but "
                             f"{self.world_size} run: use torchrun --nproc_per_node {needed}, or change the sizes")
-        self.grid = torch.arange(self.world_size).view(dp_size, pp_size, tp_size)  # grid[dp, pp, tp]: a global rank
-        self.dp_rank, self.pp_rank, self.tp_rank = (self.grid == self.global_rank).nonzero().flatten().tolist()
+        self.ranks = torch.arange(self.world_size).view(dp_size, pp_size, tp_size)  # ranks[dp, pp, tp]: a global rank
+        self.dp_rank, self.pp_rank, self.tp_rank = (self.ranks == self.global_rank).nonzero().flatten().tolist()
         self.dp_world_size, self.pp_world_size, self.tp_world_size = dp_size, pp_size, tp_size
         self.topology = {"dp_size": dp_size, "pp_size": pp_size, "tp_size": tp_size, "world_size": self.world_size}
 
         # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
-        rows = [row for block in self.grid for row in block.tolist()]
-        columns = [column for block in self.grid for column in block.T.tolist()]
-        replicas = self.grid.permute(1, 2, 0).reshape(-1, dp_size).tolist()
-        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows, timeout)
+        rows, replicas = self.ranks.reshape(-1, tp_size), self.ranks.permute(1, 2, 0).reshape(-1, dp_size)
+        columns = self.ranks.transpose(1, 2).reshape(-1, pp_size).tolist()
+        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout)
         self.pp_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
-        self.dp_group, _ = dist.new_subgroups_by_enumeration(replicas, timeout)
-
-        block = self.grid[self.dp_rank]
-        self.tp_group_ids, self.pp_group_ids = block[self.pp_rank].tolist(), block[:, self.tp_rank].tolist()
-        self.dp_group_ids = self.grid[:, self.pp_rank, self.tp_rank].tolist()
+        self.dp_group, _ = dist.new_subgroups_by_enumeration(replicas.tolist(), timeout)
 
         self.pp_is_last_stage = self.pp_rank == pp_size - 1
         # One rank of all logs. Only the last stage of a pipeline computes the loss, so it is a last stage.
@@ -67,11 +62,10 @@ class ProcessGroupManager:
         sizes = f"dp {self.dp_world_size} x pp {self.pp_world_size} x tp {self.tp_world_size}"
         lines = [f"{self.world_size} {'rank' if self.world_size == 1 else 'ranks'} = {sizes}"]
         for rank in range(min(self.world_size, 16)):
-            dp, pp, tp = (self.grid == rank).nonzero().flatten().tolist()
-            lines.append(
-                f"rank {rank}: dp {dp} pp {pp} tp {tp} | dp group {self.grid[:, pp, tp].tolist()} "
-                f"pp group {self.grid[dp, :, tp].tolist()} tp group {self.grid[dp, pp, :].tolist()}"
-            )
+            dp, pp, tp = (self.ranks == rank).nonzero().flatten().tolist()
+            groups = [self.ranks[:, pp, tp].tolist(), self.ranks[dp, :, tp].tolist(), self.ranks[dp, pp, :].tolist()]
+            lines.append(f"rank {rank}: dp {dp} pp {pp} tp {tp} | "
+                         "dp group {} pp group {} tp group {}".format(*groups))
         return "\n".join(lines)
 
 
@@ -88,9 +82,8 @@ def init_process_group(backend: str, timeout_seconds: float = 600) -> None:
     store.set(f"backend/{rank}", backend)
     backends = [store.get(f"backend/{other}").decode() for other in range(world_size)]
     if len(set(backends)) > 1:
-        listed = ", ".join(f"rank {other}: {name}" for other, name in enumerate(backends[:16]))
-        raise UserError(f"all ranks have to communicate over one backend, but these differ ({listed}): give all the "
-                        "same --device, for instance --device cpu")
+        raise UserError("all ranks have to communicate over one backend, but these differ, by rank: "
+                        f"{', '.join(backends[:16])}: give all the same --device, for instance --device cpu")
     dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
                             timeout=timeout)
 

@@ -92,6 +92,7 @@ def main():
         with cast_weights_once():
             logits = model(input_ids)  # (B, T, V)
             loss = cross_entropy(logits, target_ids)
+            del logits  # the largest tensor of all, and backward does not need it
             loss.backward()
         optimizer.step()
         logger.log(step, loss.item(), time.perf_counter() - start)

@@ -5,9 +5,6 @@ tokens [i*T, i*T + T]: the first T are the input, and the same tokens shifted by
 sample of the corpus comes the first one again: a new epoch.
 Optimizer step k reads the samples [k*G, (k+1)*G), with the global batch G = micro_batch_size *
 gradient_accumulation_steps.
-
-As many tokens as the run needs are encoded into a file, and that file is mapped into memory. A later run with the same
-needs finds the file and does not even import the tokenizer. No more of the corpus is read than is needed.
 """
 
 import glob
@@ -50,9 +47,8 @@ class MicroBatchDataLoader(DataLoader):
     def __init__(self, samples: Dataset, micro_batch_size: int, gradient_accumulation_steps: int,
                  device: torch.device, num_workers: int = 0):
         self.gradient_accumulation_steps, self.device = gradient_accumulation_steps, device
-        first_samples = range(0, len(samples), micro_batch_size)
-        super().__init__(samples, num_workers=num_workers, pin_memory=device.type == "cuda", collate_fn=next_tokens,
-                         batch_sampler=[range(first, first + micro_batch_size) for first in first_samples])
+        super().__init__(samples, micro_batch_size, num_workers=num_workers, pin_memory=device.type == "cuda",
+                         collate_fn=next_tokens)
         self.batches = iter(self)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:

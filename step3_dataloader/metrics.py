@@ -10,13 +10,16 @@ import json
 import math
 import os
 
+import torch
+import torch.distributed as dist
+
 from utils import UserError, peak_memory_gb, to_readable_format
 
 
 class RunLogger:
     """Writes one JSON object per optimizer step into `<log_dir>/<run_name>/metrics.jsonl`, and prints one line.
 
-    `loss` is recorded in full precision. `memory_gb` is the peak of this process, of GPU or resident memory.
+    `loss` is recorded in full precision. `memory_gb` is the largest peak of a rank, as of the steps 1, 2, 10, 20, ...
     The folder of an older run of that name is renamed to <run_name>.1 (or .2, ...). Raises UserError for a `run_name`
     that is no folder name, and for a run that is still in progress.
     """
@@ -36,7 +39,11 @@ class RunLogger:
         self.wandb = start_wandb(f"{args.run_name}_{grid}", config, folder) if args.use_wandb else None
 
     def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float) -> None:
-        """Records optimizer step `step`, counted from 1. Raises UserError where the loss is not finite."""
+        """Records optimizer step `step`, counted from 1. All ranks call it. Raises UserError for a loss of NaN."""
+        if step < 3 or step % 10 == 0:  # not in each step: it costs time
+            peaks = torch.tensor([peak_memory_gb(), seconds], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+            dist.all_reduce(peaks, dist.ReduceOp.MAX)  # some ranks hold more, and some end later
+            self.memory, seconds = peaks.tolist()
         if not self.enabled:
             return
         if not math.isfinite(loss + grad_norm):
@@ -44,7 +51,7 @@ class RunLogger:
         row = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
                "trained_tokens": step * self.tokens_per_step, "tokens_per_second": self.tokens_per_step / seconds,
                "tokens_per_second_per_rank": self.tokens_per_step / seconds / self.world_size,
-               "memory_gb": peak_memory_gb(), "step_seconds": seconds}
+               "memory_gb": self.memory, "step_seconds": seconds}
         self.metrics.write(json.dumps(row) + "\n")
         if self.wandb:
             self.wandb.log(row, step=step)

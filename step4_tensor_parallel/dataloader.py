@@ -5,9 +5,6 @@ tokens [i*T, i*T + T]: the first T are the input, and the same tokens shifted by
 sample of the corpus comes the first one again: a new epoch.
 Optimizer step k reads the samples [k*G, (k+1)*G), with the global batch G = micro_batch_size *
 gradient_accumulation_steps.
-
-As many tokens as the run needs are encoded into a file, and that file is mapped into memory. A later run with the same
-needs finds the file and does not even import the tokenizer. No more of the corpus is read than is needed.
 """
 
 import glob
@@ -50,9 +47,8 @@ class MicroBatchDataLoader(DataLoader):
     def __init__(self, samples: Dataset, micro_batch_size: int, gradient_accumulation_steps: int,
                  device: torch.device, num_workers: int = 0):
         self.gradient_accumulation_steps, self.device = gradient_accumulation_steps, device
-        first_samples = range(0, len(samples), micro_batch_size)
-        super().__init__(samples, num_workers=num_workers, pin_memory=device.type == "cuda", collate_fn=next_tokens,
-                         batch_sampler=[range(first, first + micro_batch_size) for first in first_samples])
+        super().__init__(samples, micro_batch_size, num_workers=num_workers, pin_memory=device.type == "cuda",
+                         collate_fn=next_tokens)
         self.batches = iter(self)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -77,6 +73,9 @@ def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: i
     """
     path = encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir)
     tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
+    dist.all_gather_object(digests := [None] * dist.get_world_size(), hashlib.sha256(tokens).hexdigest())
+    if unlike := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise UserError(f"ranks {unlike} read other tokens than rank 0: give them its --dataset_name and tokenizer")
     if len(tokens) < seq_len + 1:
         raise UserError(f"--dataset_name {dataset_name!r} holds {len(tokens)} tokens, fewer than the seq_len + 1 = "
                         f"{seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")

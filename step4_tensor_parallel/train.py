@@ -37,8 +37,7 @@ def parse_args():
     parser.add_argument("--num_attention_heads", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
     # Data
-    parser.add_argument("--dataset_name", default="sotu",
-                        help="sotu, a .txt, .jsonl or .parquet file or a folder of them, or a Hub id (column: text)")
+    parser.add_argument("--dataset_name", default="sotu", help="sotu, .txt, .jsonl or .parquet files, or a Hub id")
     parser.add_argument("--num_workers", type=zero_or_more, default=0, help="extra processes that load samples")
     parser.add_argument("--num_proc", type=positive_int, default=4, help="threads that encode text")
     # Training
@@ -64,11 +63,10 @@ def parse_args():
     args = parser.parse_args()
     for flag, step in (("dp_size", 5), ("pp_size", 7)):
         if (size := getattr(args, flag)) > 1:
-            raise UserError(f"--{flag} {size}: this step trains one replica in one stage, step {step} adds this axis")
+            raise UserError(f"--{flag} {size}: step {step} adds this axis, here it has to be 1")
     return args
 
 
-@cast_weights_once()
 def train_step(model, data_loader) -> torch.Tensor:
     """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
     total_loss = 0.0
@@ -77,9 +75,20 @@ def train_step(model, data_loader) -> torch.Tensor:
         batch = next(data_loader)
         logits = model(batch["input_ids"])  # (B, T, V/tp)
         loss = cross_entropy(logits, batch["target_ids"], model.config.vocab_size) / num_microbatches
+        del logits  # the largest tensor of all, and backward does not need it
         loss.backward()  # gradients add up, and each is divided already: their sum is the gradient of the mean loss
         total_loss += loss.detach()
     return total_loss
+
+
+def make_data_loader(args, config, device, num_samples: int) -> MicroBatchDataLoader:
+    """The run's micro-batches."""
+    os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
+    os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
+    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size, num_samples,
+                           os.path.join(args.log_dir, "token_cache"))
+    return MicroBatchDataLoader(
+        samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
 
 
 def print_parameters(model, device, dtype, learning_rate: float) -> None:
@@ -97,8 +106,6 @@ def main():
     pgm.init_process_group(backend, args.timeout)
     pgm.setup_process_group_manager(dp_size=args.dp_size, pp_size=args.pp_size, tp_size=args.tp_size)
     grid = pgm.process_group_manager
-    os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
-    os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
 
@@ -114,10 +121,7 @@ def main():
     if num_steps == 0:
         raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
 
-    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
-                           num_steps * global_batch_size, os.path.join(args.log_dir, "token_cache"))
-    data_loader = MicroBatchDataLoader(
-        samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
+    data_loader = make_data_loader(args, config, device, num_steps * global_batch_size)
     init_weights(model, args.seed, device, split_over_tp)
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)
@@ -130,7 +134,8 @@ def main():
     for step in range(1, num_steps + 1):
         start = time.perf_counter()
         model.zero_grad()
-        loss = train_step(model, data_loader)
+        with cast_weights_once():
+            loss = train_step(model, data_loader)
         grad_norm = clip_grad_norm(model, args.max_grad_norm)
         optimizer.step()
         logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start)

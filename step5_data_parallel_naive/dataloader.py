@@ -5,12 +5,9 @@ tokens [i*T, i*T + T]: the first T are the input, and the same tokens shifted by
 sample of the corpus comes the first one again: a new epoch.
 Optimizer step k reads the samples [k*G, (k+1)*G), with the global batch G = micro_batch_size *
 gradient_accumulation_steps * dp_size. Within it, the dp ranks take turns, one micro-batch each.
-
-One process of each machine encodes as many tokens as the run needs into a file, and all map that file into memory.
-A later run with the same needs finds the file and does not even import the tokenizer. No more of the corpus is read
-than is needed.
 """
 
+import datetime
 import glob
 import hashlib
 import importlib.util
@@ -25,7 +22,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import process_group_manager as pgm
-from utils import UserError, once_per_machine, require_reachable_hub
+from utils import UserError, require_reachable_hub
 
 BLOCK = 1 << 16  # characters that are read from a file at a time
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -74,12 +71,19 @@ def next_tokens(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: int, num_samples: int,
                  cache_dir: str) -> TokenSamples:
-    """The first `num_samples` samples of the corpus, encoded by the model's tokenizer. All ranks call it together.
+    """The first `num_samples` samples of the corpus, encoded by the model's tokenizer.
 
-    Raises UserError, on every rank, for a corpus that can't be found, read or encoded with this model's vocabulary.
+    Raises UserError for a corpus that can't be found, read or encoded with this model's vocabulary.
     """
-    path = once_per_machine(lambda: encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir))
+    store, key = dist.distributed_c10d._get_default_store(), f"encoded on machine {os.environ.get('GROUP_RANK', 0)}"
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # one process of a machine encodes, and the others find the file
+        store.wait([key], datetime.timedelta(days=30))  # a collective that takes minutes would be aborted
+    path = encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir)
+    store.set(key, "")
     tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
+    dist.all_gather_object(digests := [None] * dist.get_world_size(), hashlib.sha256(tokens).hexdigest())
+    if unlike := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise UserError(f"ranks {unlike} read other tokens than rank 0: give them its --dataset_name and tokenizer")
     if len(tokens) < seq_len + 1:
         raise UserError(f"--dataset_name {dataset_name!r} holds {len(tokens)} tokens, fewer than the seq_len + 1 = "
                         f"{seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")

@@ -7,12 +7,15 @@ as all-reduces of gradients.
 
 import contextlib
 import json
+import os
 import threading
 import time
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from utils import UserError
 
 
 class Span(NamedTuple):
@@ -120,6 +123,15 @@ def trace_events(ranks: list[tuple[tuple[int, ...], list[Span]]]) -> list[dict]:
             events.append({"name": name, "cat": span.kind, "ph": "X", "pid": rank, "tid": track,
                            "ts": (span.start - origin) / 1e3, "dur": (span.end - span.start) / 1e3})
     return events
+
+
+def check_profile_batch(batch: int, num_steps: int) -> None:
+    """Raises UserError where there is no such step, or where the ranks are on machines whose clocks disagree."""
+    if not 0 <= batch <= num_steps:
+        raise UserError(f"--profile_batch {batch} is not among the steps 1 to {num_steps}")
+    if batch and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < dist.get_world_size():
+        raise UserError(f"--profile_batch {batch}: the clocks of several machines disagree; leave it out, or use "
+                        "cluster/train_distributed.py, which compares them")
 
 
 timeline = Timeline()

@@ -15,11 +15,10 @@ from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger
 from model import Llama, cast_weights_once, init_weights
 from tensor_parallel import apply_tensor_parallel, clip_grad_norm, cross_entropy, split_over_tp
-from timeline import timeline
+from timeline import check_profile_batch, timeline
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
-    make_scheduler, once_per_machine, one_clear_error, positive_float, positive_int, to_readable_format, zero_or_more,
-    zero_or_more_float,
+    make_scheduler, one_clear_error, positive_float, positive_int, to_readable_format, zero_or_more, zero_or_more_float,
 )
 
 
@@ -40,8 +39,7 @@ def parse_args():
     parser.add_argument("--num_attention_heads", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
     # Data
-    parser.add_argument("--dataset_name", default="sotu",
-                        help="sotu, a .txt, .jsonl or .parquet file or a folder of them, or a Hub id (column: text)")
+    parser.add_argument("--dataset_name", default="sotu", help="sotu, .txt, .jsonl or .parquet files, or a Hub id")
     parser.add_argument("--num_workers", type=zero_or_more, default=0, help="extra processes that load samples")
     parser.add_argument("--num_proc", type=positive_int, default=4, help="threads that encode text")
     # Training
@@ -66,12 +64,12 @@ def parse_args():
     parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
     parser.add_argument("--profile_batch", type=zero_or_more, default=0, help="write this step's timeline (0: none)")
     args = parser.parse_args()
-    if args.pp_size > 1:
-        raise UserError(f"--pp_size {args.pp_size}: this step trains in one stage, step 7 adds this axis")
+    for flag, step in (("pp_size", 7),):
+        if (size := getattr(args, flag)) > 1:
+            raise UserError(f"--{flag} {size}: step {step} adds this axis, here it has to be 1")
     return args
 
 
-@cast_weights_once()
 def train_step(model, data_loader) -> torch.Tensor:
     """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
     total_loss = 0.0
@@ -82,6 +80,7 @@ def train_step(model, data_loader) -> torch.Tensor:
         with timeline.span("forward", i):
             logits = model(batch["input_ids"])  # (B, T, V/tp)
             loss = cross_entropy(logits, batch["target_ids"], model.module.config.vocab_size) / num_microbatches
+            del logits  # the largest tensor of all, and backward does not need it
         with timeline.span("backward", i):
             loss.backward()  # gradients add up, and each is divided already: their sum is the gradient of the mean loss
         total_loss += loss.detach()
@@ -89,20 +88,14 @@ def train_step(model, data_loader) -> torch.Tensor:
     return total_loss
 
 
-def make_data_loader(args, config, device) -> tuple[MicroBatchDataLoader, int, int]:
-    """This dp rank's micro-batches, and the optimizer steps and tokens a step of the run. All ranks call it."""
-    global_batch_size = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size  # in samples
-    tokens_per_step = global_batch_size * args.seq_len
-    num_steps = args.max_tokens // tokens_per_step
-    if num_steps == 0:
-        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
-    if not 0 <= args.profile_batch <= num_steps:
-        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
-    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
-                           num_steps * global_batch_size, os.path.join(args.log_dir, "token_cache"))
-    data_loader = MicroBatchDataLoader(
+def make_data_loader(args, config, device, num_samples: int) -> MicroBatchDataLoader:
+    """This dp rank's micro-batches."""
+    os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
+    os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
+    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size, num_samples,
+                           os.path.join(args.log_dir, "token_cache"))
+    return MicroBatchDataLoader(
         samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
-    return data_loader, num_steps, tokens_per_step
 
 
 def print_parameters(model, device, dtype, learning_rate: float) -> None:
@@ -120,18 +113,23 @@ def main():
     pgm.init_process_group(backend, args.timeout)
     pgm.setup_process_group_manager(dp_size=args.dp_size, pp_size=args.pp_size, tp_size=args.tp_size)
     grid = pgm.process_group_manager
-    os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
-    os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
 
-    config = once_per_machine(lambda: load_config(
+    config = load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,
-        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
         model = apply_tensor_parallel(Llama(config, dtype))
 
-    data_loader, num_steps, tokens_per_step = make_data_loader(args, config, device)
+    global_batch_size = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size  # in samples
+    tokens_per_step = global_batch_size * args.seq_len
+    num_steps = args.max_tokens // tokens_per_step
+    if num_steps == 0:
+        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
+    check_profile_batch(args.profile_batch, num_steps)
+
+    data_loader = make_data_loader(args, config, device, num_steps * global_batch_size)
     init_weights(model, args.seed, device, split_over_tp)
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)
@@ -147,7 +145,9 @@ def main():
             timeline.start()
         start = time.perf_counter()
         model.zero_grad()
-        loss = average_loss_across_dp_ranks(train_step(model, data_loader))
+        with cast_weights_once():
+            loss = train_step(model, data_loader)
+        loss = average_loss_across_dp_ranks(loss)
         with timeline.span("gradient norm"):
             grad_norm = clip_grad_norm(model, args.max_grad_norm)
         with timeline.span("optimizer"):

@@ -164,7 +164,11 @@ class Llama(nn.Module):
         self.decoder_layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.final_proj = Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Gives the final projection the weight of the embedding, where the configuration says that they share one."""
+        if self.config.tie_word_embeddings:
             self.final_proj.weight = self.embedding.weight
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> logits (B, T, V)
@@ -213,11 +217,9 @@ def init_weights(model: nn.Module, seed: int, device: torch.device, split) -> No
     with torch.device("meta"):
         full_shapes = {name: param.shape for name, param in Llama(config).named_parameters()}
     for name, param in list(model.named_parameters()):  # a tied weight is listed once, by its first name
-        # The last stage's tied projection is the first stage's embedding, so it is drawn under that name.
-        drawn_as = name if name in full_shapes else "embedding.weight"
-        full = torch.ones(full_shapes[drawn_as])
+        full = torch.ones(full_shapes[name])
         if param.dim() == 2:
-            digest = hashlib.sha256(f"{seed} {drawn_as}".encode()).digest()
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
             writes_residual = name.endswith(("out_proj.weight", "down_proj.weight"))
             depth_scale = (2 * config.num_hidden_layers) ** -0.5 if writes_residual else 1.0
@@ -226,6 +228,4 @@ def init_weights(model: nn.Module, seed: int, device: torch.device, split) -> No
         part = split(full, getattr(model.get_submodule(module), "tp_dims", {}).get(key)).clone()
         master_dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         setattr(model.get_submodule(module), key, nn.Parameter(part.to(device, master_dtype)))
-    held = dict(model.named_parameters(remove_duplicate=False))
-    if config.tie_word_embeddings and {"embedding.weight", "final_proj.weight"} <= held.keys():
-        model.final_proj.weight = model.embedding.weight
+    model.tie_weights()

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import process_group_manager as pgm
-from model import cast_weights_once, rotary_tables
+from model import rotary_tables
 from tensor_parallel import cross_entropy
 from timeline import timeline
 from utils import UserError
@@ -62,15 +62,21 @@ class PipelineParallel(nn.Module):
             raise UserError(f"pp_size={grid.pp_world_size} stages for num_hidden_layers={num_layers}: "
                             f"each stage needs a layer, use --pp_size {num_layers} or less")
         self.config, self.dtype = model.config, model.dtype
-        self.embedding = model.embedding if grid.pp_is_first_stage else None
+        holds_embedding = grid.pp_is_first_stage or grid.pp_is_last_stage and model.config.tie_word_embeddings
+        self.embedding = model.embedding if holds_embedding else None
         self.decoder_layers = nn.ModuleDict({str(i): model.decoder_layers[i] for i in layers_of_stage(num_layers)})
         self.final_norm = model.final_norm if grid.pp_is_last_stage else None
         self.final_proj = model.final_proj if grid.pp_is_last_stage else None
         connect_neighbours()
 
+    def tie_weights(self) -> None:
+        """The last stage's projection shares its weight with an embedding, a copy of that of the first stage."""
+        if self.embedding is not None and self.final_proj is not None:
+            self.final_proj.weight = self.embedding.weight
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T) or hidden states (B, T, D) -> hidden states, on the last stage logits (B, T, V/tp)."""
-        if self.embedding is not None:
+        if pgm.process_group_manager.pp_is_first_stage:
             x = self.embedding(x).to(self.dtype)
         base = self.config.rope_parameters["rope_theta"]
         cos, sin = rotary_tables(x.size(1), self.config.head_dim, base, x.dtype, x.device)
@@ -126,14 +132,14 @@ class StageCommunication:
             buffer = torch.empty(self.shape, dtype=self.dtype, device=self.wire_device)
             source, group = self.source[action.kind], self.group[action.kind]
             handle = dist.irecv(buffer, source, group=group)
-            self.receiving[action] = (timeline.background(handle, "receive"), buffer)
+            self.receiving[action] = (timeline.background(handle, "receive", action.microbatch, source), buffer)
 
     def receive(self, action: Action) -> torch.Tensor | None:
         """Waits for the input (F) or the gradient of the output (B) of a micro-batch. None at the pipeline's ends."""
         if action not in self.receiving:
             return None
         handle, buffer = self.receiving.pop(action)
-        with timeline.span("wait"):
+        with timeline.span("wait", action.microbatch):
             handle.wait()
         return buffer.to(self.device)
 
@@ -155,7 +161,6 @@ class StageCommunication:
             self.finish_oldest_send()
 
 
-@cast_weights_once()
 def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: torch.device) -> torch.Tensor:
     """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
 
@@ -199,11 +204,9 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
 
 
 def sum_tied_gradients(stage: PipelineParallel) -> None:
-    """Sums the gradient of a tied embedding, which the first stage holds and, as its projection, the last one too."""
-    grid = pgm.process_group_manager
-    if stage.config.tie_word_embeddings and (grid.pp_is_first_stage or grid.pp_is_last_stage):
-        weight = stage.embedding.weight if grid.pp_is_first_stage else stage.final_proj.weight
-        dist.all_reduce(weight.grad, group=grid.pp_ends_group)
+    """Sums the gradient of a tied embedding, which the first stage holds and, for its projection, the last one too."""
+    if stage.config.tie_word_embeddings and stage.embedding is not None:
+        dist.all_reduce(stage.embedding.weight.grad, group=pgm.process_group_manager.pp_ends_group)
 
 
 def train_step_pipeline_afab(model, data_loader, tensor_shape, device) -> torch.Tensor:

@@ -12,7 +12,7 @@ An all-reduce leaves the sum over all ranks on each of them. A decoder layer nee
 the attention and for the MLP. The embedding and the final projection are split along the vocabulary. The loss is
 computed from the split logits, and the ranks exchange three numbers per token for it.
 
-The model contains none of this: apply_tensor_parallel replaces modules from outside, by the table TP_MODULES.
+The model contains none of this: apply_tensor_parallel replaces modules from outside.
 A size that tp_size does not divide (a vocabulary of 1022 over 4 ranks) is split unevenly, as torch.tensor_split does.
 """
 
@@ -40,19 +40,17 @@ def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
     Thakur et al. 2005).
     """
     grid = pgm.process_group_manager
-    is_power_of_two = grid.tp_world_size & (grid.tp_world_size - 1) == 0
-    if tensor.is_cuda or not is_power_of_two or tensor.nbytes > 1 << 20:
+    if tensor.is_cuda or tensor.nbytes > 1 << 20 or grid.tp_world_size not in (1, 2, 4, 8, 16):
         dist.all_reduce(tensor, op, group=grid.tp_group)
         return
-    received, distance = torch.empty_like(tensor), 1
-    while distance < grid.tp_world_size:
-        partner = grid.tp_group_ids[grid.tp_rank ^ distance]
-        sending = dist.isend(tensor, partner, group=grid.tp_group)
-        dist.recv(received, partner, group=grid.tp_group)
+    received = torch.empty_like(tensor)
+    for distance in (1, 2, 4, 8)[: grid.tp_world_size.bit_length() - 1]:
+        partner = grid.tp_rank ^ distance
+        sending = dist.isend(tensor, group=grid.tp_group, group_dst=partner)
+        dist.recv(received, group=grid.tp_group, group_src=partner)
         sending.wait()
         combine = torch.add if op == dist.ReduceOp.SUM else torch.maximum
         combine(tensor, received, out=tensor)
-        distance *= 2
 
 
 class CopyToTensorParallel(torch.autograd.Function):
@@ -84,36 +82,32 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the rows of W (out/tp, in) split: each rank makes out/tp of the outputs.
+    """y = x W^T with the rows of W (out/tp, in) split: each rank makes out/tp of the outputs.
 
-    It replaces an nn.Linear and keeps this rank's part of it. With `copy_input=False` the caller applies f: where
-    several layers read the same input (q, k and v), one f in front of them needs one all-reduce instead of three.
+    f comes in front of it, see copy_input: layers that read the same input (q, k and v) share one.
     """
 
-    tp_dims = {"weight": 0, "bias": 0}
+    tp_dims = {"weight": 0}
 
-    def __init__(self, linear: nn.Linear, copy_input: bool = True):
+    def __init__(self, linear: nn.Linear):
         super().__init__()
-        self.copy_input = copy_input
-        keep_split_parameters(self, linear)
+        self.weight = nn.Parameter(split_over_tp(linear.weight, 0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out/tp)
-        y = llama.linear(CopyToTensorParallel.apply(x) if self.copy_input else x, self.weight)
-        return y if self.bias is None else y + llama.cast(self.bias, y.dtype)
+        return llama.linear(x, self.weight)
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with the columns of W (out, in/tp) split. x is split as well; partial products are summed."""
+    """y = x W^T with the columns of W (out, in/tp) split. x is split as well, and g sums the partial products."""
 
     tp_dims = {"weight": 1}
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
-        keep_split_parameters(self, linear)
+        self.weight = nn.Parameter(split_over_tp(linear.weight, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in/tp) -> (..., out)
-        y = ReduceFromTensorParallel.apply(llama.linear(x, self.weight))
-        return y if self.bias is None else y + llama.cast(self.bias, y.dtype)
+        return ReduceFromTensorParallel.apply(llama.linear(x, self.weight))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -123,21 +117,13 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding):
         super().__init__()
-        keep_split_parameters(self, embedding)
+        self.weight = nn.Parameter(split_over_tp(embedding.weight, 0))
         self.vocab_size = embedding.num_embeddings
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> (B, T, D)
         local_ids, elsewhere = to_local_ids(input_ids, self.vocab_size)
         x = F.embedding(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return ReduceFromTensorParallel.apply(x)
-
-
-def keep_split_parameters(module: nn.Module, source: nn.Module) -> None:
-    """Gives `module` this rank's part of each parameter of `source`, split along the dim in module.tp_dims."""
-    module.bias = None
-    for name, param in source.named_parameters():
-        part = split_over_tp(param.detach(), module.tp_dims.get(name))
-        setattr(module, name, nn.Parameter(part.clone(), param.requires_grad))
 
 
 def to_local_ids(ids: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,37 +168,28 @@ def cross_entropy(logits: torch.Tensor, target_ids: torch.Tensor, vocab_size: in
     return VocabParallelCrossEntropy.apply(logits.flatten(0, 1), target_ids.flatten(), vocab_size)
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float, tied_copy: str | None) -> torch.Tensor:
+def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scales all gradients by one number, so that their norm is at most `max_norm` (0: never). Returns the norm before.
 
     It is the norm of all gradients of the whole model: the root of the sum of their squares, over all ranks. What
-    several ranks hold is counted once: a parameter that is not split on tp rank 0, a tied embedding on the first stage
-    (`tied_copy` is its name on the last one), and replicas on dp rank 0.
+    several ranks hold is counted once: a parameter that is not split on tp rank 0, a tied embedding on the first stage,
+    and replicas on dp rank 0.
     """
     grid = pgm.process_group_manager
     split = {getattr(module, name) for module in model.modules() for name in getattr(module, "tp_dims", ())}
     params = {name: param for name, param in model.named_parameters() if param.grad is not None}
     rows = [torch.linalg.vector_norm(param.grad, dim=-1) for name, param in params.items()
-            if name != tied_copy and (grid.tp_rank == 0 or param in split)]
-    zero = next(model.parameters()).new_zeros(())  # has the right dtype and device, also where nothing is counted
-    squares = zero + torch.nn.utils.get_total_norm(rows) ** 2 * (grid.dp_rank == 0)
+            if (grid.pp_is_first_stage or name != "embedding.weight") and (grid.tp_rank == 0 or param in split)]
+    squares = torch.nn.utils.get_total_norm(rows) ** 2 * (grid.dp_rank == 0)
     dist.all_reduce(squares)
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(params.values(), max_norm, squares.sqrt())
     return squares.sqrt()
 
 
-TP_MODULES = {  # the module's place in a Llama -> the class that replaces it
-    "embedding": VocabParallelEmbedding,
-    "attention.q_proj": ColumnParallelLinear,
-    "attention.k_proj": ColumnParallelLinear,
-    "attention.v_proj": ColumnParallelLinear,
-    "attention.out_proj": RowParallelLinear,
-    "mlp.gate_proj": ColumnParallelLinear,
-    "mlp.up_proj": ColumnParallelLinear,
-    "mlp.down_proj": RowParallelLinear,
-    "final_proj": ColumnParallelLinear,
-}
+def copy_input(module: nn.Module, args: tuple) -> tuple:
+    """A hook that applies f to the input x (B, T, D) of a module, once for all column-parallel layers inside it."""
+    return CopyToTensorParallel.apply(args[0]), *args[1:]
 
 
 def apply_tensor_parallel(model: nn.Module) -> nn.Module:
@@ -226,15 +203,19 @@ def apply_tensor_parallel(model: nn.Module) -> nn.Module:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (size := getattr(model.config, name)) % tp_size:
             raise UserError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides {size}")
-    for name, module in list(model.named_modules()):
-        if isinstance(module, (llama.Attention, llama.MLP)):  # one f for all layers that read the block's input
-            module.register_forward_pre_hook(lambda _, args: (CopyToTensorParallel.apply(args[0]), *args[1:]))
-        for place, replacement in TP_MODULES.items():
-            if f".{name}".endswith(f".{place}"):
-                shares_input = replacement is ColumnParallelLinear and place != "final_proj"
-                split = replacement(module, copy_input=False) if shares_input else replacement(module)
-                parent, _, key = name.rpartition(".")
-                setattr(model.get_submodule(parent), key, split)
-    if model.config.tie_word_embeddings:
-        model.final_proj.weight = model.embedding.weight
+    model.embedding = VocabParallelEmbedding(model.embedding)
+    for layer in model.decoder_layers:
+        attention, mlp = layer.attention, layer.mlp
+        attention.register_forward_pre_hook(copy_input)
+        attention.q_proj = ColumnParallelLinear(attention.q_proj)
+        attention.k_proj = ColumnParallelLinear(attention.k_proj)
+        attention.v_proj = ColumnParallelLinear(attention.v_proj)
+        attention.out_proj = RowParallelLinear(attention.out_proj)
+        mlp.register_forward_pre_hook(copy_input)
+        mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj)
+        mlp.up_proj = ColumnParallelLinear(mlp.up_proj)
+        mlp.down_proj = RowParallelLinear(mlp.down_proj)
+    model.final_proj = ColumnParallelLinear(model.final_proj)
+    model.final_proj.register_forward_pre_hook(copy_input)
+    model.tie_weights()
     return model

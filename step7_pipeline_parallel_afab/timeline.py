@@ -7,12 +7,15 @@ as all-reduces of gradients.
 
 import contextlib
 import json
+import os
 import threading
 import time
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from utils import UserError
 
 
 class Span(NamedTuple):
@@ -21,6 +24,7 @@ class Span(NamedTuple):
     start: int  # nanoseconds
     end: int
     in_background: bool = False
+    peer: int | None = None  # the sender of what was received
 
 
 class Timeline:
@@ -54,9 +58,9 @@ class Timeline:
         event.record()
         return event
 
-    def background(self, handle, kind: str):
+    def background(self, handle, kind: str, microbatch: int | None = None, peer: int | None = None):
         """The handle of what runs in the background; while recording, a wrapper that records when it ends."""
-        return WatchedHandle(handle, kind) if self.recording else handle
+        return WatchedHandle(handle, kind, microbatch, peer) if self.recording else handle
 
     def write(self, path: str, grid) -> None:
         """Collects the spans of all ranks, which call it together. The logging rank writes them to `path`."""
@@ -83,10 +87,10 @@ class WatchedHandle:
     With NCCL, wait() returns at once: the GPU waits, and the end is when it goes on.
     """
 
-    def __init__(self, handle, kind: str):
+    def __init__(self, handle, kind: str, microbatch: int | None, peer: int | None):
         self.handle, self.error, self.thread = handle, None, None
         is_gloo = dist.get_backend() == "gloo"
-        self.span = Span(kind, None, time.perf_counter_ns() if is_gloo else timeline.now(), 0, True)
+        self.span = Span(kind, microbatch, time.perf_counter_ns() if is_gloo else timeline.now(), 0, True, peer)
         if is_gloo:
             self.thread = threading.Thread(target=self.finish)
             self.thread.start()
@@ -117,9 +121,19 @@ def trace_events(ranks: list[tuple[tuple[int, ...], list[Span]]]) -> list[dict]:
                 track = next((i for i, free in enumerate(free_at, 1) if free <= span.start), len(free_at) + 1)
                 free_at[track - 1 : track] = [span.end]
             name = span.kind if span.microbatch is None else f"{span.kind} {span.microbatch}"
-            events.append({"name": name, "cat": span.kind, "ph": "X", "pid": rank, "tid": track,
+            args = {key: value for key in ("microbatch", "peer") if (value := getattr(span, key)) is not None}
+            events.append({"name": name, "cat": span.kind, "ph": "X", "pid": rank, "tid": track, "args": args,
                            "ts": (span.start - origin) / 1e3, "dur": (span.end - span.start) / 1e3})
     return events
+
+
+def check_profile_batch(batch: int, num_steps: int) -> None:
+    """Raises UserError where there is no such step, or where the ranks are on machines whose clocks disagree."""
+    if not 0 <= batch <= num_steps:
+        raise UserError(f"--profile_batch {batch} is not among the steps 1 to {num_steps}")
+    if batch and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < dist.get_world_size():
+        raise UserError(f"--profile_batch {batch}: the clocks of several machines disagree; leave it out, or use "
+                        "cluster/train_distributed.py, which compares them")
 
 
 timeline = Timeline()

@@ -7,8 +7,8 @@ buckets. As soon as all gradients of a bucket are there, its all-reduce starts a
     all-reduce                | bucket 0          | bucket 1          | ...                       | bucket n | wait
 
 `param.grad` is a view into its bucket: autograd adds to the very memory that is sent and that the optimizer reads.
-Buffers need not be set to zero, because the first micro-batch's gradient is copied in. The gradient is divided by
-dp_size once, after the last micro-batch has been added and before the all-reduce.
+Buffers need not be set to zero, because the first micro-batch's gradient is copied in. A bucket is divided by dp_size
+once, before its all-reduce.
 With gradient accumulation only the last micro-batch communicates, and it sends the accumulated gradient.
 Buckets have the dtype of the parameters: gradients are summed in float32 even where activations are bfloat16.
 """
@@ -38,6 +38,7 @@ class Bucket:
             param.grad = self.views[param]
 
     def launch(self) -> None:
+        self.buffer /= self.group.size()
         handle = dist.all_reduce(self.buffer, group=self.group, async_op=True)
         self.handle = timeline.background(handle, "all-reduce")
 
@@ -89,7 +90,6 @@ class DataParallelBucket(nn.Module):
         bucket.take(param)
         if not self.require_backward_grad_sync:
             return
-        param.grad /= bucket.group.size()
         bucket.awaited.discard(param)
         for each in self.buckets:  # in order, because all ranks have to launch the same all-reduces in the same order
             if each.awaited:
@@ -101,7 +101,8 @@ class DataParallelBucket(nn.Module):
         """Launches buckets that lack gradients, of parameters that the loss does not use, and waits for all buckets."""
         for bucket in self.buckets:
             for param in bucket.awaited:
-                param.grad = bucket.views[param].zero_() if param.grad is None else param.grad.div_(bucket.group.size())
+                if param.grad is None:
+                    param.grad = bucket.views[param].zero_()
             if bucket.handle is None:
                 bucket.launch()
         for bucket in self.buckets:

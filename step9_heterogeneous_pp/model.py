@@ -19,7 +19,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import weight_gradients
 from utils import UserError
 
 
@@ -72,10 +71,7 @@ def cast(weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
     """x W^T in the dtype of x: (..., in), (out, in) -> (..., out). The gradient of a float32 weight is float32."""
-    copy = cast(weight, x.dtype)
-    if weight_gradients.postponed is None or not x.requires_grad or torch.compiler.is_compiling():
-        return F.linear(x, copy)
-    return weight_gradients.LinearInTwoParts.apply(x, copy.detach(), (weight,))
+    return F.linear(x, cast(weight, x.dtype))
 
 
 class Linear(nn.Linear):
@@ -168,7 +164,11 @@ class Llama(nn.Module):
         self.decoder_layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.final_proj = Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Gives the final projection the weight of the embedding, where the configuration says that they share one."""
+        if self.config.tie_word_embeddings:
             self.final_proj.weight = self.embedding.weight
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> logits (B, T, V)

@@ -22,16 +22,6 @@ backward. The bubble is the same, but it holds the activations of at most p - s 
     stage 2   .  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .  .
     stage 3   .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .  .
 
-Zero bubble (ZB-H1) divides backward, which takes about as long as two forwards, into two actions: B computes the
-gradient of the stage's input, W those of its weights (see weight_gradients.py). The stage before waits for B only, and
-W fills what would be idle time. With F, B and W of one unit each, the bubble is (p-1)/(3m+p-1) instead of
-(p-1)/(m+p-1), and no stage holds the activations of more than p micro-batches:
-
-    stage 0   F0 F1 F2 F3 .  .  .  B0 W0 B1 W1 B2 W2 B3 W3
-    stage 1   .  F0 F1 F2 .  .  B0 F3 B1 W0 B2 W1 B3 W2 W3
-    stage 2   .  .  F0 F1 .  B0 F2 B1 F3 B2 W0 B3 W1 W2 W3
-    stage 3   .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3
-
 One executor, run_schedule, runs any schedule. It waits only for what the next action needs. A receive is posted before
 the computation that precedes it, and sends continue in the background. Forward and backward traffic use separate
 process groups: NCCL runs the transfers of one group in order, and a forward send must not queue behind a backward
@@ -48,13 +38,12 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import process_group_manager as pgm
-import weight_gradients
 from model import cast_weights_once
 from timeline import timeline
 
 
 class Action(NamedTuple):
-    kind: Literal["F", "B", "W"]
+    kind: Literal["F", "B"]
     microbatch: int
 
 
@@ -81,17 +70,7 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int, ahead: int =
         yield Action("B", i)
 
 
-def zero_bubble(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]:
-    """ZB-H1 (Qi et al. 2023): 1F1B, each W `stage` micro-batches after its B (stage 0: in B). At most p are alive."""
-    for action in one_f_one_b(stage, num_stages, num_microbatches):
-        yield action
-        if action.kind == "B" and action.microbatch >= stage > 0:
-            yield Action("W", action.microbatch - stage)
-    for i in range(max(num_microbatches - stage, 0), num_microbatches):
-        yield Action("W", i)
-
-
-SCHEDULES = {"afab": afab, "1f1b": one_f_one_b, "zb": zero_bubble,
+SCHEDULES = {"afab": afab, "1f1b": one_f_one_b,
              **{f"1f1b-{ahead}": functools.partial(one_f_one_b, ahead=ahead) for ahead in (2, 3, 4)}}
 
 
@@ -178,16 +157,14 @@ def run_schedule(schedule, model: nn.Module, data_iter: Iterator[dict], criterio
     actions = list(schedule(grid.pp_rank, grid.pp_world_size, own_num_microbatches))
     total_loss = torch.zeros((), dtype=torch.promote_types(stage.dtype, torch.float32), device=communication.device)
     batches: dict[int, dict] = {}  # read when their forward is one of the next two actions
-    alive: dict[int, tuple | list] = {}  # micro-batch -> what its B needs, and then what its W needs
+    alive: dict[int, tuple] = {}  # micro-batch -> what its backward needs
     model.peak_live_activations = 0
-    weight_gradients.postpone(any(action.kind == "W" for action in actions))
     for k, action in enumerate(actions):
-        for upcoming in (action for action in actions[k : k + 1 + communication.receives_ahead] if action.kind != "W"):
+        for upcoming in actions[k : k + 1 + communication.receives_ahead]:
             if upcoming.kind == "F" and upcoming.microbatch not in batches:
                 batches[upcoming.microbatch] = next(data_iter)
             communication.post_receive(upcoming, stage.hidden_shape(**batches[upcoming.microbatch]))
         i = action.microbatch
-        model.require_backward_grad_sync = i == own_num_microbatches - 1
         received = communication.receive(action)
         if action.kind == "F":
             x = None if received is None else received.requires_grad_()
@@ -199,19 +176,14 @@ def run_schedule(schedule, model: nn.Module, data_iter: Iterator[dict], criterio
             communication.send(action, out)
             alive[i] = (x, out)
             model.peak_live_activations = max(model.peak_live_activations, len(alive))
-        elif action.kind == "B":
+        else:
             x, out = alive.pop(i)
             del batches[i]
+            model.require_backward_grad_sync = i == own_num_microbatches - 1
             with timeline.span("backward", i):
                 if out.requires_grad:  # not where a whole first stage is frozen
                     torch.autograd.backward(out, received)
             communication.send(action, None if x is None else x.grad)
-            if (postponed := weight_gradients.take()) is not None:
-                alive[i] = postponed
-        else:
-            with timeline.span("weight gradients", i):
-                weight_gradients.add_weight_gradients(alive.pop(i), model)
-    weight_gradients.postpone(False)
     communication.finish()
     model.finish_gradient_sync()
     return total_loss

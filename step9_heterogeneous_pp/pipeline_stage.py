@@ -101,7 +101,8 @@ class PipelineStage(nn.Module):
         self.template, self.stage_index = template, stage_index
         self.is_first, self.is_last = stage_index == 0, stage_index == template.num_stages - 1
         self.config, self.tied = model.config, find_tied(model)
-        self.inputs, self.autocast = inspect.signature(model.forward).parameters.keys() - {"labels"}, autocast
+        self.inputs, self.autocast = inspect.signature(model.forward).parameters, autocast
+        self.takes_any_input = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.inputs.values())
         self.arguments = {"use_cache": False} if "use_cache" in self.inputs else {}  # the cache is for generation
         self.received = self.output = None  # hidden states (B, T, D), during a forward pass
         module = sys.modules.get(type(model).__module__)
@@ -137,10 +138,12 @@ class PipelineStage(nn.Module):
     def forward(self, received: torch.Tensor | None = None, **batch):
         """Hidden states (B, T, D), None on the first stage -> hidden states, on the last stage the model's output.
 
-        `batch` is the same on every stage. What is no argument of the model's forward is left out, and so are `labels`.
+        `batch` is the same on every stage. What is no argument of the model's forward is left out, and so are `labels`
+        and `target_ids`. A forward with **kwargs takes any other name, as those of packed samples (cu_seq_lens_q).
         """
         assert (received is None) == self.is_first, f"stage {self.stage_index} got {type(received).__name__}"
-        inputs = {name: value for name, value in batch.items() if name in self.inputs}
+        inputs = {name: value for name, value in batch.items()
+                  if name not in ("labels", "target_ids") and (name in self.inputs or self.takes_any_input)}
         self.received, self.output, router_loss = received, None, self.router_loss
         if router_loss:
             router_loss.sums, router_loss.module.load_balancing_loss_func = None, router_loss
@@ -148,7 +151,7 @@ class PipelineStage(nn.Module):
                 length = batch["input_ids"].size(1)
                 self.received = received[:, :length]
                 router_loss.sums = received[:, length:].flatten()[: self.num_sums].float()
-        device_type = next(iter(inputs.values())).device.type
+        device_type = next(value.device.type for value in inputs.values() if isinstance(value, torch.Tensor))
         try:
             with torch.autocast(device_type, self.autocast, enabled=self.autocast is not None):
                 out = self.model(**inputs, **self.arguments)

@@ -18,7 +18,6 @@ import inspect
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch.nn as nn
 
@@ -29,27 +28,19 @@ class Unsupported(UserError, NotImplementedError):
     """A model that step 9 cannot cut, or not in the way that was asked for."""
 
 
-class Family(NamedTuple):
-    """Where a model can be cut. A module that a configuration leaves out (None in the model) is skipped."""
-
-    first: tuple[str, ...]  # embeddings and their dropout
-    layers: str  # decoder layer i is the module "{layers}.{i}"
-    last: tuple[str, ...]  # final norm, pooler, head
-
-
-GPT2 = ("transformer.wte", "transformer.wpe", "transformer.drop"), "transformer.h"
-OPT = ("model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.project_in")
-BERT = ("bert.embeddings",), "bert.encoder.layer"
-FAMILIES: dict[str, Family] = {  # models without a plan of their own
-    "Llama": Family(("embedding",), "decoder_layers", ("final_norm", "final_proj")),
-    "GPT2LMHeadModel": Family(*GPT2, ("transformer.ln_f", "lm_head")),
-    "GPT2ForSequenceClassification": Family(*GPT2, ("transformer.ln_f", "score")),
-    "LlamaForSequenceClassification": Family(("model.embed_tokens",), "model.layers", ("model.norm", "score")),
-    "OPTForCausalLM": Family(
-        OPT, "model.decoder.layers", ("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head")),
-    "BertForMaskedLM": Family(*BERT, ("cls",)),
-    "BertForSequenceClassification": Family(*BERT, ("bert.pooler", "dropout", "classifier")),
-    "ViTForImageClassification": Family(("vit.embeddings",), "vit.layers", ("vit.layernorm", "classifier")),
+GPT2 = ("transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h", "transformer.ln_f")
+BERT = ("bert.embeddings", "bert.encoder.layer")
+FAMILIES = {  # models without a plan of their own: their modules in the order of forward, the list of layers among them
+    "Llama": ("embedding", "decoder_layers", "final_norm", "final_proj"),
+    "GPT2LMHeadModel": (*GPT2, "lm_head"),
+    "GPT2ForSequenceClassification": (*GPT2, "score"),
+    "LlamaForSequenceClassification": ("model.embed_tokens", "model.layers", "model.norm", "score"),
+    "OPTForCausalLM": (
+        "model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.project_in",
+        "model.decoder.layers", "model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"),
+    "BertForMaskedLM": (*BERT, "cls"),
+    "BertForSequenceClassification": (*BERT, "bert.pooler", "dropout", "classifier"),
+    "ViTForImageClassification": ("vit.embeddings", "vit.layers", "vit.layernorm", "classifier"),
 }
 
 ALIKE_FOR_ALL_LAYERS = {  # arguments of a layer: its input, and what each stage makes of the batch
@@ -59,41 +50,33 @@ ALIKE_FOR_ALL_LAYERS = {  # arguments of a layer: its input, and what each stage
 }
 
 
-def family_of(model: nn.Module) -> Family:
-    """The model's line in FAMILIES, or what its own plan says. Raises Unsupported where there is neither."""
-    if (family := FAMILIES.get(type(model).__name__)) is not None:
-        return family
-    inside = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
-    names = [f"{model.base_model_prefix}.{name}" for name in inside]
-    names += getattr(type(model), "_pp_plan", None) or ()
-    modules = dict(model.named_modules())
-    layers = [k for k, name in enumerate(names) if isinstance(modules.get(name), nn.ModuleList)]
-    if len(layers) != 1:
-        raise Unsupported(
-            f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: it has no plan "
-            f"(base_model_pp_plan) that names its layers, and is none of {', '.join(FAMILIES)}")
-    needs = {name for layer in modules[names[layers[0]]] for name in inspect.signature(type(layer).forward).parameters}
-    if needs := needs - ALIKE_FOR_ALL_LAYERS:
-        raise Unsupported(
-            f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: its layers also need "
-            f"{', '.join(sorted(needs))}, and stages send each other nothing but hidden states")
-    return Family(tuple(names[: layers[0]]), names[layers[0]], tuple(names[layers[0] + 1 :]))
-
-
 def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
     """The names of the model's modules before its decoder layers, of the layers, and of the modules after them.
 
-    Raises Unsupported for a model of no family, and where some parameters are in none of these modules.
+    A module that the configuration leaves out (None in the model) is skipped. Raises Unsupported for a model without a
+    plan or a line in FAMILIES, whose layers need more than hidden states, or with parameters in none of these modules.
     """
-    family = family_of(model)
-    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    layers = [f"{family.layers}.{i}" for i in range(len(model.get_submodule(family.layers)))]
-    first, last = ([name for name in names if name in modules] for names in (family.first, family.last))
-    prefixes = tuple(f"{name}." for name in (*first, *layers, *last))
+    def refuse(reason: str):
+        raise Unsupported(f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: {reason}")
+
+    modules, names = dict(model.named_modules(remove_duplicate=False)), FAMILIES.get(type(model).__name__)
+    has_plan = names is None
+    if has_plan:
+        inside = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or ()
+        names = [f"{model.base_model_prefix}.{name}" for name in inside]
+        names += getattr(type(model), "_pp_plan", None) or ()
+    names = [name for name in names if name in modules]
+    lists = [k for k, name in enumerate(names) if isinstance(modules[name], nn.ModuleList)]
+    if len(lists) != 1:
+        refuse(f"it has no plan (base_model_pp_plan) that names its layers, and is none of {', '.join(FAMILIES)}")
+    first, layers, last = names[: lists[0]], names[lists[0]], names[lists[0] + 1 :]
+    needs = {name for layer in modules[layers] for name in inspect.signature(type(layer).forward).parameters}
+    if has_plan and (needs := needs - ALIKE_FOR_ALL_LAYERS):
+        refuse(f"its layers also need {', '.join(sorted(needs))}, and stages send each other nothing but hidden states")
+    prefixes = tuple(f"{name}." for name in names)
     if outside := [name for name, _ in model.named_parameters() if not name.startswith(prefixes)]:
-        raise Unsupported(f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: its plan does "
-                          f"not say which stage holds {', '.join(outside[:3])}")
-    return first, layers, last
+        refuse(f"its plan does not say which stage holds {', '.join(outside[:3])}")
+    return first, [f"{layers}.{i}" for i in range(len(modules[layers]))], last
 
 
 @dataclass(frozen=True)
@@ -112,6 +95,10 @@ class PipelineTemplate:
             raise UserError(f"modules_per_stage={stages!r}: write a list with at least one name for each stage, as in "
                             "[['embedding', 'decoder_layers.0'], ['decoder_layers.1', ...]]")
         object.__setattr__(self, "modules_per_stage", tuple(map(tuple, stages)))  # so that it can be a key
+
+    def __str__(self) -> str:
+        """The first and the last module of each stage."""
+        return " | ".join(f"{modules[0]} ... {modules[-1]}" for modules in self.modules_per_stage)
 
     @staticmethod
     def get_model_name(model: nn.Module) -> str:

@@ -26,33 +26,37 @@ process_group_manager = None
 timeout = datetime.timedelta(seconds=600)  # how long a rank waits for the others before it ends with an error
 
 
+class Mismatch(UserError, AssertionError):
+    """Pipelines that do not fit the processes or the numbers of micro-batches. Other systems assert that they do."""
+
+
 class ProcessGroupManager:
     """The coordinates of this rank in the grid, and process groups through it.
 
     For tp and pp: `<axis>_group` to communicate in, `<axis>_group_ids` (its global ranks in order),
     `<axis>_world_size` and `<axis>_rank` (the position of this rank in the group). `dp_rank` is the number of this
     rank's pipeline, one of `dp_world_size`. All ranks make one together.
-    Raises UserError where the pipelines need another number of processes.
+    Raises Mismatch where the pipelines need another number of processes.
     """
 
     def __init__(self, stages_per_pipeline: list[int], tp_size: int):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if (needed := sum(stages_per_pipeline) * tp_size) != self.world_size:
-            raise UserError(f"Number of ranks in pipeline templates does not match world size: stages "
-                            f"{stages_per_pipeline} x tp_size={tp_size} need {needed} processes, but {self.world_size} "
-                            f"run: use torchrun --nproc_per_node {needed}, or change the sizes")
+            raise Mismatch(f"Number of ranks in pipeline templates does not match world size: stages "
+                           f"{stages_per_pipeline} x tp_size={tp_size} need {needed} processes, but {self.world_size} "
+                           f"run: use torchrun --nproc_per_node {needed}, or change the sizes")
         ranks = torch.arange(self.world_size).split([stages * tp_size for stages in stages_per_pipeline])
-        self.grid = [block.view(-1, tp_size) for block in ranks]  # grid[dp][pp, tp]: a global rank
-        self.dp_rank = next(dp for dp, block in enumerate(self.grid) if self.global_rank in block)
-        block = self.grid[self.dp_rank]
+        self.ranks = [block.view(-1, tp_size) for block in ranks]  # ranks[dp][pp, tp]: a global rank
+        self.dp_rank = next(dp for dp, block in enumerate(self.ranks) if self.global_rank in block)
+        block = self.ranks[self.dp_rank]
         self.pp_rank, self.tp_rank = (block == self.global_rank).nonzero().flatten().tolist()
-        self.dp_world_size, self.pp_world_size, self.tp_world_size = len(self.grid), len(block), tp_size
-        self.topology = {"dp_size": len(self.grid), "stages_per_pipeline": stages_per_pipeline,
+        self.dp_world_size, self.pp_world_size, self.tp_world_size = len(self.ranks), len(block), tp_size
+        self.topology = {"dp_size": len(self.ranks), "stages_per_pipeline": stages_per_pipeline,
                          "tp_size": tp_size, "world_size": self.world_size}
 
         # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
-        rows = [row for block in self.grid for row in block.tolist()]
-        columns = [column for block in self.grid for column in block.T.tolist()]
+        rows = [row for block in self.ranks for row in block.tolist()]
+        columns = [column for block in self.ranks for column in block.T.tolist()]
         self.tp_group, _ = dist.new_subgroups_by_enumeration(rows, timeout)
         self.pp_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
         self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)  # for gradients: they go back
@@ -73,7 +77,7 @@ class ProcessGroupManager:
         """
         mine = None
         for tp_rank in range(self.tp_world_size):
-            ranks = tuple(sorted({self.grid[dp][pp, tp_rank].item() for dp, pp in places}))
+            ranks = tuple(sorted({self.ranks[dp][pp, tp_rank].item() for dp, pp in places}))
             if ranks not in self.groups:
                 self.groups[ranks] = dist.new_group(ranks, timeout)
                 if self.global_rank in ranks and dist.get_backend() == "nccl":  # connects at its first use, and blocks
@@ -82,13 +86,13 @@ class ProcessGroupManager:
         return mine
 
     def __str__(self) -> str:
-        stages = "+".join(str(len(block)) for block in self.grid)
+        stages = "+".join(str(len(block)) for block in self.ranks)
         return f"DP({self.dp_world_size})-PP({stages})-TP({self.tp_world_size})-Rank({self.global_rank})"
 
     def describe(self) -> str:
         """One line per pipeline (of the first 16): the ranks of its stages."""
         lines = [f"pipeline {dp}: " + ", ".join(f"stage {pp} on {ranks.tolist()}" for pp, ranks in enumerate(block))
-                 for dp, block in enumerate(self.grid[:16])]
+                 for dp, block in enumerate(self.ranks[:16])]
         return "\n".join([f"{self.world_size} rank{'s' * (self.world_size > 1)}, tp {self.tp_world_size}", *lines])
 
 
@@ -106,9 +110,8 @@ def init_process_group(backend: str, timeout_seconds: float = 600, arrange: Call
     store.set(f"backend/{rank}", backend)
     backends = [store.get(f"backend/{other}").decode() for other in range(world_size)]
     if len(set(backends)) > 1:
-        listed = ", ".join(f"rank {other}: {name}" for other, name in enumerate(backends[:16]))
-        raise UserError(f"all ranks have to communicate over one backend, but these differ ({listed}): give all the "
-                        "same --device, for instance --device cpu")
+        raise UserError("all ranks have to communicate over one backend, but these differ, by rank: "
+                        f"{', '.join(backends[:16])}: give all the same --device, for instance --device cpu")
     if arrange:
         rank, world_size = arrange(store, rank, world_size)
     dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,

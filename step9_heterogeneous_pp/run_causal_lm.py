@@ -5,14 +5,12 @@
     torchrun --nproc_per_node 2 run_causal_lm.py --model_name_or_path ../assets/tiny_llama --random_weights --tp_size 2
 """
 
-import torch
-
 from run_common import make_hugging_face
-from train import main
+from train import Task, main
 from utils import UserError, once_per_machine, one_clear_error, read_config
 
 
-def make_causal_lm(args, dtype: torch.dtype, device: torch.device):
+def make_causal_lm(args, plugin) -> Task:
     """As make_llama of train.py, of the class that transformers has for the type in config.json."""
     model_type = once_per_machine(lambda: read_config(args.model_name)["model_type"])
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES  # takes seconds
@@ -23,10 +21,6 @@ def make_causal_lm(args, dtype: torch.dtype, device: torch.device):
     return make_hugging_face(args, CLASSES[model_type], {})
 
 
-def add_flags(parser) -> None:
-    parser.add_argument("--random_weights", action="store_true", help="of a new model; the directory needs none")
-
-
 if __name__ == "__main__":
     with one_clear_error(out_of_memory="use --recompute, lower --micro_batch_size, or raise --tp_size or --pp_size"):
-        main(__doc__, make_causal_lm, add_flags)
+        main(__doc__, make_causal_lm)

@@ -10,34 +10,37 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from stage_weights import open_directory
-from train import main, make_plugin, text
+from train import Task, main, text
 from utils import UserError, default_learning_rate, once_per_machine, one_clear_error, require_reachable_hub
+
+
+DEFAULTS = dict(model_name=None, seq_len=64, max_tokens=40960, gradient_accumulation_steps=None)  # of the flags
 
 
 def run(doc: str, class_name: str, toy: dict, pipelines: Callable, new_modules: tuple[str, ...] = (),
         data: Callable = text, **defaults) -> None:
     """A whole script: train.py with another model, pipelines and data, and with other `defaults` of its flags."""
-    def make_model(args, dtype: torch.dtype, device: torch.device):
+    def make_task(args, _plugin) -> Task:
         if data is not text and args.dataset_name != "sotu":
             raise UserError(f"--dataset_name {args.dataset_name}: this script makes its own data, leave the flag out")
-        return make_hugging_face(args, class_name, toy, new_modules)
-
-    def add_flags(parser) -> None:
-        parser.set_defaults(model_name=None, seq_len=64, max_tokens=40960, gradient_accumulation_steps=None, **defaults)
+        task = make_hugging_face(args, class_name, toy, new_modules)
+        task.data, task.pipelines = functools.partial(data, args, task.model.config), pipelines
+        return task
 
     with one_clear_error(out_of_memory="use --recompute, or lower --micro_batch_size"):
-        main(doc, make_model, add_flags, functools.partial(make_plugin, pipelines=pipelines), data)
+        main(doc, make_task, **DEFAULTS, **defaults)
 
 
-def make_hugging_face(args, class_name: str, toy: dict, new_modules: tuple[str, ...] = ()):
-    """As make_llama of train.py: load_model's model and weights, and the loss of a micro-batch."""
+def make_hugging_face(args, class_name: str, toy: dict, new_modules: tuple[str, ...] = ()) -> Task:
+    """The model that load_model gives, on text. All ranks call it."""
     if args.num_attention_heads or args.num_key_value_heads:
         raise UserError("--num_attention_heads and --num_key_value_heads are for train.py: leave them out")
     sizes = {"num_hidden_layers": args.num_hidden_layers} if args.num_hidden_layers else {}
-    model, weights = load_model(class_name, toy, args, new_modules, getattr(args, "random_weights", False), **sizes)
+    model, weights = load_model(class_name, toy, args, new_modules, args.random_weights, **sizes)
     args.learning_rate = args.learning_rate or min(1e-3, default_learning_rate(model.config.hidden_size))
-    coefficient = getattr(model.config, "router_aux_loss_coef", 0)
-    return model, weights, functools.partial(mean_cross_entropy, router_loss_coef=coefficient)
+    criterion = functools.partial(
+        mean_cross_entropy, router_loss_coef=getattr(model.config, "router_aux_loss_coef", 0))
+    return Task(model, criterion, functools.partial(text, args, model.config), weights)
 
 
 def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = (), random_weights: bool = False,

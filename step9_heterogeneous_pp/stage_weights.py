@@ -1,4 +1,7 @@
-"""Weights for a stage that was built on the meta device: from memory, or from a directory in the Hub's format.
+"""The weights of a model that all ranks share, and those of a stage that was built on the meta device.
+
+A model that has its weights in memory gets those of rank 0. A stage on the meta device gets them from a state dict, or
+from a directory in the Hub's format:
 
     model.safetensors.index.json      which parameter is in which file (or there is one file, model.safetensors)
     model-00001-of-00002.safetensors  a rank reads the parameters of its stage only, and of each of them only the part
@@ -14,15 +17,43 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from zlib import crc32
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from safetensors import safe_open
 
-from hf_tensor_parallel import split_parameter
 from pipeline_stage import PipelineStage
 from pipeline_template import Unsupported
+from tensor_parallel import split_parameter
 from utils import UserError
+
+
+def share_weights(model: nn.Module, device: torch.device) -> None:
+    """Gives the whole model the parameters and buffers that it has on rank 0, frozen ones too. All ranks call it.
+
+    They can differ where a script sets no seed, or adds a new head. Only what differs is sent, over `device`.
+    Raises UserError, on every rank, where the ranks have models of unlike shapes.
+    """
+    tensors = {f"{name} {tuple(tensor.shape)}": tensor.detach()
+               for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    digests = {name: crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+               for name, tensor in tensors.items()}
+    of_ranks: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, digests)
+    for rank, found in enumerate(of_ranks):
+        if odd := found.keys() ^ of_ranks[0].keys():
+            raise UserError(f"rank {rank} has another model than rank 0: only one of them has {min(odd)}. Make it of "
+                            "the same configuration on all ranks")
+    unlike = [name for name in tensors if any(found[name] != of_ranks[0][name] for found in of_ranks)]
+    for name in unlike:
+        value = tensors[name].to(device).contiguous()
+        dist.broadcast(value, 0)
+        tensors[name].copy_(value)
+    if unlike and dist.get_rank() == 0:
+        print(f"{len(unlike)} of {len(tensors)} parameters and buffers were unlike on some ranks ({unlike[0]}, ...): "
+              "all ranks train those of rank 0", flush=True)
 
 
 def open_directory(directory: str) -> dict[str, Callable]:

@@ -12,7 +12,7 @@ An all-reduce leaves the sum over all ranks on each of them. A decoder layer nee
 the attention and for the MLP. The embedding and the final projection are split along the vocabulary. The loss is
 computed from the split logits, and the ranks exchange three numbers per token for it.
 
-The model contains none of this: apply_tensor_parallel replaces modules from outside, by the table TP_MODULES.
+The model contains none of this: apply_tensor_parallel replaces modules from outside.
 A size that tp_size does not divide (a vocabulary of 1022 over 4 ranks) is split unevenly, as torch.tensor_split does.
 """
 
@@ -40,19 +40,17 @@ def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
     Thakur et al. 2005).
     """
     grid = pgm.process_group_manager
-    is_power_of_two = grid.tp_world_size & (grid.tp_world_size - 1) == 0
-    if tensor.is_cuda or not is_power_of_two or tensor.nbytes > 1 << 20:
+    if tensor.is_cuda or tensor.nbytes > 1 << 20 or grid.tp_world_size not in (1, 2, 4, 8, 16):
         dist.all_reduce(tensor, op, group=grid.tp_group)
         return
-    received, distance = torch.empty_like(tensor), 1
-    while distance < grid.tp_world_size:
-        partner = grid.tp_group_ids[grid.tp_rank ^ distance]
-        sending = dist.isend(tensor, partner, group=grid.tp_group)
-        dist.recv(received, partner, group=grid.tp_group)
+    received = torch.empty_like(tensor)
+    for distance in (1, 2, 4, 8)[: grid.tp_world_size.bit_length() - 1]:
+        partner = grid.tp_rank ^ distance
+        sending = dist.isend(tensor, group=grid.tp_group, group_dst=partner)
+        dist.recv(received, group=grid.tp_group, group_src=partner)
         sending.wait()
         combine = torch.add if op == dist.ReduceOp.SUM else torch.maximum
         combine(tensor, received, out=tensor)
-        distance *= 2
 
 
 class CopyToTensorParallel(torch.autograd.Function):
@@ -132,11 +130,27 @@ class VocabParallelEmbedding(nn.Module):
         return ReduceFromTensorParallel.apply(x)
 
 
+def split_parameter(module: nn.Module, key: str, full) -> torch.Tensor:
+    """The part of a full parameter that `module` holds as its `key` on this tp rank, by module.tp_dims and tp_fused.
+
+    `full` is a tensor, or a slice of a safetensors file, of which no more than this part is read.
+    """
+    dim, fused = getattr(module, "tp_dims", {}).get(key), getattr(module, "tp_fused", {}).get(key, 1)
+    if dim is None:
+        return full[...]
+    shape = full.shape if isinstance(full, torch.Tensor) else full.get_shape()
+    width = shape[dim] // fused  # of each of the matrices that lie side by side
+    own = split_over_tp(torch.arange(width, device="cpu"), 0).tolist()  # uneven where it has to be
+    starts = range(own[0], shape[dim], width)
+    parts = [full[(*(slice(None),) * dim, slice(start, start + len(own)))] for start in starts]
+    return parts[0] if fused == 1 else torch.cat(parts, dim)
+
+
 def keep_split_parameters(module: nn.Module, source: nn.Module) -> None:
     """Gives `module` this rank's part of each parameter of `source`, split along the dim in module.tp_dims."""
     module.bias = None
-    for name, param in source.named_parameters():
-        part = split_over_tp(param.detach(), module.tp_dims.get(name))
+    for name, param in list(source.named_parameters()):
+        part = split_parameter(module, name, param.detach())
         setattr(module, name, nn.Parameter(part.clone(), param.requires_grad))
 
 
@@ -202,17 +216,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float, tied_copy: str | None) -> 
     return squares.sqrt()
 
 
-TP_MODULES = {  # the module's place in a Llama -> the class that replaces it
-    "embedding": VocabParallelEmbedding,
-    "attention.q_proj": ColumnParallelLinear,
-    "attention.k_proj": ColumnParallelLinear,
-    "attention.v_proj": ColumnParallelLinear,
-    "attention.out_proj": RowParallelLinear,
-    "mlp.gate_proj": ColumnParallelLinear,
-    "mlp.up_proj": ColumnParallelLinear,
-    "mlp.down_proj": RowParallelLinear,
-    "final_proj": ColumnParallelLinear,
-}
+def copy_block_input(block: nn.Module, args: tuple) -> tuple:
+    """A hook in front of attention or an MLP: one f for all layers that read its input x."""
+    return CopyToTensorParallel.apply(args[0]), *args[1:]
 
 
 def apply_tensor_parallel(model: nn.Module) -> nn.Module:
@@ -226,15 +232,18 @@ def apply_tensor_parallel(model: nn.Module) -> nn.Module:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (size := getattr(model.config, name)) % tp_size:
             raise UserError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides {size}")
-    for name, module in list(model.named_modules()):
-        if isinstance(module, (llama.Attention, llama.MLP)):  # one f for all layers that read the block's input
-            module.register_forward_pre_hook(lambda _, args: (CopyToTensorParallel.apply(args[0]), *args[1:]))
-        for place, replacement in TP_MODULES.items():
-            if f".{name}".endswith(f".{place}"):
-                shares_input = replacement is ColumnParallelLinear and place != "final_proj"
-                split = replacement(module, copy_input=False) if shares_input else replacement(module)
-                parent, _, key = name.rpartition(".")
-                setattr(model.get_submodule(parent), key, split)
-    if model.config.tie_word_embeddings:
-        model.final_proj.weight = model.embedding.weight
+    model.embedding = VocabParallelEmbedding(model.embedding)
+    for layer in model.decoder_layers:
+        attention, mlp = layer.attention, layer.mlp
+        attention.register_forward_pre_hook(copy_block_input)
+        attention.q_proj = ColumnParallelLinear(attention.q_proj, copy_input=False)
+        attention.k_proj = ColumnParallelLinear(attention.k_proj, copy_input=False)
+        attention.v_proj = ColumnParallelLinear(attention.v_proj, copy_input=False)
+        attention.out_proj = RowParallelLinear(attention.out_proj)
+        mlp.register_forward_pre_hook(copy_block_input)
+        mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, copy_input=False)
+        mlp.up_proj = ColumnParallelLinear(mlp.up_proj, copy_input=False)
+        mlp.down_proj = RowParallelLinear(mlp.down_proj)
+    model.final_proj = ColumnParallelLinear(model.final_proj)
+    model.tie_weights()
     return model

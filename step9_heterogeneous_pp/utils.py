@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import resource
 import shutil
 import signal
@@ -24,7 +25,8 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.checkpoint import checkpoint
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = str(next((folder for folder in HERE.parents if (folder / "assets").is_dir()), HERE.parent))  # the repository
 TINY_LLAMA = os.path.join(ROOT, "assets", "tiny_llama")
 CONFIG_FIELDS = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

@@ -15,7 +15,7 @@ from launch import environment
 pytest.register_assert_rewrite("recordings", "families")  # so that their asserts show what they compared
 
 ROOMS = (  # file name -> mark
-    (r"test_(step\d)_", r"\1"),
+    (r"test_(step\d+)_", r"\1"),
     (r"test_(cluster)_", r"\1"),
     (r"test_(tool)_", r"\1s"),
 )

@@ -97,6 +97,29 @@ with one_clear_error():
     assert "these differ (rank 0: gloo, rank 1: nccl)" in done.stderr
 
 
+@pytest.mark.parametrize("step, axis", [(4, "tp"), (8, "pp"), (9, "pp")])
+def test_hosts_with_unlike_data(tmp_path, step, axis):
+    """One host lacks a file of the corpus: stages, replicas and slices would be trained on other texts than the rest."""
+    for rank, files in enumerate(["abc", "ab"]):
+        (tmp_path / str(rank)).mkdir()
+        for name in files:
+            (tmp_path / str(rank) / f"{name}.txt").write_text(f"A speech about {name}. " * 400)
+    script = tmp_path / "unlike.py"
+    script.write_text(f"""
+import os, socket, sys
+sys.path.insert(0, {str(STEPS[str(step)])!r})
+socket.gethostname = lambda: "host" + os.environ["RANK"]
+sys.argv += ["--dataset_name", os.path.join({str(tmp_path)!r}, os.environ["RANK"])]
+import train
+from utils import one_clear_error
+with one_clear_error():
+    train.main()
+""")
+    done = fork(step, 2, *words(step, tmp_path, [f"--{axis}_size", 2, "--max_tokens", 10 ** 5]), script=script,
+                check=False, timeout=SECONDS)
+    check(tmp_path, done.returncode, done.stderr, ["ranks [1] read other tokens than rank 0", "--dataset_name"])
+
+
 @pytest.mark.parametrize("rank, waits", [(0, False), (1, True)])
 def test_rank_0_speaks_first(rank, waits, monkeypatch, capsys):
     """A mistake of all ranks is reported by rank 0, which torchrun ends the others for: they wait for that."""

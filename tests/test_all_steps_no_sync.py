@@ -25,15 +25,14 @@ CASES = {  # step, rank, world size, flags; the last rank of a grid computes the
     "cluster": (9, 2, 3, *UNLIKE), "cluster-int8": (9, 2, 3, *UNLIKE, *INT8),
 }
 OTHER_RANKS = {"step7-first-stage": (7, 0, 8, *GRID), "step8-first-stage": (8, 0, 8, *GRID),
-               "step8-afab": (8, 7, 8, *GRID, "--pp_engine", "afab"), "step8-zb": (8, 7, 8, *GRID, "--pp_engine", "zb"),
-               "step8-zb-first-stage": (8, 0, 8, *GRID, "--pp_engine", "zb"),
-               "step9-zb": (9, 2, 3, *UNLIKE, "--pp_engine", "zb"),
+               "step8-afab": (8, 7, 8, *GRID, "--pp_engine", "afab"), "step10": (10, 7, 8, *GRID),
+               "step10-first-stage": (10, 0, 8, *GRID),
                "cluster-int8-first-stage": (9, 1, 3, *UNLIKE, *INT8),
                "step9-one-stage": (9, 0, 3, *UNLIKE)}
 FAULTS = {  # in step 4: what it says -> what breaks it, and the complaint
     "item": ("total_loss += loss.detach()", "total_loss += loss.item()", "reads the value of a tensor"),
     "if": ("loss.backward() ", "loss > 0 and loss.backward() ", "reads the value of a tensor"),
-    "mask": ("loss.backward() ", "logits[logits > 0]; loss.backward() ", "DynamicOutputShapeException"),
+    "mask": ("del logits ", "logits[logits > 0]; del logits ", "DynamicOutputShapeException"),
     "blocking": (", non_blocking=True", "", "without non_blocking=True"),
     "not-pinned": ('pin_memory=device.type == "cuda"', "pin_memory=False", "from memory that is not pinned"),
     "to-host": ("total_loss += loss.detach()", "total_loss += loss.detach().cpu()", "waits for a copy from the device"),
@@ -56,7 +55,7 @@ class Run:
     """What a run has around its training, without any of it."""
 
     start, disks, found, lock, lost_peers = 0, None, None, contextlib.nullcontext(), contextlib.nullcontext
-    ask_all, after_step, end = lambda self: lambda: False, lambda self, *_: None, lambda self, was_stopped: None
+    ask_all, after_step, end = lambda self: False, lambda self, *_: None, lambda self, was_stopped: None
     watch, check, begin = property(lambda self: self), lambda self, *_: None, lambda self, *_, **__: None
     weights = lambda self, device, initial, lora: initial
 

@@ -48,7 +48,7 @@ def test_a_plan_within_memory():
         assert all(f"{peak / 1e9:.2f} of 0.00" in chosen.text for peak in peaks)
     assert chosen.text.startswith("plan: decoder layers ") and "host0" in chosen.text and "tokens/s" in chosen.text
     assert sum(choose(flags(num_microbatches=[[3, 2]]), memory=9.5e4).num_microbatches) == 5
-    assert choose(flags(pp_engine="zb"), memory=9.5e4).schedule == "zb"
+    assert choose(flags(pp_engine="afab"), memory=9.5e4).schedule == "afab"
 
 
 def test_recomputation_where_it_is_needed():

@@ -8,14 +8,16 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 import torch.distributed as dist
 from checkpoint_runs import SCRIPT, flags_of, newest, write_corpus, write_model
 from launch import losses, metrics, modules_of, start_fork
+from safetensors.torch import load_file
 
 with modules_of(9):
-    from training import checkpoint_files
-    from training.disks import Disks
-    from training.resume import find_checkpoint
+    from checkpoints import files as checkpoint_files
+    from checkpoints.disks import Disks
+    from checkpoints.load import find_checkpoint
     from utils import UserError
 
 OLDER, NEWER, LAST = 2, 4, 6
@@ -32,9 +34,13 @@ class Harmful:
         return os.mkdir, (self.path,)
 
 
-def start(folder, name, *more, model="model", ranks=1, **changes):
+def weights(path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in path.glob("model-*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def start(folder, name, *more, model="model", ranks=1, script=SCRIPT, **changes):
     flags = flags_of(folder, name, folder / model, save_every=2, max_steps=LAST, **changes)
-    return start_fork(9, ranks, *flags, "--num_microbatches", 2, *more, script=SCRIPT, check=False)
+    return start_fork(9, ranks, *flags, "--num_microbatches", 2, *more, script=script, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +226,7 @@ ERRORS = {  # name -> flags, what is done before, what the message has
     "truncated": ({}, truncate, "has 1000 bytes instead of"),
     "batch": (dict(batch_size=3), None, "--batch_size 3 does not divide the 2 samples of a step"),
     "seq_len": (dict(seq_len=8), None, "seq_len=16, but this run has 8"),
+    "data": (dict(dataset_name="sotu"), None, "was trained on other data than --dataset_name 'sotu'"),
     "not_a_run": ({}, lambda path: shutil.rmtree(path), "state.json is on no disk of these hosts"),
 }
 
@@ -254,6 +261,27 @@ def test_no_directory_to_write(saved):
     assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
     assert f"{saved / 'file' / 'checkpoints' / 'nowhere'} can't be written" in done.stderr
     assert "choose another --checkpoint_dir" in done.stderr
+
+
+def test_no_memory_for_a_copy(saved, tmp_path):
+    """On rank 1 only: it makes no copy, and all ranks wait until what they hold is written."""
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import os, runpy, sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import course
+from checkpoints import save as checkpoint
+if os.environ["RANK"] == "1":
+    checkpoint.free_memory = lambda device: 1000
+    checkpoint.Checkpointer.take_memory = lambda *_: sys.exit("a copy is made")
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+""")
+    done = start(saved, "short", "--pipelines", "2,2", ranks=2, script=script).result()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rank 1: a copy of its part of a checkpoint takes 1 MB") == 1, done.stdout
+    ours, theirs = (weights(path / f"step_{NEWER:08d}") for path in (newest(saved, "short").parent, saved / "copy"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-10) for name in ours)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from checkpoint_runs import ROOT, SCRIPT, checkpoint, children, flags_of, newest
 from launch import environment, fork, losses, metrics, modules_of, start_fork, torchrun
 
 with modules_of(9):
-    from training.checkpoint_files import check_file, read_state
+    from checkpoints.files import check_file, read_state
 
 LONG = 150  # steps, of which some hundred come after the signal
 TOLERANCE = 1e-9
@@ -117,6 +117,19 @@ def test_a_signal_to_one_rank_of_torchrun(folder, uninterrupted):
     assert process.returncode == 0, printed
     step = check_stopped(folder, name, printed)
     check_resumed(folder, name, uninterrupted(), step, run(folder, name, 1, "--resume", "auto", **flags).stdout)
+
+
+def test_the_step_that_runs_is_the_last(folder):
+    """Rank 1 is told to stop in the middle of step 3. The launcher hears that a checkpoint is written, which may take
+    long, and users of torchrun that it waits too short: here, no second."""
+    variables = {"STOP": "1:3", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "0", "TORCHELASTIC_RUN_ID": "none",
+                 "LAUNCH_CLUSTER_STOPS_WITHIN": str(folder / "seconds")}
+    (folder / "seconds").touch()
+    done = fork(9, 2, folder / "out", SCRIPT, *words(folder, "third", 2, max_steps=LONG, save_every=None),
+                env=variables, script=ROOT / "tests" / "support" / "checkpoint_runs.py")
+    assert check_stopped(folder, "third", done.stdout) == 3
+    assert float((folder / "seconds").read_text()) == 600
+    assert done.stdout.count("0 s after Ctrl-C, saved or not: start it with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 on") == 1
 
 
 def test_a_loss_of_nan(folder):

@@ -14,7 +14,7 @@ from launch import ROOT, fork, modules_of
 with modules_of(9):
     import course  # noqa: F401  before step 9's modules
     import utils
-    from training import data, encoded, rows
+    from data import encoded, load as data, rows
 
 TINY = str(ROOT / "assets" / "tiny_llama")
 CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
@@ -236,6 +236,24 @@ def test_a_configuration_of_a_hub_set(dataset, tmp_path, monkeypatch):
     assert words.decode(local[0]).startswith("A local sentence.")
 
 
+def test_a_checkpoint_goes_on_with_its_own_data(dataset):
+    """Also where the run that goes on needs more of them. What is behind those that were read is free to change."""
+    lines = [{"text": f"This is sentence {i}."} for i in range(60)]
+    args = flags(dataset(lines), seq_len=8)
+    found = argparse.Namespace(path="step_4", state={"data": encoded.load_samples(args, TINY, 1024, 10).read})
+    for changed, is_same in ((lines, True), (lines[:50], True), (lines[1:], False)):
+        dataset(changed)
+        for num_samples in (10, 20):
+            read = encoded.load_samples(args, TINY, 1024, num_samples).read
+            if is_same:
+                encoded.require_same_data(found, args, TINY, 1024, read)
+                continue
+            with pytest.raises(utils.UserError, match="step_4 was trained on other data than .*--init_from step_4"):
+                encoded.require_same_data(found, args, TINY, 1024, read)
+    encoded.require_same_data(argparse.Namespace(state={}), args, TINY, 1024, read)  # an older one does not say
+    encoded.require_same_data(None, args, TINY, 1024, read)
+
+
 def test_padding_is_on_the_right_and_no_target():
     short = encoded.Row(torch.tensor([5, 6]), torch.tensor([False, True]))
     long = encoded.Row(torch.tensor([7, 8, 9, 1]), torch.tensor([False, False, True, True]))
@@ -258,10 +276,12 @@ def test_the_split_is_drawn_from_all_and_never_trained_on(dataset):
     assert len(seen) == 30 and not seen & set(texts) and made.train.steps_per_epoch == 7
 
 
-def test_the_others_get_the_data_from_rank_0(tmp_path):
-    """Ranks 0 and 1 share a disk. Rank 2 has another, and neither the data nor a tokenizer."""
-    pairs = [{"prompt": f"{i} ", "completion": f"number {i}"} for i in range(40)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+@pytest.mark.parametrize("home", [0, 2])
+def test_the_others_get_the_data_from_the_host_that_started_the_run(tmp_path, home):
+    """Ranks 0 and 1 share a disk. Rank 2 has another. Only one of the two hosts has the data and a tokenizer."""
+    pairs = [json.dumps({"prompt": f"{i} ", "completion": f"number {i}"}) + "\n" for i in range(40)]
+    (tmp_path / "data.jsonl").write_text("".join(pairs))
+    (tmp_path / "one less.jsonl").write_text("".join(pairs[:-1]))
     script = tmp_path / "script.py"
     script.write_text(f"""
 import argparse, os, pathlib, sys
@@ -270,29 +290,39 @@ import course
 import socket
 import torch.distributed as dist
 import process_group_manager as pgm
-from training import encoded
+from data import encoded
 from utils import UserError
 
 folder, rank = pathlib.Path({str(tmp_path)!r}), int(os.environ["RANK"])
+has_data = (rank == 2) == ({home} == 2)
+if has_data:
+    os.environ["LAUNCH_CLUSTER_HOME"] = "1"
 pgm.init_process_group("gloo")
 if rank == 2:
     socket.gethostname = lambda: "another"
 encoded.CACHE = str(folder / ("cache of rank 2" if rank == 2 else "cache"))
 name, tokenizer = str(folder / "data.jsonl"), {TINY!r}
-args = argparse.Namespace(dataset_name=name if rank < 2 else "nowhere", seq_len=16, data_from_rank0=True)
+args = argparse.Namespace(dataset_name=name if has_data else "nowhere", seq_len=16, data_from_rank0=True)
 for i in range(2):
-    samples = encoded.load_samples(args, tokenizer if rank < 2 else "nobody", 1024, packing="auto")
+    samples = encoded.load_samples(args, tokenizer if has_data else "nobody", 1024, packing="auto")
     assert len(samples) == 40
 everyone = [None] * 3
 dist.all_gather_object(everyone, [row.tokens.tolist() for row in samples])
 assert everyone[0] == everyone[1] == everyone[2]
 encoded.Disks.send = lambda *words: sys.exit("what is there is sent again")
-encoded.load_samples(args, tokenizer if rank < 2 else "nobody", 1024, packing="auto")
+encoded.load_samples(args, tokenizer if has_data else "nobody", 1024, packing="auto")
 args.dataset_name = "missing.jsonl"
 try:
     sys.exit(encoded.load_samples(args, tokenizer, 1024, packing="auto"))
 except UserError as error:
     assert "missing.jsonl" in str(error), error
+args.data_from_rank0, args.dataset_name = False, name if rank < 2 else str(folder / "one less.jsonl")
+encoded.CACHE += ", another time"
+try:
+    sys.exit(encoded.load_samples(args, tokenizer, 1024, packing="auto"))
+except UserError as error:
+    assert "is not the same on all machines: another (rank 2) would read" in str(error), error
+    assert "or add --data_from_rank0" in str(error), error
 dist.destroy_process_group()
 """)
     fork(9, 3, script=script)

@@ -15,7 +15,7 @@ from launch import ROOT, modules_of, start_fork
 with modules_of(9):
     import data_over_ranks
     from model import init_weights
-    from training import data, encoded
+    from data import encoded, load as data
 
 TINY = str(ROOT / "assets" / "tiny_llama")
 

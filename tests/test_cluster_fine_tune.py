@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from bed import NODES, SSH_CONFIG, bed, testbed
+from bed import NODES, SSH_CONFIG, bed, on_disk, testbed
 from launch import ROOT, environment
 from launcher import write_hosts
 
@@ -25,8 +25,7 @@ def train(folder, nodes: list[str], name: str, *more) -> subprocess.CompletedPro
     """Starts train_distributed.py on these hosts with the launcher."""
     hosts = write_hosts(folder, *(f"{node} python={sys.executable}" for node in nodes))
     command = [ROOT / "cluster" / "launch_cluster.sh", hosts, "--env", "OMP_NUM_THREADS=1", "--",
-               "cluster/train_distributed.py", *FLAGS, "--log_dir", folder / "runs", "--checkpoint_dir",
-               folder / "checkpoints", "--run_name", name, *more]
+               "cluster/train_distributed.py", *FLAGS, "--log_dir", "runs", "--run_name", name, *more]
     return subprocess.run(list(map(str, command)), env=environment(SSH_OPTIONS=f"-F {SSH_CONFIG}"), text=True,
                           stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1200)
 
@@ -55,7 +54,7 @@ def test_three_hosts_that_can_not_hold_the_model(tmp_path):
     [line] = re.findall(r"peak memory of the processes in GB: (.*)", done.stdout)
     predicted = {host: float(value) for host, value in re.findall(r"(node\d) ([\d.]+) of", line)}
     measured = peaks(done.stdout)
-    rows = [json.loads(line) for line in open(tmp_path / "runs" / "three" / "evaluation.jsonl")]
+    rows = [json.loads(line) for line in open(on_disk("node0", ROOT / "runs/three/evaluation.jsonl"))]
     [plan] = re.findall(r"plan: .*", done.stdout)
     print(f"one host takes {whole:.2f} GB, so each has {limit} MB\n{plan}\npredicted {predicted}\nmeasured {measured}\n"
           f"evaluation loss {rows[0]['evaluation_loss']:.4f} at first, {rows[-1]['evaluation_loss']:.4f} in the end\n"

@@ -40,8 +40,9 @@ with modules_of(9):
     from pipeline_template import PipelineTemplate
     from planning.pipeline_simulation import Setting
     from planning.report import make_plan
-    from training import checkpoint_files, compression, layout, models, plan_file, resume, speeds
-    from training.disks import Disks
+    from checkpoints import files as checkpoint_files, load as resume
+    from training import compression, layout, models, plan_file, speeds
+    from checkpoints.disks import Disks
 
 LIMIT, QUICK_COMMANDS, QUICK_FILES = 20, 5, 15  # seconds of a case, cases that every run has
 CASES = int(os.environ.get("FUZZ", 0))
@@ -163,7 +164,7 @@ def group(tmp_path_factory):
     pgm.setup_process_group_manager([1], 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "once_per_machine", lambda make: make())
-        patch.setattr(speeds, "from_rank_0", lambda make: make())
+        patch.setattr(speeds, "from_home", lambda make: make())
         patch.setattr(speeds, "gather", lambda value: [value] * 2)
         patch.setattr(hosts, "find_address", lambda host: host.to)
         yield

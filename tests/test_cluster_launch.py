@@ -55,6 +55,9 @@ def test_what_a_line_says_arrives(tmp_path, monkeypatch, tools):
         tmp_path, "# two", "pi@pi0 port=2222 dir=~/tutorial", "desk nproc=2 address=192.168.1.7  # mine")))
     assert (first.rank, first.label, first.address, first.dir) == (0, "pi0:2222", "pi@pi0", "~/tutorial")
     assert (second.rank, second.nproc, second.address, second.dir) == (1, "2", "192.168.1.7", str(ROOT))
+    assert hosts_file.home_of([first, second]) is first, "none of them is this machine"
+    second.address = "127.0.0.1"
+    assert hosts_file.home_of([first, second]) is second
     assert first.ssh("~/a b")[-5:] == ["-p", "2222", "--", "pi@pi0", "'a b'"]
     assert first.explain(255, "... Permission denied (publickey).")[1].startswith("ssh-copy-id -p 2222 pi@pi0, or")
 

@@ -3,7 +3,6 @@
 import os
 import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -39,23 +38,17 @@ def hosts(folder, python) -> pathlib.Path:
 
 def test_check_names_what_is_wrong(tools, tmp_path):
     """A full disk and a blocked port, a host's own name, a wrong key, nobody there."""
-    for name in ("cluster", "step9_heterogeneous_pp"):
-        shutil.copytree(ROOT / name, tmp_path / "copy" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    runs = tmp_path / "copy" / "runs"
-    runs.mkdir()
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key"], check=True)
     (tmp_path / "config").write_text(f"Host node2\n  IdentityFile {tmp_path}/key\n  IdentitiesOnly yes\n"
                                      f"  UserKnownHostsFile {os.path.dirname(SSH_CONFIG)}/known_hosts\n"
                                      f"  HostKeyAlias {NAME}\n  HostName {NETWORK}.12\n"
                                      f"Host node0 node1\n  Include {SSH_CONFIG}\n")
     python = f"python={tools}/python"
-    listed = write_hosts(tmp_path, f"node0 {python} dir={tmp_path}/copy", f"node1 {python}", f"node2 {python}",
-                         f"{NETWORK}.99 {python}")
+    listed = write_hosts(tmp_path, *(f"{host} {python}" for host in (*NODES, f"{NETWORK}.99")))
     names = pathlib.Path(f"/etc/netns/{NAME}-node1/hosts")
     before = names.read_text()
     block = ["to", f"{NETWORK}.10", "ipproto", "tcp", "dport", "29500", "prohibit"]
-    on_node0 = ["ssh", "-F", SSH_CONFIG, "node0"]
-    subprocess.run([*on_node0, f"mount -t tmpfs -o size=64k none {runs}"], check=True)
+    testbed("exec", "node0", "mount", "-t", "tmpfs", "-o", "size=64k", "none", ROOT / "runs")
     subprocess.run(["ip", "-n", f"{NAME}-node1", "rule", "add", *block], check=True)
     names.write_text(re.sub(r"\S+ node1", "127.0.0.1 node1", before))
     try:
@@ -64,7 +57,7 @@ def test_check_names_what_is_wrong(tools, tmp_path):
     finally:
         names.write_text(before)
         subprocess.run(["ip", "-n", f"{NAME}-node1", "rule", "del", *block], check=True)
-        subprocess.run([*on_node0, f"umount {runs}"], check=True)
+        testbed("wipe", "node0")
     assert code == 1, text
     for problem in ("node0: full disk: ", f"node0: blocked port: {NETWORK}.10:29500 can't be reached from node1",
                     "node1: host name that resolves to 127.0.0.1", "node2: wrong key: ",

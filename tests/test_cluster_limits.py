@@ -11,7 +11,7 @@ from launcher import Launch, make_tools, write_hosts
 
 from training import machine_facts
 
-JOB = {"nproc": 1, "interface": "lo", "peer": None, "environment": {}}
+JOB = {"nproc": 1, "is_home": False, "interface": "lo", "peer": None, "environment": {}}
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -207,6 +208,21 @@ def test_an_epoch_shorter_than_a_round(script_run):
                      "lower it, or add data", run.stderr), run.stderr
 
 
+def test_a_model_of_transformers_without_weights(script_run, tmp_path):
+    """Its weights are those that transformers draws, the same on all ranks."""
+    from transformers import GPT2Config
+
+    folder, _ = script_run
+    shutil.copytree(ROOT / "assets" / "tiny_llama", tmp_path / "gpt2")
+    GPT2Config(vocab_size=1024, n_embd=32, n_layer=1, n_head=4, n_positions=64).save_pretrained(tmp_path / "gpt2")
+    fork(9, 2, "--model_name", tmp_path / "gpt2", "--dataset_name", folder / "corpus.txt", "--seq_len", 8, "--device",
+         "cpu", "--batch_size", 1, "--gradient_accumulation", 1, "--local_steps", 2, "--max_steps_per_epoch", 4,
+         "--equal_shares", "--log_dir", tmp_path, "--checkpoint_dir", tmp_path,
+         script=ROOT / "cluster" / "train_distributed.py")
+    first, *_, last = losses(tmp_path, "train_distributed")
+    assert last < first == pytest.approx(math.log(1024), abs=0.2)
+
+
 @pytest.mark.parametrize("flags, expected", [
     (["--outer_momentum", 0.5], "--outer_momentum without local steps: add --local_steps 50"),
     (["--outer_learning_rate", 1, "--overlap_steps", 0], "--outer_learning_rate, --overlap_steps without local steps"),
@@ -220,4 +236,13 @@ def test_an_epoch_shorter_than_a_round(script_run):
 def test_flags_that_do_not_go_together(monkeypatch, flags, expected):
     monkeypatch.setattr("sys.argv", ["train_distributed.py", *map(str, flags)])
     with pytest.raises(ValueError, match=re.escape(expected)):
+        train_distributed.parse_args()
+
+
+def test_no_local_steps_where_ranks_are_started_anew(monkeypatch):
+    """Their optimizers are not saved: after a loss, all would begin anew."""
+    monkeypatch.setattr("sys.argv", ["train_distributed.py", "--local_steps", "4"])
+    train_distributed.parse_args()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "100")
+    with pytest.raises(ValueError, match="--local_steps in an elastic run: .*: start without --elastic"):
         train_distributed.parse_args()

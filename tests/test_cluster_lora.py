@@ -24,7 +24,7 @@ TOPOLOGIES = {  # name -> ranks, flags: 8 micro-batches a step of one sample in 
     "one": (1, ["--num_microbatches", "8"]),
     "3;1,2": (3, ["--num_microbatches", "5,3", "--pipelines", "3;1,2"]),
     "shares": (3, ["--num_microbatches", "3,3,2"]),
-    "1,1,1": (3, ["--num_microbatches", "8", "--pipelines", "1,1,1", "--recompute", "--pp_engine", "zb"]),
+    "1,1,1": (3, ["--num_microbatches", "8", "--pipelines", "1,1,1", "--recompute", "--pp_engine", "afab"]),
 }
 PAIRS = [*(f"pair {i}: " + "why so long? " * (1 + i % 3) for i in range(SAMPLES)),
          *("because " * (1 + i % 4) for i in range(SAMPLES))]
@@ -110,13 +110,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(folder, name: str, family: str, data: str, topology: str, *more, **changes):
+def run(folder, name: str, family: str, data: str, topology: str, *more, env=None, **changes):
     ranks, flags = TOPOLOGIES[topology]
     defaults = dict(dataset_name=folder / {"text": "text.txt", "pairs": "pairs.jsonl"}[data], seq_len=seq_len(data),
                     max_steps=STEPS, warmup_steps=0, lr_decay="none", learning_rate=0.01, max_grad_norm=0,
                     save_every=2, lora_rank=RANK, lora_alpha=8)
     flags = [*flags_of(folder, name, folder / family, **{**defaults, **changes}), *flags, *more]
-    return fork(9, ranks, folder / f"out_{name}", SCRIPT, *flags, modules=["peft"],
+    return fork(9, ranks, folder / f"out_{name}", SCRIPT, *flags, modules=["peft"], env=env,
                 script=ROOT / "tests" / "support" / "checkpoint_runs.py"), ranks
 
 
@@ -128,12 +128,16 @@ CASES = [("llama", "pairs", "3;1,2"), ("llama", "pairs", "shares"), ("gpt2", "te
 
 @pytest.mark.parametrize("family, data, topology", CASES)
 def test_equal_to_plain_peft(folder, family, data, topology):
-    """Losses, norms, every adapter's gradient, and what is saved, whole, from any topology."""
+    """Losses, norms, every adapter's gradient, and what is saved, whole, from any topology of hosts with own disks."""
     name = f"{family} {data} {topology}".replace(";", "+")
-    printed, ranks = run(folder, name, family, data, topology)
+    printed, ranks = run(folder, name, family, data, topology, env={"HOSTS": str(folder)}, log_dir="runs",
+                         checkpoint_dir="checkpoints")
+    home = folder / f"host{ranks - 1}"  # where the run was started
+    boards = [path.parent.parent.parent for path in folder.glob(f"host*/runs/{name}/events*")]
+    assert boards == [home], "TensorBoard's files"
     with float64_throughout():
         expected, model = in_plain_peft(folder, family, data)
-    found = [(row["loss"], row["grad_norm"]) for row in metrics(folder / "runs", name)]
+    found = [(row["loss"], row["grad_norm"]) for row in metrics(home / "runs", name)]
     assert found == [pytest.approx(row, abs=TOLERANCE) for row in expected]
     gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     seen = set()
@@ -144,11 +148,11 @@ def test_equal_to_plain_peft(folder, family, data, topology):
             seen.add(key)
             assert (grad - gradients[f"base_model.model.{key}"]).abs().max() <= TOLERANCE, (rank, key)
     assert len(seen) == len(gradients) == 3 * (14 if family == "llama" else 8), "3 layers, two of each matrix"
-    saved = read(newest(folder, name) / "adapter_model.safetensors")
+    saved = read(newest(home, name) / "adapter_model.safetensors")
     trained = {key.replace(".default.", "."): param for key, param in model.named_parameters() if param.requires_grad}
     assert saved.keys() == trained.keys()
     assert all((saved[key] - param).abs().max() <= TOLERANCE for key, param in trained.items())
-    assert not (newest(folder, name) / "config.json").exists() and max(abs(p).max() for p in saved.values()) > 0.01
+    assert not (newest(home, name) / "config.json").exists() and max(abs(p).max() for p in saved.values()) > 0.01
 
 
 def read(path) -> dict[str, torch.Tensor]:

@@ -20,11 +20,23 @@ with modules_of(9):
     from utils import TINY_LLAMA, load_config
 
 
+CLONES = """
+import os, runpy, socket, sys
+sys.path.insert(0, os.path.dirname({plan!r}))
+import launching.host_facts
+socket.gethostname = lambda: "raspberrypi"
+launching.host_facts.interface_towards = lambda peer: ("eth0", "192.168.1.1" + os.environ["RANK"])
+runpy.run_path({plan!r}, run_name="__main__")
+"""
+
+
 def test_what_measuring_writes(tmp_path):
-    """The planner reads it, layers are alike, times are positive, the parameters and sizes are those of the model."""
-    path, out = tmp_path / "cluster.json", tmp_path / "plan.json"
+    """The planner reads it, layers are alike, times are positive, the parameters and sizes are those of the model. The
+    machines are clones, which have the same name."""
+    path, out, clones = tmp_path / "cluster.json", tmp_path / "plan.json", tmp_path / "clones.py"
+    clones.write_text(CLONES.format(plan=plan.__file__))
     done = fork(9, 2, "--measure", path, "--measure_seconds", 3, "--num_hidden_layers", 10, "--num_attention_heads", 4,
-                "--seq_len", 32, "--micro_batch_size", "1,2", "--global_batch", 8, "--out", out, script=plan.__file__)
+                "--seq_len", 32, "--micro_batch_size", "1,2", "--global_batch", 8, "--out", out, script=clones)
     assert re.search("^measuring 2 ranks: .*1, 2 samples, about 2 s, then 2 links, about 1 s$", done.stdout, re.M)
     assert "rank 1 on" in done.stdout and "Mbit/s" in done.stdout
     cluster, data, written = load_cluster(path), json.loads(path.read_text()), json.loads(out.read_text())
@@ -39,7 +51,8 @@ def test_what_measuring_writes(tmp_path):
     assert data["model"] == written["model"] == {
         "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 10, "num_attention_heads": 4,
         "num_key_value_heads": 4, "vocab_size": 1024, "tie_word_embeddings": False}
-    assert data["hosts"] == written["hosts"] == cluster.hosts and len(cluster.hosts) == 2
+    assert data["hosts"] == written["hosts"] == cluster.hosts == ["192.168.1.10", "192.168.1.11"]
+    assert "--nnodes 2 --nproc_per_node 1 --node_rank K --master_addr 192.168.1.10 " in done.stdout
     assert data["dtype"] == written["dtype"] == "float32" and written["schedule"].startswith("1f1b")
     assert "--num_hidden_layers 10 --num_attention_heads 4" in done.stdout
     assert find_plans(cluster, 8, plan.Setting()).best

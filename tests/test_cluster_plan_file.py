@@ -12,6 +12,7 @@ from launch import ROOT, fork, losses, modules_of, start_fork
 
 with modules_of(9):
     from training import plan_file
+    from training.machine_facts import host_names
 
 SCRIPT = ROOT / "cluster" / "train_distributed.py"
 CONFIG = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
@@ -96,7 +97,7 @@ HALVES = ([0, 1], [2, 2], 6)
     ([HALVES], {"hosts": [HERE] * 3}, [], f"but they run on {HERE}, {HERE}"),
     ([HALVES], {}, ["--batch_size", 4, "--pipelines", "2,2"], "leave out --pipelines, --batch_size"),
     ([HALVES], {}, ["--pp_engine", "1f1b"], "leave out --pp_engine"),
-    ([HALVES], {"schedule": "1f1b-5"}, [], "schedule '1f1b-5' is none of afab, 1f1b, zb, 1f1b-2"),
+    ([HALVES], {"schedule": "1f1b-5"}, [], "schedule '1f1b-5' is none of afab, 1f1b, 1f1b-2"),
     (None, {}, [], "can't be read"),
 ])
 def test_plans_that_do_not_fit(tmp_path, pipelines, changes, flags, expected):
@@ -128,6 +129,15 @@ def test_the_same_hosts_in_another_order():
     assert moved["machines"] == [1, 0] and moved["hosts"] == ["c", "a", "b"]
 
 
+@pytest.mark.parametrize("here, known, names", [
+    ([("a", "10.0.0.1"), ("a", "10.0.0.1"), ("b", "10.0.0.2")], [], ["a", "a", "b"]),
+    ([("pi", "10.0.0.1"), ("pi", "10.0.0.2"), ("b", "10.0.0.3")], [], ["10.0.0.1", "10.0.0.2", "b"]),
+    ([("pi", "10.0.0.2"), ("b", "10.0.0.3")], ["10.0.0.1", "10.0.0.2", "b"], ["10.0.0.2", "b"]),  # one clone is lost
+])
+def test_what_hosts_are_called(here, known, names):
+    assert host_names(here, known) == names
+
+
 def test_speeds_of_those_that_are_left(tmp_path, monkeypatch):
     """A lost host must not end an elastic run for want of its speed; a run that is not elastic is told."""
     from training import speeds
@@ -135,10 +145,10 @@ def test_speeds_of_those_that_are_left(tmp_path, monkeypatch):
     cluster = {**MEASURED, "hosts": ["host0", "host1", "host2"]}
     (tmp_path / "cluster.json").write_text(json.dumps(cluster))
     args = argparse.Namespace(equal_shares=False, cluster_json=str(tmp_path / "cluster.json"), recompute=False)
-    monkeypatch.setattr(speeds, "from_rank_0", lambda make: make())
+    monkeypatch.setattr(speeds, "from_home", lambda make: make())
 
     def measured(*hosts):
-        monkeypatch.setattr(speeds, "gather", lambda _: list(hosts))
+        monkeypatch.setattr(speeds, "gather", lambda _: [(host, "") for host in hosts])
         return speeds.measured_speeds(args, 1, torch.float64)
 
     everyone = measured("host0", "host1", "host2")

@@ -22,7 +22,7 @@ with modules_of(9):
 
 @pytest.fixture
 def three_ranks(monkeypatch):
-    monkeypatch.setattr(speeds, "from_rank_0", lambda make: make())
+    monkeypatch.setattr(speeds, "from_home", lambda make: make())
     monkeypatch.setattr(speeds, "gather", lambda value: [value] * 3)
 
 
@@ -155,7 +155,7 @@ def test_a_step_is_clipped_and_scheduled(monkeypatch):
         device=torch.device("cpu"), global_batch_size=2,
         execute_pipeline=lambda *_: calls.append("run") or torch.ones(1),
         clip_grad_norm=lambda model, max_norm: calls.append((model, max_norm)) or torch.tensor(3.0))
-    watch = argparse.Namespace(lost_peers=contextlib.nullcontext, ask_all=lambda: lambda: False,
+    watch = argparse.Namespace(lost_peers=contextlib.nullcontext, ask_all=lambda: False,
                                lock=contextlib.nullcontext())
     run = argparse.Namespace(start=0, disks=None, found=None, watch=watch,
                              end=lambda was_stopped: calls.append("end"), after_step=lambda step, stops, is_end, is_last: calls.append(("save", is_end, is_last)))

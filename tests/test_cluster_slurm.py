@@ -60,8 +60,12 @@ def test_the_bed_leaves_nothing():
 
 
 def test_a_job_out_of_time_resumes(slurm, submit, tmp_path):
-    """The losses over both parts are those of one process that is not interrupted."""
-    job = submit(*SHARES)
+    """From its own checkpoint, also where it began with another: the losses are those of one process that never stops.
+    """
+    alone = ["--gradient_accumulation", 16, "--checkpoint_dir", tmp_path / "checkpoint"]
+    script = ROOT / "cluster" / "train_distributed.py"
+    fork(9, 1, *FLAGS, *alone, "--max_steps", 2, "--run_name", "first", "--log_dir", tmp_path / "first", script=script)
+    job = submit(*SHARES, "--resume", tmp_path / "checkpoint" / "first")
     job.wait(lambda: len(job.rows()) >= 3)
     slurm("scancel", "--signal=TERM", "--batch", job.number)  # as --signal=B:TERM@120 does before the time limit
     job.wait(lambda: slurm.job(job.number)["Restarts"] == "1")
@@ -69,8 +73,8 @@ def test_a_job_out_of_time_resumes(slurm, submit, tmp_path):
     assert 3 <= int(stopped) == len(job.rows()) < STEPS, job.output()
     ended = job.end()
     assert ended["JobState"] == "COMPLETED" and ended["Restarts"] == "1", job.output()
-    fork(9, 1, *FLAGS, "--gradient_accumulation", 16, "--log_dir", tmp_path / "one",
-         "--checkpoint_dir", tmp_path / "checkpoint", script=ROOT / "cluster" / "train_distributed.py")
+    assert re.findall(r"going on after step (\d+)", job.output()) == ["2", stopped], job.output()
+    fork(9, 1, *FLAGS, *alone, "--log_dir", tmp_path / "one", script=script)
     found, expected = job.rows(), metrics(tmp_path / "one", "run")
     assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(1, STEPS + 1))
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(expected, found)) <= TOLERANCE

@@ -1,5 +1,7 @@
 """The scripts of cluster/ over three hosts of the test bed, over ssh and by hand, train what one process trains.
 
+The hosts share no disk. The rows of the first one are compared.
+
 ALL_WAYS=1 starts each script in each way; without it each script and each way is there. In float64.
 """
 
@@ -9,7 +11,7 @@ import sys
 
 import pytest
 
-from bed import NODES, SSH_CONFIG, bed, start
+from bed import NODES, SSH_CONFIG, bed, on_disk, start
 from launch import ROOT, environment, fork, losses
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.usefixtures(bed.__name__)]
@@ -53,14 +55,14 @@ def by_hand(form, script, words) -> str:
 @pytest.mark.parametrize("name, way", PAIRS)
 def test_three_hosts_equal_one_process(tmp_path, name, way):
     script, (flags, alone) = f"cluster/{name}.py", SCRIPTS[name]  # both ways start in the root of the repository
-    places = ["--log_dir", tmp_path / "many", "--checkpoint_dir", tmp_path / "checkpoints"] if alone else []
-    words = list(map(str, [*DATA, *flags, "--run_name", "run", *places] if alone else [*DATA, *flags]))
+    places = ["--run_name", f"{name}-{way}", "--log_dir", "runs"] if alone else []
+    words = list(map(str, [*DATA, *flags, *places]))
     printed = over_ssh(tmp_path, script, words) if way == "ssh" else by_hand(way, script, words)
     assert all(node in printed for node in NODES), printed
     if alone is None:  # it trains alike on all hosts, and compares
         assert "error" not in printed
         return
-    places = [str(place).replace("many", "one").replace("checkpoints", "checkpoint") for place in places]
-    fork(9, 1, *DATA, *alone, "--run_name", "run", *places, script=ROOT / script)
-    expected, found = losses(tmp_path / "one", "run"), losses(tmp_path / "many", "run")
+    fork(9, 1, *DATA, *alone, "--run_name", "one", "--log_dir", tmp_path, "--checkpoint_dir", tmp_path,
+         script=ROOT / script)
+    expected, found = losses(tmp_path, "one"), losses(on_disk("node0", ROOT / "runs"), f"{name}-{way}")
     assert len(found) == 6 and max(abs(a - b) for a, b in zip(expected, found)) <= TOLERANCE

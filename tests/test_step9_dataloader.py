@@ -1,5 +1,8 @@
 """Step 9's loader: unequal shares, which together are what one process reads; epochs, permutations, dtypes."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -67,6 +70,35 @@ def test_collate_fn_and_workers_are_used():
         return {"input_ids": torch.stack([item["input_ids"] for item in items]) + 100}
 
     assert microbatches(loader([2], collate_fn=lists, num_workers=1))[:2] == [[100, 101], [102, 103]]
+
+
+def masked(items: list[dict]) -> dict:
+    """As a collator that masks tokens at random, by each of the three sources of random numbers."""
+    draws = {"torch": torch.rand(3), "random": torch.tensor(random.random()), "numpy": torch.tensor(np.random.rand())}
+    return {**torch.utils.data.default_collate(items), **draws, "longest": 2}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stages_that_collate_at_random_get_the_same(workers):
+    """Each stage draws under a state of its own, which stays as it is (dropout), and so does one process for all."""
+    found, is_kept = [], []
+    for stage, counts in enumerate(([1, 2], [1, 2], [3])):
+        for seed in random.seed, np.random.seed, torch.manual_seed:
+            seed(stage)
+        batches = iter(loader(counts, len(counts) - 1, collate_fn=masked, num_workers=workers))
+        found.append([next(batches)])
+        before = random.getstate(), torch.get_rng_state().tolist()
+        found[-1] += batches
+        is_kept.append((random.getstate(), torch.get_rng_state().tolist()) == before)
+    first, second, whole = found
+    for name in "input_ids", "torch", "random", "numpy":
+        first_values, second_values, values = ([batch[name].tolist() for batch in each] for each in found)
+        assert first_values == second_values == [value for i, value in enumerate(values) if i % 3 > 0], name
+        assert len({str(value) for value in values}) == len(values) and whole[0]["longest"] == 2
+    assert all(is_kept)
+    later = loader([3], collate_fn=masked)
+    later.set_epoch(1)
+    assert next(iter(later))["random"] != whole[0]["random"]
 
 
 def test_less_than_one_step():

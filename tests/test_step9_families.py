@@ -1,10 +1,17 @@
 """Step 9 over Hugging Face's families: unlike pipelines train what the plain model trains; the run_*.py scripts."""
 
+import importlib
 import json
+import types
 
 import pytest
-from families import DECODERS, IDS
-from launch import MODELS, ROOT, STEPS, fork, losses, start_fork
+import torch.distributed as dist
+from families import DECODERS, IDS, toy
+from launch import MODELS, ROOT, STEPS, fork, losses, modules_of, start_fork
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+with modules_of(9):
+    import train
 
 SAMPLED = {1: ["gpt2-tied", "llama", "bert-tied", "vit", "gpt2-frozen"],  # tp_size -> cases: each kind of model once
            2: ["gpt2", "gpt2-frozen", "qwen3-tied", "gpt-neox"]}
@@ -47,6 +54,28 @@ def test_scripts_learn(name, script_runs):
     run.result()
     found = losses(folder, name)
     assert len(found) == SCRIPTS[name][0] and found[-1] < found[0]
+
+
+@pytest.mark.parametrize("name, tp_size, world_size, stages, counts", [
+    ("gpt2", 1, 8, [2, 1, 1] * 2, [2, 3, 3] * 2), ("llama", 1, 4, [3, 1], [5, 3]),
+    ("llama", 1, 8, [3, 1] * 2, [5, 3] * 2), ("qwen", 2, 4, [1, 1], [5, 3]),
+    ("qwen", 2, 8, [1, 1] * 2, [5, 3] * 2), ("qwen", 1, 8, [1, 1] * 4, [5, 3] * 4)])
+def test_scripts_repeat_their_pipelines_on_more_processes(name, tp_size, world_size, stages, counts):
+    """As on two machines of four GPUs each, unless flags give others. No process but this one runs."""
+    with modules_of(9):
+        script = importlib.import_module(f"run_{name}")
+    args = types.SimpleNamespace(pipelines=None, dp_size=1, pp_size=1, gradient_accumulation_steps=None,
+                                 num_microbatches=None, tp_size=tp_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        plugin, model = train.HeterogeneousParallelPlugin(tp_size, device="cpu"), toy("gpt2", n_layer=4)
+        plugin.set_pipelines(*train.choose_pipelines(args, model, script.pipelines))
+        assert train.pgm.process_group_manager.topology["stages_per_pipeline"] == stages
+    finally:
+        dist.destroy_process_group()
+    assert plugin.num_microbatches == counts
+    args.pipelines = [[1, 1]]  # fewer layers than the script's own pipelines need
+    assert train.choose_pipelines(args, toy("gpt2", n_layer=2), script.pipelines)[0][0].num_stages == 2
 
 
 @pytest.mark.parametrize("ranks, flags, message", [

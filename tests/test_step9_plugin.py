@@ -5,7 +5,8 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from families import HeterogeneousParallelPlugin, PipelineTemplate, our_model, stages_on_meta, toy
+from families import (
+    HeterogeneousParallelPlugin, PipelineTemplate, our_model, run_chain, stages_of, stages_on_meta, toy)
 from transformers import LlamaConfig
 
 from launch import modules_of
@@ -91,11 +92,27 @@ def test_the_schedule_and_no_loss(schedule, peak):
 def test_numbers_of_micro_batches(plugin, counts):
     template = PipelineTemplate.from_layers_per_stage(toy("gpt2"), [3])
     message = f"number of microbatches: got {re.escape(repr(counts))} for 1 pipelines: give a dictionary or a list"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as raised:
         plugin.set_pipelines([template], counts)
+    assert isinstance(raised.value, AssertionError)  # as in other systems
     if isinstance(counts, list) and len(counts) == 1:
         with pytest.raises(ValueError, match=message):
             plugin.set_pipelines([template], {template: counts[0]})
+
+
+def test_a_template_without_its_number_is_named(plugin):
+    model = toy("gpt2")
+    one, two = (PipelineTemplate.from_layers_per_stage(model, sizes) for sizes in ([3], [1, 2]))
+    message = (r"^All pipelines must have a corresponding number of microbatches: .* has none for pipeline 1, "
+               r"transformer.wte \.\.\. transformer.h.0 \| transformer.h.1 \.\.\. lm_head: add the number")
+    with pytest.raises(AssertionError, match=message):
+        plugin.set_pipelines([one, two, one], {one: 3})
+
+
+def test_the_wrong_number_of_ranks_is_also_an_assertion_error(plugin):
+    template = PipelineTemplate.from_layers_per_stage(toy("gpt2"), [1, 2])
+    with pytest.raises(AssertionError, match="^Number of ranks in pipeline templates does not match world size"):
+        plugin.set_pipelines([template], [1])
 
 
 def test_templates_of_several_models(plugin):
@@ -183,6 +200,19 @@ def test_a_precision_and_a_meta_model(plugin):
         model = toy("gpt2")
     with pytest.raises(ValueError, match=r"on the meta device and has no weights: pass configure\(weights=...\)"):
         plugin.configure(model, torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])  # transformers annotates the **kwargs of one of them
+def test_what_forward_takes_by_other_names_reaches_every_stage(name):
+    """The arguments of packed samples, for instance, go through **kwargs. What only the criterion reads does not."""
+    batch = {"input_ids": torch.arange(10)[None], "cu_seq_lens_q": torch.tensor([0, 4, 10]), "max_length_q": 6,
+             "target_ids": torch.arange(10)[None], "labels": torch.arange(10)[None]}
+    seen, stages = [], stages_of(lambda: toy(name), [1, 2])
+    for stage in stages:
+        stage.own_layers()[-1].register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    run_chain(stages, batch)
+    assert len(seen) == 2 and all(kwargs["cu_seq_lens_q"] is batch["cu_seq_lens_q"] for kwargs in seen)
+    assert all(kwargs["max_length_q"] == 6 and not kwargs.keys() & {"target_ids", "labels"} for kwargs in seen)
 
 
 def test_a_batch_that_does_not_tell_the_shape():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import (
     CASES, DECODERS, IDS, TIED, PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, run_chain,
-    stages_on_meta, toy, toy_batch, toy_on_meta)
+    stages_on_meta, tensor_parallel, toy, toy_batch, toy_on_meta)
 from launch import MODELS, ROOT, environment, fork, modules_of
 from safetensors.torch import save_file
 
@@ -199,10 +199,10 @@ def test_fused_matrices_are_cut_matrix_by_matrix(monkeypatch):
     monkeypatch.setattr(hf_tensor_parallel.pgm, "process_group_manager", Grid())
     full = torch.arange(18).view(1, 18)  # q is 0 to 5, k 6 to 11, v 12 to 17
     module = types.SimpleNamespace(tp_dims={"weight": 1}, tp_fused={"weight": 3})
-    assert hf_tensor_parallel.split_parameter(module, "weight", full).tolist() == [[0, 1, 6, 7, 12, 13]]
+    assert tensor_parallel.split_parameter(module, "weight", full).tolist() == [[0, 1, 6, 7, 12, 13]]
     module.tp_fused = {}
-    assert hf_tensor_parallel.split_parameter(module, "weight", full).tolist() == [[0, 1, 2, 3, 4, 5]]
-    assert hf_tensor_parallel.split_parameter(module, "bias", full).tolist() == full.tolist()
+    assert tensor_parallel.split_parameter(module, "weight", full).tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert tensor_parallel.split_parameter(module, "bias", full).tolist() == full.tolist()
 
 
 def test_new_modules_are_read_where_the_files_have_them(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from site_build import build
 from site_diff import diff_step
 from site_pages import place_remarks
 from site_runs import TITLES, TOPOLOGIES, read_runs
+from steps_compare import predecessor
 
 
 class Reader(html.parser.HTMLParser):
@@ -86,7 +87,8 @@ def test_pages_can_be_read_by_everybody(pages):
 @pytest.mark.parametrize("step", [int(number) for number in STEPS])
 def test_diff_holds_both_files_whole(step):
     """From the rows of a diff, each of the two files can be read off, and unchanged rows are equal on both sides."""
-    before, after = STEPS.get(str(step - 1)), STEPS[str(step)]
+    after = STEPS[str(step)]
+    before = predecessor({int(number): folder for number, folder in STEPS.items()}, step)
     diffs = diff_step(before, after)
     for diff in diffs:
         rows = [(is_changed, *row) for is_changed, rows in diff.blocks for row in rows]
@@ -100,11 +102,11 @@ def test_diff_holds_both_files_whole(step):
 
 def test_page_shows_the_code(site):
     """Without the marks, the lines on the right of a step's page are the new file."""
-    text = (site / "step8.html").read_text(encoding="utf-8")
+    text = (site / "step10.html").read_text(encoding="utf-8")
     for name in ("pipeline_parallel.py", "weight_gradients.py"):
         cells = re.findall(rf'<code class="new"><a class="no" id="{name}-\d+"[^>]*>\d+</a>(.*?)</code>', text, re.S)
         lines = [html.unescape(re.sub(r"<[^>]+>", "", cell)) for cell in cells]
-        assert lines == (STEPS["8"] / name).read_text(encoding="utf-8").splitlines()
+        assert lines == (STEPS["10"] / name).read_text(encoding="utf-8").splitlines()
 
 
 def test_remarks_stand_above_what_they_speak_of(site):
@@ -136,7 +138,8 @@ def test_runs_are_those_of_all_steps():
         assert len(entry["losses"]) == 50
         if step >= 3:  # the same numbers on any topology, as far as four decimals say
             assert entry["losses"] == pytest.approx(runs[3]["losses"], abs=3e-4), step
-        assert list(entry.get("timelines", {})) == {8: list(TITLES.values()), 9: ["pipelines 8;5,3"]}.get(step, [])
+        assert list(entry.get("timelines", {})) == (
+            list(TITLES[step].values()) if step in TITLES else ["pipelines 8;5,3"] if step == 9 else [])
         for trace in entry.get("timelines", {}).values():
             assert {event[0] for event in trace["events"]} == set(range(entry["ranks"]))
 

@@ -8,6 +8,8 @@ import pytest
 from clusters import made_up_cluster
 from launch import ROOT, modules_of
 
+with modules_of(10):
+    from pipeline_parallel import zero_bubble
 with modules_of(9):
     from pipeline_parallel import SCHEDULES
     from planning.machines import Cluster
@@ -21,6 +23,12 @@ COSTS = [  # F, B and W, transfer, latency, speeds
     ((2, 3, 1.5), 0.7, 0.1, [1, 2, 1, 0.5, 3, 1, 1.25, 1]),
     ((1, 1.25, 0.5), 4, 0, [1] * 8),
 ]
+
+
+@pytest.fixture(autouse=True)
+def with_zero_bubble(monkeypatch):
+    """The site knows the schedule of step 10, too."""
+    monkeypatch.setitem(SCHEDULES, "zb", zero_bubble)
 
 
 class SimulationWithWeights(PipelineSimulation):

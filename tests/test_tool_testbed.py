@@ -8,8 +8,8 @@ import sys
 import time
 
 import pytest
-from bed import NAME, NETWORK, NODES, SCRIPT, SSH_CONFIG, bed, start, testbed
-from launch import environment
+from bed import NAME, NETWORK, NODES, SCRIPT, SSH_CONFIG, bed, on_disk, start, testbed
+from launch import ROOT, environment
 from launcher import eventually
 
 pytestmark = [pytest.mark.hosts, pytest.mark.usefixtures(bed.__name__)]
@@ -62,7 +62,7 @@ dist.destroy_process_group()  # else gloo's threads may be ended by an abort
 def traces() -> dict:
     """What a bed could leave on this machine."""
     patterns = ("/sys/fs/cgroup/NAME", "/sys/fs/cgroup/*/NAME", "/run/netns/NAME*", "/run/NAME", "/etc/netns/NAME*",
-                "/sys/class/net/NAME")
+                "/sys/class/net/NAME", "/var/tmp/NAME")
     return {pattern: sorted(path.name for path in pathlib.Path("/").glob(pattern[1:].replace("NAME", NAME)))
             for pattern in patterns}
 
@@ -157,6 +157,27 @@ def test_each_host_has_its_name_and_sshd(tmp_path):
     assert refused.returncode == 255 and "Permission denied (publickey)" in refused.stderr
 
 
+def test_each_host_has_its_disk(tmp_path):
+    """What a host writes on its disk is there for `exec` and over ssh; of the others only this machine sees it."""
+    (tmp_path / "a").write_text("1")
+    testbed("own", tmp_path)
+    places = [ROOT / "runs", ROOT / "checkpoints", ROOT / "logs", pathlib.Path.home() / ".cache", tmp_path]
+    for place in places:
+        testbed("exec", "node1", "touch", place / NAME)
+        assert ssh("node1", f"ls {place / NAME}").returncode == 0, place
+        assert ssh("node2", f"ls {place / NAME}").returncode and not (place / NAME).exists(), place
+        assert on_disk("node1", place / NAME).exists(), place
+    ssh("node1", f"rm {tmp_path}/a")
+    assert (tmp_path / "a").exists() and ssh("node0", f"cat {tmp_path}/a").stdout == "1"
+    testbed("exec", "node1", "mount", "-t", "tmpfs", "-o", "size=64k", "none", places[0])
+    full = ssh("node1", f"head -c 100k /dev/zero >{places[0]}/x")
+    assert "No space left" in full.stderr and testbed("exec", "node2", "bash", "-c", "head -c 100k /dev/zero >runs/x")
+    testbed("wipe", "node1")
+    assert ssh("node1", f"cd {ROOT} && ls -A runs checkpoints logs ~/.cache | grep -c {NAME}").stdout == "0\n"
+    assert ssh("node1", f"ls {tmp_path}").stdout == "a\n" and on_disk("node2", ROOT / "runs" / "x").exists()
+    assert ssh("node1", f"head -c 100k /dev/zero >{places[0]}/x").returncode == 0
+
+
 def test_rate():
     """2 Mbit at 1 Mbit/s take two seconds in each direction; without a limit they take some milliseconds."""
     testbed("rate", "node1", "1mbit")
@@ -227,6 +248,9 @@ def test_all_reduce_over_two_hosts():
     (("rate", "node1", "10"), "rate node1 10: give a rate as 10mbit"),
     (("slow", "node1", "0"), "slow node1 0: give a whole number of percent"),
     (("cut", "node1; true"), "no host 'node1; true'"),
+    (("own",), "three hosts on a switch"),
+    (("own", "/nowhere"), "own /nowhere: no such directory"),
+    (("wipe", "all"), "no host 'all'"),
 ])
 def test_usage(args, message):
     done = testbed(*args, check=False)

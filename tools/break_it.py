@@ -117,10 +117,10 @@ def check_schedules(folder: pathlib.Path) -> list[str]:
     """
     sys.path[:0] = [str(folder), str(ROOT / "tests")]
     from test_step8_schedules import simulate  # it forgets the modules of step 8 that it has imported
-    from pipeline_parallel import afab, one_f_one_b, zero_bubble
+    from pipeline_parallel import SCHEDULES
 
     lines = []
-    for schedule in (afab, one_f_one_b, zero_bubble):
+    for schedule in SCHEDULES.values():
         for p, m in itertools.product(range(1, 9), range(1, 17)):
             try:
                 simulate([list(schedule(stage, p, m)) for stage in range(p)])

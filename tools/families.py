@@ -34,11 +34,12 @@ from huggingface import float64_throughout  # isort: skip
 
 with modules_of(9):
     import process_group_manager as pgm
-    from hf_tensor_parallel import apply_tensor_parallel, split_parameter
+    from hf_tensor_parallel import apply_tensor_parallel
     from pipeline_stage import PipelineStage
     from pipeline_template import PipelineTemplate, Unsupported
     from run_common import mean_cross_entropy
     from stage_weights import load_weights
+    from tensor_parallel import split_parameter
 
 SAMPLE = ("Cohere", "Gemma2", "Glm4", "GPTNeoX", "GptOss", "Granite", "Llama", "Mixtral", "Olmo2", "Phi3", "Qwen3",
           "Qwen3Moe", "SmolLM3")

@@ -20,7 +20,8 @@ import tempfile
 import threading
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-STEPS = {path.name.split("_")[0].removeprefix("step"): path for path in ROOT.glob("step*_*")}
+STEPS = {path.name.split("_")[0].removeprefix("step"): path for folder in (ROOT, ROOT / "beyond")
+         for path in folder.glob("step*_*")}
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in  # what step 9 cuts; seconds to import
           ("bert", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "opt", "qwen2", "qwen3", "vit")]
 sys.path.append(str(ROOT / "tests" / "support"))  # tools that compare with Hugging Face share huggingface.py

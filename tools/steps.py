@@ -26,7 +26,7 @@ import tempfile
 from pathlib import Path
 
 from steps_check import run_check
-from steps_compare import compare, count_lines, find_steps, git, git_diff, pick
+from steps_compare import compare, count_lines, find_steps, git, git_diff, pick, predecessor
 
 CONFLICT = re.compile(r"^<{7} [^\n]*\n(.*?)^\|{7} .*?^={7}\n.*?^>{7} [^\n]*\n", re.S | re.M)
 
@@ -42,8 +42,9 @@ def run_diff(steps, args):
         print(f"# {name}: {change.what} {change.counts}")
         if change.what in ("removed", "unchanged") or name.endswith(".svg") or b"\0" in (after / name).read_bytes():
             continue  # the name says it all: gone, or a picture
-        old = f"{before.name}/{name}" if change.what == "changed" else os.devnull
-        text = git_diff(old, f"{after.name}/{name}", f"--color={'always' if colour else 'never'}", cwd=after.parent)
+        old, new = (os.path.relpath(step / name, args.root) for step in (before, after))
+        old, colours = old if change.what == "changed" else os.devnull, f"--color={'always' if colour else 'never'}"
+        text = git_diff(old, new, colours, cwd=args.root)
         print("\033[1m" * colour + "".join(text.partition("--- ")[1:]), end="")  # without git's own heading
     return 0
 
@@ -52,7 +53,7 @@ def run_table(steps, _):
     """Print a markdown table, a row per step; code files only."""
     print("| step | new modules | changed files | total | lines |\n| --- | --- | --- | --- | --- |")
     for number, step in steps.items():
-        changes = compare(steps.get(number - 1), step)
+        changes = compare(predecessor(steps, number), step)
         new, changed = (", ".join(f"`{name}` {'removed ' * (c.what == 'removed')}{c.counts}"
                                   for name, c in changes.items() if c.what in kinds)
                         for kinds in (("new",), ("changed", "removed")))
@@ -74,16 +75,19 @@ def print_conflicts(merged, ours, where):
 
 def propagate_file(steps, args, name, base):
     """Carry the change base -> working tree of one file through the later steps; False at a conflict."""
-    source = steps[args.step]
-    theirs, files = (source / name).read_bytes().decode(), ("ours", "base", "theirs")
-    if base == theirs:
-        print(f"{source.name}/{name}: the same as in {args.base}, nothing to carry")
-    for number in [n for n in steps if n > args.step and base != theirs]:
-        path, where = steps[number] / name, f"{steps[number].name}/{name}"
+    files, changes = ("ours", "base", "theirs"), {args.step: (base, (steps[args.step] / name).read_bytes().decode())}
+    if base == changes[args.step][1]:
+        print(f"{steps[args.step].name}/{name}: the same as in {args.base}, nothing to carry")
+        return True
+    for number in (n for n in steps if n > args.step):
+        source, path, where = predecessor(steps, number), steps[number] / name, f"{steps[number].name}/{name}"
+        (before,) = (n for n, step in steps.items() if step == source)
+        if before not in changes:
+            continue
         if not path.is_file():
             print(f"{where}: no such file, so the change ends at {source.name}")
-            break
-        ours = path.read_bytes().decode()
+            continue
+        ours, (base, theirs) = path.read_bytes().decode(), changes[before]
         with tempfile.TemporaryDirectory() as scratch:
             for file, content in zip(files, (ours, base, theirs)):
                 Path(scratch, file).write_bytes(content.encode())
@@ -96,11 +100,12 @@ def propagate_file(steps, args, name, base):
             return False
         if merged == ours:  # a rerun: go on with the same change, there is none from here to carry
             print(f"{where}: has the change already")
+            changes[number] = changes[before]
             continue
         print(f"{where}: {'would be ' * args.dry_run}{'merged' if merged != theirs else 'the same as ' + source.name}")
         if not args.dry_run:
             path.write_bytes(merged.encode())
-        source, base, theirs = steps[number], ours, merged
+        changes[number] = ours, merged
     return True
 
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 from collections import namedtuple
 
+PREDECESSORS = {10: 8}  # of the others, the step with the number before
 Change = namedtuple("Change", "what counts")  # "new" "+190", "changed" "+12 -3", "removed" "-40" or "unchanged" ""
 
 
@@ -23,15 +24,20 @@ def git_diff(old, new, *options, cwd=None):
 
 
 def find_steps(root):
-    """{number: directory} of the stepN_* directories in root, in order."""
+    """{number: directory} of the stepN_* directories in root and in beyond/, in order."""
     steps = {}
-    for path in sorted(root.glob("step*/")):
+    for path in sorted([*root.glob("step*/"), *root.glob("beyond/step*/")]):
         match = re.fullmatch(r"step(\d+)(_\w+)?", path.name)
         if match and path.is_dir() and steps.setdefault(int(match[1]), path) is not path:
             raise ValueError(f"{path.name} and {steps[int(match[1])].name} have the same number: rename one of them")
     if not steps:
         raise ValueError(f"no step1_*, step2_*, ... directories in {root}: name the right directory with --root")
     return dict(sorted(steps.items()))
+
+
+def predecessor(steps, number):
+    """The directory of the step that step `number` is a diff to; None for the first one."""
+    return steps.get(PREDECESSORS.get(number, number - 1))
 
 
 def pick(steps, *numbers, names=()):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Three machines on one: node0, node1 and node2, each with its own host name, network, speed and sshd. Needs root.
+# Three machines on one: node0, node1 and node2, each with its own host name, network, disk, speed and sshd. Needs root.
 #
 #   tools/testbed.sh up                      three hosts on a switch of their own; a bed that is up stays as it is
 #   tools/testbed.sh exec node1 COMMAND...   runs COMMAND on node1, from this directory and with this environment
@@ -8,18 +8,24 @@
 #                                            pinned to one: taskset does that); `all`, `off` as above
 #   tools/testbed.sh memory node1 900        node1 has 900 MB of memory: more, and the kernel ends a process; `all`, `off`
 #   tools/testbed.sh cut node1               pulls the cable of node1; `join node1` plugs it in again
-#   tools/testbed.sh show                    name=, network= and ssh_config= of this bed
-#   tools/testbed.sh down                    ends what runs in the hosts and leaves nothing behind
+#   tools/testbed.sh own DIR...              from now on each host has a copy of DIR, at the same path, on its own disk
+#   tools/testbed.sh wipe node1              node1 has a new disk: what was written there is gone
+#   tools/testbed.sh show                    name=, network=, ssh_config= and disks= of this bed
+#   tools/testbed.sh down                    ends what runs in the hosts and leaves nothing of them behind
 #
 #         switch (a bridge) ------ this machine, NETWORK.1
 #        /       |        \
-#     node0    node1     node2                 each: namespace, eth0, /etc/hosts, cgroup, sshd on ports 22 and 2222
+#     node0    node1     node2                 each: namespaces, eth0, /etc/hosts, cgroup, sshd on ports 22 and 2222
 #  NETWORK.10   .11       .12
 #
-# The hosts share the disk, the clock and, but for `memory`, the memory of this machine; all else is as between three machines. `ssh node1`
-# works from each of them, and from this machine as `ssh -F SSH_CONFIG node1`. Each copy of this repository has a bed of
-# its own, with a name and a network made of its path or, where the variable is set, of $TESTBED. Exit code 2: this
-# machine cannot do it (or nobody can: the usage); 1: it went wrong; `exec` ends with the code of COMMAND.
+# A host's disk holds runs/, checkpoints/ and logs/ of the repository and ~root/.cache, which are empty at `up`, and the
+# directories given to `own`. This machine sees the disk of node1 in DISKS/node1, under the same paths. Whatever a host
+# writes elsewhere goes to the disk of this machine, which all hosts see: so code that is changed needs no copying. A
+# directory of node1 that is soon full: `exec node1 mount -t tmpfs -o size=1m none checkpoints`, until `wipe node1`.
+# The hosts share the clock and, but for `memory`, the memory of this machine; all else is as between three machines.
+# `ssh node1` works from each of them, and from this machine as `ssh -F SSH_CONFIG node1`. Each copy of this repository
+# has a bed of its own, with a name and a network made of its path or, where the variable is set, of $TESTBED. Exit code
+# 2: this machine cannot do it (or nobody can: the usage); 1: it went wrong; `exec` ends with the code of COMMAND.
 set -eEuo pipefail
 trap 'fail 1 "\"$BASH_COMMAND\" in line $LINENO ended with code $?"' ERR
 PATH=$PATH:/usr/sbin:/sbin
@@ -29,7 +35,9 @@ root=$(cd -- "$(dirname -- "$0")/.." && pwd -P)
 number=$(cksum <<<"${TESTBED:-$root}")
 number=${number%% *}
 bed=testbed-$(printf %06x $((number % 0x1000000)))  # prefix of the namespaces, name of the cgroup and of this machine's
-state=/run/$bed                                     # end of the cable; keys and configuration of ssh
+state=/run/$bed                                     # end of the cable; keys and configuration of ssh, namespaces
+disks=/var/tmp/$bed
+empty=("$root"/{runs,checkpoints,logs} ~root/.cache)  # directories of a new disk
 network=198.$((18 + number / 256 % 2)).$((number % 256))  # RFC 2544 keeps 198.18/15 for tests: no LAN has it
 period_us=10000              # a quota counts per 10 ms: with the usual 100 ms, a short operation is slowed fully or not
 
@@ -157,7 +165,7 @@ rate() {  # NODE RATE|off: what node sends waits at its eth0, what it gets waits
 
 # --- hosts -----------------------------------------------------------------------------------------------------------
 
-# Files in /etc/netns/NAME/ take the place of those in /etc for what `ip netns exec NAME` starts.
+# Files in /etc/netns/NAME/ take the place of those in /etc on that host, for `ip netns exec NAME` too.
 make_files() {
     local node
     mkdir -p "$state"
@@ -187,21 +195,71 @@ make_files() {
     done
 }
 
-# Becomes COMMAND on that host. The cgroups first: the namespace hides their directories. Programs ask these how much
-# memory there is, so the memory controller's is mounted again; with version 2 the namespace shows it anyway.
-run_in() {  # NODE COMMAND...
-    local node=$1 mounts=true
-    shift
-    [[ ! -d $cgroup/$node ]] || echo "$BASHPID" >"$cgroup/$node/cgroup.procs"
-    if ((version == 1)) && [[ -d $memory_cgroup/$node ]]; then
-        echo "$BASHPID" >"$memory_cgroup/$node/cgroup.procs"
-        mounts="mount -t tmpfs tmpfs /sys/fs/cgroup && mkdir -p '${memory_cgroup%/*}' &&
+# A host's mount and UTS namespaces last from `up` to `down`, whoever runs in them: what one command mounts or writes on
+# a host, the next one finds there. They are kept by files, on a mount that must not be shared.
+make_namespaces() {
+    local node cgroups=true
+    if ((version == 1)) && [[ $memory_cgroup ]]; then  # programs ask it how much memory there is
+        cgroups="mount -t tmpfs tmpfs /sys/fs/cgroup && mkdir -p '${memory_cgroup%/*}' &&
             mount -t cgroup -o memory cgroup '${memory_cgroup%/*}'"
     elif ((version == 2)); then
-        mounts="mount -t cgroup2 cgroup '${cgroup%/*}'"
+        cgroups="mount -t cgroup2 cgroup '${cgroup%/*}'"
     fi
-    exec ip netns exec "$bed-$node" unshare --uts bash -c \
-        'eval "$0" 2>/dev/null || true; hostname "$1" && shift && exec "$@"' "$mounts" "$node" "$@"
+    mount --bind --make-private "$state" "$state"
+    mkdir -p "${empty[@]}"  # these stay, as another bed may need them
+    for node in "${nodes[@]}"; do
+        touch "$state/$node.mount" "$state/$node.uts"
+        unshare --mount="$state/$node.mount" --uts="$state/$node.uts" hostname "$node"
+        # As `ip netns exec` does: /sys shows the network, and files in /etc/netns/NAME/ take the place of those in /etc.
+        enter "$node" bash -c 'umount -l /sys; mount -t sysfs sysfs /sys; eval "$0" 2>/dev/null
+            for file in "$1"/*; do mount --bind "$file" "/etc/${file##*/}" || exit; done' \
+            "$cgroups" "/etc/netns/$bed-$node"
+        wipe "$node"
+    done
+}
+
+enter() { nsenter --mount="$state/$1.mount" --uts="$state/$1.uts" --net="/run/netns/$bed-$1" "${@:2}"; }
+
+# --- disks -----------------------------------------------------------------------------------------------------------
+
+place() {  # NODE DIR: DIR of the host is an empty directory on its own disk
+    local place=$disks/$1$2
+    mkdir -p "$place"
+    find "$place" -mindepth 1 -delete
+    enter "$1" bash -c '[[ $0 -ef $1 ]] || { umount -l "$1" 2>/dev/null; [[ $0 -ef $1 ]]; } || mount --bind "$0" "$1"' \
+        "$place" "$2"
+}
+
+copy() {  # NODE DIR
+    place "$@"
+    [[ ! -d $2 ]] || cp -a "$2/." "$disks/$1$2"
+}
+
+own() {  # DIR...
+    local node dir
+    for dir in "$@"; do
+        [[ -d $dir ]] || fail 2 "own $dir: no such directory on this machine"
+        dir=$(realpath -- "$dir")
+        grep -qxFs -- "$dir" "$state/own" || echo "$dir" >>"$state/own"
+        for node in "${nodes[@]}"; do copy "$node" "$dir"; done
+    done
+}
+
+wipe() {  # NODE
+    local dir
+    for dir in "${empty[@]}"; do place "$1" "$dir"; done
+    [[ ! -e $state/own ]] || while read -r dir; do copy "$1" "$dir"; done <"$state/own"
+}
+
+# Becomes COMMAND on that host. The cgroups first: the namespace hides their directories.
+run_in() {  # NODE COMMAND...
+    local node=$1 directory
+    shift
+    for directory in "$cgroup" "$memory_cgroup"; do
+        [[ ! -d $directory/$node ]] || echo "$BASHPID" >"$directory/$node/cgroup.procs"
+    done
+    exec nsenter --mount="$state/$node.mount" --uts="$state/$node.uts" --net="/run/netns/$bed-$node" \
+        bash -c 'cd -- "$0" && exec "$@"' "$PWD" "$@"
 }
 
 start_sshd() {
@@ -253,7 +311,8 @@ down() {
     rmdir /etc/netns 2>/dev/null || true
     [[ ! -d $cgroup ]] || rmdir "${nodes[@]/#/$cgroup/}" "$cgroup"
     [[ ! -d $memory_cgroup ]] || rmdir "${nodes[@]/#/$memory_cgroup/}" "$memory_cgroup"
-    rm -rf "$state"
+    ! mountpoint -q "$state" || umount -R "$state"
+    rm -rf "$state" "$disks"
     if [[ -e /run/sshd/of_testbed ]] && ! compgen -G "/run/testbed-*" >/dev/null; then  # no other bed needs it
         rm -r /run/sshd
     fi
@@ -265,6 +324,7 @@ up() {
     make_cgroups
     make_network
     make_files
+    make_namespaces
     start_sshd
     touch "$state/up"
 }
@@ -282,7 +342,7 @@ case $command:$# in
         flock 9
         $command
         ;;
-    show:0) printf '%s\n' "name=$bed" "network=$network" "ssh_config=$state/ssh_config" ;;
+    show:0) printf '%s\n' "name=$bed" "network=$network" "ssh_config=$state/ssh_config" "disks=$disks" ;;
     exec:0 | exec:1) usage ;;
     exec:*)
         require_machine
@@ -296,6 +356,12 @@ case $command:$# in
         if [[ $1 == all ]]; then targets=("${nodes[@]}"); else targets=("$1"); fi
         require_node "${targets[@]}"
         for target in "${targets[@]}"; do $command "$target" "$2"; done
+        ;;
+    own:0) usage ;;
+    own:* | wipe:1)
+        require_machine
+        if [[ $command == own ]]; then require_node "${nodes[@]}"; else require_node "$1"; fi
+        $command "$@"
         ;;
     cut:1 | join:1)
         require_machine

@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 from host_run import UNHEARD
 from hosts import Host, UserError, read_hosts
-from remote_run import GRACE, STOP, Run, catch_signals, describe, next_event, say
+from remote_run import GRACE, Run, catch_signals, describe, next_event, say
 
 RETRY = 2.0  # seconds between two attempts to reach a host, and between two looks at hosts.txt
 WAIT = 600.0  # seconds that a run waits with fewer than MIN hosts
@@ -120,7 +120,7 @@ class Elastic:
                     run.send()
                 else:
                     run.quiet = self.is_quiet  # torchrun's own reports of being stopped would bury the cause
-                    run.stop(now > self.stop_at + STOP)
+                    run.stop(self.stop_at)
         for probe in self.probes.values():
             probe.process.kill()
         return self.report() if self.failed else self.code

@@ -24,6 +24,8 @@ SIOCGIFADDR = 0x8915  # of netdevice(7): the IPv4 address of an interface
 PROJECT = ("step9_heterogeneous_pp", "cluster")  # what has to be the same on all hosts
 MARK = "host_facts:"  # precedes an answer, because a login shell may print lines of its own
 MIN_DISK, MIN_MEMORY = 1e9, 0.5e9  # bytes
+HOME = "LAUNCH_CLUSTER_HOME"  # the variable that the host has on which the run was started: files for people go there
+STOPS_WITHIN = "LAUNCH_CLUSTER_STOPS_WITHIN"  # the variable with a file's path, into which a training writes seconds
 
 
 def interfaces() -> dict[str, str]:

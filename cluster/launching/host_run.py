@@ -3,7 +3,8 @@
 The job comes as one line of JSON on standard input, so that none of its words passes a shell or shows in a list of
 processes. After it come heartbeats. When they stop for SILENCE seconds (the cable is cut, the launcher's machine is
 dead) or the input ends (the launcher or ssh is gone), every process that came from this one is ended: it gets SIGTERM,
-and PATIENCE seconds in which a training can finish its step and save a checkpoint.
+and then time in which a training can finish its step and save a checkpoint. That is PATIENCE seconds and, besides, as
+many as the training itself says that it needs, in a file whose path is in its environment.
 A worker whose torchrun is killed would train on alone: Linux is asked to make such orphans children of this process.
 """
 
@@ -15,14 +16,17 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 
-from host_facts import run_interface, usable_cores
+from host_facts import HOME, STOPS_WITHIN, run_interface, usable_cores
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # this host's copy of the project
 SILENCE, UNHEARD = 15, 75  # seconds, where the launcher sends two heartbeats a second; and then the exit code
-PATIENCE = 12  # seconds between asking a process to end and ending it; torchrun itself would wait for 30
+PATIENCE = 12  # seconds between asking a process to end and ending it, besides those that a training needs
+SAYS = 5  # seconds between two lines about what is waited for: the launcher takes a silent host as out of reach
+TORCHRUN_PATIENCE = "900"  # seconds that torchrun itself waits, longer than this module
 ELASTIC = {  # of torchrun's agents: a lost one is noticed after 3 seconds, and a round begins 3 after enough have come
     "last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 3, "join_timeout": 900}
 MAX_RESTARTS = 100  # of the processes of a host, after failures of their own
@@ -63,6 +67,7 @@ def environment(job: dict) -> dict[str, str]:
     Raises OSError where no interface is given and the one towards the peer can't be found.
     """
     variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_PATIENCE)
     variables.setdefault("OMP_NUM_THREADS", str(max(1, int(usable_cores() / job["nproc"]))))
     if interface := job["interface"] or run_interface(None, job["peer"])[0]:
         variables["GLOO_SOCKET_IFNAME"] = variables["NCCL_SOCKET_IFNAME"] = interface
@@ -70,6 +75,8 @@ def environment(job: dict) -> dict[str, str]:
         # What a lost first worker leaves in a store that outlives it would lead the next round to stale addresses.
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         variables[MARK] = elastic["mark"]
+    if job["is_home"]:
+        variables[HOME] = "1"
     return {**variables, **job["environment"]}
 
 
@@ -113,14 +120,27 @@ def left_behind(mark: str) -> list[int]:
     return found
 
 
-def end_all(find: Callable[[], list[int]] = descendants, patience: float = PATIENCE) -> None:
-    """Asks all processes that find() returns to end, and ends those that are left after `patience` seconds."""
-    start, number = time.monotonic(), signal.SIGTERM if patience else signal.SIGKILL
+def seconds_in(path: str | None) -> float:
+    """What the training has written into the file STOPS_WITHIN; 0 where there is none, and for other scripts."""
+    with contextlib.suppress(OSError, ValueError, TypeError), open(path) as file:
+        return float(file.read())
+    return 0.0
+
+
+def end_all(find: Callable[[], list[int]] = descendants, patience: float = PATIENCE, file: str | None = None) -> None:
+    """Asks all processes that find() returns to end, and ends those that are left after `patience` seconds and those
+    that are in the `file`."""
+    start, number, said = time.monotonic(), signal.SIGTERM if patience else signal.SIGKILL, 0
     while left := find():
         for pid in left if number else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        number = signal.SIGKILL if time.monotonic() > start + patience else None
+        waited, limit = time.monotonic() - start, patience and patience + seconds_in(file)
+        number = signal.SIGKILL if waited > limit else None
+        if number is None and waited // SAYS > said:
+            said = waited // SAYS
+            with contextlib.suppress(OSError):  # nobody reads any more
+                print(f"stopping: a training may finish its step and save for {limit - waited:.0f} s", flush=True)
         time.sleep(0.05)
 
 
@@ -164,14 +184,15 @@ def main() -> int:
     print(f"{processes} with OMP_NUM_THREADS={variables['OMP_NUM_THREADS']} each, {usable_cores():g} usable cores",
           flush=True)
     prctl(SET_CHILD_SUBREAPER, 1)
-    child = subprocess.Popen(command(job), stdin=subprocess.DEVNULL, env=variables,
-                             preexec_fn=lambda: prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM))
-    try:
-        return watch(child)
-    finally:
-        # Where torchrun was killed, its processes can't take part in an elastic run any more: the sooner they are gone,
-        # the sooner it goes on without them.
-        end_all(patience=0 if "elastic" in job and (child.poll() or 0) < 0 else PATIENCE)
+    with tempfile.NamedTemporaryFile() as file:
+        child = subprocess.Popen(command(job), stdin=subprocess.DEVNULL, env={**variables, STOPS_WITHIN: file.name},
+                                 preexec_fn=lambda: prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM))
+        try:
+            return watch(child)
+        finally:
+            # Where torchrun was killed, its processes can't take part in an elastic run any more: the sooner they are
+            # gone, the sooner it goes on without them.
+            end_all(patience=0 if "elastic" in job and (child.poll() or 0) < 0 else PATIENCE, file=file.name)
 
 
 if __name__ == "__main__":

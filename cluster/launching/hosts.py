@@ -14,10 +14,12 @@ where the other hosts find it.
 No shell reads a word of this file: each word has to look like what it is, and is quoted besides.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 
@@ -143,6 +145,21 @@ def read_hosts(path: str) -> list[Host]:
     if len(hosts) > 1 and re.fullmatch(r"localhost|127\..*", hosts[0].address):
         raise UserError(f"the other hosts can't reach the first one as {hosts[0].address}: give it an address=")
     return hosts
+
+
+def home_of(hosts: list[Host]) -> Host:
+    """The host that is this machine, on which the user types; the first one where none of them is."""
+    return next((host for host in hosts if is_here(host.address)), hosts[0])
+
+
+def is_here(address: str) -> bool:
+    """Whether this machine has the address: nobody can bind a socket to another machine's."""
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(place)
+            return True
+    return False
 
 
 def peer(hosts: list[Host], host: Host) -> str | None:

@@ -16,8 +16,8 @@ import uuid
 
 import hosts as hosts_file
 from elastic import Elastic
-from hosts import Host, UserError, peer, read_hosts
-from remote_run import GRACE, STOP, Run, catch_signals, next_event, report
+from hosts import Host, UserError, home_of, peer, read_hosts
+from remote_run import GRACE, Run, catch_signals, next_event, report
 
 
 def launch(hosts: list[Host], jobs: list[dict]) -> int:
@@ -40,7 +40,7 @@ def launch(hosts: list[Host], jobs: list[dict]) -> int:
                 run.send()
             else:
                 run.quiet = bool(failed)  # torchrun's own reports of being stopped would bury the cause
-                run.stop(now > stop_at + STOP)
+                run.stop(stop_at)
     if failed:
         return report(failed)
     return 128 + signalled if signalled else 0
@@ -105,11 +105,11 @@ def main() -> int:
     threads = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
     shared = {"nnodes": len(hosts), "master_port": args.port, "environment": {**threads, **dict(args.env)},
               "command": command, "master_address": hosts[0].address if len(hosts) > 1 else "127.0.0.1"}
-    run_id = uuid.uuid4().hex
+    run_id, home = uuid.uuid4().hex, home_of(hosts).label
 
     def job(hosts: list[Host], host: Host) -> dict:
         return {**shared, "node_rank": host.rank, "nproc": int(host.nproc), "interface": host.iface,
-                "peer": peer(hosts, host)}
+                "peer": peer(hosts, host), "is_home": host.label == home}
 
     def elastic_job(hosts: list[Host], host: Host) -> dict:
         at_home = {"nodes": "{}:{}".format(*args.elastic), "id": run_id, "mark": f"{run_id} {host.label}",

@@ -20,7 +20,7 @@ from hosts import Host
 
 HEARTBEAT = 0.5  # seconds at most between two of them
 GRACE = 3  # seconds from the first failure until the others are stopped: whose fault was it?
-STOP = 20  # seconds from there until ssh itself is ended: by then host_run.py has ended all, or is out of reach
+STOP = 20  # seconds without a line from a host that was told to stop, until ssh itself is ended: it is out of reach
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|Connection refused")
 # Stack traces of torchrun itself and of its stores, whole ones and single lines, with the empty lines in between.
 TORCHRUN_TRACE = re.compile(r"Traceback.*(torch/distributed/run\.py|c10d_rendezvous_backend\.py)|^frame #\d+: |"
@@ -37,7 +37,7 @@ class Run:
 
     def __init__(self, host: Host, job: dict, width: int, events: queue.SimpleQueue, alarm: re.Pattern | None = None):
         self.host, self.code, self.started = host, None, time.monotonic()
-        self.alarm, self.quiet = alarm, False
+        self.alarm, self.quiet, self.heard = alarm, False, self.started
         self.prefix, self.last = f"{host.label:<{width}} | ", collections.deque(maxlen=200)
         words = host.ssh(host.python, os.path.join(host.dir, "cluster", "launching", "host_run.py"))
         # In a session of its own ssh has no terminal to ask anything on, and Ctrl-C reaches the launcher alone.
@@ -55,6 +55,7 @@ class Run:
     def read(self, events: queue.SimpleQueue) -> None:
         traceback = []
         for line in self.process.stdout:
+            self.heard = time.monotonic()
             text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]  # what a progress bar shows last
             self.last.append(text)
             if self.alarm and self.alarm.search(text):
@@ -74,11 +75,14 @@ class Run:
         self.code = self.process.wait()
         events.put(self)
 
-    def stop(self, out_of_reach: bool) -> None:
-        """Closing its input makes host_run.py end all; where the host is out of reach, ssh itself is ended."""
+    def stop(self, since: float) -> None:
+        """Closing its input makes host_run.py end all; where the host is out of reach, ssh itself is ended.
+
+        `since`: when the host was first told. As long as host_run.py waits for a training to save, it says so.
+        """
         with contextlib.suppress(OSError):  # ssh has ended meanwhile
             self.process.stdin.close()
-        if out_of_reach:
+        if time.monotonic() > max(since, self.heard) + STOP:
             self.process.kill()
 
 

@@ -29,7 +29,7 @@ from model import (
 from planning.links import measure_links, wait_for
 from planning.machines import model_facts
 from planning.module_memory import load_code, peak_bytes, process_bytes, saved_bytes
-from training.machine_facts import free_memory
+from training.machine_facts import free_memory, host_names, this_host
 from utils import UserError
 
 BLOCKS = 5
@@ -62,10 +62,10 @@ def measure_with(clock: "ModuleClock", model_name: str, sizes: tuple[int, ...] =
     dist.barrier()
     machine = {"device": str(clock.device), **clock.measure(sorted(sizes), seconds - for_links)}
     machines = [None] * n
-    dist.all_gather_object(machines, (socket.gethostname(), machine, measure_links(clock.device, for_links)))
+    dist.all_gather_object(machines, (this_host(), machine, measure_links(clock.device, for_links)))
     hosts, machines, links = map(list, zip(*machines))
     return {"model_name": model_name, "model": model_facts(clock.config), "seq_len": clock.seq_len,
-            "dtype": str(clock.dtype).removeprefix("torch."), **clock.extras(), "hosts": hosts,
+            "dtype": str(clock.dtype).removeprefix("torch."), **clock.extras(), "hosts": host_names(hosts),
             "modules": clock.modules, "machines": machines, "links": links}
 
 

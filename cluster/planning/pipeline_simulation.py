@@ -31,7 +31,7 @@ class Pipeline(NamedTuple):
 class Setting(NamedTuple):
     """What the plans of one search have in common. The wire's dtypes: None, float32, bfloat16 or int8."""
 
-    schedule: str = "1f1b"  # one of SCHEDULES, but not zb: machines are measured with backward in one piece
+    schedule: str = "1f1b"  # one of SCHEDULES
     wire_dtype: str | None = None
     gradient_wire_dtype: str | None = None
     recompute: bool = False  # decoder layers are computed once more in backward

@@ -2,14 +2,13 @@
 
     1. may every machine hold the whole model?    a rough bound, and what it has free: then nothing more happens
     2. the rank with the most free memory measures what each module takes, all ranks measure their speeds and links
-    3. rank 0 looks for the best plan: without recomputation if one fits, else with it. The others get it from rank 0
+    3. one rank looks for the best plan: without recomputation if one fits, else with it. The others get it from there
     4. ranks are numbered anew in the order of the plan. Machines that it leaves idle wait for the end of the training
 """
 
 import argparse
 import atexit
 import datetime
-import socket
 import sys
 from typing import NamedTuple
 
@@ -24,11 +23,13 @@ from planning.measure import ModuleClock, describe_machines, measure_with
 from planning.pipeline_simulation import Pipeline, Setting
 from planning.planner import Plans, find_plans, find_plans_of_any_schedule
 from planning.simulation import peak_memory
-from training.common import from_rank_0, gather
-from training.machine_facts import free_memory, ranks_of_this_machine, return_freed_memory
+from training.common import from_home, gather
+from training.machine_facts import (
+    free_memory, home_rank, host_names, ranks_of_this_machine, return_freed_memory, this_host,
+)
 from training.lora import Lora
 from training.models import is_ours, of_transformers, our_llama
-from training.survive import is_elastic
+from checkpoints.survive import is_elastic
 from utils import UserError, once_per_machine, read_config, to_readable_format
 
 SECONDS, FRACTION = 12.0, 0.9  # of measuring; of the free memory that may be used
@@ -57,17 +58,17 @@ def plan_by_itself(args, device: torch.device, dtype: torch.dtype) -> bool:
     if args.pipelines or args.plan or args.tp_size > 1 or args.local_steps:
         return False
     model, lora = whole_model(args, device, dtype)
-    free = gather((free_memory(device), socket.gethostname()))
-    if rough_bytes(args, model, dtype, lora) < FRACTION * min(room for room, _ in free):
+    free, hosts = zip(*gather((free_memory(device), this_host())))
+    if rough_bytes(args, model, dtype, lora) < FRACTION * min(free):
         return False
     return_freed_memory()
     if dist.get_rank() == 0:
-        listed = ", ".join(f"{host} {room / 1e9:.2f}" for room, host in free)
+        listed = ", ".join(f"{host} {room / 1e9:.2f}" for host, room in zip(host_names(hosts), free))
         print(f"the whole model may not fit into every machine's free memory (GB: {listed}): measuring", flush=True)
     data = measure(args, model, device, dtype, lora)
     if dist.get_rank() == 0:
         print(describe_machines(data, ()), flush=True)
-    chosen = from_rank_0(lambda: choose(args, data))
+    chosen = from_home(lambda: choose(args, data))
     if chosen is None:
         return False
     args.pipelines, args.num_microbatches = [chosen.layers], [chosen.num_microbatches]
@@ -132,8 +133,7 @@ def choose(args, data: dict) -> Chosen | None:
     cluster, size = Cluster(data), args.batch_size
     n, layers = len(cluster.machines), cluster.num_layers
     total = sum(args.num_microbatches[0]) if args.num_microbatches else args.gradient_accumulation * n
-    schedule = args.pp_engine if args.pp_engine != "zb" else "1f1b"
-    setting = Setting(schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
+    setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     whole = peak_memory(cluster, Pipeline((0,), (layers,), total), size, setting)[0]
     if all(whole <= FRACTION * machine.free_memory for machine in cluster.machines):
         return None
@@ -141,13 +141,13 @@ def choose(args, data: dict) -> Chosen | None:
     for recompute in sorted({args.recompute, True}):
         try:
             plans = find(cluster, total * size, setting._replace(recompute=recompute), [size], FRACTION)
-            return as_chosen(cluster, plans, "zb" if args.pp_engine == "zb" else plans.setting.schedule)
+            return as_chosen(cluster, plans)
         except ValueError:
             continue
     raise UserError(why_not(cluster, setting, size, total))
 
 
-def as_chosen(cluster: Cluster, plans: Plans, schedule: str) -> Chosen:
+def as_chosen(cluster: Cluster, plans: Plans) -> Chosen:
     """The best of the plans, and what to say of it."""
     (pipelines, size, *_), result = plans.best[0]
     order, recompute = [rank for pipeline in pipelines for rank in pipeline.machines], plans.setting.recompute
@@ -168,7 +168,8 @@ def as_chosen(cluster: Cluster, plans: Plans, schedule: str) -> Chosen:
     text += (f"\npredicted: {to_readable_format(tokens / result.step_seconds)} tokens/s, {result.step_seconds:.3g} s a "
              f"step; peak memory of the processes in GB: {', '.join(memory)}")
     return Chosen(order, [list(pipeline.layers) for pipeline in pipelines],
-                  [pipeline.num_microbatches for pipeline in pipelines], schedule, recompute, seconds, text)
+                  [pipeline.num_microbatches for pipeline in pipelines], plans.setting.schedule, recompute, seconds,
+                  text)
 
 
 def why_not(cluster: Cluster, setting: Setting, size: int, total: int) -> str:
@@ -201,6 +202,7 @@ def take_place(order: list[int]) -> None:
     dist.barrier()
     dist.destroy_process_group()
     ranks_of_this_machine.cache_clear()
+    home_rank.cache_clear()
     if rank not in order:
         try:
             store.wait(["ended"], datetime.timedelta(days=365))

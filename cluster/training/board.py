@@ -10,22 +10,22 @@ import sys
 import time
 
 import torch
-import torch.distributed as dist
 
 from training.common import gather
 from training.loop import Step
+from training.machine_facts import home_rank, is_home
 from training.record import perplexity
 
 
 class Board:
-    """Writes to `folder`, on rank 0, what all ranks send it. Without TensorBoard it writes nothing and says so.
+    """Writes to `folder`, on home_rank(), what all ranks send it. Without TensorBoard it writes nothing and says so.
 
     A run that is resumed goes on after step `start`.
     """
 
     def __init__(self, folder: str, device: torch.device, start: int = 0):
         self.device, self.writer, self.busy = device, None, time.process_time()
-        if dist.get_rank() > 0:
+        if not is_home():
             return
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -37,10 +37,10 @@ class Board:
     def log(self, step: Step, tokens: int, evaluation: float | None = None, sample: str | None = None) -> None:
         """`tokens`: of the step, on all ranks. Collective.
 
-        `evaluation`: the loss of an evaluation after this step. `sample`: a text of the model's; rank 0 has it.
+        `evaluation`: the loss of an evaluation after this step. `sample`: a text of the model's; home_rank() has it.
         """
         everyone, samples = zip(*gather((self.values_of_this_rank(step), sample)))
-        sample = samples[0]
+        sample = samples[home_rank()]
         self.log_to_wandb(step.number, everyone, sample)
         if self.writer is None:
             return

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from dataloader import TokenSamples
-from training.encoded import load_samples
-from training.machine_facts import network_name, processor_name
+from data.encoded import load_samples
+from training.machine_facts import home_rank, is_home, network_name, processor_name
 from utils import ROOT, UserError, number, positive_float, positive_int, zero_or_more, zero_or_more_float
 
 OLDER_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # spellings that are accepted too
@@ -76,14 +76,14 @@ def gather(value) -> list:
     return everyone
 
 
-def from_rank_0(make):
-    """What make() returns on rank 0, on every rank, or the ValueError that it raises there. Collective."""
+def from_home(make):
+    """What make() returns on home_rank(), on every rank, or the ValueError that it raises there. Collective."""
     outcome = None
     try:
-        outcome = make() if dist.get_rank() == 0 else None
+        outcome = make() if is_home() else None
     except ValueError as error:
         outcome = error
-    if isinstance(outcome := gather(outcome)[0], ValueError):
+    if isinstance(outcome := gather(outcome)[home_rank()], ValueError):
         raise outcome
     return outcome
 

@@ -14,7 +14,7 @@ from dataloader import deal_microbatches
 from model import cast_weights_once
 from pipeline_parallel import Action
 from timeline import timeline
-from training.data import select
+from data.load import select
 
 
 class Evaluator:

@@ -20,7 +20,7 @@ from planning.shares import shares_by_speed
 from training.common import gather
 from training.loop import make_llama, seconds_of_microbatch
 from training.speeds import layers_by_speed, measured_speeds
-from training.survive import is_elastic
+from checkpoints.survive import is_elastic
 from utils import UserError, positive_int
 
 

@@ -39,6 +39,7 @@ from training.board import Board
 from training.common import load_text
 from training.compression import WIRE_DTYPES, CompressedAllReduce, compress
 from training.loop import Step, StepTimes, endless
+from checkpoints.survive import is_elastic
 from utils import UserError, make_scheduler, number, positive_float, positive_int, recompute_layers, zero_or_more
 
 OUTER = {"outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap_steps": 0}  # flags and their defaults
@@ -74,6 +75,10 @@ def check_local_flags(args) -> None:
                  if getattr(args, flag, None)]:
         raise UserError(f"--{', --'.join(given)} with --local_steps: ranks that take local steps hold the whole model, "
                         "from the first epoch on, and save it at the end of each: leave it out")
+    if is_elastic():
+        raise UserError("--local_steps in an elastic run: ranks that take local steps can't go on from a checkpoint "
+                        "when a host is lost or comes back: start without --elastic (torchrun: without "
+                        "--max-restarts), or leave out --local_steps")
     if args.profile_batch >= 0:
         raise UserError(f"--profile_batch {args.profile_batch}: ranks that take local steps have no step in common to "
                         "draw: leave it out, or leave out --local_steps")
@@ -94,12 +99,15 @@ def train_rounds(args, plugin, made, templates: list, shares: list[int], run) ->
     samples_of_step = plugin.global_batch_size // args.local_steps
     samples = load_text(args, args.model_name, config.vocab_size,
                         args.max_steps_per_epoch and args.max_steps_per_epoch * samples_of_step)
+    run.check_data(args.model_name, config.vocab_size, samples.read)
     if len(samples) < plugin.global_batch_size:
         raise UserError(f"the data set has {len(samples)} samples, fewer than the {plugin.global_batch_size} of a "
                         f"round of --local_steps {args.local_steps}: lower it, or add data")
     loader = plugin.prepare_dataloader(samples, shuffle=True, seed=args.seed, collate_fn=next_tokens)
     stage = PipelineStage(made.model, templates[0], 0)
-    made.initial(stage)
+    if made.initial:  # else the model has them, drawn by --seed
+        made.initial(stage)
+    stage.model.to(plugin.device)
     if args.recompute:
         recompute_layers(stage.own_layers())
     optimizer = torch.optim.AdamW(stage.model.named_parameters(), lr=args.learning_rate, fused=True)

@@ -17,7 +17,9 @@ import process_group_manager as pgm
 from metrics import peak_memory_gb
 from model import Llama, cross_entropy, init_weights
 from timeline import timeline
+from training.clocks import CommonClock
 from training.common import gather, print_table
+from training.machine_facts import is_home
 from training.record import Record
 from utils import UserError, make_scheduler, recompute_layers
 
@@ -35,7 +37,7 @@ class Step(NamedTuple):
     seconds: float
     compute_seconds: float | None  # those that this rank computed; None where they were not measured
     evaluation: float | None = None  # the loss on the validation split after it, where it was computed
-    sample: str | None = None  # a text that the model wrote after it, on rank 0
+    sample: str | None = None  # a text that the model wrote after it, on home_rank()
 
 
 class StepTimes:
@@ -47,8 +49,10 @@ class StepTimes:
     def start(self, batch: int, profile: bool = False) -> None:
         """Starts to time step `batch`, from 0 on. `profile`: also for timeline.write(); then this is collective."""
         timeline.recording, timeline.spans = batch % MEASURE_EVERY[self.device.type] == 0, []
+        timeline.watches_background = profile
         if profile:
-            timeline.start(self.device)
+            self.clock = CommonClock(self.device)
+            timeline.start()
         self.began = time.perf_counter()
 
     def stop(self) -> tuple[float, float | None]:
@@ -100,7 +104,7 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     make_run_ready(scheduler)
     record = Record(args, grid, run.disks, num_steps, plugin.global_batch_size * args.seq_len, run.start,
                     run.found and run.found.state["flags"])
-    if run.start >= num_steps and dist.get_rank() == 0:
+    if run.start >= num_steps and is_home():
         print(f"nothing to do: {run.found.path} is that of step {run.start}, of {num_steps}", flush=True)
     del loader.microbatches[: run.start * plugin.own_num_microbatches]
     batches, times, first_bad = iter(loader), StepTimes(plugin.device), FirstBadLoss(criterion)
@@ -109,7 +113,6 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
         record.evaluated(0, evaluator.evaluate())
     for batch in range(run.start, num_steps):
         with run.watch.lost_peers():
-            stops = run.watch.ask_all()
             times.start(batch, profile=batch == args.profile_batch)
             torch.manual_seed(args.seed + 1000 * grid.dp_rank + grid.pp_rank + 1_000_000 * batch)  # of dropout
             loss = plugin.execute_pipeline(batches, model, first_bad, optimizer)
@@ -126,11 +129,12 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
                 raise UserError(first_bad.message(step, model, run))
             record.log(*step[:5])
             if batch == args.profile_batch:
-                write_timeline(args, plugin)
-            stops, is_last = stops(), step.number == num_steps
+                write_timeline(args, times.clock)
+            stops, is_last = run.watch.ask_all(), step.number == num_steps
             if evaluator and not stops and (is_last or args.eval_every and step.number % args.eval_every == 0):
                 step = step._replace(evaluation=evaluator.evaluate())
                 record.evaluated(step.number, step.evaluation)
+                stops = run.watch.ask_all()  # an evaluation may take longer than a step
             is_end = bool(steps_per_epoch) and step.number % steps_per_epoch == 0
             step = step._replace(sample=run.after_step(step.number, stops, is_end, is_last))
         yield step
@@ -173,12 +177,15 @@ def endless(loader) -> Iterator[dict[str, torch.Tensor]]:
         yield from loader
 
 
-def write_timeline(args, plugin) -> None:
+def write_timeline(args, clock: CommonClock) -> None:
     """Writes timeline_batch<N>_all.json and, with matplotlib, .png, on the rank that logs. Collective."""
     grid = pgm.process_group_manager
     stem = os.path.join(args.log_dir, args.run_name, f"timeline_batch{args.profile_batch}")
-    timeline.write(f"{stem}_all.json", grid, plugin.device)
+    error = clock.end()
+    timeline.by_common_clock = clock.by_rank_0
+    timeline.write(f"{stem}_all.json", grid)
     if grid.is_logging_rank:
+        print(f"the clocks of two ranks differ by at most {error:.0f} microseconds", flush=True)
         try:
             from timeline_picture import draw
 

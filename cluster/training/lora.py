@@ -27,7 +27,7 @@ import torch.nn as nn
 
 from pipeline_template import listed_modules
 from training.common import gather
-from training.pieces import peft_name
+from checkpoints.pieces import peft_name
 from utils import UserError, number, positive_float, positive_int
 
 RATE = 2e-4  # the default learning rate

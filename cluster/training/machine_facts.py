@@ -10,7 +10,7 @@ import uuid
 import torch
 import torch.distributed as dist
 
-from launching.host_facts import available_memory, interface_towards, processor
+from launching.host_facts import HOME, available_memory, interface_towards, processor, read_fields
 
 M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
@@ -31,6 +31,23 @@ def network_name() -> str:
     return f"{chosen or name} {address}"
 
 
+def this_host() -> tuple[str, str]:
+    """The name of this machine, and its address in the network of the run or, where it has none, that of its card."""
+    address = f"{uuid.getnode():012x}"
+    with contextlib.suppress(OSError):
+        _, address = interface_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    return socket.gethostname(), address
+
+
+def host_names(hosts: list[tuple[str, str]], known: list[str] = ()) -> list[str]:
+    """What each this_host() is called: by its name or, where several machines have the same one, by its address.
+
+    `known`: what hosts are called in a file, of which some may be gone.
+    """
+    names = [name for name, _ in set(hosts)]
+    return [address if names.count(name) > 1 or address in known else name for name, address in hosts]
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that this process may take: what is free, shared with the other ranks of this machine.
 
@@ -39,6 +56,13 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return available_memory() // ranks_of_this_machine()
+
+
+def memory_below_peak() -> int:
+    """Bytes that this process had at its peak and has no more now, as between two steps; 0 where no system tells."""
+    fields = read_fields("/proc/self/status")
+    peak, now = (1024 * int(fields.get(name, "0").split()[0]) for name in ("VmHWM", "VmRSS"))
+    return max(0, peak - now)
 
 
 def return_freed_memory() -> None:
@@ -60,3 +84,27 @@ def ranks_of_this_machine() -> int:
     machines, here = [None] * dist.get_world_size(), (socket.gethostname(), uuid.getnode())
     dist.all_gather_object(machines, here)
     return machines.count(here)
+
+
+@functools.cache
+def home_rank() -> int:
+    """The first rank of the machine on which the run was started. What is for people is written, read and said there.
+
+    Rank 0 may be anywhere: plans number the ranks, and an elastic torchrun sorts its hosts by address. For
+    launch_cluster.sh see hosts.home_of; without it, and where a plan leaves that host idle or an elastic run has lost
+    it, the host with the lowest node rank is taken. Collective at the first call.
+    """
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (far_from_home(), (socket.gethostname(), uuid.getnode())))
+    _, home = min(ranks, key=lambda rank: rank[0])
+    return [machine for _, machine in ranks].index(home)
+
+
+def far_from_home() -> tuple[bool, int]:
+    """The machine with the least of all is home."""
+    return HOME not in os.environ, int(os.environ.get("GROUP_RANK", 0))
+
+
+def is_home() -> bool:
+    """Whether this rank is home_rank()."""
+    return dist.get_rank() == home_rank()

@@ -17,8 +17,8 @@ from run_common import check_positions, load_model, local_directory
 from tensor_parallel import cross_entropy, split_over_tp
 from training.lora import RATE, Lora
 from training.loss import mean_cross_entropy
-from training.pieces import their_name
-from training.resume import published_weights
+from checkpoints.pieces import their_name
+from checkpoints.load import published_weights
 from utils import UserError, default_learning_rate, load_config, once_per_machine, read_config
 
 

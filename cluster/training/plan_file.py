@@ -7,7 +7,6 @@
 import atexit
 import datetime
 import json
-import socket
 import sys
 from collections.abc import Callable
 
@@ -16,8 +15,9 @@ from planning.machines import model_facts
 from planning.pipeline_simulation import Setting
 from planning.report import make_plan
 from training.compression import WIRE_DTYPES
+from training.machine_facts import far_from_home, host_names, this_host
 from training.speeds import CLUSTER_JSON, places_of
-from training.survive import is_elastic
+from checkpoints.survive import is_elastic
 from utils import UserError
 
 FLAGS = ("pipelines", "num_microbatches", "gradient_accumulation", "batch_size", "tp_size", "pp_engine", "wire_dtype",
@@ -77,16 +77,17 @@ def make_arrangement(parser, args, plan: dict) -> Callable | None:
 def take_places(path: str, store, rank: int, world_size: int, cluster_json: str | None = None) -> tuple[dict, int, int]:
     """The plan, and this process's rank in its order of machines and how many these are.
 
-    The first rank that can read the file sends it to all through the `store`, so only one machine needs it. In an
+    The rank that can read the file and is least far from home sends it to all through the `store`. In an
     elastic run on other hosts than the plan's, that rank plans anew for those that are there. Processes that the plan
     leaves idle wait here until the training has ended, and exit. Raises UserError for a plan that can't be read, or
     that is for processes on other hosts.
     """
     own = read_plan(path)
-    store.set(f"has plan/{rank}", json.dumps({"host": socket.gethostname(), "error": own.get("error")}))
+    store.set(f"has plan/{rank}", json.dumps({"host": this_host(), "error": own.get("error"),
+                                             "far": far_from_home()}))
     others = [json.loads(store.get(f"has plan/{other}")) for other in range(world_size)]
-    hosts = [other["host"] for other in others]
-    reader = next((k for k, other in enumerate(others) if not other["error"]), 0)
+    hosts = host_names([tuple(other["host"]) for other in others], own.get("hosts", ()))
+    reader = min(range(world_size), key=lambda k: (bool(others[k]["error"]), others[k]["far"]))
     if rank == reader:
         if "error" not in own and is_elastic() and sorted(hosts) == sorted(own["hosts"]):
             own = in_order(own, hosts)  # an elastic run has ranks in an order of its own

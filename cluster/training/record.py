@@ -11,7 +11,7 @@ import math
 import os
 
 from metrics import RunLogger, open_metrics, peak_memory_gb
-from training.disks import Disks
+from checkpoints.disks import Disks
 from training.progress import Progress
 
 EVALUATIONS = "evaluation.jsonl"

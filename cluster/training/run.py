@@ -9,9 +9,12 @@
 import argparse
 import fcntl
 import importlib.metadata
+import json
 import os
 import platform
+import socket
 import time
+import uuid
 import warnings
 from collections.abc import Callable
 
@@ -19,13 +22,15 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from training.checkpoint import Checkpointer
-from training.checkpoint_files import SURVIVORS, read_tokenizer_files
-from training.disks import Disks
+from checkpoints.save import Checkpointer
+from checkpoints.files import SURVIVORS, read_tokenizer_files, step_of
+from checkpoints.disks import Disks
+from data.encoded import require_same_data
 from training.lora import Lora
-from training.resume import Loader, find_checkpoint, move_aside
+from training.machine_facts import home_rank, is_home
+from checkpoints.load import Found, Loader, find_checkpoint, free_name, move_aside, run_ids, run_of, take_over
 from training.sample import Sampler
-from training.survive import Watch, is_elastic
+from checkpoints.survive import Watch, is_elastic
 from utils import ROOT, UserError, positive_int, zero_or_more
 
 FLAGS = "lora_rank", "lora_alpha", "lora_targets", "validation_split", "packing"  # that a resume does not change
@@ -41,7 +46,8 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint_copies", type=positive_int, default=2,
                         help="where hosts share no disk: on so many of them each file is kept")
     parser.add_argument("--resume", metavar="auto|DIR",
-                        help="go on from the run's newest checkpoint, if there is one, or from that directory")
+                        help="go on from the run's newest checkpoint, if there is one, or from that directory; where "
+                             "a lost host or Slurm starts the run anew, from the newest in either case")
     parser.add_argument("--sample_every", type=zero_or_more, default=0, metavar="N",
                         help="print a sample of text every N steps (0: never)")
     parser.add_argument("--prompt", default="The", help="what the samples of text begin with")
@@ -61,18 +67,55 @@ class Run:
                 raise UserError(f"--{name} {value!r} has characters that can't be printed: leave them out")
         self.args, self.folder = args, os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
         self.watch, self.disks = Watch(), Disks(self.folder)
-        self.lock = lock(self.folder, self.disks)
-        self.run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none") if is_elastic() else None
-        wanted = args.resume or ("auto" if is_elastic() else None)
-        self.found = find_checkpoint(wanted, self.folder, self.disks) if wanted else None
-        if self.found and not args.resume and self.found.state.get("run_id") != self.run_id:
-            self.found = None  # an older run's, and no process of this one was started anew
+        if is_home() and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # hosts
+            print(f"what the run leaves for you is on {socket.gethostname()}, in {self.folder}", flush=True)
+        self.lock, last = lock(self.folder, self.disks)
+        self.launch, may_be_again = launch_id(args.resume)
+        self.run_id = next((each["run_id"] for each in self.disks.gather(last)
+                            if may_be_again and each.get("launch") == self.launch), None)
+        self.found, self.branches = self.find()
+        is_own = self.found and os.path.realpath(self.found.folder) == os.path.realpath(self.folder)
+        self.is_own = self.disks.gather(is_own)[0]  # the checkpoint is one of this run's folder
+        if self.is_own:
+            self.leave_others_aside(run_of(self.found.state), last)
+        if self.found and not self.branches:
+            self.run_id = run_of(self.found.state)
+        self.run_id = self.run_id or self.disks.gather(uuid.uuid4().hex)[0]
         self.start = self.found.state["step"] if self.found else 0
         if self.found and not args.learning_rate:
             args.learning_rate = self.found.state["flags"].get("learning_rate")
-        if self.found and dist.get_rank() == 0:
+        if self.found and is_home():
             print(f"going on after step {self.start}: {self.found.path}", flush=True)
         self.checkpointer, self.loader, self.stall = None, None, 0.0
+        self.read = None
+
+    def find(self) -> tuple[Found | None, bool]:
+        """The checkpoint to go on from, and whether it is that of --resume DIR. Collective.
+
+        DIR counts for the first start of a launch only: a later one goes on with what this very run has saved since.
+        """
+        wanted = self.args.resume
+        if self.run_id or wanted == "auto":
+            if found := find_checkpoint("auto", self.folder, self.disks, self.run_id):
+                return found, False
+            if self.run_id and dist.get_rank() == 0:
+                print(f"{self.folder} has no whole checkpoint of this run: it starts as it did first", flush=True)
+        if wanted in (None, "auto"):
+            return None, False
+        return find_checkpoint(wanted, self.folder, self.disks), True
+
+    def leave_others_aside(self, run_id: str, last: dict) -> None:
+        """What another run than `run_id` has left under this name, on a host that joins late, say, gets another name.
+
+        `last`: what lock() returned. Collective.
+        """
+        ids = run_ids(self.folder) if self.disks.leads else {}
+        is_others = move_aside(self.folder, self.disks, lambda name: ids[name] not in (None, run_id), None)
+        logs = os.path.join(self.args.log_dir, self.args.run_name)
+        is_others = is_others or last.get("run_id", run_id) != run_id
+        if is_others and run_id not in ids.values() and os.path.isdir(logs):
+            os.rename(logs, other := free_name(logs))
+            print(f"an older run has the same name: its folder is now {other}", flush=True)
 
     def weights(self, device: torch.device, initial, lora: Lora | None = None) -> Callable | dict | None:
         """What plugin.configure takes as `weights`: the checkpoint's, or `initial` in a new run.
@@ -103,13 +146,20 @@ class Run:
             raise UserError(f"{self.found.path} is of another model: {len(unlike)} parameters are in one of the two "
                             f"only, among them {unlike[0]}")
 
+    def check_data(self, tokenizer: str, vocab_size: int, read: dict) -> None:
+        """`read`: as load_samples leaves it. Raises UserError where a resumed run reads other data. Collective."""
+        require_same_data(self.found, self.args, tokenizer, vocab_size, read)
+        self.read = read
+
     def begin(self, plugin, model, optimizer, scheduler, names: list[str], files: dict[str, bytes], tokenizer: str,
               steps_per_epoch: int | None) -> None:
         """`names`: of all parameters that are saved. `files`: config.json, or what adapters have. Collective."""
-        is_own = self.found and os.path.realpath(self.found.folder) == os.path.realpath(self.folder)
-        is_own = self.disks.gather(is_own)[0]
-        if self.found is None or self.args.resume not in (None, "auto"):
-            move_aside(self.folder, self.start if is_own else -1, self.disks)
+        if self.found is None or self.branches:
+            after, newest = (self.start, self.found.name) if self.is_own else (-1, None)
+            move_aside(self.folder, self.disks, lambda name: step_of(name) > after, newest)
+            if self.is_own:
+                take_over(self.folder, self.run_id, self.disks)
+        write_record(self.lock, {"run_id": self.run_id, "launch": self.launch}, self.disks)
         if self.loader:
             self.loader.load_optimizer(optimizer, model.module)
             with warnings.catch_warnings():  # of steps of the scheduler without the optimizer's
@@ -125,7 +175,7 @@ class Run:
             epoch, position = divmod(step, steps_per_epoch) if steps_per_epoch else (0, step)
             return {"tokens": step * batch * args.seq_len, "epoch": epoch, "position": position * batch,
                     "seed": args.seed, "global_batch": batch, "seq_len": args.seq_len, "names": names,
-                    "flags": flags, "topology": grid.topology, "run_id": self.run_id,
+                    "flags": flags, "topology": grid.topology, "run_id": self.run_id, "data": self.read,
                     "versions": {"python": platform.python_version(), **versions}}
 
         small = {**files, **self.tokenizer_files(tokenizer)}
@@ -134,21 +184,21 @@ class Run:
         self.sampler = args.sample_every and Sampler(plugin, model, tokenizer, args.prompt, args.seq_len)
         self.step = self.start
         self.watch.begin(lambda: self.checkpointer.save_survivor(self.step))
-        if is_own and not self.found.name.endswith(SURVIVORS):
+        if self.is_own and not self.found.name.endswith(SURVIVORS):
             self.checkpointer.written = self.start
         elif self.found or is_elastic():  # whoever is lost next, the same global batch goes on
-            self.save(self.start)
+            self.save(self.start, waits=True)  # before the first step, nobody knows what memory a copy leaves for it
 
     def tokenizer_files(self, tokenizer: str) -> dict[str, bytes]:
-        """The content of the tokenizer's files, which rank 0 has, on all ranks that lead a disk. Collective."""
-        files = read_tokenizer_files(tokenizer) if dist.get_rank() == 0 else {}
-        return self.disks.gather(files)[0]
+        """The content of the tokenizer's files, which home_rank() has, on all ranks. Collective."""
+        files = read_tokenizer_files(tokenizer) if is_home() else {}
+        return self.disks.gather(files)[home_rank()]
 
     def save(self, step: int, is_last: bool = False, waits: bool = False) -> None:
         self.checkpointer.save(step, waits or is_last, is_last)
 
     def after_step(self, step: int, stops: bool, is_end_of_epoch: bool, is_last: bool) -> str | None:
-        """Saves when it is time. Returns, on rank 0, the text that was sampled after this step, if any. Collective."""
+        """Saves when it is time. Returns, on home_rank(), the text that was sampled after this step. Collective."""
         every = self.args.save_every
         if stops or is_last or (step % every == 0 if every else is_end_of_epoch):
             self.save(step, is_last, stops)
@@ -172,14 +222,29 @@ class Run:
                 os._exit(1)  # the agent then starts this process anew, with those that are there
 
 
+def launch_id(resume: str | None) -> tuple[str | None, bool]:
+    """What all starts of one launch have in common, and whether this may be a later one of them.
+
+    torchrun's agents start an elastic run anew when hosts come and go, Slurm a job that it requeues. Raises UserError.
+    """
+    if not is_elastic():
+        count = os.environ.get("SLURM_RESTART_COUNT", "0")
+        return os.environ.get("SLURM_JOB_ID"), resume is not None and count != "0"
+    if (launch := os.environ.get("TORCHELASTIC_RUN_ID", "none")) == "none":
+        raise UserError("torchrun with --max-restarts but without --rdzv-id: give each launch an id of its own, by "
+                        "which a process that is started anew knows the checkpoints of its own run")
+    return launch, True
+
+
 def lock(folder: str, disks: Disks):
     """A file that one run at a time has open, on each disk; it is free again when this process ends. Collective.
 
-    Raises UserError, on every rank, where another run has it. After a loss, the processes before may take a moment.
+    Returns it, and what read_record() finds in it. Raises UserError, on every rank, where another run has it. After a
+    loss, the processes before may take a moment.
     """
     file, until, is_free = None, time.monotonic() + (30 if is_elastic() else 1), True
     if disks.leads:
-        file = open(os.path.join(folder, ".lock"), "w")
+        file = open(os.path.join(folder, ".lock"), "a+", encoding="utf-8")
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,4 +256,28 @@ def lock(folder: str, disks: Disks):
             time.sleep(0.2)
     if not all(disks.gather(is_free)):
         raise UserError(f"a run in progress keeps its checkpoints in {folder}: choose another --run_name")
-    return file
+    return file, read_record(file) if file else {}
+
+
+def read_record(file) -> dict:
+    """run_id and launch of the last run that had this lock, as write_record() has written them; {} of none."""
+    try:
+        file.seek(0)
+        record = json.load(file)
+        return {name: str(record[name]) for name in ("run_id", "launch")}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
+
+
+def write_record(file, record: dict, disks: Disks) -> None:
+    """On each disk. Collective. Raises UserError, on every rank, where one does not take it."""
+    error = None
+    try:
+        if file:
+            file.truncate(0)
+            file.write(json.dumps(record))
+            file.flush()
+    except OSError as problem:
+        error = f"{file.name} can't be written ({problem.strerror}): make room, or choose another --checkpoint_dir"
+    if errors := [error for error in disks.gather(error) if error]:
+        raise UserError(errors[0])

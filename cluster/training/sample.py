@@ -10,26 +10,27 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from dataloader import load_tokenizer
 from pipeline_parallel import Action
+from training.machine_facts import home_rank, is_home
 from utils import UserError
 
 
 class Sampler:
-    """Writes `num_tokens` tokens after `prompt`. All ranks make one together; rank 0 has the tokenizer."""
+    """Writes `num_tokens` tokens after `prompt`. All ranks make one together; home_rank() has the tokenizer."""
 
     def __init__(self, plugin, model, tokenizer_name: str, prompt: str, seq_len: int, num_tokens: int = 24):
         self.plugin, self.model, self.tokenizer, ids = plugin, model, None, None
-        if dist.get_rank() == 0:
+        if is_home():
             self.tokenizer = load_tokenizer(tokenizer_name)
             ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         box = [ids]
-        dist.broadcast_object_list(box)
+        dist.broadcast_object_list(box, home_rank())
         self.ids, self.num_tokens = box[0], min(num_tokens, seq_len - len(box[0]))
         if not self.ids or self.num_tokens < 1:
             raise UserError(f"--prompt {prompt!r} has {len(self.ids)} tokens: it needs at least one, and fewer than "
                             f"the --seq_len of {seq_len}")
 
     def sample(self) -> str | None:
-        """The prompt and what follows it, on rank 0. Collective."""
+        """The prompt and what follows it, on home_rank(). Collective."""
         ids = torch.tensor([self.ids], device=self.plugin.device)
         self.model.eval()
         for _ in range(self.num_tokens):
@@ -49,7 +50,7 @@ class Sampler:
         chosen = torch.zeros(1, 1, dtype=torch.int64, device=self.plugin.device)
         if grid.pp_is_last_stage:
             chosen += likeliest(getattr(out, "logits", out)[:, -1].float(), stage.config.vocab_size)
-        dist.broadcast(chosen, grid.grid[0][-1, 0].item())
+        dist.broadcast(chosen, grid.ranks[0][-1, 0].item())
         return chosen
 
 

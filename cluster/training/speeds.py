@@ -1,10 +1,9 @@
 """How fast each machine is, from cluster.json, and which share of the work it gets so that none waits for the slowest.
 
-plan.py --measure writes cluster.json. Rank 0 reads it and tells the others, so only one machine needs the file.
+plan.py --measure writes cluster.json on the machine that starts it. A rank there reads it and tells the others.
 """
 
 import os
-import socket
 from typing import NamedTuple
 
 import torch
@@ -13,8 +12,9 @@ from pipeline_template import PipelineTemplate
 from planning.machines import Cluster, load_cluster, model_facts
 from planning.pipeline_simulation import Setting
 from planning.shares import shares_by_speed
-from training.common import from_rank_0, gather
-from training.survive import is_elastic
+from training.common import from_home, gather
+from training.machine_facts import host_names, this_host
+from checkpoints.survive import is_elastic
 from utils import ROOT, UserError
 
 CLUSTER_JSON = os.path.join(ROOT, "cluster.json")
@@ -42,15 +42,16 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
     only speeds of this model are of use. Raises UserError for a file that can't be read, or that is for other machines
     or another order of them, another dtype or another model. In an elastic run any of its machines may be there.
     """
-    hosts, path = gather(socket.gethostname()), args.cluster_json or CLUSTER_JSON
+    here, path = gather(this_host()), args.cluster_json or CLUSTER_JSON
 
     def read() -> list[Speed] | None:
-        if args.equal_shares or len(hosts) == 1 or (args.cluster_json is None and not os.path.exists(path)):
+        if args.equal_shares or len(here) == 1 or (args.cluster_json is None and not os.path.exists(path)):
             return None
-        run = {"hosts": hosts, "dtype": str(dtype).removeprefix("torch."),
-               **(model_facts(config) if config else {})}
         try:
             cluster = load_cluster(path)
+            hosts = host_names(here, cluster.hosts)
+            run = {"hosts": hosts, "dtype": str(dtype).removeprefix("torch."),
+                   **(model_facts(config) if config else {})}
             places = places_of(hosts, cluster.hosts) if is_elastic() else list(range(len(hosts)))
             if places is None:  # a host that came later: the run must not end for it
                 print(f"equal shares, since {path} does not have all of {', '.join(hosts)}", flush=True)
@@ -67,7 +68,7 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
         print(f"speeds: {path}, measured with {cluster.model_name}", flush=True)
         return speeds
 
-    return from_rank_0(read)
+    return from_home(read)
 
 
 def places_of(hosts: list[str], among: list[str]) -> list[int] | None:

@@ -9,7 +9,7 @@ SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "tools" / "testbed.sh"
 NODES = ["node0", "node1", "node2"]
 SHOWN = dict(line.split("=", 1) for line in
              subprocess.run([SCRIPT, "show"], capture_output=True, text=True).stdout.splitlines())
-NAME, NETWORK, SSH_CONFIG = (SHOWN.get(key, "0") for key in ("name", "network", "ssh_config"))
+NAME, NETWORK, SSH_CONFIG, DISKS = (SHOWN.get(key, "0") for key in ("name", "network", "ssh_config", "disks"))
 
 
 def testbed(*args, check: bool = True, timeout: float = 60, **options) -> subprocess.CompletedProcess:
@@ -31,6 +31,11 @@ def start(node: str, *command, **options) -> subprocess.Popen:
     """Starts `command` on `node` and doesn't wait for it. Killing the process that it returns kills the command."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([SCRIPT, "exec", node, *map(str, command)], **{**pipes, **options})
+
+
+def on_disk(node: str, path: pathlib.Path) -> pathlib.Path:
+    """Where this machine sees what is at `path` on the host's own disk."""
+    return pathlib.Path(DISKS, node, *path.parts[1:])
 
 
 def processes() -> set[str]:

@@ -3,7 +3,9 @@
 As a script, `checkpoint_runs.py OUT SCRIPT FLAGS...`, it runs SCRIPT with norms, softmax and routers in float64, too,
 and each rank writes its parameters into OUT/rank<r>.pt in the end, and the gradients of the last step into
 OUT/grads<r>.pt. With POISON=1:5 in the environment nothing is different, but that rank 1's weights are NaN after its
-fifth step.
+fifth step; with STOP=1:5 rank 1 gets SIGTERM in the middle of it; with SLOW=10 each step takes ten seconds longer. With
+HOSTS=FOLDER each rank is a host of its own, whose disk is FOLDER/host<rank>, and the last one has started the run. With
+DISKS=a,b rank 0 runs in OUT/a and rank 1 in OUT/b: relative paths are then on disks of their own.
 """
 
 import functools
@@ -13,8 +15,11 @@ import os
 import pathlib
 import runpy
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "cluster" / "train_distributed.py"
@@ -86,16 +91,55 @@ def put_nan(numbers, rank: int, step: int, optimizer, _args, _kwargs) -> None:
             param.data.fill_(float("nan"))
 
 
+def stop(numbers, rank: int, step: int, _optimizer, _args, _kwargs) -> None:
+    """SIGTERM to `rank`, before the optimizer's step `step`."""
+    if next(numbers) == step and int(os.environ["RANK"]) == rank:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)  # until it is noted
+
+
+def be_a_host(folder: str) -> None:
+    rank = os.environ["GROUP_RANK"] = os.environ["RANK"]
+    socket.gethostname = lambda: f"host{rank}"
+    if int(rank) == int(os.environ["WORLD_SIZE"]) - 1:
+        os.environ["LAUNCH_CLUSTER_HOME"] = "1"
+    os.makedirs(os.path.join(folder, f"host{rank}"), exist_ok=True)
+    os.chdir(os.path.join(folder, f"host{rank}"))
+
+
+def slow_down(seconds: float) -> None:
+    """From now on each step of the pipelines begins with a pause."""
+    import course  # noqa: F401  before step 9's modules
+    from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
+
+    execute = HeterogeneousParallelPlugin.execute_pipeline
+
+    def execute_slowly(*args):
+        time.sleep(seconds)
+        return execute(*args)
+
+    HeterogeneousParallelPlugin.execute_pipeline = execute_slowly
+
+
 def main() -> None:
     import torch
     from huggingface import float64_throughout
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     out, script = sys.argv[1:3]
     sys.argv = sys.argv[2:]
     sys.path[0] = str(pathlib.Path(script).parent)
-    if poison := os.environ.get("POISON"):
-        register_optimizer_step_post_hook(functools.partial(put_nan, itertools.count(1), *map(int, poison.split(":"))))
+    if disks := os.environ.get("DISKS"):
+        os.chdir(os.path.join(out, disks.split(",")[int(os.environ["RANK"])]))
+    if "HOSTS" in os.environ:
+        be_a_host(os.environ["HOSTS"])
+    if slow := os.environ.get("SLOW"):
+        slow_down(float(slow))
+    faults = {"POISON": (register_optimizer_step_post_hook, put_nan), "STOP": (register_optimizer_step_pre_hook, stop)}
+    if fault := next((name for name in faults if name in os.environ), None):
+        register, act = faults[fault]
+        register(functools.partial(act, itertools.count(1), *map(int, os.environ[fault].split(":"))))
+    if disks or slow or fault:
         runpy.run_path(script, run_name="__main__")
         return
     imported = runpy.run_path(script, run_name="imported")  # its modules see both dtypes, for the files

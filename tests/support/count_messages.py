@@ -27,7 +27,10 @@ def counted(name: str, function):
         payload = args[0] if name in ("all_gather", "all_to_all_single") else tensor
         grid = vars(sys.modules["process_group_manager"].process_group_manager)
         group = next((axis for axis, value in grid.items() if value is kwargs.get("group") is not None), None)
-        peer = args[0] if name in ("isend", "irecv", "send", "recv") else None
+        peer = None
+        if name in ("isend", "irecv", "send", "recv"):
+            in_group = kwargs.get("group_dst", kwargs.get("group_src"))
+            peer = args[0] if in_group is None else dist.get_global_rank(kwargs["group"], in_group)
         if payload.nbytes > LOGGED:
             COUNTS[name, group, peer, payload.nbytes] += 1
         return function(tensor, *args, **kwargs)

@@ -24,8 +24,8 @@ from model import Llama, init_weights  # noqa: E402
 from pipeline_template import PipelineTemplate  # noqa: E402
 from run_common import mean_cross_entropy  # noqa: E402
 from tensor_parallel import cross_entropy, split_over_tp  # noqa: E402
-from training import encoded  # noqa: E402
-from training.data import load_data  # noqa: E402
+from data import encoded  # noqa: E402
+from data.load import load_data  # noqa: E402
 from training.evaluation import Evaluator  # noqa: E402
 from utils import TINY_LLAMA, load_config  # noqa: E402
 

@@ -20,6 +20,7 @@ with modules_of(9):  # here, once: tests take them from this module
     import hf_tensor_parallel
     import model as our_model
     import process_group_manager as pgm
+    import tensor_parallel
     from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
     from pipeline_stage import PipelineStage
     from pipeline_template import FAMILIES, PipelineTemplate, listed_modules

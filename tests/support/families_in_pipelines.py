@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from families import (
-    HeterogeneousParallelPlugin, PipelineTemplate, hf_tensor_parallel, listed_modules, pgm, toy, toy_batch)
+    HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, pgm, tensor_parallel, toy, toy_batch)
 from huggingface import float64_throughout
 
 STEPS, MICROBATCH, NUM_MICROBATCHES = 5, 2, 3
@@ -109,7 +109,7 @@ def compare(case: str, tp_size: int, losses: list[float], norms: list[float], gr
                 assert param.grad is None or param.requires_grad and not param.grad.any(), f"{case}: {n}, {param.grad}"
                 continue
             module, _, key = n.rpartition(".")
-            part = hf_tensor_parallel.split_parameter(model.module.model.get_submodule(module), key, gradients[n])
+            part = tensor_parallel.split_parameter(model.module.model.get_submodule(module), key, gradients[n])
             off_gradient = max(off_gradient, (param.grad - part).abs().max().item())
         optimizer.step()
     assert step == STEPS - 1

@@ -14,7 +14,8 @@ import sys
 import torch
 import torch.distributed as dist
 from families import (
-    PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, pgm, toy, toy_batch, toy_loss, toy_on_meta)
+    PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, pgm, tensor_parallel, toy, toy_batch, toy_loss,
+    toy_on_meta)
 from huggingface import float64_throughout
 
 
@@ -53,7 +54,7 @@ def compare(case: str, folder: str) -> list[float]:
     for n, param in params.items():
         module, _, key = n.rpartition(".")
         owner = next(m for stage in stages for other, m in stage.model.named_modules() if other == module)
-        part = hf_tensor_parallel.split_parameter(owner, key, param.grad)
+        part = tensor_parallel.split_parameter(owner, key, param.grad)
         worst = max(worst, (gradients[n] - part).abs().max().item())
         if part.shape == param.shape:
             other = gradients[n].clone()

@@ -60,16 +60,18 @@ class Launch:
     """A launcher that runs, in a process group of its own like a command typed at a terminal.
 
     `tools`: the folder of the stand-in for ssh; None for the true one, with `options`. `threads`: OMP_NUM_THREADS.
+    `node`: the host of the test bed on which it is typed; None for this machine.
     """
 
     def __init__(self, hosts: pathlib.Path, *words, tools: pathlib.Path | None = None, options: str = "",
-                 threads: str = "1", **variables):
+                 threads: str = "1", node: str | None = None, **variables):
         if tools:
             variables["PATH"] = f"{tools}:{os.environ['PATH']}"
         env = environment(SSH_OPTIONS=options, PYTHON=sys.executable, **variables) | {"OMP_NUM_THREADS": threads}
-        self.process = subprocess.Popen([ROOT / "cluster" / "launch_cluster.sh", hosts, *words], env=env, text=True,
-                                        start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                        stderr=subprocess.STDOUT)
+        there = [ROOT / "tools" / "testbed.sh", "exec", node] if node else []
+        self.process = subprocess.Popen([*there, ROOT / "cluster" / "launch_cluster.sh", hosts, *words], env=env,
+                                        text=True, cwd=ROOT, start_new_session=True, stdin=subprocess.DEVNULL,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.lines = []
         self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True)
         self.reader.start()

@@ -1,6 +1,7 @@
 """Slurm on the test bed, out of Debian's packages: the controller on node0, the compute nodes node1 and node2.
 
-It needs no systemd, no cgroup and no accounting. Everything that it writes is in a temporary folder.
+It needs no systemd, no cgroup and no accounting. Everything that it writes is in a temporary folder, which all hosts
+see: slurm.sbatch asks for a directory that they share.
 """
 
 import contextlib

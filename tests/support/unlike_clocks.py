@@ -1,4 +1,4 @@
-"""Runs a train.py unchanged on ranks whose clocks disagree: `unlike_clocks.py TRAIN.PY FLAGS`, as three ranks.
+"""Runs a script unchanged on ranks whose clocks disagree: `unlike_clocks.py SCRIPT FLAGS`, as three ranks.
 
 Rank 1's clock was started 5 s before rank 0's and runs 100 ppm fast, as a machine's may. Rank 2's was started eleven
 days after and runs 10 % slow, more than any does: the step is short, and an error of its rate has to show within it.

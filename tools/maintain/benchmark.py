@@ -62,14 +62,14 @@ GROUPS = {
         Run("Hugging Face, 2 threads", None, 1, "hf", (), 2),
     ],
     "Two stages": [
-        Run("step 8, pp 2, zb, 4 micro-batches", 8, 2, PP_2_FEW + " --pp_engine zb",
+        Run("step 10, pp 2, zb, 4 micro-batches", 10, 2, PP_2_FEW + " --pp_engine zb",
             (("torch Schedule1F1B, pp 2, 4 micro-batches", 1.1), ("step 8, pp 2, 1F1B, 4 micro-batches", None))),
         Run("step 8, pp 2, 1F1B, 4 micro-batches", 8, 2, PP_2_FEW,
             (("torch Schedule1F1B, pp 2, 4 micro-batches", None),)),
         Run("torch Schedule1F1B, pp 2, 4 micro-batches", None, 2, "1f1b --microbatches 4"),
         Run("torch zero bubble, pp 2, 4 micro-batches", None, 2, "zb --microbatches 4",
             (("torch Schedule1F1B, pp 2, 4 micro-batches", None),)),
-        Run("step 8, pp 2, zb, 8 micro-batches", 8, 2, PP_2 + " --pp_engine zb",
+        Run("step 10, pp 2, zb, 8 micro-batches", 10, 2, PP_2 + " --pp_engine zb",
             (("torch Schedule1F1B, pp 2, 8 micro-batches", 1.05), ("step 8, pp 2, 1F1B, 8 micro-batches", None))),
         Run("step 8, pp 2, 1F1B, 8 micro-batches", 8, 2, PP_2,
             (("torch Schedule1F1B, pp 2, 8 micro-batches", None),)),
@@ -78,7 +78,7 @@ GROUPS = {
             (("torch Schedule1F1B, pp 2, 8 micro-batches", None),)),
     ],
     "Four stages, or twice four": [
-        Run("step 8, pp 4, zb", 8, 4, PP_4 + " --pp_engine zb",
+        Run("step 10, pp 4, zb", 10, 4, PP_4 + " --pp_engine zb",
             (("torch Schedule1F1B", 1.03), ("torch zero bubble", 1.03), ("torch interleaved zero bubble", 1.03),
              ("torch zero bubble V", 1.03), (BASELINE, 1.77))),
         Run("step 8, pp 4, 1F1B", 8, 4, PP_4, (("torch Schedule1F1B", 1.05), (BASELINE, 1.8))),
@@ -196,7 +196,7 @@ def start(run: Run, folder: str, tokens: str, args) -> Program:
         return Program(run.name, run.ranks, ROOT / "tools/maintain/peers.py", *common, "--tokens", tokens, "--out",
                        results_path(run, folder), "--steps", args.rounds + 1, "--threads", run.threads,
                        threads=run.threads)
-    script = pathlib.Path(args.old or ROOT, STEPS[str(run.step)].name, "train.py")
+    script = pathlib.Path(args.old or ROOT, STEPS[str(run.step)].relative_to(ROOT), "train.py")
     if "--max_grad_norm" in script.read_text():  # an --old checkout may be from before it
         common += ["--max_grad_norm", "0"]
     return Program(run.name, run.ranks, script, *common, "--log_dir", folder, "--run_name", run.name, "--seq_len", 128,

@@ -79,7 +79,7 @@ def write_samples(args, path: str) -> None:
     import course  # noqa: F401  before step 9's modules
     import numpy as np
     from dataloader import TokenSamples, encode_to_file
-    from training.epochs import BLOCK, Epochs
+    from data.epochs import BLOCK, Epochs
 
     global_batch = args.batch_size * args.gradient_accumulation
     num_samples = -(-(args.steps + 1) * global_batch // BLOCK) * BLOCK  # as load_epochs does

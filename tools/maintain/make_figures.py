@@ -103,7 +103,7 @@ def traces(folder: pathlib.Path, runs: dict[str, list], step: int, groups: list[
 def traces_of_schedules(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """AFAB, 1F1B and zero bubble: four stages with half a core each. Two figures share the runs."""
     runs = {engine: ["--pp_size", 4, "--pp_engine", engine] for engine in figures_measured.SCHEDULES}
-    return traces(folder, runs, 8, [[0, 2], [1, 3]], 4)
+    return traces(folder, runs, 10, [[0, 2], [1, 3]], 4)
 
 
 def timelines(folder: pathlib.Path, picture: pathlib.Path) -> None:

@@ -9,6 +9,7 @@ links    10 Mbit/s, equal speeds, 6 M parameters, 4096 tokens a step: the plan a
          travels in float32, bfloat16 or int8
 
 The machines are measured first. Then the candidates are trained in turns, round by round, all in the same processes.
+Each host has a copy of the folder of a case on its own disk; what a host leaves there is read.
 """
 
 import tools_path  # noqa: F401  before launch
@@ -48,6 +49,13 @@ TITLES = {"speeds": "Speeds 4:2:1, fast links, 7168 tokens a step",
 
 def bed(*args) -> None:
     subprocess.run([BED, *map(str, args)], check=True, stdin=subprocess.DEVNULL)
+
+
+def on_a_disk(path: pathlib.Path) -> pathlib.Path:
+    """Where this machine sees `path` of the first host that has it."""
+    shown = subprocess.run([BED, "show"], check=True, text=True, stdout=subprocess.PIPE).stdout
+    disks = dict(line.split("=", 1) for line in shown.splitlines())["disks"]
+    return next(found for node in NODES if (found := pathlib.Path(disks, node, *path.parts[1:])).exists())
 
 
 def on_all_hosts(script, *args, timeout: float) -> str:
@@ -95,8 +103,7 @@ def rank_side(folder: pathlib.Path) -> None:
             function, args = at_exit.pop()
             function(*args)
         sys.modules["utils"].calls = itertools.count()  # of once_per_machine, which an idle rank has not called
-        if rank == "0":  # the next job begins when all ranks have joined it
-            shutil.rmtree(folder / "checkpoints")
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # this host's own; an idle rank has none
 
 
 class Bench:
@@ -115,8 +122,10 @@ class Bench:
         for node, speed in zip(NODES, self.case["speeds"]):
             bed("rate", node, self.case["rate"])
             bed("slow", node, speed)
+        bed("own", self.folder)
         print(on_all_hosts(CLUSTER / "plan.py", "--measure", self.folder / "cluster.json", "--model_name", self.model,
                            "--micro_batch_size", self.case["sizes"], timeout=300), flush=True)
+        shutil.copy(on_a_disk(self.folder / "cluster.json"), self.folder)
         self.cluster = json.loads((self.folder / "cluster.json").read_text())
 
     def plan(self, *flags) -> dict:
@@ -154,10 +163,11 @@ class Bench:
                 jobs.append({"port": next(self.ports), "flags": [str(word) for flag, value in flags.items()
                                                                 for word in (f"--{flag}", value)]})
         (self.folder / "jobs.json").write_text(json.dumps(jobs))
+        bed("own", self.folder)
         on_all_hosts(__file__, "--rank_side", self.folder, timeout=3000)
         for name in self.candidates:
             for k in range(rounds):
-                rows = metrics(self.folder / "runs", f"{name}_{k}")
+                rows = metrics(on_a_disk(self.folder / "runs" / f"{name}_{k}").parent, f"{name}_{k}")
                 seconds[name] += [row["step_seconds"] for row in rows[1:]]
                 losses[name] = [row["loss"] for row in rows]
         return {"cluster": self.cluster, "losses": losses, "candidates": {

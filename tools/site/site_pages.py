@@ -19,7 +19,7 @@ from typing import NamedTuple
 from site_code import definitions, line_html, tokens_by_line
 from site_diff import Drawing, FileDiff, diff_step
 from site_markdown import Document, Heading, Links
-from steps_compare import find_steps
+from steps_compare import find_steps, predecessor
 
 PICTURES = (".png", ".svg", ".jpg", ".jpeg", ".gif", ".webp")
 REMARKED = {"Files", "Who holds what, who sends what"}  # sections whose remarks stand in the diff as well
@@ -42,14 +42,15 @@ class Repository:
 
     def __init__(self, root: pathlib.Path, out: pathlib.Path):
         self.root, self.out, self.steps = root, out, find_steps(root)
-        self.diffs = {n: diff_step(self.steps.get(n - 1), folder) for n, folder in self.steps.items()}
+        self.diffs = {n: diff_step(predecessor(self.steps, n), folder) for n, folder in self.steps.items()}
         self.documents = {pathlib.Path("README.md"): "index.html"}
-        self.documents |= {pathlib.Path(folder.name, "README.md"): f"step{n}.html" for n, folder in self.steps.items()}
-        rooms = [page for room in ("cluster", "docs", "tools") for page in sorted(
+        self.documents |= {folder.relative_to(root) / "README.md": f"step{n}.html" for n, folder in self.steps.items()}
+        rooms = [page for room in ("cluster", "docs", "tools", "step9_heterogeneous_pp") for page in sorted(
             root.glob(f"{room}/*.md"), key=lambda page: (page.stem != "README", page.name))]
         for path in filter(pathlib.Path.is_file, [*rooms, root / "CONTRIBUTING.md"]):
             place = path.relative_to(root)
-            self.documents[place] = f"{(place.parent.name if place.stem == 'README' else place.stem).lower()}.html"
+            name = place.parent.name if place.stem == "README" else place.stem
+            self.documents.setdefault(place, f"{name.lower()}.html")
         self.sources: dict[pathlib.Path, str] = {}  # files and folders that have been linked to -> address
 
     def address(self, target: str, folder: pathlib.Path) -> str:
@@ -66,7 +67,7 @@ class Repository:
                 return self.documents[document] + mark + anchor
         if place.suffix in PICTURES:
             return self.picture(target, folder)
-        number = next((n for n, step in self.steps.items() if step.name == place.parent.as_posix()), None)
+        number = next((n for n, step in self.steps.items() if step.relative_to(self.root) == place.parent), None)
         if number and any(diff.name == place.name for diff in self.diffs[number]):
             return f"step{number}.html#file-{place.name}"
         return self.source(place) + mark + anchor
@@ -122,12 +123,13 @@ def step_page(repository: Repository, number: int) -> Page:
     remarks = place_remarks(document.remarks(REMARKED), find)
     files = [{"name": diff.name, "what": diff.change.what, "counts": diff.change.counts,
               "html": Drawing(diff, remarks.get(diff.name, {})).html()} for diff in diffs]
-    before = repository.steps.get(number - 1)
+    before = predecessor(repository.steps, number)
     unchanged = sorted(path.name for path in folder.glob("*.py") if path.name not in names)
     headings = [*document.headings, Heading(2, "loss", "Loss"), Heading(2, "diff", "The diff"),
                 *(Heading(3, f"file-{file['name']}", file["name"]) for file in files)]
+    place = folder.relative_to(repository.root)
     content = {"body": document.html, "number": number, "files": files, "before": before and before.name,
-               "unchanged": [(name, repository.source(pathlib.Path(folder.name, name))) for name in unchanged]}
+               "unchanged": [(name, repository.source(place / name)) for name in unchanged]}
     return Page(f"step{number}.html", str(number), document.title, headings, "step.html", content)
 
 

@@ -25,13 +25,15 @@ TOPOLOGIES = {  # step -> number of processes, flags
     7: (4, ("--pp_size", 4)),
     8: (4, ("--pp_size", 4)),
     9: (3, ("--pipelines", "8;5,3", "--num_microbatches", "6,2")),
+    10: (4, ("--pp_size", 4)),
 }
-TITLES = {"1f1b": "1F1B", "afab": "all forward, all backward", "zb": "zero bubble"}  # the first one is shown first
+TITLES = {  # step -> schedule -> its title; the first one is shown first
+    8: {"1f1b": "1F1B", "afab": "all forward, all backward"}, 10: {"zb": "zero bubble", "1f1b": "1F1B"}}
 
 
 def command_line(step: int, num_ranks: int, flags: tuple) -> str:
     """What a reader types for this run."""
-    script = f"{STEPS[str(step)].name}/train.py"
+    script = f"{STEPS[str(step)].relative_to(ROOT)}/train.py"
     words = [f'"{flag}"' if ";" in str(flag) or "," in str(flag) else str(flag) for flag in flags]
     start = "python" if step == 1 else f"torchrun --nproc_per_node {num_ranks}"
     return " ".join([start, script, *words])
@@ -51,9 +53,9 @@ def timelines(step: int, folder: pathlib.Path) -> dict[str, dict]:
     """Title -> timeline, of the runs of which make_figures.py draws figures."""
     import make_figures  # imported here: it needs matplotlib, which a build of the site does not
 
-    if step == 8:
+    if step in TITLES:
         traces = make_figures.traces_of_schedules(folder)
-        found = {title: traces[engine] for engine, title in TITLES.items()}
+        found = {title: traces[engine] for engine, title in TITLES[step].items()}
     else:
         found = {"pipelines 8;5,3": make_figures.trace_of_unlike_pipelines(folder)} if step == 9 else {}
     return {title: compact(json.loads(path.read_text())) for title, path in found.items()}

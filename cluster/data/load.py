@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from dataloader import next_tokens
-from training.encoded import Row, RowSamples, load_samples
-from training.epochs import Epochs, wanted_samples
+from data.encoded import Row, RowSamples, load_samples
+from data.epochs import Epochs, wanted_samples
 from utils import UserError, number, positive_int, zero_or_more
 
 NO_TARGET = -100  # in target_ids; the value that torch's and transformers' losses leave out too
@@ -44,7 +44,8 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eval_batches", type=positive_int, metavar="N",
                         help="evaluate on the first N micro-batches of the validation split (default: on all)")
     parser.add_argument("--data_from_rank0", action="store_true",
-                        help="only the first machine has the data; the others get the tokens from it")
+                        help="only the machine on which the run is started has the data; the others get the tokens "
+                             "from it")
 
 
 def check_data_flags(args) -> None:
@@ -92,12 +93,14 @@ class WeightedEpochs(Epochs):
 class Data:
     """What a run reads. `train`: an Epochs. `evaluation`: the validation samples, or None. See load_data.
 
+    `read`: see encoded.load_samples.
     `collate` makes a micro-batch of items of `train`, `collate_evaluation` one of items of `evaluation`.
     """
 
     def __init__(self, samples: Dataset, validation_split: float | None, global_batch: int, seed: int,
                  is_all: bool = True, limit: int | None = None):
         self.has_rows, self.global_batch, self.evaluation = isinstance(samples, RowSamples), global_batch, None
+        self.read = samples.read
         if validation_split:  # drawn from all samples: a corpus may be sorted by its age, or by its kind
             kept = split(len(samples), validation_split)
             places = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()

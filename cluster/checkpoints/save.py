@@ -7,10 +7,10 @@
         latest                      the name of the newest whole checkpoint
 
 A save stops the training only while the weights and the optimizer's state are copied to the host's memory. A thread
-writes them meanwhile. Pipeline 0 holds each parameter of the model, so its ranks write: one file a stage, whose first
-tensor-parallel rank puts together what its group holds. A checkpoint gets its name, and then `latest` is moved, when
-all files of all ranks are on the disk. Where hosts share no disk, each keeps what it wrote and a copy of what another
-host wrote.
+writes them meanwhile. Where a rank has no memory for copies, none are made, and all wait until the state is written.
+Pipeline 0 holds each parameter of the model, so its ranks write: one file a stage, whose first tensor-parallel rank
+puts together what its group holds. A checkpoint gets its name, and then `latest` is moved, when all files of all ranks
+are on the disk. Where hosts share no disk, each keeps what it wrote and a copy of what another host wrote.
 """
 
 import contextlib
@@ -27,14 +27,16 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from training.checkpoint_files import (
+from checkpoints.files import (
     ADAPTER, ADAPTER_CONFIG, KINDS, STATE, SURVIVORS, TensorFile, forget_older, join_files, merge, name_of_step,
     set_latest, sync_folder, write_small, write_state,
 )
-from training.disks import Disks
-from training.pieces import Piece, as_files_have_it, pieces_of, plain_groups
+from checkpoints.disks import Disks
+from training.machine_facts import free_memory, home_rank, is_home, memory_below_peak, ranks_of_this_machine
+from checkpoints.pieces import Piece, as_files_have_it, pieces_of, plain_groups
 
 ALIGNED = 64  # bytes
+CPU, FRACTION = torch.device("cpu"), 0.9  # of the memory that is free, for copies
 
 
 class Checkpointer:
@@ -51,19 +53,37 @@ class Checkpointer:
         self.describe, self.small, self.keep, self.copies = describe, small, keep, min(copies, len(disks.all))
         self.stems = {"model": "adapter" if ADAPTER_CONFIG in small else "model", "optimizer": "optimizer"}
         grid = self.grid = pgm.process_group_manager
-        rows = [row for block in grid.grid for row in block.tolist()]
+        rows = [row for block in grid.ranks for row in block.tolist()]
         self.tp_group = dist.new_subgroups_by_enumeration(rows, backend="gloo")[0] if grid.tp_world_size > 1 else None
-        self.thread, self.host, self.written, self.stall, self.messages = None, [], 0, 0.0, []
+        self.thread, self.host, self.written, self.stall, self.messages = None, [], 0, None, []
+        self.is_short = False  # of memory for copies
+        ranks_of_this_machine()  # which free_memory() asks; the first call is collective
         if disks.leads:  # of a run that was killed
             for name in os.listdir(folder):
                 if name.endswith(".unfinished"):
                     shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
     def prepare(self) -> None:
-        """Takes the memory for the copies in the background, after the first step: then the optimizer has its state."""
-        if self.grid.dp_rank == 0:
+        """Takes the memory for the copies in the background, after the first step: then the optimizer has its state.
+
+        While a checkpoint is still being written, the next save takes it instead.
+        """
+        is_writing = self.thread and self.thread.is_alive()
+        if self.grid.dp_rank == 0 and not is_writing and not self.lacks_memory():
             self.thread = threading.Thread(target=self.take_memory, args=[pieces_of(self.stage, self.optimizer)])
             self.thread.start()
+
+    def lacks_memory(self) -> bool:
+        """Whether there are no copies yet, and what is free is too little for them and for what the next step takes."""
+        tensors = [piece.tensor for each in pieces_of(self.stage, self.optimizer).values() for piece in each]
+        if len(self.host) == len(tensors):
+            return False
+        needed, free = sum(tensor.nbytes for tensor in tensors), free_memory(CPU) - memory_below_peak()
+        was_short, self.is_short = self.is_short, needed > FRACTION * free
+        if self.is_short and not was_short:
+            print(f"rank {dist.get_rank()}: a copy of its part of a checkpoint takes {needed / 1e6:.0f} MB, and "
+                  f"{max(0, free) / 1e6:.0f} MB are free: training waits while checkpoints are written", flush=True)
+        return self.is_short
 
     def take_memory(self, pieces: dict[str, list[Piece]]) -> None:
         """One block for all copies, so that none is lost between them."""
@@ -88,17 +108,18 @@ class Checkpointer:
     def save(self, step: int, waits: bool = False, is_last: bool = False) -> None:
         """Begins to write the state after `step`; with `waits` it is written on return, and no copy is needed.
 
-        Where the checkpoint before is still being written, it waits for that first. `is_last`: the first host gets all
-        files, whoever shares its disk. Collective.
+        Where the checkpoint before is still being written, it waits for that first. `is_last`: the host on which
+        the run was started gets all files. Collective.
         """
         start = time.perf_counter()
         self.wait()
         if step == self.written:
             return
         state, pieces = copy.deepcopy(self.state(step)), None
+        waits = waits or any(self.disks.gather(self.grid.dp_rank == 0 and self.lacks_memory()))
         if self.grid.dp_rank == 0:
             pieces = pieces_of(self.stage, self.optimizer) if waits else self.copy_to_host()
-        self.stall = time.perf_counter() - start
+        self.stall = None if waits else time.perf_counter() - start
         self.thread = threading.Thread(target=self.write, args=[step, state, pieces, is_last])
         self.thread.start()
         if waits:
@@ -110,12 +131,13 @@ class Checkpointer:
                 "optimizer": {"class": type(self.optimizer).__name__, "param_groups": plain_groups(self.optimizer)}}
 
     def last(self) -> str | None:
-        """The path of the newest checkpoint, once it is written. Collective."""
+        """The path of the newest checkpoint on home_rank(), once it is written. Collective."""
         self.wait()
-        return os.path.join(self.folder, name_of_step(self.written)) if self.written else None
+        path = os.path.join(self.folder, name_of_step(self.written))
+        return self.disks.gather(path)[home_rank()] if self.written else None
 
     def wait(self) -> None:
-        """Until what save() began is written. Prints, on rank 0, what came of it."""
+        """Until what save() began is written. Prints, on home_rank(), what came of it."""
         if self.thread:
             self.thread.join()
             self.thread = None
@@ -145,8 +167,9 @@ class Checkpointer:
                     f"the last one is that of step {self.written}" if self.written else "there is none yet"))
             self.written = step
             size, seconds = sum(facts["bytes"] for facts in state["files"].values()), time.perf_counter() - start
+            stall = seconds if self.stall is None else self.stall
             self.say(f"checkpoint: {os.path.join(self.folder, name)} ({size / 1e6:.1f} MB in {seconds:.2f} s, for "
-                     f"which training stood still {1e3 * self.stall:.1f} ms)")
+                     f"which training stood still {1e3 * stall:.1f} ms)")
             with contextlib.suppress(OSError):
                 if self.disks.leads:
                     forget_older(self.folder, step, self.keep)
@@ -154,7 +177,7 @@ class Checkpointer:
             self.say(f"the checkpoint of step {step} was not finished: {str(problem).splitlines()[0]}")
 
     def say(self, message: str) -> None:
-        if dist.get_rank() == 0:
+        if is_home():
             self.messages.append(message)
 
     def try_to_write_part(self, *args) -> tuple[dict | None, str | None]:
@@ -234,16 +257,16 @@ class Checkpointer:
             number = next(i for i, disk in enumerate(disks.all) if rank in disk.ranks)
             to = [disks.all[(number + k) % len(disks.all)] for k in range(1, self.copies)]
             for name in part["files"]:
-                is_adapter = name.startswith("adapter-")  # small, and the first host writes them as one file as well
-                if (is_last or is_adapter) and number > 0 and disks.all[0] not in to:
-                    to.append(disks.all[0])
+                is_adapter = name.startswith("adapter-")  # small, and at home they are written as one file as well
+                if (is_last or is_adapter) and disks.home not in (disks.all[number], *to):
+                    to.append(disks.home)
                 for disk in to:
                     error = disks.transfer(name, folder, disks.all[number], disk) or error
         if errors := [error for error in disks.gather(error) if error]:
             return errors
         final = folder.removesuffix(".unfinished")
         try:
-            if dist.get_rank() == 0 and ADAPTER_CONFIG in self.small:
+            if is_home() and ADAPTER_CONFIG in self.small:
                 join_files(folder, [name for name in merged["files"] if name.startswith("adapter-")], ADAPTER)
             if disks.leads:
                 write_state(os.path.join(folder, STATE), state)

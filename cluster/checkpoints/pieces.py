@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from training.checkpoint_files import KINDS
+from checkpoints.files import KINDS
 
 THEIR_NAMES = (  # our Llama's -> Hugging Face's
     (r"^embedding\.", "model.embed_tokens."),

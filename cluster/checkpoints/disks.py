@@ -2,17 +2,20 @@
 
 Three machines that mount one network disk are one Disk. Three with a disk each are three, and what is on one of them
 has to be sent to be seen on another. Which it is, is found out by writing: each rank leaves a small file in the folder
-and looks whose files are there.
+and looks whose files are there. What an earlier start has left there has other names.
 """
 
+import contextlib
 import copy
 import os
+import uuid
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from training.checkpoint_files import CHUNK
+from checkpoints.files import CHUNK
+from training.machine_facts import home_rank
 from utils import UserError
 
 
@@ -27,7 +30,7 @@ class Disk(NamedTuple):
 
 
 class Disks:
-    """All disks of a run. `mine` is that of this rank. All ranks make one together.
+    """All disks of a run. `mine` is that of this rank, `home` that of home_rank(). All ranks make one together.
 
     `group`: a gloo group of all ranks, in which nobody else communicates. Raises UserError, on every rank, where a rank
     can't write to the folder.
@@ -36,20 +39,23 @@ class Disks:
     def __init__(self, folder: str):
         self.folder, self.rank = folder, dist.get_rank()
         self.group = dist.new_group(backend="gloo")
-        probe, error = os.path.join(folder, f".seen-by-{self.rank}"), None
+        stem, error = os.path.join(folder, f".seen-{self.gather(uuid.uuid4().hex)[0]}-by-"), None
         try:
-            os.makedirs(folder, exist_ok=True)
-            with open(probe, "w") as file:
-                file.write(str(self.rank))
-        except OSError as problem:
-            error = f"{folder} can't be written on rank {self.rank} ({problem.strerror})"
-        if errors := [error for error in self.gather(error) if error]:
-            raise UserError(f"{errors[0]}: choose another --checkpoint_dir")
-        seen = tuple(rank for rank in range(dist.get_world_size())
-                     if os.path.exists(os.path.join(folder, f".seen-by-{rank}")))
-        self.all = sorted({Disk(ranks) for ranks in self.gather(seen)})
-        os.remove(probe)
+            try:
+                os.makedirs(folder, exist_ok=True)
+                with open(f"{stem}{self.rank}", "w") as file:
+                    file.write(str(self.rank))
+            except OSError as problem:
+                error = f"{folder} can't be written on rank {self.rank} ({problem.strerror})"
+            if errors := [error for error in self.gather(error) if error]:
+                raise UserError(f"{errors[0]}: choose another --checkpoint_dir")
+            seen = tuple(rank for rank in range(dist.get_world_size()) if os.path.exists(f"{stem}{rank}"))
+            self.all = sorted({Disk(ranks) for ranks in self.gather(seen)})
+        finally:
+            with contextlib.suppress(OSError):
+                os.remove(f"{stem}{self.rank}")
         self.mine = next(disk for disk in self.all if self.rank in disk.ranks)
+        self.home = next(disk for disk in self.all if home_rank() in disk.ranks)
         self.leads = self.mine.leader == self.rank
 
     def for_a_thread(self) -> "Disks":

@@ -5,14 +5,17 @@ Backward of y = x W^T receives dy, the gradient of y, and computes two matrix pr
     B   dx = dy W      the gradient of the input: the stage before waits for it
     W   dW = dy^T x    the gradient of the weight: nobody needs it before the optimizer step
 
-After postpone(True), autograd computes dx only and puts (weight, dy, x) in a list. The pipeline keeps this list for
-each micro-batch, and adds up dW when the schedule says so. What is not a matrix product (attention, norms, the
-embedding, the loss) belongs to B.
+divide_backward() replaces model.linear, through which all matrix products with weights go. After postpone(True),
+autograd computes dx only and puts (weight, dy, x) in a list. The pipeline keeps this list for each micro-batch, and
+adds up dW when the schedule says so. What is not a matrix product with a weight (attention, norms, the embedding, the
+loss) belongs to B.
 """
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+import model as llama
 
 Postponed = list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]  # weight (out, in), dy (..., out), x (..., in)
 postponed: Postponed | None = None  # since the last take()
@@ -22,6 +25,19 @@ def postpone(enabled: bool) -> None:
     """Whether backward leaves the gradients of linear layers' weights to add_weight_gradients from now on."""
     global postponed
     postponed = [] if enabled else None
+
+
+def divide_backward() -> None:
+    """From now on the model's matrix products are those of this module."""
+    llama.linear = linear
+
+
+def linear(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    """x W^T in the dtype of x: (..., in), (out, in) -> (..., out), as model.linear computes it."""
+    copy = llama.cast(weight, x.dtype)
+    if postponed is None or not x.requires_grad or torch.compiler.is_compiling():
+        return F.linear(x, copy)
+    return LinearInTwoParts.apply(x, copy.detach(), (weight,))
 
 
 class LinearInTwoParts(torch.autograd.Function):

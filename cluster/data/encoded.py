@@ -7,12 +7,17 @@ int32, whose first row is a header and whose other rows are:
 
 A token that is no target is stored as -1 - id, as in rows.py. Token 0 never is one, because none before it predicts it.
 
-A later run with the same data, tokenizer and lengths finds the file. With --data_from_rank0 only rank 0's machine makes
-it, and sends it to those that share no disk with it; these need neither the data nor the tokenizer.
+A later run with the same data, tokenizer and lengths finds the file. With --data_from_rank0 only the machine on which
+the run was started makes it, and sends it to those that share no disk with it; these need neither the data nor the
+tokenizer.
+
+All machines have to read the same: the first stage of a pipeline takes its inputs from its own file, and the last one
+its targets. So the digests of the files are compared, and a checkpoint records that of what it was trained on.
 """
 
 import hashlib
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -23,8 +28,9 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from dataloader import TokenSamples, encode, encode_to_file, files_at, load_tokenizer
-from training.disks import Disks
-from training.rows import Source, documents, encoder, find_source, first_kind, ids_of, mark, rows_of_kind
+from checkpoints.disks import Disks
+from training.machine_facts import home_rank
+from data.rows import Source, documents, encoder, find_source, first_kind, ids_of, mark, rows_of_kind
 from utils import ROOT, UserError, once_per_machine
 
 CACHE = os.path.join(ROOT, "runs", "token_cache")
@@ -64,14 +70,15 @@ def load_samples(args, tokenizer: str, vocab_size: int, num_samples: int | None 
 
     `packing`: "on" cuts the encoded data into samples of T + 1 tokens, "off" makes each row a sample, and "auto" packs
     text only; "text" packs text and refuses other rows. Packed text is a TokenSamples, all else a RowSamples. Raises
-    UserError, on every rank, for data that can't be read or encoded, that have not one sample, or whose tokenizer is
-    not the model's.
+    UserError, on every rank, for data that can't be read or encoded, that differ between machines, that have not one
+    sample, or whose tokenizer is not the model's. `samples.read` says what was read, for a checkpoint's state.json.
     """
     make = lambda: encode_data(args.dataset_name, tokenizer, args.seq_len, num_samples or ALL, packing)  # noqa: E731
     if getattr(args, "data_from_rank0", False):
-        path = from_rank_0s_disk(make)
+        path = from_homes_disk(make)
     else:
         path = once_per_machine(make)
+    digest = common_digest(args, path)
     numbers = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
     if path.endswith(".rows"):
         samples = RowSamples(numbers.reshape(-1, BEFORE + args.seq_len + 1), num_samples)
@@ -86,7 +93,48 @@ def load_samples(args, tokenizer: str, vocab_size: int, num_samples: int | None 
     if largest >= vocab_size:
         raise UserError(f"the tokenizer of {tokenizer!r} gives the id {largest}, but its config.json has vocab_size="
                         f"{vocab_size}: the two files do not belong together")
+    samples.read = {"num_samples": num_samples, "digest": digest}
     return samples
+
+
+def common_digest(args, path: str) -> str:
+    """The digest of each machine's encoded file. Collective. Raises UserError, on every rank, where they differ."""
+    everyone = [None] * dist.get_world_size()
+    digest = once_per_machine(lambda: digest_of(path))  # other machines wait as long as it takes
+    dist.all_gather_object(everyone, (digest, socket.gethostname()))
+    if unlike := [f"{host} (rank {rank})" for rank, (other, host) in enumerate(everyone) if other != everyone[0][0]]:
+        remedy = "copy the data and the tokenizer of rank 0 to all machines"
+        if hasattr(args, "data_from_rank0"):
+            remedy = f"remove {CACHE} there" if args.data_from_rank0 else f"{remedy}, or add --data_from_rank0"
+        raise UserError(f"--dataset_name {args.dataset_name!r}, once encoded, is not the same on all machines: "
+                        f"{', '.join(unlike)} would read other tokens than {everyone[0][1]} (rank 0): {remedy}")
+    return digest
+
+
+def digest_of(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def require_same_data(found, args, tokenizer: str, vocab_size: int, read: dict) -> None:
+    """Raises UserError, on every rank, where the run that saved the checkpoint `found` read other data. Collective.
+
+    `read`: as load_samples leaves it on this run's samples. Where the other run asked for another number of samples, so
+    many are encoded once more. A checkpoint without this record is accepted.
+    """
+    before = found and found.state.get("data")
+    if not before:
+        return
+    digest = read["digest"]
+    if before["num_samples"] != read["num_samples"]:
+        digest = load_samples(args, tokenizer, vocab_size, before["num_samples"], args.packing).read["digest"]
+    if digest != before["digest"]:
+        raise UserError(f"{found.path} was trained on other data than --dataset_name {args.dataset_name!r}, encoded by "
+                        f"the tokenizer of {tokenizer!r}: give those that it was trained with, or train a new run on "
+                        f"these data, from its weights: --init_from {found.path}")
 
 
 def report_rows(args, truncated: int, left_out: int, count: int) -> None:
@@ -212,25 +260,25 @@ def write(path: str, parts: Iterator[np.ndarray], header: list[int] | None = Non
         os.replace(unfinished, path)
 
 
-def from_rank_0s_disk(make: Callable[[], str]) -> str:
-    """The path, in each rank's own cache, of the file that make() wrote on rank 0. Collective.
+def from_homes_disk(make: Callable[[], str]) -> str:
+    """The path, in each rank's own cache, of the file that make() wrote on home_rank(). Collective.
 
     The ranks of a machine share its cache. A machine that has the file from an earlier run is sent nothing.
     Raises UserError, on every rank, for what make() raises, and where a disk does not take the file.
     """
-    path = once_per_machine(lambda: make() if dist.get_rank() == 0 else None)  # others wait as long as it takes
+    home = home_rank()
+    path = once_per_machine(lambda: make() if dist.get_rank() == home else None)  # others wait as long as it takes
     disks = Disks(CACHE)
-    name, size = disks.gather((path and os.path.basename(path), path and os.path.getsize(path)))[0]
+    name, size = disks.gather((path and os.path.basename(path), path and os.path.getsize(path)))[home]
     path, error = os.path.join(CACHE, name), None
     has_file = disks.gather(os.path.exists(path) and os.path.getsize(path) == size)
-    source = next(disk for disk in disks.all if 0 in disk.ranks)
     for disk in disks.all:
         if has_file[disk.leader]:
             continue
-        if dist.get_rank() == 0:
+        if dist.get_rank() == disks.home.leader:
             disks.send(path, disk)
         elif dist.get_rank() == disk.leader:
-            error = disks.receive(unfinished := f"{path}.unfinished", source)
+            error = disks.receive(unfinished := f"{path}.unfinished", disks.home)
             if not error:
                 os.replace(unfinished, path)
             elif os.path.exists(unfinished):

@@ -1,7 +1,9 @@
 """A run that is asked to stop, or that loses one of its machines.
 
-SIGTERM and Ctrl-C only leave a note: all ranks finish the step that they are in, save a checkpoint and end. In an
-elastic run (launch_cluster.sh --elastic) ranks also watch each other. When one is gone, those that are left write what
+SIGTERM and Ctrl-C only leave a note: all ranks finish the step that they are in, save a checkpoint and end. Whoever
+started them has to wait for that. launch_cluster.sh is told how long a step takes; torchrun waits for as long as a
+variable said when it started, so that a run prints its name where steps take too long for it. In an elastic
+run (launch_cluster.sh --elastic) ranks also watch each other. When one is gone, those that are left write what
 they hold, by themselves, and end; torchrun's agents then start all of them anew without the lost one.
 
 A rank that is killed closes its connections, and the others meet an error at once. A cut link closes nothing: so each
@@ -10,6 +12,7 @@ rank counts aloud, in the store of rank 0, and one that falls silent for PATIENC
 
 import contextlib
 import datetime
+import math
 import os
 import re
 import select
@@ -22,9 +25,12 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from launching.host_facts import STOPS_WITHIN
 from utils import UserError
 
 BEAT, PATIENCE = 0.5, 6.0  # seconds
+UNKNOWN = 600.0  # seconds that a stop may take where no step was measured yet, and while the last checkpoint is written
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds until torchrun kills what it has told to end; 30 by default
 ALONE = 4.0  # seconds that a rank waits for its own agent to stop it
 LOST = re.compile("peer|onnection|ocket|imed out|timeout|Broken pipe|NCCL|TCPStore|remote process", re.IGNORECASE)
 
@@ -42,6 +48,8 @@ class Watch:
 
     def __init__(self):
         self.asked, self.rescue, self.lock, self.ended = False, None, threading.RLock(), threading.Event()
+        self.longest, self.asked_at = 0.0, None  # seconds between two questions of ask_all; when the last one was
+        self.torchrun_waits = float(os.environ.get(SHUTDOWN, 30)) if "TORCHELASTIC_RUN_ID" in os.environ else math.inf
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         self.store = None
@@ -84,6 +92,7 @@ class Watch:
     def begin(self, rescue: Callable[[], str | None]) -> None:
         """From now on there is something to lose: a signal ends the step first, and a lost rank calls `rescue`."""
         self.rescue = rescue
+        self.stops_within(UNKNOWN)
 
     def let_signals_kill(self) -> None:
         """For a training that can't end within a step: SIGTERM and Ctrl-C end the process, as they do by default."""
@@ -113,17 +122,29 @@ class Watch:
                 self.fail(f"a rank is lost ({str(error).splitlines()[0][:200]})")
             raise
 
-    def ask_all(self):
-        """Begins to ask whether any rank was told to stop; what it returns says so when called. Collective."""
-        asked = torch.tensor(int(self.asked), dtype=torch.int32)
-        handle = self.group and dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group, async_op=True)
+    def ask_all(self) -> bool:
+        """Whether any rank was told to stop, asked where a step ends: the step that runs is the last. Collective."""
+        asked, now = torch.tensor(int(self.asked), dtype=torch.int32), time.monotonic()
+        if self.group:
+            dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
+        if self.asked_at and now - self.asked_at > self.longest:  # not of the first step, which warms up
+            self.longest = now - self.asked_at
+            self.stops_within(self.longest)
+            if self.rank == 0 and self.longest > self.torchrun_waits / 2:  # the other half is for the checkpoint
+                print(f"a step takes {self.longest:.0f} s, and torchrun ends its processes {self.torchrun_waits:.0f} s "
+                      f"after Ctrl-C, saved or not: start it with {SHUTDOWN}={max(UNKNOWN, 4 * self.longest):.0f} on "
+                      "each host", flush=True)
+                self.torchrun_waits = math.inf
+        self.asked_at = now
+        if asked:
+            self.stops_within(UNKNOWN)
+        return bool(asked)
 
-        def answer() -> bool:
-            if handle:
-                handle.wait()
-            return bool(asked)
-
-        return answer
+    def stops_within(self, seconds: float) -> None:
+        """Tells launch_cluster.sh, if it has started this process, how long it may take from a signal to the end."""
+        if path := os.environ.get(STOPS_WITHIN):
+            with contextlib.suppress(OSError), open(path, "r+") as file:
+                file.write(f"{seconds:10.1f}")  # always as long, over what is there: nobody reads half a number
 
     def close(self) -> None:
         """The training is over: from here on no rank needs to hear of another one. Collective."""

@@ -6,7 +6,7 @@ from launch import STEPS, fork
 def test_the_others_wait_longer_than_a_collective_may(tmp_path):
     """Encoding a large corpus takes minutes, and NCCL ends a collective after ten of them: here it is one second."""
     script = tmp_path / "script.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(STEPS['5'])!r})" + """
+    script.write_text(f"import sys; sys.path.insert(0, {str(STEPS['9'])!r})" + """
 import datetime, os, time
 import torch.distributed as dist
 from utils import UserError, once_per_machine
@@ -31,4 +31,4 @@ except UserError as error:
 assert once_per_machine(lambda: dist.get_rank()) == 0, "a third call has its own result"
 dist.destroy_process_group()
 """)
-    fork(5, 2, script=script)
+    fork(9, 2, script=script)

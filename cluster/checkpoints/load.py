@@ -6,18 +6,20 @@ its host lacks is sent to it. What is truncated, or has another checksum than st
 
 import itertools
 import os
+import socket
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from hf_tensor_parallel import split_parameter
-from stage_weights import load_weights
-from training.checkpoint_files import (
-    STATE, SURVIVORS, Reader, check_file, merge, name_of_step, read_index, read_state, set_latest, step_of,
+from checkpoints.disks import Disks
+from checkpoints.files import (
+    STATE, SURVIVORS, Reader, check_file, merge, read_index, read_state, set_latest, step_of, write_state,
 )
-from training.disks import Disks
-from training.pieces import name_function, peft_name, their_name, trained_alone
+from checkpoints.pieces import name_function, peft_name, their_name, trained_alone
+from stage_weights import load_weights
+from tensor_parallel import split_parameter
+from training.machine_facts import is_home
 from utils import UserError
 
 
@@ -34,20 +36,49 @@ class Found(NamedTuple):
         return os.path.join(self.folder, self.name)
 
 
-def find_checkpoint(wanted: str, folder: str, disks: Disks) -> Found | None:
+def find_checkpoint(wanted: str, folder: str, disks: Disks, run_id: str | None = None) -> Found | None:
     """The checkpoint of --resume: "auto" is the newest whole one in the run's own `folder`, or None; else a path.
 
-    Collective. Raises UserError, on every rank, where a path has no whole checkpoint.
+    `run_id`: only checkpoints of this run count, whatever else is on a disk. Collective. Raises UserError, on every
+    rank, where a path has no whole checkpoint, and where disks have those of unlike runs and run_id is None.
     """
+    name = None
     if wanted != "auto":
         folder, name = locate(wanted, disks)
-        return choose(folder, [name], disks, is_certain=True)
-    mine = []
-    if disks.leads and os.path.isdir(folder):
-        mine = [name for name in os.listdir(folder) if step_of(name) >= 0]
-    names = {name for names in disks.gather(mine) for name in names}
+    is_one = name is not None and folder != wanted
+    of_disks = disks.gather((socket.gethostname(), run_ids(folder, [name] if is_one else None) if disks.leads else {}))
+    run_id = run_id or only_run(folder, of_disks)
+    if name is not None:
+        return choose(folder, [name], disks, run_id, is_certain=True)
+    names = {name for _, ids in of_disks for name in ids if ids[name] in (None, run_id)}
     newest_first = sorted(names, key=lambda name: (step_of(name), not name.endswith(SURVIVORS)), reverse=True)
-    return choose(folder, newest_first, disks, is_certain=False)
+    return choose(folder, newest_first, disks, run_id, is_certain=False)
+
+
+def run_ids(folder: str, names: list[str] | None = None) -> dict[str, str | None]:
+    """The run of each checkpoint in a folder, or of `names`; None for one whose state can't be read."""
+    if names is None:
+        names = [name for name in os.listdir(folder) if step_of(name) >= 0] if os.path.isdir(folder) else []
+    states = {name: read_states(os.path.join(folder, name)) for name in names}
+    return {name: run_of(state) if state else None for name, (state, _) in states.items()}
+
+
+def run_of(state: dict) -> str:
+    return str(state.get("run_id"))
+
+
+def only_run(folder: str, of_disks: list[tuple[str, dict]]) -> str | None:
+    """The run of the newest checkpoint on each disk, of (host, run_ids). Raises UserError where it is not the same."""
+    newest = {}
+    for host, ids in of_disks:
+        if known := [name for name in ids if ids[name]]:
+            name = max(known, key=step_of)
+            newest.setdefault(ids[name], f"{name} on {host}")
+    if len(newest) > 1:
+        listed = ", and of another run ".join(newest.values())
+        raise UserError(f"{folder} has checkpoints of unlike runs: {listed}: rename the folder of the run that is not "
+                        "to go on, on its host")
+    return next(iter(newest), None)
 
 
 def locate(path: str, disks: Disks) -> tuple[str, str]:
@@ -68,45 +99,56 @@ def locate(path: str, disks: Disks) -> tuple[str, str]:
     return path, latest
 
 
-def choose(folder: str, names: list[str], disks: Disks, is_certain: bool) -> Found | None:
-    """The first of `names` that is whole. Rank 0 prints why others are not; `is_certain`: it is an error instead."""
+def choose(folder: str, names: list[str], disks: Disks, run_id: str | None, is_certain: bool) -> Found | None:
+    """The first of `names` that is whole. home_rank() prints why others are not; `is_certain`: it is an error instead.
+
+    Where a disk has another run's checkpoint of that name, or one of other files, it counts as missing there.
+    """
     for name in names:
         state, good, problems = look(os.path.join(folder, name)) if disks.leads else (None, [], [])
         seen = disks.gather((disks.all.index(disks.mine), state, good, problems) if disks.leads else None)
-        seen = [each for each in seen if each]
+        seen = [each for each in seen if each and (each[1] is None or run_of(each[1]) == run_id)]
         states = [state for _, state, _, _ in seen if state]
+        if not name.endswith(SURVIVORS):
+            seen = [each for each in seen if each[1] is None or each[1]["files"] == states[0]["files"]]
         problems = [problem for *_, problems in seen for problem in problems]
         state = unite(states)
         holders = {file: [number for number, _, good, _ in seen if file in good] for file in state["files"]}
         lacking = [file for file, having in holders.items() if not having] or ([] if states else [STATE])
         lacking += {*state.get("names", ())} - state["parameters"].keys()  # of survivors: what only lost ranks held
         if not lacking:
-            if problems and disks.rank == 0:
+            if problems and is_home():
                 print(f"warning: {problems[0]}; another disk has it", flush=True)
             return Found(name, folder, state, holders)
         what = next((problem for problem in problems if lacking[0] in problem),
                     f"{os.path.join(folder, name, lacking[0])} is on no disk of these hosts")
         if is_certain:
             raise UserError(f"no whole checkpoint: {what}. Name another one, or use --resume auto")
-        if disks.rank == 0 and not name.endswith(SURVIVORS):
+        if is_home() and not name.endswith(SURVIVORS):
             print(f"the checkpoint {name} is not whole: {what}. Falling back to the one before", flush=True)
     return None
 
 
 def look(path: str) -> tuple[dict | None, list[str], list[str]]:
     """What this disk has of a checkpoint: the state, the files that are as they were written, and what is wrong."""
+    state, error = read_states(path)
+    if state is None:
+        return None, [], [error] if error else []
+    problems = {name: check_file(path, name, facts) for name, facts in state["files"].items()}
+    return state, [name for name, problem in problems.items() if not problem], list(filter(None, problems.values()))
+
+
+def read_states(path: str) -> tuple[dict | None, str | None]:
+    """The state of a checkpoint, or of what survivors wrote on this disk, or why it can't be read."""
     if not os.path.isdir(path):
-        return None, [], []
+        return None, None
     try:
         if path.endswith(SURVIVORS):
             parts = [read_state(os.path.join(path, name)) for name in sorted(os.listdir(path)) if name[:5] == "part-"]
-            state = unite(parts)
-        else:
-            state = read_state(os.path.join(path, STATE))
+            return (unite(parts) if parts else None), None
+        return read_state(os.path.join(path, STATE)), None
     except (OSError, UserError) as error:
-        return None, [], [str(error)]
-    problems = {name: check_file(path, name, facts) for name, facts in state["files"].items()}
-    return state, [name for name, problem in problems.items() if not problem], list(filter(None, problems.values()))
+        return None, str(error)
 
 
 def unite(states: list[dict]) -> dict:
@@ -221,17 +263,39 @@ def published_weights(directory: str) -> Callable:
     return weights
 
 
-def move_aside(folder: str, after: int, disks: Disks) -> None:
-    """Checkpoints of steps later than `after`, which this run does not go on from, are kept under another name."""
-    if disks.leads:
-        old = [name for name in sorted(os.listdir(folder)) if step_of(name) > after]
-        if old:
-            other = next(path for i in itertools.count(1) if not os.path.exists(path := f"{folder}.{i}"))
-            os.makedirs(other)
-            for name in [*old, "latest"]:
-                if os.path.exists(path := os.path.join(folder, name)):
-                    os.rename(path, os.path.join(other, name))
-            if os.path.isdir(os.path.join(folder, name_of_step(after))):
-                set_latest(folder, name_of_step(after))
-            print(f"checkpoints of an older run of the same name are now in {other}", flush=True)
+def move_aside(folder: str, disks: Disks, is_old: Callable[[str], bool], newest: str | None) -> bool:
+    """Checkpoints that this run does not go on from are kept under another name. `newest`: what `latest` names then.
+
+    Whether there were any on this rank's disk, where it leads one. Collective.
+    """
+    old = [name for name in sorted(os.listdir(folder)) if step_of(name) >= 0 and is_old(name)] if disks.leads else []
+    if old:
+        other = free_name(folder)
+        os.makedirs(other)
+        for name in [*old, "latest"]:
+            if os.path.exists(path := os.path.join(folder, name)):
+                os.rename(path, os.path.join(other, name))
+        if newest and os.path.isdir(os.path.join(folder, newest)):
+            set_latest(folder, newest)
+        print(f"checkpoints of an older run of the same name are now in {other}", flush=True)
     disks.gather(None)
+    return bool(old)
+
+
+def free_name(path: str) -> str:
+    return next(other for i in itertools.count(1) if not os.path.exists(other := f"{path}.{i}"))
+
+
+def take_over(folder: str, run_id: str, disks: Disks) -> None:
+    """Makes the whole checkpoints in a folder those of this run. Collective. Raises UserError."""
+    error = None
+    for name in os.listdir(folder) if disks.leads else ():
+        path = os.path.join(folder, name)
+        state, _ = read_states(path) if step_of(name) >= 0 and not name.endswith(SURVIVORS) else (None, None)
+        try:
+            if state:
+                write_state(os.path.join(path, STATE), {**state, "run_id": run_id})
+        except OSError as problem:
+            error = f"{path} can't be written ({problem.strerror}): make room, or choose another --run_name"
+    if errors := [error for error in disks.gather(error) if error]:
+        raise UserError(errors[0])

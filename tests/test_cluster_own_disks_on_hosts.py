@@ -1,0 +1,122 @@
+"""One training over three hosts that share no disk, through all that happens to a run at home, with slow steps.
+
+It is stopped with Ctrl-C, goes on under another topology, loses a host that comes back with an older run of the same
+name on its disk, is stopped again, finds a disk wiped, and goes on to its end. Its rows are those of one process that
+nobody disturbs, on the host on which it was started, and its last checkpoint writes a text there. That host is node1:
+in an elastic run torchrun gives rank 0 to node0, whose address is the lowest.
+
+The steps take ten seconds until the first Ctrl-C, which waits for the one that runs, and less from then on; with
+ALL_WAYS=1 they take ten seconds throughout.
+"""
+
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+
+import pytest
+from bed import NODES, bed, on_disk, testbed
+from elastic_bed import kill_all, nothing_runs, switch_on
+from launch import ROOT, environment, fork, metrics
+from launcher import Launch, eventually, write_hosts
+
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.usefixtures(bed.__name__)]
+LONG, SHORT = 10, 10 if os.environ.get("ALL_WAYS") else 0.5  # seconds of a step
+TEXT = "It was the best of times, it was the worst of times; it was the age of wisdom. " * 60
+FLAGS = ["--seq_len", 16, "--dtype", "float64", "--batch_size", 1, "--num_hidden_layers", 4, "--device", "cpu",
+         "--equal_shares"]
+SCRIPT, OLD_STEPS = "cluster/train_distributed.py", 300  # more than the training makes, so that the older run is ahead
+FIRST, LOST, STARTED = "node0", "node2", "node1"  # rank 0 of an elastic run; the host that is wiped; see above
+
+
+class Training:
+    """The training on the three hosts, started on one of them, by what it prints."""
+
+    def __init__(self, folder, seconds: float, *words, launcher=()):
+        order = [STARTED, *(node for node in NODES if node != STARTED)]
+        hosts = write_hosts(folder, *(f"{node} python={sys.executable}" for node in order))
+        self.run = Launch(hosts, *launcher, "--env", "OMP_NUM_THREADS=1", "--env", f"SLOW={seconds}", "--",
+                          "tests/support/checkpoint_runs.py", "-", SCRIPT, *map(str, words), node=STARTED)
+
+    def steps(self, since: int = 0) -> list[int]:
+        found = (re.search(r"\| step (\d+)/", line) for line in list(self.run.lines[since:]))
+        return [int(match[1]) for match in found if match]
+
+    def wait(self, condition, seconds: float) -> None:
+        assert eventually(lambda: condition() or not self.run.reader.is_alive(), seconds), "".join(self.run.lines)
+        assert condition(), "".join(self.run.lines)
+
+    def went_on(self, ranks: int, since: int = 0, seconds: float = 120) -> int:
+        """Waits until so many ranks have made a step; the step that they went on from."""
+        def text() -> str:
+            return "".join(self.run.lines[since:]).rpartition(f"{ranks} ranks over")[2]
+
+        self.wait(lambda: re.search(r"\| step \d+/", text()), seconds)
+        return int(re.search(r"going on after step (\d+)", text())[1])
+
+    def stop(self) -> int:
+        """Ctrl-C; the step after which it stopped."""
+        os.killpg(self.run.process.pid, signal.SIGINT)
+        code, text = self.run.end(150)
+        assert code == 130 and nothing_runs(), text
+        return int(re.search(r"stopped after step (\d+)", text)[1])
+
+
+@pytest.fixture
+def old_run(bed, tmp_path):
+    """Trains on one host, and puts what that leaves on its disk into a folder: another run of the same name."""
+    (tmp_path / "corpus").mkdir()
+    for i in range(4):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"{i}. {TEXT[i:]}")
+    testbed("own", tmp_path / "corpus")
+    testbed("exec", FIRST, sys.executable, "-m", "torch.distributed.run", "--standalone", SCRIPT, *FLAGS,
+            "--dataset_name", tmp_path / "corpus", "--num_microbatches", 6, "--learning_rate", 1e-3, "--max_steps",
+            OLD_STEPS, "--save_every", OLD_STEPS, "--run_name", "story", "--log_dir", "runs", cwd=ROOT,
+            env=environment(), timeout=180)
+    for name in ("runs", "checkpoints"):
+        shutil.copytree(on_disk(FIRST, ROOT / name), tmp_path / "old" / name)
+    testbed("wipe", FIRST)
+    return tmp_path / "old"
+
+
+def test_a_run_that_has_everything_happen_to_it(old_run, tmp_path):
+    flags = [*FLAGS, "--dataset_name", tmp_path / "corpus", "--learning_rate", 1e-4]
+    words = [*flags, "--save_every", 4, "--run_name", "story", "--log_dir", "runs", "--max_steps", 200]
+    run = Training(tmp_path, LONG, *words, "--pipelines", "2,1,1", "--num_microbatches", 6)
+    run.wait(lambda: run.steps()[-1:] == [2], 120)
+    time.sleep(0.2 * LONG)
+    assert run.stop() == 3, "the step that ran was the last one"
+
+    two = ["--pipelines", "4;2,2|2,2", "--num_microbatches", "4,2|6", "--resume", "auto"]
+    run = Training(tmp_path, SHORT, *words, *two, launcher=["--elastic", "2:3"])
+    assert run.went_on(3) == 3
+    run.wait(lambda: run.steps()[-1] >= 6, 120)
+    mark, last = len(run.run.lines), run.steps()[-1]
+    kill_all(FIRST)
+    assert run.went_on(2, mark) >= last, "the hosts that are left have all of the model"
+    testbed("wipe", FIRST)
+    for name in ("runs", "checkpoints"):
+        shutil.copytree(old_run / name, on_disk(FIRST, ROOT / name), dirs_exist_ok=True)
+    mark, last = len(run.run.lines), run.steps()[-1]
+    switch_on(FIRST)
+    assert last <= run.went_on(3, mark) < OLD_STEPS
+    stopped = run.stop()
+
+    testbed("wipe", LOST)
+    end = ["--max_steps", stopped + 3, "--pipelines", "1,2,1|2,2", "--num_microbatches", 6, "--resume", "auto"]
+    run = Training(tmp_path, SHORT, *words, *end, launcher=["--elastic", "2:3"])
+    assert run.went_on(3) == stopped
+    code, text = run.run.end(150)
+    assert code == 0 and nothing_runs(), text
+    done = testbed("exec", STARTED, sys.executable, "cluster/generate.py", "--checkpoint", "checkpoints/story",
+                   "--prompt", "It was", "--max_new_tokens", 3, cwd=ROOT, env=environment())
+    assert done.stdout.startswith("It was"), done.stdout
+
+    fork(9, 1, *flags, "--num_microbatches", 6, "--max_steps", stopped + 3, "--run_name", "one", "--log_dir", tmp_path,
+         "--checkpoint_dir", tmp_path / "checkpoints", script=ROOT / SCRIPT)
+    found, expected = metrics(on_disk(STARTED, ROOT / "runs"), "story"), metrics(tmp_path, "one")
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for key in ("loss", "grad_norm"):
+        assert max(abs(a[key] - b[key]) for a, b in zip(found, expected)) <= 1e-9

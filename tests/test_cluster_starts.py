@@ -1,0 +1,162 @@
+"""Starts of train_distributed.py that belong together, or do not: after a lost host, by Slurm, beside an older run.
+
+Hosts are folders here, in which a rank each has relative paths: they share no disk.
+"""
+
+import os
+import shutil
+import threading
+import types
+
+import pytest
+from checkpoint_runs import ROOT, SCRIPT, flags_of, write_corpus, write_model
+from launch import losses, metrics, modules_of, start_fork
+
+with modules_of(9):
+    from checkpoints import disks, save as checkpoint
+    from training import run
+    from checkpoints.files import check_file, read_state
+    from utils import UserError
+
+OLDER, TOLERANCE = 6, 1e-9  # the last step of the older run
+ELASTIC = {"TORCHELASTIC_MAX_RESTARTS": "1"}
+
+
+@pytest.fixture
+def train(older, tmp_path):
+    """train(hosts, name, max_steps, *flags, **env) -> the finished job. Host b has an older run "home"."""
+    (tmp_path / "a").mkdir()
+    shutil.copytree(older / "b", tmp_path / "b")
+
+    def train(hosts, name, max_steps, *more, check=True, **env):
+        return start(older, tmp_path, hosts, name, max_steps, *more, check=check, **env).result()
+
+    train.folder = tmp_path
+    return train
+
+
+def start(data, folder, hosts, name, max_steps, *more, check=True, **env):
+    flags = flags_of(data, name, data / "model", max_steps=max_steps, save_every=2, lr_decay="none", log_dir="runs",
+                     checkpoint_dir="checkpoints")
+    return start_fork(9, len(hosts), folder, SCRIPT, *flags, "--num_microbatches", "2" if len(hosts) == 1 else "1,1",
+                      *more, script=ROOT / "tests" / "support" / "checkpoint_runs.py", check=check,
+                      env={"DISKS": ",".join(hosts), **env})
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory):
+    """The folder of model and corpus, with a run "home" of OLDER steps on host b, and undisturbed steps on host c."""
+    folder = tmp_path_factory.mktemp("older")
+    write_model(folder / "model", num_hidden_layers=1)
+    write_corpus(folder)
+    for host in "bc":
+        (folder / host).mkdir()
+    jobs = start(folder, folder, "b", "home", OLDER, "--learning_rate", 1e-2), start(folder, folder, "c", "whole", 8)
+    assert not any(job.result().returncode for job in jobs)
+    return folder
+
+
+def saved(train, host: str, name: str) -> list[str]:
+    return sorted(path.name for path in (train.folder / host / "checkpoints" / name).glob("step_*"))
+
+
+def went_on(job) -> list[str]:
+    return [line.rpartition("going on after step ")[2].split(":")[0] for line in job.stdout.splitlines()
+            if "going on after" in line]
+
+
+LAUNCHES = {  # name -> the environment of start k
+    "elastic": lambda k: {**ELASTIC, "TORCHELASTIC_RUN_ID": "launch"},
+    "slurm": lambda k: {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(k)},
+}
+
+
+@pytest.mark.parametrize("kind, name", [("elastic", "other"), pytest.param("elastic", "home", marks=pytest.mark.slow),
+                                        pytest.param("slurm", "home", marks=pytest.mark.slow)])
+def test_a_directory_counts_for_the_first_start(train, kind, name):
+    """Of one launch. Another launch with that flag goes back, and keeps what was trained since under another name."""
+    flags = ["--resume", train.folder / "b" / "checkpoints" / "home" / f"step_{OLDER - 2:08d}"]
+    assert went_on(train("b", name, OLDER, *flags, **LAUNCHES[kind](0))) == [str(OLDER - 2)]
+    again = train("b", name, OLDER + 2, *flags, **LAUNCHES[kind](1))
+    assert went_on(again) == [str(OLDER)] and saved(train, "b", name)[-1] == f"step_{OLDER + 2:08d}"
+    assert [row["step"] for row in metrics(train.folder / "b" / "runs", name)] == list(range(1, OLDER + 3))
+    assert (f"{name}.2" if name == "home" else f"{name}.1") not in os.listdir(train.folder / "b" / "checkpoints")
+    env = {"SLURM_JOB_ID": "8"} if kind == "slurm" else {**ELASTIC, "TORCHELASTIC_RUN_ID": "next"}
+    assert went_on(train("b", name, OLDER, *flags, **env)) == [str(OLDER - 2)]
+    assert f"step_{OLDER + 2:08d}" not in saved(train, "b", name)
+
+
+@pytest.mark.parametrize("hosts, resume", [
+    ("ba", []), *(pytest.param(hosts, ["--resume", "auto"], marks=pytest.mark.slow) for hosts in ("ab", "ba")),
+])
+def test_a_late_host_with_an_older_run(train, older, hosts, resume):
+    """Its checkpoint is of a later step, and its rows are as many. It is left in peace, and the files come whole."""
+    env = {**ELASTIC, "TORCHELASTIC_RUN_ID": "launch"}
+    train("a", "home", 4, *resume, **env)
+    assert went_on(train(hosts, "home", 8, *resume, **env)) == ["4"]
+    for host in "ab":
+        assert saved(train, host, "home")[-1] == "step_00000008"
+        assert losses(train.folder / host / "runs", "home") == pytest.approx(losses(older / "c/runs", "whole"),
+                                                                             abs=TOLERANCE)
+        path = train.folder / host / "checkpoints" / "home" / "step_00000008"
+        assert not any(check_file(path, *facts) for facts in read_state(path / "state.json")["files"].items())
+    assert saved(train, "b", "home.1") == [f"step_{step:08d}" for step in (2, 4, OLDER)]
+    assert losses(train.folder / "b" / "runs", "home.1") == losses(older / "b" / "runs", "home")
+
+
+def test_unlike_runs_on_two_hosts(train):
+    """Nobody can know which is to go on: an error, and nothing is moved."""
+    train("a", "home", 4)
+    done = train("ab", "home", 8, "--resume", "auto", check=False)
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
+    assert "checkpoints of unlike runs: step_00000004 on " in done.stderr and "step_00000006 on " in done.stderr
+    assert [saved(train, "a", "home")[-1], saved(train, "b", "home")[-1]] == ["step_00000004", "step_00000006"]
+
+
+@pytest.mark.slow
+def test_a_host_that_was_not_there_for_a_while(train):
+    """It has an older step of the same run, by the id that a resumed run inherits."""
+    train("a", "home", 4)
+    shutil.rmtree(train.folder / "b")
+    shutil.copytree(train.folder / "a", train.folder / "b")
+    assert went_on(train("b", "home", 6, "--resume", "auto")) == ["4"]
+    assert went_on(train("ab", "home", 8, "--resume", "auto")) == ["6"]
+    assert not saved(train, "a", "home.1")
+
+
+def test_an_elastic_launch_needs_an_id(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(UserError, match="without --rdzv-id"):
+        run.launch_id("auto")
+
+
+def test_no_start_is_misled_by_what_another_left(monkeypatch, tmp_path):
+    """A start that is killed leaves its probes. Names are new each time, and an error removes them."""
+    left, gathered = [], []
+    monkeypatch.setattr(disks, "dist", types.SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1,
+                                                             new_group=lambda backend: None))
+    monkeypatch.setattr(disks.Disks, "gather", lambda self, value: gathered.append(value) or [value])
+    with monkeypatch.context() as killed:
+        killed.setattr(os, "remove", left.append)
+        for _ in range(2):
+            assert disks.Disks(str(tmp_path)).leads
+    assert len({*left}) == 2 == len(os.listdir(tmp_path))
+    monkeypatch.setattr(disks, "Disk", None)
+    with pytest.raises(TypeError):
+        disks.Disks(str(tmp_path))
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_one_thread_writes_at_a_time(monkeypatch):
+    """The first checkpoint of a run may be under way when the first step is done."""
+    ours, ends = object.__new__(checkpoint.Checkpointer), threading.Event()
+    monkeypatch.setattr(checkpoint, "pieces_of", lambda stage, optimizer: {"model": [], "optimizer": []})
+    ours.stage, ours.optimizer, ours.grid = None, None, types.SimpleNamespace(dp_rank=0)
+    ours.thread = writer = threading.Thread(target=ends.wait)
+    writer.start()
+    try:
+        ours.prepare()
+        assert ours.thread is writer
+    finally:
+        ends.set()
