@@ -57,6 +57,7 @@ def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = 
     directory = args.model_name and once_per_machine(lambda: local_directory(args.model_name, pattern=pattern))
     config_class = model_class.config_class
     config = config_class.from_pretrained(directory, **sizes) if directory else config_class(**{**toy, **sizes})
+    config.num_labels = toy.get("num_labels", config.num_labels)
     if args.dtype == "float64":
         config._experts_implementation = "eager"  # the library's grouped matmuls have no float64
     if hasattr(config, "patch_size"):
@@ -65,7 +66,6 @@ def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = 
     if directory is None or random_weights:
         torch.manual_seed(args.seed)
         return model_class(config), None
-    config.num_labels = toy.get("num_labels", config.num_labels)
     with torch.device("meta"):
         model = model_class(config)
     weights, prefix = open_directory(directory), f"{model.base_model_prefix}."
