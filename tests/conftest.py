@@ -8,6 +8,7 @@
 import os
 import pathlib
 import re
+import sys
 
 import pytest
 from launch import environment
@@ -19,6 +20,7 @@ ROOMS = (  # file name -> mark
     (r"test_(cluster)_", r"\1"),
     (r"test_(tool)_", r"\1s"),
 )
+NEED_LINUX = r"test_cluster_((elastic_)?launch|limits)\b"  # files that start what a host runs, which is Linux
 
 
 def pytest_configure() -> None:
@@ -39,6 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for pattern, mark in ROOMS:
             if match := re.match(pattern, item.path.name):
                 item.add_marker(match.expand(mark))
+        if sys.platform != "linux" and re.match(NEED_LINUX, item.path.name):
+            item.add_marker(pytest.mark.skip(reason="hosts run Linux"))
         params = item.callspec.params if hasattr(item, "callspec") else {}
         step = getattr(params.get("case"), "step", params.get("step"))
         if step is not None:

@@ -7,7 +7,8 @@ import pytest
 from launch import ROOT, environment, fork
 
 ROOMS = {  # name -> its modules
-    "step9": "step9*/*.py", "cluster": "cluster/**/*.py", "steps": "step[1-8]*/*.py", "beyond": "beyond/*/*.py", "tools": "tools/*.py"}
+    "step9": "step9*/*.py", "cluster": "cluster/**/*.py", "steps": "step[1-8]*/*.py", "beyond": "beyond/*/*.py",
+    "tools": "tools/**/*.py"}
 SLOW = ("steps", "tools")  # whose own tests import most of them
 
 

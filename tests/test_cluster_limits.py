@@ -26,7 +26,7 @@ def groups(tmp_path, monkeypatch):
         monkeypatch.setattr(host_facts, "OWN_GROUPS", str(tmp_path / "own"))
 
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     return make
 
 
@@ -57,7 +57,7 @@ def test_memory_within_the_limit_of_the_own_group(groups):
 
 def test_without_linux(monkeypatch, capsys):
     """macOS has no affinity and no /proc: the facts are there all the same, and a run ends with a clear error."""
-    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(host_facts, "OWN_GROUPS", "/nowhere/cgroup")
     assert host_facts.usable_cores() == os.cpu_count() and host_facts.available_memory() > 0
     monkeypatch.setattr(sys, "platform", "darwin")

@@ -1,4 +1,4 @@
-"""The GPU benchmark without a GPU: its arithmetic, its search, its one error, and the toy shape on the CPU."""
+"""The GPU benchmark without a GPU: its arithmetic, its errors, and the toy shape on the CPU."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 import benchmark_gpu
-from benchmark_gpu import CONTESTANTS, SHAPES, Llama, flops_per_token, initial_weights, largest_that_pays, peak_tflops
+from benchmark_gpu import CONTESTANTS, SHAPES, Llama, flops_per_token, initial_weights, peak_tflops
 from launch import ROOT, environment
 
 CPU = torch.device("cpu")
@@ -67,49 +67,14 @@ def test_mfu_and_ratios_of_known_times():
     assert benchmark_gpu.summarise(rounds, 100, 10, {"mfu": 3e9, "causal_mfu": 2e9}, peak=None)[0]["mfu"] is None
 
 
-@pytest.mark.parametrize("speeds, limit, best", [
-    ([100, 190, 300, 305], 64, 4),  # 8 brings 1.7 % only
-    ([100, 190, 194, 300], 64, 8),  # 4 brings 2.1 %, so it goes on, until memory is out
-    ([100, 190, None], 64, 2),
-    ([100, 190, 300, 900], 4, 4),
-    ([100, 90], 64, 1),
-    ([None], 64, 0),
-])
-def test_the_largest_micro_batch_that_pays(speeds, limit, best):
-    asked = []
-
-    def speed_of(size: int) -> float | None:
-        asked.append(size)
-        return speeds[len(asked) - 1] if len(asked) <= len(speeds) else None
-
-    found, tried = largest_that_pays(speed_of, limit)
-    assert found == best and tried == list(zip(asked, [*speeds, None]))
-    assert asked == [2**k for k in range(len(asked))] and asked[-1] <= min(limit, 2 * best or 1)
-
-
 def toy(*flags) -> None:
     benchmark_gpu.main(["--device", "cpu", "--shape", "toy", "--no_compile", "--seq_len", "32", *map(str, flags)])
 
 
-@pytest.mark.parametrize("fits, expected", [
-    (lambda one, size: size <= 4, (4, [1, 2, 4, 8])),
-    (lambda one, size: size <= (2 if one.is_compiled else 8), (2, [1, 2, 4, 8, 16])),  # compiled needs more: halved
-])
-def test_out_of_memory_ends_the_search_and_halves_the_comparison(fits, expected, monkeypatch, capsys):
-    def train(one, weights, config, device, size, seq_len, num_steps):
-        if not fits(one, size):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return fake_run(1.0, [5.0] * num_steps)
-
-    monkeypatch.setattr(benchmark_gpu, "train", train)
-    args = benchmark_gpu.parse_args(["--device", "cpu", "--rounds", "2"])
-    size, tried, rounds = benchmark_gpu.benchmark(CONTESTANTS, {}, None, 32, CPU, args)
-    assert (size, [size for size, _ in tried]) == expected and tried[-1][1] is None
-    assert [list(results) for results in rounds] == 2 * [[one.name for one in CONTESTANTS]]
-    assert f"micro-batch {tried[-1][0]}: out of memory" in capsys.readouterr().out
+def test_out_of_memory_is_an_error_with_the_remedy(monkeypatch):
     monkeypatch.setattr(benchmark_gpu, "train", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError()))
-    with pytest.raises(SystemExit, match="error: a micro-batch of one sample of 32 tokens is more than"):
-        benchmark_gpu.benchmark(CONTESTANTS, {}, None, 32, CPU, args)
+    with pytest.raises(SystemExit, match="error: 4 samples of 32 tokens are more than .* smaller --micro_batch_size"):
+        toy()
 
 
 def test_both_have_float32_masters_and_bf16_logits_of_the_same_model():
@@ -125,13 +90,12 @@ def test_both_have_float32_masters_and_bf16_logits_of_the_same_model():
 
 
 def test_toy_run_on_the_cpu(tmp_path, capsys):
-    toy("--rounds", 2, "--steps", 3, "--max_micro_batch_size", 2, "--peak_tflops", 0.5, "--json", tmp_path / "gpu.json")
+    toy("--rounds", 2, "--steps", 3, "--micro_batch_size", 2, "--peak_tflops", 0.5, "--json", tmp_path / "gpu.json")
     out = capsys.readouterr().out
     record = json.loads((tmp_path / "gpu.json").read_text())
     (found,), (ours, theirs) = record["seq_lens"], record["rows"]
-    assert f"| ours | {ours['tokens_per_second']:.0f} | {ours['mfu']:.1%} |" in out and "micro-batch 1:" in out
+    assert f"| ours | {ours['tokens_per_second']:.0f} | {ours['mfu']:.1%} |" in out
     assert [list(results) for results in found["rounds"]] == 2 * [["ours", "Hugging Face"]]
-    assert found["search"][0][0] == 1 and found["micro_batch_size"] in (1, 2)
     assert ours["loss_difference"] == 0 and theirs["loss_difference"] <= 0.002
     assert ours["last_loss"] < 0.95 * ours["first_loss"]  # so that a run that does not learn is off by more than 1 %
     assert 0 < ours["causal_mfu"] < ours["mfu"] < 1 and ours["peak_gib"] is None
@@ -152,9 +116,8 @@ def test_other_work_is_an_error(factor, monkeypatch):
         toy("--rounds", 1, "--steps", 2, "--micro_batch_size", 1)
 
 
-@pytest.mark.parametrize("script", [["benchmark_gpu.py"], ["benchmark.py", "--gpu"]])
-def test_without_cuda_it_is_one_clear_error(script):
-    command = [sys.executable, str(ROOT / "tools" / script[0]), *script[1:]]
+def test_without_cuda_it_is_one_clear_error():
+    command = [sys.executable, ROOT / "tools/maintain/benchmark_gpu.py"]
     done = subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 1 and not done.stdout
     assert done.stderr.startswith("error: torch sees no CUDA device") and done.stderr.count("\n") == 1

@@ -14,9 +14,9 @@ import pytest
 from break_faults import CHECKSUMS, FAULTS, SGD, Edit
 from launch import ROOT, environment, fork, metrics, start_fork
 from processes import processes
-from test_tool_readmes import missing_paths
+from test_pages import missing_paths
 
-PAGE = (ROOT / "tools" / "DEBUGGING.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "DEBUGGING.md").read_text(encoding="utf-8")
 SMALL = ["--num_hidden_layers", "2", "--seq_len", "16", "--micro_batch_size", "1", "--max_tokens"]
 TWO_STEPS, FOUR_STEPS = [*SMALL, "256"], [*SMALL, "512"]  # of 8 micro-batches, over all replicas
 
@@ -172,4 +172,4 @@ def test_the_page_shows_commands_that_exist_and_the_function_as_it_is():
     assert all(any(f"break_it.py {name}" in line for line in commands) for name in FAULTS)
     function = (ROOT / "tools" / "same_weights.py").read_text().partition("\n\n\n")[2].strip()
     assert function in PAGE
-    assert not missing_paths(PAGE, ROOT / "tools")
+    assert not missing_paths(PAGE, ROOT / "docs")

@@ -30,7 +30,8 @@ ints["topology"] = dict(dp_size=ints["dp_size"], world_size=ints["dp_size"] * in
 (folder / "config.json").write_text(json.dumps({**json.loads(CONFIG), **flags, **ints}))
 steps = ints["max_tokens"] // (ints["seq_len"] * ints["micro_batch_size"] * ints["gradient_accumulation_steps"]
                                * ints["dp_size"])
-rows = [{"step": i, "loss": 7 - i / 10, "grad_norm": 2.0, "tokens_per_second": 9.0} for i in range(1, steps + 1)]
+rows = [{"step": i, "loss": 7 - i / 10, "grad_norm": 2.0, "tokens_per_second": 9.0,
+         "trained_tokens": i * ints["max_tokens"] // steps} for i in range(1, steps + 1)]
 (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in rows))
 """
 
@@ -38,9 +39,10 @@ rows = [{"step": i, "loss": 7 - i / 10, "grad_norm": 2.0, "tokens_per_second": 9
 def write_run(folder, losses, norms=None, **config):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
-    rows = [{"step": i, "loss": loss, "tokens_per_second": 100.0 * i} for i, loss in enumerate(losses, 1)]
-    for row, norm in zip(rows, norms or []):
-        row["grad_norm"] = norm
+    config = {**CONFIG, **config}
+    tokens = config["micro_batch_size"] * config["gradient_accumulation_steps"] * config["seq_len"]
+    rows = [{"step": i, "loss": loss, "grad_norm": norm, "tokens_per_second": 100.0 * i, "trained_tokens": i * tokens}
+            for i, (loss, norm) in enumerate(zip(losses, norms or NORMS), 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -97,38 +99,6 @@ def test_gradient_norms_are_judged_relative_to_the_baseline(check, no_figure, tm
         assert code == 1 and "float32 allows 1e-4" in printed, "the large model has its own limits"
 
 
-@pytest.fixture
-def older_runs(tmp_path):
-    """Two from before gradient norms, clipping and schedules."""
-    folders = [write_run(tmp_path / name, CURVE) for name in ("baseline", "tp4")]
-    for folder in folders:
-        config = json.loads((folder / "config.json").read_text())
-        for flag in ("max_grad_norm", "warmup_steps", "lr_decay"):
-            del config[flag]
-        (folder / "config.json").write_text(json.dumps(config))
-    return folders
-
-
-def test_runs_from_before_gradient_norms_are_drawn_without_them(check, tmp_path, older_runs):
-    code, printed = check("--plot", *older_runs)
-    assert code == 0 and "gradient norm" not in printed and (tmp_path / "figure.png").exists(), printed
-
-
-def test_older_runs_beside_newer_ones(check, no_figure, tmp_path, older_runs):
-    baseline = write_run(tmp_path / "new", CURVE, NORMS, max_grad_norm=0)
-    code, printed = check("--plot", baseline, older_runs[1])
-    assert code == 0 and "| gradient norm, relative" in printed, printed
-    code, printed = check("--plot", write_run(tmp_path / "clipped", CURVE, NORMS), older_runs[1])
-    assert code == 1 and "TP 4 can't be compared: its max_grad_norm is 0, the baseline's 1.0" in printed
-
-
-@pytest.mark.parametrize("counts", [[5, 3], "5,3"], ids=["as step 9 records it", "as it once did"])
-def test_unlike_pipelines_have_a_global_batch(check, no_figure, tmp_path, counts):
-    unlike = dict(num_microbatches=counts, gradient_accumulation_steps=99)
-    code, printed = check("--plot", write_run(tmp_path / "a", CURVE), write_run(tmp_path / "b", CURVE, **unlike))
-    assert code == 0, printed
-
-
 @pytest.mark.parametrize("flags", [{"max_grad_norm": 2.0}, {"warmup_steps": 3}, {"lr_decay": "cosine"}])
 def test_clipping_and_schedule_are_of_the_recipe(check, no_figure, tmp_path, flags):
     code, printed = check("--plot", write_run(tmp_path / "a", CURVE), write_run(tmp_path / "b", CURVE, **flags))
@@ -151,7 +121,7 @@ def test_runs_that_cannot_be_compared(check, no_figure, tmp_path):
     baseline = write_run(tmp_path / "baseline", CURVE)
     other = write_run(tmp_path / "other", CURVE, micro_batch_size=2)
     code, printed = check("--plot", baseline, other)
-    assert code == 1 and "other can't be compared: its global batch is 16, the baseline's 32" in printed
+    assert code == 1 and "other can't be compared: its number of tokens a step is 2048, the baseline's 4096" in printed
 
 
 def test_only_a_dtype_of_auto_is_named_by_the_flag(check, no_figure, tmp_path):
@@ -196,7 +166,7 @@ def test_without_a_flag_the_figure_is_not_the_front_page_s(monkeypatch, capsys):
     pictures = []
     monkeypatch.setattr(sanity_check, "train", lambda *args: True)
     monkeypatch.setattr(sanity_check.Run, "read", lambda folder: sanity_check.Run(
-        folder, folder.name, None, CONFIG, {"loss": CURVE, "grad_norm": NORMS}, 1.0))
+        folder, folder.name, None, CONFIG, {"loss": CURVE, "grad_norm": NORMS}, 4096, 1.0))
     monkeypatch.setattr(sanity_check, "draw", lambda runs, picture, *args: pictures.append(picture))
     monkeypatch.setattr(sys, "argv", ["sanity_check.py", "--rows", "baseline", "tp4"])
     assert sanity_check.main() == 0, capsys.readouterr().out

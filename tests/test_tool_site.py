@@ -57,7 +57,7 @@ def pages(site):
 
 def test_every_link_leads_somewhere(site, pages):
     steps = [f"step{number}.html" for number in STEPS]
-    assert {"index.html", "cluster.html", "playground.html", "split.html", *steps} <= pages.keys()
+    assert {"index.html", "cluster.html", "playground.html", *steps} <= pages.keys()
     for name, page in pages.items():
         assert len(page.ids) == len(set(page.ids)), name
         for link in page.links:
@@ -133,7 +133,7 @@ def test_remarks_go_to_the_first_name_that_is_known():
 
 def test_runs_are_those_of_all_steps():
     runs = read_runs()
-    assert runs.keys() == TOPOLOGIES.keys(), "python tools/site.py --runs"
+    assert runs.keys() == TOPOLOGIES.keys(), "python tools/make_site.py --runs"
     for step, entry in runs.items():
         assert len(entry["losses"]) == 50
         if step >= 3:  # the same numbers on any topology, as far as four decimals say
@@ -175,15 +175,6 @@ def test_site_replaces_nothing_but_a_site(tmp_path):
     with pytest.raises(ValueError, match="something else than a site"):
         build(root, tmp_path / "other", {})
     assert (tmp_path / "other" / "thesis.txt").exists()
-
-
-def test_the_standard_library_keeps_its_module():
-    """tools/site.py has the name of a module that Python imports at its start."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tools")}
-    code = "import site; print(site.getsitepackages()[0])"
-    done = subprocess.run([sys.executable, "-X", "frozen_modules=off", "-c", code], env=environment, text=True,
-                          capture_output=True)
-    assert done.returncode == 0 and "site-packages" in done.stdout, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -242,12 +233,3 @@ def test_playground_follows_its_fields(browsed):
     assert found["changed"]["facts"] == ["25", "28.0 %", "2", "16"]  # stage 0 computes for 8 x 3 and waits once, for 1
     assert found["reloaded"] == found["changed"]
     assert "from 1 to 16" in found["wrong"]["problem"]
-
-
-@pytest.mark.slow
-def test_split_follows_its_fields(browsed):
-    found = browsed["split"]
-    assert found["start"]["answer"].startswith("8.03 billion parameters. 7 of 10") and found["start"]["rows"] == 10
-    assert "None of 10 ways fits" in found["70B"]["answer"]
-    assert found["unlike"]["stages"] == 3 and not found["unlike"]["problem"]
-    assert "8x80" in found["wrong"]["problem"]

@@ -1,8 +1,6 @@
-"""The site's JavaScript repeats schedules, simulation and memory model: it computes what Python does."""
+"""The site's JavaScript repeats schedules and simulation: it computes what Python does."""
 
-import itertools
 import json
-import random
 import shutil
 import subprocess
 
@@ -14,12 +12,8 @@ with modules_of(10):
     from pipeline_parallel import zero_bubble
 with modules_of(9):
     from pipeline_parallel import SCHEDULES
-    from planning.devices import parse_nodes
-    from planning.grids import Job, grids
     from planning.machines import Cluster
     from planning.pipeline_simulation import Pipeline, PipelineSimulation, Setting
-    from planning.simulation import peak_memory
-    from planning.synthetic import PRESETS, Shape, synthetic_cluster
 
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="there is no node to run the site's JavaScript")
 SCRIPTS = ROOT / "tools" / "site"
@@ -56,8 +50,8 @@ class SimulationWithWeights(PipelineSimulation):
 
 
 def node(script: str, argument) -> object:
-    """What `script`, the body of a JavaScript function of `input`, `schedules` and `memory`, returns for `argument`."""
-    load = "".join(f"const {name} = require({json.dumps(str(SCRIPTS / name))});" for name in ("schedules", "memory"))
+    """What `script`, the body of a JavaScript function of `input` and `schedules`, returns for `argument`."""
+    load = f"const schedules = require({json.dumps(str(SCRIPTS / 'schedules'))});"
     program = (f"{load} const input = JSON.parse(require('fs').readFileSync(0));"
                f"process.stdout.write(JSON.stringify((() => {{ {script} }})()))")
     done = subprocess.run(["node", "-e", program], input=json.dumps(argument), capture_output=True, text=True)
@@ -104,64 +98,3 @@ def test_bubble_and_live_microbatches_of_the_textbook():
         assert result["bubble"] == pytest.approx(ideal, abs=1e-12), (name, p, m)
         live = {"afab": [m] * p, "1f1b": [p - s for s in range(p)], "zb": [p] * p}[name]
         assert result["live"] == live, (name, p, m)
-
-
-@needs_node
-def test_memory_is_that_of_the_planner():
-    presets = node("return memory.MODELS;", None)
-    tiny = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-             "vocab_size", "tie_word_embeddings", "head_dim")
-    shapes = {name: Shape(*fields.values()) for name, fields in presets.items()}
-    assert shapes["tiny"] == tuple(tiny[name] for name in names)
-    assert (shapes["8B"], shapes["70B"]) == (PRESETS["llama-8b"], PRESETS["llama-70b"])
-    shapes["tied"] = PRESETS["llama-1b"]
-    fields = list(presets["tiny"])
-    cases, random_state = [], random.Random(0)
-    for (name, shape), tp, pp, dtype, recompute, schedule in itertools.product(
-            shapes.items(), (1, 2, 4), (1, 2, 4), ("float32", "bfloat16"), (False, True), ("afab", "1f1b", "1f1b-2")):
-        cuts = sorted(random_state.sample(range(1, shape.layers), pp - 1))
-        layers = [stop - start for start, stop in zip([0, *cuts], [*cuts, shape.layers])]
-        cases.append({"shape": dict(zip(fields, shape)), "tp": tp, "seqLen": 512, "size": random_state.choice((1, 4)),
-                      "dtype": dtype, "recompute": recompute, "schedule": schedule, "layers": layers, "m": 6})
-    found = node("""return input.map((job) => [memory.totalParameters(job.shape),
-                        memory.stagesOf(job.layers, job.schedule, job.m, schedules).map(
-                            (stage) => memory.stageMemory(job, stage).total)]);""", cases)
-    for case, (parameters, stages) in zip(cases, found, strict=True):
-        shape, pp = Shape(*case["shape"].values()), len(case["layers"])
-        cluster = Cluster(synthetic_cluster(shape, parse_nodes(f"{pp * case['tp']}xH100:{case['tp']}"), case["tp"],
-                                            case["seqLen"], case["dtype"], [case["size"]]))
-        pipeline = Pipeline(tuple(range(pp)), tuple(case["layers"]), case["m"])
-        expected = peak_memory(cluster, pipeline, case["size"],
-                               Setting(case["schedule"], recompute=case["recompute"]))
-        assert stages == pytest.approx(expected, rel=1e-12), case
-        assert parameters == shape.parameters
-
-
-SPLITS = """return input.map(([model, devices, job]) => memory.splits(
-                { ...job, shape: memory.MODELS[model] }, devices, 0.9, schedules));"""
-JOB = {"seqLen": 512, "size": 1, "globalBatch": 32, "dtype": "bfloat16", "schedule": "1f1b", "recompute": False}
-
-
-@needs_node
-def test_splits_are_the_grids_of_the_planner():
-    """The same dp x pp x tp of like devices, each with all layers, and what the planner says of their memory."""
-    names = ("8B", "70B")
-    for found, name in zip(node(SPLITS, [(name, [80e9] * 8, JOB) for name in names]), names, strict=True):
-        shape, nodes = PRESETS[f"llama-{name.lower()}"], parse_nodes("8xH100:8")
-        job = Job(shape, nodes, JOB["seqLen"], JOB["globalBatch"], JOB["dtype"], Setting())
-        assert {(grid["dp"], grid["pp"], grid["tp"]) for grid in found} == {grid[:3] for grid in grids(job, 1)}
-        for grid in found:
-            layers = [stage["layers"] for stage in grid["pipelines"][0]]
-            assert len(grid["pipelines"]) == grid["dp"] and sum(layers) == shape.layers and min(layers) > 0
-            pipeline = Pipeline(tuple(range(grid["pp"])), tuple(layers), grid["microbatches"])
-            peaks = peak_memory(job.cluster(nodes, grid["tp"], [1]), pipeline, 1, Setting())
-            assert [stage["total"] for stage in grid["pipelines"][0]] == pytest.approx(peaks, rel=1e-12)
-            assert grid["fits"] == (max(peaks) <= 0.9 * 80e9)
-
-
-@needs_node
-def test_a_larger_device_gets_more_layers():
-    (found,) = node(SPLITS, [("1.1B", [24e9, 8e9], JOB)])
-    (pipeline,) = [grid["pipelines"][0] for grid in found if grid["pp"] == 2]
-    assert pipeline[0]["layers"] > 2 * pipeline[1]["layers"]

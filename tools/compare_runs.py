@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 
-from launch import ROOT
+from launch import ROOT, Help
 
 
 def read_metrics(run: pathlib.Path) -> list[dict]:
@@ -77,9 +77,10 @@ def from_wandb(run: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
 
 
 def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("program", choices=["tensorboard", "wandb"], help="write for it, or read from it")
-    parser.add_argument("runs", nargs="+", type=pathlib.Path, metavar="RUN_DIR")
+    parser.add_argument("runs", nargs="+", type=pathlib.Path, metavar="RUN_DIR",
+                        help="its folder, such as runs/baseline")
     parser.add_argument("--out", type=pathlib.Path, help="default: runs/tensorboard, or runs/from_wandb")
     args = parser.parse_args(argv)
     out = args.out or ROOT / "runs" / ("tensorboard" if args.program == "tensorboard" else "from_wandb")

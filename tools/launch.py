@@ -4,6 +4,7 @@ launch() starts it as its reader does, with torchrun; fork() in processes that n
 after the other; start_fork() several jobs at the same time.
 """
 
+import argparse
 import atexit
 import concurrent.futures
 import contextlib
@@ -29,6 +30,14 @@ PROXIES = {f"{name}_proxy" for name in ("http", "https", "all", "no")}  # a test
 # macOS has no affinity.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SLOTS = max(4, 2 * CORES)  # so many ranks of forked jobs run at the same time, or one larger job
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """--help with a program's docstring as it is, its examples among it, and with the defaults of its flags."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        says_it = action.default in (None, False, argparse.SUPPRESS) or "default" in action.help
+        return action.help + " (default: %(default)s)" * (not says_it)
 
 
 def torchrun(num_processes: int, script, *args) -> list[str]:

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 from typing import NamedTuple
 
-from launch import ROOT, launch, metrics
+from launch import ROOT, Help, launch, metrics
 
 STAGES, MICRO_BATCHES, STEPS_A_RUN = 4, (4, 8, 16, 32), 5
 LAYERS, SEQ_LEN, MICRO_BATCH_SIZE = 16, 128, 2
@@ -116,10 +116,10 @@ def draw(found: dict[Case, Measured], picture: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--micro_batches", type=int, nargs="+", default=MICRO_BATCHES, metavar="M", help="of a step")
     parser.add_argument("--figure", type=pathlib.Path, default=ROOT / "runs" / "recompute_memory.png",
-                        help="where to draw it (default: %(default)s)")
+                        help="where to draw it")
     args = parser.parse_args()
     if len(set(args.micro_batches)) < 2:
         parser.error(f"--micro_batches {args.micro_batches}: give two numbers at least, to draw a line")

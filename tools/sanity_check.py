@@ -33,7 +33,7 @@ import sys
 import time
 from typing import NamedTuple
 
-from launch import ROOT, STEPS, metrics, torchrun
+from launch import ROOT, STEPS, Help, metrics, torchrun
 from sanity_figure import draw
 
 QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}  # in metrics.jsonl, and in words
@@ -88,7 +88,8 @@ class Run:
     label: str
     place: int | None  # among the rows of this check; None: it is none of them
     config: dict
-    values: dict[str, list[float]]  # of "loss", and of "grad_norm" where the run recorded it
+    values: dict[str, list[float]]  # of "loss" and "grad_norm"
+    tokens_per_step: int
     tokens_per_second: float  # the median, without the first step, which warms up
 
     @classmethod
@@ -98,35 +99,29 @@ class Run:
             config, rows = json.loads((folder / "config.json").read_text()), metrics(folder.parent, folder.name)
         except (OSError, json.JSONDecodeError) as error:
             raise ValueError(f"{folder} holds no run: {error}") from None
-        values = {key: [row[key] for row in rows] for key in QUANTITIES if rows and key in rows[0]}
+        values = {key: [row[key] for row in rows] for key in QUANTITIES}
         if not rows or not all(math.isfinite(value) for column in values.values() for value in column):
             raise ValueError(f"{folder} holds a run without a step, or with a loss or gradient norm that is no number")
         place = list(ROWS).index(folder.name) - 1 if folder.name in ROWS else None
         label = folder.name if place is None else ROWS[folder.name].label
         speeds = [row["tokens_per_second"] for row in rows[1:] or rows]
-        return cls(folder, label, place, config, values, statistics.median(speeds))
+        return cls(folder, label, place, config, values, rows[0]["trained_tokens"] // rows[0]["step"],
+                   statistics.median(speeds))
 
     @property
     def recipe(self) -> dict:
         """What must be the same for two runs to be comparable."""
-        micro_batch, counts = self.config["micro_batch_size"], self.config.get("num_microbatches")
-        like = self.config["gradient_accumulation_steps"] * self.config["topology"]["dp_size"]
-        counts = counts.split(",") if isinstance(counts, str) else counts  # a string in older runs
-        total = sum(map(int, counts)) if counts else like
         keys = ("model_name", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "dataset_name", "seed",
-                "learning_rate", "seq_len", "dtype")
-        older = {"max_grad_norm": 0, "warmup_steps": 0, "lr_decay": "none"}  # a run from before these flags had these
-        return {"global batch": micro_batch * total, **{key: self.config[key] for key in keys},
-                **{key: self.config.get(key, value) for key, value in older.items()}}
+                "learning_rate", "seq_len", "dtype", "max_grad_norm", "warmup_steps", "lr_decay")
+        return {"number of tokens a step": self.tokens_per_step, **{key: self.config[key] for key in keys}}
 
     def gaps(self, baseline: "Run", key: str = "loss") -> list[float]:
         """What parts this run from the baseline at each step that both have: |difference|, relative for grad_norm."""
-        pairs = zip(self.values.get(key, []), baseline.values.get(key, []))
+        pairs = zip(self.values[key], baseline.values[key])
         return [abs(a - b) / (b if key == "grad_norm" else 1) for a, b in pairs]
 
-    def worst(self, baseline: "Run", steps: int | None, key: str = "loss") -> float | None:
-        """None where one of the two has not recorded it."""
-        return max(self.gaps(baseline, key)[:steps], default=None)
+    def worst(self, baseline: "Run", steps: int | None, key: str = "loss") -> float:
+        return max(self.gaps(baseline, key)[:steps])
 
 
 def failures(runs: list[Run], dtype: str, tolerance: dict[str, Limit]) -> list[str]:
@@ -137,22 +132,17 @@ def failures(runs: list[Run], dtype: str, tolerance: dict[str, Limit]) -> list[s
             if value != (expected := baseline.recipe[key]):
                 found.append(f"{run.label} can't be compared: its {key} is {value}, the baseline's {expected}")
         for key, limit in tolerance.items():
-            worst = run.worst(baseline, limit.steps, key)
-            if worst is not None and not worst <= limit.largest:
+            if not (worst := run.worst(baseline, limit.steps, key)) <= limit.largest:
                 found.append(f"{run.label}: its {QUANTITIES[key]} is {worst:.1e} away from the baseline's; "
                              f"{dtype} allows {limit.words}")
     return found
 
 
 def table(runs: list[Run], judged: int | None) -> str:
-    """Markdown, in columns that line up. Gradient norms, where recorded, have a column for their `judged` steps."""
-    baseline = runs[0]
-    header = ["run", "ranks", "steps", "final loss", "max difference, first 20 steps", "all steps", "tokens/s"]
-    columns = [("loss", 20), ("loss", None)]
-    if "grad_norm" in baseline.values:
-        header.insert(6, f"gradient norm, relative, {f'first {judged}' if judged else 'all'} steps")
-        columns.append(("grad_norm", judged))
-    lines = [header]
+    """Markdown, in columns that line up. Gradient norms have a column for their `judged` steps."""
+    baseline, columns = runs[0], [("loss", 20), ("loss", None), ("grad_norm", judged)]
+    lines = [["run", "ranks", "steps", "final loss", "max difference, first 20 steps", "all steps",
+              f"gradient norm, relative, {f'first {judged}' if judged else 'all'} steps", "tokens/s"]]
     for run in runs:
         gaps = [None if run is baseline else run.worst(baseline, steps, key) for key, steps in columns]
         losses, ranks = run.values["loss"], run.config["topology"]["world_size"]
@@ -195,10 +185,10 @@ def train(row: Row, flags: dict, log_dir: pathlib.Path) -> bool:
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--preset", choices=PRESETS, default="tiny", help="with --plot: whose tolerance applies")
     parser.add_argument("--dtype", choices=TOLERANCE, help="float32; 1b: bfloat16; --plot: what an auto was")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="to compute on")
     parser.add_argument("--seq_len", type=int, metavar="N", help="tokens in a sample, instead of the preset's")
     parser.add_argument("--max_grad_norm", type=float, help="clip gradients (default: as train.py does; 0: never)")
     parser.add_argument("--steps", type=int, help="optimizer steps, instead of --max_tokens")
@@ -206,9 +196,10 @@ def parse_args():
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=DEFAULT_ROWS, metavar="ROW",
                         help=f"train these only, of {', '.join(ROWS)} (default: all but tp2pp2)")
     parser.add_argument("--use_wandb", action="store_true", help="record the runs in Weights & Biases, in one group")
-    parser.add_argument("--wandb_group", metavar="NAME", default="sanity_check", help="default: %(default)s")
-    parser.add_argument("--log_dir", type=pathlib.Path, default=ROOT / "runs" / "sanity_check")
-    parser.add_argument("--figure", type=pathlib.Path, help="default: sanity_check.png in --log_dir; with --plot: compared.png beside the runs")
+    parser.add_argument("--wandb_group", metavar="NAME", default="sanity_check", help="of these runs")
+    parser.add_argument("--log_dir", type=pathlib.Path, default=ROOT / "runs" / "sanity_check", help="of the runs")
+    parser.add_argument("--figure", type=pathlib.Path,
+                        help="default: sanity_check.png in --log_dir; with --plot: compared.png beside the runs")
     parser.add_argument("--table", type=pathlib.Path, help="write the table into this file too")
     parser.add_argument("--plot", nargs="+", type=pathlib.Path, metavar="RUN_DIR", help="draw these, train nothing")
     args = parser.parse_args()
@@ -267,7 +258,7 @@ def main() -> int:
         failed += failures(runs, dtype, tolerance)
         if len(runs) > 1:
             draw(runs, args.figure, dtype, tolerance)
-            words = ", ".join(f"{QUANTITIES[key]} {tolerance[key].words}" for key in runs[0].values)
+            words = ", ".join(f"{QUANTITIES[key]} {tolerance[key].words}" for key in QUANTITIES)
             print(f"figure: {args.figure}\ntolerance of {dtype}: {words}")
     print("\n".join(failed) or "no run is further from the baseline")
     return 1 if failed else 0

@@ -1,6 +1,6 @@
 """The figure of sanity_check.py: for the loss and the gradient norm, a panel of the curves and one of what parts them.
 
-A run is a sanity_check.Run. Runs without gradient norms, made before these were recorded, get the losses' panels only.
+A run is a sanity_check.Run.
 """
 
 import math
@@ -16,15 +16,13 @@ def draw(runs: list, picture: pathlib.Path, dtype: str, tolerance: dict) -> None
     """The first run is the baseline; `tolerance`: of each key in PANELS, the sanity_check.Limit."""
     from matplotlib.figure import Figure
 
-    keys = [key for key in PANELS if key in runs[0].values]
-    height = 1 + 4 * len(keys)  # inches
+    height = 1 + 4 * len(PANELS)  # inches
     figure = Figure(figsize=(11.6, height), dpi=100)
-    panels = figure.subplots(len(keys), 2, squeeze=False)
+    panels = figure.subplots(len(PANELS), 2)
     figure.subplots_adjust(left=0.052, right=0.865, top=1 - 1.0 / height, bottom=0.5 / height, wspace=0.17, hspace=0.22)
-    for (left, right), key in zip(panels, keys):
-        compared = [run for run in runs if key in run.values]
-        draw_curves(left, compared, key)
-        draw_gaps(right, compared, key, tolerance[key])
+    for (left, right), key in zip(panels, PANELS):
+        draw_curves(left, runs, key)
+        draw_gaps(right, runs, key, tolerance[key])
         for axes, title in zip((left, right), PANELS[key]):
             axes.set_title(title, loc="left", fontsize=11)
             axes.set(axisbelow=True)
@@ -36,7 +34,7 @@ def draw(runs: list, picture: pathlib.Path, dtype: str, tolerance: dict) -> None
     recipe, steps = runs[0].recipe, len(runs[0].values["loss"])
     labels = textwrap.shorten(", ".join(run.label for run in runs[1:]), 110, placeholder=" ...")
     what = [pathlib.Path(recipe["model_name"]).name, dtype,
-            f"{steps} steps of {recipe['global batch'] * recipe['seq_len']:,} tokens",
+            f"{steps} steps of {runs[0].tokens_per_step:,} tokens",
             *(f"{run.label} stops after {length}" for run in runs if (length := len(run.values["loss"])) < steps)]
     figure.text(0.016, 1 - 0.3 / height, f"{runs[0].label} against {labels}", fontsize=13, weight="bold")
     figure.text(0.016, 1 - 0.56 / height, "  \u00b7  ".join(what), fontsize=10.5, color="#555555")

@@ -12,7 +12,7 @@ import argparse
 import sys
 
 import torch
-from launch import ROOT
+from launch import ROOT, Help
 
 sys.path.insert(0, str(ROOT / "cluster"))
 import course  # noqa: E402, F401  before step 9's modules
@@ -84,11 +84,11 @@ def answer(data: dict, cards: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--model", nargs="*", choices=SHAPES, default=list(SHAPES), help="to look at")
     parser.add_argument("--cards", nargs="*", default=CARDS, metavar="16+12+8", help="GB of each card")
-    parser.add_argument("--seq_len", type=int, default=1024)
-    parser.add_argument("--lora_rank", type=int, default=16)
+    parser.add_argument("--seq_len", type=int, default=1024, help="tokens of a sample")
+    parser.add_argument("--lora_rank", type=int, default=16, help="of the adapters")
     args = parser.parse_args()
     for name in args.model:
         data = measure(name, args.seq_len, args.lora_rank)

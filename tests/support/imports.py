@@ -1,7 +1,8 @@
 """Imports modules, and asks scripts for --help, each in a process of its own and in another working directory.
 
 `imports.py FILE...` prints a JSON object: "FILE" or "FILE --help" -> what went wrong, for each that failed. A FILE is
-a script where it parses arguments. A module's own folder is on the path, or the folder of the package that holds it.
+a script where it parses arguments. A module's own folder is on the path, or the folder of the package that holds it; of
+one in tools/site/ also tools/, which the script that imports it has put there.
 """
 
 import contextlib
@@ -18,6 +19,8 @@ import traceback
 def run(path: pathlib.Path, words: list[str]) -> bool:
     """Imports the module or, with `words`, runs the script with these arguments. Did it end as it should?"""
     sys.argv, sys.path[0] = [str(path), *words], str(path.parent)
+    if path.parent.name == "site":
+        sys.path.insert(1, str(path.parent.parent))
     try:
         if (path.parent / "__init__.py").exists():
             sys.path[0] = str(path.parent.parent)
@@ -50,7 +53,8 @@ def attempt(path: pathlib.Path, words: list[str]) -> str | None:
         output.seek(0)
         errors.seek(0)
         printed, complaint, written = output.read(), errors.read(), os.listdir(folder)
-    if status == 0 and not complaint and not written and ("usage: " in printed) == bool(words):
+    is_complete = not words or "/tools/" not in str(path) or "tools/" in printed  # --help shows an example
+    if status == 0 and not complaint and not written and ("usage: " in printed) == bool(words) and is_complete:
         return None
     return f"status {status}, written: {written}\n{printed[-1000:]}{complaint[-2000:]}"
 

@@ -40,7 +40,6 @@ const found = {
   keyboard: {},
   timeline: {},
   playground: {},
-  split: {},
   fold: {},
 };
 page.on("console", (message) => {
@@ -167,26 +166,6 @@ async function usePlayground() {
   found.playground.wrong = await read();
 }
 
-async function useSplit() {
-  await open("split.html");
-  const read = async () => ({
-    answer: await page.locator("#answer").textContent(),
-    rows: await page.locator("#grids tr").count(),
-    stages: await page.locator("#picture li svg[role=img]").count(),
-    problem: await page.locator("#problem").textContent(),
-  });
-  found.split.start = await read();
-  await page.selectOption("[name=preset]", "70B");
-  found.split["70B"] = await read();
-  await page.selectOption("[name=preset]", "1.1B");
-  await page.fill("[name=devices]", "24,16,8");
-  found.split.unlike = await read();
-  await page.locator("#grids input").last().check();
-  found.split.chosen = await read();
-  await page.fill("[name=devices]", "8 x GB");
-  found.split.wrong = await read();
-}
-
 /** A link to a line that is folded opens the fold. */
 async function openFold() {
   await open("step5.html");
@@ -214,11 +193,10 @@ await page.emulateMedia({ colorScheme: "light", reducedMotion: "reduce" });
 await turnPages();
 for (const name of ["step8.html", "step9.html"]) await useTimeline(name);
 await usePlayground();
-await useSplit();
 await openFold();
 if (screenshots) {
   mkdirSync(screenshots, { recursive: true });
-  const views = ["index.html", "step4.html", "step5.html#diff", "step8.html#timeline", "playground.html", "split.html"];
+  const views = ["index.html", "step4.html", "step5.html#diff", "step8.html#timeline", "playground.html"];
   for (const name of views) {
     for (const viewport of [WIDE, PHONE]) {
       for (const colorScheme of ["light", "dark"]) {

@@ -224,21 +224,6 @@ class BarFigure {
       },
       { passive: false },
     );
-    let from = null;
-    this.svg.addEventListener("pointerdown", (event) => {
-      from = { x: event.clientX, first: this.first, last: this.last };
-    });
-    addEventListener("pointermove", (event) => {
-      if (!from || !event.buttons) return;
-      const by = ((from.x - event.clientX) / this.svg.clientWidth) * (from.last - from.first);
-      this.setView(from.first + by, from.last + by);
-    });
-    addEventListener("pointerup", () => {
-      from = null;
-    });
-    addEventListener("pointercancel", () => {
-      from = null;
-    });
     this.svg.addEventListener("keydown", (event) => this.onKey(event));
   }
 

@@ -1,4 +1,4 @@
-// The measured timelines of a step: see figure.js for the bars and tools/site_runs.py for the data.
+// The measured timelines of a step: see figure.js for the bars and tools/site/site_runs.py for the data.
 "use strict";
 
 (() => {

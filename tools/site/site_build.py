@@ -6,14 +6,12 @@ import shutil
 
 import jinja2
 from markupsafe import Markup
-from site_figures import loss_curve
 from site_pages import Page, Repository, document_page, source_page, step_page
 
-TEMPLATES = pathlib.Path(__file__).resolve().parent / "site"
+TEMPLATES = pathlib.Path(__file__).resolve().parent
 MARKER = ".site"  # a folder that holds it was written by build(), and may be replaced
 BASELINE = 3  # the step whose losses all later ones repeat
 PLAYGROUND = Page("playground.html", "Schedules", "Schedule playground", [], "playground.html", {})
-SPLIT = Page("split.html", "Split", "Split the model", [], "split.html", {})
 
 
 def empty_folder(out: pathlib.Path) -> None:
@@ -31,13 +29,13 @@ def script_json(data) -> Markup:
 
 
 def add_run(page: Page, runs: dict[int, dict]) -> Page:
-    """The step's page with the curve of its run, and its timelines if it has any."""
+    """The step's page with the losses of its run, and its timelines if it has any."""
     number, content = page.content["number"], dict(page.content)
     if number not in runs:
         return page._replace(headings=[heading for heading in page.headings if heading.anchor != "loss"])
     losses = runs[number]["losses"]
     baseline = runs[BASELINE]["losses"] if number > BASELINE and BASELINE in runs else None
-    content |= {"command": runs[number]["command"], "losses": losses, "curve": Markup(loss_curve(losses, baseline))}
+    content |= {"command": runs[number]["command"], "losses": losses}
     if baseline:
         content["difference"] = max(abs(a - b) for a, b in zip(losses, baseline))
     headings = list(page.headings)
@@ -59,7 +57,7 @@ def build(root: pathlib.Path, out: pathlib.Path, runs: dict[int, dict]) -> list[
     chapters = {repository.documents[place]: place for place in repository.documents}
     steps = [add_run(step_page(repository, number), runs) for number in repository.steps]
     others = [document_page(repository, place) for address, place in chapters.items() if not address.startswith("step")]
-    pages = [others[0], *steps, PLAYGROUND, SPLIT, *others[1:]]
+    pages = [others[0], *steps, PLAYGROUND, *others[1:]]
     sources, done = [], set()
     while len(done) < len(repository.sources):  # the page of a folder links to further files
         for place in [place for place in repository.sources if place not in done]:

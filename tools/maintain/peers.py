@@ -1,8 +1,8 @@
 """What a user would pick instead: our step-1 model (or Hugging Face's) trained with PyTorch's own parallelism.
 
-    torchrun --nproc_per_node 4 tools/peers.py ddp --model_name DIR --tokens FILE --out JSON
+    torchrun --nproc_per_node 4 tools/maintain/peers.py ddp --model_name DIR --tokens FILE --out JSON
 
-Minimal scripts for tools/benchmark.py to run beside ours: same weights, same samples in the same optimizer step, same
+Minimal scripts for benchmark.py to run beside ours: same weights, same samples in the same optimizer step, same
 fused AdamW, no clipping. Rank 0, or in a pipeline the rank that computes the loss, prints a line a step and writes
 {"losses": [one a step], "grad_norm": of the last step}.
 
@@ -12,6 +12,8 @@ sends hidden states without autograd, so that backward() ends with "element 0 of
 not have a grad_fn" on every stage but the last, and no gradient would travel back.
 """
 
+import tools_path  # noqa: F401  before launch
+
 import argparse
 import json
 import os
@@ -19,7 +21,7 @@ import os
 import numpy as np
 import torch
 import torch.distributed as dist
-from launch import modules_of
+from launch import Help, modules_of
 from torch.distributed.tensor import DTensor
 
 with modules_of(1):
@@ -30,15 +32,15 @@ SAMPLES, SEQ_LEN, LEARNING_RATE, SEED = 32, 128, 3e-4, 42
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kind", choices=sorted(PEERS))
-    parser.add_argument("--model_name", required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("kind", choices=sorted(PEERS), help="which of them")
+    parser.add_argument("--model_name", required=True, help="a directory with config.json")
     parser.add_argument("--tokens", required=True, help="int32 ids, as the loader of step 3 caches them")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", required=True, help="the JSON to write: losses, and the last gradient norm")
+    parser.add_argument("--steps", type=int, default=7, help="optimizer steps")
+    parser.add_argument("--threads", type=int, default=1, help="of a rank")
     parser.add_argument("--microbatches", type=int, default=8, help="of a step, on each data-parallel rank")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="torch.compile")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo")

@@ -45,12 +45,12 @@ class Repository:
         self.diffs = {n: diff_step(predecessor(self.steps, n), folder) for n, folder in self.steps.items()}
         self.documents = {pathlib.Path("README.md"): "index.html"}
         self.documents |= {folder.relative_to(root) / "README.md": f"step{n}.html" for n, folder in self.steps.items()}
-        for path in ("cluster/README.md", "cluster/FINE_TUNING.md", "cluster/RASPBERRY_PI.md",
-                     "cluster/CHECKPOINTS.md", "step9_heterogeneous_pp/REFERENCE.md",
-                     "step9_heterogeneous_pp/FAMILIES.md", "tools/README.md", "tools/DEBUGGING.md", "CONTRIBUTING.md"):
-            if (root / path).is_file():
-                place = pathlib.Path(path)
-                self.documents[place] = f"{(place.parent.name if place.stem == 'README' else place.stem).lower()}.html"
+        rooms = [page for room in ("cluster", "docs", "tools", "step9_heterogeneous_pp") for page in sorted(
+            root.glob(f"{room}/*.md"), key=lambda page: (page.stem != "README", page.name))]
+        for path in filter(pathlib.Path.is_file, [*rooms, root / "CONTRIBUTING.md"]):
+            place = path.relative_to(root)
+            name = place.parent.name if place.stem == "README" else place.stem
+            self.documents.setdefault(place, f"{name.lower()}.html")
         self.sources: dict[pathlib.Path, str] = {}  # files and folders that have been linked to -> address
 
     def address(self, target: str, folder: pathlib.Path) -> str:

@@ -1,9 +1,7 @@
 """How fast are the steps beside what a user would pick instead? All runs interleaved, on the CPU, one table.
 
-    python tools/benchmark.py                      about three quarters of an hour on two cores
-    python tools/benchmark.py --only '1f1b|one process' --rounds 3
-    python tools/benchmark.py --startup            where the time to the first step goes
-    python tools/benchmark.py --gpu                a machine with one or more GPUs
+    python tools/maintain/benchmark.py                      about three quarters of an hour on two cores
+    python tools/maintain/benchmark.py --only '1f1b|one process' --rounds 3
 
 Everyone does the same work: Llama of hidden 256, intermediate 688, 8 layers, 8 heads, 4 key/value heads, vocabulary
 512; 32 samples of 128 tokens a step; float32; no clipping, though ours computes the gradient norm; one thread a rank
@@ -16,8 +14,9 @@ torch's schedules: "zero bubble" is ScheduleInterleavedZeroBubble with one stage
 stages a rank, and so has "zero bubble V", which is ScheduleZBVZeroBubble.
 """
 
+import tools_path  # noqa: F401  before launch
+
 import argparse
-import importlib
 import json
 import os
 import pathlib
@@ -28,10 +27,9 @@ import sys
 import tempfile
 from typing import NamedTuple
 
-from launch import ROOT, STEPS, metrics
+from launch import ROOT, STEPS, Help, metrics
 from turns import Program
 
-OTHERS = {"--startup": "startup", "--gpu": "benchmark_gpu"}
 TOKENS_A_STEP = 32 * 128
 BASELINE = "step 3, one process"
 
@@ -123,9 +121,6 @@ RUNS = [run for runs in GROUPS.values() for run in runs]
 
 
 def main():
-    if other := next((name for flag, name in OTHERS.items() if flag in sys.argv[1:]), None):
-        importlib.import_module(other).main([flag for flag in sys.argv[1:] if flag not in OTHERS])
-        return
     args = parse_args()
     if not (chosen := [run for run in RUNS if re.search(args.only, run.name)]):
         sys.exit(f"error: --only {args.only!r} fits none of: {'; '.join(run.name for run in RUNS)}")
@@ -151,14 +146,12 @@ def main():
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--rounds", type=int, default=20, help="of the runs of a group")
     parser.add_argument("--only", default="", metavar="REGEX", help="run those whose name fits")
     parser.add_argument("--json", metavar="PATH", help="write every figure")
     parser.add_argument("--plot", metavar="PNG", help="draw the speed-ups")
     parser.add_argument("--old", metavar="CHECKOUT", help="take the steps from another checkout of this repository")
-    parser.add_argument("--startup", action="store_true", help="measure the start instead; see startup.py --help")
-    parser.add_argument("--gpu", action="store_true", help="measure on the GPU instead; see benchmark_gpu.py --help")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: at least 1")
@@ -200,7 +193,7 @@ def take_turns(runs: list[Run], folder: str, tokens: str, args) -> dict[str, lis
 def start(run: Run, folder: str, tokens: str, args) -> Program:
     common = [*run.flags.split(), "--model_name", f"{folder}/model"]
     if run.step is None:
-        return Program(run.name, run.ranks, ROOT / "tools" / "peers.py", *common, "--tokens", tokens, "--out",
+        return Program(run.name, run.ranks, ROOT / "tools/maintain/peers.py", *common, "--tokens", tokens, "--out",
                        results_path(run, folder), "--steps", args.rounds + 1, "--threads", run.threads,
                        threads=run.threads)
     script = pathlib.Path(args.old or ROOT, STEPS[str(run.step)].relative_to(ROOT), "train.py")

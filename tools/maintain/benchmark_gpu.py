@@ -1,27 +1,26 @@
-"""How fast is step 3 on one GPU, beside Hugging Face's Llama? `python tools/benchmark_gpu.py`, or benchmark.py --gpu
+"""How fast is step 3 on one GPU, beside Hugging Face's Llama?
 
-    python tools/benchmark_gpu.py --json gpu.json                 TinyLlama-1.1B, seq_len 1024 and 4096
-    python tools/benchmark_gpu.py --device cpu --shape toy        the same code without a GPU
+    python tools/maintain/benchmark_gpu.py --json gpu.json                 TinyLlama-1.1B, seq_len 1024 and 4096
+    python tools/maintain/benchmark_gpu.py --device cpu --shape toy        the same code without a GPU
 
 Both train in bf16 with float32 masters: the same initial weights, the same random token ids, the same loss, the same
 fused AdamW, scaled_dot_product_attention. Ours has activations in bf16 and casts each weight where it multiplies;
 theirs runs under torch.autocast, as in their Trainer(bf16=True), with norms and residual stream in float32.
 Compiled means regional torch.compile: each decoder layer, the rest eager.
 
-For each seq_len, first the micro-batch: doubled while that brings more than 2 % and memory suffices (both models eager,
-which need the most memory). Everyone then trains with that one, interleaved: ours, theirs, ours compiled, theirs
-compiled, ours, ... Each builds its model anew and frees it. A step is one micro-batch and one update, between two
-synchronizations with the GPU; the first is dropped; a run's figure is the median step. A ratio is the median of the
-rounds' ratios, given with its smallest and largest. All steps repeat one batch, so that losses fall; where they differ
-by more than 1 %, someone did other work, and the program says so and exits with 1.
+For each seq_len everyone trains interleaved, and each builds its model anew and frees it. A step is one micro-batch and
+one update, between two synchronizations with the GPU; the first is dropped; a run's figure is the median step. A ratio
+is the median of the rounds' ratios, given with its smallest and largest. All steps repeat one batch; where losses
+differ by more than 1 %, someone did other work, and the program exits with 1.
 
 Model FLOPs utilization (MFU, PaLM, Chowdhery et al. 2022, appendix B) = tokens/s * FLOPs a token / the chip's peak.
 N parameters, L layers, H heads of hd, T tokens a sample; forward and backward, nothing recomputed:
 
     MFU             6N + 12 L (H hd) T    every parameter, and attention as if each token saw all T
-    causal MFU      6M +  6 L (H hd) T    only what is multiplied: M is N without the table of the embedding, and a
-                                          token sees T/2 others on average
+    causal MFU      6M +  6 L (H hd) T    only what is multiplied: M is N without the embedding; a token sees T/2
 """
+
+import tools_path  # noqa: F401  before launch
 
 import argparse
 import gc
@@ -36,7 +35,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from launch import modules_of
+from launch import Help, modules_of
 
 with modules_of(3):
     from model import Llama, cross_entropy, init_weights
@@ -56,7 +55,7 @@ PEAK_TFLOPS = (
     (r"\bA30\b", 165), (r"\bA10G\b", 70), (r"\bA10\b", 125), (r"\bL40S\b", 362), (r"\bL40\b", 181), (r"\bL4\b", 121),
     (r"\bRTX 5090$", 209), (r"\bRTX 4090$", 165), (r"\bRTX 3090$", 71), (r"\bMI300X\b", 1307),
 )
-SEED, SEARCH_STEPS, WORTHWHILE = 42, 4, 1.02
+SEED = 42
 LEARNING_RATE = 0.2  # over the width, as Adam's has to be (muP, Yang et al. 2022): 1e-4 for TinyLlama
 LOSS_TOLERANCE = 0.01  # relative: bf16 has 8 bits, and each update carries the difference on
 
@@ -92,10 +91,10 @@ def main(argv: list[str] | None = None) -> None:
         if not args.no_compile:
             torch.compile(torch.sin)(torch.ones(2, device=device))  # starts the compiler, at no contestant's cost
         for seq_len in args.seq_len or default_seq_lens:
-            size, tried, rounds = benchmark(contestants, weights, config, seq_len, device, args)
-            found = summarise(rounds, seq_len, size, flops_per_token(config, num_params, seq_len), peak)
+            rounds = benchmark(contestants, weights, config, seq_len, device, args)
+            found = summarise(rounds, seq_len, args.micro_batch_size, flops_per_token(config, num_params, seq_len), peak)
             rows += found
-            records.append({"seq_len": seq_len, "micro_batch_size": size, "search": tried, "rounds": rounds})
+            records.append({"seq_len": seq_len, "rounds": rounds})
             print_table(found)
     if args.json:
         record = {"torch": torch.__version__, "transformers": transformers.__version__, "device": name,
@@ -109,14 +108,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="to compute on")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama", help="of the model")
     parser.add_argument("--seq_len", type=positive_int, nargs="+", help="tokens a sample (default: the shape's)")
-    parser.add_argument("--rounds", type=positive_int, default=3)
+    parser.add_argument("--rounds", type=positive_int, default=3, help="everyone trains so often")
     parser.add_argument("--steps", type=positive_int, default=7, help="a run has, the first of which is dropped")
-    parser.add_argument("--micro_batch_size", type=positive_int, help="samples, instead of a search")
-    parser.add_argument("--max_micro_batch_size", type=positive_int, default=256, help="where the search ends")
+    parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples of a step")
     parser.add_argument("--no_compile", action="store_true", help="the two eager runs only")
     parser.add_argument("--peak_tflops", type=float, help="dense bf16 peak of this GPU, TFLOP/s")
     parser.add_argument("--json", metavar="PATH", help="write every figure")
@@ -153,49 +151,18 @@ def initial_weights(config) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def benchmark(contestants, weights, config, seq_len: int, device, args) -> tuple[int, list, list[dict]]:
-    """(micro-batch size, what the search tried, one {name: what train returns} a round) for one sequence length."""
-    def run(contestant: Contestant, size: int, num_steps: int) -> dict | None:
-        return measure(contestant, weights, config, device, size, seq_len, num_steps)
-
-    def tokens_per_second(size: int) -> float | None:
-        results = [run(one, size, SEARCH_STEPS) for one in contestants if not one.is_compiled]
-        speed = None if None in results else size * seq_len / statistics.mean(result["seconds"] for result in results)
-        print(f"seq_len {seq_len}, micro-batch {size}: "
-              + (f"{speed:.0f} tokens/s, mean of both eager" if speed else "out of memory"), flush=True)
-        return speed
-
-    size, tried, rounds = args.micro_batch_size, [], []
-    if size is None:
-        size, tried = largest_that_pays(tokens_per_second, args.max_micro_batch_size)
-    while size and len(rounds) < args.rounds:
-        results = {one.name: run(one, size, args.steps) for one in contestants}
-        if None in results.values():  # the search saw fewer steps, and no compiled ones
-            print(f"seq_len {seq_len}, micro-batch {size}: out of memory, all again with {size // 2}", flush=True)
-            size, rounds = size // 2, []
-            continue
+def benchmark(contestants, weights, config, seq_len: int, device, args) -> list[dict]:
+    """One {name: what train returns} a round, for one sequence length."""
+    rounds, size = [], args.micro_batch_size
+    while len(rounds) < args.rounds:
+        results = {one.name: measure(one, weights, config, device, size, seq_len, args.steps) for one in contestants}
+        if None in results.values():
+            sys.exit(f"error: {size} samples of {seq_len} tokens are more than this GPU's memory holds: take a smaller "
+                     "--micro_batch_size or a shorter --seq_len")
         rounds.append(results)
         speeds = (f"{name} {size * seq_len / result['seconds']:.0f}" for name, result in results.items())
         print(f"seq_len {seq_len}, round {len(rounds)}/{args.rounds}, tokens/s: {', '.join(speeds)}", flush=True)
-    if not size:
-        sys.exit(f"error: a micro-batch of one sample of {seq_len} tokens is more than this GPU's memory holds: "
-                 "take a shorter --seq_len or a larger GPU")
-    return size, tried, rounds
-
-
-def largest_that_pays(speed_of: Callable[[int], float | None], limit: int) -> tuple[int, list]:
-    """Doubles the micro-batch size from 1 while its speed (None: out of memory) grows by more than 2 %.
-
-    Returns the last size that paid, 0 where not even 1 fits in memory, and [(size, speed), ...] of all that was tried.
-    """
-    best, tried = 0, []
-    while (size := 2 * best or 1) <= limit:
-        tried.append((size, speed_of(size)))
-        speed = tried[-1][1]
-        if speed is None or best and speed <= WORTHWHILE * tried[-2][1]:
-            break
-        best = size
-    return best, tried
+    return rounds
 
 
 def measure(contestant: Contestant, *arguments) -> dict | None:
