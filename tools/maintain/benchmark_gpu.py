@@ -92,7 +92,8 @@ def main(argv: list[str] | None = None) -> None:
             torch.compile(torch.sin)(torch.ones(2, device=device))  # starts the compiler, at no contestant's cost
         for seq_len in args.seq_len or default_seq_lens:
             rounds = benchmark(contestants, weights, config, seq_len, device, args)
-            found = summarise(rounds, seq_len, args.micro_batch_size, flops_per_token(config, num_params, seq_len), peak)
+            flops = flops_per_token(config, num_params, seq_len)
+            found = summarise(rounds, seq_len, args.micro_batch_size, flops, peak)
             rows += found
             records.append({"seq_len": seq_len, "rounds": rounds})
             print_table(found)
