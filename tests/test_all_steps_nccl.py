@@ -52,7 +52,7 @@ class Stage(torch.nn.Module):
     def __init__(self, recorder: Recorder):
         super().__init__()
         self.recorder, self.weight = recorder, torch.nn.Parameter(torch.zeros(SHAPE))
-        self.embedding = self.final_proj = types.SimpleNamespace(weight=self.weight)
+        self.embedding = types.SimpleNamespace(weight=self.weight)
         self.model = types.SimpleNamespace(named_parameters=lambda: [("stage.weight", self.weight)])
 
     def forward(self, x=None, **batch):
@@ -89,6 +89,8 @@ def run_rank(step: int, engine: str, m: int, recorder: Recorder, grid: types.Sim
     """One optimizer step of one rank, from the connections on."""
     pipeline_parallel, wrap = EXECUTORS[step]["pipeline_parallel"], EXECUTORS[step]["data_parallel"].DataParallelBucket
     schedule, stage, batches = getattr(pipeline_parallel, engine), Stage(recorder), Batches(m)
+    if not (grid.pp_is_first_stage or grid.pp_is_last_stage):
+        stage.embedding = None
     pipeline_parallel.connect_neighbours()
     if step == 9:
         model = wrap(stage, {"stage": grid.dp_group if grid.dp_world_size > 1 else None}, bucket_mb=1)

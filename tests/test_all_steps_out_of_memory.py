@@ -10,7 +10,7 @@ FAILURES = {  # what the script does -> what the line begins with
     "of a GPU": (f"raise {RAISED}", "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.): "),
     "of the CPU": ("torch.empty(1 << 50, dtype=torch.uint8)", "out of memory ("),  # a true one: a thousand TB
 }
-SCRIPTS = sorted([*ROOT.glob("step*/train.py"),
+SCRIPTS = sorted([*(step / "train.py" for step in STEPS.values()),
                   *(STEPS["9"] / f"run_{name}.py" for name in ("causal_lm", "common", "gpt2"))])
 
 

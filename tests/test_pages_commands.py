@@ -17,8 +17,9 @@ import pytest
 from launch import ROOT, environment
 
 READMES = [path.relative_to(ROOT) for path in [
-    ROOT / "README.md", *sorted(ROOT.glob("step*/README.md")), *sorted(ROOT.glob("cluster/*.md")),
-    *sorted(ROOT.glob("docs/*.md")), ROOT / "tools" / "README.md", ROOT / "CONTRIBUTING.md"]
+    ROOT / "README.md", *sorted(ROOT.glob("step*/README.md")), *sorted(ROOT.glob("beyond/*/README.md")),
+    *sorted(ROOT.glob("cluster/*.md")), *sorted(ROOT.glob("docs/*.md")), ROOT / "tools" / "README.md",
+    ROOT / "CONTRIBUTING.md"]
     if path.name not in ("FINE_TUNING.md", "RASPBERRY_PI.md")]  # these change the machine
 BLOCK = re.compile(r"^( *)```bash\n(.*?)^\1```\n(?:\s*(?:<details>(?:(?!</summary>|```).)*</summary>\s*)?^\1```\n(.*?)"
                    r"^\1```)?", re.S | re.M)

@@ -135,6 +135,7 @@ def main() -> None:
     del os.environ["RANK"]  # so that nobody looks for the other ranks
     fakes = [(dist, {"get_backend": lambda group=None: "nccl", "init_process_group": join(rank, world_size),
                      "all_gather_object": all_gather_object}),
+             (dist.distributed_c10d, {"_get_default_store": dist.HashStore}),
              (torch.cuda, {"is_available": lambda: True, "device_count": lambda: 1, "set_device": lambda device: None}),
              (torch.Tensor, {"pin_memory": pin_memory}),
              (torch.nn.Module, {"to": lambda module, *to: module})]  # weights are drawn where they have to be

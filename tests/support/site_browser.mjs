@@ -138,7 +138,7 @@ async function useTimeline(name) {
   result.page = at().split("#")[0];
   const choice = page.locator("#timeline-view select");
   if (await choice.count()) {
-    await choice.selectOption({ index: 2 });
+    await choice.selectOption({ index: 1 });
     result.chosen = await page.locator("#timeline-view .bar").count();
   }
   found.timeline[name] = result;
