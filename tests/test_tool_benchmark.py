@@ -7,7 +7,7 @@ import pytest
 
 import benchmark
 from benchmark import RUNS
-from launch import STEPS
+from launch import ROOT, STEPS
 from make_tiny_llama import make
 
 ONE_ROUND = types.SimpleNamespace(rounds=1, old=None)
@@ -16,7 +16,7 @@ ONE_ROUND = types.SimpleNamespace(rounds=1, old=None)
 @pytest.mark.parametrize("run", [run for run in RUNS if run.step], ids=lambda run: run.name)
 def test_ours_do_not_clip_since_the_peers_do_not(run, tmp_path, monkeypatch):
     """An older checkout has no flag for it, and did not clip."""
-    old = tmp_path / "old" / STEPS[str(run.step)].name
+    old = tmp_path / "old" / STEPS[str(run.step)].relative_to(ROOT)
     old.mkdir(parents=True)
     (old / "train.py").write_text("parser.add_argument('--seq_len')")
     monkeypatch.setattr(benchmark, "Program", lambda name, num_ranks, script, *arguments, threads: (script, arguments))
