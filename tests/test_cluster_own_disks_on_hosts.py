@@ -51,7 +51,8 @@ class Training:
     def went_on(self, ranks: int, since: int = 0, seconds: float = 120) -> int:
         """Waits until so many ranks have made a step; the step that they went on from."""
         def text() -> str:
-            return "".join(self.run.lines[since:]).rpartition(f"{ranks} ranks over")[2]
+            _, found, text = "".join(self.run.lines[since:]).rpartition(f"{ranks} ranks over")
+            return text if found else ""
 
         self.wait(lambda: re.search(r"\| step \d+/", text()), seconds)
         return int(re.search(r"going on after step (\d+)", text())[1])
