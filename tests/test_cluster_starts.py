@@ -160,3 +160,17 @@ def test_one_thread_writes_at_a_time(monkeypatch):
         assert ours.thread is writer
     finally:
         ends.set()
+
+
+@pytest.mark.parametrize("copies, sent", [(1, []), (2, [(0, 2), (1, 2), (2, 0)]), (3, [(0, 2), (0, 1), (1, 2), (1, 0),
+                                                                                        (2, 0), (2, 1)])])
+def test_home_has_each_checkpoint_as_a_whole(tmp_path, copies, sent):
+    """One of the copies of a file is on the host on which the run was started, here that of rank 2."""
+    ours, found, all_disks = object.__new__(checkpoint.Checkpointer), [], [disks.Disk((rank,)) for rank in range(3)]
+    ours.disks = types.SimpleNamespace(
+        all=all_disks, home=all_disks[2], leads=True, gather=lambda error: ["enough"],
+        transfer=lambda name, folder, source, to: found.append((source.leader, to.leader)))
+    ours.small, ours.copies = {}, copies
+    parts = {rank: {"files": {f"model-{rank}": {"bytes": 1}}, "model_map": {}, "optimizer_map": {}, "parameters": {}}
+             for rank in range(3)}
+    assert ours.complete(str(tmp_path), {}, parts, is_last=False) == ["enough"] and found == sent

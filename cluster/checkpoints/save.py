@@ -10,7 +10,8 @@ A save stops the training only while the weights and the optimizer's state are c
 writes them meanwhile. Where a rank has no memory for copies, none are made, and all wait until the state is written.
 Pipeline 0 holds each parameter of the model, so its ranks write: one file a stage, whose first tensor-parallel rank
 puts together what its group holds. A checkpoint gets its name, and then `latest` is moved, when all files of all ranks
-are on the disk. Where hosts share no disk, each keeps what it wrote and a copy of what another host wrote.
+are on the disk. Where hosts share no disk, each keeps what it wrote, and one more has a copy: the host on which the run
+was started, which so has each checkpoint as a whole, and for its own files another one.
 """
 
 import contextlib
@@ -255,7 +256,8 @@ class Checkpointer:
         state.update(merged)
         for rank, part in parts.items() if disks.leads else ():
             number = next(i for i, disk in enumerate(disks.all) if rank in disk.ranks)
-            to = [disks.all[(number + k) % len(disks.all)] for k in range(1, self.copies)]
+            others = [disks.all[(number + k) % len(disks.all)] for k in range(1, len(disks.all))]
+            to = sorted(others, key=lambda disk: disk != disks.home)[: self.copies - 1]
             for name in part["files"]:
                 is_adapter = name.startswith("adapter-")  # small, and at home they are written as one file as well
                 if (is_last or is_adapter) and disks.home not in (disks.all[number], *to):
