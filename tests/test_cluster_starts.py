@@ -174,3 +174,15 @@ def test_home_has_each_checkpoint_as_a_whole(tmp_path, copies, sent):
     parts = {rank: {"files": {f"model-{rank}": {"bytes": 1}}, "model_map": {}, "optimizer_map": {}, "parameters": {}}
              for rank in range(3)}
     assert ours.complete(str(tmp_path), {}, parts, is_last=False) == ["enough"] and found == sent
+
+
+@pytest.mark.parametrize("written, says", [(5, "goes on from there"), (4, "goes on after step 4"),
+                                           (0, "begins anew, as no step was saved")])
+def test_a_stop_says_what_is_saved(monkeypatch, capsys, written, says):
+    """The disk may have been full at the last step, or always."""
+    ours = object.__new__(run.Run)
+    ours.step, ours.watch = 5, types.SimpleNamespace(close=lambda: None)
+    ours.checkpointer = types.SimpleNamespace(wait=lambda: None, written=written)
+    monkeypatch.setattr(run, "dist", types.SimpleNamespace(get_rank=lambda: 0))
+    ours.end(True)
+    assert capsys.readouterr().out == f"stopped after step 5, as it was told: --resume auto {says}\n"

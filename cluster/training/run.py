@@ -218,7 +218,10 @@ class Run:
         self.watch.close()
         if was_stopped:
             if dist.get_rank() == 0:
-                print(f"stopped after step {self.step}, as it was told: --resume auto goes on from there", flush=True)
+                saved = self.checkpointer.written
+                goes_on = f"goes on {'from there' if saved == self.step else f'after step {saved}'}" if saved else (
+                    "begins anew, as no step was saved")
+                print(f"stopped after step {self.step}, as it was told: --resume auto {goes_on}", flush=True)
             if is_elastic() and not self.watch.wait_for_own_signal():
                 os._exit(1)  # the agent then starts this process anew, with those that are there
 
