@@ -13,7 +13,7 @@ from checkpoint_runs import ROOT, SCRIPT, flags_of, write_corpus, write_model
 from launch import losses, metrics, modules_of, start_fork
 
 with modules_of(9):
-    from checkpoints import disks, save as checkpoint
+    from checkpoints import disks, save as checkpoint, survive
     from training import run
     from checkpoints.files import check_file, read_state
     from utils import UserError
@@ -186,3 +186,14 @@ def test_a_stop_says_what_is_saved(monkeypatch, capsys, written, says):
     monkeypatch.setattr(run, "dist", types.SimpleNamespace(get_rank=lambda: 0))
     ours.end(True)
     assert capsys.readouterr().out == f"stopped after step 5, as it was told: --resume auto {says}\n"
+
+
+def test_a_survivor_that_saves_nothing_says_why(monkeypatch, capsys):
+    watch, codes = object.__new__(survive.Watch), []
+    watch.rank, watch.lock, watch.ended = 1, threading.RLock(), threading.Event()
+    watch.rescue = lambda: os.listdir("nowhere")
+    monkeypatch.setattr(os, "_exit", codes.append)
+    watch.fail("rank 2 is silent")
+    assert codes == [1] and capsys.readouterr().out.splitlines() == [
+        "rank 1: rank 2 is silent",
+        "rank 1: what it holds could not be written (FileNotFoundError(2, 'No such file or directory'))"]

@@ -287,19 +287,22 @@ class Checkpointer:
             self.say(f"{self.folder}/latest could not be written: {problem.strerror}")
         return []
 
-    def save_survivor(self, step: int) -> str | None:
-        """Writes what this rank holds, by itself, because another rank is gone. Returns the folder, None for nothing.
+    def save_survivor(self, step: int) -> str:
+        """Writes what this rank holds, by itself, because another rank is gone. Says where it is, or why it is nowhere.
 
         Where the ranks that are left hold the whole model together, the next run goes on from these parts, and no step
         is lost. Ranks that share a stage by tensor parallelism can't be sure of each other, and write nothing.
         """
-        has_diverged = any(not param.isfinite().all() for param in self.stage.model.parameters())
-        if step <= self.written or self.tp_group or has_diverged:
-            return None
+        if step <= self.written:
+            return f"step {step} is in a checkpoint already"
+        if self.tp_group:
+            return f"step {step} is not saved, as each of its weights is split over several ranks (--tp_size)"
+        if any(not param.isfinite().all() for param in self.stage.model.parameters()):
+            return f"step {step} is not saved, as its weights are not finite"
         place = f"p{self.grid.dp_rank}s{self.grid.pp_rank}"
         folder = os.path.join(self.folder, name_of_step(step) + SURVIVORS)
         part, error = self.write_part(folder, pieces_of(self.stage, self.optimizer), "{}-%s" % place)
         if error:
-            return None
+            return f"what it holds could not be written ({error})"
         write_state(os.path.join(folder, f"part-{place}.json"), {**self.state(step), **part})
-        return folder
+        return f"what it holds is in {folder}"
