@@ -113,6 +113,17 @@ def test_unlike_runs_on_two_hosts(train):
     assert [saved(train, "a", "home")[-1], saved(train, "b", "home")[-1]] == ["step_00000004", "step_00000006"]
 
 
+def test_rows_of_another_run_do_not_count(train, older):
+    """Host b has as many of the same name, but no checkpoint by which they could be told."""
+    train("a", "home", 4)
+    shutil.rmtree(train.folder / "b" / "checkpoints")
+    assert went_on(train("ba", "home", 8, "--resume", "auto")) == ["4"]
+    for host in "ab":
+        assert losses(train.folder / host / "runs", "home") == pytest.approx(losses(older / "c/runs", "whole"),
+                                                                             abs=TOLERANCE)
+    assert losses(train.folder / "b" / "runs", "home.1") == losses(older / "b" / "runs", "home")
+
+
 @pytest.mark.slow
 def test_a_host_that_was_not_there_for_a_while(train):
     """It has an older step of the same run, by the id that a resumed run inherits."""
@@ -136,6 +147,7 @@ def test_no_start_is_misled_by_what_another_left(monkeypatch, tmp_path):
     left, gathered = [], []
     monkeypatch.setattr(disks, "dist", types.SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1,
                                                              new_group=lambda backend: None))
+    monkeypatch.setattr(disks, "home_rank", lambda: 0)
     monkeypatch.setattr(disks.Disks, "gather", lambda self, value: gathered.append(value) or [value])
     with monkeypatch.context() as killed:
         killed.setattr(os, "remove", left.append)

@@ -81,7 +81,7 @@ class Run:
             self.leave_others_aside(run_of(self.found.state), last)
         if self.found and not self.branches:
             self.run_id = run_of(self.found.state)
-        self.run_id = self.run_id or self.disks.gather(uuid.uuid4().hex)[0]
+        args.run_id = self.run_id = self.run_id or self.disks.gather(uuid.uuid4().hex)[0]
         self.start = self.found.state["step"] if self.found else 0
         if self.found and not args.learning_rate:
             args.learning_rate = self.found.state["flags"].get("learning_rate")
