@@ -113,6 +113,13 @@ def test_unlike_runs_on_two_hosts(train):
     assert [saved(train, "a", "home")[-1], saved(train, "b", "home")[-1]] == ["step_00000004", "step_00000006"]
 
 
+def test_no_step_is_lost_between_two_steps(train):
+    """Where a host is lost while its values are asked for, the others write what they hold as well."""
+    done = train("ab", "lost", 8, check=False, LOSE="1:5", TORCHELASTIC_RUN_ID="launch", **ELASTIC)
+    path = train.folder / "a" / "checkpoints" / "lost" / "step_00000005.survivors"
+    assert f"rank 0: what it holds is in {path}" in done.stdout and list(path.glob("part-*.json")), done.stderr
+
+
 def test_rows_of_another_run_do_not_count(train, older):
     """Host b has as many of the same name, but no checkpoint by which they could be told."""
     train("a", "home", 4)
