@@ -90,8 +90,9 @@ class Watch:
                     self.fail(f"rank {rank} on {self.store.get(f'host/{rank}').decode()} is silent")
 
     def begin(self, rescue: Callable[[], str]) -> None:
-        """From now on there is something to lose: a signal ends the step first, and a lost rank calls `rescue`, which says
-        what it has saved.
+        """From now on there is something to lose: a signal ends the step first, and a lost rank calls `rescue`.
+
+        It returns a line that says what it has saved.
         """
         self.rescue = rescue
         self.stops_within(UNKNOWN)
