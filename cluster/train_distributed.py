@@ -155,7 +155,8 @@ def train_together(args, plugin, made, templates: list, shares: list[int], run: 
     for step in train(args, plugin, model, optimizer, loader, criterion, num_steps, run, ready, steps_per_epoch,
                       evaluator):
         board = board or Board(os.path.join(args.log_dir, args.run_name), plugin.device, run.start)
-        board.log(step, plugin.global_batch_size * args.seq_len, step.evaluation, step.sample)
+        with run.watch.lost_peers():
+            board.log(step, plugin.global_batch_size * args.seq_len, step.evaluation, step.sample)
         total, count = total + step.loss, count + 1
         if steps_per_epoch and step.number % steps_per_epoch == 0:
             if dist.get_rank() == 0:

@@ -157,6 +157,18 @@ def test_a_run_that_goes_on_before_its_first_evaluation_has_none(one_rank, tmp_p
     assert (tmp_path / "run" / EVALUATIONS).read_text() == ""
 
 
+def test_without_rows_of_its_own_a_run_says_so(one_rank, tmp_path, capsys):
+    """The run that has left rows there has another id."""
+    record = a_record(tmp_path)
+    log(record, 1)
+    record.close()
+    (tmp_path / "run" / "config.json").write_text('{"run_id": "older"}')
+    a_record(tmp_path, start=1).close()
+    assert "the metrics of the steps up to 1 are on none of these hosts" in capsys.readouterr().out
+    assert len((tmp_path / "run.1" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+
+
 def test_perplexity_of_a_loss_beyond_floats():
     assert perplexity(0.0) == 1 and perplexity(1e4) > 1e300
 

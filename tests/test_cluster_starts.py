@@ -13,7 +13,7 @@ from checkpoint_runs import ROOT, SCRIPT, flags_of, write_corpus, write_model
 from launch import losses, metrics, modules_of, start_fork
 
 with modules_of(9):
-    from checkpoints import disks, save as checkpoint
+    from checkpoints import disks, save as checkpoint, survive
     from training import run
     from checkpoints.files import check_file, read_state
     from utils import UserError
@@ -113,6 +113,24 @@ def test_unlike_runs_on_two_hosts(train):
     assert [saved(train, "a", "home")[-1], saved(train, "b", "home")[-1]] == ["step_00000004", "step_00000006"]
 
 
+def test_no_step_is_lost_between_two_steps(train):
+    """Where a host is lost while its values are asked for, the others write what they hold as well."""
+    done = train("ab", "lost", 8, check=False, LOSE="1:5", TORCHELASTIC_RUN_ID="launch", **ELASTIC)
+    path = train.folder / "a" / "checkpoints" / "lost" / "step_00000005.survivors"
+    assert f"rank 0: what it holds is in {path}" in done.stdout and list(path.glob("part-*.json")), done.stderr
+
+
+def test_rows_of_another_run_do_not_count(train, older):
+    """Host b has as many of the same name, but no checkpoint by which they could be told."""
+    train("a", "home", 4)
+    shutil.rmtree(train.folder / "b" / "checkpoints")
+    assert went_on(train("ba", "home", 8, "--resume", "auto")) == ["4"]
+    for host in "ab":
+        assert losses(train.folder / host / "runs", "home") == pytest.approx(losses(older / "c/runs", "whole"),
+                                                                             abs=TOLERANCE)
+    assert losses(train.folder / "b" / "runs", "home.1") == losses(older / "b" / "runs", "home")
+
+
 @pytest.mark.slow
 def test_a_host_that_was_not_there_for_a_while(train):
     """It has an older step of the same run, by the id that a resumed run inherits."""
@@ -136,6 +154,7 @@ def test_no_start_is_misled_by_what_another_left(monkeypatch, tmp_path):
     left, gathered = [], []
     monkeypatch.setattr(disks, "dist", types.SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1,
                                                              new_group=lambda backend: None))
+    monkeypatch.setattr(disks, "home_rank", lambda: 0)
     monkeypatch.setattr(disks.Disks, "gather", lambda self, value: gathered.append(value) or [value])
     with monkeypatch.context() as killed:
         killed.setattr(os, "remove", left.append)
@@ -160,3 +179,40 @@ def test_one_thread_writes_at_a_time(monkeypatch):
         assert ours.thread is writer
     finally:
         ends.set()
+
+
+@pytest.mark.parametrize("copies, sent", [(1, []), (2, [(0, 2), (1, 2), (2, 0)]), (3, [(0, 2), (0, 1), (1, 2), (1, 0),
+                                                                                        (2, 0), (2, 1)])])
+def test_home_has_each_checkpoint_as_a_whole(tmp_path, copies, sent):
+    """One of the copies of a file is on the host on which the run was started, here that of rank 2."""
+    ours, found, all_disks = object.__new__(checkpoint.Checkpointer), [], [disks.Disk((rank,)) for rank in range(3)]
+    ours.disks = types.SimpleNamespace(
+        all=all_disks, home=all_disks[2], leads=True, gather=lambda error: ["enough"],
+        transfer=lambda name, folder, source, to: found.append((source.leader, to.leader)))
+    ours.small, ours.copies = {}, copies
+    parts = {rank: {"files": {f"model-{rank}": {"bytes": 1}}, "model_map": {}, "optimizer_map": {}, "parameters": {}}
+             for rank in range(3)}
+    assert ours.complete(str(tmp_path), {}, parts, is_last=False) == ["enough"] and found == sent
+
+
+@pytest.mark.parametrize("written, says", [(5, "goes on from there"), (4, "goes on after step 4"),
+                                           (0, "begins anew, as no step was saved")])
+def test_a_stop_says_what_is_saved(monkeypatch, capsys, written, says):
+    """The disk may have been full at the last step, or always."""
+    ours = object.__new__(run.Run)
+    ours.step, ours.watch = 5, types.SimpleNamespace(close=lambda: None)
+    ours.checkpointer = types.SimpleNamespace(wait=lambda: None, written=written)
+    monkeypatch.setattr(run, "dist", types.SimpleNamespace(get_rank=lambda: 0))
+    ours.end(True)
+    assert capsys.readouterr().out == f"stopped after step 5, as it was told: --resume auto {says}\n"
+
+
+def test_a_survivor_that_saves_nothing_says_why(monkeypatch, capsys):
+    watch, codes = object.__new__(survive.Watch), []
+    watch.rank, watch.lock, watch.ended = 1, threading.RLock(), threading.Event()
+    watch.rescue = lambda: os.listdir("nowhere")
+    monkeypatch.setattr(os, "_exit", codes.append)
+    watch.fail("rank 2 is silent")
+    assert codes == [1] and capsys.readouterr().out.splitlines() == [
+        "rank 1: rank 2 is silent",
+        "rank 1: what it holds could not be written (FileNotFoundError(2, 'No such file or directory'))"]

@@ -10,7 +10,8 @@ A save stops the training only while the weights and the optimizer's state are c
 writes them meanwhile. Where a rank has no memory for copies, none are made, and all wait until the state is written.
 Pipeline 0 holds each parameter of the model, so its ranks write: one file a stage, whose first tensor-parallel rank
 puts together what its group holds. A checkpoint gets its name, and then `latest` is moved, when all files of all ranks
-are on the disk. Where hosts share no disk, each keeps what it wrote and a copy of what another host wrote.
+are on the disk. Where hosts share no disk, each keeps what it wrote, and one more has a copy: the host on which the run
+was started, which so has each checkpoint as a whole, and for its own files another one.
 """
 
 import contextlib
@@ -255,7 +256,8 @@ class Checkpointer:
         state.update(merged)
         for rank, part in parts.items() if disks.leads else ():
             number = next(i for i, disk in enumerate(disks.all) if rank in disk.ranks)
-            to = [disks.all[(number + k) % len(disks.all)] for k in range(1, self.copies)]
+            others = [disks.all[(number + k) % len(disks.all)] for k in range(1, len(disks.all))]
+            to = sorted(others, key=lambda disk: disk != disks.home)[: self.copies - 1]
             for name in part["files"]:
                 is_adapter = name.startswith("adapter-")  # small, and at home they are written as one file as well
                 if (is_last or is_adapter) and disks.home not in (disks.all[number], *to):
@@ -285,19 +287,22 @@ class Checkpointer:
             self.say(f"{self.folder}/latest could not be written: {problem.strerror}")
         return []
 
-    def save_survivor(self, step: int) -> str | None:
-        """Writes what this rank holds, by itself, because another rank is gone. Returns the folder, None for nothing.
+    def save_survivor(self, step: int) -> str:
+        """Writes what this rank holds, by itself, because another rank is gone. Says where it is, or why it is nowhere.
 
         Where the ranks that are left hold the whole model together, the next run goes on from these parts, and no step
         is lost. Ranks that share a stage by tensor parallelism can't be sure of each other, and write nothing.
         """
-        has_diverged = any(not param.isfinite().all() for param in self.stage.model.parameters())
-        if step <= self.written or self.tp_group or has_diverged:
-            return None
+        if step <= self.written:
+            return f"step {step} is in a checkpoint already"
+        if self.tp_group:
+            return f"step {step} is not saved, as each of its weights is split over several ranks (--tp_size)"
+        if any(not param.isfinite().all() for param in self.stage.model.parameters()):
+            return f"step {step} is not saved, as its weights are not finite"
         place = f"p{self.grid.dp_rank}s{self.grid.pp_rank}"
         folder = os.path.join(self.folder, name_of_step(step) + SURVIVORS)
         part, error = self.write_part(folder, pieces_of(self.stage, self.optimizer), "{}-%s" % place)
         if error:
-            return None
+            return f"what it holds could not be written ({error})"
         write_state(os.path.join(folder, f"part-{place}.json"), {**self.state(step), **part})
-        return folder
+        return f"what it holds is in {folder}"

@@ -89,8 +89,11 @@ class Watch:
                 elif int(count) >= 0 and now - heard[rank][1] > PATIENCE:
                     self.fail(f"rank {rank} on {self.store.get(f'host/{rank}').decode()} is silent")
 
-    def begin(self, rescue: Callable[[], str | None]) -> None:
-        """From now on there is something to lose: a signal ends the step first, and a lost rank calls `rescue`."""
+    def begin(self, rescue: Callable[[], str]) -> None:
+        """From now on there is something to lose: a signal ends the step first, and a lost rank calls `rescue`.
+
+        It returns a line that says what it has saved.
+        """
         self.rescue = rescue
         self.stops_within(UNKNOWN)
 
@@ -106,11 +109,13 @@ class Watch:
             if self.ended.is_set():  # the training is over, and others leave as well
                 return
             print(f"rank {self.rank}: {reason}", flush=True)
-            if self.rescue:
-                with contextlib.suppress(Exception):  # nothing must keep it from ending
-                    if saved := self.rescue():
-                        print(f"rank {self.rank}: what it holds is in {saved}", flush=True)
-            os._exit(1)
+            try:
+                if self.rescue:
+                    print(f"rank {self.rank}: {self.rescue()}", flush=True)
+            except Exception as error:
+                print(f"rank {self.rank}: what it holds could not be written ({error!r})", flush=True)
+            finally:  # nothing must keep it from ending
+                os._exit(1)
 
     @contextlib.contextmanager
     def lost_peers(self):

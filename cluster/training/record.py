@@ -2,6 +2,7 @@
 
 Evaluations have a file beside it, evaluation.jsonl: {"step": 20, "evaluation_loss": 3.51, "perplexity": 33.4} a line.
 Where hosts share no disk, one rank of each writes the rows, so that they outlive the host of the rank that logs.
+config.json beside them has the run's id: another run of that name may have left rows of the same steps on a host.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ BEFORE = "metrics.before.jsonl"  # rows of the runs before, until they are in th
 class Record:
     """A RunLogger that goes on after step `start`, and the same rows on the other disks. All ranks make one together.
 
-    `before`: the flags of the run that it goes on from.
+    `before`: the flags of the run that it goes on from; like `args`, with its run_id.
     """
 
     def __init__(self, args, grid, disks: Disks, num_steps: int, tokens_per_step: int, start: int,
@@ -32,7 +33,7 @@ class Record:
         rows, evaluations = [], []
         if before:  # the training that goes on may have had another name
             source = os.path.join(before["log_dir"], before["run_name"])
-        if start and writes:
+        if start and writes and not is_of_another_run(source, {flags.get("run_id") for flags in (vars(args), before)}):
             rows, evaluations = read_rows(source, start), read_rows(source, start, (EVALUATIONS,))
             if os.path.realpath(source) == os.path.realpath(folder):
                 set_aside(folder)
@@ -41,6 +42,11 @@ class Record:
         self.logger.memory, self.file = peak_memory_gb(), None  # of this rank, until a step takes that of all
         if writes:
             self.file = self.logger.metrics if grid.is_logging_rank else open_metrics(folder)
+            if not grid.is_logging_rank:
+                with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
+                    json.dump({**vars(args), "topology": grid.topology}, file, indent=2)
+            elif start and not rows:
+                print(f"the metrics of the steps up to {start} are on none of these hosts", flush=True)
             self.file.writelines(rows)
             if start and os.path.exists(path := os.path.join(folder, BEFORE)):
                 os.remove(path)
@@ -100,6 +106,15 @@ def read_rows(folder: str, last: int, names: tuple[str, ...] = (BEFORE, "metrics
             if line.endswith("\n") and 0 <= step <= last:
                 rows[step] = line
     return [rows[step] for step in sorted(rows)]
+
+
+def is_of_another_run(folder: str, run_ids: set[str | None]) -> bool:
+    """Whether config.json in the folder has a run_id, and none of these."""
+    try:
+        with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
+            return json.load(file).get("run_id") not in {None, *run_ids}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
 
 
 def set_aside(folder: str) -> None:

@@ -44,7 +44,8 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
                         help="optimizer steps between checkpoints (default: at the end of each epoch, and of the run)")
     parser.add_argument("--keep", type=positive_int, default=2, help="so many of the newest checkpoints are kept")
     parser.add_argument("--checkpoint_copies", type=positive_int, default=2,
-                        help="where hosts share no disk: on so many of them each file is kept")
+                        help="where hosts share no disk: on so many of them each file is kept; with 2 or more, the "
+                             "host on which the run was started has them all")
     parser.add_argument("--resume", metavar="auto|DIR",
                         help="go on from the run's newest checkpoint, if there is one, or from that directory; where "
                              "a lost host or Slurm starts the run anew, from the newest in either case")
@@ -80,7 +81,7 @@ class Run:
             self.leave_others_aside(run_of(self.found.state), last)
         if self.found and not self.branches:
             self.run_id = run_of(self.found.state)
-        self.run_id = self.run_id or self.disks.gather(uuid.uuid4().hex)[0]
+        args.run_id = self.run_id = self.run_id or self.disks.gather(uuid.uuid4().hex)[0]
         self.start = self.found.state["step"] if self.found else 0
         if self.found and not args.learning_rate:
             args.learning_rate = self.found.state["flags"].get("learning_rate")
@@ -217,7 +218,10 @@ class Run:
         self.watch.close()
         if was_stopped:
             if dist.get_rank() == 0:
-                print(f"stopped after step {self.step}, as it was told: --resume auto goes on from there", flush=True)
+                saved = self.checkpointer.written
+                goes_on = f"goes on {'from there' if saved == self.step else f'after step {saved}'}" if saved else (
+                    "begins anew, as no step was saved")
+                print(f"stopped after step {self.step}, as it was told: --resume auto {goes_on}", flush=True)
             if is_elastic() and not self.watch.wait_for_own_signal():
                 os._exit(1)  # the agent then starts this process anew, with those that are there
 
