@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from stage_weights import open_directory
 from train import Task, main, text
-from utils import UserError, default_learning_rate, once_per_machine, one_clear_error, require_reachable_hub
+from utils import UserError, default_learning_rate, one_clear_error, require_reachable_hub
 
 
 DEFAULTS = dict(model_name=None, seq_len=64, max_tokens=40960, gradient_accumulation_steps=None)  # of the flags
@@ -54,7 +54,7 @@ def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = 
 
     model_class = getattr(transformers, class_name)
     pattern = "*.json" if random_weights else "*.safetensors"
-    directory = args.model_name and once_per_machine(lambda: local_directory(args.model_name, pattern=pattern))
+    directory = args.model_name and local_directory(args.model_name, pattern=pattern)
     config_class = model_class.config_class
     config = config_class.from_pretrained(directory, **sizes) if directory else config_class(**{**toy, **sizes})
     config.num_labels = toy.get("num_labels", config.num_labels)

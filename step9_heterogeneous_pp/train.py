@@ -27,7 +27,7 @@ from tensor_parallel import cross_entropy, split_over_tp
 from timeline import check_profile_batch, timeline
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, compile_layers, default_learning_rate, load_config,
-    make_scheduler, once_per_machine, one_clear_error, positive_float, positive_int, to_readable_format, zero_or_more,
+    make_scheduler, one_clear_error, positive_float, positive_int, to_readable_format, zero_or_more,
     zero_or_more_float,
 )
 
@@ -158,9 +158,9 @@ def print_parameters(model, device, dtype, learning_rate: float) -> None:
 
 def make_llama(args, plugin: HeterogeneousParallelPlugin) -> Task:
     """Our Llama, on text. All ranks call it."""
-    config = once_per_machine(lambda: load_config(
+    config = load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,
-        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
         model = Llama(config, plugin.compute_dtype)
     args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)

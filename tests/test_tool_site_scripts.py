@@ -13,11 +13,10 @@ from launch import ROOT, modules_of
 with modules_of(10):
     from pipeline_parallel import zero_bubble
 with modules_of(9):
-    from pipeline_parallel import SCHEDULES
     from planning.devices import parse_nodes
     from planning.grids import Job, grids
     from planning.machines import Cluster
-    from planning.pipeline_simulation import Pipeline, PipelineSimulation, Setting
+    from planning.pipeline_simulation import SCHEDULES, Pipeline, PipelineSimulation, Setting
     from planning.simulation import peak_memory
     from planning.synthetic import PRESETS, Shape, synthetic_cluster
 

@@ -20,7 +20,7 @@ def test_phases_add_up_to_the_time_of_the_first_step(tmp_path, capsys):
     assert len(re.findall(r"^\| .* \| [\d.]+ \([\d.]+\) \|$", capsys.readouterr().out, re.MULTILINE)) == len(found)
 
 
-@pytest.mark.parametrize("step", [3, 9])  # without and with once_per_machine
+@pytest.mark.parametrize("step", [3, 9])
 def test_every_step_from_3_on_can_be_measured(tmp_path, step):
     found = startup.measure(step, 1, *SHORT, "--log_dir", tmp_path)
     assert list(found) == [*startup.PHASES, "total"] and all(0 < seconds for seconds, _ in found.values())

@@ -67,8 +67,7 @@ def run_and_note(script: str) -> None:
     pgm, utils, dataloader, metrics = map(importlib.import_module, names)
     note(pgm, "init_process_group", before="imports")
     note(pgm, "setup_process_group_manager", after="process group")
-    once = "once_per_machine" if hasattr(utils, "once_per_machine") else "load_config"  # of step 9; before
-    note(utils, once, after="config")  # the loader has bound its own already
+    note(utils, "load_config", after="config")
     note(dataloader, "load_samples", after="data")
     note(metrics.RunLogger, "__init__", after="model")
     note(metrics.RunLogger, "log", after="first step", then=finish)

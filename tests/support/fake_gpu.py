@@ -10,6 +10,7 @@ any rank of any grid. FakeTensorMode itself refuses operations whose result has 
 
 import ast
 import collections
+import contextlib
 import importlib
 import os
 import pathlib
@@ -140,7 +141,8 @@ def main() -> None:
              (torch.nn.Module, {"to": lambda module, *to: module})]  # weights are drawn where they have to be
     for place, functions in fakes:
         mock.patch.multiple(place, **functions).start()
-    importlib.import_module("utils").once_per_machine = lambda make: make()
+    with contextlib.suppress(ModuleNotFoundError):  # a step has none
+        importlib.import_module("training.machine_facts").once_per_machine = lambda make: make()
     program = importlib.import_module(pathlib.Path(script).stem)
     with Watch(loop) as watch:
         program.main()
