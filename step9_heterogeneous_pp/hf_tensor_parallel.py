@@ -1,7 +1,7 @@
-"""Tensor parallelism for Hugging Face's decoders, from outside: modules of each decoder layer are replaced.
+"""Tensor parallelism for Hugging Face's decoders, from outside: modules of each decoder layer are split or replaced.
 
 Most models say themselves how, in the configuration's base_model_tp_plan: for each place in a layer a style (STYLES).
-The table TP_MODULES does it for models without a plan. Embeddings, norms and head stay whole on each tp rank. They see
+The table PLANS does it for models without a plan. Embeddings, norms and head stay whole on each tp rank. They see
 the same activations there, so their gradients are equal on all tp ranks.
 """
 
@@ -67,11 +67,11 @@ def share_input(block: nn.Module) -> nn.Module:
     return block
 
 
-def divide(block: nn.Module, *names: str) -> nn.Module:
-    """Divides numbers of heads or widths by tp_size."""
-    for name in names:
-        setattr(block, name, getattr(block, name) // pgm.process_group_manager.tp_world_size)
-    return block
+def divide_heads(attention: nn.Module) -> nn.Module:
+    """Divides the number of heads and, in GPT-2, their width together, which its forward reads, by tp_size."""
+    for name in {"num_heads", "split_size"} & vars(attention).keys():
+        setattr(attention, name, getattr(attention, name) // pgm.process_group_manager.tp_world_size)
+    return attention
 
 
 def column(layer: nn.Module, fused: int = 1) -> nn.Module:
@@ -82,7 +82,9 @@ def column(layer: nn.Module, fused: int = 1) -> nn.Module:
     is_conv = hasattr(layer, "nf")
     layer.tp_dims, layer.tp_fused = {"weight": int(is_conv), "bias": 0}, {"weight": fused, "bias": fused}
     keep_split_parameters(layer, layer)
-    return divide(layer, "nf") if is_conv else layer
+    if is_conv:
+        layer.nf = layer.weight.size(1)
+    return layer
 
 
 def column_with_whole_output(layer: nn.Module) -> nn.Module:
@@ -107,21 +109,16 @@ def split_experts(experts: nn.Module) -> nn.Module:
 
 
 STYLES = {
-    "colwise": column, "colwise_gather_output": column_with_whole_output,
+    "colwise": column, "colwise_qkv": partial(column, fused=3), "colwise_gather_output": column_with_whole_output,
     "rowwise": RowParallel, "rowwise_split_input": RowParallelOfWholeInput,
-    "replicated_with_grad_allreduce": SharedByHeads, "moe_tp_experts": split_experts,
+    "replicated_with_grad_allreduce": SharedByHeads, "moe_tp_experts": split_experts, "heads": divide_heads,
 }
-TP_MODULES = {  # class of a decoder layer -> the place in it -> what is done to the module there
-    "GPT2Block": {
-        "attn": lambda block: share_input(divide(block, "num_heads", "split_size")),
-        "attn.c_attn": partial(column, fused=3), "attn.c_proj": RowParallel,
-        "mlp": share_input, "mlp.c_fc": column, "mlp.c_proj": RowParallel,
-    },
-    "OPTDecoderLayer": {
-        "self_attn": lambda block: share_input(divide(block, "num_heads")), "self_attn.q_proj": column,
-        "self_attn.k_proj": column, "self_attn.v_proj": column, "self_attn.out_proj": RowParallel,
-        "fc1": lambda layer: share_input(column(layer)), "fc2": RowParallel,
-    },
+PLANS = {  # class of a decoder layer whose model has no plan -> a plan for it
+    "GPT2Block": {"attn": "heads", "attn.c_attn": "colwise_qkv", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise",
+                  "mlp.c_proj": "rowwise"},
+    "OPTDecoderLayer": {"self_attn": "heads", "self_attn.q_proj": "colwise", "self_attn.k_proj": "colwise",
+                        "self_attn.v_proj": "colwise", "self_attn.out_proj": "rowwise", "fc1": "colwise",
+                        "fc2": "rowwise"},
 }
 SIZES = ("num_attention_heads", "num_attention_heads_per_layer", "num_key_value_heads", "intermediate_size", "ffn_dim",
          "n_inner")  # what is split
@@ -133,16 +130,16 @@ def replacements(model: nn.Module, layer: nn.Module) -> list[tuple[str, Callable
     What reads the input of a block (of attention, say) shares one f in front of it. Raises Unsupported where
     there is no plan, or it has a style that we don't have, or is silent about a parameter of a block that is split.
     """
-    if (name := type(layer).__name__) in TP_MODULES:
-        return [*TP_MODULES[name].items()]
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
-    styles = {place.removeprefix("layers.*."): style for place, style in plan.items() if place.startswith("layers.*.")}
+    styles = PLANS.get(type(layer).__name__) or {
+        place.removeprefix("layers.*."): style for place, style in plan.items() if place.startswith("layers.*.")}
     modules, params = dict(layer.named_modules()), dict(layer.named_parameters())
     experts = tuple(f"{place}." for place, style in styles.items() if style == "moe_tp_experts")
     styles = {place: style for place, style in styles.items()
               if (place in modules or place in params) and not place.startswith(experts)}
     unknown = [f"{style} of {place}" for place, style in styles.items() if style not in STYLES or place in params]
-    blocks = {place.rpartition(".")[0] or place for place, style in styles.items() if style == "colwise"}
+    columns = [place for place, style in styles.items() if style in ("colwise", "colwise_qkv")]
+    blocks = {place.rpartition(".")[0] or place for place in columns}
     unknown += [f"no style of {name}" for name in params if name.startswith(tuple(f"{block}." for block in blocks))
                 and not name.startswith(tuple(f"{place}." for place in styles))]
     unknown += [f"{style} of {place}, with a bias" for place, style in styles.items()

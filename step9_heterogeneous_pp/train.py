@@ -46,7 +46,7 @@ class Task:
 
     model: nn.Module  # whole, on the meta device where its weights come later
     criterion: Callable  # (output, batch) -> the mean loss of a micro-batch
-    data: Callable  # number of samples -> those samples, and what makes a micro-batch of some. All ranks call it
+    data: Callable  # (args, config, count) -> so many samples, and what makes a micro-batch of some. All ranks call it
     weights: Callable | dict | None = None  # as plugin.configure takes them
     pipelines: Callable | None = None  # model -> templates, and micro-batches of each, where no flag gives them
 
@@ -168,8 +168,10 @@ def make_llama(args, plugin: HeterogeneousParallelPlugin) -> Task:
     def criterion(logits, batch):
         return cross_entropy(logits, batch["target_ids"], config.vocab_size)
 
-    return Task(model, criterion, functools.partial(text, args, config),
-                lambda stage: init_weights(stage.model, args.seed, plugin.device, split_over_tp))
+    def weights(stage):
+        init_weights(stage.model, args.seed, plugin.device, split_over_tp)
+
+    return Task(model, criterion, text, weights)
 
 
 def main(doc: str = __doc__, make_task: Callable = make_llama, **defaults):
@@ -181,7 +183,7 @@ def main(doc: str = __doc__, make_task: Callable = make_llama, **defaults):
     plugin.set_pipelines(*choose_pipelines(args, task.model, task.pipelines))
 
     num_steps = count_steps(args, plugin.global_batch_size)
-    samples, collate = task.data(num_steps * plugin.global_batch_size)
+    samples, collate = task.data(args, task.model.config, num_steps * plugin.global_batch_size)
     data_loader = plugin.prepare_dataloader(samples, seed=args.seed, collate_fn=collate, num_workers=args.num_workers)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, data_loader = plugin.configure(task.model, adamw, data_loader, task.weights, args.seed)
