@@ -168,10 +168,8 @@ def make_llama(args, plugin: HeterogeneousParallelPlugin) -> Task:
     def criterion(logits, batch):
         return cross_entropy(logits, batch["target_ids"], config.vocab_size)
 
-    def weights(stage):
-        init_weights(stage.model, args.seed, plugin.device, split_over_tp)
-
-    return Task(model, criterion, text, weights)
+    return Task(model, criterion, text,
+                lambda stage: init_weights(stage.model, args.seed, plugin.device, split_over_tp))
 
 
 def main(doc: str = __doc__, make_task: Callable = make_llama, **defaults):
