@@ -28,12 +28,12 @@ from training.common import add_flags, add_run_flags, from_environment, print_ba
 from data.epochs import load_epochs
 from training.loop import train
 from training.loss import mean_cross_entropy
+from training.machine_facts import once_per_machine
 from training.models import config_file
 from training.run import Run, add_checkpoint_flags
 from training.speeds import layers_by_speed, measured_speeds
 from utils import (
-    TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, once_per_machine, one_clear_error, positive_int,
-    read_config,
+    TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, one_clear_error, positive_int, read_config,
 )
 
 CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

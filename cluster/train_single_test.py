@@ -30,10 +30,10 @@ from process_group_manager import init_process_group
 from run_common import check_positions
 from training.common import add_flags, gather, load_text, print_banner, print_table
 from training.loop import make_llama, one_microbatch
-from training.machine_facts import free_memory
+from training.machine_facts import free_memory, once_per_machine
 from utils import (
-    TINY_LLAMA, ArgumentParser, UserError, choose_device, default_learning_rate, load_config, once_per_machine,
-    one_clear_error, positive_int,
+    TINY_LLAMA, ArgumentParser, UserError, choose_device, default_learning_rate, load_config, one_clear_error,
+    positive_int,
 )
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}  # unlike machines sum in unlike orders

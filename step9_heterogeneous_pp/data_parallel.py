@@ -23,19 +23,26 @@ from pipeline_template import PipelineTemplate
 from timeline import timeline
 
 
-def find_owners(pipelines: list[PipelineTemplate], tied: tuple[str, str] | None) -> dict[str, dist.ProcessGroup | None]:
-    """The group of each module's owners, None where this rank is no owner or the only one. All ranks call it together.
+def find_owners(stage: PipelineStage, pipelines: list[PipelineTemplate]) -> list[tuple]:
+    """The stage's parameters, each with the group of its owners, None where this rank is the only one. Collective.
 
-    Modules are in the order of the model. A tied parameter comes before them and is owned by the owners of both.
+    They are in the order of backward: the model's last module first, a tied parameter at the end. Frozen parameters
+    have no gradient and are left out.
     """
-    modules = [name for stage in pipelines[0].modules_per_stage for name in stage]
-    places = {name: [(k, s) for k, template in enumerate(pipelines)
-                     for s, names in enumerate(template.modules_per_stage) if name in names] for name in modules}
-    if tied:
-        first, last = (next(name for name in modules if param.startswith(f"{name}.")) for param in tied)
-        places = {tied[0]: sorted({*places[first], *places[last]}), **places}
-    grid = pgm.process_group_manager
-    return {name: grid.group_of(at) if len(at) > 1 else None for name, at in places.items()}
+    modules = [name for names in pipelines[0].modules_per_stage for name in names]
+    places = {name: {(k, s) for k, template in enumerate(pipelines)
+                     for s, names in enumerate(template.modules_per_stage) if name in names} for name in modules}
+    grid, tied, found = pgm.process_group_manager, stage.tied or (), []
+    params = {name: param for name, param in reversed([*stage.model.named_parameters()]) if param.requires_grad}
+    for module in reversed(modules):
+        group = grid.group_of(places[module])
+        found += [(param, group) for name, param in params.items()
+                  if name.startswith(f"{module}.") and name not in tied]
+    if tied:  # owned by the owners of both modules
+        ends = [module for module in modules if any(name.startswith(f"{module}.") for name in tied)]
+        group = grid.group_of({place for module in ends for place in places[module]})
+        found += [(params[name], group) for name in tied if name in params]
+    return found
 
 
 class Bucket:
@@ -67,32 +74,32 @@ class Bucket:
 class DataParallelBucket(nn.Module):
     """Wraps a stage. Set `require_backward_grad_sync` to whether the next backward is the last of the accumulation.
 
-    After that backward, call finish_gradient_sync() before reading the gradients. `owners`: see find_owners.
-    `bucket_mb`: megabytes per bucket, by default 25 or an eighth of a stage's gradients.
+    After that backward, call finish_gradient_sync() before reading the gradients. `bucket_mb`: megabytes per bucket, by
+    default 25 or an eighth of a stage's gradients, whichever is less: a single bucket would overlap with nothing.
     """
 
-    def __init__(self, module: PipelineStage, owners: dict[str, dist.ProcessGroup | None],
-                 bucket_mb: float | None = None, bucket_class: type[Bucket] = Bucket):
+    def __init__(self, module: PipelineStage, pipelines: list[PipelineTemplate], bucket_mb: float | None = None,
+                 bucket_class: type[Bucket] = Bucket):
         super().__init__()
         self.module, self.bucket_class = module, bucket_class
         self.require_backward_grad_sync = True
         self.buckets, self.bucket_of = [], {}
-        ordered = in_backward_order(module, owners)
-        num_bytes = torch.tensor(sum(param.nbytes for param, _ in ordered), device=next(module.parameters()).device)
+        params = find_owners(module, pipelines)
+        num_bytes = torch.tensor(sum(param.nbytes for param, _ in params), device=next(module.parameters()).device)
         dist.all_reduce(num_bytes, dist.ReduceOp.MAX)  # all owners of a bucket have to end it at the same parameter
-        self.make_buckets(ordered, min(25e6, num_bytes.item() / 8) if bucket_mb is None else bucket_mb * 1e6)
+        self.make_buckets(params, min(25e6, num_bytes.item() / 8) if bucket_mb is None else bucket_mb * 1e6)
         for param in self.bucket_of:
             param.register_post_accumulate_grad_hook(self.gradient_arrived)
 
-    def make_buckets(self, ordered: list[tuple[nn.Parameter, dist.ProcessGroup | None]], limit: float) -> None:
+    def make_buckets(self, params: list[tuple[nn.Parameter, dist.ProcessGroup | None]], limit: float) -> None:
         """Fills one bucket after the other. One is full once it holds `limit` bytes, or the next owners are others."""
         members, size = [], 0
-        for i, (param, group) in enumerate(ordered):
+        for i, (param, group) in enumerate(params):
             if group is None:  # nothing to sum
                 continue
             members.append(param)
             size += param.numel() * param.element_size()
-            following = ordered[i + 1][1] if i + 1 < len(ordered) else None
+            following = params[i + 1][1] if i + 1 < len(params) else None
             if size >= limit or following is not group:
                 self.buckets.append(self.bucket_class(members, group))
                 self.bucket_of.update(dict.fromkeys(members, self.buckets[-1]))
@@ -124,18 +131,3 @@ class DataParallelBucket(nn.Module):
                 bucket.launch()
         for bucket in self.buckets:
             bucket.finish()
-
-
-def in_backward_order(stage: PipelineStage, owners: dict) -> list[tuple[nn.Parameter, dist.ProcessGroup | None]]:
-    """The stage's parameters with the group of their owners: the model's last module first, a tied one at the end.
-
-    Frozen parameters have no gradient and are left out.
-    """
-    keys, found = list(owners), []
-    for name, param in stage.model.named_parameters():
-        if param.requires_grad:
-            is_tied = stage.tied is not None and name in stage.tied
-            key = stage.tied[0] if is_tied else next(module for module in owners if name.startswith(f"{module}."))
-            found.append((keys.index(key), param, owners[key]))
-    found.sort(key=lambda item: item[0])  # stable: within a module the parameters keep their order
-    return [(param, group) for _, param, group in reversed(found)]

@@ -8,6 +8,7 @@ The micro-batches of a step are dealt in rounds: in each, every pipeline that la
 pipelines that take 3, 2 and 3 of the micro-batches 0 to 7 get (0, 3, 6), (1, 4) and (2, 5, 7).
 """
 
+import datetime
 import glob
 import hashlib
 import importlib.util
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from utils import UserError, once_per_machine, require_reachable_hub
+from utils import UserError, require_reachable_hub
 
 BLOCK = 1 << 16  # characters that are read from a file at a time
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -126,11 +127,15 @@ def next_tokens(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: int, num_samples: int,
                  cache_dir: str) -> TokenSamples:
-    """The first `num_samples` samples of the corpus, encoded by the model's tokenizer. All ranks call it together.
+    """The first `num_samples` samples of the corpus, encoded by the model's tokenizer.
 
-    Raises UserError, on every rank, for a corpus that can't be found, read or encoded with this model's vocabulary.
+    Raises UserError for a corpus that can't be found, read or encoded with this model's vocabulary.
     """
-    path = once_per_machine(lambda: encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir))
+    store, key = dist.distributed_c10d._get_default_store(), f"encoded on machine {os.environ.get('GROUP_RANK', 0)}"
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # one process of a machine encodes, and the others find the file
+        store.wait([key], datetime.timedelta(days=30))  # a collective that takes minutes would be aborted
+    path = encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir)
+    store.set(key, "")
     tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
     dist.all_gather_object(digests := [None] * dist.get_world_size(), hashlib.sha256(tokens).hexdigest())
     if unlike := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:

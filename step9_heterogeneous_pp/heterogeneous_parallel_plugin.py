@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import process_group_manager as pgm
-from data_parallel import Bucket, DataParallelBucket, find_owners
+from data_parallel import Bucket, DataParallelBucket
 from dataloader import HeterogeneousDataLoader
 from hf_tensor_parallel import apply_tensor_parallel
 from pipeline_parallel import StageCommunication, connect_neighbours, one_f_one_b, run_schedule
@@ -133,7 +133,6 @@ class HeterogeneousParallelPlugin:
         connect_neighbours()
         grid = pgm.process_group_manager
         torch.manual_seed(seed + 1000 * grid.dp_rank + grid.pp_rank)  # dropout: the same on the tp ranks of a stage
-        owners = find_owners(self.pipelines, stage.tied)
         held = dict(stage.model.named_parameters())
         if names is None:
             optimizer = optimizer(list(held.items()))
@@ -141,7 +140,7 @@ class HeterogeneousParallelPlugin:
             for group, names_of_group in zip(optimizer.param_groups, names):
                 group["param_names"] = [name for name in names_of_group if name in held]
                 group["params"] = [held[name] for name in group["param_names"]]
-        return DataParallelBucket(stage, owners, bucket_class=self.bucket_class), optimizer, dataloader
+        return DataParallelBucket(stage, self.pipelines, bucket_class=self.bucket_class), optimizer, dataloader
 
     def execute_pipeline(self, data_iter: Iterator[dict], model: nn.Module, criterion: Callable,
                          optimizer: torch.optim.Optimizer, return_loss: bool = True) -> torch.Tensor | None:

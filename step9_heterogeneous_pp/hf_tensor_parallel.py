@@ -1,7 +1,7 @@
-"""Tensor parallelism for Hugging Face's decoders, from outside: modules of each decoder layer are replaced.
+"""Tensor parallelism for Hugging Face's decoders, from outside: modules of each decoder layer are split or replaced.
 
 Most models say themselves how, in the configuration's base_model_tp_plan: for each place in a layer a style (STYLES).
-The table TP_MODULES does it for models without a plan. Embeddings, norms and head stay whole on each tp rank. They see
+The table PLANS does it for models without a plan. Embeddings, norms and head stay whole on each tp rank. They see
 the same activations there, so their gradients are equal on all tp ranks.
 """
 
@@ -17,51 +17,27 @@ import tensor_parallel
 from model import cast
 from pipeline_template import PipelineTemplate, Unsupported, listed_modules
 from tensor_parallel import (
-    ColumnParallelLinear, CopyToTensorParallel, ReduceFromTensorParallel, RowParallelLinear, keep_split_parameters,
-    split_over_tp,
+    CopyToTensorParallel, ReduceFromTensorParallel, RowParallelLinear, keep_split_parameters, split_over_tp,
 )
 from utils import UserError
 
 
-class ColumnParallelConv1D(ColumnParallelLinear):
-    """As ColumnParallelLinear, for GPT-2's Conv1D, y = x W + b: the columns of W (in, out/tp) are split.
+class RowParallel(RowParallelLinear):
+    """As RowParallelLinear, for an nn.Linear or GPT-2's Conv1D, y = x W + b. The bias is added to the sum, once."""
 
-    `fused`: how many matrices lie side by side in W.
-    """
+    def __init__(self, layer: nn.Module):
+        self.is_conv, self.bias = hasattr(layer, "nf"), None
+        self.tp_dims = {"weight": 0 if self.is_conv else 1}
+        super().__init__(layer)
 
-    tp_dims = {"weight": 1, "bias": 0}
-
-    def __init__(self, conv: nn.Module, fused: int = 1):
-        self.tp_fused = {"weight": fused, "bias": fused}
-        super().__init__(conv)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, in) -> (B, T, out/tp)
-        return F.linear(CopyToTensorParallel.apply(x), cast(self.weight, x.dtype).T, cast(self.bias, x.dtype))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in/tp) -> (..., out)
+        weight = cast(self.weight, x.dtype)
+        y = ReduceFromTensorParallel.apply(F.linear(x, weight.T if self.is_conv else weight))
+        return y if self.bias is None else y + cast(self.bias, y.dtype)
 
 
-class RowParallelConv1D(RowParallelLinear):
-    """As RowParallelLinear: the rows of W (in/tp, out) are split, and the bias is added to the sum, once."""
-
-    tp_dims = {"weight": 0}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, in/tp) -> (B, T, out)
-        return ReduceFromTensorParallel.apply(F.linear(x, cast(self.weight, x.dtype).T)) + cast(self.bias, x.dtype)
-
-
-class ColumnParallelWithWholeOutput(ColumnParallelLinear):
-    """As ColumnParallelLinear, and then every rank gets the whole output: the sum of the parts, padded with zeros."""
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__(linear)
-        own = split_over_tp(torch.arange(linear.out_features, device="cpu"), 0).tolist()
-        self.padding = own[0], linear.out_features - 1 - own[-1]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out)
-        return ReduceFromTensorParallel.apply(F.pad(super().forward(x), self.padding))
-
-
-class RowParallelOfWholeInput(RowParallelLinear):
-    """As RowParallelLinear, of an input that every rank has whole. f adds up what backward leaves in the parts."""
+class RowParallelOfWholeInput(RowParallel):
+    """As RowParallel, of an input that every rank has whole. f adds up what backward leaves in the parts."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out)
         return super().forward(split_over_tp(CopyToTensorParallel.apply(x), -1))
@@ -78,8 +54,11 @@ class SharedByHeads(nn.Module):
         return torch.func.functional_call(self.norm[0], {"weight": CopyToTensorParallel.apply(self.weight)}, (x,))
 
 
+# The functions below change a module in place and return it. Its own forward then computes this rank's part.
+
+
 def share_input(block: nn.Module) -> nn.Module:
-    """The block itself, with f (CopyToTensorParallel) in front of all its floating-point inputs."""
+    """Puts f (CopyToTensorParallel) in front of all floating-point inputs, once for all that read them."""
     def copy(x):
         return CopyToTensorParallel.apply(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
@@ -88,15 +67,37 @@ def share_input(block: nn.Module) -> nn.Module:
     return block
 
 
-def divide(block: nn.Module, names: tuple[str, ...]) -> nn.Module:
-    """The block itself, with its numbers of heads or widths divided by tp_size."""
-    for name in names:
-        setattr(block, name, getattr(block, name) // pgm.process_group_manager.tp_world_size)
-    return block
+def divide_heads(attention: nn.Module) -> nn.Module:
+    """Divides the number of heads and, in GPT-2, their width together, which its forward reads, by tp_size."""
+    for name in {"num_heads", "split_size"} & vars(attention).keys():
+        setattr(attention, name, getattr(attention, name) // pgm.process_group_manager.tp_world_size)
+    return attention
+
+
+def column(layer: nn.Module, fused: int = 1) -> nn.Module:
+    """Splits the outputs of an nn.Linear or a Conv1D, (..., out/tp), in whose weight `fused` matrices lie side by side.
+
+    f is not in front of it, but of the block, once for all layers that read its input.
+    """
+    is_conv = hasattr(layer, "nf")
+    layer.tp_dims, layer.tp_fused = {"weight": int(is_conv), "bias": 0}, {"weight": fused, "bias": fused}
+    keep_split_parameters(layer, layer)
+    if is_conv:
+        layer.nf = layer.weight.size(1)
+    return layer
+
+
+def column_with_whole_output(layer: nn.Module) -> nn.Module:
+    """Splits the outputs. Every rank then gets the whole output: the sum of the parts, padded with zeros."""
+    own = split_over_tp(torch.arange(layer.out_features, device="cpu"), 0).tolist()
+    padding = own[0], layer.out_features - 1 - own[-1]
+    column(share_input(layer)).register_forward_hook(
+        lambda _, args, y: ReduceFromTensorParallel.apply(F.pad(y, padding)))
+    return layer
 
 
 def split_experts(experts: nn.Module) -> nn.Module:
-    """The module itself, with a part of the width of each expert: gate and up (E, 2 width, D), down (E, D, width)."""
+    """Splits the width of each expert: gate and up (E, 2 width, D), down (E, D, width)."""
     shapes = {key: param.shape for key, param in experts.named_parameters()}
     if shapes.keys() != {"gate_up_proj", "down_proj"} or shapes["gate_up_proj"][1] != 2 * shapes["down_proj"][2]:
         raise Unsupported(f"Tensor parallelism for {type(experts).__name__} is not implemented: its parameters are "
@@ -107,44 +108,38 @@ def split_experts(experts: nn.Module) -> nn.Module:
     return experts
 
 
-COLUMN = partial(ColumnParallelLinear, copy_input=False)  # f is in front of the block, once for all that read its input
 STYLES = {
-    "colwise": ColumnParallelLinear, "colwise_gather_output": ColumnParallelWithWholeOutput,
-    "rowwise": RowParallelLinear, "rowwise_split_input": RowParallelOfWholeInput,
-    "replicated_with_grad_allreduce": SharedByHeads, "moe_tp_experts": split_experts,
+    "colwise": column, "colwise_qkv": partial(column, fused=3), "colwise_gather_output": column_with_whole_output,
+    "rowwise": RowParallel, "rowwise_split_input": RowParallelOfWholeInput,
+    "replicated_with_grad_allreduce": SharedByHeads, "moe_tp_experts": split_experts, "heads": divide_heads,
 }
-TP_MODULES = {  # class of a decoder layer -> the place in it -> what replaces the module there
-    "GPT2Block": {
-        "attn": partial(divide, names=("num_heads", "split_size")),
-        "attn.c_attn": partial(ColumnParallelConv1D, fused=3), "attn.c_proj": RowParallelConv1D,
-        "mlp.c_fc": ColumnParallelConv1D, "mlp.c_proj": RowParallelConv1D,
-    },
-    "OPTDecoderLayer": {
-        "self_attn": lambda block: share_input(divide(block, names=("num_heads",))),
-        "self_attn.q_proj": COLUMN, "self_attn.k_proj": COLUMN, "self_attn.v_proj": COLUMN,
-        "self_attn.out_proj": RowParallelLinear, "fc1": ColumnParallelLinear, "fc2": RowParallelLinear,
-    },
+PLANS = {  # class of a decoder layer whose model has no plan -> a plan for it
+    "GPT2Block": {"attn": "heads", "attn.c_attn": "colwise_qkv", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise",
+                  "mlp.c_proj": "rowwise"},
+    "OPTDecoderLayer": {"self_attn": "heads", "self_attn.q_proj": "colwise", "self_attn.k_proj": "colwise",
+                        "self_attn.v_proj": "colwise", "self_attn.out_proj": "rowwise", "fc1": "colwise",
+                        "fc2": "rowwise"},
 }
 SIZES = ("num_attention_heads", "num_attention_heads_per_layer", "num_key_value_heads", "intermediate_size", "ffn_dim",
          "n_inner")  # what is split
 
 
-def replacements(model: nn.Module, layer: nn.Module) -> dict[str, Callable]:
+def replacements(model: nn.Module, layer: nn.Module) -> list[tuple[str, Callable]]:
     """For each place in a decoder layer what replaces the module there, by the table or the model's own plan.
 
     What reads the input of a block (of attention, say) shares one f in front of it. Raises Unsupported where
     there is no plan, or it has a style that we don't have, or is silent about a parameter of a block that is split.
     """
-    if (name := type(layer).__name__) in TP_MODULES:
-        return TP_MODULES[name]
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
-    styles = {place.removeprefix("layers.*."): style for place, style in plan.items() if place.startswith("layers.*.")}
+    styles = PLANS.get(type(layer).__name__) or {
+        place.removeprefix("layers.*."): style for place, style in plan.items() if place.startswith("layers.*.")}
     modules, params = dict(layer.named_modules()), dict(layer.named_parameters())
     experts = tuple(f"{place}." for place, style in styles.items() if style == "moe_tp_experts")
     styles = {place: style for place, style in styles.items()
               if (place in modules or place in params) and not place.startswith(experts)}
     unknown = [f"{style} of {place}" for place, style in styles.items() if style not in STYLES or place in params]
-    blocks = {place.rpartition(".")[0] for place, style in styles.items() if style == "colwise"} - {""}
+    columns = [place for place, style in styles.items() if style in ("colwise", "colwise_qkv")]
+    blocks = {place.rpartition(".")[0] or place for place in columns}
     unknown += [f"no style of {name}" for name in params if name.startswith(tuple(f"{block}." for block in blocks))
                 and not name.startswith(tuple(f"{place}." for place in styles))]
     unknown += [f"{style} of {place}, with a bias" for place, style in styles.items()
@@ -154,9 +149,7 @@ def replacements(model: nn.Module, layer: nn.Module) -> dict[str, Callable]:
     if unknown or not styles:
         raise Unsupported(f"Tensor parallelism for {PipelineTemplate.get_model_name(model)} is not implemented, since "
                           f"it has {', '.join(unknown) or 'no plan (base_model_tp_plan)'}. Use tp_size 1")
-    found = {place: COLUMN if style == "colwise" and place.rpartition(".")[0] in blocks else STYLES[style]
-             for place, style in styles.items()}
-    return {**dict.fromkeys(blocks, share_input), **found}
+    return [(block, share_input) for block in blocks] + [(place, STYLES[style]) for place, style in styles.items()]
 
 
 def apply_tensor_parallel(model: nn.Module) -> nn.Module:
@@ -177,7 +170,7 @@ def apply_tensor_parallel(model: nn.Module) -> nn.Module:
                 raise UserError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides "
                                 f"{size}")
     for layer, replaced in zip(layers, places):
-        for place, replace in replaced.items():
+        for place, replace in replaced:
             parent, _, key = place.rpartition(".")
             setattr(layer.get_submodule(parent), key, replace(layer.get_submodule(place)))
     return model

@@ -28,7 +28,6 @@ process groups: NCCL runs the transfers of one group in order, and a forward sen
 receive.
 """
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
@@ -55,12 +54,9 @@ def afab(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]
         yield Action("B", i)
 
 
-def one_f_one_b(stage: int, num_stages: int, num_microbatches: int, ahead: int = 1) -> Iterator[Action]:
-    """One forward, one backward (PipeDream-Flush, Narayanan et al. 2021): 1 + ahead * (p - stage - 1) alive at most.
-
-    `ahead` is more than 1 where messages take long: stages compute meanwhile (eager 1F1B, Zhuang et al. 2023).
-    """
-    warm_up = min(ahead * (num_stages - stage - 1), num_microbatches)
+def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]:
+    """One forward, one backward (PipeDream-Flush, Narayanan et al. 2021): at most p - stage activations are alive."""
+    warm_up = min(num_stages - stage - 1, num_microbatches)
     for i in range(warm_up):
         yield Action("F", i)
     for i in range(warm_up, num_microbatches):  # steady state
@@ -70,8 +66,7 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int, ahead: int =
         yield Action("B", i)
 
 
-SCHEDULES = {"afab": afab, "1f1b": one_f_one_b,
-             **{f"1f1b-{ahead}": functools.partial(one_f_one_b, ahead=ahead) for ahead in (2, 3, 4)}}
+SCHEDULES = {"afab": afab, "1f1b": one_f_one_b}
 
 
 def connect_neighbours() -> None:

@@ -5,13 +5,9 @@
 
 A template is plain data and names no rank, so two pipelines may share one, and it can be the key of a dictionary. A
 model is cut between its decoder layers: what comes before them belongs to the first stage, what comes after to the
-last. Most of Hugging Face's models say themselves what these modules are, in the order in which forward calls them:
-
-    base_model_pp_plan of the configuration, inside of model.model     embed_tokens, layers, norm
-    _pp_plan of the class                                              lm_head
-
-The table FAMILIES lists them for models without a plan. Modules without parameters that every layer uses (Hugging
-Face's `rotary_emb`) are not listed: each stage keeps them.
+last. The configurations of most of Hugging Face's models say what the modules of the base model are, in the order in
+which forward calls them (base_model_pp_plan: embed_tokens, layers, norm), and the table FAMILIES does it for others.
+HEADS follow. Modules without parameters that every layer uses (`rotary_emb`) are not listed: each stage keeps them.
 """
 
 import inspect
@@ -28,20 +24,15 @@ class Unsupported(UserError, NotImplementedError):
     """A model that step 9 cannot cut, or not in the way that was asked for."""
 
 
-GPT2 = ("transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h", "transformer.ln_f")
-BERT = ("bert.embeddings", "bert.encoder.layer")
-FAMILIES = {  # models without a plan of their own: their modules in the order of forward, the list of layers among them
+FAMILIES = {  # base models without a plan: their modules in the order of forward, the list of layers among them
     "Llama": ("embedding", "decoder_layers", "final_norm", "final_proj"),
-    "GPT2LMHeadModel": (*GPT2, "lm_head"),
-    "GPT2ForSequenceClassification": (*GPT2, "score"),
-    "LlamaForSequenceClassification": ("model.embed_tokens", "model.layers", "model.norm", "score"),
-    "OPTForCausalLM": (
-        "model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.project_in",
-        "model.decoder.layers", "model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"),
-    "BertForMaskedLM": (*BERT, "cls"),
-    "BertForSequenceClassification": (*BERT, "bert.pooler", "dropout", "classifier"),
-    "ViTForImageClassification": ("vit.embeddings", "vit.layers", "vit.layernorm", "classifier"),
+    "GPT2Model": ("wte", "wpe", "drop", "h", "ln_f"),
+    "OPTModel": ("decoder.embed_tokens", "decoder.embed_positions", "decoder.project_in", "decoder.layers",
+                 "decoder.final_layer_norm", "decoder.project_out"),
+    "BertModel": ("embeddings", "encoder.layer", "pooler"),
+    "ViTModel": ("embeddings", "layers", "layernorm"),
 }
+HEADS = ("lm_head", "cls", "score", "dropout", "classifier")  # what models have behind their base, in this order
 
 ALIKE_FOR_ALL_LAYERS = {  # arguments of a layer: its input, and what each stage makes of the batch
     "self", "args", "kwargs", "hidden_states", "input_ids", "attention_mask", "conv_mask", "position_ids",
@@ -59,13 +50,11 @@ def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
     def refuse(reason: str):
         raise Unsupported(f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: {reason}")
 
-    modules, names = dict(model.named_modules(remove_duplicate=False)), FAMILIES.get(type(model).__name__)
-    has_plan = names is None
-    if has_plan:
-        inside = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or ()
-        names = [f"{model.base_model_prefix}.{name}" for name in inside]
-        names += getattr(type(model), "_pp_plan", None) or ()
-    names = [name for name in names if name in modules]
+    modules, base = dict(model.named_modules(remove_duplicate=False)), getattr(model, "base_model", model)
+    has_plan = type(base).__name__ not in FAMILIES
+    plan = getattr(model.config, "base_model_pp_plan", None) or () if has_plan else FAMILIES[type(base).__name__]
+    inside = "" if base is model else f"{model.base_model_prefix}."
+    names = [name for name in (*(inside + name for name in plan), *HEADS) if name in modules]
     lists = [k for k, name in enumerate(names) if isinstance(modules[name], nn.ModuleList)]
     if len(lists) != 1:
         refuse(f"it has no plan (base_model_pp_plan) that names its layers, and is none of {', '.join(FAMILIES)}")

@@ -33,9 +33,8 @@ class Mismatch(UserError, AssertionError):
 class ProcessGroupManager:
     """The coordinates of this rank in the grid, and process groups through it.
 
-    For tp and pp: `<axis>_group` to communicate in, `<axis>_group_ids` (its global ranks in order),
-    `<axis>_world_size` and `<axis>_rank` (the position of this rank in the group). `dp_rank` is the number of this
-    rank's pipeline, one of `dp_world_size`. All ranks make one together.
+    For tp and pp: `<axis>_group` to communicate in, `<axis>_world_size`, and `<axis>_rank`, the position
+    of this rank in the group. `dp_rank` is the number of this rank's pipeline. All ranks make one together.
     Raises Mismatch where the pipelines need another number of processes.
     """
 
@@ -50,33 +49,34 @@ class ProcessGroupManager:
         self.dp_rank = next(dp for dp, block in enumerate(self.ranks) if self.global_rank in block)
         block = self.ranks[self.dp_rank]
         self.pp_rank, self.tp_rank = (block == self.global_rank).nonzero().flatten().tolist()
-        self.dp_world_size, self.pp_world_size, self.tp_world_size = len(self.ranks), len(block), tp_size
-        self.topology = {"dp_size": len(self.ranks), "stages_per_pipeline": stages_per_pipeline,
-                         "tp_size": tp_size, "world_size": self.world_size}
+        dp_size, pp_size = len(self.ranks), len(block)
+        self.dp_world_size, self.pp_world_size, self.tp_world_size = dp_size, pp_size, tp_size
+        self.topology = {"dp_size": dp_size, "stages_per_pipeline": stages_per_pipeline, "tp_size": tp_size,
+                         "world_size": self.world_size}
 
         # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
-        rows = [row for block in self.ranks for row in block.tolist()]
+        rows = torch.cat(self.ranks)
         columns = [column for block in self.ranks for column in block.T.tolist()]
-        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows, timeout)
+        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout)
         self.pp_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
         self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)  # for gradients: they go back
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self.tp_group_ids, self.pp_group_ids = block[self.pp_rank].tolist(), block[:, self.tp_rank].tolist()
 
         self.pp_is_first_stage = self.pp_rank == 0
-        self.pp_is_last_stage = self.pp_rank == self.pp_world_size - 1
-        self.pp_prev_rank = None if self.pp_is_first_stage else self.pp_group_ids[self.pp_rank - 1]
-        self.pp_next_rank = None if self.pp_is_last_stage else self.pp_group_ids[self.pp_rank + 1]
+        self.pp_is_last_stage = self.pp_rank == pp_size - 1
+        stages = block[:, self.tp_rank].tolist()
+        self.pp_prev_rank = None if self.pp_is_first_stage else stages[self.pp_rank - 1]
+        self.pp_next_rank = None if self.pp_is_last_stage else stages[self.pp_rank + 1]
         # One rank of all logs. Only the last stage of a pipeline computes the loss, so it is a last stage.
         self.is_logging_rank = self.dp_rank == 0 and self.tp_rank == 0 and self.pp_is_last_stage
 
-    def group_of(self, places: list[tuple[int, int]]) -> dist.ProcessGroup | None:
-        """The group of the ranks at some places (pipeline, stage) with this tp rank. None where this rank is not there.
+    def group_of(self, places: set[tuple[int, int]]) -> dist.ProcessGroup | None:
+        """The group of the ranks at some places (pipeline, stage) with this tp rank. All ranks ask in the same order.
 
-        All ranks ask for the same places in the same order.
+        None where this rank is not there, or the place is the only one.
         """
         mine = None
-        for tp_rank in range(self.tp_world_size):
+        for tp_rank in range(self.tp_world_size if len(places) > 1 else 0):
             ranks = tuple(sorted({self.ranks[dp][pp, tp_rank].item() for dp, pp in places}))
             if ranks not in self.groups:
                 self.groups[ranks] = dist.new_group(ranks, timeout)

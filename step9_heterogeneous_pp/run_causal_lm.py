@@ -7,12 +7,12 @@
 
 from run_common import make_hugging_face
 from train import Task, main
-from utils import UserError, once_per_machine, one_clear_error, read_config
+from utils import UserError, one_clear_error, read_config
 
 
 def make_causal_lm(args, plugin) -> Task:
     """As make_llama of train.py, of the class that transformers has for the type in config.json."""
-    model_type = once_per_machine(lambda: read_config(args.model_name)["model_type"])
+    model_type = read_config(args.model_name)["model_type"]
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES  # takes seconds
 
     if model_type not in CLASSES:

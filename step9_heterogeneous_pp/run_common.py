@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from stage_weights import open_directory
 from train import Task, main, text
-from utils import UserError, default_learning_rate, once_per_machine, one_clear_error, require_reachable_hub
+from utils import UserError, default_learning_rate, one_clear_error, require_reachable_hub
 
 
 DEFAULTS = dict(model_name=None, seq_len=64, max_tokens=40960, gradient_accumulation_steps=None)  # of the flags
@@ -21,26 +21,25 @@ def run(doc: str, class_name: str, toy: dict, pipelines: Callable, new_modules: 
         data: Callable = text, **defaults) -> None:
     """A whole script: train.py with another model, pipelines and data, and with other `defaults` of its flags."""
     def make_task(args, _plugin) -> Task:
-        if data is not text and args.dataset_name != "sotu":
-            raise UserError(f"--dataset_name {args.dataset_name}: this script makes its own data, leave the flag out")
-        task = make_hugging_face(args, class_name, toy, new_modules)
-        task.data, task.pipelines = functools.partial(data, args, task.model.config), pipelines
-        return task
+        return make_hugging_face(args, class_name, toy, new_modules, data, pipelines)
 
     with one_clear_error(out_of_memory="use --recompute, or lower --micro_batch_size"):
         main(doc, make_task, **DEFAULTS, **defaults)
 
 
-def make_hugging_face(args, class_name: str, toy: dict, new_modules: tuple[str, ...] = ()) -> Task:
-    """The model that load_model gives, on text. All ranks call it."""
+def make_hugging_face(args, class_name: str, toy: dict, new_modules: tuple[str, ...] = (), data: Callable = text,
+                      pipelines: Callable | None = None) -> Task:
+    """The model that load_model gives, on text or other data. All ranks call it."""
     if args.num_attention_heads or args.num_key_value_heads:
         raise UserError("--num_attention_heads and --num_key_value_heads are for train.py: leave them out")
+    if data is not text and args.dataset_name != "sotu":
+        raise UserError(f"--dataset_name {args.dataset_name}: this script makes its own data, leave the flag out")
     sizes = {"num_hidden_layers": args.num_hidden_layers} if args.num_hidden_layers else {}
     model, weights = load_model(class_name, toy, args, new_modules, args.random_weights, **sizes)
     args.learning_rate = args.learning_rate or min(1e-3, default_learning_rate(model.config.hidden_size))
     criterion = functools.partial(
         mean_cross_entropy, router_loss_coef=getattr(model.config, "router_aux_loss_coef", 0))
-    return Task(model, criterion, functools.partial(text, args, model.config), weights)
+    return Task(model, criterion, data, weights, pipelines)
 
 
 def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = (), random_weights: bool = False,
@@ -54,7 +53,7 @@ def load_model(class_name: str, toy: dict, args, new_modules: tuple[str, ...] = 
 
     model_class = getattr(transformers, class_name)
     pattern = "*.json" if random_weights else "*.safetensors"
-    directory = args.model_name and once_per_machine(lambda: local_directory(args.model_name, pattern=pattern))
+    directory = args.model_name and local_directory(args.model_name, pattern=pattern)
     config_class = model_class.config_class
     config = config_class.from_pretrained(directory, **sizes) if directory else config_class(**{**toy, **sizes})
     config.num_labels = toy.get("num_labels", config.num_labels)

@@ -40,7 +40,7 @@ def main():
     plugin.set_pipelines(pipelines=templates, num_microbatches=num_microbatches)
 
     num_steps = count_steps(args, plugin.global_batch_size)
-    samples, collate = task.data(num_steps * plugin.global_batch_size)
+    samples, collate = task.data(args, task.model.config, num_steps * plugin.global_batch_size)
     dataloader = plugin.prepare_dataloader(samples, seed=args.seed, collate_fn=collate, num_workers=args.num_workers)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, dataloader = plugin.configure(task.model, adamw, dataloader, task.weights, args.seed)

@@ -94,30 +94,30 @@ def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,
     source = open_directory(source) if isinstance(source, str) else source
     model, known = stage.model, by_our_names(source, stage)
     make_buffers(model, device, known)
-    names: dict[nn.Parameter, list[str]] = {}  # several names where parameters of one stage are tied
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(name)
-    for param, here in names.items():
+    names: dict[torch.Tensor, list[str]] = {}  # several names where parameters of one stage are tied
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(tensor, []).append(name)
+    values = {}
+    for tensor, here in names.items():
         # A tied head and its embedding have one value, also where they are on two stages: the embedding's comes first.
         anywhere = (*stage.tied, *here) if stage.tied and set(stage.tied) & set(here) else here
         found = next((name for name in anywhere if name in known), None)
-        if found is None:
+        if found is None and isinstance(tensor, nn.Parameter):
             raise UserError(f"{where} has no weights for {here[0]} of stage {stage.stage_index}")
+        if found is None:
+            continue  # a buffer that files leave out
         module, _, key = here[0].rpartition(".")
         full = known[found]() if callable(known[found]) else known[found]
         part = split_parameter(model.get_submodule(module), key, full)
-        if part.shape != param.shape:
+        if part.shape != tensor.shape:
             raise UserError(f"{found} has the shape {tuple(part.shape)} in {where}, but {here[0]} of the model "
-                            f"{tuple(param.shape)}: are the configuration and the weights of one model?")
+                            f"{tuple(tensor.shape)}: are the configuration and the weights of one model?")
         is_new = getattr(known[found], "func", None) is join and part.nbytes == full.nbytes
-        value = nn.Parameter(part.to(device, param.dtype, copy=not is_new).contiguous(), param.requires_grad)
-        for name in here:
-            module, _, key = name.rpartition(".")
-            setattr(model.get_submodule(module), key, value)
-    params = dict(model.named_parameters(remove_duplicate=False))
-    for name, buffer in model.state_dict().items():  # those that files have: the bias of a router
-        if name not in params and name in known:
-            buffer.copy_(read(known[name]))
+        value = part.to(device, tensor.dtype, copy=not is_new).contiguous()
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, tensor.requires_grad)
+        values.update(dict.fromkeys(here, value))
+    model.load_state_dict(values, strict=False, assign=True)
 
 
 def by_our_names(source: Mapping, stage: PipelineStage) -> dict[str, Callable]:
@@ -166,15 +166,13 @@ def make_buffers(model: nn.Module, device: torch.device | str, known: Mapping) -
     device here, where nothing is computed. Raises Unsupported for a buffer that has no values then, nor in `known`.
     """
     for module_name, module in list(model.named_modules()):
-        names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-        for name in names:
-            buffer = module._buffers[name]
-            unset = float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
-            module._buffers[name] = torch.full_like(buffer, unset, device=device)
-        if names:
+        unset = {name: torch.full_like(buffer, float("nan") if buffer.is_floating_point()
+                                       else torch.iinfo(buffer.dtype).min, device=device)
+                 for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        module._buffers.update({name: value.clone() for name, value in unset.items()})
+        if unset:
             model._init_weights(module)
-        for name in names:
-            buffer = module._buffers[name]
-            unset = buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min
-            if unset.any() and f"{module_name}.{name}" not in known:
+        for name, value in unset.items():
+            is_unset = torch.isclose(module._buffers[name], value, rtol=0, atol=0, equal_nan=True)
+            if is_unset.any() and f"{module_name}.{name}" not in known:
                 raise Unsupported(f"the buffer {module_name}.{name} is not computed with the initial weights")

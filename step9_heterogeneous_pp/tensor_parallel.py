@@ -82,26 +82,23 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the rows of W (out/tp, in) split: each rank makes out/tp of the outputs.
+    """y = x W^T with the rows of W (out/tp, in) split: each rank makes out/tp of the outputs.
 
-    It replaces an nn.Linear and keeps this rank's part of it. With `copy_input=False` the caller applies f: where
-    several layers read the same input (q, k and v), one f in front of them needs one all-reduce instead of three.
+    f comes in front of it, see copy_input: layers that read the same input (q, k and v) share one.
     """
 
-    tp_dims = {"weight": 0, "bias": 0}
+    tp_dims = {"weight": 0}
 
-    def __init__(self, linear: nn.Linear, copy_input: bool = True):
+    def __init__(self, linear: nn.Linear):
         super().__init__()
-        self.copy_input = copy_input
         keep_split_parameters(self, linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out/tp)
-        y = llama.linear(CopyToTensorParallel.apply(x) if self.copy_input else x, self.weight)
-        return y if self.bias is None else y + llama.cast(self.bias, y.dtype)
+        return llama.linear(x, self.weight)
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with the columns of W (out, in/tp) split. x is split as well; partial products are summed."""
+    """y = x W^T with the columns of W (out, in/tp) split. x is split as well, and g sums the partial products."""
 
     tp_dims = {"weight": 1}
 
@@ -110,8 +107,7 @@ class RowParallelLinear(nn.Module):
         keep_split_parameters(self, linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in/tp) -> (..., out)
-        y = ReduceFromTensorParallel.apply(llama.linear(x, self.weight))
-        return y if self.bias is None else y + llama.cast(self.bias, y.dtype)
+        return ReduceFromTensorParallel.apply(llama.linear(x, self.weight))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -147,8 +143,7 @@ def split_parameter(module: nn.Module, key: str, full) -> torch.Tensor:
 
 
 def keep_split_parameters(module: nn.Module, source: nn.Module) -> None:
-    """Gives `module` this rank's part of each parameter of `source`, split along the dim in module.tp_dims."""
-    module.bias = None
+    """Gives `module` this rank's part of each parameter of `source`, which may be the module itself."""
     for name, param in list(source.named_parameters()):
         part = split_parameter(module, name, param.detach())
         setattr(module, name, nn.Parameter(part.clone(), param.requires_grad))
@@ -216,8 +211,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float, tied_copy: str | None) -> 
     return squares.sqrt()
 
 
-def copy_block_input(block: nn.Module, args: tuple) -> tuple:
-    """A hook in front of attention or an MLP: one f for all layers that read its input x."""
+def copy_input(module: nn.Module, args: tuple) -> tuple:
+    """A hook that applies f to the input x (B, T, D) of a module, once for all column-parallel layers inside it."""
     return CopyToTensorParallel.apply(args[0]), *args[1:]
 
 
@@ -235,15 +230,16 @@ def apply_tensor_parallel(model: nn.Module) -> nn.Module:
     model.embedding = VocabParallelEmbedding(model.embedding)
     for layer in model.decoder_layers:
         attention, mlp = layer.attention, layer.mlp
-        attention.register_forward_pre_hook(copy_block_input)
-        attention.q_proj = ColumnParallelLinear(attention.q_proj, copy_input=False)
-        attention.k_proj = ColumnParallelLinear(attention.k_proj, copy_input=False)
-        attention.v_proj = ColumnParallelLinear(attention.v_proj, copy_input=False)
+        attention.register_forward_pre_hook(copy_input)
+        attention.q_proj = ColumnParallelLinear(attention.q_proj)
+        attention.k_proj = ColumnParallelLinear(attention.k_proj)
+        attention.v_proj = ColumnParallelLinear(attention.v_proj)
         attention.out_proj = RowParallelLinear(attention.out_proj)
-        mlp.register_forward_pre_hook(copy_block_input)
-        mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, copy_input=False)
-        mlp.up_proj = ColumnParallelLinear(mlp.up_proj, copy_input=False)
+        mlp.register_forward_pre_hook(copy_input)
+        mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj)
+        mlp.up_proj = ColumnParallelLinear(mlp.up_proj)
         mlp.down_proj = RowParallelLinear(mlp.down_proj)
     model.final_proj = ColumnParallelLinear(model.final_proj)
+    model.final_proj.register_forward_pre_hook(copy_input)
     model.tie_weights()
     return model

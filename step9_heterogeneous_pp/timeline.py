@@ -32,7 +32,6 @@ class Timeline:
 
     def __init__(self):
         self.recording, self.spans = False, []
-        self.watches_background = True  # cluster/ also records without: a thread has to wait for each handle
 
     def start(self) -> None:
         self.recording, self.spans = True, []
@@ -61,12 +60,7 @@ class Timeline:
 
     def background(self, handle, kind: str, microbatch: int | None = None, peer: int | None = None):
         """The handle of what runs in the background; while recording, a wrapper that records when it ends."""
-        watched = self.recording and self.watches_background
-        return WatchedHandle(handle, kind, microbatch, peer) if watched else handle
-
-    def by_common_clock(self, nanoseconds: int) -> int:
-        """A moment of this rank's clock, by the clock of all ranks. On one machine it is the same one; see cluster/."""
-        return nanoseconds
+        return WatchedHandle(handle, kind, microbatch, peer) if self.recording else handle
 
     def write(self, path: str, grid) -> None:
         """Collects the spans of all ranks, which call it together. The logging rank writes them to `path`."""
@@ -74,8 +68,7 @@ class Timeline:
             torch.cuda.synchronize()
 
         def by_clock(moment) -> int:
-            at = moment if isinstance(moment, int) else self.zero_at + round(self.zero.elapsed_time(moment) * 1e6)
-            return self.by_common_clock(at)
+            return moment if isinstance(moment, int) else self.zero_at + round(self.zero.elapsed_time(moment) * 1e6)
 
         place = (grid.global_rank, grid.dp_rank, grid.pp_rank, grid.tp_rank)
         spans = [span._replace(start=by_clock(span.start), end=by_clock(span.end)) for span in self.spans]

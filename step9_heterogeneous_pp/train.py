@@ -27,7 +27,7 @@ from tensor_parallel import cross_entropy, split_over_tp
 from timeline import check_profile_batch, timeline
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, compile_layers, default_learning_rate, load_config,
-    make_scheduler, once_per_machine, one_clear_error, positive_float, positive_int, to_readable_format, zero_or_more,
+    make_scheduler, one_clear_error, positive_float, positive_int, to_readable_format, zero_or_more,
     zero_or_more_float,
 )
 
@@ -46,7 +46,7 @@ class Task:
 
     model: nn.Module  # whole, on the meta device where its weights come later
     criterion: Callable  # (output, batch) -> the mean loss of a micro-batch
-    data: Callable  # number of samples -> those samples, and what makes a micro-batch of some. All ranks call it
+    data: Callable  # (args, config, count) -> so many samples, and what makes a micro-batch of some. All ranks call it
     weights: Callable | dict | None = None  # as plugin.configure takes them
     pipelines: Callable | None = None  # model -> templates, and micro-batches of each, where no flag gives them
 
@@ -158,9 +158,9 @@ def print_parameters(model, device, dtype, learning_rate: float) -> None:
 
 def make_llama(args, plugin: HeterogeneousParallelPlugin) -> Task:
     """Our Llama, on text. All ranks call it."""
-    config = once_per_machine(lambda: load_config(
+    config = load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,
-        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads))
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
         model = Llama(config, plugin.compute_dtype)
     args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
@@ -168,7 +168,7 @@ def make_llama(args, plugin: HeterogeneousParallelPlugin) -> Task:
     def criterion(logits, batch):
         return cross_entropy(logits, batch["target_ids"], config.vocab_size)
 
-    return Task(model, criterion, functools.partial(text, args, config),
+    return Task(model, criterion, text,
                 lambda stage: init_weights(stage.model, args.seed, plugin.device, split_over_tp))
 
 
@@ -181,7 +181,7 @@ def main(doc: str = __doc__, make_task: Callable = make_llama, **defaults):
     plugin.set_pipelines(*choose_pipelines(args, task.model, task.pipelines))
 
     num_steps = count_steps(args, plugin.global_batch_size)
-    samples, collate = task.data(num_steps * plugin.global_batch_size)
+    samples, collate = task.data(args, task.model.config, num_steps * plugin.global_batch_size)
     data_loader = plugin.prepare_dataloader(samples, seed=args.seed, collate_fn=collate, num_workers=args.num_workers)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, data_loader = plugin.configure(task.model, adamw, data_loader, task.weights, args.seed)

@@ -3,9 +3,7 @@
 import argparse
 import atexit
 import contextlib
-import datetime
 import functools
-import itertools
 import json
 import math
 import os
@@ -18,10 +16,8 @@ import sys
 import time
 import types
 import urllib.parse
-import uuid
 
 import torch
-import torch.distributed as dist
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.checkpoint import checkpoint
 
@@ -125,34 +121,6 @@ def compile_layers(layers, device: torch.device) -> None:
         raise UserError(f"--compile needs a C++ compiler, and {compiler!r} is not found: install one, or set CXX")
     for layer in layers:
         layer.compile()
-
-
-calls = itertools.count()  # of once_per_machine
-
-
-def once_per_machine(make):
-    """Calls make() in one process of each machine and returns its result in all of them. All ranks call it together.
-
-    Use it for work that is slow, or that two processes must not do at once. A UserError is raised on every rank.
-    The others wait at the store and not in a collective, because NCCL aborts a collective that takes minutes.
-    """
-    machines, outcomes = [None] * dist.get_world_size(), [None] * dist.get_world_size()
-    dist.all_gather_object(machines, (socket.gethostname(), uuid.getnode()))
-    first, outcome = machines.index(machines[dist.get_rank()]), None
-    store, key = dist.distributed_c10d._get_default_store(), f"once per machine {next(calls)}: "
-    if dist.get_rank() == first:
-        try:
-            outcome = make()
-        except UserError as error:
-            outcome = error
-        finally:  # also for a bug, so that the others meet a dead peer below and need not wait for ever
-            store.set(f"{key}{first}", "done")
-    store.wait([f"{key}{machines.index(machine)}" for machine in set(machines)], datetime.timedelta(days=30))
-    dist.all_gather_object(outcomes, outcome)
-    for error in outcomes:
-        if isinstance(error, UserError):
-            raise error
-    return outcomes[first]
 
 
 def recompute_layers(layers) -> None:

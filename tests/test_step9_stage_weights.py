@@ -114,7 +114,7 @@ def test_weights_that_are_not_there(tmp_path, saved):
 TASK = ("BertForSequenceClassification", dict(num_labels=5, max_position_embeddings=32))
 
 
-def test_a_new_head_for_another_number_of_classes(saved, monkeypatch):
+def test_a_new_head_for_another_number_of_classes(saved):
     """run_common.load_model: what the files have in another shape, or not at all, is drawn by the seed."""
     def load(seed: int, num_labels: int = 5):
         args = types.SimpleNamespace(model_name=saved("bert-classifier"), dtype="float32", seq_len=8, seed=seed)
@@ -123,7 +123,6 @@ def test_a_new_head_for_another_number_of_classes(saved, monkeypatch):
         load_weights(stage, weights)
         return stage.model
 
-    monkeypatch.setattr(run_common, "once_per_machine", lambda make: make())
     one, again, other, same = load(1), load(1), load(2), load(1, num_labels=3)
     assert one.classifier.weight.shape == (5, 32) and one.classifier.bias.eq(0).all()
     assert torch.equal(one.classifier.weight, again.classifier.weight)
@@ -205,9 +204,8 @@ def test_fused_matrices_are_cut_matrix_by_matrix(monkeypatch):
     assert tensor_parallel.split_parameter(module, "bias", full).tolist() == full.tolist()
 
 
-def test_new_modules_are_read_where_the_files_have_them(tmp_path, monkeypatch):
+def test_new_modules_are_read_where_the_files_have_them(tmp_path):
     """Files of a bare BERT lack the prefix `bert.`; they have a pooler and no classifier. New norms are ones."""
-    monkeypatch.setattr(run_common, "once_per_machine", lambda make: make())
     whole = toy("bert-classifier")
     whole.bert.save_pretrained(tmp_path)
     args = types.SimpleNamespace(model_name=str(tmp_path), dtype="float32", seq_len=8, seed=1)

@@ -229,16 +229,16 @@ class Checkpointer:
         if piece.dim is None or not self.tp_group:
             return own
         if self.grid.tp_rank > 0:
-            dist.send(torch.tensor(own.shape[piece.dim]), self.grid.tp_group_ids[0], group=self.tp_group)
-            dist.send(own.flatten().view(torch.uint8), self.grid.tp_group_ids[0], group=self.tp_group)
+            dist.send(torch.tensor(own.shape[piece.dim]), group=self.tp_group, group_dst=0)
+            dist.send(own.flatten().view(torch.uint8), group=self.tp_group, group_dst=0)
             return None
         parts = [own]
-        for source in self.grid.tp_group_ids[1:]:
+        for source in range(1, self.grid.tp_world_size):
             size = torch.zeros((), dtype=torch.int64)
-            dist.recv(size, source, group=self.tp_group)
+            dist.recv(size, group=self.tp_group, group_src=source)
             shape = [*own.shape[: piece.dim], size.item(), *own.shape[piece.dim + 1 :]]
             part = torch.empty(shape, dtype=own.dtype)
-            dist.recv(part.flatten().view(torch.uint8), source, group=self.tp_group)
+            dist.recv(part.flatten().view(torch.uint8), group=self.tp_group, group_src=source)
             parts.append(part)
         chunks = [part.chunk(piece.fused, piece.dim) for part in parts]  # of each rank, one of each fused matrix
         return torch.cat([chunk[k] for k in range(piece.fused) for chunk in chunks], piece.dim)

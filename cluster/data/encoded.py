@@ -29,9 +29,9 @@ from torch.utils.data import Dataset
 
 from dataloader import TokenSamples, encode, encode_to_file, files_at, load_tokenizer
 from checkpoints.disks import Disks
-from training.machine_facts import home_rank
+from training.machine_facts import home_rank, once_per_machine
 from data.rows import Source, documents, encoder, find_source, first_kind, ids_of, mark, rows_of_kind
-from utils import ROOT, UserError, once_per_machine
+from utils import ROOT, UserError
 
 CACHE = os.path.join(ROOT, "runs", "token_cache")
 ALL = 1 << 50  # samples

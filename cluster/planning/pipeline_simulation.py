@@ -10,14 +10,28 @@ Each stage goes through the actions of the schedule function as run_schedule doe
 Not modelled: a host that computes slower while it sends, except as far as the measured bandwidth includes it.
 """
 
+import functools
 import heapq
 import math
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import NamedTuple
 
-from pipeline_parallel import SCHEDULES, Action
+import pipeline_parallel
+from pipeline_parallel import Action
 from planning.machines import Cluster
+
+
+def eager_one_f_one_b(stage: int, num_stages: int, num_microbatches: int, ahead: int) -> Iterator[Action]:
+    """1F1B whose warm-up is `ahead` times as long: stages compute while messages travel (Zhuang et al. 2023).
+
+    The activations of 1 + ahead * (num_stages - stage - 1) micro-batches are alive at most.
+    """
+    return pipeline_parallel.one_f_one_b(0, 1 + ahead * (num_stages - stage - 1), num_microbatches)
+
+
+SCHEDULES = {**pipeline_parallel.SCHEDULES,
+             **{f"1f1b-{ahead}": functools.partial(eager_one_f_one_b, ahead=ahead) for ahead in (2, 3, 4)}}
 
 
 class Pipeline(NamedTuple):

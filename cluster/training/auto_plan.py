@@ -25,12 +25,12 @@ from planning.planner import Plans, find_plans, find_plans_of_any_schedule
 from planning.simulation import peak_memory
 from training.common import from_home, gather
 from training.machine_facts import (
-    free_memory, home_rank, host_names, ranks_of_this_machine, return_freed_memory, this_host,
+    free_memory, home_rank, host_names, once_per_machine, ranks_of_this_machine, return_freed_memory, this_host,
 )
 from training.lora import Lora
 from training.models import is_ours, of_transformers, our_llama
 from checkpoints.survive import is_elastic
-from utils import UserError, once_per_machine, read_config, to_readable_format
+from utils import UserError, read_config, to_readable_format
 
 SECONDS, FRACTION = 12.0, 0.9  # of measuring; of the free memory that may be used
 ROUGHLY = 50  # numbers that a layer keeps for each number of a hidden state, at most

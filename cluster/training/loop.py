@@ -1,5 +1,6 @@
 """The training loop of the scripts that train on all machines together, and where the time of each rank goes."""
 
+import functools
 import itertools
 import math
 import os
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from metrics import peak_memory_gb
 from model import Llama, cross_entropy, init_weights
-from timeline import timeline
+from timeline import Timeline, timeline
 from training.clocks import CommonClock
 from training.common import gather, print_table
 from training.machine_facts import is_home
@@ -49,7 +50,8 @@ class StepTimes:
     def start(self, batch: int, profile: bool = False) -> None:
         """Starts to time step `batch`, from 0 on. `profile`: also for timeline.write(); then this is collective."""
         timeline.recording, timeline.spans = batch % MEASURE_EVERY[self.device.type] == 0, []
-        timeline.watches_background = profile
+        # Without a picture nobody looks at transfers, and a thread would have to wait for each of their handles.
+        timeline.background = functools.partial(Timeline.background, timeline) if profile else lambda handle, *_: handle
         if profile:
             self.clock = CommonClock(self.device)
             timeline.start()
@@ -182,7 +184,14 @@ def write_timeline(args, clock: CommonClock) -> None:
     grid = pgm.process_group_manager
     stem = os.path.join(args.log_dir, args.run_name, f"timeline_batch{args.profile_batch}")
     error = clock.end()
-    timeline.by_common_clock = clock.by_rank_0
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # events have a time once they have happened
+
+    def by_rank_0(moment) -> int:
+        at = moment if isinstance(moment, int) else timeline.zero_at + round(timeline.zero.elapsed_time(moment) * 1e6)
+        return clock.by_rank_0(at)
+
+    timeline.spans = [span._replace(start=by_rank_0(span.start), end=by_rank_0(span.end)) for span in timeline.spans]
     timeline.write(f"{stem}_all.json", grid)
     if grid.is_logging_rank:
         print(f"the clocks of two ranks differ by at most {error:.0f} microseconds", flush=True)

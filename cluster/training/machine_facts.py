@@ -2,7 +2,9 @@
 
 import contextlib
 import ctypes
+import datetime
 import functools
+import itertools
 import os
 import socket
 import uuid
@@ -11,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from launching.host_facts import HOME, available_memory, interface_towards, processor, read_fields
+from utils import UserError
 
 M_MMAP_THRESHOLD = -3  # of mallopt(3)
+calls = itertools.count()  # of once_per_machine
 
 
 def processor_name(device: torch.device) -> str:
@@ -84,6 +88,31 @@ def ranks_of_this_machine() -> int:
     machines, here = [None] * dist.get_world_size(), (socket.gethostname(), uuid.getnode())
     dist.all_gather_object(machines, here)
     return machines.count(here)
+
+
+def once_per_machine(make):
+    """Calls make() in one process of each machine and returns its result in all of them. All ranks call it together.
+
+    Use it for work that is slow, or that two processes must not do at once. A UserError is raised on every rank.
+    The others wait at the store and not in a collective, because NCCL aborts a collective that takes minutes.
+    """
+    machines, outcomes = [None] * dist.get_world_size(), [None] * dist.get_world_size()
+    dist.all_gather_object(machines, (socket.gethostname(), uuid.getnode()))
+    first, outcome = machines.index(machines[dist.get_rank()]), None
+    store, key = dist.distributed_c10d._get_default_store(), f"once per machine {next(calls)}: "
+    if dist.get_rank() == first:
+        try:
+            outcome = make()
+        except UserError as error:
+            outcome = error
+        finally:  # also for a bug, so that the others meet a dead peer below and need not wait for ever
+            store.set(f"{key}{first}", "done")
+    store.wait([f"{key}{machines.index(machine)}" for machine in set(machines)], datetime.timedelta(days=30))
+    dist.all_gather_object(outcomes, outcome)
+    for error in outcomes:
+        if isinstance(error, UserError):
+            raise error
+    return outcomes[first]
 
 
 @functools.cache

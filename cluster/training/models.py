@@ -17,9 +17,10 @@ from run_common import check_positions, load_model, local_directory
 from tensor_parallel import cross_entropy, split_over_tp
 from training.lora import RATE, Lora
 from training.loss import mean_cross_entropy
+from training.machine_facts import once_per_machine
 from checkpoints.pieces import their_name
 from checkpoints.load import published_weights
-from utils import UserError, default_learning_rate, load_config, once_per_machine, read_config
+from utils import UserError, default_learning_rate, load_config, read_config
 
 
 COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -10,9 +10,8 @@ import json
 import sys
 from collections.abc import Callable
 
-from pipeline_parallel import SCHEDULES
 from planning.machines import model_facts
-from planning.pipeline_simulation import Setting
+from planning.pipeline_simulation import SCHEDULES, Setting
 from planning.report import make_plan
 from training.compression import WIRE_DTYPES
 from training.machine_facts import far_from_home, host_names, this_host

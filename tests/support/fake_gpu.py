@@ -10,6 +10,7 @@ any rank of any grid. FakeTensorMode itself refuses operations whose result has 
 
 import ast
 import collections
+import contextlib
 import importlib
 import os
 import pathlib
@@ -22,8 +23,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # noqa: F401: says what collectives of fake tensors return
+import torch.testing._internal.distributed.fake_pg  # noqa: F401: the backend "fake"
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
@@ -123,7 +124,7 @@ def all_gather_object(everyone: list, mine) -> None:
 def join(rank: int, world_size: int):
     """A stand-in for dist.init_process_group."""
     init_process_group = dist.init_process_group
-    return lambda backend, **options: init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    return lambda backend, **options: init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
 
 
 def main() -> None:
@@ -141,7 +142,8 @@ def main() -> None:
              (torch.nn.Module, {"to": lambda module, *to: module})]  # weights are drawn where they have to be
     for place, functions in fakes:
         mock.patch.multiple(place, **functions).start()
-    importlib.import_module("utils").once_per_machine = lambda make: make()
+    with contextlib.suppress(ModuleNotFoundError):  # a step has none
+        importlib.import_module("training.machine_facts").once_per_machine = lambda make: make()
     program = importlib.import_module(pathlib.Path(script).stem)
     with Watch(loop) as watch:
         program.main()

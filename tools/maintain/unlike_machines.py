@@ -102,7 +102,8 @@ def rank_side(folder: pathlib.Path) -> None:
         while at_exit:  # tells idle ranks that the training has ended
             function, args = at_exit.pop()
             function(*args)
-        sys.modules["utils"].calls = itertools.count()  # of once_per_machine, which an idle rank has not called
+        # of once_per_machine, which an idle rank has not called:
+        sys.modules["training.machine_facts"].calls = itertools.count()
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # this host's own; an idle rank has none
 
 

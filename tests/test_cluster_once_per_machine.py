@@ -1,15 +1,16 @@
 """once_per_machine: one process works, however long it takes, and all get the result."""
 
-from launch import STEPS, fork
+from launch import ROOT, fork
 
 
 def test_the_others_wait_longer_than_a_collective_may(tmp_path):
     """Encoding a large corpus takes minutes, and NCCL ends a collective after ten of them: here it is one second."""
     script = tmp_path / "script.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(STEPS['9'])!r})" + """
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT / 'cluster')!r})" + """
 import datetime, os, time
 import torch.distributed as dist
-from utils import UserError, once_per_machine
+from training.machine_facts import once_per_machine
+from utils import UserError
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1))
 made = []
