@@ -14,12 +14,10 @@ with modules_of(10):
     from pipeline_parallel import zero_bubble
 with modules_of(9):
     from pipeline_parallel import SCHEDULES
-    from planning.devices import parse_nodes
-    from planning.grids import Job, grids
-    from planning.machines import Cluster
-    from planning.pipeline_simulation import Pipeline, PipelineSimulation, Setting
-    from planning.simulation import peak_memory
-    from planning.synthetic import PRESETS, Shape, synthetic_cluster
+    from what_if import Job, grids  # before the modules of cluster/
+    from data_sheets import PRESETS, Shape, parse_nodes, synthetic_cluster
+    from planning.machines import Cluster, Pipeline, Setting
+    from planning.simulate import PipelineSimulation, peak_memory
 
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="there is no node to run the site's JavaScript")
 SCRIPTS = ROOT / "tools" / "site"

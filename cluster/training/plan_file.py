@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable
 
 from pipeline_parallel import SCHEDULES
-from planning.machines import model_facts
-from planning.pipeline_simulation import Setting
+from planning.machines import Setting, model_facts
 from planning.report import make_plan
 from training.compression import WIRE_DTYPES
 from training.machine_facts import far_from_home, host_names, this_host

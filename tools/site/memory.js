@@ -1,5 +1,5 @@
-// The planner's memory model: cluster/planning/synthetic.py (what a module holds), machines.py (what a stage holds) and
-// peak_memory in simulation.py, for the page that splits a model. tests/test_tool_site_scripts.py holds them equal.
+// The planner's memory model: tools/data_sheets.py (what a module holds), machines.py (what a stage holds) and
+// peak_memory in simulate.py, for the page that splits a model. tests/test_tool_site_scripts.py holds them equal.
 "use strict";
 
 const NUMBER_BYTES = { float32: 4, bfloat16: 2 };
