@@ -1,9 +1,8 @@
-"""Measure the machines, or plan for measured ones, or ask what other machines would do.
+"""Measure the machines, or plan for measured ones. tools/what_if.py plans for machines that are not here.
 
     torchrun ... cluster/plan.py --measure cluster.json                    on all machines, as training will be started
     python cluster/plan.py cluster.json --global_batch 32 --out plan.json  anywhere: the best pipelines for them
     torchrun ... cluster/train_distributed.py --plan plan.json               as for --measure
-    python cluster/plan.py --cluster 64xH100:8 --model_name ...            a table for machines that are not here
 
 With --global_batch, --measure plans in the same go. The model is a Llama or any causal model of transformers, with
 --lora_rank its adapters. No machine has to hold it: modules are measured one at a time.
@@ -17,11 +16,10 @@ import os
 import shlex
 import signal
 
-from planning import grids
-from planning.machines import Cluster, load_cluster
-from planning.pipeline_simulation import SCHEDULES, Setting
-from planning.planner import find_plans, find_plans_of_any_schedule
+from planning.simulate import SCHEDULES
+from planning.machines import Cluster, Setting, load_cluster
 from planning.report import as_plan, report
+from planning.search import find_plans
 from training.lora import add_lora_flags, check_lora_flags
 from utils import TINY_LLAMA, ArgumentParser, UserError, choose_device, one_clear_error, positive_int
 
@@ -40,23 +38,16 @@ def fraction(text: str) -> float:
     return value
 
 
-def parse_args():
-    parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cluster_json", nargs="?", help="the measured machines to plan for")
-    parser.add_argument("--measure", metavar="PATH", help="measure the machines of this torchrun, write cluster.json")
-    parser.add_argument("--measure_seconds", type=positive_int, default=30, help="how long that takes, about")
-    parser.add_argument("--cluster", metavar="64xH100:8", help="what would such a cluster do?")
-    # Model: what is measured
-    parser.add_argument("--model_name", default=None, help="a directory with a config.json, or a Hub id")
+def add_model_flags(parser, what_names: str = "a directory with a config.json, or a Hub id") -> None:
+    parser.add_argument("--model_name", default=None, help=what_names)
     parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--num_attention_heads", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--seq_len", type=positive_int, default=None, help="tokens in a sample (default: 128)")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default=None)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--omp_num_threads", type=positive_int, default=None, help="threads a process")
-    add_lora_flags(parser)
-    # The plan
+
+
+def add_search_flags(parser) -> None:
     parser.add_argument("--global_batch", type=positive_int, help="samples a step (32); with --measure: plan too")
     parser.add_argument("--micro_batch_size", type=sizes, default=None, metavar="1,2,4",
                         help="sizes to measure, or to choose from (default: those measured)")
@@ -68,24 +59,32 @@ def parse_args():
     parser.add_argument("--schedule", choices=["auto", *SCHEDULES], default="auto",
                         help="auto: 1f1b, with more micro-batches in flight (1f1b-2, -3, -4) where links are slow")
     parser.add_argument("--recompute", action="store_true", help="plan for training with --recompute: less memory")
-    parser.add_argument("--out", default="plan.json", help="where to write the best plan")
     parser.add_argument("--top", type=positive_int, default=5, help="plans to print")
-    grids.add_flags(parser)
+
+
+def parse_args():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cluster_json", nargs="?", help="the measured machines to plan for")
+    parser.add_argument("--measure", metavar="PATH", help="measure the machines of this torchrun, write cluster.json")
+    parser.add_argument("--measure_seconds", type=positive_int, default=30, help="how long that takes, about")
+    add_model_flags(parser)  # what is measured
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--omp_num_threads", type=positive_int, default=None, help="threads a process")
+    add_lora_flags(parser)
+    add_search_flags(parser)
+    parser.add_argument("--out", default="plan.json", help="where to write the best plan")
+    parser.add_argument("--cluster", metavar="64xH100:8", help="machines that are not here: see tools/what_if.py")
     args = parser.parse_args()
-    if sum(map(bool, (args.cluster_json, args.measure, args.cluster))) != 1:
-        raise UserError("say what to do: --measure PATH under torchrun, or the cluster.json to plan for, or --cluster "
-                        "with machines like 64xH100:8; one of the three")
+    if args.cluster:
+        raise UserError("--cluster: machines that are not here are planned for by tools/what_if.py, with this flag")
+    if bool(args.cluster_json) == bool(args.measure):
+        raise UserError("say what to do: --measure PATH under torchrun, or the cluster.json to plan for; one of the "
+                        "two")
     if args.lora_rank and not args.measure:
         raise UserError("--lora_rank is for --measure: a cluster.json says what was measured, leave the flag out")
     args.tp_size = 1
     check_lora_flags(args)
     return args
-
-
-def with_defaults(args) -> None:
-    for name, value in MEASURED.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
 
 
 def measure(args) -> None:
@@ -97,13 +96,16 @@ def measure(args) -> None:
     import torch.distributed as dist
 
     import process_group_manager as pgm
+    from planning.clock import StageClock
     from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
-    from training.auto_plan import make_clock, whole_model
+    from training.auto_plan import whole_model
     from training.common import from_home
     from training.lora import choose_lora_dtype
     from training.machine_facts import is_home
 
-    with_defaults(args)
+    for name, value in MEASURED.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     args.seed, args.learning_rate = 0, None  # what does not matter here
     device, dtype, backend = choose_device(args.device, args.dtype)
     pgm.init_process_group(backend)
@@ -113,7 +115,7 @@ def measure(args) -> None:
     dtype = choose_lora_dtype(args, device, dtype) if args.lora_rank else dtype
     model, lora = whole_model(args, device, dtype)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
-    clock = make_clock(model, args.seq_len, device, dtype, lora)
+    clock = StageClock(model, args.seq_len, dtype, device, lora)
     cluster = measure_with(clock, args.model_name, wanted, args.measure_seconds)
     if is_home():
         names = (*LAYERS_AND_HEADS, "device", "omp_num_threads", *(LORA if args.lora_rank else ()))
@@ -135,8 +137,7 @@ def plan(args) -> None:
             raise UserError(f"--{flag} {getattr(args, flag)}, but {args.cluster_json} was measured with "
                             f"{measured[flag]}: leave the flag out, or measure again with it")
     setting = Setting(args.schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
-    find = find_plans_of_any_schedule if args.schedule == "auto" else find_plans
-    plans = find(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
+    plans = find_plans(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
     write_json(args.out, as_plan(cluster, plans.best[0], plans.setting))  # before printing, which `| head` may end
     print(f"{report(cluster, plans, args.top)}\nplan: {args.out}\n{command(cluster, args)}")
 
@@ -158,7 +159,7 @@ def command(cluster: Cluster, args) -> str:
 def check_outputs(args) -> None:
     if args.measure:
         check_writable("--measure", args.measure)
-    if args.cluster_json or args.global_batch and not args.cluster:
+    if args.cluster_json or args.global_batch:
         check_writable("--out", args.out)
 
 
@@ -182,15 +183,9 @@ def main():
     args = parse_args()
     if args.measure:
         measure(args)
-    elif args.cluster_json:
+    else:
         check_outputs(args)
         plan(args)
-    else:
-        with_defaults(args)
-        if args.micro_batch_size and len(args.micro_batch_size) > 1:
-            raise UserError("--cluster takes one --micro_batch_size, or none")
-        schedule = "1f1b" if args.schedule == "auto" else args.schedule
-        print(grids.what_if(args, Setting(schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ from clusters import made_up_cluster
 from launch import fork, modules_of
 
 with modules_of(9):
-    from planning.machines import Cluster
-    from planning.pipeline_simulation import Pipeline, Setting
-    from planning.simulation import peak_memory
+    from planning.machines import Cluster, Pipeline, Setting
+    from planning.simulate import peak_memory
     from training import auto_plan, layout
 
 RANKS = pathlib.Path(__file__).parent / "support" / "auto_plan_ranks.py"

@@ -38,7 +38,7 @@ with modules_of(9):
     from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
     from pipeline_stage import PipelineStage
     from pipeline_template import PipelineTemplate
-    from planning.pipeline_simulation import Setting
+    from planning.machines import Setting
     from planning.report import make_plan
     from checkpoints import files as checkpoint_files, load as resume
     from training import compression, layout, models, plan_file, speeds

@@ -14,9 +14,11 @@ from launch import fork, modules_of
 
 with modules_of(9):
     import plan
-    from planning import links, measure
+    from model import Llama
+    from planning import clock, links, module_memory
     from planning.machines import load_cluster
-    from planning.planner import find_plans
+    from planning.measure import describe_machines, measure_with
+    from planning.search import find_plans
     from utils import TINY_LLAMA, load_config
 
 
@@ -35,9 +37,9 @@ def test_what_measuring_writes(tmp_path):
     machines are clones, which have the same name."""
     path, out, clones = tmp_path / "cluster.json", tmp_path / "plan.json", tmp_path / "clones.py"
     clones.write_text(CLONES.format(plan=plan.__file__))
-    done = fork(9, 2, "--measure", path, "--measure_seconds", 3, "--num_hidden_layers", 10, "--num_attention_heads", 4,
+    done = fork(9, 2, "--measure", path, "--measure_seconds", 6, "--num_hidden_layers", 10, "--num_attention_heads", 4,
                 "--seq_len", 32, "--micro_batch_size", "1,2", "--global_batch", 8, "--out", out, script=clones)
-    assert re.search("^measuring 2 ranks: .*1, 2 samples, about 2 s, then 2 links, about 1 s$", done.stdout, re.M)
+    assert re.search("^measuring 2 ranks: .*1, 2 samples, about 4 s, then 2 links, about 2 s$", done.stdout, re.M)
     assert "rank 1 on" in done.stdout and "Mbit/s" in done.stdout
     cluster, data, written = load_cluster(path), json.loads(path.read_text()), json.loads(out.read_text())
     assert cluster.num_layers == 10 and cluster.sizes == [1, 2]
@@ -65,15 +67,17 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def tiny(**changes):
-    return load_config(TINY_LLAMA, **{"num_attention_heads": None, **changes})
+def clock_of(layers: int = 8, dtype: torch.dtype = torch.float32) -> clock.StageClock:
+    with torch.device("meta"):
+        whole = Llama(load_config(TINY_LLAMA, num_attention_heads=None, num_hidden_layers=layers), dtype)
+    return clock.StageClock(whole, 16, dtype, torch.device("cpu"))
 
 
-def test_one_module_at_a_time(one_rank, monkeypatch):
-    """No machine has to hold the model: of 500 layers one is built, and freed before the next module. Free memory is
-    read before all of this, and after it."""
+def test_two_layers_at_a_time(one_rank, monkeypatch):
+    """No machine has to hold the model: of 40 layers two are in memory at most, all freed before the next ones. Free
+    memory is read before all of this, and after it."""
     alive, largest, when_read = [], [], []
-    make, free_memory = nn.Parameter.__new__, measure.free_memory
+    make, free_memory, deep = nn.Parameter.__new__, clock.free_memory, clock_of(layers=40)
 
     def living() -> int:
         return sum(param().numel() for param in alive if param() is not None and param().device.type != "meta")
@@ -89,11 +93,11 @@ def test_one_module_at_a_time(one_rank, monkeypatch):
         return free_memory(device)
 
     monkeypatch.setattr(nn.Parameter, "__new__", count)
-    monkeypatch.setattr(measure, "free_memory", read)
-    cluster = measure.measure_cluster(tiny(num_hidden_layers=500), 16, torch.float32, torch.device("cpu"), "tiny", (1,),
-                                      seconds=0.2)
-    assert set(when_read) == {0} and 131_072 < max(largest) <= 184_576
-    assert len(cluster["modules"]) == len(cluster["machines"][0]["forward"]["1"]) == 503
+    monkeypatch.setattr(clock, "free_memory", read)
+    cluster = measure_with(deep, "tiny", (1,), seconds=0.2)
+    assert set(when_read) == {0} and 184_576 < max(largest) <= 2 * 184_576
+    assert len(cluster["modules"]) == len(cluster["machines"][0]["forward"]["1"]) == 42
+    assert list(deep.parts) == ["first", "layer 0", "last", "pair"]
 
 
 class Clock:
@@ -101,7 +105,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        for module in measure, links:
+        for module in clock, links, module_memory:
             monkeypatch.setattr(module, "time", self)
 
     def perf_counter(self) -> float:
@@ -115,22 +119,21 @@ class Clock:
 def test_slow_machines_keep_to_the_time(one_rank, monkeypatch):
     """Each module takes 30 ms a sample forward, four of them and backward: larger sizes find no time left."""
     time = Clock(monkeypatch)
-    built = measure.ModuleClock.build
+    built = clock.StageClock.build
 
-    def slow(self, name):
-        module, call = built(self, name)
-        return module, lambda x: time.sleep(0.03 * len(x)) or call(x)
+    def slow(self, part):
+        module, call = built(self, part)
+        return module, lambda x: time.sleep(0.03 * len(x) * max(1, len(self.parts[part]))) or call(x)
 
-    monkeypatch.setattr(measure.ModuleClock, "build", slow)
+    monkeypatch.setattr(clock.StageClock, "build", slow)
     start = time.perf_counter()
-    cluster = measure.measure_cluster(tiny(num_hidden_layers=2), 16, torch.float32, torch.device("cpu"), "tiny",
-                                      (1, 2, 4, 64), seconds=1.0)
+    cluster = measure_with(clock_of(layers=2), "tiny", (1, 2, 4, 64), seconds=1.0)
     assert time.perf_counter() - start < 2.0
     machine = cluster["machines"][0]
     assert "1" in machine["forward"] and "64" not in machine["forward"]
     assert machine["forward"].keys() == machine["backward"].keys()
     assert 0.03 <= machine["forward"]["1"][1] < 0.04
-    assert "no time or memory for micro-batches of" in measure.describe_machines(cluster, (1, 2, 4, 64))
+    assert "no time or memory for micro-batches of" in describe_machines(cluster, (1, 2, 4, 64))
 
 
 def test_a_link_is_timed_until_the_device_is_done(monkeypatch):
@@ -188,8 +191,8 @@ def test_the_copies_of_weights_are_not_counted_as_activations(one_rank):
     """In bfloat16 each weight has a copy, which the micro-batches share: a sample leaves about half of float32's."""
     saved = {}
     for dtype in torch.float32, torch.bfloat16:
-        cluster = measure.measure_cluster(tiny(), 16, dtype, torch.device("cpu"), "tiny", (1,), seconds=0.2)
+        cluster = measure_with(clock_of(dtype=dtype), "tiny", (1,), seconds=0.2)
         saved[dtype] = {module["name"]: module["saved_bytes"] for module in cluster["modules"]}
-    layer, head = "decoder_layers.0", "final_proj"
+    layer, head = "decoder_layers.0", "final_norm+final_proj"
     assert 0.4 < saved[torch.bfloat16][layer] / saved[torch.float32][layer] < 0.7
     assert saved[torch.bfloat16][head] <= saved[torch.float32][head]

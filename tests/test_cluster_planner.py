@@ -13,11 +13,10 @@ from launch import modules_of
 
 with modules_of(9):
     import plan
-    from planning.machines import Cluster
-    from planning.pipeline_simulation import Pipeline, Setting
+    from planning.machines import Candidate, Cluster, Pipeline, Setting
     from planning.report import as_plan, bottleneck, make_plan, report
-    from planning.planner import ACTIONS, STARTS, find_plans, find_plans_of_any_schedule
-    from planning.simulation import Candidate, peak_memory, simulate
+    from planning.search import ACTIONS, STARTS, find_plans
+    from planning.simulate import peak_memory, simulate
 
 
 def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
@@ -243,10 +242,11 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert f"--seq_len 16 --dtype float32 {measured_with}" in printed
     for flags, message in (
         ([], "say what to do"),
-        ([path, "--measure", "x.json"], "one of the three"),
+        ([path, "--measure", "x.json"], "one of the two"),
         ([path, "--seq_len", 99], "--seq_len 99, but .* was measured with 16"),
         ([path, "--num_attention_heads", 2], "--num_attention_heads 2, but .* was measured with 8"),
         (["--clust", "64xH100:8"], "unrecognized arguments: --clust"),
+        (["--cluster", "64xH100:8"], "planned for by tools/what_if.py"),
         ([tmp_path / "none.json"], "none.json can't be read as JSON .*No such file.*: write it with plan.py --measure"),
         ([tmp_path], "can't be read as JSON .*Is a directory"),
         ([path, "--out", tmp_path / "none" / "plan.json"], "--out '.*' can't be written .No such file or directory."),
@@ -277,7 +277,7 @@ def test_a_reader_that_stops_early(tmp_path):
 def test_more_micro_batches_in_flight_where_links_are_slow(bandwidth, expected):
     """A message takes about as long as a stage computes: 1F1B's stages would wait for it."""
     cluster = Cluster(made_up_cluster(speeds=[1, 1], bandwidth=bandwidth, layers=4, parameters=1e4))
-    plans = find_plans_of_any_schedule(cluster, 16, Setting())
+    plans = find_plans(cluster, 16, Setting("auto"))
     assert plans.setting.schedule == expected
     usual = find_plans(cluster, 16, Setting())
     assert plans.best[0].result.step_seconds <= usual.best[0].result.step_seconds
@@ -290,4 +290,4 @@ def test_memory_bounds_the_micro_batches_in_flight():
     cluster = Cluster(made_up_cluster(speeds=[1, 1], **options))
     with pytest.raises(ValueError, match="not enough memory"):
         find_plans(cluster, 16, Setting("1f1b-2"))
-    assert find_plans_of_any_schedule(cluster, 16, Setting()).setting.schedule == "1f1b"
+    assert find_plans(cluster, 16, Setting("auto")).setting.schedule == "1f1b"

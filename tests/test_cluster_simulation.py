@@ -9,10 +9,12 @@ from clusters import made_up_cluster
 from launch import ROOT, STEPS, modules_of, start_fork
 
 with modules_of(9):
-    from planning import measure
-    from planning.machines import Cluster
-    from planning.pipeline_simulation import SCHEDULES, Pipeline, Setting
-    from planning.simulation import Candidate, live_microbatches, lower_bound, peak_memory, simulate
+    from model import Llama
+    from planning.clock import Cost, StageClock
+    from pipeline_parallel import SCHEDULES
+    from planning.machines import Candidate, Cluster, Pipeline, Setting
+    from planning.search import lower_bound
+    from planning.simulate import live_microbatches, peak_memory, simulate
     from utils import TINY_LLAMA, load_config
 
 both = pytest.mark.parametrize("schedule", ["afab", "1f1b"])
@@ -238,13 +240,14 @@ def test_memory_of_a_real_run(tmp_path):
     Out of the hooks' sight is only what a layer saves when it is computed once more.
     """
     config, flags = load_config(TINY_LLAMA, num_attention_heads=None), ["--pp_size", 2, "--log_dir", tmp_path]
-    clock = measure.ModuleClock(config, 32, torch.float32, torch.device("cpu"))
+    with torch.device("meta"):
+        clock = StageClock(Llama(config), 32, torch.float32, torch.device("cpu"))
     content = made_up_cluster([1] * 2)
     content.update(seq_len=32, model={**content["model"], "hidden_size": config.hidden_size})
-    with measure.cast_weights_once():
-        for module in content["modules"]:
-            part = "layer" if module["name"][-1].isdigit() else module["name"]
-            module["saved_bytes"] = clock.memory(part, *clock.build(part))["saved_bytes"]
+    *saved, last = [cost.facts["saved_bytes"] for cost in clock.modules_of(
+        {part: Cost(facts, {}) for part, facts in clock.measure_memory(1e10).items()})]
+    for module, num_bytes in zip(content["modules"], [*saved, 0.0, last]):  # the norm's are in the last
+        module["saved_bytes"] = num_bytes
     cluster, runs, script = Cluster(content), {}, ROOT / "tests" / "support" / "saved_for_backward.py"
     cluster.layer_bytes = 0
     flags += ["--seq_len", 32, "--micro_batch_size", 2, "--gradient_accumulation_steps", 4, "--max_tokens", 4 * 2 * 32,

@@ -12,8 +12,8 @@ with modules_of(10):
     from pipeline_parallel import zero_bubble
 with modules_of(9):
     from pipeline_parallel import SCHEDULES
-    from planning.machines import Cluster
-    from planning.pipeline_simulation import Pipeline, PipelineSimulation, Setting
+    from planning.machines import Cluster, Pipeline, Setting
+    from planning.simulate import PipelineSimulation
 
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="there is no node to run the site's JavaScript")
 SCRIPTS = ROOT / "tools" / "site"

@@ -20,6 +20,11 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def now(device: torch.device) -> float:
+    wait_for(device)
+    return time.perf_counter()
+
+
 def measure_links(device: torch.device, seconds: float) -> list[dict | None]:
     """Latency (seconds) and bandwidth (bytes a second) from this rank to each other, None to itself. Collective.
 
@@ -50,12 +55,10 @@ def time_link(receiver: int, wire: torch.device, seconds: float) -> dict[str, fl
         dist.send(torch.tensor([numbers], device=wire), receiver)  # what comes next
         message = torch.zeros(numbers, device=wire)
         dist.recv(answer, receiver)
-        wait_for(wire)
-        sent = time.perf_counter()
+        sent = now(wire)
         dist.send(message, receiver)
         dist.recv(answer, receiver)
-        wait_for(wire)
-        return time.perf_counter() - sent
+        return now(wire) - sent
 
     round_trip(1)  # connects, and waits until the receiver has done with other links
     start = time.perf_counter()

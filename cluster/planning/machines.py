@@ -1,4 +1,5 @@
-"""The content of cluster.json, checked: machines, network and model, with the sums that a simulation asks for.
+"""The content of cluster.json, checked: machines, network and model, with the sums that a simulation asks for. And the
+terms of a plan for them.
 
 Units: seconds, bytes, bytes a second, samples. A stage is a range of modules (first, stop):
 
@@ -49,6 +50,37 @@ class Machine(NamedTuple):
     optimizer_seconds: float  # of a parameter
     passed: dict[str, dict[int, list[float]]]
     process_memory: float = 0.0
+
+
+class Pipeline(NamedTuple):
+    """One pipeline of a plan: its machines (ranks) in stage order, decoder layers of each, micro-batches a step."""
+
+    machines: tuple[int, ...]
+    layers: tuple[int, ...]
+    num_microbatches: int
+
+
+class Candidate(NamedTuple):
+    """`replicas`: how many copies of these pipelines there are, on like machines; `replica_link`: between them."""
+
+    pipelines: tuple[Pipeline, ...]
+    micro_batch_size: int
+    replicas: int = 1
+    replica_link: Link | None = None
+
+
+class Setting(NamedTuple):
+    """What the plans of one search have in common. The wire's dtypes: None, float32, bfloat16 or int8."""
+
+    schedule: str = "1f1b"  # one of SCHEDULES
+    wire_dtype: str | None = None
+    gradient_wire_dtype: str | None = None
+    recompute: bool = False  # decoder layers are computed once more in backward
+
+    @property
+    def kinds(self) -> str:
+        """Forward and backward, as in Machine.passed."""
+        return "FR" if self.recompute else "FB"
 
 
 class Cluster:
@@ -138,6 +170,10 @@ class Cluster:
         """Of a stage for one micro-batch, the sum of these kinds: see Machine."""
         passed = self.machines[rank].passed
         return sum(passed[kind][size][stage[1]] - passed[kind][size][stage[0]] for kind in kinds)
+
+    def optimizer_seconds(self, rank: int, stage: tuple[int, int]) -> float:
+        """The optimizer step of a stage, which starts when the loss of the step before is known."""
+        return self.parameters_of(stage) * self.machines[rank].optimizer_seconds
 
     def layer_seconds(self, machines: tuple[int, ...], size: int, kinds: str) -> tuple[list[float], list[float]]:
         """Of the stages on these machines: seconds of one layer, and of the model's end that a stage has besides."""

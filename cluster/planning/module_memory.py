@@ -5,12 +5,15 @@ operation allocates and frees within itself is not seen. On a GPU torch's own co
 """
 
 import os
+import time
 import weakref
 from collections.abc import Callable
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+import model
 
 
 class Allocations(TorchDispatchMode):
@@ -70,6 +73,27 @@ def saved_bytes(call: Callable, x: torch.Tensor, weights: list[torch.Tensor]) ->
     with torch.autograd.graph.saved_tensors_hooks(note, lambda nothing: nothing):
         call(x)
     return sum(storage.nbytes() for storage in storages.values())
+
+
+def memory_of(module: torch.nn.Module, call: Callable, run_of: Callable, input_of: Callable, device: torch.device,
+              room: float, seconds: float) -> dict[str, float]:
+    """What one sample takes, and what a second one adds to it: the difference is what any micro-batch takes.
+
+    `run_of(size)` is a pass forward and backward, and call(input_of(size)) its forward. Without the time or memory for
+    two samples, one takes it all.
+    """
+    saved, peaks, start = [], [], time.perf_counter()
+    for size in (1, 2):
+        if size == 2 and (4 * peaks[0] > room or 2 * (time.perf_counter() - start) > seconds):
+            break
+        run = run_of(size)
+        run()  # makes gradients, and copies of the weights in the dtype
+        saved.append(saved_bytes(call, input_of(size), [*module.parameters(), *model.casts.values()]))
+        peaks.append(peak_bytes(run, device))
+    a_sample = saved[-1] - saved[0] or saved[0]
+    slope = max(0, peaks[-1] - peaks[0] or peaks[0])
+    return {"saved_bytes": float(a_sample), "working_bytes": float(max(0, slope - a_sample)),
+            "fixed_bytes": float(max(0, peaks[0] - slope))}
 
 
 def process_bytes() -> int:

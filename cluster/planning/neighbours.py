@@ -7,7 +7,7 @@ are in no group idle.
 from collections.abc import Iterator
 from itertools import combinations, pairwise, permutations
 
-from planning.simulation import Candidate
+from planning.machines import Candidate
 
 Grouping = tuple[tuple[int, ...], ...]
 

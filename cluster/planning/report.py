@@ -2,9 +2,8 @@
 
 from collections import defaultdict
 
-from planning.machines import Cluster
-from planning.pipeline_simulation import Setting
-from planning.planner import Plans, Scored, find_plans
+from planning.machines import Cluster, Setting
+from planning.search import Plans, Scored, find_plans
 from utils import to_readable_format
 
 
@@ -12,7 +11,8 @@ def make_plan(cluster: dict, global_batch: int, setting: Setting, sizes: list[in
               memory_fraction: float = 0.9) -> dict:
     """The content of plan.json out of that of cluster.json. Raises UserError as find_plans does."""
     measured = Cluster(cluster)
-    return as_plan(measured, find_plans(measured, global_batch, setting, sizes, memory_fraction).best[0], setting)
+    plans = find_plans(measured, global_batch, setting, sizes, memory_fraction)
+    return as_plan(measured, plans.best[0], plans.setting)
 
 
 def as_plan(cluster: Cluster, scored: Scored, setting: Setting) -> dict:

@@ -16,13 +16,11 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from pipeline_template import PipelineTemplate
-from planning.family_clock import FamilyClock
-from planning.machines import Cluster
-from planning.measure import ModuleClock, describe_machines, measure_with
-from planning.pipeline_simulation import Pipeline, Setting
-from planning.planner import Plans, find_plans, find_plans_of_any_schedule
-from planning.simulation import peak_memory
+from planning.clock import StageClock
+from planning.machines import Cluster, Pipeline, Setting
+from planning.measure import describe_machines, measure_with
+from planning.search import Plans, find_plans
+from planning.simulate import peak_memory
 from training.common import from_home, gather
 from training.machine_facts import (
     free_memory, home_rank, host_names, once_per_machine, ranks_of_this_machine, return_freed_memory, this_host,
@@ -100,16 +98,9 @@ def rough_bytes(args, model: torch.nn.Module, dtype: torch.dtype, lora) -> float
     return weights + 4.0 * tokens * kept
 
 
-def make_clock(model: torch.nn.Module, seq_len: int, device: torch.device, dtype: torch.dtype, lora=None):
-    """What times the modules of a whole model on the meta device: of our Llama, or one of transformers."""
-    if PipelineTemplate.get_model_name(model) == "model.Llama":
-        return ModuleClock(model.config, seq_len, dtype, device)
-    return FamilyClock(model, seq_len, dtype, device, lora)
-
-
 def measure(args, model: torch.nn.Module, device: torch.device, dtype: torch.dtype, lora) -> dict:
     """The content of cluster.json, with micro-batches of 1 and of args.batch_size samples. Collective."""
-    clock = make_clock(model, args.seq_len, device, dtype, lora)
+    clock = StageClock(model, args.seq_len, dtype, device, lora)
     free = gather(free_memory(device))
     roomiest, known = free.index(max(free)), None
     try:
@@ -137,10 +128,11 @@ def choose(args, data: dict) -> Chosen | None:
     whole = peak_memory(cluster, Pipeline((0,), (layers,), total), size, setting)[0]
     if all(whole <= FRACTION * machine.free_memory for machine in cluster.machines):
         return None
-    find = find_plans_of_any_schedule if args.pp_engine == "1f1b" else find_plans
+    schedule = "auto" if args.pp_engine == "1f1b" else args.pp_engine
     for recompute in sorted({args.recompute, True}):
         try:
-            plans = find(cluster, total * size, setting._replace(recompute=recompute), [size], FRACTION)
+            plans = find_plans(cluster, total * size, setting._replace(schedule=schedule, recompute=recompute), [size],
+                               FRACTION)
             return as_chosen(cluster, plans)
         except ValueError:
             continue

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import train
 from pipeline_template import PipelineTemplate, Unsupported
-from planning.family_clock import FamilyClock
+from planning.clock import StageClock
 from planning.module_memory import load_code
 from planning.shares import shares_by_speed
 from training.common import gather
@@ -102,7 +102,7 @@ def choose_shares(args, model, templates: list, chosen: int, device, dtype, tota
             load_code(device)
             dist.barrier()
             with contextlib.suppress(Unsupported):  # then all are taken as equally fast
-                clock = FamilyClock(model, args.seq_len, dtype, device, lora)
+                clock = StageClock(model, args.seq_len, dtype, device, lora)
                 seconds = gather(clock.seconds_of_whole(args.batch_size, args.recompute))
         if dist.get_rank() == 0:
             listed = ", ".join(f"{args.batch_size * args.seq_len / value:.0f}" for value in seconds)

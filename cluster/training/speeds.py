@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 
 from pipeline_template import PipelineTemplate
-from planning.machines import Cluster, load_cluster, model_facts
-from planning.pipeline_simulation import Setting
+from planning.machines import Cluster, Setting, load_cluster, model_facts
 from planning.shares import shares_by_speed
 from training.common import from_home, gather
 from training.machine_facts import host_names, this_host

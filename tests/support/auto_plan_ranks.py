@@ -16,7 +16,7 @@ import course  # noqa: E402, F401  before step 9's modules
 
 import process_group_manager as pgm  # noqa: E402
 import train_distributed  # noqa: E402
-from planning import measure  # noqa: E402
+from planning import clock  # noqa: E402
 from training import auto_plan  # noqa: E402
 from utils import one_clear_error  # noqa: E402
 
@@ -28,8 +28,8 @@ def main() -> None:
     _, args = train_distributed.parse_args()
     pgm.init_process_group("gloo")
     before, device = dist.get_rank(), torch.device("cpu")
-    auto_plan.free_memory = measure.free_memory = lambda device: memory[before]
-    auto_plan.SECONDS, measure.TRAINING_BYTES = 2.0, 0.0
+    auto_plan.free_memory = clock.free_memory = lambda device: memory[before]
+    auto_plan.SECONDS, clock.TRAINING_BYTES = 2.0, 0.0
     planned = auto_plan.plan_by_itself(args, device, getattr(torch, args.dtype))
     total = torch.tensor([before + 1.0])
     dist.all_reduce(total)  # of the ranks that are left

@@ -17,10 +17,10 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent.parent / "clu
 import course  # noqa: E402, F401  before step 9's modules
 
 import train_distributed  # noqa: E402
-from planning.machines import Cluster  # noqa: E402
+from planning.clock import StageClock  # noqa: E402
+from planning.machines import Cluster, Pipeline, Setting  # noqa: E402
 from planning.measure import measure_with  # noqa: E402
-from planning.pipeline_simulation import Pipeline, Setting  # noqa: E402
-from planning.simulation import peak_memory  # noqa: E402
+from planning.simulate import peak_memory  # noqa: E402
 from training import auto_plan  # noqa: E402
 from training.common import gather  # noqa: E402
 from training.machine_facts import return_freed_memory  # noqa: E402
@@ -32,7 +32,7 @@ def predict(args, device, dtype) -> bool:
     """In the place of plan_by_itself."""
     return_freed_memory()
     model, lora = auto_plan.whole_model(args, device, dtype)
-    clock = auto_plan.make_clock(model, args.seq_len, device, dtype, lora)
+    clock = StageClock(model, args.seq_len, dtype, device, lora)
     clock.known = gather(clock.measure_memory(1e12) if dist.get_rank() == 0 else None)[0]
     cluster = Cluster({**measure_with(clock, "model", (1,), 1.0), "flags": {}})
     layers, rank = tuple(args.pipelines[0][0]), dist.get_rank()

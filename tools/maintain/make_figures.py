@@ -150,9 +150,8 @@ def plan(folder: pathlib.Path, picture: pathlib.Path) -> None:
                    stdout=subprocess.DEVNULL, env=environment())
     with modules_of(9):
         sys.path.append(str(ROOT / "cluster"))
-        from planning.machines import Cluster
-        from planning.pipeline_simulation import Pipeline, Setting
-        from planning.simulation import Candidate, simulate
+        from planning.machines import Candidate, Cluster, Pipeline, Setting
+        from planning.simulate import simulate
 
         cluster, chosen = Cluster(json.loads(measured.read_text())), json.loads(planned.read_text())
         pipelines = [Pipeline(tuple(p["machines"]), tuple(p["layers"]), p["num_microbatches"])

@@ -141,11 +141,10 @@ class Bench:
     def predict(self, size: int, *pipelines: tuple, **setting) -> dict:
         """The plan of (machines, layers, num_microbatches) each."""
         with modules_of(9):
-            from planning.machines import Cluster
-            from planning.pipeline_simulation import Pipeline, Setting
+            from planning.machines import Candidate, Cluster, Pipeline, Setting
             from planning.report import as_plan
-            from planning.planner import Scored
-            from planning.simulation import Candidate, simulate
+            from planning.search import Scored
+            from planning.simulate import simulate
 
             cluster, candidate = Cluster(self.cluster), Candidate(tuple(Pipeline(*p) for p in pipelines), size)
             setting = Setting(**setting)

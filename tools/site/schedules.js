@@ -1,4 +1,4 @@
-// The schedules of step 9's pipeline_parallel.py, and the event simulation of cluster/planning/pipeline_simulation.py,
+// The schedules of step 9's pipeline_parallel.py, and the event simulation of cluster/planning/simulate.py,
 // for the playground. tests/test_tool_site_scripts.py holds both equal to the Python functions.
 //
 // An action is [kind, microbatch]: F forward, B gradient of the input, W gradients of the weights. A stage that has no

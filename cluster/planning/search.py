@@ -14,16 +14,16 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from planning.machines import Cluster
+from planning.machines import Candidate, Cluster, Pipeline, Setting
 from planning.neighbours import Grouping, first_groupings, layer_moves, microbatch_moves, regroupings
-from planning.pipeline_simulation import Pipeline, Setting
 from planning.shares import shares_that_fit
-from planning.simulation import Candidate, Result, lower_bound, peak_memory, simulate
+from planning.simulate import Result, peak_memory, simulate
 from utils import UserError
 
 ALIKE = 1.1  # the ratio of two speeds up to which they count as one
 STARTS = 6  # plans to be improved
 ACTIONS = 15_000  # forward and backward actions to simulate from each of them, and twice as many before
+AUTO = ("1f1b", "1f1b-2", "1f1b-3", "1f1b-4")  # schedules to compare, the one with least memory first
 
 
 class Scored(NamedTuple):
@@ -45,37 +45,19 @@ def find_plans(cluster: Cluster, global_batch: int, setting: Setting, sizes: lis
                memory_fraction: float = 0.9) -> Plans:
     """The best plans for `global_batch` samples a step. `sizes`: micro-batch sizes to choose from (None: all measured).
 
+    The schedule "auto" is 1F1B, then with more micro-batches in flight, as long as the step gets shorter by 1 % or
+    more: while messages travel over slow links, stages have something to do then, if they have the memory for it.
     Raises UserError where no size divides the batch, or where no plan fits into `memory_fraction` of the free memory.
     """
-    search = Search(cluster, setting, global_batch, usable_sizes(cluster, global_batch, sizes), memory_fraction)
-    uniform = search.uniform_plans()
-    orders = [search.fastest_first, search.fastest_first[::-1], search.most_memory_first]
-    candidates = [search.by_speed(groups, size) for groups in first_groupings(orders) for size in search.sizes]
-    for candidate in search.promising(candidates):
-        if search.num_actions > 2 * ACTIONS:
-            break
-        search.score(candidate)
-    for start in search.best([0] * len(cluster.machines))[:STARTS]:  # the best of each choice of numbers of stages
-        search.improve(start)
-    if not search.scored:
-        raise UserError(search.missing_memory(memory_fraction))
-    kinds = [round(math.log(speed, ALIKE)) for speed in search.speed]
-    return Plans(search.best(kinds), uniform, len(search.scored), setting)
-
-
-def find_plans_of_any_schedule(cluster: Cluster, global_batch: int, setting: Setting, *rest) -> Plans:
-    """find_plans with 1F1B, then with more micro-batches in flight, as long as the step gets shorter by 1 % or more.
-
-    While messages travel over slow links, stages have something to do then, if they have the memory for it.
-    Raises UserError as find_plans does for 1F1B.
-    """
-    best = find_plans(cluster, global_batch, setting._replace(schedule="1f1b"), *rest)
-    for schedule in ("1f1b-2", "1f1b-3", "1f1b-4"):
+    sizes, best = usable_sizes(cluster, global_batch, sizes), None
+    for schedule in AUTO if setting.schedule == "auto" else [setting.schedule]:
         try:
-            plans = find_plans(cluster, global_batch, setting._replace(schedule=schedule), *rest)
-        except UserError:  # not enough memory
+            plans = Search(cluster, setting._replace(schedule=schedule), global_batch, sizes, memory_fraction).run()
+        except UserError:
+            if best is None:
+                raise
             break
-        if plans.best[0].result.step_seconds > 0.99 * best.best[0].result.step_seconds:
+        if best and plans.best[0].result.step_seconds > 0.99 * best.best[0].result.step_seconds:
             break
         best = plans
     return best
@@ -98,6 +80,7 @@ class Search:
 
     def __init__(self, cluster: Cluster, setting: Setting, global_batch: int, sizes: list[int], memory_fraction: float):
         self.cluster, self.setting, self.global_batch, self.sizes = cluster, setting, global_batch, sizes
+        self.memory_fraction = memory_fraction
         ranks, whole = range(len(cluster.machines)), (0, len(cluster.names))
         self.memory = [memory_fraction * machine.free_memory for machine in cluster.machines]
         self.speed = [1 / max(cluster.seconds(rank, sizes[0], whole, setting.kinds), 1e-12) for rank in ranks]
@@ -109,6 +92,21 @@ class Search:
         self.by_speed = functools.cache(self.by_speed)  # neighbours of plans have many neighbours in common
         self.split_layers = functools.cache(self.split_layers)
         self.lower_bound = functools.cache(lambda candidate: lower_bound(cluster, candidate, setting))
+
+    def run(self) -> Plans:
+        uniform = self.uniform_plans()
+        orders = [self.fastest_first, self.fastest_first[::-1], self.most_memory_first]
+        candidates = [self.by_speed(groups, size) for groups in first_groupings(orders) for size in self.sizes]
+        for candidate in self.promising(candidates):
+            if self.num_actions > 2 * ACTIONS:
+                break
+            self.score(candidate)
+        for start in self.best([0] * len(self.speed))[:STARTS]:  # the best of each choice of numbers of stages
+            self.improve(start)
+        if not self.scored:
+            raise UserError(self.missing_memory())
+        kinds = [round(math.log(speed, ALIKE)) for speed in self.speed]
+        return Plans(self.best(kinds), uniform, len(self.scored), self.setting)
 
     def lacks_memory(self, pipeline: Pipeline, size: int) -> list[int]:
         """The stages whose machines have too little memory."""
@@ -237,7 +235,7 @@ class Search:
                 found[name] = f"the memory of machine {rank} ({self.cluster.machines[rank].host}) does not suffice"
         return found
 
-    def missing_memory(self, memory_fraction: float) -> str:
+    def missing_memory(self) -> str:
         """Why no plan fits: what the model takes, and what each machine has."""
         layers, size = self.cluster.num_layers, self.sizes[0]
         whole = peak_memory(self.cluster, Pipeline((0,), (layers,), 1), size, self.setting)[0]
@@ -246,5 +244,30 @@ class Search:
         recompute = "" if self.setting.recompute else "use --recompute, "
         return (f"not enough memory for any plan: one machine would need {whole / 1e6:.4g} MB for the model and a "
                 f"micro-batch of {size} samples, and stages need the activations of several. The machines may use, in "
-                f"MB: {each}: {memory_fraction} of what was free. To fit, {recompute}free memory, add a machine, "
+                f"MB: {each}: {self.memory_fraction} of what was free. To fit, {recompute}free memory, add a machine, "
                 "or take fewer layers, a smaller --seq_len or other sizes")
+
+
+def lower_bound(cluster: Cluster, candidate: Candidate, setting: Setting) -> float:
+    """Seconds that no simulated step is shorter than: what each stage computes, after the first micro-batch has come to
+    it and before the last one has gone back; what its uplink carries; its gradients after its last backward."""
+    size, n, bound = candidate.micro_batch_size, len(candidate.pipelines), 0.0
+    message = cluster.message_bytes(size, setting.wire_dtype)
+    ranks = {rank for pipeline in candidate.pipelines for rank in pipeline.machines}
+    for machines, layers, number in candidate.pipelines:
+        before, others = 0.0, ranks.difference(machines)
+        for s, (rank, stage) in enumerate(zip(machines, cluster.stages(layers))):
+            forward, backward = (cluster.seconds(rank, size, stage, kind) for kind in setting.kinds)
+            computed = before + number * (forward + backward)
+            neighbours = [machines[t] for t in (s - 1, s + 1) if 0 <= t < len(machines)]
+            sent = sum(number * message / cluster.links[rank][other].bandwidth for other in neighbours)
+            bound = max(bound, computed, sent)
+            if others:
+                num_bytes = cluster.gradient_bytes(cluster.parameters_of(stage), setting.gradient_wire_dtype)
+                fastest = max(cluster.links[rank][other].bandwidth for other in others)
+                bound = max(bound, computed - backward + 2 * (n - 1) / n * num_bytes / fastest)
+            before += forward + backward
+            if s + 1 < len(machines):
+                there, back = cluster.links[rank][machines[s + 1]], cluster.links[machines[s + 1]][rank]
+                before += sum(message / link.bandwidth + link.latency for link in (there, back))
+    return bound

@@ -1,4 +1,9 @@
-"""The content of a cluster.json for machines that are not here, from their data sheets.
+"""Machines that are not here, by name: `64xH100:8`, `3xRaspberryPi5:1@100mbit`, `1xRTX5070Ti+1xRTX4070@1gbit`.
+
+    N x DEVICE [: devices per node] [+ more of them] [@ what a node's network carries, in each direction]
+
+The numbers of a device are the peaks of its data sheet, dense (without sparsity); nobody reaches them. The content of a
+cluster.json is made of them:
 
     a module, a micro-batch   FLOPs / (peak x efficiency)  +  bytes that weights and activations move / memory bandwidth
                               forward 2 FLOPs per weight and token, and causal attention; backward twice that
@@ -12,15 +17,109 @@ What it leaves out: how efficiency depends on the sizes of matrices, launches of
 
 import math
 import os
+import re
 from typing import NamedTuple
 
-from planning.devices import Node
 from planning.machines import MODEL, NUMBER_BYTES
 from utils import UserError, load_config
 
+GB, GBIT = 1e9, 1e9 / 8
+ETHERNET, INFINIBAND = 2e-4, 1e-5  # seconds from process to process: over TCP at home, over RDMA in a data centre
 EFFICIENCY = 0.7  # the share of a data sheet's FLOP/s that matrix products reach
 LINK_SHARE = 0.8  # the share of a link's nominal rate that messages reach
 NODE_LATENCY = 5e-6  # seconds between two devices of a node
+
+
+class Device(NamedTuple):
+    bfloat16: float | None  # FLOP/s of matrix products that accumulate in float32; None: it has no unit for them
+    float32: float  # FLOP/s, without TF32, as torch does it by default
+    memory: float  # bytes
+    memory_bandwidth: float  # bytes/s
+    node_link: float  # bytes/s to another device of the node, in one direction
+    port: float  # bytes/s of the network, in one direction; a device's own in a data centre, else the node's
+    latency: float  # seconds, over that network
+
+
+# NVIDIA's data sheets of H100, H200, A100 (SXM) and L40S; NVLink there is the sum of both directions. Ports: the one
+# ConnectX of each GPU in DGX H100, H200 and A100. GeForce: the architecture white papers; PCIe 4.0 or 5.0 x16.
+# Raspberry Pi 5: 4 Cortex-A76 at 2.4 GHz, two 128-bit multiply-adds a cycle, 32-bit LPDDR4X-4267, the 8 GB model.
+DEVICES = {
+    "H100": Device(989e12, 67e12, 80 * GB, 3350 * GB, 450 * GB, 400 * GBIT, INFINIBAND),
+    "H200": Device(989e12, 67e12, 141 * GB, 4800 * GB, 450 * GB, 400 * GBIT, INFINIBAND),
+    "A100": Device(312e12, 19.5e12, 80 * GB, 2039 * GB, 300 * GB, 200 * GBIT, INFINIBAND),
+    "L40S": Device(362e12, 91.6e12, 48 * GB, 864 * GB, 32 * GB, 200 * GBIT, INFINIBAND),
+    "RTX4090": Device(165e12, 82.6e12, 24 * GB, 1008 * GB, 32 * GB, 1 * GBIT, ETHERNET),
+    "RTX3090": Device(71e12, 35.6e12, 24 * GB, 936 * GB, 32 * GB, 1 * GBIT, ETHERNET),
+    "RTX5070Ti": Device(88e12, 43.9e12, 16 * GB, 896 * GB, 64 * GB, 1 * GBIT, ETHERNET),
+    "RTX4070": Device(58e12, 29.1e12, 12 * GB, 504 * GB, 32 * GB, 1 * GBIT, ETHERNET),
+    "RTX3070Ti": Device(43.5e12, 21.7e12, 8 * GB, 608 * GB, 32 * GB, 1 * GBIT, ETHERNET),
+    "RaspberryPi5": Device(None, 0.154e12, 8 * GB, 17 * GB, 17 * GB, 1 * GBIT, ETHERNET),
+}
+GROUP = re.compile(r"(\d+)x([A-Za-z]\w*)(?::(\d+))?")
+RATE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)(bit|b)", re.IGNORECASE)
+
+
+class Node(NamedTuple):
+    """A machine with `count` devices of one kind. `network`: bytes/s of the whole node, in one direction."""
+
+    name: str
+    device: Device
+    count: int
+    network: float
+
+
+def parse_rate(flag: str, text: str) -> float:
+    """'100mbit' -> 12.5e6 bytes/s; '450GB' -> 450e9."""
+    if not (match := RATE.fullmatch(text)) or not float(match[1]):
+        raise UserError(f"{flag} {text!r}: write a rate as in 100mbit, 1gbit or 450GB, each of a second")
+    return float(match[1]) * 1000 ** " kmgt".index(match[2].lower() or " ") / (8 if match[3].lower() == "bit" else 1)
+
+
+def parse_nodes(spec: str) -> list[Node]:
+    """What --cluster says, node by node. Raises UserError where it can't be read, or names an unknown device."""
+    groups, _, rate = spec.partition("@")
+    by_name, nodes = {name.lower(): name for name in DEVICES}, []
+    for group in groups.split("+"):
+        match = GROUP.fullmatch(group.strip())
+        if not match or not int(match[1]) or not int(match[3] or 1):
+            raise UserError(f"--cluster {spec!r}: write the number, the device and how many a node has, as in "
+                            "64xH100:8 or 3xRaspberryPi5:1@100mbit, with + between unlike ones")
+        if match[2].lower() not in by_name:
+            raise UserError(f"--cluster {spec!r}: no {match[2]!r} among {', '.join(DEVICES)}: choose the one that is "
+                            "most like it, and give --peak_tflops, --device_memory and the like")
+        name, number = by_name[match[2].lower()], int(match[1])
+        device, per_node = DEVICES[name], min(number, int(match[3] or 1))
+        if number % per_node:
+            raise UserError(f"--cluster {spec!r}: nodes have equally many devices and none may be left over, but "
+                            f"this is {number} in nodes of {per_node}")
+        ports = per_node if device.latency == INFINIBAND else 1
+        network = parse_rate("--cluster ...@", rate) if rate else device.port * ports
+        nodes += [Node(name, device, per_node, network)] * (number // per_node)
+    return nodes
+
+
+def read_nodes(args) -> tuple[list[Node], str]:
+    """The nodes, with what the flags say instead of the data sheets, and the dtype: auto is bfloat16 where all can."""
+    nodes = parse_nodes(args.cluster)
+    can_bfloat16 = all(node.device.bfloat16 for node in nodes)
+    dtype = args.dtype if args.dtype not in (None, "auto") else "bfloat16" if can_bfloat16 else "float32"
+    for flag in ("peak_tflops", "device_memory", "latency"):
+        if (value := getattr(args, flag)) is not None and value <= 0:
+            raise UserError(f"--{flag} {value}: must be more than 0")
+    if not 0 < args.efficiency <= 1:
+        raise UserError(f"--efficiency {args.efficiency}: a share of the peak is more than 0 and at most 1")
+    if dtype not in ("bfloat16", "float32"):
+        raise UserError(f"--dtype {dtype}: data sheets are read for bfloat16 and float32, use one of these")
+    if dtype == "bfloat16" and not can_bfloat16 and not args.peak_tflops:
+        raise UserError(f"--dtype {dtype}: not all of {args.cluster} have a unit for it: use float32, or give "
+                        "--peak_tflops")
+    changes = {dtype: args.peak_tflops and args.peak_tflops * 1e12, "latency": args.latency,
+               "memory": args.device_memory and args.device_memory * 1e9,
+               "node_link": args.intra_bandwidth and parse_rate("--intra_bandwidth", args.intra_bandwidth)}
+    changes = {name: value for name, value in changes.items() if value}
+    network = args.inter_bandwidth and parse_rate("--inter_bandwidth", args.inter_bandwidth)
+    return [node._replace(device=node.device._replace(**changes), network=network or node.network)
+            for node in nodes], dtype
 
 
 class Shape(NamedTuple):
@@ -45,8 +144,10 @@ class Shape(NamedTuple):
         return self.layers * (self.layer_weights + 2 * self.hidden) + ends
 
 
-# Llama 3.2 and 3.1 (Meta 2024)
+# Llama 2 (Meta 2023), Llama 3.1 and 3.2 (Meta 2024)
 PRESETS = {
+    "llama-2-7b": Shape(4096, 11008, 32, 32, 32, 32000, False, 128),
+    "llama-2-13b": Shape(5120, 13824, 40, 40, 40, 32000, False, 128),
     "llama-1b": Shape(2048, 8192, 16, 32, 8, 128256, True, 64),
     "llama-8b": Shape(4096, 14336, 32, 32, 8, 128256, False, 128),
     "llama-70b": Shape(8192, 28672, 80, 64, 8, 128256, False, 128),
@@ -54,16 +155,16 @@ PRESETS = {
 }
 
 
-def read_shape(args) -> Shape:
-    """The sizes of --model_name. Raises UserError for a model that has none of a Llama."""
+def read_shape(name: str, args) -> Shape:
+    """The sizes of a model, with what the flags say instead. Raises UserError where it has not those of a Llama."""
     heads, kv_heads = args.num_attention_heads, args.num_key_value_heads
-    if args.model_name in PRESETS and not os.path.isdir(args.model_name) and heads is None and kv_heads is None:
-        shape = PRESETS[args.model_name]
+    if name in PRESETS and not os.path.isdir(name) and heads is None and kv_heads is None:
+        shape = PRESETS[name]
         return shape._replace(layers=args.num_hidden_layers or shape.layers)
-    config = load_config(args.model_name, num_hidden_layers=args.num_hidden_layers, num_attention_heads=heads,
+    config = load_config(name, num_hidden_layers=args.num_hidden_layers, num_attention_heads=heads,
                          num_key_value_heads=kv_heads)
     if missing := [name for name in MODEL if getattr(config, name, None) is None]:
-        raise UserError(f"--model_name {args.model_name!r} has no {', '.join(missing)}: --cluster counts what a Llama "
+        raise UserError(f"--model_name {name!r} has no {', '.join(missing)}: what_if.py counts what a Llama "
                         "multiplies, choose a model of that kind")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Shape(*(getattr(config, name) for name in MODEL), head_dim)

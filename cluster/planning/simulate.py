@@ -1,11 +1,15 @@
-"""The micro-batches of one pipeline, without running them: an event simulation of pipeline_parallel's executor.
+"""What a step of unlike pipelines will take, without running it: an event simulation of pipeline_parallel's executor.
 
-Each stage goes through the actions of the schedule function as run_schedule does:
-
-    compute     an action starts when the one before has ended and its input has arrived
+    optimizer   of the step before; so a stage that has to wait for its first input anyway has this time for free
+    compute     each stage goes through the actions of the schedule function as run_schedule does: an action starts when
+                the one before has ended and its input has arrived
     transfers   go on in the background: a message leaves once it is sent, its receive is posted (two actions ahead),
                 and its sender's uplink and its receiver's downlink are free; it takes bytes / bandwidth, and arrives a
                 latency later. Forward and backward messages share the two; a machine can send and receive at once
+    gradients   bucket by bucket, last module first: an all-reduce starts when the last backward of all its owners has
+                passed the module and their network is free; a ring of n takes 2 (n-1)/n bytes / bandwidth
+                + 2 (n-1) latency
+    the end     the loss is summed over all ranks, which therefore wait for each other
 
 Not modelled: a host that computes slower while it sends, except as far as the measured bandwidth includes it.
 """
@@ -14,12 +18,15 @@ import functools
 import heapq
 import math
 from collections.abc import Callable, Iterator
-from itertools import count
+from functools import cache
+from itertools import accumulate, count
 from typing import NamedTuple
 
 import pipeline_parallel
 from pipeline_parallel import Action
-from planning.machines import Cluster
+from planning.machines import Candidate, Cluster, Pipeline, Setting
+
+BUCKET = 25e6  # bytes at most, as in data_parallel
 
 
 def eager_one_f_one_b(stage: int, num_stages: int, num_microbatches: int, ahead: int) -> Iterator[Action]:
@@ -32,28 +39,6 @@ def eager_one_f_one_b(stage: int, num_stages: int, num_microbatches: int, ahead:
 
 SCHEDULES = {**pipeline_parallel.SCHEDULES,
              **{f"1f1b-{ahead}": functools.partial(eager_one_f_one_b, ahead=ahead) for ahead in (2, 3, 4)}}
-
-
-class Pipeline(NamedTuple):
-    """One pipeline of a plan: its machines (ranks) in stage order, decoder layers of each, micro-batches a step."""
-
-    machines: tuple[int, ...]
-    layers: tuple[int, ...]
-    num_microbatches: int
-
-
-class Setting(NamedTuple):
-    """What the plans of one search have in common. The wire's dtypes: None, float32, bfloat16 or int8."""
-
-    schedule: str = "1f1b"  # one of SCHEDULES
-    wire_dtype: str | None = None
-    gradient_wire_dtype: str | None = None
-    recompute: bool = False  # decoder layers are computed once more in backward
-
-    @property
-    def kinds(self) -> str:
-        """Forward and backward, as in Machine.passed."""
-        return "FR" if self.recompute else "FB"
 
 
 class Span(NamedTuple):
@@ -95,6 +80,19 @@ class Message(NamedTuple):
     action: Action
 
 
+class Result(NamedTuple):
+    """`bubble`: the share of the step in which the machines of the plan do not compute. `peak_memory`: bytes by rank.
+    `pipelines_end`: the second when the last action and its transfer are over, before what is left of the gradients."""
+
+    step_seconds: float
+    pipelines_end: float
+    bubble: float
+    bytes_on_wire: float
+    peak_memory: dict[int, float]
+    spans: list[Span]
+    transfers: list[Transfer]
+
+
 class PipelineSimulation:
     """The machines of one pipeline from their optimizer step to their last backward."""
 
@@ -114,7 +112,7 @@ class PipelineSimulation:
         self.outstanding = [0] * p  # sends, see StageCommunication.send
         self.uplink_busy, self.downlink_busy = [False] * p, [False] * p
         self.leaving: list[list[Message]] = [[] for _ in range(p)]  # those that wait for their uplink
-        self.result = Run([], [], [optimizer_seconds(cluster, *pair) for pair in zip(ranks, stages)], [0.0] * p)
+        self.result = Run([], [], [cluster.optimizer_seconds(*pair) for pair in zip(ranks, stages)], [0.0] * p)
 
     def run(self) -> Run:
         for s, start in enumerate(self.result.ends):
@@ -214,6 +212,92 @@ class PipelineSimulation:
             self.resume(message.destination)
 
 
-def optimizer_seconds(cluster: Cluster, rank: int, stage: tuple[int, int]) -> float:
-    """The optimizer step of a stage, which starts when the loss of the step before is known."""
-    return cluster.parameters_of(stage) * cluster.machines[rank].optimizer_seconds
+def simulate(cluster: Cluster, candidate: Candidate, setting: Setting, runs: dict | None = None) -> Result:
+    """One step of a candidate. `runs`: results of pipelines, kept for the next call with the same setting."""
+    runs, size = {} if runs is None else runs, candidate.micro_batch_size
+    for pipeline in candidate.pipelines:
+        if (pipeline, size) not in runs:
+            runs[pipeline, size] = PipelineSimulation(cluster, pipeline, size, setting).run()
+    done = [runs[pipeline, size] for pipeline in candidate.pipelines]
+    ranks = [rank for pipeline in candidate.pipelines for rank in pipeline.machines]
+    sums = sum_gradients(cluster, candidate, setting, done)
+    latency = max((cluster.links[a][b].latency for a, b in zip(ranks, ranks[1:] + ranks[:1]) if a != b), default=0.0)
+    pipelines_end = max(end for run in done for end in run.ends)
+    step = max([pipelines_end, *(transfer.end for transfer in sums)])
+    step += 2 * (len(ranks) - 1) * latency  # the loss's sum over all ranks, a ring as well
+    spans = [span for run in done for span in run.spans]
+    transfers = [transfer for run in done for transfer in run.transfers] + sums
+    busy = sum(span.end - span.start for span in spans)
+    memory = {rank: num_bytes for pipeline in candidate.pipelines
+              for rank, num_bytes in zip(pipeline.machines, peak_memory(cluster, pipeline, size, setting))}
+    num_bytes = sum(transfer.num_bytes for transfer in transfers)
+    bubble = 1 - busy / (len(ranks) * step) if step else 0.0
+    return Result(step, pipelines_end, bubble, num_bytes, memory, spans, transfers)
+
+
+def sum_gradients(cluster: Cluster, candidate: Candidate, setting: Setting, runs: list[Run]) -> list[Transfer]:
+    """The all-reduces of a step, with data_parallel's buckets: an eighth of a rank's parameters, BUCKET at most."""
+    places = [list(zip(p.machines, cluster.stages(p.layers))) for p in candidate.pipelines]
+    free, ready, held = {}, {}, 0
+    for pipeline, run in zip(places, runs):
+        last = {span.rank: span for span in run.spans}  # spans are in the order of time: the last backward of each
+        for s, (rank, stage) in enumerate(pipeline):
+            held = max(held, cluster.parameters_of(stage))
+            free[rank], ready[rank, None] = run.network_free[s], last[rank].end
+            passed = cluster.machines[rank].passed[setting.kinds[1]][candidate.micro_batch_size]
+            for module in range(*stage):  # backward comes from the end
+                ready[rank, module] = last[rank].start + passed[stage[1]] - passed[module]
+    limit, sums = min(BUCKET, held * cluster.master_bytes / 8), []
+    for owners, module, parameters in buckets(cluster, places, limit):
+        num_bytes, n = cluster.gradient_bytes(parameters, setting.gradient_wire_dtype), len(owners) * candidate.replicas
+        ring = [cluster.links[a][b] for a, b in zip(owners, owners[1:] + owners[:1]) if a != b]
+        ring += [candidate.replica_link] if candidate.replicas > 1 else []
+        if not ring:
+            continue
+        rounds = max(1, round(parameters * cluster.master_bytes / limit))  # a large module is several buckets
+        start = max(max(ready[rank, module], free[rank]) for rank in owners)
+        end = start + 2 * (n - 1) * (num_bytes / n / min(link.bandwidth for link in ring)
+                                     + rounds * max(link.latency for link in ring))
+        free.update(dict.fromkeys(owners, end))
+        sums.append(Transfer("all-reduce", None, owners, 2 * (n - 1) * num_bytes, start, end))
+    return sums
+
+
+def buckets(cluster: Cluster, places: list[list[tuple]], limit: float):
+    """(ranks that own it, the module that completes it, parameters) of each bucket, in the order of their launch.
+
+    The tied parameter comes last; module None stands for the end of backward.
+    """
+    parameters = 0
+    owners_of = [tuple(rank for pipeline in places for rank, stage in pipeline if stage[0] <= module < stage[1])
+                 for module in range(len(cluster.names))]
+    for module in reversed(range(len(cluster.names))):
+        owners = owners_of[module]
+        parameters += cluster.parameters[module]
+        is_full = parameters * cluster.master_bytes >= limit
+        if module == 0 or is_full or owners_of[module - 1] != owners:
+            if parameters:
+                yield owners, module, parameters
+            parameters = 0
+    if cluster.tied_parameters:
+        ends = tuple(dict.fromkeys(rank for pipeline in places for rank, _ in (pipeline[0], pipeline[-1])))
+        yield ends, None, cluster.tied_parameters
+
+
+def peak_memory(cluster: Cluster, pipeline: Pipeline, size: int, setting: Setting) -> list[float]:
+    """Bytes at most, stage by stage, beside what a process takes without a model: parameters with what belongs to them,
+    activations of live micro-batches, messages."""
+    p, peaks = len(pipeline.machines), []
+    for s, stage in enumerate(cluster.stages(pipeline.layers)):
+        live = live_microbatches(setting.schedule, s, p, pipeline.num_microbatches)
+        activations = cluster.activation_bytes(stage, size, live, setting.kinds[1])
+        messages = 4 * size * cluster.hidden_bytes if p > 1 else 0.0  # two posted receives, two sends under way
+        peaks.append(cluster.weight_bytes(stage) + activations + messages)
+    return peaks
+
+
+@cache
+def live_microbatches(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> int:
+    """Micro-batches at most whose activations a stage holds: what the schedule's own order says."""
+    actions = SCHEDULES[schedule](stage, num_stages, num_microbatches)
+    return max(accumulate(1 if action.kind == "F" else -1 for action in actions))

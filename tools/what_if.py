@@ -1,22 +1,42 @@
-"""`plan.py --cluster`: the best plans for a cluster that is not here, by the planner and simulation of measured ones.
+"""What other machines would do: plans for devices that are not here, by the planner and simulation of measured ones.
 
-Of like devices, each grid dp x pp x tp is one pipeline, which is simulated, and dp replicas of it, which sum their
-gradients. Of unlike devices, every tp_size that divides all nodes makes machines, for which the planner searches.
+    python tools/what_if.py --cluster 64xH100:8 --model_name llama-8b      grids of them, the quickest step first
+    python tools/what_if.py --cards 16+12+8 24 --model_name llama-2-7b     does LoRA fit on cards of so many GB?
+
+--cluster reads data sheets. Of like devices, each grid dp x pp x tp is one pipeline, which is simulated, and dp
+replicas of it, which sum their gradients. Of unlike devices, every tp_size that divides all nodes makes machines, for
+which the planner searches.
+
+--cards makes one layer, the embedding and the head of each model, with random weights, and measures their memory on the
+CPU as cluster/plan.py does it. The planner then looks for pipelines over equally fast cards. It takes --memory_fraction
+of a card less what CUDA and its libraries occupy. Without numbers or --model_name it makes a table of common ones.
 """
 
+import argparse
 import math
+import pathlib
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from planning.devices import Node, parse_nodes, parse_rate
-from planning.machines import Cluster, Link
-from planning.pipeline_simulation import Pipeline, Setting, optimizer_seconds
-from planning.planner import find_plans
-from planning.report import report
-from planning.shares import shares_by_speed
-from planning.simulation import Candidate, peak_memory, simulate
-from planning.synthetic import EFFICIENCY, LINK_SHARE, PRESETS, Costs, Shape, link, read_shape, synthetic_cluster
-from utils import UserError, to_readable_format
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "cluster"))
+import course  # noqa: E402, F401  before step 9's modules
+
+from data_sheets import (  # noqa: E402
+    EFFICIENCY, LINK_SHARE, PRESETS, Costs, Node, Shape, link, read_nodes, read_shape, synthetic_cluster,
+)
+from plan import add_model_flags, add_search_flags  # noqa: E402
+from planning.machines import Candidate, Cluster, Link, Pipeline, Setting, model_facts  # noqa: E402
+from planning.report import report  # noqa: E402
+from planning.search import find_plans  # noqa: E402
+from planning.shares import shares_by_speed  # noqa: E402
+from planning.simulate import peak_memory, simulate  # noqa: E402
+from utils import TINY_LLAMA, ArgumentParser, UserError, one_clear_error, positive_int  # noqa: E402
+from utils import to_readable_format  # noqa: E402
+
+CARDS = ("8", "12", "16", "24", "16+12+8", "24+24")
+ON_CARDS = ("llama-1b", "llama-2-7b", "llama-8b", "llama-2-13b")
+CUDA = 0.8  # GB that a process takes of a card before it has a model
 
 
 class Job(NamedTuple):
@@ -115,7 +135,7 @@ def simulate_grid(job: Job, dp: int, pp: int, tp: int, size: int) -> Grid:
         end += (m - more) * (end - run(few).pipelines_end) / (more - few)
     stages = cluster.stages(layers)
     busy = m * sum(cluster.seconds(s, size, stage, job.setting.kinds) for s, stage in enumerate(stages)) / pp
-    optimizer = sum(optimizer_seconds(cluster, s, stage) for s, stage in enumerate(stages)) / pp
+    optimizer = sum(cluster.optimizer_seconds(s, stage) for s, stage in enumerate(stages)) / pp
     reduces = m * job.shape.layers / pp * Costs(job.shape, node, tp, job.seq_len, job.dtype, 1).all_reduce(size)
     reduces *= 6 if job.setting.recompute else 4
     seconds = {"compute": busy - reduces, "tp": reduces, "bubble": end - busy - optimizer,
@@ -172,52 +192,105 @@ def unlike(job: Job, size: int | None, top: int) -> str:
                      for seconds, tp, text in sorted(found))
 
 
-def add_flags(parser) -> None:
-    """The flags that only --cluster has. Where they are left out, the data sheets count."""
-    group = parser.add_argument_group("with --cluster", "8xDEVICE:4 is 8 of them, 4 in a node; @100mbit is a node's "
-                                      f"network; --model_name also takes {', '.join(PRESETS)}")
+def what_if(args) -> str:
+    """What --cluster prints. Raises UserError where the flags can't be read."""
+    if args.micro_batch_size and len(args.micro_batch_size) > 1:
+        raise UserError("--cluster takes one --micro_batch_size, or none")
+    nodes, dtype = read_nodes(args)
+    schedule = "1f1b" if args.schedule == "auto" else args.schedule
+    setting = Setting(schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
+    job = Job(read_shape(args.model_name or TINY_LLAMA, args), nodes, args.seq_len or 128, args.global_batch or 32,
+              dtype, setting, args.efficiency, args.memory_fraction)
+    size = args.micro_batch_size[0] if args.micro_batch_size else None
+    head = (f"{args.cluster}: {job.num_devices} devices in {len(nodes)} nodes, {dtype}; {LINK_SHARE:.0%} of links and "
+            f"{args.efficiency:.0%} of FLOP/s are reached\n{to_readable_format(job.shape.parameters)} parameters, "
+            f"{job.global_batch} samples of {job.seq_len} tokens a step; {args.memory_fraction:.0%} of the memory may "
+            f"be used{'; --recompute' if setting.recompute else ''}\n\n")
+    if len(set(nodes)) == 1:
+        return head + table(job, list(grids(job, size)), args.top)
+    return head + unlike(job, size, args.top)
+
+
+def measure_modules(name: str, shape: Shape, seq_len: int, lora_rank: int) -> dict:
+    """The content of cluster.json for a Llama of this shape with adapters, with no machines yet."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from planning.clock import Cost, StageClock
+    from training.lora import ALL, Lora
+
+    config = LlamaConfig(hidden_size=shape.hidden, intermediate_size=shape.width, num_hidden_layers=shape.layers,
+                         num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
+                         vocab_size=shape.vocab, tie_word_embeddings=shape.tied,
+                         max_position_embeddings=max(4096, seq_len))
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    flags = argparse.Namespace(lora_rank=lora_rank, lora_alpha=2 * lora_rank, lora_dropout=0.0, lora_targets=ALL,
+                               seed=0, model_name=name)
+    clock = StageClock(model, seq_len, torch.bfloat16, torch.device("cpu"), Lora(flags, model, torch.bfloat16))
+    found = {part: Cost(facts, {}) for part, facts in clock.measure_memory(math.inf).items()}
+    modules = [{"name": name, **cost.facts} for name, cost in zip(clock.names, clock.modules_of(found))]
+    return {"model_name": name, "model": model_facts(config), "seq_len": seq_len, "dtype": "bfloat16",
+            **clock.extras(), "flags": {}, "modules": modules}
+
+
+def on_cards(modules: dict, cards: str, memory_fraction: float) -> str:
+    """Whether micro-batches of one sample can be trained on these cards, and what each card holds."""
+    sizes = [float(card) for card in cards.split("+")]
+    seconds = {"1": [0.01] * len(modules["modules"])}  # equally fast, on links of 1 Gbit/s
+    machines = [{"free_memory": (size - CUDA) * 1e9, "optimizer_seconds": 1e-10, "forward": seconds,
+                 "backward": seconds} for size in sizes]
+    links = [[None if i == j else {"latency": 1e-4, "bandwidth": 1.25e8} for j in range(len(sizes))]
+             for i in range(len(sizes))]
+    cluster = Cluster({**modules, "hosts": [f"{size:g} GB" for size in sizes], "machines": machines, "links": links})
+    for recompute, word in (False, "yes"), (True, "with --recompute"):
+        try:
+            best = find_plans(cluster, 4 * len(sizes), Setting(recompute=recompute), [1], memory_fraction).best[0]
+        except UserError:
+            continue
+        peaks = best.result.peak_memory
+        if len(sizes) == 1:
+            return f"{word}: {peaks[0] / 1e9:.1f} GB"
+        places = [f"{layers} layers, {peaks[rank] / 1e9:.1f} GB on the card of {sizes[rank]:g}"
+                  for pipeline in best.candidate.pipelines for rank, layers in zip(pipeline.machines, pipeline.layers)]
+        return f"{word}: " + "; ".join(places)
+    return "no"
+
+
+def parse_args(argv: list[str] | None = None):
+    parser = ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cluster", metavar="64xH100:8", help="8xDEVICE:4 is 8 of them, 4 in a node; unlike ones are "
+                        "added as in 1xRTX4090+2xRTX3090, and @100mbit is a node's network")
+    parser.add_argument("--cards", nargs="*", metavar="16+12+8", help="GB of each card")
+    add_model_flags(parser, f"a directory with a config.json, a Hub id, or one of {', '.join(PRESETS)}")
+    add_search_flags(parser)
+    group = parser.add_argument_group("with --cluster", "where they are left out, the data sheets count")
     group.add_argument("--peak_tflops", type=float, default=None, help="of a device, in this --dtype, dense")
     group.add_argument("--efficiency", type=float, default=EFFICIENCY, help="share of it that matrix products reach")
     group.add_argument("--device_memory", type=float, default=None, help="GB of a device")
     group.add_argument("--intra_bandwidth", metavar="450GB", help="a second, between devices of a node, one direction")
     group.add_argument("--inter_bandwidth", metavar="400gbit", help="a second, of a node, one direction; as after @")
     group.add_argument("--latency", type=float, default=None, help="seconds from node to node")
+    parser.add_argument("--lora_rank", type=positive_int, default=16, help="with --cards")
+    args = parser.parse_args(argv)
+    if (args.cluster is None) == (args.cards is None):
+        raise UserError("say which machines: --cluster 64xH100:8, or --cards 16+12+8; one of the two")
+    return args
 
 
-def read_nodes(args) -> tuple[list[Node], str]:
-    """The nodes, with what the flags say instead of the data sheets, and the dtype: auto is bfloat16 where all can."""
-    nodes = parse_nodes(args.cluster)
-    can_bfloat16 = all(node.device.bfloat16 for node in nodes)
-    dtype = args.dtype if args.dtype != "auto" else "bfloat16" if can_bfloat16 else "float32"
-    for flag in ("peak_tflops", "device_memory", "latency"):
-        if (value := getattr(args, flag)) is not None and value <= 0:
-            raise UserError(f"--{flag} {value}: must be more than 0")
-    if not 0 < args.efficiency <= 1:
-        raise UserError(f"--efficiency {args.efficiency}: a share of the peak is more than 0 and at most 1")
-    if dtype not in ("bfloat16", "float32"):
-        raise UserError(f"--dtype {dtype}: data sheets are read for bfloat16 and float32, use one of these")
-    if dtype == "bfloat16" and not can_bfloat16 and not args.peak_tflops:
-        raise UserError(f"--dtype {dtype}: not all of {args.cluster} have a unit for it: use float32, or give "
-                        "--peak_tflops")
-    changes = {dtype: args.peak_tflops and args.peak_tflops * 1e12, "latency": args.latency,
-               "memory": args.device_memory and args.device_memory * 1e9,
-               "node_link": args.intra_bandwidth and parse_rate("--intra_bandwidth", args.intra_bandwidth)}
-    changes = {name: value for name, value in changes.items() if value}
-    network = args.inter_bandwidth and parse_rate("--inter_bandwidth", args.inter_bandwidth)
-    return [node._replace(device=node.device._replace(**changes), network=network or node.network)
-            for node in nodes], dtype
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    if args.cluster is not None:
+        print(what_if(args))
+        return
+    seq_len = args.seq_len or 1024
+    for name in [args.model_name] if args.model_name else ON_CARDS:
+        modules = measure_modules(name, read_shape(name, args), seq_len, args.lora_rank)
+        print(f"{name}, rank {args.lora_rank}, micro-batches of one sample of {seq_len} tokens", flush=True)
+        for cards in args.cards or CARDS:
+            print(f"    {cards:>8} GB  {on_cards(modules, cards, args.memory_fraction)}", flush=True)
 
 
-def what_if(args, setting: Setting) -> str:
-    """What `plan.py --cluster` prints. `args` are its flags. Raises UserError where they can't be read."""
-    nodes, dtype = read_nodes(args)
-    job = Job(read_shape(args), nodes, args.seq_len, args.global_batch or 32, dtype, setting, args.efficiency,
-              args.memory_fraction)
-    size = args.micro_batch_size[0] if args.micro_batch_size else None
-    head = (f"{args.cluster}: {job.num_devices} devices in {len(nodes)} nodes, {dtype}; {LINK_SHARE:.0%} of links and "
-            f"{args.efficiency:.0%} of FLOP/s are reached\n{to_readable_format(job.shape.parameters)} parameters, "
-            f"{job.global_batch} samples of {args.seq_len} tokens a step; {args.memory_fraction:.0%} of the memory may "
-            f"be used{'; --recompute' if setting.recompute else ''}\n\n")
-    if len(set(nodes)) == 1:
-        return head + table(job, list(grids(job, size)), args.top)
-    return head + unlike(job, size, args.top)
+if __name__ == "__main__":
+    with one_clear_error():
+        main()

@@ -1,7 +1,6 @@
-"""plan.py --cluster: data sheets become module times; grids are simulated; tables against published runs."""
+"""what_if.py: data sheets become module times; grids are simulated; tables against published runs."""
 
 import math
-import sys
 
 import pytest
 import torch
@@ -9,12 +8,11 @@ import torch
 from launch import modules_of
 
 with modules_of(9):
-    import plan
-    from planning import grids
-    from planning.devices import DEVICES, Node, parse_nodes, parse_rate
-    from planning.machines import Cluster
-    from planning.pipeline_simulation import Setting
-    from planning.synthetic import PRESETS, Costs, Shape, read_shape, synthetic_cluster
+    import what_if
+    from data_sheets import (
+        DEVICES, PRESETS, Costs, Node, Shape, parse_nodes, parse_rate, read_nodes, read_shape, synthetic_cluster,
+    )
+    from planning.machines import Cluster, Setting
     from model import Llama
     from utils import TINY_LLAMA, load_config
 
@@ -30,33 +28,30 @@ MEGATRON = [
 LLAMA3 = [(8192, 64, 0.43), (16384, 128, 0.41)]
 
 
-def job_on(spec: str, shape: Shape = PRESETS["llama-8b"], **fields) -> grids.Job:
+def job_on(spec: str, shape: Shape = PRESETS["llama-8b"], **fields) -> what_if.Job:
     given = {"seq_len": 4096, "global_batch": 512, "dtype": "bfloat16", "setting": Setting(), **fields}
-    return grids.Job(shape, parse_nodes(spec), **given)
+    return what_if.Job(shape, parse_nodes(spec), **given)
 
 
-def arguments(monkeypatch, *flags: str):
-    monkeypatch.setattr(sys, "argv", ["plan.py", *flags])
-    args = plan.parse_args()
-    plan.with_defaults(args)
-    return args
+def tiny_shape() -> Shape:
+    return read_shape(TINY_LLAMA, what_if.parse_args(["--cluster", "1xA100"]))
 
 
-def test_sizes_are_those_of_the_published_models_and_of_ours(monkeypatch):
-    published = {"llama-1b": 1_235_814_400, "llama-8b": 8_030_261_248, "llama-70b": 70_553_706_496,
-                 "llama-405b": 405_853_388_800}
+def test_sizes_are_those_of_the_published_models_and_of_ours():
+    published = {"llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320, "llama-1b": 1_235_814_400,
+                 "llama-8b": 8_030_261_248, "llama-70b": 70_553_706_496, "llama-405b": 405_853_388_800}
     assert {name: shape.parameters for name, shape in PRESETS.items()} == published
     with torch.device("meta"):
         model = Llama(load_config(TINY_LLAMA, num_attention_heads=None))
-    shape = read_shape(arguments(monkeypatch, "--cluster", "1xA100"))
+    shape = tiny_shape()
     assert shape.parameters == sum(param.numel() for param in model.parameters())
     cluster = Cluster(synthetic_cluster(shape, parse_nodes("1xA100"), 1, 64, "float32", [1]))
     assert cluster.parameters_of((0, len(cluster.names))) == shape.parameters
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_layer_saves_what_the_model_saves(dtype, monkeypatch):
-    held, tokens, shape = [], 2 * 64, read_shape(arguments(monkeypatch, "--cluster", "1xA100"))
+def test_a_layer_saves_what_the_model_saves(dtype):
+    held, tokens, shape = [], 2 * 64, tiny_shape()
     for layers in (1, 2):
         config = load_config(TINY_LLAMA, num_hidden_layers=layers, num_attention_heads=None)
         model = Llama(config, getattr(torch, dtype))
@@ -99,7 +94,7 @@ def test_compute_is_6_flops_a_weight_and_causal_attention_and_what_moves():
 def test_recomputing_on_a_grid():
     """Another forward of the layers: 4/3 of their compute, with two all-reduces more besides the four; less memory."""
     job = job_on("8xH100:8", seq_len=512)
-    plain, recompute = (grids.simulate_grid(job._replace(setting=Setting(recompute=recompute)), 1, 4, 2, 4)
+    plain, recompute = (what_if.simulate_grid(job._replace(setting=Setting(recompute=recompute)), 1, 4, 2, 4)
                         for recompute in (False, True))
     assert recompute.seconds["tp"] == pytest.approx(1.5 * plain.seconds["tp"])
     assert 1.25 < recompute.seconds["compute"] / plain.seconds["compute"] < 4 / 3  # the head counts once
@@ -118,16 +113,17 @@ def test_links_and_unlike_machines():
         synthetic_cluster(PRESETS["llama-1b"], nodes, 2, 128, "bfloat16", [1])
 
 
-def test_many_micro_batches_are_extrapolated_from_a_few(monkeypatch):
+def test_many_micro_batches_are_extrapolated_from_a_few():
     """1F1B and AFAB grow by the same amount with each micro-batch: the whole simulation gives the same time."""
     job = job_on("4xH100:1@100gbit", PRESETS["llama-1b"], seq_len=512)
-    found = grids.simulate_grid(job, 1, 4, 1, 8)  # 64 micro-batches, of which 16 are simulated
+    found = what_if.simulate_grid(job, 1, 4, 1, 8)  # 64 micro-batches, of which 16 are simulated
     cluster = job.cluster(job.nodes, 1, [8])
-    whole = grids.simulate(cluster, grids.Candidate((grids.Pipeline((0, 1, 2, 3), found.layers, 64),), 8), Setting())
+    candidate = what_if.Candidate((what_if.Pipeline((0, 1, 2, 3), found.layers, 64),), 8)
+    whole = what_if.simulate(cluster, candidate, Setting())
     assert found.step_seconds == pytest.approx(whole.step_seconds, rel=1e-6)
 
 
-def megatron_job(row) -> tuple[grids.Job, float, float]:
+def megatron_job(row) -> tuple[what_if.Job, float, float]:
     heads, hidden, layers, tp, pp, gpus, batch, tflops = row
     shape = Shape(hidden, 8 * hidden // 3, layers, heads, heads, 51200, True, hidden // heads)  # as large as GPT's MLP
     flops = 96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / 6 / hidden + 51200 / 16 / layers / hidden)  # theirs
@@ -144,7 +140,7 @@ def test_megatron_table_1(row):
     job, flops, tflops = megatron_job(row)
     _, hidden, _, tp, pp, gpus, batch, _ = row
     dp = gpus // tp // pp
-    found = [grids.simulate_grid(job, dp, pp, tp, size) for size in (1, 2, 4) if batch % (dp * size) == 0]
+    found = [what_if.simulate_grid(job, dp, pp, tp, size) for size in (1, 2, 4) if batch % (dp * size) == 0]
     best = min(found, key=lambda grid: grid.step_seconds)
     ratio = flops / best.step_seconds / tflops
     assert 0.75 < ratio < (1.25 if hidden >= 8192 else 1.5), ratio
@@ -155,27 +151,27 @@ def test_megatron_table_1(row):
 def test_llama_3_lies_between_1f1b_and_no_bubble_at_all(gpus, dp, published):
     """They interleave stages, which leaves a part of 1F1B's bubble, and shard the state, without which it can't fit."""
     job = job_on(f"{gpus}xH100:8", PRESETS["llama-405b"], seq_len=8192, global_batch=2048)
-    found = grids.simulate_grid(job, dp, 16, 8, 1)
+    found = what_if.simulate_grid(job, dp, 16, 8, 1)
     without = found.step_seconds - found.seconds["bubble"]
-    assert grids.mfu(job, found.step_seconds) < published < grids.mfu(job, without) < 0.6
-    assert grids.mfu(job, found.step_seconds) > 0.5 * published and found.memory > 80e9
+    assert what_if.mfu(job, found.step_seconds) < published < what_if.mfu(job, without) < 0.6
+    assert what_if.mfu(job, found.step_seconds) > 0.5 * published and found.memory > 80e9
 
 
 def test_every_grid_once_with_its_best_size():
     job = job_on("8xH100:8", PRESETS["llama-1b"], seq_len=512, global_batch=16)
-    found = list(grids.grids(job, None))
+    found = list(what_if.grids(job, None))
     assert len({each[:3] for each in found}) == len(found) >= 8
     for each in found:
         assert math.prod(each[:3]) == 8 and 16 % (each.dp * each.size) == 0 and sum(each.layers) == 16
-        others = [grids.simulate_grid(job, *each[:3], size) for size in grids.sizes_of(job, each.dp, None)]
-        assert grids.rank(job, each) == min(grids.rank(job, other) for other in others)
-    assert {each.size for each in grids.grids(job, 2)} == {2}
-    assert grids.tp_sizes(job_on("24xH100:6")) == [1, 2]  # 4 and 8 would straddle nodes of 6
+        others = [what_if.simulate_grid(job, *each[:3], size) for size in what_if.sizes_of(job, each.dp, None)]
+        assert what_if.rank(job, each) == min(what_if.rank(job, other) for other in others)
+    assert {each.size for each in what_if.grids(job, 2)} == {2}
+    assert what_if.tp_sizes(job_on("24xH100:6")) == [1, 2]  # 4 and 8 would straddle nodes of 6
 
 
 def test_slow_links_call_for_pipelines_and_fast_ones_for_replicas():
     small = {"seq_len": 512, "global_batch": 64, "memory_fraction": 1.0}
-    slow, fast = (min(grids.grids(job_on(f"4xH100:1@{rate}", PRESETS["llama-1b"], **small), None),
+    slow, fast = (min(what_if.grids(job_on(f"4xH100:1@{rate}", PRESETS["llama-1b"], **small), None),
                       key=lambda grid: grid.step_seconds) for rate in ("1gbit", "9tbit"))
     assert slow[:3] == (1, 4, 1) and fast[:3] == (4, 1, 1)
 
@@ -190,22 +186,20 @@ def test_clusters_as_written():
     assert all(device.float32 <= (device.bfloat16 or 1e15) for device in DEVICES.values())
 
 
-def test_the_table(capsys, monkeypatch):
+def test_the_table(capsys):
     flags = ["--model_name", "llama-1b", "--seq_len", "512", "--global_batch", "32", "--top", "3"]
-    arguments(monkeypatch, "--cluster", "8xH100:8", *flags)
-    plan.main()
+    what_if.main(["--cluster", "8xH100:8", *flags])
     shown = capsys.readouterr().out
     rows = [line.split() for line in shown.splitlines() if line.count("%") == 6]
     assert len(rows) == 3 and "1.2B parameters" in shown and "--recompute" not in shown
     assert all(sum(float(share.strip("%")) for share in row[-5:]) == pytest.approx(100, abs=0.5) for row in rows)
-    arguments(monkeypatch, "--cluster", "1xRTX5070Ti+1xRTX4070+1xRTX3070Ti@1gbit", *flags, "--num_hidden_layers", "4",
-              "--recompute")
-    plan.main()
+    what_if.main(["--cluster", "1xRTX5070Ti+1xRTX4070+1xRTX3070Ti@1gbit", *flags, "--num_hidden_layers", "4",
+                  "--recompute"])
     assert "may be used; --recompute\n" in (shown := capsys.readouterr().out) and "_size 4 --recompute | m" in shown
     assert "tp 1, " in shown and '--pipelines "' in shown and "RTX4070-1" in shown
-    nodes, dtype = grids.read_nodes(arguments(
-        monkeypatch, "--cluster", "8xA100:8", "--peak_tflops", "100", "--device_memory", "40", "--latency", "1e-3",
-        "--intra_bandwidth", "10GB", "--inter_bandwidth", "1gbit", "--dtype", "float32"))
+    nodes, dtype = read_nodes(what_if.parse_args([
+        "--cluster", "8xA100:8", "--peak_tflops", "100", "--device_memory", "40", "--latency", "1e-3",
+        "--intra_bandwidth", "10GB", "--inter_bandwidth", "1gbit", "--dtype", "float32"]))
     assert dtype == "float32" and nodes[0].network == 125e6
     assert nodes[0].device._replace(bfloat16=0) == (0, 100e12, 40e9, 2039e9, 10e9, 25e9, 1e-3)
 
@@ -226,8 +220,7 @@ def test_the_table(capsys, monkeypatch):
     (("--cluster", "1xH100", "--model_name", "llama-70b", "--recompute"), "more than may be used: take more devices"),
     (("--cluster", "1xRTX4070+1xRTX3070Ti", "--model_name", "llama-8b"), "not enough memory for any plan"),
 ])
-def test_clear_errors(flags, message, monkeypatch):
+def test_clear_errors(flags, message):
     with pytest.raises(ValueError) as error:
-        arguments(monkeypatch, *flags)
-        plan.main()
+        what_if.main(flags)
     assert message in str(error.value)

@@ -1,0 +1,283 @@
+"""The seconds and the memory of each module of a model on this rank, as the stages of a pipeline run them.
+
+A model's forward does more than its modules do: masks, rotary tables, residuals. So what is timed is a whole pipeline
+stage that holds one module, made of the model on the meta device, where the other modules take no memory:
+
+    first     the embedding                    last     the final norm, the head and the loss
+    layer     one decoder layer of each kind   pair     two neighbouring layers, for what is left without a layer
+
+What every stage takes besides its modules is that of the two layers of the pair, each alone, less that of the pair. It
+is subtracted from a layer, which has many neighbours in its stage, and left in the first and the last module.
+"""
+
+import copy
+import functools
+import gc
+import math
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from model import cast_weights_once, cross_entropy
+from pipeline_stage import PipelineStage
+from pipeline_template import PipelineTemplate, listed_modules
+from planning.links import now
+from planning.module_memory import memory_of, process_bytes
+from stage_weights import make_buffers
+from training.loss import mean_cross_entropy
+from training.machine_facts import free_memory
+from utils import UserError
+
+BLOCKS = 5
+OPTIMIZER = 0.1  # of the time
+TRAINING_BYTES = 40e6  # that a process on a CPU takes after measuring, besides its model: data, threads, communication
+FIRST, LAST, PAIR = "first", "last", "pair"
+
+
+def time_runs(make_run: Callable[[int], Callable], sizes: list[int], seconds: float) -> dict[int, list[float]]:
+    """Size -> the seconds that make_run(size)() returns: their means over blocks of time, and of the blocks the median.
+
+    A machine that is throttled is fast and slow by turns, which no single call shows. Sizes take turns, so that what
+    else the machine does for a while changes few blocks of each. The first run of a size warms up, and counts only
+    where no time is left. Sizes that would take too long are left out, but never the first.
+    """
+    deadline, first, runs = time.perf_counter() + seconds, {}, {}
+    for size in sizes:
+        expected = max((sum(numbers) * size / before for before, numbers in first.items()), default=0.0)
+        if first and expected > (deadline - time.perf_counter()) / 2:
+            break
+        runs[size] = make_run(size)
+        first[size] = runs[size]()
+    blocks = {size: [] for size in first}
+    turns = [size for _ in range(BLOCKS) for size in first]
+    for turn, size in enumerate(turns):
+        rows, start = [], time.perf_counter()
+        end = start + (deadline - start) / (len(turns) - turn)
+        while time.perf_counter() < end:
+            rows.append(runs[size]())
+        if rows:
+            blocks[size].append([statistics.fmean(column) for column in zip(*rows)])
+    return {size: [statistics.median(column) for column in zip(*(blocks[size] or [first[size]]))] for size in first}
+
+
+class Cost(NamedTuple):
+    """Of a module: its fields in cluster.json, and by micro-batch size its seconds [forward, backward]."""
+
+    facts: dict[str, float]
+    seconds: dict[int, list[float]]
+
+
+class StageClock:
+    """Builds the stages of `whole`, a causal model whose weights are not used, one at a time, and times each. `lora`:
+    its adapters, or None.
+
+    `modules`, after measure(): for each module of the whole model its name, its numbers of parameters, and the bytes
+    that it takes while it computes: `saved_bytes` that a sample leaves for its backward, `working_bytes` of a sample
+    and `fixed_bytes` of any micro-batch that are needed for a moment besides.
+
+    Raises Unsupported for a model that step 9 can't cut, or whose buffers are not computed with its initial weights.
+    """
+
+    known: dict[str, dict[str, float]] | None = None  # what measure_memory returned on another rank
+    optimizer_seconds = 0.0  # of a parameter
+
+    def __init__(self, whole: nn.Module, seq_len: int, dtype: torch.dtype, device: torch.device, lora=None):
+        self.whole, self.lora, self.config = on_meta(whole), lora, whole.config
+        self.seq_len, self.dtype, self.device = seq_len, dtype, device
+        self.is_ours = PipelineTemplate.get_model_name(whole) == "model.Llama"
+        before, self.layers, behind = listed_modules(self.whole)
+        self.names = ["+".join(before), *self.layers, "+".join(behind)]
+        self.kinds = kinds = [self.kind_of(k) for k in range(len(self.layers))]
+        self.parts = {FIRST: before, **{f"layer {k}": [self.layers[k]] for k in sorted(map(kinds.index, {*kinds}))},
+                      LAST: behind}  # the modules of the stage that is timed as each part
+        self.pair = max(range(len(kinds) - 1), key=lambda k: kinds.count(kinds[k]) + kinds.count(kinds[k + 1]),
+                        default=None)
+        if self.pair is not None:
+            self.parts[PAIR] = self.layers[self.pair : self.pair + 2]
+
+    def kind_of(self, k: int) -> str:
+        """Layers of one kind have the same modules, parameters of the same shapes, and one entry in layer_types."""
+        layer, types = self.whole.get_submodule(self.layers[k]), getattr(self.config, "layer_types", None)
+        shapes = [(name, tuple(param.shape)) for name, param in layer.named_parameters()]
+        return repr(([type(module).__name__ for module in layer.modules()], shapes, types[k] if types else None))
+
+    def build(self, part: str) -> tuple[nn.Module, Callable]:
+        """The modules of a part, and the call that its stage makes: of token ids (B, T) or hidden states (B, T, D)."""
+        whole, own = copy.deepcopy(self.whole), self.parts[part]
+        names = PipelineTemplate.get_modules(whole)
+        start = names.index(own[0])
+        cuts = [names[:start], own, names[start + len(own) :]]
+        template = PipelineTemplate(PipelineTemplate.get_model_name(whole), [cut for cut in cuts if cut])
+        autocast = self.dtype if self.dtype == torch.bfloat16 and not self.is_ours else None
+        stage = PipelineStage(whole.to(torch.promote_types(self.dtype, torch.float32)), template, int(start > 0),
+                              autocast)
+        self.materialise(stage, has_layers=part not in (FIRST, LAST))
+        self.hidden_dtype = stage.dtype
+        coefficient = getattr(self.config, "router_aux_loss_coef", 0)
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            if part == FIRST:
+                return stage(None, input_ids=x)
+            ids = torch.zeros(x.size(0), self.seq_len, dtype=torch.int64, device=self.device)
+            out = stage(x, input_ids=ids)
+            if part == LAST and self.is_ours:
+                return cross_entropy(out, ids)
+            return mean_cross_entropy(out, {"target_ids": ids}, coefficient) if part == LAST else out
+
+        return stage.model, call
+
+    def materialise(self, stage: PipelineStage, has_layers: bool) -> None:
+        """Gives the stage random weights, and its adapters where it has layers."""
+        if self.lora:
+            self.lora.prepare(stage)
+        made: dict[nn.Parameter, nn.Parameter] = {}  # what is tied stays tied
+        for name, param in list(stage.model.named_parameters(remove_duplicate=False)):
+            module, _, key = name.rpartition(".")
+            if param not in made:
+                value = torch.empty(param.shape, dtype=param.dtype, device=self.device).uniform_(-0.05, 0.05)
+                made[param] = nn.Parameter(value, requires_grad=self.lora is None)
+            setattr(stage.model.get_submodule(module), key, made[param])
+        make_buffers(stage.model, self.device, dict(stage.model.named_buffers()))
+        for buffer in stage.model.buffers():  # those that only files have
+            if buffer.is_floating_point():
+                buffer.nan_to_num_()
+        if self.lora and has_layers:
+            self.lora.apply(stage, self.device)
+        stage.model.to(self.device)
+
+    def input_of(self, part: str, size: int) -> torch.Tensor:
+        if part == FIRST:
+            return torch.randint(self.config.vocab_size, (size, self.seq_len), device=self.device)
+        shape = (size, self.seq_len, self.config.hidden_size)
+        return torch.randn(shape, dtype=self.hidden_dtype, device=self.device).requires_grad_()
+
+    def modules_of(self, found: dict[str, Cost]) -> list[Cost]:
+        """For each of `names` its cost, out of those of the parts."""
+        layers = [found[f"layer {self.kinds.index(kind)}"] for kind in self.kinds]
+        if self.pair is not None:
+            alone = layers[self.pair : self.pair + 2]
+            layers = [without_stage(layer, *alone, found[PAIR]) for layer in layers]
+        return [found[FIRST], *layers, found[LAST]]
+
+    def seconds_of_whole(self, size: int, recompute: bool, seconds: float = 3.0) -> float:
+        """About what the whole model takes for a micro-batch, forward and backward, without having it in memory."""
+        found = self.measure([size], seconds)
+        (forward,), (backward,) = found["forward"].values(), found["backward"].values()
+        return sum(forward) + sum(backward) + (sum(forward[1:-1]) if recompute else 0.0)
+
+    def extras(self) -> dict:
+        """Dtypes of what stages send each other, and of frozen weights."""
+        found = {"hidden_dtype": self.hidden_dtype}
+        if self.lora:
+            found["frozen_dtype"] = self.lora.dtype
+        return {name: str(dtype).removeprefix("torch.") for name, dtype in found.items()}
+    def measure(self, sizes: list[int], seconds: float) -> dict:
+        """Seconds of each module by micro-batch size, forward and backward, and of the optimizer; the memory that is
+        free for a model in the end, when all libraries are loaded, and what else the process has then."""
+        found, room = {}, float(free_memory(self.device))
+        for part in self.parts:
+            try:
+                found[part] = self.measure_part(part, sizes, seconds, room)
+            except torch.OutOfMemoryError:
+                raise UserError(f"rank {dist.get_rank()} on {socket.gethostname()} has not the memory to time the "
+                                f"part {part!r} with a sample of {self.seq_len} tokens: take a shorter --seq_len, or "
+                                "measure without this machine") from None
+        costs = self.modules_of(found)
+        self.modules = [{"name": name, **cost.facts} for name, cost in zip(self.names, costs)]
+        common = [size for size in sizes if all(size in cost.seconds for cost in costs)]
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        others = TRAINING_BYTES if self.device.type == "cpu" else 0.0
+        return {"free_memory": max(0.0, free_memory(self.device) - others), "process_memory": process_bytes() + others,
+                "optimizer_seconds": self.optimizer_seconds,
+                **{kind: {str(size): [cost.seconds[size][k] for cost in costs] for size in common}
+                   for k, kind in enumerate(("forward", "backward"))}}
+
+    def measure_memory(self, room: float) -> dict[str, dict[str, float]]:
+        """The facts of each part. Where other ranks take them as `known`, they need not have the memory for it."""
+        return {part: self.measure_part(part, [], math.inf, room).facts for part in self.parts}
+
+    def measure_part(self, part: str, sizes: list[int], seconds: float, room: float) -> Cost:
+        """The facts of a part, and its seconds by micro-batch size. Of a layer also the optimizer's.
+
+        Where the facts are known, memory may be short: the logits, the largest tensors, are then those of one sample.
+        """
+        try:
+            # As in training, all passes share what is cast: in our Llama, and in the outermost autocast.
+            with cast_weights_once(), torch.autocast(self.device.type, enabled=False):
+                return self.measure_stage(part, sizes, seconds, room)
+        finally:
+            gc.collect()  # a stage and its hooks refer to each other
+
+    def measure_stage(self, part: str, sizes: list[int], seconds: float, room: float) -> Cost:
+        share = seconds * {FIRST: 0.15, LAST: 0.25}.get(part, 0.5 / (len(self.parts) - 2))
+        end = time.perf_counter() + share
+        module, call = self.build(part)
+        run_of = functools.partial(self.passes, part, call)
+        trained = [param for param in module.parameters() if param.requires_grad]
+        facts = self.known[part] if self.known else {
+            "parameters": (count := sum(param.numel() for param in trained)),
+            "frozen_parameters": sum(param.numel() for param in module.parameters()) - count,
+            **memory_of(module, call, run_of, lambda size: self.input_of(part, size), self.device, room, share)}
+        if not sizes:
+            return Cost(facts, {})
+        is_short = self.known and part == LAST
+        fitting = [size for size in sizes if size * facts["saved_bytes"] < room / 2 and not is_short] or sizes[:1]
+        timed = time_runs(run_of, fitting, end - time.perf_counter())
+        if is_short:
+            timed = {size: [size / sizes[0] * value for value in timed[sizes[0]]] for size in sizes}
+        if part.startswith("layer") and trained:
+            self.optimizer_seconds = self.time_optimizer(trained, seconds * OPTIMIZER)
+        return Cost(facts, timed)
+
+    def passes(self, part: str, call: Callable, size: int) -> Callable:
+        """What runs a micro-batch forward and backward, and returns the seconds of each."""
+        x = self.input_of(part, size)
+        gradient = None if part == LAST else torch.randn_like(call(x))
+
+        def run() -> tuple[float, float]:
+            x.grad = None
+            start = now(self.device)
+            out = call(x)
+            middle = now(self.device)
+            if out.requires_grad:  # not where an embedding is frozen
+                torch.autograd.backward(out, gradient)
+            return middle - start, now(self.device) - middle
+
+        return run
+
+    def time_optimizer(self, params: list[nn.Parameter], seconds: float) -> float:
+        """AdamW's seconds a parameter."""
+        optimizer = torch.optim.AdamW(params, lr=0.0, fused=True)
+        optimizer.step()  # makes the moments
+
+        def run() -> tuple[float]:
+            start = now(self.device)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            return (now(self.device) - start,)
+
+        return time_runs(lambda _: run, [1], seconds)[1][0] / sum(param.numel() for param in params)
+
+
+def on_meta(whole: nn.Module) -> nn.Module:
+    """A copy of a model without its weights: what is tied stays tied."""
+    memo = {id(param): nn.Parameter(param.to("meta"), param.requires_grad) for param in whole.parameters()}
+    return copy.deepcopy(whole, memo)
+
+
+def without_stage(layer: Cost, a: Cost, b: Cost, pair: Cost) -> Cost:
+    """A layer's cost less what a stage takes without layers: a + b - pair, where `pair` is a stage of the layers a and
+    b. Of a layer's seconds this is never taken for more than half."""
+    saved = layer.facts["saved_bytes"] - max(0.0, sum(cost.facts["saved_bytes"] for cost in (a, b))
+                                             - pair.facts["saved_bytes"])
+    sizes = layer.seconds.keys() & a.seconds.keys() & b.seconds.keys() & pair.seconds.keys()
+    seconds = {size: [x - min(max(0.0, one + other - both), x / 2) for x, one, other, both in zip(
+        layer.seconds[size], a.seconds[size], b.seconds[size], pair.seconds[size])] for size in sizes}
+    return Cost({**layer.facts, "saved_bytes": max(0.0, saved)}, seconds)
