@@ -16,9 +16,9 @@ import os
 import shlex
 import signal
 
-from planning.simulate import SCHEDULES
 from planning.machines import Cluster, Setting, load_cluster
 from planning.report import as_plan, report
+from planning.schedules import SCHEDULES
 from planning.search import find_plans
 from training.lora import add_lora_flags, check_lora_flags
 from utils import TINY_LLAMA, ArgumentParser, UserError, choose_device, one_clear_error, positive_int

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
-from planning.simulate import SCHEDULES
+from planning.schedules import SCHEDULES
 from training.auto_plan import plan_by_itself
 from training.board import Board
 from training.common import add_flags, add_run_flags, print_banner

@@ -11,7 +11,7 @@ from launch import ROOT, STEPS, modules_of, start_fork
 with modules_of(9):
     from model import Llama
     from planning.clock import Cost, StageClock
-    from pipeline_parallel import SCHEDULES
+    from planning.schedules import SCHEDULES
     from planning.machines import Candidate, Cluster, Pipeline, Setting
     from planning.search import lower_bound
     from planning.simulate import live_microbatches, peak_memory, simulate

@@ -14,7 +14,6 @@
 Not modelled: a host that computes slower while it sends, except as far as the measured bandwidth includes it.
 """
 
-import functools
 import heapq
 import math
 from collections.abc import Callable, Iterator
@@ -22,23 +21,11 @@ from functools import cache
 from itertools import accumulate, count
 from typing import NamedTuple
 
-import pipeline_parallel
 from pipeline_parallel import Action
 from planning.machines import Candidate, Cluster, Pipeline, Setting
+from planning.schedules import SCHEDULES
 
 BUCKET = 25e6  # bytes at most, as in data_parallel
-
-
-def eager_one_f_one_b(stage: int, num_stages: int, num_microbatches: int, ahead: int) -> Iterator[Action]:
-    """1F1B whose warm-up is `ahead` times as long: stages compute while messages travel (Zhuang et al. 2023).
-
-    The activations of 1 + ahead * (num_stages - stage - 1) micro-batches are alive at most.
-    """
-    return pipeline_parallel.one_f_one_b(0, 1 + ahead * (num_stages - stage - 1), num_microbatches)
-
-
-SCHEDULES = {**pipeline_parallel.SCHEDULES,
-             **{f"1f1b-{ahead}": functools.partial(eager_one_f_one_b, ahead=ahead) for ahead in (2, 3, 4)}}
 
 
 class Span(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from planning.machines import Setting, model_facts
 from planning.report import make_plan
-from planning.simulate import SCHEDULES
+from planning.schedules import SCHEDULES
 from training.compression import WIRE_DTYPES
 from training.machine_facts import far_from_home, host_names, this_host
 from training.speeds import CLUSTER_JSON, places_of
