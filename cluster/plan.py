@@ -98,22 +98,22 @@ def measure(args) -> None:
 
     import process_group_manager as pgm
     from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
-    from training.auto_plan import make_clock, whole_model
-    from training.common import from_home
+    from training.layout import make_clock
     from training.lora import choose_lora_dtype
-    from training.machine_facts import is_home
+    from training.models import make_model
+    from machine_facts import from_home, is_home
 
     with_defaults(args)
-    args.seed, args.learning_rate = 0, None  # what does not matter here
+    args.seed = 0  # does not matter here
     device, dtype, backend = choose_device(args.device, args.dtype)
     pgm.init_process_group(backend)
     from_home(lambda: check_outputs(args))
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)
     dtype = choose_lora_dtype(args, device, dtype) if args.lora_rank else dtype
-    model, lora = whole_model(args, device, dtype)
+    made = make_model(args, dtype)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
-    clock = make_clock(model, args.seq_len, device, dtype, lora)
+    clock = make_clock(made, args.seq_len, device, dtype)
     cluster = measure_with(clock, args.model_name, wanted, args.measure_seconds)
     if is_home():
         names = (*LAYERS_AND_HEADS, "device", "omp_num_threads", *(LORA if args.lora_rank else ()))

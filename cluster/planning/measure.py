@@ -29,7 +29,7 @@ from model import (
 from planning.links import measure_links, wait_for
 from planning.machines import model_facts
 from planning.module_memory import load_code, peak_bytes, process_bytes, saved_bytes
-from training.machine_facts import free_memory, host_names, this_host
+from machine_facts import free_memory, host_names, this_host
 from utils import UserError
 
 BLOCKS = 5
