@@ -26,7 +26,7 @@ def three_ranks(monkeypatch):
     monkeypatch.setattr(layout, "gather", lambda value: [value] * 3)
 
 
-def speeds_in(path, content, **flags) -> list | None:
+def speeds_in(path, content, **flags) -> layout.Measured | None:
     if content is not None:
         path.write_text(json.dumps(content) if isinstance(content, dict) else content)
     args = argparse.Namespace(**{"cluster_json": str(path), "equal_shares": False, "recompute": False, **flags})

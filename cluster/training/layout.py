@@ -171,8 +171,8 @@ def choose_pipelines(args, model: torch.nn.Module, dtype: torch.dtype) -> tuple[
     if choices and not is_elastic():
         raise UserError(f"--pipelines has no alternative with {num_stages} stages in all: that many x tp_size="
                         f"{args.tp_size} processes are here")
-    speeds = measured_speeds(args, args.batch_size, dtype)
-    layers = layers_by_speed(model, speeds if speeds and len(speeds) == num_stages else None, num_stages)
+    measured = measured_speeds(args, args.batch_size, dtype)
+    layers = layers_by_speed(model, measured if measured and len(measured.places) == num_stages else None, num_stages)
     if dist.get_rank() == 0:
         print(f"decoder layers of the stages: {', '.join(map(str, layers))}", flush=True)
     return [layers], told[0]
@@ -196,8 +196,8 @@ def choose_shares(args, made, count: int, told: list[int] | None, total: int | N
                         "start fewer processes")
     seconds = [1.0] * count
     if not args.equal_shares and count == dist.get_world_size() > 1:  # each rank has a whole model
-        if speeds := measured_speeds(args, args.batch_size, dtype, made.model.config):
-            seconds = [speed.whole_model for speed in speeds]
+        if measured := measured_speeds(args, args.batch_size, dtype, made.model.config):
+            seconds = measured.seconds_of_whole()
         else:
             load_code(device)
             dist.barrier()
@@ -223,21 +223,23 @@ def seconds_of_whole(clock: ModuleClock, args) -> float:
     return sum(forward) + sum(backward) + (sum(forward[1:-1]) if args.recompute else 0.0)
 
 
-class Speed(NamedTuple):
-    """Seconds of one machine for a micro-batch, forward and backward. The first three are seconds a parameter, because
-    the model that is trained need not be the one that was measured."""
+class Measured(NamedTuple):
+    """The machines of cluster.json, `places`: those of the ranks among them; `size`: the micro-batch size measured that
+    is nearest to the run's; `kinds`: of passes that a micro-batch takes."""
 
-    embedding: float
-    layers: float
-    head: float  # with the final norm
-    whole_model: float  # of the measured one, in seconds
+    cluster: Cluster
+    places: tuple[int, ...]
+    size: int
+    kinds: str
+
+    def seconds_of_whole(self) -> list[float]:
+        """Of the measured model for a micro-batch, rank by rank."""
+        whole = (0, len(self.cluster.names))
+        return [self.cluster.seconds(place, self.size, whole, self.kinds) for place in self.places]
 
 
-EQUALLY_FAST = Speed(embedding=0.0, layers=1.0, head=1.0, whole_model=1.0)  # looking up an embedding takes no time
-
-
-def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None) -> list[Speed] | None:
-    """Each rank's speed, measured at the micro-batch size that is nearest. Collective.
+def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None) -> Measured | None:
+    """What cluster.json says of these ranks' machines. Collective.
 
     None in a run of one process, with --equal_shares, and where there is no cluster.json. `config`: of the model, where
     only speeds of this model are of use. Raises UserError for a file that can't be read, or that is for other machines
@@ -245,7 +247,7 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
     """
     here, path = gather(this_host()), args.cluster_json or CLUSTER_JSON
 
-    def read() -> list[Speed] | None:
+    def read() -> Measured | None:
         if args.equal_shares or len(here) == 1 or (args.cluster_json is None and not os.path.exists(path)):
             return None
         try:
@@ -262,29 +264,21 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
                 if measured[name] != value:
                     raise UserError(f"{path} was measured with {name} {measured[name]}, but this run has {value}: "
                                     "measure again with plan.py --measure")
-            kinds = Setting(recompute=args.recompute).kinds
-            speeds = [speed_of(cluster, place, microbatch_size, kinds) for place in places]
+            size = min(cluster.sizes, key=lambda size: abs(size - microbatch_size))
         except ValueError as error:
             raise UserError(f"{error}, or use --equal_shares") from None
         print(f"speeds: {path}, measured with {cluster.model_name}", flush=True)
-        return speeds
+        return Measured(cluster, tuple(places), size, Setting(recompute=args.recompute).kinds)
 
     return from_home(read)
 
 
-def speed_of(cluster: Cluster, rank: int, microbatch_size: int, kinds: str) -> Speed:
-    size = min(cluster.sizes, key=lambda size: abs(size - microbatch_size))
-    first, stop, end = cluster.first_layer, cluster.first_layer + cluster.num_layers, len(cluster.names)
-    seconds = {part: cluster.seconds(rank, size, part, kinds) for part in ((0, first), (first, stop), (stop, end))}
-    return Speed(*(value / max(1, cluster.parameters_of(part)) for part, value in seconds.items()),
-                 whole_model=sum(seconds.values()))
-
-
-def layers_by_speed(model: torch.nn.Module, speeds: list[Speed] | None, num_stages: int) -> list[int]:
+def layers_by_speed(model: torch.nn.Module, measured: Measured | None, num_stages: int) -> list[int]:
     """Decoder layers of each stage, stage k on rank k, so that the slowest stage takes the shortest time.
 
     The first stage has the embedding besides its layers, the last one the head: in a small model that is many layers'
-    worth. Raises UserError where there are fewer layers than stages.
+    worth. Seconds go by parameters, because the model that is trained need not be the one that was measured. Raises
+    UserError where there are fewer layers than stages.
     """
     names = PipelineTemplate.get_modules(model)
     sizes = [sum(param.numel() for param in model.get_submodule(name).parameters()) for name in names]
@@ -293,7 +287,12 @@ def layers_by_speed(model: torch.nn.Module, speeds: list[Speed] | None, num_stag
     if len(layers) < num_stages:
         raise UserError(f"{num_stages} stages for a model of {len(layers)} decoder layers: each needs at least one, "
                         f"start at most {len(layers)} processes")
-    speeds, besides = speeds or [EQUALLY_FAST] * num_stages, [0.0] * num_stages
-    besides[0] += embedding * speeds[0].embedding
-    besides[-1] += head * speeds[-1].head
-    return shares_by_speed(len(layers), [layer * speed.layers for speed in speeds], besides=besides)
+    each, besides = [1.0 * layer] * num_stages, [0.0] * (num_stages - 1) + [1.0 * head]  # looking up takes no time
+    if measured:
+        cluster, first = measured.cluster, measured.cluster.first_layer
+        stop, end = first + cluster.num_layers, len(cluster.names)
+        each, besides = cluster.layer_seconds(measured.places, measured.size, measured.kinds)
+        each = [seconds * layer * cluster.num_layers / max(1, cluster.parameters_of((first, stop))) for seconds in each]
+        besides[0] *= embedding / max(1, cluster.parameters_of((0, first)))
+        besides[-1] *= head / max(1, cluster.parameters_of((stop, end)))
+    return shares_by_speed(len(layers), each, besides=besides)
