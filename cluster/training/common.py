@@ -1,4 +1,4 @@
-"""What the training scripts of cluster/ share: flags, text, and what rank 0 prints about all ranks."""
+"""What the training scripts of cluster/ share: flags, and what rank 0 prints about all ranks."""
 
 import argparse
 import os
@@ -11,7 +11,6 @@ from machine_facts import gather, network_name, processor_name
 from utils import ROOT, UserError, number, positive_float, positive_int, zero_or_more, zero_or_more_float
 
 OLDER_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # spellings that are accepted too
-
 
 seed = number(int, lambda value: 0 <= value < 1 << 40, "from 0 to 2^40 - 1")
 
