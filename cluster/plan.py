@@ -98,24 +98,23 @@ def measure(args) -> None:
     import process_group_manager as pgm
     from planning.clock import StageClock
     from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
-    from training.auto_plan import whole_model
-    from training.common import from_home
     from training.lora import choose_lora_dtype
-    from training.machine_facts import is_home
+    from training.models import make_model
+    from machine_facts import from_home, is_home
 
     for name, value in MEASURED.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.seed, args.learning_rate = 0, None  # what does not matter here
+    args.seed = 0  # does not matter here
     device, dtype, backend = choose_device(args.device, args.dtype)
     pgm.init_process_group(backend)
     from_home(lambda: check_outputs(args))
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)
     dtype = choose_lora_dtype(args, device, dtype) if args.lora_rank else dtype
-    model, lora = whole_model(args, device, dtype)
+    made = make_model(args, dtype)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
-    clock = StageClock(model, args.seq_len, dtype, device, lora)
+    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora)
     cluster = measure_with(clock, args.model_name, wanted, args.measure_seconds)
     if is_home():
         names = (*LAYERS_AND_HEADS, "device", "omp_num_threads", *(LORA if args.lora_rank else ()))

@@ -8,35 +8,51 @@ Each process holds a stage: as many layers as make all stages take as long, by t
 runs the same training as a single stage, with the same losses.
 """
 
-from training.sudo_pass import drop_password
+import os
+import sys
+
+WARNING = ("warning: --sudo_pass is ignored, nothing here needs it; never write a password on a command line. "
+           "The torchrun that started this still shows it to ps: change that password")
+
+
+def drop_password() -> None:
+    """Starts this process anew, under the same id, without --sudo_pass; returns where it is not there.
+
+    A command line is public: `ps` shows it, W&B uploads it, logs repeat it. Only a program that starts anew without the
+    flag has a process title without it.
+    """
+    kept, is_value = [], False
+    for argument in sys.argv[1:]:
+        is_flag = not is_value and argument.partition("=")[0] == "--sudo_pass"
+        if not is_flag and not is_value:
+            kept.append(argument)
+        is_value = is_flag and "=" not in argument
+    if kept == sys.argv[1:]:
+        return
+    if os.environ.get("RANK", "0") == "0":
+        print(WARNING, file=sys.stderr, flush=True)
+    script = sys.orig_argv[1:len(sys.orig_argv) - len(sys.argv[1:])]  # Python's own flags, and the script's path
+    os.execv(sys.executable, [sys.executable, *script, *kept])
+
 
 if __name__ == "__main__":
     drop_password()  # before the command line is read, and before anything slow
 
+import course  # noqa: F401  before step 9's modules
+
 import argparse
-import functools
-import os
 
 import torch
-import torch.distributed as dist
 
-from dataloader import next_tokens
-from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
-from pipeline_template import PipelineTemplate
-from run_common import load_model, local_directory
-from training.common import add_flags, add_run_flags, from_environment, print_banner
-from data.epochs import load_epochs
-from training.loop import train
-from training.loss import mean_cross_entropy
-from training.machine_facts import once_per_machine
-from training.models import config_file
-from training.run import Run, add_checkpoint_flags
-from training.speeds import layers_by_speed, measured_speeds
-from utils import (
-    TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, one_clear_error, positive_int, read_config,
-)
+import train_distributed
+from machine_facts import once_per_machine
+from run_common import local_directory
+from training.common import add_flags, add_run_flags, from_environment
+from training.layout import BY_SPEED
+from training.models import Model, make_model
+from training.run import add_checkpoint_flags
+from utils import ArgumentParser, UserError, default_learning_rate, one_clear_error, positive_int, read_config
 
-CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TOY = dict(vocab_size=1024, hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=8,
            num_key_value_heads=4, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=True)  # Qwen3
 
@@ -61,47 +77,26 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def load_qwen(args) -> tuple[torch.nn.Module, dict | None]:
-    """The model and its weights; the toy has them, random ones, in itself. Collective."""
-    directory, kind = None, "qwen3"
+def load_qwen(args, dtype: torch.dtype) -> Model:
+    """The Qwen of --model_name, or the toy, which has random weights. Collective."""
     if args.model_name is not None:
         directory = once_per_machine(lambda: local_directory(args.model_name, "--model_name"))
         kind = once_per_machine(lambda: read_config(directory)).get("model_type")
-    if kind not in CLASSES:
-        raise UserError(f"--model_name {args.model_name!r} is a {kind}, not one of {', '.join(CLASSES)}: run_gpt2.py, "
-                        "run_llama.py and train.py of step 9 train others")
-    return load_model(CLASSES[kind], TOY, argparse.Namespace(**{**vars(args), "model_name": directory}))
+        if kind not in ("qwen2", "qwen3"):
+            raise UserError(f"--model_name {args.model_name!r} is a {kind}, not one of qwen2, qwen3: run_gpt2.py, "
+                            "run_llama.py and train.py of step 9 train others")
+    made = make_model(args, dtype, {"model_type": "qwen3", **TOY})
+    return made._replace(learning_rate=default_learning_rate(made.model.config.hidden_size))
 
 
 def main():
+    """train_distributed.py with one pipeline over all processes, its layers by speed."""
     args = parse_args()
-    microbatch_size, is_first = args.batch_size // args.microbatch_num, int(os.environ.get("RANK", 0)) == 0
-    plugin = HeterogeneousParallelPlugin(1, microbatch_size, args.dtype, args.device, recompute=args.recompute)
-    print_banner(plugin.device, plugin.compute_dtype)
-    run = Run(args)
-    model, weights = load_qwen(args)
-    speeds = measured_speeds(args, microbatch_size, plugin.compute_dtype)
-    layers = layers_by_speed(model, speeds, dist.get_world_size())
-    if is_first:
-        print(f"decoder layers of the stages: {', '.join(map(str, layers))}", flush=True)
-    plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, layers)], [args.microbatch_num])
-
-    tokenizer = args.model_name or TINY_LLAMA
-    samples = load_epochs(args, tokenizer, model.config.vocab_size, args.batch_size, args.train_steps, shuffle=False)
-    per_epoch, num_steps = samples.steps_per_epoch, args.train_steps or samples.steps_per_epoch
-    samples.set_steps(num_steps)
-    loader = plugin.prepare_dataloader(samples, collate_fn=next_tokens)
-    args.learning_rate = args.learning_rate or default_learning_rate(model.config.hidden_size)
-    adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
-    names, files = [name for name, _ in model.named_parameters()], config_file(model, plugin.master_dtype)
-    run.check(names, plugin.global_batch_size, args.seq_len)
-    model, optimizer, _ = plugin.configure(model, adamw, weights=run.weights(plugin.device, weights), seed=args.seed)
-    ready = functools.partial(run.begin, plugin, model, optimizer, names=names, files=files, tokenizer=tokenizer,
-                              steps_per_epoch=per_epoch)
-    for step in train(args, plugin, model, optimizer, loader, mean_cross_entropy, num_steps, run, ready, per_epoch):
-        if is_first and per_epoch and step.number % per_epoch == 0 and step.number < num_steps:
-            print(f"the data holds {per_epoch} steps and starts again", flush=True)
-    dist.destroy_process_group()
+    own = {"batch_size": args.batch_size // args.microbatch_num, "num_microbatches": [[args.microbatch_num]],
+           "max_steps": args.train_steps, "pipelines": BY_SPEED, "from_scratch": args.model_name is None}
+    others = train_distributed.make_parser().parse_args([])
+    train_distributed.check_flags(others)
+    train_distributed.main(argparse.Namespace(**{**vars(others), **vars(args), **own}), load_qwen)
 
 
 if __name__ == "__main__":

@@ -17,30 +17,24 @@ import course  # noqa: F401  before step 9's modules
 import argparse
 import functools
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
-from planning.schedules import SCHEDULES
-from training.auto_plan import plan_by_itself
-from training.board import Board
-from training.common import add_flags, add_run_flags, print_banner
-from training.compression import WIRE_DTYPES, compress
+from checkpoints.survive import end_of_elastic_run, is_elastic
 from data.load import add_data_flags, check_data_flags, load_data
+from training.common import add_flags, add_run_flags, print_banner
 from training.evaluation import Evaluator
-from training.layout import add_layout_flags, choose_layout
+from training.layout import add_layout_flags, check_layout_flags, choose_layout
 from training.local_steps import add_local_flags, check_local_flags, train_rounds
 from training.loop import train
 from training.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, print_sizes
-from training.models import SIZES, make_model
-from training.plan_file import add_plan_flag, follow_plan, make_arrangement
+from training.models import SIZES, make_model, with_weights
+from training.plan_file import find_plan, take_places
 from training.run import Run, add_checkpoint_flags
-from checkpoints.survive import end_of_elastic_run, is_elastic
-from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, number, one_clear_error, positive_int,
-)
+from utils import ROOT, TINY_LLAMA, ArgumentParser, choose_device, number, one_clear_error, positive_int
 
 ELASTIC_TIMEOUT = 60  # seconds that ranks wait for each other where another start is better than a long wait
 
@@ -48,12 +42,11 @@ ELASTIC_TIMEOUT = 60  # seconds that ranks wait for each other where another sta
 threads = number(int, lambda value: 1 <= value <= 4096, "from 1 to 4096")
 
 
-def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+def make_parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=1)
     parser.add_argument("--max_steps_per_epoch", type=positive_int, help="an epoch of so much of the data only")
     parser.add_argument("--max_steps", type=positive_int, help="instead of --epochs: optimizer steps in all")
-    parser.add_argument("--batch_size", type=positive_int, default=4, help="samples of a micro-batch")
     parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with config.json, or a Hub id")
     for name in SIZES:
         parser.add_argument(f"--{name}", type=positive_int, help="instead of the model's own")
@@ -62,79 +55,71 @@ def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--from_scratch", action="store_true", help="draw random weights, by --seed")
     add_lora_flags(parser)
     add_data_flags(parser)
-    add_layout_flags(parser)
-    add_plan_flag(parser)
-    parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="1f1b", help="the pipelines' schedule")
-    parser.add_argument("--wire_dtype", choices=WIRE_DTYPES, help="what stages send hidden states and gradients as")
     parser.add_argument("--omp_num_threads", type=threads, help="threads a process (default: torch's choice)")
     add_flags(parser)
     add_run_flags(parser, profile_batch=-1)
     add_checkpoint_flags(parser)
     add_local_flags(parser)
+    add_layout_flags(parser)  # the last: it decides the defaults of what a plan decides
     parser.set_defaults(run_name="train_distributed", log_dir=os.path.join(ROOT, "logs", "runs"))
-    args = parser.parse_args()
+    return parser
+
+
+def check_flags(args) -> None:
+    """Fills in defaults. Raises UserError for flags that do not go together."""
+    check_layout_flags(args)
     check_local_flags(args)
     check_lora_flags(args)
     check_data_flags(args)
-    return parser, args
 
 
-def micro_batches_of(run: Run, args) -> int | None:
-    """The micro-batches of a step that the checkpoint has decided; None in a new run."""
-    if run.found is None:
-        return None
-    count, left_over = divmod(run.found.state["global_batch"], args.batch_size)
-    if left_over:
-        raise UserError(f"--batch_size {args.batch_size} does not divide the {run.found.state['global_batch']} samples "
-                        f"of a step of {run.found.path}: choose one that does")
-    return count
+def parse_args() -> argparse.Namespace:
+    args = make_parser().parse_args()
+    check_flags(args)
+    return args
 
 
-def main():
-    parser, args = parse_args()
+def main(args: argparse.Namespace | None = None, make_model: Callable = make_model) -> None:
+    """`args`: of another script, with all flags of this one. `make_model(args, dtype)` returns a Model."""
+    args = args or parse_args()
+    device, dtype = join(args)
+    made = make_model(args, dtype)
+    if made.lora:
+        print_sizes(made.lora)
+    if plan := find_plan(args, made, device, dtype):
+        take_places(plan)
+    run = Run(args)  # finds the checkpoint to go on from
+    layout = choose_layout(args, made, plan, run.found, device, dtype)
+    made = with_weights(made, args, device, run.found is not None)
+    args.learning_rate = args.learning_rate or made.learning_rate
+    vars(args).update(layout.as_flags())  # for the records that the run leaves
+    plugin = layout.form(args, made.model.config)
+    if args.local_steps:
+        train_rounds(args, plugin, made, layout, run)
+    else:
+        train_together(args, plugin, made, run)
+    dist.destroy_process_group()
+
+
+def join(args) -> tuple[torch.device, torch.dtype]:
+    """Meets the other ranks. Returns the device that this one computes on, and the dtype of all."""
     device, dtype, backend = choose_device(args.device, args.dtype)
-    plan = {}
-    arrange = make_arrangement(parser, args, plan)
-    pgm.init_process_group(backend, ELASTIC_TIMEOUT if is_elastic() else 600, arrange)
+    pgm.init_process_group(backend, ELASTIC_TIMEOUT if is_elastic() else 600)
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
     if args.lora_rank:
         dtype = choose_lora_dtype(args, device, dtype)
     print_banner(device, dtype)
-    plan_by_itself(args, device, dtype)
-    run = Run(args)
-    made = make_model(args, device, dtype, run.found is not None)
-    if made.lora:
-        print_sizes(made.lora)
-    if plan:
-        follow_plan(args, plan, made.model.config, str(dtype).removeprefix("torch."))
-        args.batch_size, args.pipelines = args.micro_batch_size, [args.pipelines]
-        args.num_microbatches = [args.num_microbatches]
-    plugin = HeterogeneousParallelPlugin(args.tp_size, args.batch_size, args.dtype, args.device,
-                                         SCHEDULES[args.pp_engine], args.recompute)
-    templates, shares = choose_layout(args, made.model, device, dtype, micro_batches_of(run, args), made.lora)
-    if args.local_steps:
-        train_rounds(args, plugin, made, templates, shares, run)
-    else:
-        train_together(args, plugin, made, templates, shares, run)
-    dist.destroy_process_group()
+    return device, dtype
 
 
-def train_together(args, plugin, made, templates: list, shares: list[int], run: Run) -> None:
+def train_together(args, plugin, made, run: Run) -> None:
     """Synchronous training: all machines make each optimizer step together."""
-    if dist.get_rank() == 0:
-        print(f"micro-batches of a step, of {args.batch_size} samples each: {', '.join(map(str, shares))}", flush=True)
-    plugin.set_pipelines(templates, shares)
-    has_stages, has_peers = any(template.num_stages > 1 for template in templates), len(templates) > 1
-    if is_elastic():  # with fewer machines there may be nothing to send
-        compress(plugin, made.model.config, args.wire_dtype if has_stages else None,
-                 args.gradient_wire_dtype if has_peers else None)
-    else:
-        compress(plugin, made.model.config, args.wire_dtype, args.gradient_wire_dtype)
+    tokenizer = args.model_name or TINY_LLAMA
     run.check(made.names, plugin.global_batch_size, args.seq_len)
-    data = load_data(args, args.model_name, made.model.config.vocab_size, plugin.global_batch_size, args.max_steps,
+    data = load_data(args, tokenizer, made.model.config.vocab_size, plugin.global_batch_size, args.max_steps,
                      args.max_steps_per_epoch)
-    run.check_data(args.model_name, made.model.config.vocab_size, data.read)
+    run.check_data(tokenizer, made.model.config.vocab_size, data.read)
     steps_per_epoch = data.train.steps_per_epoch
     num_steps = args.max_steps or args.epochs * steps_per_epoch
     data.train.set_steps(num_steps)
@@ -146,24 +131,19 @@ def train_together(args, plugin, made, templates: list, shares: list[int], run: 
     weights = run.weights(plugin.device, made.initial, made.lora)
     model, optimizer, _ = plugin.configure(made.model, adamw, weights=weights, seed=args.seed)
     ready = functools.partial(run.begin, plugin, model, optimizer, names=made.names, files=made.files,
-                              tokenizer=args.model_name, steps_per_epoch=steps_per_epoch)
+                              tokenizer=tokenizer, steps_per_epoch=steps_per_epoch)
     criterion, evaluator = data.weighted(made.criterion), None
     if data.evaluation:
         evaluator = Evaluator(plugin, model, data.evaluation, data.collate_evaluation, made.criterion,
                               args.eval_batches)
-    board, total, count = None, 0.0, 0
+    total, count = 0.0, 0
     for step in train(args, plugin, model, optimizer, loader, criterion, num_steps, run, ready, steps_per_epoch,
                       evaluator):
-        board = board or Board(os.path.join(args.log_dir, args.run_name), plugin.device, run.start)
-        with run.watch.lost_peers():
-            board.log(step, plugin.global_batch_size * args.seq_len, step.evaluation, step.sample)
         total, count = total + step.loss, count + 1
         if steps_per_epoch and step.number % steps_per_epoch == 0:
             if dist.get_rank() == 0:
                 print(f"epoch {step.number // steps_per_epoch}: loss {total / count:.4f}", flush=True)
             total, count = 0.0, 0
-    if board:
-        board.close()
 
 
 if __name__ == "__main__":

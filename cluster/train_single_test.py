@@ -23,14 +23,15 @@ import time
 import torch
 import torch.distributed as dist
 
+from data.encoded import load_samples
 from dataloader import next_tokens
+from machine_facts import free_memory, gather, once_per_machine
 from metrics import peak_memory_gb
-from model import Llama
+from model import Llama, cross_entropy
 from process_group_manager import init_process_group
 from run_common import check_positions
-from training.common import add_flags, gather, load_text, print_banner, print_table
-from training.loop import make_llama, one_microbatch
-from training.machine_facts import free_memory, once_per_machine
+from training.common import add_flags, print_banner, print_table
+from training.models import make_llama
 from utils import (
     TINY_LLAMA, ArgumentParser, UserError, choose_device, default_learning_rate, load_config, one_clear_error,
     positive_int,
@@ -64,6 +65,13 @@ def short_training(args, model: Llama, samples, device: torch.device) -> tuple[l
         losses.append(loss.item())  # waits for a GPU
         seconds.append(time.perf_counter() - start)
     return losses, args.batch_size * args.seq_len / statistics.fmean(seconds[1:] or seconds)
+
+
+def one_microbatch(model: Llama, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Forward and backward of one micro-batch, (B, T), on this rank by itself; the loss. Gradients are added."""
+    loss = cross_entropy(model(batch["input_ids"]), batch["target_ids"])
+    loss.backward()
+    return loss.detach()
 
 
 def kept_for_backward(model: Llama, ids: torch.Tensor) -> int:
@@ -122,7 +130,7 @@ def main():
     config = once_per_machine(lambda: load_config(args.model_name, num_attention_heads=None))
     check_positions(config, args.seq_len)
     args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
-    samples = load_text(args, args.model_name, config.vocab_size, args.steps * args.batch_size)
+    samples = load_samples(args, args.model_name, config.vocab_size, args.steps * args.batch_size)
     model, free = make_llama(config, args.seed, device, dtype), free_memory(device)
     losses, speed = short_training(args, model, samples, device)
     fits, ended_by = largest_batch(args, model, device)

@@ -15,7 +15,6 @@ A group for gradients holds the owners of a module: where the stages hold 3, 3, 
 
 import datetime
 import os
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -96,10 +95,9 @@ class ProcessGroupManager:
         return "\n".join([f"{self.world_size} rank{'s' * (self.world_size > 1)}, tp {self.tp_world_size}", *lines])
 
 
-def init_process_group(backend: str, timeout_seconds: float = 600, arrange: Callable | None = None) -> None:
+def init_process_group(backend: str, timeout_seconds: float = 600) -> None:
     """Joins the processes that torchrun describes in the environment. Without torchrun, this process is the only one.
 
-    `arrange(store, rank, world_size)` returns another rank and world size, where ranks are to have another order.
     Raises UserError where ranks choose different backends, as machines with and without a GPU do.
     """
     global timeout
@@ -112,8 +110,6 @@ def init_process_group(backend: str, timeout_seconds: float = 600, arrange: Call
     if len(set(backends)) > 1:
         raise UserError("all ranks have to communicate over one backend, but these differ, by rank: "
                         f"{', '.join(backends[:16])}: give all the same --device, for instance --device cpu")
-    if arrange:
-        rank, world_size = arrange(store, rank, world_size)
     dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
                             timeout=timeout)
 

@@ -48,7 +48,7 @@ import metrics
 
 sys.path.append(CLUSTER)
 import train_distributed
-from training import loop
+from training import loop, times
 
 
 class Run:
@@ -61,9 +61,19 @@ class Run:
     weights = lambda self, device, initial, lora: initial
 
 
+class Record(metrics.RunLogger):
+    """A run's metrics, and nothing else."""
+
+    bar, complete = contextlib.nullcontext, lambda self, step: None
+    progress = property(lambda self: self)
+
+    def __init__(self, args, grid, disks, device, num_steps, tokens, *_):
+        super().__init__(args, grid, num_steps, tokens)
+
+
 def main():
-    loop.MEASURE_EVERY["gpu"] = 1
-    loop.Record = lambda args, grid, disks, num_steps, tokens, *_: metrics.RunLogger(args, grid, num_steps, tokens)
+    times.MEASURE_EVERY["gpu"] = 1
+    loop.Record = Record
     train_distributed.Run, train_distributed.print_banner = lambda args: Run(), lambda device, dtype: None
     train_distributed.main()
 '''

@@ -13,7 +13,7 @@ from launch import fork, modules_of
 with modules_of(9):
     from planning.machines import Cluster, Pipeline, Setting
     from planning.simulate import peak_memory
-    from training import auto_plan, layout
+    from training import layout, plan_file
 
 RANKS = pathlib.Path(__file__).parent / "support" / "auto_plan_ranks.py"
 OPTIONS = {"speeds": [4, 2, 1], "parameters": 1000, "saved_bytes": 100.0, "hidden_bytes": 64.0, "sizes": (1, 2)}
@@ -26,35 +26,36 @@ def flags(**changes) -> argparse.Namespace:
 
 
 def choose(args=None, **options):
-    return auto_plan.choose(args or flags(), made_up_cluster(**{**OPTIONS, **options}))
+    return plan_file.choose(args or flags(), made_up_cluster(**{**OPTIONS, **options}))
 
 
 def test_enough_memory():
     assert choose() is None
 
 
-def test_a_plan_within_memory():
+def test_a_plan_within_memory(capsys):
     """No machine holds all layers; the step has as many micro-batches as with whole models."""
     options = {**OPTIONS, "memory": 9.5e4}
-    chosen = choose(memory=9.5e4)
-    assert sum(chosen.num_microbatches) == 12 and all(sum(layers) == 8 for layers in chosen.layers)
-    assert sorted(chosen.order) == [0, 1, 2] and not chosen.recompute
-    cluster, places = Cluster(made_up_cluster(**options)), iter(chosen.order)
-    for layers, number in zip(chosen.layers, chosen.num_microbatches):
-        machines = tuple(next(places) for _ in layers)
-        peaks = peak_memory(cluster, Pipeline(machines, tuple(layers), number), 1, Setting(chosen.schedule))
+    plan, printed = choose(memory=9.5e4), capsys.readouterr().out
+    numbers = [pipeline["num_microbatches"] for pipeline in plan["pipelines"]]
+    assert sum(numbers) == 12 and all(sum(pipeline["layers"]) == 8 for pipeline in plan["pipelines"])
+    assert sorted(plan_file.machines_of(plan)) == [0, 1, 2] and not plan["recompute"]
+    cluster = Cluster(made_up_cluster(**options))
+    for pipeline in plan["pipelines"]:
+        made = Pipeline(tuple(pipeline["machines"]), tuple(pipeline["layers"]), pipeline["num_microbatches"])
+        peaks = peak_memory(cluster, made, 1, Setting(plan["schedule"]))
         assert max(peaks) <= 0.9 * 9.5e4
-        assert all(f"{peak / 1e9:.2f} of 0.00" in chosen.text for peak in peaks)
-    assert chosen.text.startswith("plan: decoder layers ") and "host0" in chosen.text and "tokens/s" in chosen.text
-    assert sum(choose(flags(num_microbatches=[[3, 2]]), memory=9.5e4).num_microbatches) == 5
-    assert choose(flags(pp_engine="afab"), memory=9.5e4).schedule == "afab"
+        assert all(f"{peak / 1e9:.2f} of 0.00" in printed for peak in peaks)
+    assert printed.startswith("plan: decoder layers ") and "host0" in printed and "tokens/s" in printed
+    told = choose(flags(num_microbatches=[[3, 2]]), memory=9.5e4)
+    assert sum(pipeline["num_microbatches"] for pipeline in told["pipelines"]) == 5
+    assert choose(flags(pp_engine="afab"), memory=9.5e4)["schedule"] == "afab"
 
 
-def test_recomputation_where_it_is_needed():
+def test_recomputation_where_it_is_needed(capsys):
     options = {"speeds": [2, 1], "saved_bytes": 1e5, "hidden_bytes": 256.0, "memory": 4.1e5}
-    chosen = choose(**options)
-    assert chosen.recompute and "| --recompute" in chosen.text
-    assert not choose(**{**options, "memory": 1.1e6}).recompute
+    assert choose(**options)["recompute"] and "| --recompute" in capsys.readouterr().out
+    assert not choose(**{**options, "memory": 1.1e6})["recompute"]
 
 
 @pytest.mark.parametrize("options, words", [
@@ -89,16 +90,15 @@ def test_ranks_get_the_order_of_the_plan(tmp_path):
     """Rank 0 has hardly any memory and is left idle: the others are ranks 0 and 1 of the run, and communicate."""
     ranks = found(done := fork(9, 3, write_model(tmp_path), "1e4,1.6e6,1.6e6", *LORA, script=RANKS))
     assert [line["rank"] for line in ranks] == [0, 1] and {line["before"] for line in ranks} == {1, 2}
-    assert all(line["sum"] == 5 and line["planned"] for line in ranks)
-    (layers,), (shares,) = ranks[0]["pipelines"], ranks[0]["shares"]
-    assert len(layers) == 1 and sum(layers[0]) == 6 and shares == [6]
-    assert ranks[0]["pipelines"] == ranks[1]["pipelines"]
+    assert all(line["sum"] == 5 for line in ranks) and ranks[0]["plan"] == ranks[1]["plan"]
+    [pipeline] = ranks[0]["plan"]["pipelines"]
+    assert sum(pipeline["layers"]) == 6 and pipeline["num_microbatches"] == 6
     assert "measuring 3 ranks" in done.stdout and "predicted: " in done.stdout and "| idle: " in done.stdout
 
 
 def test_where_all_fits_nothing_is_measured(tmp_path):
     ranks = found(done := fork(9, 2, write_model(tmp_path), "1e11,1e11", *LORA, script=RANKS))
-    assert [line["planned"] for line in ranks] == [False, False] and ranks[0]["pipelines"] is None
+    assert [line["plan"] for line in ranks] == [None, None]
     assert "measuring" not in done.stdout
 
 
@@ -109,37 +109,32 @@ def test_one_clear_line_where_nothing_fits(tmp_path):
     assert "free are, in MB" in lines[0] and "MB more, or add machines" in lines[0]
 
 
-def test_shares_by_speed_of_a_model_of_transformers(monkeypatch):
-    """Where all machines hold the model, each rank's speed is measured layer by layer, as for our Llama."""
-    seconds = iter([1.0, 4.0])
-    asked = []
-
-    class Clock:
-        def __init__(self, *args):
-            asked.append(args[-1])
-
-        def seconds_of_whole(self, size, recompute):
-            return [next(seconds), next(seconds)]
-
-    monkeypatch.setattr(layout, "FamilyClock", Clock)
-    monkeypatch.setattr(layout, "gather", lambda value: value)
+def test_shares_by_speed_of_a_model(monkeypatch):
+    """Where all machines hold the model, each rank's speed is measured layer by layer."""
+    found = {"forward": {"1": [0.0, 0.2, 0.2]}, "backward": {"1": [0.2, 0.2, 0.2]}}
+    monkeypatch.setattr(layout.StageClock, "__init__", lambda *_: None)
+    monkeypatch.setattr(layout.StageClock, "measure", lambda clock, sizes, seconds: found)
+    monkeypatch.setattr(layout, "gather", lambda value: [value, 4 * value])
     monkeypatch.setattr(layout, "measured_speeds", lambda *args: None)
-    monkeypatch.setattr(layout.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(layout.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(layout.dist, "barrier", lambda: None)
-    model = torch.nn.Module()
-    model.config = None
-    args = flags(equal_shares=False, gradient_accumulation=5, seq_len=32)
-    device = torch.device("cpu")
-    assert layout.choose_shares(args, model, ["pipeline"] * 2, 0, device, None, None, "adapters") == [8, 2]
-    assert asked == ["adapters"]
+    for name, value in {"get_world_size": 2, "get_rank": 0, "barrier": None}.items():
+        monkeypatch.setattr(layout.dist, name, lambda value=value: value)
+    made = argparse.Namespace(model=argparse.Namespace(config=None), lora=None)
+    args = flags(equal_shares=False, gradient_accumulation=5, seq_len=32, local_steps=None)
+    assert layout.choose_shares(args, made, 2, None, None, torch.device("cpu"), None) == [8, 2]
+    assert layout.StageClock().seconds_of_whole(1, recompute=True) == pytest.approx(1.2)
 
 
-def test_shares_of_a_checkpoint():
+def test_shares_of_a_checkpoint(monkeypatch):
     """A run that goes on with other machines: its micro-batches, by the speed of the new plan's pipelines."""
-    args = flags(num_microbatches=[[6, 2]], pipeline_seconds=[1.0, 1.0])
-    assert layout.choose_shares(args, None, ["pipeline"] * 2, 0, None, None, 6) == [3, 3]
-    assert layout.choose_shares(args, None, ["pipeline"] * 2, 0, None, None, None) == [6, 2]
+    monkeypatch.setattr(layout.PipelineTemplate, "from_layers_per_stage", lambda model, layers: layers)
+    pipelines = [{"layers": [8], "num_microbatches": 6}, {"layers": [8], "num_microbatches": 2}]
+    plan = {"pipelines": pipelines, "micro_batch_size": 2, "schedule": "1f1b", "seconds": [1.0, 1.0]}
+    found, made = argparse.Namespace(state={"global_batch": 12}, path="there"), argparse.Namespace(model=None)
+    assert layout.choose_layout(None, made, plan, found, None, None).num_microbatches == [3, 3]
+    assert layout.choose_layout(None, made, plan, None, None, None).num_microbatches == [6, 2]
+    found.state["global_batch"] = 13
+    with pytest.raises(ValueError, match="--batch_size 2 does not divide the 13 samples of a step of there"):
+        layout.choose_layout(None, made, plan, found, None, None)
 
 
 @pytest.mark.parametrize("own, files", [

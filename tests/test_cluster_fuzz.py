@@ -35,13 +35,12 @@ with modules_of(9):
     import process_group_manager as pgm
     import three_stages_simple_pp
     import train_distributed
-    from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
     from pipeline_stage import PipelineStage
     from pipeline_template import PipelineTemplate
     from planning.machines import Setting
     from planning.report import make_plan
     from checkpoints import files as checkpoint_files, load as resume
-    from training import compression, layout, models, plan_file, speeds
+    from training import layout, models, plan_file
     from checkpoints.disks import Disks
 
 LIMIT, QUICK_COMMANDS, QUICK_FILES = 20, 5, 15  # seconds of a case, cases that every run has
@@ -147,15 +146,6 @@ def test_a_command_line(commands, ended, command):
     shutil.rmtree(folder)
 
 
-class Store(dict):
-    """The store of a group of one process, which nobody can wait for."""
-
-    set, get = dict.__setitem__, dict.__getitem__
-
-    def wait(self, keys, timeout) -> None:
-        raise AssertionError(f"waits for {keys} for {timeout}")
-
-
 @pytest.fixture(scope="module")
 def group(tmp_path_factory):
     """One process. Nothing is pickled for other ones: it would be an error of a module that is gone."""
@@ -164,8 +154,9 @@ def group(tmp_path_factory):
     pgm.setup_process_group_manager([1], 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "once_per_machine", lambda make: make())
-        patch.setattr(speeds, "from_home", lambda make: make())
-        patch.setattr(speeds, "gather", lambda value: [value] * 2)
+        patch.setattr(layout, "from_home", lambda make: make())
+        patch.setattr(layout, "gather", lambda value: [value] * 2)
+        patch.setattr(plan_file, "gather", lambda value: [value])
         patch.setattr(hosts, "find_address", lambda host: host.to)
         yield
     dist.destroy_process_group()
@@ -176,7 +167,7 @@ def arguments(module=train_distributed, **flags) -> argparse.Namespace:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["script.py", *(word for name in flags for word in (f"--{name}", flags[name]))])
         found = module.parse_args()
-        return found[1] if module is train_distributed else found
+        return found
 
 
 def is_clear(error: BaseException) -> bool:
@@ -201,7 +192,8 @@ def each_of(*functions) -> None:
 
 def train_a_step(model_name: str = "model", weights=None, loader=None) -> None:
     """What train_distributed.py does on one rank, with the weights that it finds or with initial ones."""
-    made = models.make_model(arguments(model_name=model_name), CPU, torch.float64, weights is not None)
+    args = arguments(model_name=model_name)
+    made = models.with_weights(models.make_model(args, torch.float64), args, CPU, weights is not None)
     template = PipelineTemplate.from_layers_per_stage(made.model, [made.model.config.num_hidden_layers])
     stage, ids = PipelineStage(made.model.double(), template, 0), torch.zeros(1, 16, dtype=torch.int64)
     (weights or made.initial or str)(stage)  # models of transformers have theirs already
@@ -215,14 +207,9 @@ def train_a_step(model_name: str = "model", weights=None, loader=None) -> None:
 
 def read_plan(name: str = "plan.json") -> None:
     args = arguments(plan=name)
-    made = models.make_model(args, CPU, torch.float64, True)
-    found, *_ = plan_file.take_places(name, Store(), 0, 1)
-    plan_file.follow_plan(args, found, made.model.config, "float64")
-    plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, "float64", "cpu",
-                                         train_distributed.SCHEDULES[args.pp_engine], args.recompute)
-    args.pipelines, args.num_microbatches = [args.pipelines], [args.num_microbatches]
-    plugin.set_pipelines(*layout.choose_layout(args, made.model, plugin.device, torch.float64, None))
-    compression.compress(plugin, made.model.config, args.wire_dtype, args.gradient_wire_dtype)
+    made = models.make_model(args, torch.float64)
+    plan = plan_file.find_plan(args, made, CPU, torch.float64)
+    layout.choose_layout(args, made, plan, None, CPU, torch.float64).form(args, made.model.config)
 
 
 def read_cluster() -> None:
@@ -230,15 +217,15 @@ def read_cluster() -> None:
     args, old = arguments(plan, measure="-", global_batch="4", out="out.json"), plan_file.read_plan("plan2.json")
     args.cluster_json = "cluster.json"
     made = plan_file.plan_for(old["hosts"][:1], old, "cluster.json")
-    assert "error" in made or made["machines"] == [0]
+    assert "error" in made or plan_file.machines_of(made) == [0]
     each_of(lambda: plan.plan(args),
-            lambda: speeds.measured_speeds(arguments(cluster_json="cluster.json"), 1, torch.float64))
+            lambda: layout.measured_speeds(arguments(cluster_json="cluster.json"), 1, torch.float64))
 
 
 def go_on_from(wanted: str, disks: Disks) -> None:
     if found := resume.find_checkpoint(wanted, "checkpoints/run", disks):
         run = argparse.Namespace(found=found, args=arguments(seed="42"))
-        train_distributed.micro_batches_of(run, run.args)
+        layout.micro_batches_of(found, run.args.batch_size)
         train_distributed.Run.check(run, found.state["names"], 2, 16)
         loader = resume.Loader(found, disks, CPU)
         train_a_step(weights=loader.weights, loader=loader)

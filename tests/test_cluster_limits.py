@@ -7,9 +7,11 @@ import host_facts
 import host_run
 import pytest
 import torch
+from launch import modules_of
 from launcher import Launch, make_tools, write_hosts
 
-from training import machine_facts
+with modules_of(9):
+    import machine_facts
 
 JOB = {"nproc": 1, "is_home": False, "interface": "lo", "peer": None, "environment": {}}
 

@@ -9,7 +9,7 @@ def test_the_others_wait_longer_than_a_collective_may(tmp_path):
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT / 'cluster')!r})" + """
 import datetime, os, time
 import torch.distributed as dist
-from training.machine_facts import once_per_machine
+from machine_facts import once_per_machine
 from utils import UserError
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1))

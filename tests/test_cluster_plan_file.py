@@ -12,7 +12,7 @@ from launch import ROOT, fork, losses, modules_of, start_fork
 
 with modules_of(9):
     from training import plan_file
-    from training.machine_facts import host_names
+    from machine_facts import host_names
 
 SCRIPT = ROOT / "cluster" / "train_distributed.py"
 CONFIG = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
@@ -116,7 +116,7 @@ def test_a_plan_for_those_that_are_left(tmp_path):
     plan = {"global_batch": 12, "schedule": "1f1b", "micro_batch_size": 1}
     made = plan_file.plan_for(["host2", "unknown", "host0"], plan, str(tmp_path / "cluster.json"))
     assert made["global_batch"] == 12 and made["hosts"] == ["host2", "unknown", "host0"]
-    assert set(made["machines"]) <= {0, 2}, "a host that was not measured is idle"
+    assert set(plan_file.machines_of(made)) <= {0, 2}, "a host that was not measured is idle"
     assert sum(pipeline["num_microbatches"] for pipeline in made["pipelines"]) == 12
     assert "no plan for host9" in plan_file.plan_for(["host9"], plan, str(tmp_path / "cluster.json"))["error"]
     assert "no plan" in plan_file.plan_for(["host0"], plan, str(tmp_path / "missing.json"))["error"]
@@ -124,9 +124,8 @@ def test_a_plan_for_those_that_are_left(tmp_path):
 
 def test_the_same_hosts_in_another_order():
     pipelines = [{"machines": [0, 2], "layers": [1, 3], "num_microbatches": 2}]
-    plan = {"hosts": ["a", "b", "c"], "pipelines": pipelines, "model": {}, "dtype": "float32", "seq_len": 8}
-    moved = plan_file.in_order(plan, ["c", "a", "b"])
-    assert moved["machines"] == [1, 0] and moved["hosts"] == ["c", "a", "b"]
+    moved = plan_file.in_order({"hosts": ["a", "b", "c"], "pipelines": pipelines}, ["c", "a", "b"])
+    assert plan_file.machines_of(moved) == [1, 0] and moved["hosts"] == ["c", "a", "b"]
 
 
 @pytest.mark.parametrize("here, known, names", [
@@ -140,20 +139,21 @@ def test_what_hosts_are_called(here, known, names):
 
 def test_speeds_of_those_that_are_left(tmp_path, monkeypatch):
     """A lost host must not end an elastic run for want of its speed; a run that is not elastic is told."""
-    from training import speeds
+    from training import layout
 
     cluster = {**MEASURED, "hosts": ["host0", "host1", "host2"]}
     (tmp_path / "cluster.json").write_text(json.dumps(cluster))
     args = argparse.Namespace(equal_shares=False, cluster_json=str(tmp_path / "cluster.json"), recompute=False)
-    monkeypatch.setattr(speeds, "from_home", lambda make: make())
+    monkeypatch.setattr(layout, "from_home", lambda make: make())
 
     def measured(*hosts):
-        monkeypatch.setattr(speeds, "gather", lambda _: [(host, "") for host in hosts])
-        return speeds.measured_speeds(args, 1, torch.float64)
+        monkeypatch.setattr(layout, "gather", lambda _: [(host, "") for host in hosts])
+        found = layout.measured_speeds(args, 1, torch.float64)
+        return found and found.seconds_of_whole()
 
     everyone = measured("host0", "host1", "host2")
     with pytest.raises(ValueError, match="was measured with hosts"):
         measured("host2", "host1")
-    monkeypatch.setattr(speeds, "is_elastic", lambda: True)
+    monkeypatch.setattr(layout, "is_elastic", lambda: True)
     assert measured("host2", "host1") == [everyone[2], everyone[1]] and everyone[1] != everyone[2]
     assert measured("host2", "host3") is None

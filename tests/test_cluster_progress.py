@@ -15,10 +15,7 @@ from launch import modules_of
 
 with modules_of(9):
     import course  # noqa: F401  before step 9's modules
-    from training.board import Board
-    from training.loop import Step
-    from training.progress import EVERY, Above, Progress, duration
-    from training.record import EVALUATIONS, Record, perplexity
+    from training.record import EVALUATIONS, EVERY, Board, Progress, Record, Step, duration, perplexity
 
 
 class Terminal(io.StringIO):
@@ -60,11 +57,13 @@ def a_record(folder, start: int = 0, num_steps: int = 4) -> Record:
     grid = types.SimpleNamespace(is_logging_rank=True, world_size=1, topology={})
     disks = types.SimpleNamespace(gather=lambda value: [value], leads=True, mine=types.SimpleNamespace(ranks=[0]))
     before = {"log_dir": str(folder), "run_name": "run"} if start else None
-    return Record(args, grid, disks, num_steps, 100, start, before)
+    return Record(args, grid, disks, torch.device("cpu"), num_steps, 100, start, before)
 
 
 def log(record: Record, *steps: int) -> None:
     for step in steps:
+        with record.progress.bar():
+            pass
         record.log(step, 5.0 - step, 0.5, 0.1, 0.5)
 
 
@@ -78,12 +77,11 @@ def test_bar_on_a_terminal_is_one_line(one_rank, tmp_path, monkeypatch):
     record.evaluated(4, 3.125)
     record.close()
     lines = [line for line in terminal.seen() if line]
-    assert lines[0] == "evaluation after step 2: loss 3.2500, perplexity 25.79"
-    assert lines[1] == "sample after step 2: 'The'"
-    assert re.fullmatch(r"step 4/4 \|.{20}\| loss 1\.0000 \| evaluation 3\.1250 \| 200 tokens/s \| 00:00 left",
-                        lines[3])
+    assert lines[:2] == ["evaluation after step 2: loss 3.2500, perplexity 25.79", "sample after step 2: 'The'"]
     assert lines[2].startswith("evaluation after step 4") and lines[4].startswith("metrics: ") and len(lines) == 5
-    assert sys.stdout is terminal and sys.stderr is terminal
+    assert lines[3] == f"step 4/4 |{'#' * 20}| loss 1.0000 | evaluation 3.1250 | 200 tokens/s | 0:00 left"
+    bars = re.findall(r"step \d/.*?(?=\r|\n)", terminal.getvalue())
+    assert bars[0] == f"step 0/4 |{'':20}| ? left" and bars[2].startswith(f"step 2/4 |{'#' * 10:20}| loss 3.0000 | ")
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
 
 
@@ -102,7 +100,8 @@ def test_lines_where_there_is_no_terminal(one_rank, tmp_path, capsys, monkeypatc
 def test_no_bar_where_nothing_is_left_or_on_other_ranks(monkeypatch):
     terminal = on_a_terminal(monkeypatch)
     for progress in (Progress(4, 4, True), Progress(4, 0, False)):
-        progress.step(1, 2.0, 3.0)
+        with progress.bar():
+            progress.step(1, 2.0, 3.0)
         progress.close()
         assert not progress.is_bar and terminal.getvalue() == ""
 
@@ -111,19 +110,11 @@ def test_time_left_without_a_terminal(capsys):
     progress = Progress(30, 10, True)
     for number, now in ((11, 1000.0), (12, 1000.0 + EVERY / 2), (15, 1000.0 + EVERY), (16, 1001.0 + EVERY),
                         (20, 1000.0 + 2 * EVERY), (30, 1000.0 + 9 * EVERY)):
-        progress.print_time_left(number, now)
+        progress.step(number, 1.0, 1.0, now)
     assert capsys.readouterr().out.splitlines() == [
         "50% of the steps are done, about 3:45 left",  # 4 steps in 60 seconds, 15 to go
         "67% of the steps are done, about 2:13 left"]
     assert [duration(seconds) for seconds in (0, 59.6, 3675)] == ["0:00", "1:00", "1:01:15"]
-
-
-def test_half_a_line_waits_for_its_end(monkeypatch):
-    terminal = on_a_terminal(monkeypatch)
-    bar = types.SimpleNamespace(clear=lambda: terminal.write("<"), refresh=lambda: terminal.write(">"))
-    stream = Above(terminal, bar)
-    assert [stream.write(text) for text in ("one", " two", "\nthree\nfo", "ur")] == [3, 4, 9, 2]
-    assert terminal.getvalue() == "<one two\nthree\n>" and stream.isatty()
 
 
 def test_evaluations_of_a_run_that_goes_on(one_rank, tmp_path):
@@ -181,7 +172,7 @@ def test_board_and_wandb_get_evaluation_sample_and_waiting(one_rank, tmp_path, m
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(run=run))
     board = Board(str(tmp_path), torch.device("cpu"))
     board.log(Step(1, 3.0, 0.5, 0.1, 2.0, 0.5), 100)
-    board.log(Step(2, 2.0, 0.5, 0.1, 2.0, 0.75), 100, evaluation=1.0, sample="The end")
+    board.log(Step(2, 2.0, 0.5, 0.1, 2.0, 0.75, evaluation=1.0, sample="The end"), 100)
     board.log(Step(3, 2.0, 0.5, 0.1, 2.0, None), 100)  # not measured
     board.close()
     events = EventAccumulator(str(tmp_path))

@@ -16,21 +16,21 @@ with modules_of(9):
     import three_stages_simple_pp as three_stages
     import train_distributed
     import train_single_test as single_test
-    from training import layout, loop, speeds
+    from training import layout, loop, times
     from utils import TINY_LLAMA, load_config
 
 
 @pytest.fixture
 def three_ranks(monkeypatch):
-    monkeypatch.setattr(speeds, "from_home", lambda make: make())
-    monkeypatch.setattr(speeds, "gather", lambda value: [value] * 3)
+    monkeypatch.setattr(layout, "from_home", lambda make: make())
+    monkeypatch.setattr(layout, "gather", lambda value: [value] * 3)
 
 
-def speeds_in(path, content, **flags) -> list | None:
+def speeds_in(path, content, **flags) -> layout.Measured | None:
     if content is not None:
         path.write_text(json.dumps(content) if isinstance(content, dict) else content)
     args = argparse.Namespace(**{"cluster_json": str(path), "equal_shares": False, "recompute": False, **flags})
-    return speeds.measured_speeds(args, 1, torch.float64, load_config(TINY_LLAMA, num_attention_heads=None))
+    return layout.measured_speeds(args, 1, torch.float64, load_config(TINY_LLAMA, num_attention_heads=None))
 
 
 @pytest.mark.parametrize("content, expected", [
@@ -50,7 +50,7 @@ def test_bad_cluster_json(tmp_path, three_ranks, content, expected):
 
 
 def test_one_process_takes_no_notice_of_cluster_json(tmp_path, three_ranks, monkeypatch):
-    monkeypatch.setattr(speeds, "gather", lambda value: [value])
+    monkeypatch.setattr(layout, "gather", lambda value: [value])
     assert speeds_in(tmp_path / "cluster.json", "{") is None
 
 
@@ -62,7 +62,7 @@ def test_ends_of_a_model_weigh_as_much_as_measured(tmp_path, three_ranks):
         with torch.device("meta"):
             model = Qwen3ForCausalLM(Qwen3Config(**{**three_stages.TOY, "num_hidden_layers": num_layers}))
         found = speeds_in(tmp_path / "cluster.json", measured(1.0, 1.0, 1.0, **seconds), recompute=recompute)
-        return speeds.layers_by_speed(model, found, 3)
+        return layout.layers_by_speed(model, found, 3)
 
     assert layers(9) == [3, 3, 3]
     assert layers(10, head=2.0) == [4, 4, 2] and layers(10, embedding=2.0) == [2, 4, 4]
@@ -79,14 +79,14 @@ def test_without_speeds_the_head_counts_by_its_parameters():
     with torch.device("meta"):
         toy = Qwen3ForCausalLM(Qwen3Config(**three_stages.TOY))
         large = Qwen3ForCausalLM(Qwen3Config(**{**three_stages.TOY, "vocab_size": 90_000}))
-    assert speeds.layers_by_speed(toy, None, 3) == [2, 2, 2]
-    assert speeds.layers_by_speed(toy, None, 1) == [6]
-    assert speeds.layers_by_speed(large, None, 3) == [3, 2, 1]
+    assert layout.layers_by_speed(toy, None, 3) == [2, 2, 2]
+    assert layout.layers_by_speed(toy, None, 1) == [6]
+    assert layout.layers_by_speed(large, None, 3) == [3, 2, 1]
     with torch.device("meta"):
         qwen = Qwen3ForCausalLM(Qwen3Config(  # Qwen3-0.6B: its head is worth ten layers
             vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
             num_key_value_heads=8, head_dim=128, tie_word_embeddings=True))
-    assert [speeds.layers_by_speed(qwen, None, stages) for stages in (1, 2, 3)] == [[28], [19, 9], [13, 12, 3]]
+    assert [layout.layers_by_speed(qwen, None, stages) for stages in (1, 2, 3)] == [[28], [19, 9], [13, 12, 3]]
 
 
 @pytest.fixture
@@ -113,14 +113,9 @@ def test_flags_then_environment_then_defaults(parse):
     assert found(parse("--batch_size", 9, "--profile_batch", 0, "--train_steps", 5)) == (9, 3, 0, 5)
     assert found(parse(BATCH_SIZE="", MICROBATCH_NUM=" ", PROFILE_BATCH="0")) == (16, 4, 0, None)
     for module in (three_stages, train_distributed, single_test):
-        assert [args_of(parse(flag, name, module=module)).dtype for flag, name in (
+        assert [parse(flag, name, module=module).dtype for flag, name in (
             ("--dtype", "auto"), ("--precision", "fp64"), ("--dtype", "float64"), ("--dtype", "bf16"))] == [
             "auto", "float64", "float64", "bfloat16"]
-
-
-def args_of(parsed) -> argparse.Namespace:
-    """train_distributed.py returns its parser with them."""
-    return parsed[1] if isinstance(parsed, tuple) else parsed
 
 
 @pytest.mark.parametrize("flags, env, expected", [
@@ -161,7 +156,8 @@ def test_a_step_is_clipped_and_scheduled(monkeypatch):
                              end=lambda was_stopped: calls.append("end"), after_step=lambda step, stops, is_end, is_last: calls.append(("save", is_end, is_last)))
     loader = torch.utils.data.DataLoader([])
     loader.microbatches, plugin.own_num_microbatches = [], 1
-    record = argparse.Namespace(log=lambda *row: rows.append(row), close=lambda: None)
+    record = argparse.Namespace(log=lambda *row: rows.append(row), complete=lambda step: None, close=lambda: None,
+                                progress=argparse.Namespace(bar=contextlib.nullcontext))
     monkeypatch.setattr(loop, "Record", lambda *_: record)
     monkeypatch.setattr(loop.pgm, "process_group_manager", argparse.Namespace(dp_rank=0, pp_rank=0))
     monkeypatch.setattr(loop.StepTimes, "print", lambda self: None)
@@ -181,37 +177,39 @@ def test_times_of_a_gpu(monkeypatch):
         def elapsed_time(self, end) -> float:
             return 250.0  # milliseconds
 
-    monkeypatch.setattr(loop.timeline, "now", Event)
-    times = loop.StepTimes(torch.device("cuda"))
-    times.start(0)
-    for kind in loop.KINDS:
-        with loop.timeline.span(kind):
+    monkeypatch.setattr(times.timeline, "now", Event)
+    step_times = times.StepTimes(torch.device("cuda"))
+    step_times.start(0)
+    for kind in times.KINDS:
+        with times.timeline.span(kind):
             pass
-    assert times.stop()[1] == pytest.approx(0.75)
+    assert step_times.stop()[1] == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize("name", ["train_distributed", "three_stages_simple_pp", "train_single_test", "plan"])
 def test_the_remedy_against_too_little_memory_names_flags_that_there_are(name):
-    script, common = ((ROOT / "cluster" / path).read_text() for path in (f"{name}.py", "training/common.py"))
+    script, *flags = ((ROOT / "cluster" / path).read_text()
+                      for path in (f"{name}.py", "training/common.py", "training/layout.py"))
     [remedy] = re.findall(r'one_clear_error\(out_of_memory="(.*)"\)', script)
     assert (named := re.findall("--[a-z_]+", remedy))
-    assert all(f'"{flag}"' in script + common for flag in named)
+    assert all(f'"{flag}"' in "".join([script, *flags]) for flag in named)
 
 
 def test_numbers_of_micro_batches(parse, monkeypatch):
     def shares_of(args, total=None) -> list[int]:
-        return layout.choose_shares(args, None, ["a pipeline"] * 3, 0, None, None, total)
+        told = args.num_microbatches and args.num_microbatches[0]
+        return layout.choose_shares(args, None, 3, told, total, None, None)
 
     monkeypatch.setattr(layout.dist, "get_world_size", lambda: 3)
     for counts in ("4,0,1", "a,b,c", "4,,1"):
         with pytest.raises(ValueError, match="--num_microbatches: "):
             parse("--num_microbatches", counts, module=train_distributed)
     for counts in ("4,2", "4,2,1,1"):
-        args = parse("--num_microbatches", counts, module=train_distributed)[1]
+        args = parse("--num_microbatches", counts, module=train_distributed)
         with pytest.raises(ValueError, match=rf"--num_microbatches {counts}: write 3 numbers"):
             shares_of(args)
-    assert shares_of(parse("--num_microbatches", "4,2,1", module=train_distributed)[1]) == [4, 2, 1]
-    equal = parse("--equal_shares", module=train_distributed)[1]
+    assert shares_of(parse("--num_microbatches", "4,2,1", module=train_distributed)) == [4, 2, 1]
+    equal = parse("--equal_shares", module=train_distributed)
     assert shares_of(equal) == [8, 8, 8]
     assert shares_of(equal, total=7) == [3, 2, 2]  # a checkpoint's
     with pytest.raises(ValueError, match="a step has 2 micro-batches, fewer than the 3 pipelines"):

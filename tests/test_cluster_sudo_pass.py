@@ -9,7 +9,7 @@ import uuid
 import pytest
 from launch import ROOT, environment, fork, torchrun
 
-from training import sudo_pass
+import three_stages_simple_pp as script
 
 SECRET = "c0rrect-h0rse"
 SCRIPT = ROOT / "cluster" / "three_stages_simple_pp.py"
@@ -26,20 +26,20 @@ SCRIPT = ROOT / "cluster" / "three_stages_simple_pp.py"
 def test_the_process_starts_anew_without_it(monkeypatch, capsys, arguments, kept):
     """No other flag is dropped, whatever it begins with. One rank warns."""
     started = []
-    monkeypatch.setattr(sudo_pass.os, "execv", lambda path, words: started.append(words))
+    monkeypatch.setattr(script.os, "execv", lambda path, words: started.append(words))
     monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-u", "script.py", *arguments])
     for rank, warnings in ("0", 1), ("1", 0):
         monkeypatch.setenv("RANK", rank)
-        sudo_pass.drop_password()
-        assert capsys.readouterr().err.count(sudo_pass.WARNING) == (warnings if kept is not None else 0)
+        script.drop_password()
+        assert capsys.readouterr().err.count(script.WARNING) == (warnings if kept is not None else 0)
     assert started == ([] if kept is None else [[sys.executable, "-u", "script.py", *kept]] * 2)
 
 
 def test_it_is_hidden_and_nothing_repeats_it():
     done = subprocess.run([sys.executable, SCRIPT, "--sudo_pass", SECRET, "--batch_size", "10"],
                           env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and done.stderr.splitlines()[0] == sudo_pass.WARNING
+    assert done.returncode == 2 and done.stderr.splitlines()[0] == script.WARNING
     assert done.stderr.splitlines()[1].startswith("error: --batch_size 10") and len(done.stderr.splitlines()) == 2
     helped = fork(9, 1, "--help", script=SCRIPT).stdout
     assert "--train_steps" in helped and "sudo" not in helped
@@ -77,7 +77,7 @@ def test_the_password_is_nowhere(tmp_path):
     assert process.returncode == 0, stderr[-3000:]
     assert b"--train_steps" in title and SECRET.encode() not in title
     assert SECRET not in stdout + stderr
-    assert [line for line in stderr.splitlines() if "sudo_pass" in line] == [sudo_pass.WARNING]
+    assert [line for line in stderr.splitlines() if "sudo_pass" in line] == [script.WARNING]
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     [record] = [path.read_bytes() for path in written if path.suffix == ".wandb"]
     assert b"--train_steps" in record, "W&B notes the command line elsewhere: look there"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoints.files import CHUNK
-from training.machine_facts import home_rank
+from machine_facts import home_rank
 from utils import UserError
 
 

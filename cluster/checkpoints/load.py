@@ -19,7 +19,7 @@ from checkpoints.files import (
 from checkpoints.pieces import name_function, peft_name, their_name, trained_alone
 from stage_weights import load_weights
 from tensor_parallel import split_parameter
-from training.machine_facts import is_home
+from machine_facts import is_home
 from utils import UserError
 
 

@@ -33,7 +33,7 @@ from checkpoints.files import (
     set_latest, sync_folder, write_small, write_state,
 )
 from checkpoints.disks import Disks
-from training.machine_facts import free_memory, home_rank, is_home, memory_below_peak, ranks_of_this_machine
+from machine_facts import free_memory, home_rank, is_home, memory_below_peak, ranks_of_this_machine
 from checkpoints.pieces import Piece, as_files_have_it, pieces_of, plain_groups
 
 ALIGNED = 64  # bytes

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 
 from dataloader import TokenSamples, encode, encode_to_file, files_at, load_tokenizer
 from checkpoints.disks import Disks
-from training.machine_facts import home_rank, once_per_machine
+from machine_facts import home_rank, once_per_machine
 from data.rows import Source, documents, encoder, find_source, first_kind, ids_of, mark, rows_of_kind
 from utils import ROOT, UserError
 

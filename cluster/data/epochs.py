@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from dataloader import TokenSamples
-from training.common import load_text
+from data.encoded import load_samples
 from utils import UserError
 
 BLOCK = 1024  # samples
@@ -70,7 +70,7 @@ def wanted_samples(global_batch: int, num_steps: int | None,
 
 def load_epochs(args, tokenizer: str, vocab_size: int, global_batch: int, num_steps: int | None,
                 max_steps_per_epoch: int | None = None, shuffle: bool = True) -> Epochs:
-    """The corpus as a run of `num_steps` steps (None: of whole epochs) needs it. Collective. Raises as load_text."""
+    """The corpus as a run of `num_steps` steps (None: of whole epochs) needs it. Collective. Raises as load_samples."""
     wanted, is_all = wanted_samples(global_batch, num_steps, max_steps_per_epoch)
-    samples = load_text(args, tokenizer, vocab_size, wanted)
+    samples = load_samples(args, tokenizer, vocab_size, wanted)
     return Epochs(samples, global_batch, args.seed, shuffle, samples.num_samples < wanted if is_all is None else True)

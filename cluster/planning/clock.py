@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from machine_facts import free_memory
 from model import cast_weights_once, cross_entropy
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate, listed_modules
@@ -31,7 +32,6 @@ from planning.links import now
 from planning.module_memory import memory_of, process_bytes
 from stage_weights import make_buffers
 from training.loss import mean_cross_entropy
-from training.machine_facts import free_memory
 from utils import UserError
 
 BLOCKS = 5
@@ -165,7 +165,7 @@ class StageClock:
             layers = [without_stage(layer, *alone, found[PAIR]) for layer in layers]
         return [found[FIRST], *layers, found[LAST]]
 
-    def seconds_of_whole(self, size: int, recompute: bool, seconds: float = 3.0) -> float:
+    def seconds_of_whole(self, size: int, recompute: bool, seconds: float = 2.0) -> float:
         """About what the whole model takes for a micro-batch, forward and backward, without having it in memory."""
         found = self.measure([size], seconds)
         (forward,), (backward,) = found["forward"].values(), found["backward"].values()
@@ -177,6 +177,7 @@ class StageClock:
         if self.lora:
             found["frozen_dtype"] = self.lora.dtype
         return {name: str(dtype).removeprefix("torch.") for name, dtype in found.items()}
+
     def measure(self, sizes: list[int], seconds: float) -> dict:
         """Seconds of each module by micro-batch size, forward and backward, and of the optimizer; the memory that is
         free for a model in the end, when all libraries are loaded, and what else the process has then."""

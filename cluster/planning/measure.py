@@ -15,7 +15,7 @@ from planning.clock import StageClock
 from planning.links import measure_links
 from planning.machines import model_facts
 from planning.module_memory import load_code
-from training.machine_facts import host_names, this_host
+from machine_facts import host_names, this_host
 
 LINKS = 1 / 3  # of the time
 MICRO_BATCH_SIZES = (1, 2, 4, 8)

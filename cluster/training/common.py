@@ -1,4 +1,4 @@
-"""What the training scripts of cluster/ share: flags, text, and what rank 0 prints about all ranks."""
+"""What the training scripts of cluster/ share: flags, and what rank 0 prints about all ranks."""
 
 import argparse
 import os
@@ -7,13 +7,10 @@ import socket
 import torch
 import torch.distributed as dist
 
-from dataloader import TokenSamples
-from data.encoded import load_samples
-from training.machine_facts import home_rank, is_home, network_name, processor_name
+from machine_facts import gather, network_name, processor_name
 from utils import ROOT, UserError, number, positive_float, positive_int, zero_or_more, zero_or_more_float
 
 OLDER_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # spellings that are accepted too
-
 
 seed = number(int, lambda value: 0 <= value < 1 << 40, "from 0 to 2^40 - 1")
 
@@ -58,34 +55,6 @@ def from_environment(name: str, default: int, kind=positive_int) -> int:
     except (ValueError, argparse.ArgumentTypeError):
         raise UserError(f"the environment variable {name}={text!r} is no number that --{name.lower()} takes: correct "
                         "it, or unset it") from None
-
-
-def load_text(args, tokenizer: str, vocab_size: int, num_samples: int | None = None) -> TokenSamples:
-    """The first `num_samples` samples of the corpus, or all where it has fewer, or for None. Collective.
-
-    A sample is a tensor of seq_len + 1 token ids. Raises UserError for a corpus that can't be read, that has not one
-    sample, or whose tokenizer is not the model's.
-    """
-    return load_samples(args, tokenizer, vocab_size, num_samples)
-
-
-def gather(value) -> list:
-    """Every rank's value, on every rank. Collective."""
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
-
-
-def from_home(make):
-    """What make() returns on home_rank(), on every rank, or the ValueError that it raises there. Collective."""
-    outcome = None
-    try:
-        outcome = make() if is_home() else None
-    except ValueError as error:
-        outcome = error
-    if isinstance(outcome := gather(outcome)[home_rank()], ValueError):
-        raise outcome
-    return outcome
 
 
 def print_table(heads: list[str], rows: list[list]) -> None:

@@ -1,27 +1,42 @@
-"""Which rank holds what: a plan, the pipelines of the command line, or whole models with shares by speed.
+"""Which rank holds which modules, takes which micro-batches, and by which schedule: decided once, before training.
 
-In an elastic run the machines that are there change. A step takes the same samples whoever is left, so what changes is
-how its micro-batches, and the layers, are shared out. --pipelines can say so itself, with '|' between the alternatives:
+Three things may decide it: a plan (see plan_file.py), --pipelines, or else each rank holds the whole model. Then a
+step's micro-batches are shared out by speed, as cluster.json has it or as it is measured now, so that none waits for
+the slowest. A step's samples are those of the checkpoint that a run goes on from, on however many machines.
+
+In an elastic run the machines that are there change, and so does how micro-batches and layers are shared out.
+--pipelines can say so itself, with '|' between the alternatives:
 
     --pipelines "4,2,2|5,3" --num_microbatches "8|8"     three stages on three machines, two stages on two
 """
 
 import argparse
 import contextlib
+import os
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import train
+from checkpoints.survive import is_elastic
+from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
+from machine_facts import from_home, gather, host_names, places_of, this_host
 from pipeline_template import PipelineTemplate, Unsupported
 from planning.clock import StageClock
+from planning.machines import Cluster, Setting, load_cluster, model_facts
 from planning.module_memory import load_code
+from planning.schedules import SCHEDULES
 from planning.shares import shares_by_speed
-from training.common import gather
-from training.loop import make_llama, seconds_of_microbatch
-from training.speeds import layers_by_speed, measured_speeds
-from checkpoints.survive import is_elastic
-from utils import UserError, positive_int
+from training.compression import WIRE_DTYPES, compress
+from utils import ROOT, UserError, positive_int
+
+CLUSTER_JSON = os.path.join(ROOT, "cluster.json")  # plan.py --measure writes it on the machine that starts it
+BY_SPEED = "by speed"  # in the place of --pipelines: one pipeline over all ranks
+DECIDED = {"pipelines": None, "num_microbatches": None, "gradient_accumulation": 8, "batch_size": 4, "tp_size": 1,
+           "pp_engine": "1f1b", "wire_dtype": None, "gradient_wire_dtype": None,
+           "recompute": False}  # the flags that a plan decides, and their defaults
 
 
 def alternatives(text: str) -> list[list[list[int]]]:
@@ -35,74 +50,156 @@ def numbers(text: str) -> list[list[int]]:
 
 
 def add_layout_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gradient_accumulation", type=positive_int, default=8,
-                        help="a step has so many micro-batches times the number of pipelines, shared out by speed")
+    parser.add_argument("--batch_size", type=positive_int, help="samples of a micro-batch (default: 4)")
+    parser.add_argument("--gradient_accumulation", type=positive_int,
+                        help="a step has so many micro-batches times the number of pipelines, shared out by speed "
+                             "(default: 8)")
     parser.add_argument("--num_microbatches", type=numbers, metavar="6,2", help="instead: those of each pipeline")
     parser.add_argument("--pipelines", type=alternatives, metavar="8;5,3",
                         help="decoder layers of each stage, with ';' between pipelines (default: one stage a rank)")
-    parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks of a stage")
+    parser.add_argument("--tp_size", type=positive_int, help="tensor-parallel ranks of a stage (default: 1)")
+    parser.add_argument("--pp_engine", choices=list(SCHEDULES), help="the pipelines' schedule (default: 1f1b)")
+    parser.add_argument("--wire_dtype", choices=WIRE_DTYPES, help="what stages send hidden states and gradients as")
+    parser.add_argument("--plan", metavar="PLAN.JSON", help="pipelines and schedule that cluster/plan.py chose")
+    parser.set_defaults(**dict.fromkeys(DECIDED))
 
 
-def choose_layout(args, model: torch.nn.Module, device: torch.device, dtype: torch.dtype,
-                  total: int | None, lora=None) -> tuple[list[PipelineTemplate], list[int]]:
-    """The pipelines, and the micro-batches of a step that each takes. Collective.
+def check_layout_flags(args) -> None:
+    """Fills in defaults. Raises UserError for flags beside a --plan that decides them."""
+    if args.plan and (given := [name for name in DECIDED if getattr(args, name) is not None]):
+        raise UserError(f"--plan says what runs where: leave out --{', --'.join(given)}")
+    for name, default in DECIDED.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
 
-    `total`: the micro-batches of a step where a checkpoint has decided it. `lora`: the model's adapters. Raises
-    UserError for what is not possible.
+
+@dataclass(frozen=True)
+class Layout:
+    """`templates`: the modules of each stage, pipeline after pipeline; ranks are counted in this order, `tp_size` to a
+    stage. `num_microbatches`: of an optimizer step, that each pipeline takes. `local_steps`: of a round, for each rank,
+    where ranks take them; the micro-batches are then those of a round."""
+
+    templates: list[PipelineTemplate]
+    num_microbatches: list[int]
+    micro_batch_size: int
+    tp_size: int
+    schedule: str
+    recompute: bool
+    wire_dtype: str | None
+    gradient_wire_dtype: str | None
+    local_steps: list[int] | None = None
+
+    def form(self, args, config) -> HeterogeneousParallelPlugin:
+        """Makes the groups of ranks: the plugin that trains by this layout. Collective. Raises UserError."""
+        plugin = HeterogeneousParallelPlugin(self.tp_size, self.micro_batch_size, args.dtype, args.device,
+                                             SCHEDULES[self.schedule], self.recompute)
+        if dist.get_rank() == 0:
+            steps = f"local steps of a round: {', '.join(map(str, self.local_steps))}\n" if self.local_steps else ""
+            print(f"{steps}micro-batches of a {'round' if steps else 'step'}, of {self.micro_batch_size} samples each: "
+                  f"{', '.join(map(str, self.num_microbatches))}", flush=True)
+        plugin.set_pipelines(self.templates, self.num_microbatches)
+        compress(plugin, config, self.wire_dtype, self.gradient_wire_dtype)
+        return plugin
+
+    def as_flags(self) -> dict:
+        """What a run records of it."""
+        layers = [[sum(name.rpartition(".")[2].isdigit() for name in stage) for stage in template.modules_per_stage]
+                  for template in self.templates]
+        return {"pipelines": [layers], "num_microbatches": [self.num_microbatches], "batch_size": self.micro_batch_size,
+                "pp_engine": self.schedule, "recompute": self.recompute, "wire_dtype": self.wire_dtype,
+                "gradient_wire_dtype": self.gradient_wire_dtype}
+
+
+def choose_layout(args, made, plan: dict | None, found, device: torch.device, dtype: torch.dtype) -> Layout:
+    """`made`: a Model. `plan`: what find_plan returned. `found`: the checkpoint to go on from, or None. Collective.
+
+    Raises UserError for what is not possible.
     """
+    def templates_of(pipelines: list[list[int]]) -> list[PipelineTemplate]:
+        return [PipelineTemplate.from_layers_per_stage(made.model, layers) for layers in pipelines]
+
+    if plan:
+        shares, size = [pipeline["num_microbatches"] for pipeline in plan["pipelines"]], plan["micro_batch_size"]
+        total = micro_batches_of(found, size)
+        if total not in (None, sum(shares)) and (is_elastic() or "seconds" in plan):  # else run.check refuses it
+            shares = shares_by_speed(total, plan.get("seconds") or [1.0] * len(shares))
+        return Layout(templates_of([pipeline["layers"] for pipeline in plan["pipelines"]]), shares, size, 1,
+                      plan["schedule"], plan.get("recompute", False), plan.get("wire_dtype"),
+                      plan.get("gradient_wire_dtype"))
+    pipelines, shares = choose_pipelines(args, made.model, dtype)
+    templates, local_steps = templates_of(pipelines), None
+    shares = choose_shares(args, made, len(pipelines), shares, micro_batches_of(found, args.batch_size), device, dtype)
+    if args.local_steps and args.num_microbatches:  # local steps of unlike sizes, equally many on all ranks
+        local_steps, shares = [args.local_steps] * len(shares), [args.local_steps * count for count in shares]
+    elif args.local_steps:
+        local_steps, shares = shares, [args.gradient_accumulation * count for count in shares]
+    wire_dtype, gradient_wire_dtype = args.wire_dtype, args.gradient_wire_dtype
+    if is_elastic():  # with fewer machines there may be nothing to send
+        wire_dtype = wire_dtype if any(len(layers) > 1 for layers in pipelines) else None
+        gradient_wire_dtype = gradient_wire_dtype if len(pipelines) > 1 else None
+    return Layout(templates, shares, args.batch_size, args.tp_size, args.pp_engine, args.recompute, wire_dtype,
+                  gradient_wire_dtype, local_steps)
+
+
+def micro_batches_of(found, size: int) -> int | None:
+    """The micro-batches of a step that a checkpoint has decided, of `size` samples each; None in a new run."""
+    if found is None:
+        return None
+    count, left_over = divmod(found.state["global_batch"], size)
+    if left_over:
+        raise UserError(f"--batch_size {size} does not divide the {found.state['global_batch']} samples of a step of "
+                        f"{found.path}: choose one that does")
+    return count
+
+
+def choose_pipelines(args, model: torch.nn.Module, dtype: torch.dtype) -> tuple[list[list[int]], list[int] | None]:
+    """The layers of each stage of each pipeline, and --num_microbatches for them. Collective."""
     num_stages, left_over = divmod(dist.get_world_size(), args.tp_size)
     if left_over:
         raise UserError(f"--tp_size {args.tp_size} does not divide the {dist.get_world_size()} processes: start a "
                         f"multiple of it")
-    chosen = None
-    for k, pipelines in enumerate(args.pipelines or ()):
-        if sum(map(len, pipelines)) == num_stages or len(args.pipelines) == 1 and not is_elastic():
-            chosen = k  # where the only one does not fit, set_pipelines says so
-            break
-    if args.pipelines and chosen is None and not is_elastic():
+    told = args.num_microbatches or [None]
+    if not args.pipelines:
+        return [[model.config.num_hidden_layers]] * num_stages, told[0]
+    choices = [] if args.pipelines == BY_SPEED else args.pipelines
+    for number, pipelines in enumerate(choices):
+        if sum(map(len, pipelines)) == num_stages or len(choices) == 1 and not is_elastic():
+            return pipelines, told[min(number, len(told) - 1)]  # where the only one does not fit, set_pipelines says so
+    if choices and not is_elastic():
         raise UserError(f"--pipelines has no alternative with {num_stages} stages in all: that many x tp_size="
                         f"{args.tp_size} processes are here")
-    if chosen is not None:
-        templates = [PipelineTemplate.from_layers_per_stage(model, layers) for layers in args.pipelines[chosen]]
-    elif args.pipelines:
-        speeds = speeds_of_stages(args, dtype, num_stages)
-        templates = [PipelineTemplate.from_layers_per_stage(model, layers_by_speed(model, speeds, num_stages))]
-    else:
-        templates = [PipelineTemplate.from_layers_per_stage(model, [model.config.num_hidden_layers])] * num_stages
-    return templates, choose_shares(args, model, templates, chosen or 0, device, dtype, total, lora)
+    measured = measured_speeds(args, args.batch_size, dtype)
+    layers = layers_by_speed(model, measured if measured and len(measured.places) == num_stages else None, num_stages)
+    if dist.get_rank() == 0:
+        print(f"decoder layers of the stages: {', '.join(map(str, layers))}", flush=True)
+    return [layers], told[0]
 
 
-def choose_shares(args, model, templates: list, chosen: int, device, dtype, total: int | None, lora=None) -> list[int]:
-    """Micro-batches of a step, pipeline by pipeline: as told, or by speed: measured before, or now. Collective."""
-    count = len(templates)
-    if told := args.num_microbatches:
-        shares = told[min(chosen, len(told) - 1)]
-        if getattr(args, "pipeline_seconds", None) and total:  # the machines planned by themselves
-            return shares_by_speed(total, args.pipeline_seconds)
-        if len(shares) == count and total in (None, sum(shares)):
-            return shares
+def choose_shares(args, made, count: int, told: list[int] | None, total: int | None, device, dtype) -> list[int]:
+    """Micro-batches of a step for each of `count` pipelines: as told, or by speed: measured before, or now. Collective.
+
+    `total`: their sum, where a checkpoint has decided it.
+    """
+    if told:
+        if len(told) == count and (total in (None, sum(told)) or not is_elastic()):
+            return told  # run.check says what the checkpoint has instead
         if not is_elastic():
-            if len(shares) != count:
-                raise UserError(f"--num_microbatches {','.join(map(str, shares))}: write {count} numbers, one per "
-                                "pipeline, with commas between them")
-            return shares  # check_batch says what the checkpoint has instead
-        total = total or sum(shares)
-    total = total or (getattr(args, "local_steps", None) or args.gradient_accumulation) * count
+            raise UserError(f"--num_microbatches {','.join(map(str, told))}: write {count} numbers, one per pipeline, "
+                            "with commas between them")
+        total = total or sum(told)
+    total = total or (args.local_steps or args.gradient_accumulation) * count
     if total < count:
         raise UserError(f"a step has {total} micro-batches, fewer than the {count} pipelines: lower --batch_size, or "
                         "start fewer processes")
     seconds = [1.0] * count
     if not args.equal_shares and count == dist.get_world_size() > 1:  # each rank has a whole model
-        if speeds := measured_speeds(args, args.batch_size, dtype, model.config):
-            seconds = [speed.whole_model for speed in speeds]
-        elif PipelineTemplate.get_model_name(model) == "model.Llama":
-            whole = make_llama(model.config, args.seed, device, dtype, args.recompute)
-            seconds = gather(seconds_of_microbatch(whole, args.batch_size, args.seq_len, device))
+        if measured := measured_speeds(args, args.batch_size, dtype, made.model.config):
+            seconds = measured.seconds_of_whole()
         else:
             load_code(device)
             dist.barrier()
             with contextlib.suppress(Unsupported):  # then all are taken as equally fast
-                clock = StageClock(model, args.seq_len, dtype, device, lora)
+                clock = StageClock(made.model, args.seq_len, dtype, device, made.lora)
                 seconds = gather(clock.seconds_of_whole(args.batch_size, args.recompute))
         if dist.get_rank() == 0:
             listed = ", ".join(f"{args.batch_size * args.seq_len / value:.0f}" for value in seconds)
@@ -110,7 +207,76 @@ def choose_shares(args, model, templates: list, chosen: int, device, dtype, tota
     return shares_by_speed(total, seconds)
 
 
-def speeds_of_stages(args, dtype: torch.dtype, num_stages: int) -> list | None:
-    """The speed of each stage's machine, where one process is one stage and cluster.json has it. Collective."""
-    speeds = measured_speeds(args, args.batch_size, dtype)
-    return speeds if speeds and len(speeds) == num_stages else None
+class Measured(NamedTuple):
+    """The machines of cluster.json, `places`: those of the ranks among them; `size`: the micro-batch size measured that
+    is nearest to the run's; `kinds`: of passes that a micro-batch takes."""
+
+    cluster: Cluster
+    places: tuple[int, ...]
+    size: int
+    kinds: str
+
+    def seconds_of_whole(self) -> list[float]:
+        """Of the measured model for a micro-batch, rank by rank."""
+        whole = (0, len(self.cluster.names))
+        return [self.cluster.seconds(place, self.size, whole, self.kinds) for place in self.places]
+
+
+def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None) -> Measured | None:
+    """What cluster.json says of these ranks' machines. Collective.
+
+    None in a run of one process, with --equal_shares, and where there is no cluster.json. `config`: of the model, where
+    only speeds of this model are of use. Raises UserError for a file that can't be read, or that is for other machines
+    or another order of them, another dtype or another model. In an elastic run any of its machines may be there.
+    """
+    here, path = gather(this_host()), args.cluster_json or CLUSTER_JSON
+
+    def read() -> Measured | None:
+        if args.equal_shares or len(here) == 1 or (args.cluster_json is None and not os.path.exists(path)):
+            return None
+        try:
+            cluster = load_cluster(path)
+            hosts = host_names(here, cluster.hosts)
+            run = {"hosts": hosts, "dtype": str(dtype).removeprefix("torch."),
+                   **(model_facts(config) if config else {})}
+            places = places_of(hosts, cluster.hosts) if is_elastic() else list(range(len(hosts)))
+            if places is None:  # a host that came later: the run must not end for it
+                print(f"equal shares, since {path} does not have all of {', '.join(hosts)}", flush=True)
+                return None
+            measured = {"hosts": hosts if is_elastic() else cluster.hosts, "dtype": cluster.dtype, **cluster.model}
+            for name, value in run.items():
+                if measured[name] != value:
+                    raise UserError(f"{path} was measured with {name} {measured[name]}, but this run has {value}: "
+                                    "measure again with plan.py --measure")
+            size = min(cluster.sizes, key=lambda size: abs(size - microbatch_size))
+        except ValueError as error:
+            raise UserError(f"{error}, or use --equal_shares") from None
+        print(f"speeds: {path}, measured with {cluster.model_name}", flush=True)
+        return Measured(cluster, tuple(places), size, Setting(recompute=args.recompute).kinds)
+
+    return from_home(read)
+
+
+def layers_by_speed(model: torch.nn.Module, measured: Measured | None, num_stages: int) -> list[int]:
+    """Decoder layers of each stage, stage k on rank k, so that the slowest stage takes the shortest time.
+
+    The first stage has the embedding besides its layers, the last one the head: in a small model that is many layers'
+    worth. Seconds go by parameters, because the model that is trained need not be the one that was measured. Raises
+    UserError where there are fewer layers than stages.
+    """
+    names = PipelineTemplate.get_modules(model)
+    sizes = [sum(param.numel() for param in model.get_submodule(name).parameters()) for name in names]
+    layers = [k for k, name in enumerate(names) if name.rpartition(".")[2].isdigit()]
+    embedding, layer, head = sum(sizes[:layers[0]]), sizes[layers[0]], sum(sizes[layers[-1] + 1:])
+    if len(layers) < num_stages:
+        raise UserError(f"{num_stages} stages for a model of {len(layers)} decoder layers: each needs at least one, "
+                        f"start at most {len(layers)} processes")
+    each, besides = [1.0 * layer] * num_stages, [0.0] * (num_stages - 1) + [1.0 * head]  # looking up takes no time
+    if measured:
+        cluster, first = measured.cluster, measured.cluster.first_layer
+        stop, end = first + cluster.num_layers, len(cluster.names)
+        each, besides = cluster.layer_seconds(measured.places, measured.size, measured.kinds)
+        each = [seconds * layer * cluster.num_layers / max(1, cluster.parameters_of((first, stop))) for seconds in each]
+        besides[0] *= embedding / max(1, cluster.parameters_of((0, first)))
+        besides[-1] *= head / max(1, cluster.parameters_of((stop, end)))
+    return shares_by_speed(len(layers), each, besides=besides)

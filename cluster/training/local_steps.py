@@ -30,15 +30,16 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 import process_group_manager as pgm
+from data.encoded import load_samples
 from dataloader import next_tokens
 from metrics import RunLogger
 from model import cast_weights_once
 from pipeline_stage import PipelineStage
 from timeline import timeline
-from training.board import Board
-from training.common import load_text
-from training.compression import WIRE_DTYPES, CompressedAllReduce, compress
-from training.loop import Step, StepTimes, endless
+from training.compression import WIRE_DTYPES, CompressedAllReduce
+from training.loop import endless
+from training.record import Board, Step
+from training.times import StepTimes
 from checkpoints.survive import is_elastic
 from utils import UserError, make_scheduler, number, positive_float, positive_int, recompute_layers, zero_or_more
 
@@ -87,24 +88,18 @@ def check_local_flags(args) -> None:
                         f"{args.local_steps}: an epoch has to end where a round ends")
 
 
-def train_rounds(args, plugin, made, templates: list, shares: list[int], run) -> None:
+def train_rounds(args, plugin, made, layout, run) -> None:
     """The training of train_distributed.py with --local_steps. At the end of each epoch rank 0 saves. Collective."""
     config, is_first = made.model.config, dist.get_rank() == 0
-    steps, shares = local_steps_of_round(args, shares)
-    if is_first:
-        print(f"local steps of a round: {', '.join(map(str, steps))}\n"
-              f"micro-batches of a round, of {args.batch_size} samples each: {', '.join(map(str, shares))}", flush=True)
-    plugin.set_pipelines(templates, shares)
-    compress(plugin, config, gradient_wire_dtype=args.gradient_wire_dtype)
     samples_of_step = plugin.global_batch_size // args.local_steps
-    samples = load_text(args, args.model_name, config.vocab_size,
+    samples = load_samples(args, args.model_name, config.vocab_size,
                         args.max_steps_per_epoch and args.max_steps_per_epoch * samples_of_step)
     run.check_data(args.model_name, config.vocab_size, samples.read)
     if len(samples) < plugin.global_batch_size:
         raise UserError(f"the data set has {len(samples)} samples, fewer than the {plugin.global_batch_size} of a "
                         f"round of --local_steps {args.local_steps}: lower it, or add data")
     loader = plugin.prepare_dataloader(samples, shuffle=True, seed=args.seed, collate_fn=next_tokens)
-    stage = PipelineStage(made.model, templates[0], 0)
+    stage = PipelineStage(made.model, layout.templates[0], 0)
     if made.initial:  # else the model has them, drawn by --seed
         made.initial(stage)
     stage.model.to(plugin.device)
@@ -116,7 +111,8 @@ def train_rounds(args, plugin, made, templates: list, shares: list[int], run) ->
     run.watch.let_signals_kill()
     board, total = Board(os.path.join(args.log_dir, args.run_name), plugin.device), 0.0
     num_rounds = args.epochs * loader.steps_per_epoch
-    for step in train_locally(args, plugin, stage.model, optimizer, loader, made.criterion, steps, num_rounds):
+    for step in train_locally(args, plugin, stage.model, optimizer, loader, made.criterion, layout.local_steps,
+                              num_rounds):
         board.log(step, plugin.global_batch_size * args.seq_len)
         total, run.step = total + step.loss, step.number
         if step.number % loader.steps_per_epoch == 0:
@@ -127,13 +123,6 @@ def train_rounds(args, plugin, made, templates: list, shares: list[int], run) ->
             total = 0.0
     run.end(was_stopped=False)
     board.close()
-
-
-def local_steps_of_round(args, shares: list[int]) -> tuple[list[int], list[int]]:
-    """Local steps and micro-batches of a round, rank by rank, from what choose_shares returns."""
-    if args.num_microbatches:  # local steps of unlike sizes, equally many on all ranks
-        return [args.local_steps] * len(shares), [args.local_steps * size for size in shares]
-    return shares, [args.gradient_accumulation * steps for steps in shares]
 
 
 class Round:

@@ -26,7 +26,7 @@ import torch
 import torch.nn as nn
 
 from pipeline_template import listed_modules
-from training.common import gather
+from machine_facts import gather
 from checkpoints.pieces import peft_name
 from utils import UserError, number, positive_float, positive_int
 

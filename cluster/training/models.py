@@ -1,7 +1,6 @@
 """The model of --model_name: our Llama where it is one that ours implements, else the class of transformers."""
 
 import argparse
-import contextlib
 import functools
 import glob
 import json
@@ -12,16 +11,15 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
+from machine_facts import once_per_machine
 from model import Llama, init_weights
 from run_common import check_positions, load_model, local_directory
 from tensor_parallel import cross_entropy, split_over_tp
 from training.lora import RATE, Lora
 from training.loss import mean_cross_entropy
-from training.machine_facts import once_per_machine
 from checkpoints.pieces import their_name
 from checkpoints.load import published_weights
-from utils import UserError, default_learning_rate, load_config, read_config
-
+from utils import UserError, default_learning_rate, load_config, read_config, recompute_layers
 
 COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -29,27 +27,44 @@ SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
 class Model(NamedTuple):
-    """`model`: whole, on the meta device where its weights come later. `initial`: as plugin.configure(weights=...).
+    """`model`: whole, on the meta device, without weights.
 
     `names`: of the parameters that are saved, as files have them. `files`: what checkpoints have beside these: the
-    content of config.json, or of adapter_config.json.
+    content of config.json, or of adapter_config.json. `learning_rate`: its default. `draw`: makes the model once more,
+    with random weights. `initial`: as plugin.configure(weights=...), once with_weights has looked for them.
     """
 
     model: nn.Module
-    initial: Callable | None
     criterion: Callable
     names: list[str]
     files: dict[str, bytes]
+    learning_rate: float
+    draw: Callable | None = None
     lora: Lora | None = None
+    initial: Callable | None = None
 
 
-def make_model(args, device: torch.device, dtype: torch.dtype, has_weights: bool) -> Model:
-    """`has_weights`: a checkpoint gives them. Sets the default of args.learning_rate. Collective. Raises UserError."""
-    fields = once_per_machine(lambda: read_config(args.model_name))
-    published = find_published(args) if args.lora_rank or not has_weights else None
+def make_model(args, dtype: torch.dtype, toy: dict | None = None) -> Model:
+    """What is known of the model before it has weights. `toy`: the configuration where --model_name is not given.
+
+    Collective. Raises UserError.
+    """
+    fields = once_per_machine(lambda: read_config(args.model_name)) if args.model_name else toy
     if fields.get("model_type") == "llama" and is_ours(fields) and not args.lora_rank:
-        return our_llama(args, device, dtype, published)
-    return of_transformers(args, fields, device, dtype, published, has_weights)
+        return our_llama(args, dtype)
+    return of_transformers(args, fields, dtype)
+
+
+def with_weights(made: Model, args, device: torch.device, has_weights: bool) -> Model:
+    """The model with what gives a stage its initial weights. `has_weights`: a checkpoint gives them. Collective."""
+    published = find_published(args) if made.lora or not has_weights else None
+    if published:
+        return made._replace(initial=lambda stage: published(stage, device))
+    if has_weights:
+        return made
+    if made.draw:
+        return made._replace(model=made.draw())
+    return made._replace(initial=lambda stage: init_weights(stage.model, args.seed, device, split_over_tp))
 
 
 def find_published(args) -> Callable | None:
@@ -88,7 +103,7 @@ def is_ours(fields: dict) -> bool:
         return False
 
 
-def our_llama(args, device: torch.device, dtype: torch.dtype, published: Callable | None) -> Model:
+def our_llama(args, dtype: torch.dtype) -> Model:
     config = once_per_machine(lambda: load_config(args.model_name, **{name: getattr(args, name) for name in SIZES}))
     if config.head_dim % 2:
         raise UserError(f"--num_attention_heads {config.num_attention_heads} leaves {config.head_dim} numbers a head, "
@@ -96,23 +111,16 @@ def our_llama(args, device: torch.device, dtype: torch.dtype, published: Callabl
     check_positions(config, args.seq_len)
     with torch.device("meta"):  # shapes only; memory comes with the weights
         model = Llama(config, dtype)
-    args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
-
-    def initial(stage) -> None:
-        if published:
-            published(stage, device)
-        else:
-            init_weights(stage.model, args.seed, device, split_over_tp)
 
     def criterion(logits, batch):
         return cross_entropy(logits, batch["target_ids"], config.vocab_size)
 
     names = [their_name(name) for name, _ in model.named_parameters()]
-    return Model(model, initial, criterion, names, config_file(model, master_dtype(dtype)))
+    return Model(model, criterion, names, config_file(model, master_dtype(dtype)),
+                 default_learning_rate(config.hidden_size))
 
 
-def of_transformers(args, fields: dict, device: torch.device, dtype: torch.dtype, published: Callable | None,
-                    has_weights: bool) -> Model:
+def of_transformers(args, fields: dict, dtype: torch.dtype) -> Model:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES  # takes seconds
 
     if (kind := fields.get("model_type")) not in CLASSES:
@@ -120,27 +128,41 @@ def of_transformers(args, fields: dict, device: torch.device, dtype: torch.dtype
                         "of this type: use one that writes text")
     if args.num_attention_heads or args.num_key_value_heads:
         raise UserError("--num_attention_heads and --num_key_value_heads are for a Llama: leave them out")
-    directory = once_per_machine(lambda: local_directory(args.model_name, "--model_name", "*.json"))
+    directory = args.model_name and once_per_machine(
+        lambda: local_directory(args.model_name, "--model_name", "*.json"))
+    toy = {} if directory else {name: value for name, value in fields.items() if name != "model_type"}
     sizes = {"num_hidden_layers": args.num_hidden_layers} if args.num_hidden_layers else {}
     settings = argparse.Namespace(**{**vars(args), "model_name": directory})
+
+    def draw() -> nn.Module:
+        return load_model(CLASSES[kind], toy, settings, random_weights=True, **sizes)[0]
+
     try:
-        with torch.device("meta") if has_weights or published else contextlib.nullcontext():
-            model, _ = load_model(CLASSES[kind], {}, settings, random_weights=True, **sizes)
+        with torch.device("meta"):
+            model = draw()
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of many classes, for fields that do not go together
         raise UserError(f"--model_name {args.model_name!r}: transformers makes no {CLASSES[kind]} of its config.json "
                         f"({' '.join(str(error).split())[:300]}): correct it") from None
     rate = RATE if args.lora_rank else min(1e-3, default_learning_rate(model.config.hidden_size))
-    args.learning_rate = args.learning_rate or rate
     coefficient = getattr(model.config, "router_aux_loss_coef", 0)
     criterion = functools.partial(mean_cross_entropy, router_loss_coef=coefficient)
-    initial = (lambda stage: published(stage, device)) if published else None
     if args.lora_rank:
         lora = Lora(args, model, dtype)
-        return Model(model, initial, criterion, lora.names, lora.files(), lora)
+        return Model(model, criterion, lora.names, lora.files(), rate, lora=lora)
     names = [name for name, _ in model.named_parameters()]
-    return Model(model, initial, criterion, names, config_file(model, master_dtype(dtype)))
+    return Model(model, criterion, names, config_file(model, master_dtype(dtype)), rate, draw)
+
+
+def make_llama(config, seed: int, device: torch.device, dtype: torch.dtype, recompute: bool = False) -> Llama:
+    """The whole model on this rank, with its initial weights."""
+    with torch.device("meta"):
+        model = Llama(config, dtype)
+    init_weights(model, seed, device, lambda full, dim: full)
+    if recompute:
+        recompute_layers(model.decoder_layers)
+    return model
 
 
 def config_file(model: nn.Module, dtype: torch.dtype) -> dict[str, bytes]:

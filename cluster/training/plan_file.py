@@ -1,32 +1,117 @@
-"""A plan that cluster/plan.py wrote: its choices become flags, and its order of machines becomes the order of ranks.
+"""A plan: which machines share the model, and in which order. Ranks are numbered anew in the order of the plan.
 
     ranks as torchrun starts them   0     1     2           pipelines of the plan: `machines` 2, 0
     ranks of the training           1     -     0           machine 1 is idle: training is faster without it
+
+cluster/plan.py wrote it, for --plan. Without --plan and --pipelines the machines plan by themselves where one of them
+can't hold the model:
+
+    1. may every machine hold the whole model?    a rough bound, and what it has free: then nothing more happens
+    2. the rank with the most free memory measures what each module takes, all ranks measure their speeds and links
+    3. one rank looks for the best plan: without recomputation if one fits, else with it. The others get it from there
 """
 
 import atexit
 import datetime
 import json
 import sys
-from collections.abc import Callable
 
-from planning.machines import Setting, model_facts
-from planning.report import make_plan
-from planning.schedules import SCHEDULES
-from training.compression import WIRE_DTYPES
-from training.machine_facts import far_from_home, host_names, this_host
-from training.speeds import CLUSTER_JSON, places_of
+import torch
+import torch.distributed as dist
+
+import process_group_manager as pgm
 from checkpoints.survive import is_elastic
-from utils import UserError
+from machine_facts import (
+    far_from_home, free_memory, from_home, gather, home_rank, host_names, places_of, ranks_of_this_machine,
+    return_freed_memory, this_host,
+)
+from planning.clock import StageClock
+from planning.machines import Cluster, Pipeline, Setting, model_facts
+from planning.measure import describe_machines, measure_with
+from planning.report import as_plan, make_plan
+from planning.schedules import SCHEDULES
+from planning.search import Plans, find_plans
+from planning.simulate import peak_memory
+from training.compression import WIRE_DTYPES
+from training.layout import CLUSTER_JSON
+from utils import UserError, to_readable_format
 
-FLAGS = ("pipelines", "num_microbatches", "gradient_accumulation", "batch_size", "tp_size", "pp_engine", "wire_dtype",
-         "gradient_wire_dtype", "recompute")  # what a plan decides
+MEASURE_SECONDS, FRACTION = 12.0, 0.9  # of measuring; of the free memory that may be used
+ROUGHLY = 50  # numbers that a layer keeps for each number of a hidden state, at most
+
+
+def find_plan(args, made, device: torch.device, dtype: torch.dtype) -> dict | None:
+    """The content of plan.json: that of --plan, or one that the machines make by themselves. None where each of them
+    takes all of the model, or --pipelines says who takes what. Collective.
+
+    Raises UserError, on all ranks, for a plan that can't be read, or is for other hosts or another model, and where the
+    model does not fit into all machines together.
+    """
+    if args.plan:
+        plan = plan_of_file(args.plan, getattr(args, "cluster_json", None) or CLUSTER_JSON)
+        if dist.get_rank() == 0:
+            used = machines_of(plan)
+            idle = [host for rank, host in enumerate(plan["hosts"]) if rank not in used]
+            print(f"ranks in the order of {args.plan}: {', '.join(plan['hosts'][rank] for rank in used)}"
+                  f"{' | idle: ' * bool(idle)}{', '.join(idle)}", flush=True)
+        require_same_model(plan, made.model.config, str(dtype).removeprefix("torch."), args.seq_len)
+        return plan
+    if args.pipelines or args.tp_size > 1 or args.local_steps:
+        return None
+    return plan_by_themselves(args, made, device, dtype)
+
+
+def machines_of(plan: dict) -> list[int]:
+    """The ranks in the plan's order."""
+    return [rank for pipeline in plan["pipelines"] for rank in pipeline["machines"]]
+
+
+def take_places(plan: dict) -> None:
+    """Makes the process group anew with the ranks in the plan's order. Idle processes wait for the end, and exit.
+
+    Call it before any process group is made besides the default one. Collective.
+    """
+    rank, backend, store = dist.get_rank(), dist.get_backend(), dist.distributed_c10d._get_default_store()
+    if (order := machines_of(plan)) == list(range(dist.get_world_size())):
+        return
+    dist.barrier()
+    dist.destroy_process_group()
+    ranks_of_this_machine.cache_clear()
+    home_rank.cache_clear()
+    if rank not in order:
+        try:
+            store.wait(["ended"], datetime.timedelta(days=365))
+        except RuntimeError:  # the store may end with rank 0's process
+            sys.exit(1 if is_elastic() else 0)
+        sys.exit(0)
+    atexit.register(store.set, "ended", "")
+    dist.init_process_group(backend, store=dist.PrefixStore("planned", store), rank=order.index(rank),
+                            world_size=len(order), timeout=pgm.timeout)
+
+
+def plan_of_file(path: str, cluster_json: str) -> dict:
+    """The plan of the rank that can read the file and is least far from home, for the hosts that are here.
+
+    In an elastic run on other hosts than the plan's, that rank plans anew for those that are there.
+    """
+    own = read_plan(path)
+    others = gather(("error" in own, far_from_home(), this_host()))
+    reader = min(range(len(others)), key=lambda rank: others[rank][:2])
+    hosts = host_names([host for *_, host in others], own.get("hosts", ()))
+    if dist.get_rank() == reader and "error" not in own:
+        if is_elastic() and sorted(hosts) == sorted(own["hosts"]):
+            own = in_order(own, hosts)  # an elastic run has ranks in an order of its own
+        elif hosts != own["hosts"]:
+            own = plan_for(hosts, own, cluster_json) if is_elastic() else {
+                "error": f"the plan is for processes on {', '.join(own['hosts'])}, but they run on {', '.join(hosts)}: "
+                         "start them in the order of plan.py --measure, or measure again"}
+    if "error" in (plan := gather(own)[reader]):
+        raise UserError(plan["error"])
+    return plan
 
 
 def read_plan(path: str) -> dict:
-    """The plan in a file, or {"error": why not}. Two keys are added: `machines`, the ranks in the plan's order, and
-    `facts`, what has to be the same in the run.
-    """
+    """The plan in a file, or {"error": why not}."""
     try:
         with open(path) as file:
             plan = json.load(file)
@@ -39,73 +124,14 @@ def read_plan(path: str) -> dict:
             raise ValueError(f"it has sizes, layers or micro-batches that are no positive numbers: {numbers}")
         if not {plan.get("wire_dtype"), plan.get("gradient_wire_dtype")} <= {None, *WIRE_DTYPES}:
             raise ValueError(f"its wire dtypes are none of {', '.join(WIRE_DTYPES)}")
-        completed(plan)
-        fits = pipelines and all(isinstance(host, str) for host in plan["hosts"])
+        machines, fits = machines_of(plan), isinstance(plan["dtype"], str) and isinstance(plan["model"], dict)
+        fits = fits and pipelines and all(isinstance(host, str) for host in plan["hosts"])
         fits = fits and all(len(pipeline["layers"]) == len(pipeline["machines"]) for pipeline in pipelines)
-        if not fits or sorted(plan["machines"]) != sorted({*plan["machines"]} & {*range(len(plan["hosts"]))}):
-            raise ValueError(f"machines {plan['machines']} of {len(plan['hosts'])} hosts, each once, with its layers")
+        if not fits or sorted(machines) != sorted({*machines} & {*range(len(plan["hosts"]))}):
+            raise ValueError(f"machines {machines} of {len(plan['hosts'])} hosts, each once, with its layers")
         return plan
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return {"error": f"--plan {path!r} can't be read ({type(error).__name__}: {error}): use cluster/plan.py"}
-
-
-def completed(plan: dict) -> dict:
-    """The plan with the two keys that read_plan adds."""
-    plan["facts"] = {**plan["model"], "dtype": plan["dtype"], "seq_len": plan["seq_len"]}
-    plan["machines"] = [rank for pipeline in plan["pipelines"] for rank in pipeline["machines"]]
-    return plan
-
-
-def add_plan_flag(parser) -> None:
-    parser.add_argument("--plan", metavar="PLAN.JSON", help="pipelines and schedule that cluster/plan.py chose")
-
-
-def make_arrangement(parser, args, plan: dict) -> Callable | None:
-    """What init_process_group takes as `arrange`: it fills `plan` with that of --plan. None without --plan."""
-    def arrange(store, rank: int, world_size: int) -> tuple[int, int]:
-        parser.set_defaults(**dict.fromkeys(FLAGS))  # what the command line does not give is None below
-        if given := [name for name in FLAGS if getattr(parser.parse_args(), name, None) is not None]:
-            raise UserError(f"--plan says what runs where: leave out --{', --'.join(given)}")
-        found, *place = take_places(args.plan, store, rank, world_size, getattr(args, "cluster_json", None))
-        plan.update(found)
-        return tuple(place)
-
-    return arrange if args.plan else None
-
-
-def take_places(path: str, store, rank: int, world_size: int, cluster_json: str | None = None) -> tuple[dict, int, int]:
-    """The plan, and this process's rank in its order of machines and how many these are.
-
-    The rank that can read the file and is least far from home sends it to all through the `store`. In an
-    elastic run on other hosts than the plan's, that rank plans anew for those that are there. Processes that the plan
-    leaves idle wait here until the training has ended, and exit. Raises UserError for a plan that can't be read, or
-    that is for processes on other hosts.
-    """
-    own = read_plan(path)
-    store.set(f"has plan/{rank}", json.dumps({"host": this_host(), "error": own.get("error"),
-                                             "far": far_from_home()}))
-    others = [json.loads(store.get(f"has plan/{other}")) for other in range(world_size)]
-    hosts = host_names([tuple(other["host"]) for other in others], own.get("hosts", ()))
-    reader = min(range(world_size), key=lambda k: (bool(others[k]["error"]), others[k]["far"]))
-    if rank == reader:
-        if "error" not in own and is_elastic() and sorted(hosts) == sorted(own["hosts"]):
-            own = in_order(own, hosts)  # an elastic run has ranks in an order of its own
-        elif "error" not in own and hosts != own["hosts"]:
-            own = plan_for(hosts, own, cluster_json or CLUSTER_JSON) if is_elastic() else {
-                "error": f"the plan is for processes on {', '.join(own['hosts'])}, but they run on {', '.join(hosts)}: "
-                         "start them in the order of plan.py --measure, or measure again"}
-        store.set("plan", json.dumps(own))
-    if "error" in (plan := json.loads(store.get("plan"))):
-        raise UserError(plan["error"])
-    order = plan["machines"]
-    if rank not in order:
-        try:
-            store.wait(["ended"], datetime.timedelta(days=365))
-        except RuntimeError:  # the store may end with rank 0's process
-            sys.exit(1 if is_elastic() else 0)
-        sys.exit(0)
-    atexit.register(store.set, "ended", "")
-    return plan, order.index(rank), len(order)
 
 
 def in_order(plan: dict, hosts: list[str]) -> dict:
@@ -113,7 +139,7 @@ def in_order(plan: dict, hosts: list[str]) -> dict:
     places = places_of(plan["hosts"], hosts)
     for pipeline in plan["pipelines"]:
         pipeline["machines"] = [places[machine] for machine in pipeline["machines"]]
-    return completed({**plan, "hosts": hosts})
+    return {**plan, "hosts": hosts}
 
 
 def plan_for(hosts: list[str], plan: dict, cluster_json: str) -> dict:
@@ -137,18 +163,121 @@ def plan_for(hosts: list[str], plan: dict, cluster_json: str) -> dict:
         return {"error": f"no plan for {', '.join(hosts)}: {cluster_json}: {error}"}
     for pipeline in made["pipelines"]:
         pipeline["machines"] = [ranks[k] for k in pipeline["machines"]]
-    made["hosts"] = hosts
-    return completed(made)
+    return {**made, "hosts": hosts}
 
 
-def follow_plan(args, plan: dict, config, dtype: str) -> None:
-    """Writes the plan into the flags. Raises UserError where it is for another model, --dtype or --seq_len."""
-    here = {**vars(config), **model_facts(config), "dtype": dtype, "seq_len": args.seq_len}
-    facts = plan["facts"].items()
+def require_same_model(plan: dict, config, dtype: str, seq_len: int) -> None:
+    """Raises UserError where the plan is for another model, --dtype or --seq_len."""
+    here = {**vars(config), **model_facts(config), "dtype": dtype, "seq_len": seq_len}
+    facts = {**plan["model"], "dtype": plan["dtype"], "seq_len": plan["seq_len"]}.items()
     if unlike := [f"{name} {value} (here {here.get(name)})" for name, value in facts if here.get(name) != value]:
         raise UserError(f"the plan is for {', '.join(unlike)}: make a plan for this run with cluster/plan.py")
-    args.micro_batch_size, args.pp_engine = plan["micro_batch_size"], plan["schedule"]
-    args.pipelines = [pipeline["layers"] for pipeline in plan["pipelines"]]
-    args.num_microbatches = [pipeline["num_microbatches"] for pipeline in plan["pipelines"]]
-    args.wire_dtype, args.gradient_wire_dtype = plan.get("wire_dtype"), plan.get("gradient_wire_dtype")
-    args.recompute = plan.get("recompute", False)
+
+
+def plan_by_themselves(args, made, device: torch.device, dtype: torch.dtype) -> dict | None:
+    """The plan for these machines; None where each of them can hold the whole model. Collective."""
+    free, hosts = zip(*gather((free_memory(device), this_host())))
+    if rough_bytes(args, made, dtype) < FRACTION * min(free):
+        return None
+    return_freed_memory()
+    if dist.get_rank() == 0:
+        listed = ", ".join(f"{host} {room / 1e9:.2f}" for host, room in zip(host_names(hosts), free))
+        print(f"the whole model may not fit into every machine's free memory (GB: {listed}): measuring", flush=True)
+    data = measure(args, made, device, dtype)
+    if dist.get_rank() == 0:
+        print(describe_machines(data, ()), flush=True)
+    return from_home(lambda: choose(args, data))
+
+
+def rough_bytes(args, made, dtype: torch.dtype) -> float:
+    """More than the whole model takes on one machine, without measuring anything."""
+    config, lora, tokens = made.model.config, made.lora, args.batch_size * args.seq_len
+    numbers = sum(param.numel() for param in made.model.parameters())
+    weights = dtype.itemsize * numbers + 18 * lora.num_trained if lora else 24 * numbers
+    kept = ROUGHLY * config.hidden_size * config.num_hidden_layers + 6 * config.vocab_size
+    return weights + 4.0 * tokens * kept
+
+
+def measure(args, made, device: torch.device, dtype: torch.dtype) -> dict:
+    """The content of cluster.json, with micro-batches of 1 and of args.batch_size samples. Collective."""
+    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora)
+    free = gather(free_memory(device))
+    roomiest, known = free.index(max(free)), None
+    try:
+        known = clock.measure_memory(max(free)) if dist.get_rank() == roomiest else None
+    except ValueError as error:
+        known = error
+    if isinstance(known := gather(known)[roomiest], ValueError):
+        raise known
+    clock.known = known
+    sizes = sorted({1, args.batch_size})
+    data = {**measure_with(clock, args.model_name, tuple(sizes), MEASURE_SECONDS), "flags": {}}
+    for machine in data["machines"]:  # where there was no time or memory for a size: so many times the smallest
+        for kind in ("forward", "backward"):
+            for size in sizes[1:]:
+                machine[kind].setdefault(str(size), [size * seconds for seconds in machine[kind]["1"]])
+    return data
+
+
+def choose(args, data: dict) -> dict | None:
+    """The plan; None where every machine can hold the whole model. Raises UserError where nothing fits."""
+    cluster, size = Cluster(data), args.batch_size
+    n, layers = len(cluster.machines), cluster.num_layers
+    total = sum(args.num_microbatches[0]) if args.num_microbatches else args.gradient_accumulation * n
+    setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
+    whole = peak_memory(cluster, Pipeline((0,), (layers,), total), size, setting)[0]
+    if all(whole <= FRACTION * machine.free_memory for machine in cluster.machines):
+        return None
+    schedule = "auto" if args.pp_engine == "1f1b" else args.pp_engine
+    for recompute in sorted({args.recompute, True}):
+        try:
+            plans = find_plans(cluster, total * size, setting._replace(schedule=schedule, recompute=recompute), [size],
+                               FRACTION)
+            return described(cluster, plans)
+        except ValueError:
+            continue
+    raise UserError(why_not(cluster, setting, size, total))
+
+
+def described(cluster: Cluster, plans: Plans) -> dict:
+    """The best of the plans, as in plan.json, with the `seconds` of each pipeline for a micro-batch. Prints it."""
+    (pipelines, size, *_), result = plans.best[0]
+    plan, seconds, parts = as_plan(cluster, plans.best[0], plans.setting), [], []
+    for machines, layers, number in pipelines:
+        stages = zip(machines, cluster.stages(layers))
+        seconds.append(max(cluster.seconds(rank, size, stage, plans.setting.kinds) for rank, stage in stages))
+        shares = " -> ".join(f"{cluster.machines[rank].host} {count}" for rank, count in zip(machines, layers))
+        parts.append(f"{shares} ({number} micro-batch{'es' * (number > 1)})")
+    idle = [machine.host for rank, machine in enumerate(cluster.machines) if rank not in machines_of(plan)]
+    memory = []
+    for rank in machines_of(plan):
+        host, free, _, _, process = cluster.machines[rank]
+        memory.append(f"{host} {(process + result.peak_memory[rank]) / 1e9:.2f} of {(process + free) / 1e9:.2f}")
+    tokens = plan["global_batch"] * cluster.seq_len
+    print(f"plan: decoder layers {'; '.join(parts)}{' | --recompute' * plan['recompute']}"
+          f"{' | idle: ' * bool(idle)}{', '.join(idle)}\n"
+          f"predicted: {to_readable_format(tokens / result.step_seconds)} tokens/s, {result.step_seconds:.3g} s a step;"
+          f" peak memory of the processes in GB: {', '.join(memory)}", flush=True)
+    return {**plan, "seconds": seconds}
+
+
+def why_not(cluster: Cluster, setting: Setting, size: int, total: int) -> str:
+    """One line: what the model needs, what there is, and what would fit."""
+    def needed(size: int, recompute: bool) -> float:
+        return peak_memory(cluster, Pipeline((0,), (cluster.num_layers,), total), size,
+                           setting._replace(recompute=recompute))[0]
+
+    has = ", ".join(f"{machine.host} {machine.free_memory / 1e6:.0f}" for machine in cluster.machines)
+    more = needed(1, True) / FRACTION - sum(machine.free_memory for machine in cluster.machines)
+    advice = (f"even --batch_size 1 --recompute needs {needed(1, True) / 1e6:.0f} MB: free about "
+              f"{max(more, 1e8) / 1e6:.0f} MB more, or add machines, which share the model")
+    for recompute in sorted({setting.recompute, True}) if size > 1 else ():
+        try:
+            find_plans(cluster, total, setting._replace(recompute=recompute), [1], FRACTION)
+            advice = "--batch_size 1" + " --recompute" * (recompute and not setting.recompute) + " would fit"
+            break
+        except ValueError:
+            continue
+    return (f"not enough memory: with micro-batches of {size} samples of {cluster.seq_len} tokens the model needs "
+            f"{needed(size, setting.recompute) / 1e6:.0f} MB on one machine, {needed(size, True) / 1e6:.0f} MB with "
+            f"--recompute; free are, in MB: {has}, of which {FRACTION:.0%} may be used; {advice}")

@@ -1,8 +1,17 @@
-"""metrics.jsonl over several runs of one training: steps count on, and none is there twice.
+"""What a run tells of itself: metrics.jsonl, TensorBoard's files and, on a terminal, how far it is.
 
-Evaluations have a file beside it, evaluation.jsonl: {"step": 20, "evaluation_loss": 3.51, "perplexity": 33.4} a line.
-Where hosts share no disk, one rank of each writes the rows, so that they outlive the host of the rank that logs.
-config.json beside them has the run's id: another run of that name may have left rows of the same steps on a host.
+metrics.jsonl goes on over several runs of one training: steps count on, and none is there twice. Evaluations have a
+file beside it, evaluation.jsonl: {"step": 20, "evaluation_loss": 3.51, "perplexity": 33.4} a line. Where hosts share no
+disk, one rank of each writes the rows, so that they outlive the host of the rank that logs. config.json beside them has
+the run's id: another run of that name may have left rows of the same steps on a host.
+
+TensorBoard gets the loss of each step, and what each rank did and used in it: seconds of the step, those that it
+computed and those that it waited for others or for the network, its memory, and how busy its CPU and GPU were. W&B gets
+the latter, too; what RunLogger writes for W&B is not repeated there.
+
+On a terminal one line is drawn anew while a step is computed; elsewhere there is a line every minute:
+
+    step 12/60 |####                | loss 3.4211 | evaluation 3.5120 | 214 tokens/s | 3:12 left
 """
 
 import contextlib
@@ -10,13 +19,35 @@ import io
 import json
 import math
 import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from metrics import RunLogger, open_metrics, peak_memory_gb
+import torch
+
 from checkpoints.disks import Disks
-from training.progress import Progress
+from machine_facts import gather, home_rank, is_home
+from metrics import RunLogger, open_metrics, peak_memory_gb
 
 EVALUATIONS = "evaluation.jsonl"
 BEFORE = "metrics.before.jsonl"  # rows of the runs before, until they are in the new file
+EVERY = 60  # seconds between two lines of progress where there is no terminal
+
+
+class Step(NamedTuple):
+    """An optimizer step that has just been made."""
+
+    number: int  # from 1 on
+    loss: float  # the mean over the global batch
+    grad_norm: float  # of the whole model, before it was clipped
+    learning_rate: float
+    seconds: float
+    compute_seconds: float | None  # those that this rank computed; None where they were not measured
+    evaluation: float | None = None  # the loss on the validation split after it, where it was computed
+    sample: str | None = None  # a text that the model wrote after it, on home_rank()
 
 
 class Record:
@@ -25,9 +56,9 @@ class Record:
     `before`: the flags of the run that it goes on from; like `args`, with its run_id.
     """
 
-    def __init__(self, args, grid, disks: Disks, num_steps: int, tokens_per_step: int, start: int,
+    def __init__(self, args, grid, disks: Disks, device: torch.device, num_steps: int, tokens_per_step: int, start: int,
                  before: dict | None):
-        folder = source = os.path.join(args.log_dir, args.run_name)
+        self.folder = folder = source = os.path.join(args.log_dir, args.run_name)
         is_logging = disks.gather(grid.is_logging_rank)
         writes = grid.is_logging_rank or disks.leads and not any(is_logging[rank] for rank in disks.mine.ranks)
         rows, evaluations = [], []
@@ -54,7 +85,8 @@ class Record:
             if evaluations or os.path.exists(self.evaluations):  # those of later steps are made again
                 with open(self.evaluations, "w", encoding="utf-8") as file:
                     file.writelines(evaluations)
-        self.progress = Progress(num_steps, start, grid.is_logging_rank)
+        self.progress, self.board = Progress(num_steps, start, grid.is_logging_rank), None
+        self.device, self.start = device, start
 
     def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float) -> None:
         with contextlib.redirect_stdout(io.StringIO()) if self.progress.is_bar else contextlib.nullcontext():
@@ -72,14 +104,21 @@ class Record:
             with open(self.evaluations, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         if self.logger.enabled:
-            self.progress.evaluated(loss)
+            self.progress.evaluation = f"evaluation {loss:.4f} | "
             if self.logger.wandb:
                 self.logger.wandb.log(values, step=step)
             print(f"evaluation after step {step}: loss {loss:.4f}, perplexity {values['perplexity']:.2f}", flush=True)
 
+    def complete(self, step: Step) -> None:
+        """After a step with its evaluation and its sample. Collective."""
+        self.board = self.board or Board(self.folder, self.device, self.start)  # an older run's folder is renamed now
+        self.board.log(step, self.tokens_per_step)
+
     def close(self) -> None:
         self.progress.close()
         self.logger.close()
+        if self.board:
+            self.board.close()
         if self.file and not self.logger.enabled:
             self.file.close()
 
@@ -127,3 +166,127 @@ def set_aside(folder: str) -> None:
         file.writelines(kept)
     os.replace(f"{before}.unfinished", before)
     os.remove(old)
+
+
+class Board:
+    """Writes to `folder`, on home_rank(), what all ranks send it. Without TensorBoard it writes nothing and says so.
+
+    A run that is resumed goes on after step `start`.
+    """
+
+    def __init__(self, folder: str, device: torch.device, start: int = 0):
+        self.device, self.writer, self.busy = device, None, time.process_time()
+        if not is_home():
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(folder, purge_step=start + 1 if start else None)
+        except ImportError:
+            print("no TensorBoard files: pip install tensorboard. metrics.jsonl has the losses", flush=True)
+
+    def log(self, step: Step, tokens: int) -> None:
+        """`tokens`: of the step, on all ranks. Collective."""
+        everyone, samples = zip(*gather((self.values_of_this_rank(step), step.sample)))
+        evaluation, sample = step.evaluation, samples[home_rank()]
+        self.log_to_wandb(step.number, everyone, sample)
+        if self.writer is None:
+            return
+        if evaluation is not None:
+            self.writer.add_scalar("evaluation_loss", evaluation, step.number)
+            self.writer.add_scalar("perplexity", perplexity(evaluation), step.number)
+        if sample is not None:
+            self.writer.add_text("sample", sample, step.number)
+        for name in ("loss", "grad_norm", "learning_rate"):
+            self.writer.add_scalar(name, getattr(step, name), step.number)
+        self.writer.add_scalar("tokens_per_second", tokens / step.seconds, step.number)
+        for rank, values in enumerate(everyone):
+            for name, value in values.items():
+                self.writer.add_scalar(f"{name}/rank{rank}", value, step.number)
+
+    def log_to_wandb(self, number: int, everyone: tuple[dict[str, float], ...], sample: str | None) -> None:
+        """In the process that has a run of W&B: that of the rank that logs, with --use_wandb."""
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        if run is not None:
+            values = {f"{name}/rank{rank}": value for rank, each in enumerate(everyone) for name, value in each.items()}
+            run.log(values if sample is None else {**values, "sample": sample}, step=number)
+
+    def values_of_this_rank(self, step: Step) -> dict[str, float]:
+        """Seconds, gigabytes, and percent: 100 percent of the CPU is one core. What is unknown is left out."""
+        busy_before, self.busy = self.busy, time.process_time()
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        values = {"step_seconds": step.seconds, "cpu_memory_gb": peak / 1e9,
+                  "cpu_percent": 100 * (self.busy - busy_before) / step.seconds}
+        if step.compute_seconds is not None:
+            values["compute_seconds"] = step.compute_seconds
+            values["wait_seconds"] = max(step.seconds - step.compute_seconds, 0.0)
+        if self.device.type == "cuda":
+            values["gpu_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
+            try:
+                values["gpu_percent"] = float(torch.cuda.utilization(self.device))
+            except (ImportError, RuntimeError):
+                pass  # it needs the package nvidia-ml-py
+        return values
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+            print(f"TensorBoard: tensorboard --logdir {os.path.dirname(self.writer.log_dir)}", flush=True)
+
+
+class Progress:
+    """Of the steps `start` + 1 to `num_steps`, on the rank that logs; on others, with `is_shown` False, nothing.
+
+    `is_bar`: whether there is a bar, and no lines of the steps are wanted.
+    """
+
+    def __init__(self, num_steps: int, start: int, is_shown: bool):
+        self.num_steps, self.number, self.first = num_steps, start, None
+        self.loss = self.evaluation = self.speed = ""
+        self.is_shown = is_shown and start < num_steps
+        self.is_bar = self.is_shown and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+    @contextlib.contextmanager
+    def bar(self) -> Iterator[None]:
+        """On a terminal the bar is there inside of the block, in which nothing should be printed."""
+        if self.is_bar:
+            print(line := self.line(time.monotonic()), end="", flush=True)
+        yield
+        if self.is_bar:
+            print("\r" + " " * len(line), end="\r", flush=True)
+
+    def line(self, now: float) -> str:
+        left = self.seconds_left(now)
+        text = (f"step {self.number}/{self.num_steps} |{'#' * (20 * self.number // self.num_steps):20}| {self.loss}"
+                f"{self.evaluation}{self.speed}{'?' if left is None else duration(left)} left")
+        return text[: shutil.get_terminal_size().columns - 1]
+
+    def seconds_left(self, now: float) -> float | None:
+        """The first step, which warms up, counts neither as done nor as time."""
+        if self.first is None or self.number == (first := self.first[0]):
+            return None
+        return (now - self.first[1]) / (self.number - first) * (self.num_steps - self.number)
+
+    def step(self, number: int, loss: float, tokens_per_second: float, now: float | None = None) -> None:
+        """Step `number` is done. Without a terminal the steps' lines are RunLogger's; the time left is added."""
+        self.number, now = number, now or time.monotonic()
+        self.loss, self.speed = f"loss {loss:.4f} | ", f"{tokens_per_second:,.0f} tokens/s | "
+        if self.first is None:
+            self.first, self.last_line = (number, now), now
+        elif self.is_shown and not self.is_bar and now - self.last_line >= EVERY and number < self.num_steps:
+            left = duration(self.seconds_left(now))
+            print(f"{number / self.num_steps:.0%} of the steps are done, about {left} left", flush=True)
+            self.last_line = now
+
+    def close(self) -> None:
+        """The bar stays as it is, and what follows is printed below it."""
+        if self.is_bar:
+            print(self.line(time.monotonic()), flush=True)
+
+
+def duration(seconds: float) -> str:
+    """75 -> 1:15, 3675 -> 1:01:15."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

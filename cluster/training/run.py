@@ -27,9 +27,9 @@ from checkpoints.files import SURVIVORS, read_tokenizer_files, step_of
 from checkpoints.disks import Disks
 from data.encoded import require_same_data
 from training.lora import Lora
-from training.machine_facts import home_rank, is_home
+from machine_facts import home_rank, is_home
 from checkpoints.load import Found, Loader, find_checkpoint, free_name, move_aside, run_ids, run_of, take_over
-from training.sample import Sampler
+from training.evaluation import Sampler
 from checkpoints.survive import Watch, is_elastic
 from utils import ROOT, UserError, positive_int, zero_or_more
 

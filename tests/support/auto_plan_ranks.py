@@ -17,7 +17,7 @@ import course  # noqa: E402, F401  before step 9's modules
 import process_group_manager as pgm  # noqa: E402
 import train_distributed  # noqa: E402
 from planning import clock  # noqa: E402
-from training import auto_plan  # noqa: E402
+from training import models, plan_file  # noqa: E402
 from utils import one_clear_error  # noqa: E402
 
 model, memory = sys.argv[1], [float(word) for word in sys.argv[2].split(",")]
@@ -25,17 +25,17 @@ sys.argv[1:] = ["--model_name", model, *sys.argv[3:]]
 
 
 def main() -> None:
-    _, args = train_distributed.parse_args()
+    args = train_distributed.parse_args()
     pgm.init_process_group("gloo")
     before, device = dist.get_rank(), torch.device("cpu")
-    auto_plan.free_memory = clock.free_memory = lambda device: memory[before]
-    auto_plan.SECONDS, clock.TRAINING_BYTES = 2.0, 0.0
-    planned = auto_plan.plan_by_itself(args, device, getattr(torch, args.dtype))
+    plan_file.free_memory = clock.free_memory = lambda device: memory[before]
+    plan_file.MEASURE_SECONDS, clock.TRAINING_BYTES = 2.0, 0.0
+    dtype = getattr(torch, args.dtype)
+    if plan := plan_file.find_plan(args, models.make_model(args, dtype), device, dtype):
+        plan_file.take_places(plan)
     total = torch.tensor([before + 1.0])
     dist.all_reduce(total)  # of the ranks that are left
-    print(json.dumps({"planned": planned, "before": before, "rank": dist.get_rank(), "sum": total.item(),
-                      "pipelines": args.pipelines, "shares": args.num_microbatches, "recompute": args.recompute}),
-          flush=True)
+    print(json.dumps({"plan": plan, "before": before, "rank": dist.get_rank(), "sum": total.item()}), flush=True)
     dist.barrier()
 
 

@@ -101,7 +101,7 @@ def stop(numbers, rank: int, step: int, _optimizer, _args, _kwargs) -> None:
 
 def lose(rank: int, step: int) -> None:
     """`rank` ends after that step, when its values are to be on the board."""
-    from training.board import Board
+    from training.record import Board
 
     log = Board.log
 

@@ -143,7 +143,7 @@ def main() -> None:
     for place, functions in fakes:
         mock.patch.multiple(place, **functions).start()
     with contextlib.suppress(ModuleNotFoundError):  # a step has none
-        importlib.import_module("training.machine_facts").once_per_machine = lambda make: make()
+        importlib.import_module("machine_facts").once_per_machine = lambda make: make()
     program = importlib.import_module(pathlib.Path(script).stem)
     with Watch(loop) as watch:
         program.main()

@@ -22,7 +22,7 @@ from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin  # noqa: E
 from model import cross_entropy  # noqa: E402
 from pipeline_template import PipelineTemplate  # noqa: E402
 from training.local_steps import train_locally  # noqa: E402
-from training.loop import make_llama  # noqa: E402
+from training.models import make_llama  # noqa: E402
 from utils import TINY_LLAMA, load_config  # noqa: E402
 
 DEFAULTS = dict(local_steps=2, steps=[3, 1, 2], sizes=[1, 1, 1], overlap_steps=0, outer_learning_rate=0.7,

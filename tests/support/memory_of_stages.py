@@ -16,23 +16,20 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent.parent / "clu
 
 import course  # noqa: E402, F401  before step 9's modules
 
+from machine_facts import gather, return_freed_memory  # noqa: E402
 import train_distributed  # noqa: E402
 from planning.clock import StageClock  # noqa: E402
 from planning.machines import Cluster, Pipeline, Setting  # noqa: E402
 from planning.measure import measure_with  # noqa: E402
 from planning.simulate import peak_memory  # noqa: E402
-from training import auto_plan  # noqa: E402
-from training.common import gather  # noqa: E402
-from training.machine_facts import return_freed_memory  # noqa: E402
 
 found: dict[str, float] = {}
 
 
-def predict(args, device, dtype) -> bool:
-    """In the place of plan_by_itself."""
+def predict(args, made, device, dtype) -> None:
+    """In the place of find_plan."""
     return_freed_memory()
-    model, lora = auto_plan.whole_model(args, device, dtype)
-    clock = StageClock(model, args.seq_len, dtype, device, lora)
+    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora)
     clock.known = gather(clock.measure_memory(1e12) if dist.get_rank() == 0 else None)[0]
     cluster = Cluster({**measure_with(clock, "model", (1,), 1.0), "flags": {}})
     layers, rank = tuple(args.pipelines[0][0]), dist.get_rank()
@@ -41,7 +38,6 @@ def predict(args, device, dtype) -> bool:
     found.update(process=cluster.machines[rank].process_memory, model=peaks[rank])
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the largest resident set counts from here
-    return False
 
 
 def report() -> None:
@@ -53,6 +49,6 @@ def report() -> None:
     os._exit(0)
 
 
-train_distributed.plan_by_itself = predict
+train_distributed.find_plan = predict
 train_distributed.dist.destroy_process_group = report
 train_distributed.main()

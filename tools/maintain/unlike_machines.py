@@ -103,7 +103,7 @@ def rank_side(folder: pathlib.Path) -> None:
             function, args = at_exit.pop()
             function(*args)
         # of once_per_machine, which an idle rank has not called:
-        sys.modules["training.machine_facts"].calls = itertools.count()
+        sys.modules["machine_facts"].calls = itertools.count()
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # this host's own; an idle rank has none
 
 

@@ -1,4 +1,4 @@
-"""A rank's view of its machine: launching/host_facts.py has the facts, here the GPU and the other ranks are added."""
+"""A rank's view of its machine, and of the other ranks: launching/host_facts.py has the facts of a host by itself."""
 
 import contextlib
 import ctypes
@@ -50,6 +50,17 @@ def host_names(hosts: list[tuple[str, str]], known: list[str] = ()) -> list[str]
     """
     names = [name for name, _ in set(hosts)]
     return [address if names.count(name) > 1 or address in known else name for name, address in hosts]
+
+
+def places_of(hosts: list[str], among: list[str]) -> list[int] | None:
+    """For each of the hosts its place `among` others, each place once; None where one is not there."""
+    left, places = list(among), []
+    for host in hosts:
+        if host not in left:
+            return None
+        places.append(left.index(host))
+        left[places[-1]] = None
+    return places
 
 
 def free_memory(device: torch.device) -> int:
@@ -137,3 +148,22 @@ def far_from_home() -> tuple[bool, int]:
 def is_home() -> bool:
     """Whether this rank is home_rank()."""
     return dist.get_rank() == home_rank()
+
+
+def gather(value) -> list:
+    """Every rank's value, on every rank. Collective."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def from_home(make):
+    """What make() returns on home_rank(), on every rank, or the ValueError that it raises there. Collective."""
+    outcome = None
+    try:
+        outcome = make() if is_home() else None
+    except ValueError as error:
+        outcome = error
+    if isinstance(outcome := gather(outcome)[home_rank()], ValueError):
+        raise outcome
+    return outcome
