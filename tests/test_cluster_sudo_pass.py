@@ -7,9 +7,10 @@ import time
 import uuid
 
 import pytest
-from launch import ROOT, environment, fork, torchrun
+from launch import ROOT, environment, fork, modules_of, torchrun
 
-import three_stages_simple_pp as script
+with modules_of(9):
+    import three_stages_simple_pp as script
 
 SECRET = "c0rrect-h0rse"
 SCRIPT = ROOT / "cluster" / "three_stages_simple_pp.py"
