@@ -121,7 +121,7 @@ def test_shares_by_speed_of_a_model_of_transformers(monkeypatch):
         def seconds_of_whole(self, size, recompute):
             return [next(seconds), next(seconds)]
 
-    monkeypatch.setattr(layout, "FamilyClock", Clock)
+    monkeypatch.setattr(layout, "StageClock", Clock)
     monkeypatch.setattr(layout, "gather", lambda value: value)
     monkeypatch.setattr(layout, "measured_speeds", lambda *args: None)
     monkeypatch.setattr(layout.dist, "get_world_size", lambda: 2)
