@@ -24,12 +24,12 @@ from dataloader import next_tokens
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from pipeline_template import PipelineTemplate
 from run_common import load_model, local_directory
+from checkpoints.run import Run, add_checkpoint_flags
 from training.common import add_flags, add_run_flags, from_environment, print_banner
 from data.epochs import load_epochs
 from training.loop import train
 from training.loss import mean_cross_entropy
 from training.models import config_file
-from training.run import Run, add_checkpoint_flags
 from training.speeds import layers_by_speed, measured_speeds
 from utils import (
     TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, once_per_machine, one_clear_error, positive_int,

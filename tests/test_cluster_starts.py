@@ -13,8 +13,7 @@ from checkpoint_runs import ROOT, SCRIPT, flags_of, write_corpus, write_model
 from launch import losses, metrics, modules_of, start_fork
 
 with modules_of(9):
-    from checkpoints import disks, save as checkpoint
-    from training import run
+    from checkpoints import disks, run, save as checkpoint
     from checkpoints.files import check_file, read_state
     from utils import UserError
 
@@ -136,6 +135,7 @@ def test_no_start_is_misled_by_what_another_left(monkeypatch, tmp_path):
     left, gathered = [], []
     monkeypatch.setattr(disks, "dist", types.SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1,
                                                              new_group=lambda backend: None))
+    monkeypatch.setattr(disks, "home_rank", lambda: 0)
     monkeypatch.setattr(disks.Disks, "gather", lambda self, value: gathered.append(value) or [value])
     with monkeypatch.context() as killed:
         killed.setattr(os, "remove", left.append)

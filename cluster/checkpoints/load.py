@@ -4,7 +4,6 @@ Where hosts share no disk, no one of them may have all files. Each says which it
 its host lacks is sent to it. What is truncated, or has another checksum than state.json says, counts as missing.
 """
 
-import itertools
 import os
 import socket
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import torch
 
 from checkpoints.disks import Disks
 from checkpoints.files import (
-    STATE, SURVIVORS, Reader, check_file, merge, read_index, read_state, set_latest, step_of, write_state,
+    STATE, SURVIVORS, Reader, check_file, merge, read_index, read_state, step_of,
 )
 from checkpoints.pieces import name_function, peft_name, their_name, trained_alone
 from stage_weights import load_weights
@@ -162,14 +161,9 @@ def bring(found: Found, needed: set[str], disks: Disks) -> None:
     needs: dict[int, set[str]] = {}
     for disk, files in disks.gather((number, needed)):
         needs.setdefault(disk, set()).update(files)
-    error = None
-    for file in sorted(found.holders) if disks.leads else ():
-        for disk in sorted(needs):
-            having = found.holders[file]
-            if file in needs[disk] and disk not in having:
-                error = disks.transfer(file, found.path, disks.all[having[0]], disks.all[disk]) or error
-    if errors := [error for error in disks.gather(error) if error]:
-        raise UserError(f"a file of the checkpoint could not be copied to a host that lacks it: {errors[0]}")
+    copies = [(file, disks.all[having[0]], disks.all[disk]) for file, having in sorted(found.holders.items())
+              for disk in sorted(needs) if file in needs[disk] and disk not in having]
+    disks.copy(found.path, copies, "a file of the checkpoint could not be copied to a host that lacks it: {}")
 
 
 class Loader:
@@ -261,41 +255,3 @@ def published_weights(directory: str) -> Callable:
             raise UserError(f"the weights in {directory}: {error}") from None
 
     return weights
-
-
-def move_aside(folder: str, disks: Disks, is_old: Callable[[str], bool], newest: str | None) -> bool:
-    """Checkpoints that this run does not go on from are kept under another name. `newest`: what `latest` names then.
-
-    Whether there were any on this rank's disk, where it leads one. Collective.
-    """
-    old = [name for name in sorted(os.listdir(folder)) if step_of(name) >= 0 and is_old(name)] if disks.leads else []
-    if old:
-        other = free_name(folder)
-        os.makedirs(other)
-        for name in [*old, "latest"]:
-            if os.path.exists(path := os.path.join(folder, name)):
-                os.rename(path, os.path.join(other, name))
-        if newest and os.path.isdir(os.path.join(folder, newest)):
-            set_latest(folder, newest)
-        print(f"checkpoints of an older run of the same name are now in {other}", flush=True)
-    disks.gather(None)
-    return bool(old)
-
-
-def free_name(path: str) -> str:
-    return next(other for i in itertools.count(1) if not os.path.exists(other := f"{path}.{i}"))
-
-
-def take_over(folder: str, run_id: str, disks: Disks) -> None:
-    """Makes the whole checkpoints in a folder those of this run. Collective. Raises UserError."""
-    error = None
-    for name in os.listdir(folder) if disks.leads else ():
-        path = os.path.join(folder, name)
-        state, _ = read_states(path) if step_of(name) >= 0 and not name.endswith(SURVIVORS) else (None, None)
-        try:
-            if state:
-                write_state(os.path.join(path, STATE), {**state, "run_id": run_id})
-        except OSError as problem:
-            error = f"{path} can't be written ({problem.strerror}): make room, or choose another --run_name"
-    if errors := [error for error in disks.gather(error) if error]:
-        raise UserError(errors[0])

@@ -268,21 +268,10 @@ def from_homes_disk(make: Callable[[], str]) -> str:
     """
     home = home_rank()
     path = once_per_machine(lambda: make() if dist.get_rank() == home else None)  # others wait as long as it takes
-    disks = Disks(CACHE)
+    disks = Disks(CACHE, "the encoded data can't be written: {}: make room there")
     name, size = disks.gather((path and os.path.basename(path), path and os.path.getsize(path)))[home]
-    path, error = os.path.join(CACHE, name), None
+    path = os.path.join(CACHE, name)
     has_file = disks.gather(os.path.exists(path) and os.path.getsize(path) == size)
-    for disk in disks.all:
-        if has_file[disk.leader]:
-            continue
-        if dist.get_rank() == disks.home.leader:
-            disks.send(path, disk)
-        elif dist.get_rank() == disk.leader:
-            error = disks.receive(unfinished := f"{path}.unfinished", disks.home)
-            if not error:
-                os.replace(unfinished, path)
-            elif os.path.exists(unfinished):
-                os.remove(unfinished)
-    if errors := [error for error in disks.gather(error) if error]:
-        raise UserError(f"the encoded data can't be written: {errors[0]}: free {size / 1e6:.0f} MB there")
+    copies = [(name, disks.home, disk) for disk in disks.all if not has_file[disk.leader]]
+    disks.copy(CACHE, copies, f"the encoded data can't be written: {{}}: free {size / 1e6:.0f} MB there")
     return path
