@@ -95,38 +95,38 @@ class Disks:
     def in_words(self, problem: OSError) -> str:
         return f"{problem.filename or self.folder}: {problem.strerror} on rank {self.rank}"
 
-    def copy(self, folder: str, copies: Iterable[tuple[str, Disk, Disk]], message: str = "{}") -> None:
-        """Copies files of `folder` between disks: (name, from, to), the same on all ranks. Collective.
+    def copy(self, folder: str, copies: Iterable[tuple[str, int, int]], message: str = "{}") -> None:
+        """Copies files of `folder` between disks: (name, from, to), by the disks' leaders, the same list on all ranks.
 
-        A file appears under its name when it is whole. Raises UserError, on every rank, where a disk does not take one.
+        A file appears under its name when it is whole. Collective. Raises UserError where a disk does not take one.
         """
         error = None
         for name, source, target in copies:
             path = os.path.join(folder, name)
-            if self.rank == source.leader:
+            if self.rank == source:
                 self.send(path, target)
-            elif self.rank == target.leader:
+            elif self.rank == target:
                 error = self.receive(path, source) or error
         self.check(error, message)
 
-    def send(self, path: str, to: Disk) -> None:
-        """Sends a file that is on this rank's disk. The other disk's leader calls receive()."""
-        dist.send(torch.tensor(os.path.getsize(path)), to.leader, group=self.group)
+    def send(self, path: str, to: int) -> None:
+        """Sends a file that is on this rank's disk. Rank `to` calls receive()."""
+        dist.send(torch.tensor(os.path.getsize(path)), to, group=self.group)
         with open(path, "rb", buffering=0) as file:
             while part := file.read(CHUNK):
-                dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), to.leader, group=self.group)
+                dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), to, group=self.group)
 
-    def receive(self, path: str, source: Disk) -> str | None:
-        """Writes the file that `source`'s leader sends. Returns what went wrong, if the disk did not take it."""
+    def receive(self, path: str, source: int) -> str | None:
+        """Writes the file that rank `source` sends. Returns what went wrong, if the disk did not take it."""
         left = torch.zeros((), dtype=torch.int64)
-        dist.recv(left, source.leader, group=self.group)
+        dist.recv(left, source, group=self.group)
         left, unfinished = left.item(), f"{path}.unfinished"
         with contextlib.suppress(OSError):  # which opening the file meets again
             os.makedirs(os.path.dirname(path), exist_ok=True)
         file = File(unfinished)
         while left:  # also after an error, because the sender does not know of it
             part = torch.empty(min(CHUNK, left), dtype=torch.uint8)
-            dist.recv(part, source.leader, group=self.group)
+            dist.recv(part, source, group=self.group)
             left -= len(part)
             file.put(part.numpy())
         file.close()

@@ -20,12 +20,12 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from utils import UserError, require_reachable_hub
 
@@ -160,20 +160,24 @@ def write_state(path: str, state: dict) -> None:
 
 def read_state(path: str) -> dict:
     """The content of a state.json. Raises UserError for a file that is not what write_state wrote."""
+    return read_json(path, check_state)
+
+
+def read_json(path: str, check: Callable):
+    """What check() makes of the content of a JSON file. Raises UserError where it is not as check() needs it."""
     try:
         with open(path, encoding="utf-8") as file:
-            state = json.load(file)
-        checksum = state.pop("crc32")
-        if checksum != f"{zlib.crc32(json.dumps(state, indent=1).encode()):08x}":
-            raise ValueError("its checksum is not that of its content")
-        check_state(state)
-        return state
+            return check(json.load(file))
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} can't be read ({type(error).__name__}: {error})") from None
 
 
-def check_state(state: dict) -> None:
-    """Raises ValueError, KeyError or TypeError where a state does not have what a checkpoint needs."""
+def check_state(state: dict) -> dict:
+    """The state without its checksum. Raises errors where it does not have what a checkpoint needs."""
+    if state.pop("crc32") != f"{zlib.crc32(json.dumps(state, indent=1).encode()):08x}":
+        raise ValueError("its checksum is not that of its content")
     maps = [state["parameters"], *(state[f"{kind}_map"] for kind in KINDS)]
     facts = [(each["bytes"], each["crc32"]) for each in state["files"].values()]
     groups, counts = state["optimizer"]["param_groups"], [state[name] for name in ("step", "global_batch", "seq_len")]
@@ -183,6 +187,7 @@ def check_state(state: dict) -> None:
     fits = fits and type(state["seed"]) is int and all(type(name) is str for name in state["names"])
     if not fits or not all(isinstance(each, dict) for each in (state["scheduler"], state["flags"], *groups)):
         raise ValueError("it has other fields than a checkpoint")
+    return state
 
 
 def check_file(folder: str, name: str, facts: dict, thoroughly: bool = True) -> str | None:
@@ -201,34 +206,14 @@ def check_file(folder: str, name: str, facts: dict, thoroughly: bool = True) -> 
 
 def read_index(path: str) -> dict[str, str]:
     """The weight_map of an index: parameter -> file. Raises UserError for one that names files of other folders."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            weight_map = json.load(file)["weight_map"]
-        names = {*weight_map.values()}
+    def check(index: dict) -> dict[str, str]:
+        names = {*index["weight_map"].values()}
         if outside := [name for name in names if os.path.basename(name) != name or name in ("", ".", "..")]:
             raise UserError(f"{path} names {outside[0]!r}, which is not a file of that folder: take this checkpoint "
                             "from where it was made")
-        return weight_map
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} can't be read as an index ({type(error).__name__}: {error})") from None
+        return index["weight_map"]
 
-
-class Reader:
-    """Slices of the tensors in a folder's safetensors files, by name: reader.slices()[name]() reads when indexed."""
-
-    def __init__(self, folder: str, weight_map: dict[str, str]):
-        self.folder, self.weight_map, self.open = folder, weight_map, {}
-
-    def get_slice(self, name: str):
-        path = os.path.join(self.folder, self.weight_map[name])
-        try:
-            self.open[path] = self.open.get(path) or safe_open(path, framework="pt")
-            return self.open[path].get_slice(name)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} is no safetensors file with {name} ({error}): take one that save_pretrained, or "
-                            "this script, wrote") from None
+    return read_json(path, check)
 
 
 def read_tokenizer_files(model_name: str) -> dict[str, bytes]:
@@ -268,13 +253,14 @@ def write_small(folder: str, small: dict[str, bytes], merged: dict) -> dict[str,
 
 def join_files(folder: str, names: list[str], joined: str) -> None:
     """Copies the tensors of several safetensors files of a folder into one. Raises OSError."""
-    files = [safe_open(os.path.join(folder, name), framework="pt") for name in sorted(names)]
-    source = {name: file for file in files for name in file.keys()}
-    example = {name: source[name].get_slice(name) for name in sorted(source)}
-    entries = {name: (source[name].get_tensor(name).dtype, piece.get_shape()) for name, piece in example.items()}
+    tensors = {}
+    for name in names:
+        with safe_open(os.path.join(folder, name), framework="pt") as file:
+            tensors.update((key, file.get_tensor(key)) for key in file.keys())
+    entries = {name: (tensor.dtype, tensor.shape) for name, tensor in sorted(tensors.items())}
     target = TensorFile(os.path.join(folder, joined), entries)
     for name in entries:
-        target.write(source[name].get_tensor(name))
+        target.write(tensors[name])
     target.close()
     if target.error:
         raise target.error

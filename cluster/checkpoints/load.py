@@ -4,17 +4,17 @@ Where hosts share no disk, no one of them may have all files. Each says which it
 its host lacks is sent to it. What is truncated, or has another checksum than state.json says, counts as missing.
 """
 
+import functools
 import os
 import socket
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from checkpoints.disks import Disks
-from checkpoints.files import (
-    STATE, SURVIVORS, Reader, check_file, merge, read_index, read_state, step_of,
-)
+from checkpoints.files import STATE, SURVIVORS, check_file, merge, read_index, read_state, step_of
 from checkpoints.pieces import name_function, peft_name, their_name, trained_alone
 from stage_weights import load_weights
 from tensor_parallel import split_parameter
@@ -23,7 +23,7 @@ from utils import UserError
 
 
 class Found(NamedTuple):
-    """A checkpoint to go on from. `holders`: for each file, the disks (by number) that have it."""
+    """A checkpoint to go on from. `holders`: for each file, the leaders of the disks that have it."""
 
     name: str
     folder: str  # on each host
@@ -104,15 +104,14 @@ def choose(folder: str, names: list[str], disks: Disks, run_id: str | None, is_c
     Where a disk has another run's checkpoint of that name, or one of other files, it counts as missing there.
     """
     for name in names:
-        state, good, problems = look(os.path.join(folder, name)) if disks.leads else (None, [], [])
-        seen = disks.gather((disks.all.index(disks.mine), state, good, problems) if disks.leads else None)
+        seen = disks.gather((disks.rank, *look(os.path.join(folder, name))) if disks.leads else None)
         seen = [each for each in seen if each and (each[1] is None or run_of(each[1]) == run_id)]
         states = [state for _, state, _, _ in seen if state]
         if not name.endswith(SURVIVORS):
             seen = [each for each in seen if each[1] is None or each[1]["files"] == states[0]["files"]]
         problems = [problem for *_, problems in seen for problem in problems]
         state = unite(states)
-        holders = {file: [number for number, _, good, _ in seen if file in good] for file in state["files"]}
+        holders = {file: [leader for leader, _, good, _ in seen if file in good] for file in state["files"]}
         lacking = [file for file, having in holders.items() if not having] or ([] if states else [STATE])
         lacking += {*state.get("names", ())} - state["parameters"].keys()  # of survivors: what only lost ranks held
         if not lacking:
@@ -157,12 +156,9 @@ def unite(states: list[dict]) -> dict:
 
 def bring(found: Found, needed: set[str], disks: Disks) -> None:
     """Sends the files that ranks need to the disks that lack them. Collective. Raises UserError."""
-    number = disks.all.index(disks.mine)
-    needs: dict[int, set[str]] = {}
-    for disk, files in disks.gather((number, needed)):
-        needs.setdefault(disk, set()).update(files)
-    copies = [(file, disks.all[having[0]], disks.all[disk]) for file, having in sorted(found.holders.items())
-              for disk in sorted(needs) if file in needs[disk] and disk not in having]
+    needs = {(file, leader) for leader, files in disks.gather((disks.mine.leader, needed)) for file in files}
+    copies = [(file, found.holders[file][0], leader) for file, leader in sorted(needs)
+              if leader not in found.holders[file]]
     disks.copy(found.path, copies, "a file of the checkpoint could not be copied to a host that lacks it: {}")
 
 
@@ -174,30 +170,23 @@ class Loader:
 
     def weights(self, stage) -> None:
         """As plugin.configure(weights=...) calls it."""
-        maps, name_of, reader = self.found.state, name_function(stage), self.reader_for(stage)
-        source = {name: (lambda name=name: reader.get_slice(name)) for name in maps["model_map"]}
-        if name_of is their_name:
-            source = {name: source[their_name(name)] for name in our_names(stage) if their_name(name) in source}
-        try:
-            load_weights(stage, source, self.device)
-        except UserError as error:
-            raise UserError(f"{self.found.path}: {error}") from None
+        self.bring(stage)
+        load_stage(self.found.path, self.found.state["model_map"], stage, self.device)
 
-    def reader_for(self, stage) -> Reader:
-        """Of the weights, once the files that this stage needs are on its host. Collective."""
+    def bring(self, stage) -> None:
+        """The files that this stage needs, to its host. Collective."""
         maps, name_of = self.found.state, name_function(stage)
         own = {name_of(name) for name in (*stage.model.state_dict(), *(stage.tied or ()))}
         files = {maps["parameters"][name] for name in own if name in maps["parameters"]}
         files |= {file for entry, file in maps["optimizer_map"].items() if entry.rpartition(".")[0] in own}
         bring(self.found, files, self.disks)
-        return Reader(self.found.path, maps["model_map"])
 
     def load_adapters(self, stage) -> None:
         """Gives the adapters that a stage has their values. Collective."""
-        reader = self.reader_for(stage)
+        self.bring(stage)
         for name, param in stage.model.named_parameters():
             if name in (trained_alone(stage) or ()):
-                value = reader.get_slice(peft_name(name))[...]
+                value = get_slice(self.found.path, self.found.state["model_map"], peft_name(name))[...]
                 if value.shape != param.shape:
                     raise UserError(f"{peft_name(name)} has the shape {tuple(value.shape)} in {self.found.path}, but "
                                     f"{tuple(param.shape)} here: give --lora_rank and --model_name as they were")
@@ -205,16 +194,15 @@ class Loader:
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, stage) -> None:
         """The state of each parameter, in slices as this rank holds it. Learning rates follow from the flags."""
-        maps, name_of = self.found.state, name_function(stage)
-        reader, entries = Reader(self.found.path, maps["optimizer_map"]), {}
-        for entry in maps["optimizer_map"]:
+        weight_map, name_of, entries = self.found.state["optimizer_map"], name_function(stage), {}
+        for entry in weight_map:
             entries.setdefault(entry.rpartition(".")[0], []).append(entry)
         for name, param in stage.model.named_parameters():
             module, _, key = name.rpartition(".")
             names = (name, *(stage.tied if stage.tied and name in stage.tied else ()))
             known = next((entries[name_of(other)] for other in names if name_of(other) in entries), [])
             for entry in known:
-                piece = reader.get_slice(entry)
+                piece = get_slice(self.found.path, weight_map, entry)
                 is_split = len(piece.get_shape()) == param.dim() > 0
                 value = split_parameter(stage.model.get_submodule(module), key, piece) if is_split else piece[...]
                 if is_split and value.shape != param.shape:
@@ -225,33 +213,48 @@ class Loader:
                 optimizer.state[param][entry.rpartition(".")[2]] = value.to(place, dtype, copy=True)
 
 
-def our_names(stage) -> set[str]:
-    return {*stage.model.state_dict(), *dict(stage.model.named_parameters(remove_duplicate=False)), *(stage.tied or ())}
-
-
 def published_weights(directory: str) -> Callable:
-    """As Loader.weights, from a directory of Hugging Face's that is no checkpoint of ours: --init_from."""
+    """weights(stage, device), from a directory of Hugging Face's that is no checkpoint of ours: --init_from."""
     index, single = (os.path.join(directory, f"model.safetensors{end}") for end in (".index.json", ""))
     if os.path.isfile(index):
         weight_map = read_index(index)
     elif os.path.isfile(single):
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            weight_map = dict.fromkeys(safe_open(single, framework="pt").keys(), os.path.basename(single))
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{single} is no safetensors file ({error})") from None
+        weight_map = dict.fromkeys(open_tensors(single).keys(), os.path.basename(single))
     else:
         raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json: name a directory "
                         "that save_pretrained wrote, a checkpoint, or one from the Hub")
-    def weights(stage, device) -> None:
-        # A file that stays open stays mapped into memory, and each page that was read counts as the process's.
-        source = {name: (lambda name=name: Reader(directory, weight_map).get_slice(name)) for name in weight_map}
-        if name_function(stage) is their_name:
-            source = {name: source[their_name(name)] for name in our_names(stage) if their_name(name) in source}
-        try:
-            load_weights(stage, source, device)
-        except UserError as error:
-            raise UserError(f"the weights in {directory}: {error}") from None
+    return functools.partial(load_stage, directory, weight_map)
 
-    return weights
+
+def load_stage(folder: str, weight_map: dict[str, str], stage, device: torch.device) -> None:
+    """Gives a stage its weights, from the safetensors files in a folder. Raises UserError."""
+    source = {name: functools.partial(get_slice, folder, weight_map, name) for name in weight_map}
+    if name_function(stage) is their_name:
+        ours = {*stage.model.state_dict(), *dict(stage.model.named_parameters(remove_duplicate=False)),
+                *(stage.tied or ())}
+        source = {name: source[their_name(name)] for name in ours if their_name(name) in source}
+    try:
+        load_weights(stage, source, device)
+    except UserError as error:
+        raise UserError(f"the weights in {folder}: {error}") from None
+
+
+def open_tensors(path: str):
+    """A safetensors file. Raises UserError where it is none.
+
+    What stays open stays mapped into memory, and each page that was read counts as the process's: keep it for a moment.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is no safetensors file ({error}): take one that save_pretrained, or this script, "
+                        "wrote") from None
+
+
+def get_slice(folder: str, weight_map: dict[str, str], name: str):
+    """A tensor of the safetensors files in a folder, which reads when it is indexed. Raises UserError."""
+    path = os.path.join(folder, weight_map[name])
+    try:
+        return open_tensors(path).get_slice(name)
+    except SafetensorError as error:
+        raise UserError(f"{path} has no tensor {name} ({error}): take the index and the files from one place") from None

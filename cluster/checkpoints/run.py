@@ -7,7 +7,6 @@
 """
 
 import argparse
-import fcntl
 import importlib.metadata
 import os
 import platform
@@ -25,7 +24,8 @@ from checkpoints.files import STATE, SURVIVORS, read_tokenizer_files, step_of, w
 from checkpoints.disks import CANT_WRITE, Disks, Lock, free_name, move_aside
 from data.encoded import require_same_data
 from training.lora import Lora
-from training.machine_facts import home_rank, is_home
+from training.common import from_home
+from training.machine_facts import is_home
 from checkpoints.load import Found, Loader, find_checkpoint, read_states, run_ids, run_of
 from training.sample import Sampler
 from checkpoints.survive import Watch, is_elastic
@@ -176,7 +176,7 @@ class Run:
                     "flags": flags, "topology": grid.topology, "run_id": self.run_id, "data": self.read,
                     "versions": {"python": platform.python_version(), **versions}}
 
-        small = {**files, **self.tokenizer_files(tokenizer)}
+        small = {**files, **from_home(lambda: read_tokenizer_files(tokenizer))}
         self.checkpointer = Checkpointer(self.folder, self.disks, model, optimizer, scheduler, describe, small,
                                          args.keep, args.checkpoint_copies)
         self.sampler = args.sample_every and Sampler(plugin, model, tokenizer, args.prompt, args.seq_len)
@@ -186,11 +186,6 @@ class Run:
             self.checkpointer.written = self.start
         elif self.found or is_elastic():  # whoever is lost next, the same global batch goes on
             self.save(self.start, waits=True)  # before the first step, nobody knows what memory a copy leaves for it
-
-    def tokenizer_files(self, tokenizer: str) -> dict[str, bytes]:
-        """The content of the tokenizer's files, which home_rank() has, on all ranks. Collective."""
-        files = read_tokenizer_files(tokenizer) if is_home() else {}
-        return self.disks.gather(files)[home_rank()]
 
     def save(self, step: int, is_last: bool = False, waits: bool = False) -> None:
         self.checkpointer.save(step, waits or is_last, is_last)

@@ -156,7 +156,11 @@ class Checkpointer:
             part = error = None
             if pieces is not None:
                 stem = "{}-%05d-of-%05d" % (self.grid.pp_rank + 1, self.grid.pp_world_size)
-                part, error = self.try_to_write_part(unfinished, pieces, stem)
+                try:
+                    part, error = self.write_part(unfinished, pieces, stem)
+                except Exception as problem:  # a fault of ours is reported to all ranks, too: they wait to hear of it
+                    traceback.print_exc()
+                    error = repr(problem)
             self.disks.check(error)
             parts = {rank: part for rank, part in enumerate(self.disks.gather(part)) if part}
             self.complete(unfinished, state, parts, is_last)
@@ -179,17 +183,9 @@ class Checkpointer:
         if is_home():
             self.messages.append(message)
 
-    def try_to_write_part(self, *args) -> tuple[dict | None, str | None]:
-        """write_part, whose faults, too, are reported to all ranks: they wait to hear of this one's part."""
-        try:
-            return self.write_part(*args)
-        except Exception as problem:
-            traceback.print_exc()
-            return None, repr(problem)
-
     def write_part(self, folder: str, pieces: dict[str, list[Piece]], stem: str) -> tuple[dict | None, str | None]:
         """Writes this stage's two files. Returns what they are, on tp rank 0, and what went wrong."""
-        part, error = {"files": {}, **{f"{kind}_map": {} for kind in KINDS}, "parameters": {}}, None
+        part, error = merge([]), None
         is_first = self.grid.tp_rank == 0
         try:
             os.makedirs(folder, exist_ok=True)
@@ -240,7 +236,7 @@ class Checkpointer:
                 is_adapter = name.startswith("adapter-")  # small, and at home they are written as one file as well
                 if (is_last or is_adapter) and disks.home not in (disks.all[number], *to):
                     to.append(disks.home)
-                copies += [(name, disks.all[number], disk) for disk in to]
+                copies += [(name, disks.all[number].leader, disk.leader) for disk in to]
         disks.copy(folder, copies)
         disks.on_each(give_name)
         try:
