@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 with modules_of(9):
     from checkpoints import files as checkpoint_files
-    from checkpoints.disks import Disks
+    from checkpoints.disks import Disks, Lock
     from checkpoints.load import find_checkpoint
     from utils import UserError
 
@@ -230,6 +230,12 @@ def test_no_directory_to_write(saved):
     assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
     assert f"can't write {saved / 'file' / 'checkpoints'}: Not a directory on rank 0: " in done.stderr
     assert "choose another --checkpoint_dir" in done.stderr
+
+
+def test_a_lock_that_cant_be_opened(disks, tmp_path):
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(UserError, match="can't write .*lock: Is a directory on rank 0: make room, or choose another"):
+        Lock(disks(tmp_path))
 
 
 def test_no_memory_for_a_copy(saved, tmp_path):
