@@ -106,20 +106,20 @@ def choose(folder: str, names: list[str], disks: Disks, run_id: str | None, is_c
     for name in names:
         seen = disks.gather((disks.rank, *look(os.path.join(folder, name))) if disks.leads else None)
         seen = [each for each in seen if each and (each[1] is None or run_of(each[1]) == run_id)]
-        states = [state for _, state, _, _ in seen if state]
+        states = [state for _, state, _ in seen if state]
         if not name.endswith(SURVIVORS):
             seen = [each for each in seen if each[1] is None or each[1]["files"] == states[0]["files"]]
-        problems = [problem for *_, problems in seen for problem in problems]
+        problems = {file: problem for *_, found in seen for file, problem in found.items() if problem}
         state = unite(states)
-        holders = {file: [leader for leader, _, good, _ in seen if file in good] for file in state["files"]}
+        holders = {file: [leader for leader, _, found in seen if found.get(file, "") is None]
+                   for file in state["files"]}
         lacking = [file for file, having in holders.items() if not having] or ([] if states else [STATE])
         lacking += {*state.get("names", ())} - state["parameters"].keys()  # of survivors: what only lost ranks held
         if not lacking:
             if problems and is_home():
-                print(f"warning: {problems[0]}; another disk has it", flush=True)
+                print(f"warning: {next(iter(problems.values()))}; another disk has it", flush=True)
             return Found(name, folder, state, holders)
-        what = next((problem for problem in problems if lacking[0] in problem),
-                    f"{os.path.join(folder, name, lacking[0])} is on no disk of these hosts")
+        what = problems.get(lacking[0], f"{os.path.join(folder, name, lacking[0])} is on no disk of these hosts")
         if is_certain:
             raise UserError(f"no whole checkpoint: {what}. Name another one, or use --resume auto")
         if is_home() and not name.endswith(SURVIVORS):
@@ -127,13 +127,12 @@ def choose(folder: str, names: list[str], disks: Disks, run_id: str | None, is_c
     return None
 
 
-def look(path: str) -> tuple[dict | None, list[str], list[str]]:
-    """What this disk has of a checkpoint: the state, the files that are as they were written, and what is wrong."""
+def look(path: str) -> tuple[dict | None, dict[str, str | None]]:
+    """What this disk has of a checkpoint: the state, and for each file what is wrong with it, None for nothing."""
     state, error = read_states(path)
     if state is None:
-        return None, [], [error] if error else []
-    problems = {name: check_file(path, name, facts) for name, facts in state["files"].items()}
-    return state, [name for name, problem in problems.items() if not problem], list(filter(None, problems.values()))
+        return None, {STATE: error} if error else {}
+    return state, {name: check_file(path, name, facts) for name, facts in state["files"].items()}
 
 
 def read_states(path: str) -> tuple[dict | None, str | None]:
