@@ -24,13 +24,13 @@ from dataloader import next_tokens
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from pipeline_template import PipelineTemplate
 from run_common import load_model, local_directory
+from checkpoints.run import Run, add_checkpoint_flags
 from training.common import add_flags, add_run_flags, from_environment, print_banner
-from data.epochs import load_epochs
+from data.load import load_data
 from training.loop import train
 from training.loss import mean_cross_entropy
 from training.machine_facts import once_per_machine
 from training.models import config_file
-from training.run import Run, add_checkpoint_flags
 from training.speeds import layers_by_speed, measured_speeds
 from utils import (
     TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, one_clear_error, positive_int, read_config,
@@ -53,7 +53,7 @@ def parse_args() -> argparse.Namespace:
     add_run_flags(parser, profile_batch=from_environment("PROFILE_BATCH", 0, int))
     add_checkpoint_flags(parser)
     parser.add_argument("--sudo_pass", help=argparse.SUPPRESS)
-    parser.set_defaults(run_name="three_stages", seq_len=64)
+    parser.set_defaults(run_name="three_stages", seq_len=64, packing="text", validation_split=None)
     args = parser.parse_args()
     if args.batch_size % args.microbatch_num:
         raise UserError(f"--batch_size {args.batch_size} is not a multiple of --microbatch_num {args.microbatch_num}: "
@@ -86,15 +86,17 @@ def main():
         print(f"decoder layers of the stages: {', '.join(map(str, layers))}", flush=True)
     plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, layers)], [args.microbatch_num])
 
+    names, files = [name for name, _ in model.named_parameters()], config_file(model, plugin.master_dtype)
+    run.check(names, plugin.global_batch_size, args.seq_len)
     tokenizer = args.model_name or TINY_LLAMA
-    samples = load_epochs(args, tokenizer, model.config.vocab_size, args.batch_size, args.train_steps, shuffle=False)
+    data = load_data(args, tokenizer, model.config.vocab_size, args.batch_size, args.train_steps, shuffle=False)
+    run.check_data(tokenizer, model.config.vocab_size, data.read)
+    samples = data.train
     per_epoch, num_steps = samples.steps_per_epoch, args.train_steps or samples.steps_per_epoch
     samples.set_steps(num_steps)
     loader = plugin.prepare_dataloader(samples, collate_fn=next_tokens)
     args.learning_rate = args.learning_rate or default_learning_rate(model.config.hidden_size)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
-    names, files = [name for name, _ in model.named_parameters()], config_file(model, plugin.master_dtype)
-    run.check(names, plugin.global_batch_size, args.seq_len)
     model, optimizer, _ = plugin.configure(model, adamw, weights=run.weights(plugin.device, weights), seed=args.seed)
     ready = functools.partial(run.begin, plugin, model, optimizer, names=names, files=files, tokenizer=tokenizer,
                               steps_per_epoch=per_epoch)

@@ -36,7 +36,7 @@ from training.loop import train
 from training.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, print_sizes
 from training.models import SIZES, make_model
 from training.plan_file import add_plan_flag, follow_plan, make_arrangement
-from training.run import Run, add_checkpoint_flags
+from checkpoints.run import Run, add_checkpoint_flags
 from checkpoints.survive import end_of_elastic_run, is_elastic
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, number, one_clear_error, positive_int,

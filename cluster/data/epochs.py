@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import Dataset
 
 from dataloader import TokenSamples
-from training.common import load_text
 from utils import UserError
 
 BLOCK = 1024  # samples
@@ -56,21 +55,3 @@ class Epochs(Dataset):
             generator = torch.Generator().manual_seed((self.seed + epoch << 20) + block)
             self.order[key] = torch.randperm(size, generator=generator).tolist()
         return block * BLOCK + self.order[key][place]
-
-
-def wanted_samples(global_batch: int, num_steps: int | None,
-                   max_steps_per_epoch: int | None) -> tuple[int | None, bool | None]:
-    """How many samples a run needs (None: all), and whether these are an epoch (None: if the corpus has fewer)."""
-    if max_steps_per_epoch:
-        return max_steps_per_epoch * global_batch, True
-    if num_steps:
-        return -(-num_steps * global_batch // BLOCK) * BLOCK, None
-    return None, True
-
-
-def load_epochs(args, tokenizer: str, vocab_size: int, global_batch: int, num_steps: int | None,
-                max_steps_per_epoch: int | None = None, shuffle: bool = True) -> Epochs:
-    """The corpus as a run of `num_steps` steps (None: of whole epochs) needs it. Collective. Raises as load_text."""
-    wanted, is_all = wanted_samples(global_batch, num_steps, max_steps_per_epoch)
-    samples = load_text(args, tokenizer, vocab_size, wanted)
-    return Epochs(samples, global_batch, args.seed, shuffle, samples.num_samples < wanted if is_all is None else True)
