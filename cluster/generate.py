@@ -12,12 +12,11 @@ template, and without --prompt asks for one line after another.
 import course  # noqa: F401  before step 9's modules
 
 import argparse
-import json
 import os
 import sys
 import warnings
 
-from checkpoints.files import ADAPTER, ADAPTER_CONFIG, read_index
+from checkpoints.files import ADAPTER, ADAPTER_CONFIG, read_index, read_json
 from training.common import seed
 from utils import (
     ArgumentParser, UserError, choose_device, number, one_clear_error, positive_float, positive_int,
@@ -89,11 +88,7 @@ def find_model(args) -> tuple[str, str, str | None]:
     adapter = find(adapter, "--adapter", (ADAPTER_CONFIG,))
     if not os.path.isfile(os.path.join(adapter, ADAPTER)):
         raise UserError(f"{adapter} has no {ADAPTER}: where hosts share no disk, it is on the one that started the run")
-    try:
-        with open(os.path.join(adapter, ADAPTER_CONFIG), encoding="utf-8") as file:
-            base = base or json.load(file)["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{adapter}/{ADAPTER_CONFIG} can't be read ({type(error).__name__}: {error})") from None
+    base = base or read_json(os.path.join(adapter, ADAPTER_CONFIG), lambda config: config["base_model_name_or_path"])
     if not base:
         raise UserError(f"{adapter}/{ADAPTER_CONFIG} names no model: add --checkpoint")
     has_tokenizer = os.path.isfile(os.path.join(adapter, "tokenizer_config.json"))

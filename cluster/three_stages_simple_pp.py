@@ -45,12 +45,12 @@ import argparse
 import torch
 
 import train_distributed
+from checkpoints.run import add_checkpoint_flags
 from machine_facts import once_per_machine
 from run_common import local_directory
 from training.common import add_flags, add_run_flags, from_environment
 from training.layout import BY_SPEED
 from training.models import Model, make_model
-from training.run import add_checkpoint_flags
 from utils import ArgumentParser, UserError, default_learning_rate, one_clear_error, positive_int, read_config
 
 TOY = dict(vocab_size=1024, hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=8,
@@ -69,7 +69,7 @@ def parse_args() -> argparse.Namespace:
     add_run_flags(parser, profile_batch=from_environment("PROFILE_BATCH", 0, int))
     add_checkpoint_flags(parser)
     parser.add_argument("--sudo_pass", help=argparse.SUPPRESS)
-    parser.set_defaults(run_name="three_stages", seq_len=64)
+    parser.set_defaults(run_name="three_stages", seq_len=64, packing="text", validation_split=None)
     args = parser.parse_args()
     if args.batch_size % args.microbatch_num:
         raise UserError(f"--batch_size {args.batch_size} is not a multiple of --microbatch_num {args.microbatch_num}: "

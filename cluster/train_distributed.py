@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from checkpoints.run import Run, add_checkpoint_flags
 from checkpoints.survive import end_of_elastic_run, is_elastic
 from data.load import add_data_flags, check_data_flags, load_data
 from training.common import add_flags, add_run_flags, print_banner
@@ -33,7 +34,6 @@ from training.loop import train
 from training.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, print_sizes
 from training.models import SIZES, make_model, with_weights
 from training.plan_file import find_plan, take_places
-from training.run import Run, add_checkpoint_flags
 from utils import ROOT, TINY_LLAMA, ArgumentParser, choose_device, number, one_clear_error, positive_int
 
 ELASTIC_TIMEOUT = 60  # seconds that ranks wait for each other where another start is better than a long wait

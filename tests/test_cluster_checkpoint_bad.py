@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 with modules_of(9):
     from checkpoints import files as checkpoint_files
-    from checkpoints.disks import Disks
+    from checkpoints.disks import Disks, Lock
     from checkpoints.load import find_checkpoint
     from utils import UserError
 
@@ -77,96 +77,64 @@ def disks(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def truncate(path):
-    os.truncate(path / WEIGHTS, 1000)
-    return WEIGHTS, "has 1000 bytes instead of"
+def pickled(_, path) -> bytes:
+    return pickle.dumps(Harmful(path.parent / "harm"))
 
 
-def flip(path):
-    content = bytearray((path / WEIGHTS).read_bytes())
-    content[-100] ^= 1
-    (path / WEIGHTS).write_bytes(content)
-    return WEIGHTS, "has another checksum than when it was written"
+DAMAGES = {  # name -> the file, what its content becomes (None: it is removed), what is said of it
+    "truncated": (WEIGHTS, lambda content, _: content[:1000], "has 1000 bytes instead of"),
+    "a flipped bit": (WEIGHTS, lambda content, _: content[:-100] + bytes([content[-100] ^ 1]) + content[-99:],
+                      "has another checksum than when it was written"),
+    "removed": (WEIGHTS, None, "is missing"),
+    "a pickle": (WEIGHTS, pickled, "bytes instead of"),
+    "an index that leads outside": ("model.safetensors.index.json", lambda content, _: content.replace(
+        WEIGHTS.encode(), f"../{WEIGHTS}".encode()), "bytes instead of"),
+    "half a state": ("state.json", lambda content, _: content[:-200], "can't be read"),
+    "another state": ("state.json", lambda content, _: content.replace(b'"step": 4', b'"step": 3'),
+                      "its checksum is not that of its content"),
+    "a nested state": ("state.json", lambda *_: b"[" * 100_000, "can't be read"),
+    "no state": ("state.json", None, ""),
+}
+FORGED = {  # name -> what state.json becomes, whose checksum is then made right; what is said
+    "files outside": (lambda state: json.loads(json.dumps(state).replace(f'"{WEIGHTS}"', f'"../{WEIGHTS}"')),
+                      (WEIGHTS, "is not a file of that folder")),
+    "a map that leads outside": (lambda state: {**state, "model_map": dict.fromkeys(
+        state["model_map"], f"../{WEIGHTS}")}, ("state.json", "can't be read")),
+    "a field is lost": (lambda state: {name: state[name] for name in state if name != "files"},
+                        ("state.json", "can't be read")),
+}
 
 
-def remove(path):
-    (path / WEIGHTS).unlink()
-    return WEIGHTS, "is missing"
+def damage(path, kind: str) -> tuple[str, str]:
+    """Does to a checkpoint what the tables have under that name. The file, and what is said of it."""
+    if kind == "a link":
+        shutil.move(path / WEIGHTS, path.parent / WEIGHTS)
+        (path / WEIGHTS).symlink_to(path.parent / WEIGHTS)
+        return WEIGHTS, "is not a file of that folder"
+    if kind in FORGED:
+        shutil.copy(path / WEIGHTS, path.parent)
+        change, said = FORGED[kind]
+        forge(path, change)
+        return said
+    file, change, said = DAMAGES[kind]
+    if change:
+        (path / file).write_bytes(change((path / file).read_bytes(), path))
+    else:
+        (path / file).unlink()
+    return file, said
 
 
-def put_a_pickle(path):
-    (path / WEIGHTS).write_bytes(pickle.dumps(Harmful(path.parent.parent / "harm")))
-    return WEIGHTS, "bytes instead of"
-
-
-def cut_the_state(path):
-    (path / "state.json").write_text((path / "state.json").read_text()[:-200])
-    return "state.json", "can't be read"
-
-
-def change_the_state(path):
-    text = (path / "state.json").read_text()
-    (path / "state.json").write_text(text.replace(f'"step": {NEWER}', '"step": 3'))
-    return "state.json", "its checksum is not that of its content"
-
-
-def nest_the_state(path):
-    (path / "state.json").write_text("[" * 100_000)
-    return "state.json", "can't be read"
-
-
-def remove_the_state(path):
-    (path / "state.json").unlink()
-    return "state.json", ""
-
-
-def link_outside(path):
-    shutil.move(path / WEIGHTS, path.parent / WEIGHTS)
-    (path / WEIGHTS).symlink_to(path.parent / WEIGHTS)
-    return WEIGHTS, "is not a file of that folder"
-
-
-def index_outside(path):
-    name = "model.safetensors.index.json"
-    (path / name).write_text((path / name).read_text().replace(WEIGHTS, f"../{WEIGHTS}"))
-    return name, "bytes instead of"
-
-
-def files_outside(path):
-    """All of state.json agrees on a file of another folder."""
-    shutil.copy(path / WEIGHTS, path.parent)
-    state = json.dumps(checkpoint_files.read_state(str(path / "state.json"))).replace(f'"{WEIGHTS}"', f'"../{WEIGHTS}"')
-    checkpoint_files.write_state(str(path / "state.json"), json.loads(state))
-    return WEIGHTS, "is not a file of that folder"
-
-
-def map_outside(path):
-    shutil.copy(path / WEIGHTS, path.parent)
-    rewrite(path, lambda state: state.update(model_map=dict.fromkeys(state["model_map"], f"../{WEIGHTS}")))
-    return "state.json", "can't be read"
-
-
-def lose_a_field(path):
-    rewrite(path, lambda state: state.pop("files"))
-    return "state.json", "can't be read"
-
-
-def rewrite(path, change):
+def forge(path, change) -> None:
     """Changes state.json and makes its checksum right, as only somebody could who wants to."""
-    state = checkpoint_files.read_state(str(path / "state.json"))
-    change(state)
-    checkpoint_files.write_state(str(path / "state.json"), state)
+    state = str(path / "state.json")
+    checkpoint_files.write_state(state, change(checkpoint_files.read_state(state)))
 
 
-DAMAGES = [truncate, flip, remove, put_a_pickle, cut_the_state, change_the_state, nest_the_state, remove_the_state,
-           link_outside, index_outside, files_outside, map_outside, lose_a_field]
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint(copied, disks, capsys, damage):
+@pytest.mark.parametrize("kind", [*DAMAGES, *FORGED, "a link"])
+def test_a_damaged_checkpoint(copied, disks, capsys, kind):
     """--resume DIR: an error that names the file. --resume auto: the one before, and it says why."""
     path, ours = copied / f"step_{NEWER:08d}", disks(copied)
-    file, what = damage(path)
+    file, what = damage(path, kind)
     for wanted in path, copied:  # `latest` in the run's folder names the same one
         (copied / "latest").write_text(f"{path.name}\n")
         with pytest.raises(UserError) as error:
@@ -177,12 +145,12 @@ def test_a_damaged_checkpoint(copied, disks, capsys, damage):
     printed = capsys.readouterr().out
     assert f"the checkpoint {path.name} is not whole: " in printed and "Falling back to the one before" in printed
     assert file in printed and what in printed
-    assert not (copied.parent / "harm").exists()
+    assert not (copied / "harm").exists()
 
 
 def test_all_checkpoints_damaged(copied, disks, capsys):
     for step in OLDER, NEWER:
-        remove(copied / f"step_{step:08d}")
+        damage(copied / f"step_{step:08d}", "removed")
     assert find_checkpoint("auto", str(copied), disks(copied)) is None
     assert capsys.readouterr().out.count("is not whole") == 2
 
@@ -202,7 +170,7 @@ def test_latest_that_leads_elsewhere(copied, disks):
 @pytest.mark.parametrize("weight_map, expected", [
     ({"a": "../x.safetensors"}, "names '../x.safetensors', which is not a file of that folder"),
     ({"a": "/etc/passwd"}, "names '/etc/passwd'"), ({"a": ".."}, "names '..'"), ({"a": ""}, "names ''"),
-    ({"a": 1}, "can't be read as an index"), ([], "can't be read as an index"), (None, "can't be read as an index"),
+    ({"a": 1}, "can't be read"), ([], "can't be read"), (None, "can't be read"),
 ])
 def test_an_index_that_leads_elsewhere(tmp_path, weight_map, expected):
     path = tmp_path / "model.safetensors.index.json"
@@ -212,9 +180,10 @@ def test_an_index_that_leads_elsewhere(tmp_path, weight_map, expected):
     assert str(path) in str(error.value) and expected in str(error.value)
 
 
-def pickle_with_its_checksum(path):
-    (path / WEIGHTS).write_bytes(pickle.dumps(Harmful(path.parent / "harm")))
-    rewrite(path, lambda state: state["files"].update({WEIGHTS: checkpoint_files.facts_of(str(path / WEIGHTS))}))
+def pickle_with_its_checksum(path) -> None:
+    damage(path, "a pickle")
+    facts = checkpoint_files.facts_of(str(path / WEIGHTS))
+    forge(path, lambda state: {**state, "files": {**state["files"], WEIGHTS: facts}})
 
 
 ERRORS = {  # name -> flags, what is done before, what the message has
@@ -223,7 +192,7 @@ ERRORS = {  # name -> flags, what is done before, what the message has
     "deeper": (dict(model="deeper"), None, "is of another model"),
     "shallower": (dict(model="shallower"), None, "layers"),
     "pickled": ({}, pickle_with_its_checksum, "is no safetensors file"),
-    "truncated": ({}, truncate, "has 1000 bytes instead of"),
+    "truncated": ({}, lambda path: damage(path, "truncated"), "has 1000 bytes instead of"),
     "batch": (dict(batch_size=3), None, "--batch_size 3 does not divide the 2 samples of a step"),
     "seq_len": (dict(seq_len=8), None, "seq_len=16, but this run has 8"),
     "data": (dict(dataset_name="sotu"), None, "was trained on other data than --dataset_name 'sotu'"),
@@ -259,8 +228,14 @@ def test_no_directory_to_write(saved):
     (saved / "file").write_text("")
     done = start(saved, "nowhere", checkpoint_dir=saved / "file" / "checkpoints").result()
     assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
-    assert f"{saved / 'file' / 'checkpoints' / 'nowhere'} can't be written" in done.stderr
+    assert f"can't write {saved / 'file' / 'checkpoints'}: Not a directory on rank 0: " in done.stderr
     assert "choose another --checkpoint_dir" in done.stderr
+
+
+def test_a_lock_that_cant_be_opened(disks, tmp_path):
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(UserError, match="can't write .*lock: Is a directory on rank 0: make room, or choose another"):
+        Lock(disks(tmp_path))
 
 
 def test_no_memory_for_a_copy(saved, tmp_path):

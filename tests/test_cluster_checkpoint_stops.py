@@ -94,25 +94,15 @@ def check_resumed(folder, name, expected, start: int, printed: str) -> None:
     assert not list((folder / "runs").glob(f"{name}.*")) and not list((folder / "checkpoints").glob(f"{name}.*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_signal_to_one_process(folder, uninterrupted, number):
-    """It ends the step, saves, and ends well."""
-    name, flags = number.name, dict(max_steps=LONG, save_every=None)
-    process = popen([sys.executable, SCRIPT, *words(folder, name, **flags)])
+@pytest.mark.parametrize("ranks, number", [
+    (1, signal.SIGINT), pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow), (2, signal.SIGTERM)])
+def test_a_signal_to_one_rank(folder, uninterrupted, ranks, number):
+    """All ranks, those of torchrun as well, end the same step, save, and end well. The run goes on in one process."""
+    name, flags = f"{number.name}{ranks}", dict(max_steps=LONG, save_every=None)
+    command = [sys.executable, SCRIPT] if ranks == 1 else torchrun(ranks, SCRIPT)
+    process = popen([*command, *words(folder, name, ranks, **flags)])
     wait_for_step(process, folder, name, 3)
-    process.send_signal(number)
-    printed = end(process)
-    assert process.returncode == 0, printed
-    step = check_stopped(folder, name, printed)
-    check_resumed(folder, name, uninterrupted(), step, run(folder, name, 1, "--resume", "auto", **flags).stdout)
-
-
-def test_a_signal_to_one_rank_of_torchrun(folder, uninterrupted):
-    """All ranks stop after the same step, and the run goes on in one process."""
-    name, flags = "torchrun", dict(max_steps=LONG, save_every=None)
-    process = popen(torchrun(2, SCRIPT, *words(folder, name, 2, **flags)))
-    wait_for_step(process, folder, name, 3)
-    os.kill(children(process.pid)[-1], signal.SIGTERM)
+    os.kill(process.pid if ranks == 1 else children(process.pid)[-1], number)
     printed = end(process)
     assert process.returncode == 0, printed
     step = check_stopped(folder, name, printed)

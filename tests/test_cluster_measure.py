@@ -37,17 +37,17 @@ def test_what_measuring_writes(tmp_path):
     machines are clones, which have the same name."""
     path, out, clones = tmp_path / "cluster.json", tmp_path / "plan.json", tmp_path / "clones.py"
     clones.write_text(CLONES.format(plan=plan.__file__))
-    done = fork(9, 2, "--measure", path, "--measure_seconds", 6, "--num_hidden_layers", 10, "--num_attention_heads", 4,
+    done = fork(9, 2, "--measure", path, "--measure_seconds", 3, "--num_hidden_layers", 10, "--num_attention_heads", 4,
                 "--seq_len", 32, "--micro_batch_size", "1,2", "--global_batch", 8, "--out", out, script=clones)
-    assert re.search("^measuring 2 ranks: .*1, 2 samples, about 4 s, then 2 links, about 2 s$", done.stdout, re.M)
+    assert re.search("^measuring 2 ranks: .*1, 2 samples, about 2 s, then 2 links, about 1 s$", done.stdout, re.M)
     assert "rank 1 on" in done.stdout and "Mbit/s" in done.stdout
     cluster, data, written = load_cluster(path), json.loads(path.read_text()), json.loads(out.read_text())
-    assert cluster.num_layers == 10 and cluster.sizes == [1, 2]
+    assert cluster.num_layers == 10 and cluster.sizes in ([1], [1, 2])  # as the time suffices
     assert sum(module["parameters"] for module in data["modules"]) == 10 * 200_960 + 2 * 1024 * 128 + 128
     assert cluster.hidden_bytes == 32 * 128 * 4
     for machine in data["machines"]:
         for kind in ("forward", "backward"):
-            assert all(0 < seconds < 1 for size in "12" for seconds in machine[kind][size])
+            assert all(0 < seconds < 1 for size in cluster.sizes for seconds in machine[kind][str(size)])
         assert machine["free_memory"] > 1e7 and 0 < machine["optimizer_seconds"] < 1e-6
     assert all((link is None) == (i == j) for i, row in enumerate(data["links"]) for j, link in enumerate(row))
     assert data["model"] == written["model"] == {
@@ -127,12 +127,12 @@ def test_slow_machines_keep_to_the_time(one_rank, monkeypatch):
 
     monkeypatch.setattr(clock.StageClock, "build", slow)
     start = time.perf_counter()
-    cluster = measure_with(clock_of(layers=2), "tiny", (1, 2, 4, 64), seconds=1.0)
-    assert time.perf_counter() - start < 2.0
+    cluster = measure_with(clock_of(layers=2), "tiny", (1, 2, 4, 64), seconds=8.0)
+    assert time.perf_counter() - start < 10.0
     machine = cluster["machines"][0]
-    assert "1" in machine["forward"] and "64" not in machine["forward"]
+    assert {"1", "2"} <= machine["forward"].keys() and "64" not in machine["forward"]
     assert machine["forward"].keys() == machine["backward"].keys()
-    assert 0.03 <= machine["forward"]["1"][1] < 0.04
+    assert machine["forward"]["1"][1] == pytest.approx(0.03, rel=0.1)
     assert "no time or memory for micro-batches of" in describe_machines(cluster, (1, 2, 4, 64))
 
 

@@ -8,6 +8,7 @@ def test_the_others_wait_longer_than_a_collective_may(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT / 'cluster')!r})" + """
 import datetime, os, time
+import course
 import torch.distributed as dist
 from machine_facts import once_per_machine
 from utils import UserError

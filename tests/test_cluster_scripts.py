@@ -13,7 +13,7 @@ import torch
 
 from clusters import MEASURED
 from huggingface import ExactRMSNorm, their_name
-from launch import ROOT, losses, metrics, modules_of, start_fork
+from launch import ROOT, fork, losses, metrics, modules_of, start_fork
 
 with modules_of(9):
     import train_single_test as single_test
@@ -90,6 +90,16 @@ def test_three_stages(trained):
     assert sorted(computed) == [(rank, f"forward {i}") for rank in range(3) for i in range(4)]
     assert (folder / "runs3" / "three_stages" / "timeline_batch0.png").stat().st_size > 5000
     assert not list((folder / "runs3" / "uneven").glob("timeline*"))  # train_distributed.py records none by default
+
+
+@pytest.mark.slow
+def test_three_stages_goes_on_with_its_own_data(trained):
+    """As train_distributed.py does: other text is an error."""
+    folder, _ = trained
+    flags = flags_of(folder, 1)["three_stages_simple_pp"]
+    done = fork(9, 1, *flags, "--dataset_name", "sotu", "--resume", "auto", modules=QWEN, check=False,
+                script=CLUSTER / "three_stages_simple_pp.py")
+    assert done.returncode == 2 and "was trained on other data than --dataset_name 'sotu'" in done.stderr, done.stderr
 
 
 def test_shares_by_speed_and_banner(trained):

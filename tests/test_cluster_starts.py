@@ -13,8 +13,7 @@ from checkpoint_runs import ROOT, SCRIPT, flags_of, write_corpus, write_model
 from launch import losses, metrics, modules_of, start_fork
 
 with modules_of(9):
-    from checkpoints import disks, save as checkpoint, survive
-    from training import run
+    from checkpoints import disks, run, save as checkpoint, survive
     from checkpoints.files import check_file, read_state
     from utils import UserError
 

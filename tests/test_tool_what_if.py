@@ -204,7 +204,17 @@ def test_the_table(capsys):
     assert nodes[0].device._replace(bfloat16=0) == (0, 100e12, 40e9, 2039e9, 10e9, 25e9, 1e-3)
 
 
+def test_cards(capsys):
+    """LoRA on the tiny Llama, on cards of which CUDA leaves 6 MB: it fits on two of them, with --recompute."""
+    what_if.main(["--cards", "8", "0.806", "0.806+0.806", "--model_name", str(TINY_LLAMA), "--seq_len", "32"])
+    first, *rows = capsys.readouterr().out.splitlines()
+    assert first.endswith(", rank 16, micro-batches of one sample of 32 tokens")
+    assert rows[0].endswith("8 GB  yes: 0.0 GB") and rows[1].endswith("  no")
+    assert "  with --recompute: 4 layers" in rows[2] and rows[2].count("on the card of 0.806") == 2
+
+
 @pytest.mark.parametrize("flags, message", [
+    ((), "say which machines: --cluster 64xH100:8, or --cards 16+12+8"),
     (("--cluster", "64H100"), "write the number, the device and how many a node has"),
     (("--cluster", "0xH100"), "write the number, the device and how many a node has"),
     (("--cluster", "4xTPU"), "no 'TPU' among H100, "),

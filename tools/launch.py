@@ -166,16 +166,24 @@ def losses(log_dir, run_name: str = "default_run") -> list[float]:
 def modules_of(step: int | str):
     """Inside the block `import model` and the like find the modules of that step, and forget them afterwards.
 
-    So are those of cluster/ that were imported in the block: they have imported the step's modules.
+    So are those of cluster/, which import the step's. What was imported before the block is there again after it.
     """
     folder = STEPS[str(step)]
-    names, before = {path.stem for path in folder.glob("*.py")}, {*sys.modules}
+    names, cluster = {path.stem for path in folder.glob("*.py")}, f"{ROOT / 'cluster'}{os.sep}"
+
+    def forget() -> dict:
+        """Those of the step and of cluster/ that are imported."""
+        found = {name: module for name, module in sys.modules.items()
+                 if name in names or (getattr(module, "__file__", None) or "").startswith(cluster)}
+        for name in found:
+            del sys.modules[name]
+        return found
+
+    before = forget()
     sys.path.insert(0, str(folder))
     try:
         yield
     finally:
         sys.path.remove(str(folder))
-        for name, module in list(sys.modules.items()):
-            place = getattr(module, "__file__", None) or ""
-            if name in names or name not in before and place.startswith(f"{ROOT / 'cluster'}{os.sep}"):
-                del sys.modules[name]
+        forget()
+        sys.modules.update(before)

@@ -7,16 +7,24 @@ and looks whose files are there. What an earlier start has left there has other 
 
 import contextlib
 import copy
+import fcntl
+import itertools
+import json
 import os
+import time
 import uuid
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from checkpoints.files import CHUNK
+from checkpoints.files import CHUNK, File, set_latest, step_of
+from checkpoints.survive import is_elastic
 from machine_facts import home_rank
 from utils import UserError
+
+CANT_WRITE = "can't write {}: make room, or choose another --checkpoint_dir"
 
 
 class Disk(NamedTuple):
@@ -36,7 +44,7 @@ class Disks:
     can't write to the folder.
     """
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, message: str = CANT_WRITE):
         self.folder, self.rank = folder, dist.get_rank()
         self.group = dist.new_group(backend="gloo")
         stem, error = os.path.join(folder, f".seen-{self.gather(uuid.uuid4().hex)[0]}-by-"), None
@@ -46,9 +54,8 @@ class Disks:
                 with open(f"{stem}{self.rank}", "w") as file:
                     file.write(str(self.rank))
             except OSError as problem:
-                error = f"{folder} can't be written on rank {self.rank} ({problem.strerror})"
-            if errors := [error for error in self.gather(error) if error]:
-                raise UserError(f"{errors[0]}: choose another --checkpoint_dir")
+                error = self.in_words(problem)
+            self.check(error, message)
             seen = tuple(rank for rank in range(dist.get_world_size()) if os.path.exists(f"{stem}{rank}"))
             self.all = sorted({Disk(ranks) for ranks in self.gather(seen)})
         finally:
@@ -70,44 +77,133 @@ class Disks:
         dist.all_gather_object(everyone, value, group=self.group)
         return everyone
 
-    def send(self, path: str, to: Disk) -> None:
-        """Sends a file that is on this rank's disk. The other disk's leader calls receive()."""
-        dist.send(torch.tensor(os.path.getsize(path)), to.leader, group=self.group)
+    def check(self, error: str | None, message: str = "{}") -> None:
+        """Raises UserError, on every rank, where one has an error: `message` with the first one in it. Collective."""
+        if errors := [error for error in self.gather(error) if error]:
+            raise UserError(message.format(errors[0]))
+
+    def on_each(self, act: Callable[[], None], message: str = "{}") -> None:
+        """The first rank of each disk calls act(). Raises UserError, on every rank, where it fails. Collective."""
+        error = None
+        try:
+            if self.leads:
+                act()
+        except OSError as problem:
+            error = self.in_words(problem)
+        self.check(error, message)
+
+    def in_words(self, problem: OSError) -> str:
+        return f"{problem.filename or self.folder}: {problem.strerror} on rank {self.rank}"
+
+    def copy(self, folder: str, copies: Iterable[tuple[str, int, int]], message: str = "{}") -> None:
+        """Copies files of `folder` between disks: (name, from, to), by the disks' leaders, the same list on all ranks.
+
+        A file appears under its name when it is whole. Collective. Raises UserError where a disk does not take one.
+        """
+        error = None
+        for name, source, target in copies:
+            path = os.path.join(folder, name)
+            if self.rank == source:
+                self.send(path, target)
+            elif self.rank == target:
+                error = self.receive(path, source) or error
+        self.check(error, message)
+
+    def send(self, path: str, to: int) -> None:
+        """Sends a file that is on this rank's disk. Rank `to` calls receive()."""
+        dist.send(torch.tensor(os.path.getsize(path)), to, group=self.group)
         with open(path, "rb", buffering=0) as file:
             while part := file.read(CHUNK):
-                dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), to.leader, group=self.group)
+                dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), to, group=self.group)
 
-    def receive(self, path: str, source: Disk) -> str | None:
-        """Writes the file that `source`'s leader sends. Returns what went wrong, if the disk did not take it."""
-        left, error = torch.zeros((), dtype=torch.int64), None
-        dist.recv(left, source.leader, group=self.group)
-        left = left.item()
-        try:
+    def receive(self, path: str, source: int) -> str | None:
+        """Writes the file that rank `source` sends. Returns what went wrong, if the disk did not take it."""
+        left = torch.zeros((), dtype=torch.int64)
+        dist.recv(left, source, group=self.group)
+        left, unfinished = left.item(), f"{path}.unfinished"
+        with contextlib.suppress(OSError):  # which opening the file meets again
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            file = open(path, "wb", buffering=0)
-        except OSError as problem:
-            file, error = None, f"{path}: {problem.strerror}"
+        file = File(unfinished)
         while left:  # also after an error, because the sender does not know of it
             part = torch.empty(min(CHUNK, left), dtype=torch.uint8)
-            dist.recv(part, source.leader, group=self.group)
+            dist.recv(part, source, group=self.group)
             left -= len(part)
-            try:
-                view = memoryview(part.numpy())
-                while error is None and len(view):
-                    view = view[file.write(view):]
-            except OSError as problem:
-                error = f"{path}: {problem.strerror}"
-        if file:
-            if error is None:
-                os.fsync(file.fileno())
-            file.close()
-        return error
+            file.put(part.numpy())
+        file.close()
+        if file.error is None:
+            os.replace(unfinished, path)
+            return None
+        with contextlib.suppress(OSError):
+            os.remove(unfinished)
+        return self.in_words(file.error)
 
-    def transfer(self, name: str, folder: str, source: Disk, to: Disk) -> str | None:
-        """Copies folder/name from one disk to another. All leaders call it, in one order; it concerns two of them."""
-        path = os.path.join(folder, name)
-        if self.rank == source.leader:
-            self.send(path, to)
-        elif self.rank == to.leader:
-            return self.receive(path, source)
-        return None
+
+class Lock:
+    """The file .lock on each disk of a folder, which one run at a time has open until its process ends.
+
+    `before`: run_id and launch of the last run that had this disk's, as write() has left them; {} of none. All ranks
+    make one together. Raises UserError, on every rank, where another run has it. After a loss, the processes before
+    may take a moment.
+    """
+
+    def __init__(self, disks: Disks):
+        self.disks, self.file, self.before = disks, None, {}
+        disks.on_each(self.open, CANT_WRITE)
+        taken = f"a run in progress keeps its checkpoints in {disks.folder}: choose another --run_name"
+        disks.check(taken if self.file and not self.is_free() else None)
+        if self.file:
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                self.file.seek(0)
+                record = json.load(self.file)
+                self.before = {name: str(record[name]) for name in ("run_id", "launch")}
+
+    def open(self) -> None:
+        self.file = open(os.path.join(self.disks.folder, ".lock"), "a+", encoding="utf-8")
+
+    def is_free(self) -> bool:
+        """Whether this process has it now, or within a while."""
+        until = time.monotonic() + (30 if is_elastic() else 1)
+        while True:
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError:
+                if time.monotonic() > until:
+                    return False
+            time.sleep(0.2)
+
+    def write(self, run_id: str, launch: str | None) -> None:
+        """Leaves on each disk which run has it. Collective. Raises UserError, on every rank, where one is full."""
+        def write() -> None:
+            self.file.truncate(0)
+            self.file.write(json.dumps({"run_id": run_id, "launch": launch}))
+            self.file.flush()
+
+        self.disks.on_each(write, CANT_WRITE)
+
+
+def move_aside(disks: Disks, is_old: Callable[[str], bool], newest: str | None) -> bool:
+    """Checkpoints that this run does not go on from are kept under another name. `newest`: what `latest` names then.
+
+    Whether there were any on this rank's disk, where it leads one. Collective. Raises UserError.
+    """
+    folder = disks.folder
+    old = [name for name in sorted(os.listdir(folder)) if step_of(name) >= 0 and is_old(name)] if disks.leads else []
+
+    def move() -> None:
+        if not old:
+            return
+        os.makedirs(other := free_name(folder))
+        for name in [*old, "latest"]:
+            if os.path.exists(path := os.path.join(folder, name)):
+                os.rename(path, os.path.join(other, name))
+        if newest and os.path.isdir(os.path.join(folder, newest)):
+            set_latest(folder, newest)
+        print(f"checkpoints of an older run of the same name are now in {other}", flush=True)
+
+    disks.on_each(move, CANT_WRITE)
+    return bool(old)
+
+
+def free_name(path: str) -> str:
+    return next(other for i in itertools.count(1) if not os.path.exists(other := f"{path}.{i}"))

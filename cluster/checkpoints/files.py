@@ -13,18 +13,19 @@ tensor after the other: https://huggingface.co/docs/safetensors. No file of a ch
 runs no code.
 """
 
+import contextlib
 import glob
 import json
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from utils import UserError, require_reachable_hub
 
@@ -51,31 +52,32 @@ def step_of(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-class TensorFile:
-    """A safetensors file that is written tensor by tensor, in the order of `entries`: name -> (dtype, shape).
+class File:
+    """A file that is written piece by piece, with a checksum.
 
-    An error of the disk does not raise: write() does nothing from then on, and `error` says what happened. So ranks
-    that send their parts of a tensor need not know.
+    An error of the disk does not raise: put() does nothing from then on, and `error` says what happened. So those that
+    send the pieces need not know.
     """
 
-    def __init__(self, path: str, entries: dict[str, tuple[torch.dtype, Iterable[int]]]):
-        header, position = {"__metadata__": {"format": "pt"}}, 0
-        for name, (dtype, shape) in entries.items():
-            end = position + int(np.prod(list(shape), dtype=np.int64)) * dtype.itemsize
-            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [position, end]}
-            position = end
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self.path, self.size, self.error, self.file = path, 0, None, None
-        self.pool, self.flushed = ThreadPoolExecutor(1), 0
+    def __init__(self, path: str):
+        self.path, self.size, self.flushed, self.error, self.file = path, 0, 0, None, None
+        self.pool = ThreadPoolExecutor(1)
         self.checksum = self.pool.submit(int)  # of what was put so far: computed while the disk is busy
-        self.put(len(text).to_bytes(8, "little") + text)
+        with self.noting_errors():
+            self.file = open(path, "wb", buffering=0)
+
+    @contextlib.contextmanager
+    def noting_errors(self):
+        try:
+            yield
+        except OSError as error:
+            error.filename = self.path
+            self.error = self.error or error
 
     def put(self, data) -> None:
         """`data`: bytes, or what has them."""
-        try:
-            self.file = self.file or open(self.path, "wb", buffering=0)
-            view = memoryview(data).cast("B")
+        view = memoryview(data).cast("B")
+        with self.noting_errors():
             for start in range(0, len(view), CHUNK) if self.error is None else ():
                 part = view[start : start + CHUNK]
                 self.checksum = self.pool.submit(zlib.crc32, part, self.checksum.result())
@@ -85,41 +87,60 @@ class TensorFile:
                 if self.size - self.flushed > FLUSH and hasattr(os, "posix_fadvise"):  # the disk begins at once
                     os.posix_fadvise(self.file.fileno(), self.flushed, FLUSH, os.POSIX_FADV_DONTNEED)
                     self.flushed += FLUSH
-            self.checksum.result()  # `data` may change from here on
-        except OSError as error:
-            self.error = self.error or f"{self.path}: {error.strerror}"
-
-    def write(self, tensor: torch.Tensor) -> None:
-        self.put(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        self.checksum.result()  # `data` may change from here on
 
     def close(self) -> dict:
         """Waits until all is on the disk. Returns the facts that state.json has about a file."""
-        try:
-            if self.file:
+        if self.file:
+            with self.noting_errors():
                 os.fsync(self.file.fileno())
+            with self.noting_errors():
                 self.file.close()
-        except OSError as error:
-            self.error = self.error or f"{self.path}: {error.strerror}"
         self.pool.shutdown()
         return {"bytes": self.size, "crc32": f"{self.checksum.result():08x}"}
 
 
+class TensorFile(File):
+    """A safetensors file that is written tensor by tensor, in the order of `entries`: name -> (dtype, shape)."""
+
+    def __init__(self, path: str, entries: dict[str, tuple[torch.dtype, Iterable[int]]]):
+        super().__init__(path)
+        header, position = {"__metadata__": {"format": "pt"}}, 0
+        for name, (dtype, shape) in entries.items():
+            end = position + int(np.prod(list(shape), dtype=np.int64)) * dtype.itemsize
+            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+            position = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self.put(len(text).to_bytes(8, "little") + text)
+
+    def write(self, tensor: torch.Tensor) -> None:
+        self.put(tensor.contiguous().flatten().view(torch.uint8).numpy())
+
+
+def write(path: str, content: bytes) -> dict:
+    """Writes the file and waits until it is on the disk. Returns its facts. Raises OSError."""
+    file = File(path)
+    file.put(content)
+    facts = file.close()
+    if file.error:
+        raise file.error
+    return facts
+
+
+def replace(path: str, text: str) -> None:
+    """Writes a file that appears under its name in one go. Raises OSError."""
+    write(f"{path}.unfinished", text.encode())
+    os.replace(f"{path}.unfinished", path)
+
+
 def facts_of(path: str) -> dict:
-    """As TensorFile.close() returns them, of a file that is there."""
+    """As File.close() returns them, of a file that is there."""
     size = checksum = 0
     with open(path, "rb", buffering=0) as file:
         while part := file.read(CHUNK):
             size, checksum = size + len(part), zlib.crc32(part, checksum)
     return {"bytes": size, "crc32": f"{checksum:08x}"}
-
-
-def write_text(path: str, text: str) -> dict:
-    """Writes the file and waits until it is on the disk. Returns its facts."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    return facts_of(path)
 
 
 def sync_folder(path: str) -> None:
@@ -132,28 +153,31 @@ def sync_folder(path: str) -> None:
 
 
 def write_state(path: str, state: dict) -> None:
-    """state.json, with a checksum of its own. It appears in one go."""
-    text = json.dumps(state, indent=1)
-    write_text(f"{path}.unfinished", json.dumps({"crc32": f"{zlib.crc32(text.encode()):08x}", **state}, indent=1))
-    os.replace(f"{path}.unfinished", path)
+    """state.json, with a checksum of its own. It appears in one go. Raises OSError."""
+    checksum = f"{zlib.crc32(json.dumps(state, indent=1).encode()):08x}"
+    replace(path, json.dumps({"crc32": checksum, **state}, indent=1))
 
 
 def read_state(path: str) -> dict:
     """The content of a state.json. Raises UserError for a file that is not what write_state wrote."""
+    return read_json(path, check_state)
+
+
+def read_json(path: str, check: Callable):
+    """What check() makes of the content of a JSON file. Raises UserError where it is not as check() needs it."""
     try:
         with open(path, encoding="utf-8") as file:
-            state = json.load(file)
-        checksum = state.pop("crc32")
-        if checksum != f"{zlib.crc32(json.dumps(state, indent=1).encode()):08x}":
-            raise ValueError("its checksum is not that of its content")
-        check_state(state)
-        return state
+            return check(json.load(file))
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} can't be read ({type(error).__name__}: {error})") from None
 
 
-def check_state(state: dict) -> None:
-    """Raises ValueError, KeyError or TypeError where a state does not have what a checkpoint needs."""
+def check_state(state: dict) -> dict:
+    """The state without its checksum. Raises errors where it does not have what a checkpoint needs."""
+    if state.pop("crc32") != f"{zlib.crc32(json.dumps(state, indent=1).encode()):08x}":
+        raise ValueError("its checksum is not that of its content")
     maps = [state["parameters"], *(state[f"{kind}_map"] for kind in KINDS)]
     facts = [(each["bytes"], each["crc32"]) for each in state["files"].values()]
     groups, counts = state["optimizer"]["param_groups"], [state[name] for name in ("step", "global_batch", "seq_len")]
@@ -163,6 +187,7 @@ def check_state(state: dict) -> None:
     fits = fits and type(state["seed"]) is int and all(type(name) is str for name in state["names"])
     if not fits or not all(isinstance(each, dict) for each in (state["scheduler"], state["flags"], *groups)):
         raise ValueError("it has other fields than a checkpoint")
+    return state
 
 
 def check_file(folder: str, name: str, facts: dict, thoroughly: bool = True) -> str | None:
@@ -181,34 +206,14 @@ def check_file(folder: str, name: str, facts: dict, thoroughly: bool = True) -> 
 
 def read_index(path: str) -> dict[str, str]:
     """The weight_map of an index: parameter -> file. Raises UserError for one that names files of other folders."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            weight_map = json.load(file)["weight_map"]
-        names = {*weight_map.values()}
+    def check(index: dict) -> dict[str, str]:
+        names = {*index["weight_map"].values()}
         if outside := [name for name in names if os.path.basename(name) != name or name in ("", ".", "..")]:
             raise UserError(f"{path} names {outside[0]!r}, which is not a file of that folder: take this checkpoint "
                             "from where it was made")
-        return weight_map
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} can't be read as an index ({type(error).__name__}: {error})") from None
+        return index["weight_map"]
 
-
-class Reader:
-    """Slices of the tensors in a folder's safetensors files, by name: reader.slices()[name]() reads when indexed."""
-
-    def __init__(self, folder: str, weight_map: dict[str, str]):
-        self.folder, self.weight_map, self.open = folder, weight_map, {}
-
-    def get_slice(self, name: str):
-        path = os.path.join(self.folder, self.weight_map[name])
-        try:
-            self.open[path] = self.open.get(path) or safe_open(path, framework="pt")
-            return self.open[path].get_slice(name)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} is no safetensors file with {name} ({error}): take one that save_pretrained, or "
-                            "this script, wrote") from None
+    return read_json(path, check)
 
 
 def read_tokenizer_files(model_name: str) -> dict[str, bytes]:
@@ -237,39 +242,33 @@ def merge(parts) -> dict:
 
 
 def write_small(folder: str, small: dict[str, bytes], merged: dict) -> dict[str, dict]:
-    """Writes configuration, tokenizer and the indices; adapters have none. Returns the files' facts."""
-    facts = {}
-    for name, content in small.items():
-        with open(os.path.join(folder, name), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        facts[name] = facts_of(os.path.join(folder, name))
+    """Writes configuration, tokenizer and the indices; adapters have none. Returns the files' facts. Raises OSError."""
+    small = dict(small)
     for kind in KINDS if ADAPTER_CONFIG not in small else ():
         size = sum(facts["bytes"] for name, facts in merged["files"].items() if name.startswith(f"{kind}-"))
-        text = json.dumps({"metadata": {"total_size": size}, "weight_map": merged[f"{kind}_map"]}, indent=1)
-        facts[INDEX.format(kind)] = write_text(os.path.join(folder, INDEX.format(kind)), text)
-    return facts
+        index = {"metadata": {"total_size": size}, "weight_map": merged[f"{kind}_map"]}
+        small[INDEX.format(kind)] = json.dumps(index, indent=1).encode()
+    return {name: write(os.path.join(folder, name), content) for name, content in small.items()}
 
 
 def join_files(folder: str, names: list[str], joined: str) -> None:
     """Copies the tensors of several safetensors files of a folder into one. Raises OSError."""
-    files = [safe_open(os.path.join(folder, name), framework="pt") for name in sorted(names)]
-    source = {name: file for file in files for name in file.keys()}
-    example = {name: source[name].get_slice(name) for name in sorted(source)}
-    entries = {name: (source[name].get_tensor(name).dtype, piece.get_shape()) for name, piece in example.items()}
+    tensors = {}
+    for name in names:
+        with safe_open(os.path.join(folder, name), framework="pt") as file:
+            tensors.update((key, file.get_tensor(key)) for key in file.keys())
+    entries = {name: (tensor.dtype, tensor.shape) for name, tensor in sorted(tensors.items())}
     target = TensorFile(os.path.join(folder, joined), entries)
     for name in entries:
-        target.write(source[name].get_tensor(name))
+        target.write(tensors[name])
     target.close()
     if target.error:
-        raise OSError(target.error)
+        raise target.error
 
 
 def set_latest(folder: str, name: str) -> None:
     """Moves `latest` in one go."""
-    write_text(os.path.join(folder, "latest.unfinished"), f"{name}\n")
-    os.replace(os.path.join(folder, "latest.unfinished"), os.path.join(folder, "latest"))
+    replace(os.path.join(folder, "latest"), f"{name}\n")
     sync_folder(folder)
 
 

@@ -4,18 +4,17 @@ Where hosts share no disk, no one of them may have all files. Each says which it
 its host lacks is sent to it. What is truncated, or has another checksum than state.json says, counts as missing.
 """
 
-import itertools
+import functools
 import os
 import socket
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from checkpoints.disks import Disks
-from checkpoints.files import (
-    STATE, SURVIVORS, Reader, check_file, merge, read_index, read_state, set_latest, step_of, write_state,
-)
+from checkpoints.files import STATE, SURVIVORS, check_file, merge, read_index, read_state, step_of
 from checkpoints.pieces import name_function, peft_name, their_name, trained_alone
 from stage_weights import load_weights
 from tensor_parallel import split_parameter
@@ -24,7 +23,7 @@ from utils import UserError
 
 
 class Found(NamedTuple):
-    """A checkpoint to go on from. `holders`: for each file, the disks (by number) that have it."""
+    """A checkpoint to go on from. `holders`: for each file, the leaders of the disks that have it."""
 
     name: str
     folder: str  # on each host
@@ -105,23 +104,22 @@ def choose(folder: str, names: list[str], disks: Disks, run_id: str | None, is_c
     Where a disk has another run's checkpoint of that name, or one of other files, it counts as missing there.
     """
     for name in names:
-        state, good, problems = look(os.path.join(folder, name)) if disks.leads else (None, [], [])
-        seen = disks.gather((disks.all.index(disks.mine), state, good, problems) if disks.leads else None)
+        seen = disks.gather((disks.rank, *look(os.path.join(folder, name))) if disks.leads else None)
         seen = [each for each in seen if each and (each[1] is None or run_of(each[1]) == run_id)]
-        states = [state for _, state, _, _ in seen if state]
+        states = [state for _, state, _ in seen if state]
         if not name.endswith(SURVIVORS):
             seen = [each for each in seen if each[1] is None or each[1]["files"] == states[0]["files"]]
-        problems = [problem for *_, problems in seen for problem in problems]
+        problems = {file: problem for *_, found in seen for file, problem in found.items() if problem}
         state = unite(states)
-        holders = {file: [number for number, _, good, _ in seen if file in good] for file in state["files"]}
+        holders = {file: [leader for leader, _, found in seen if found.get(file, "") is None]
+                   for file in state["files"]}
         lacking = [file for file, having in holders.items() if not having] or ([] if states else [STATE])
         lacking += {*state.get("names", ())} - state["parameters"].keys()  # of survivors: what only lost ranks held
         if not lacking:
             if problems and is_home():
-                print(f"warning: {problems[0]}; another disk has it", flush=True)
+                print(f"warning: {next(iter(problems.values()))}; another disk has it", flush=True)
             return Found(name, folder, state, holders)
-        what = next((problem for problem in problems if lacking[0] in problem),
-                    f"{os.path.join(folder, name, lacking[0])} is on no disk of these hosts")
+        what = problems.get(lacking[0], f"{os.path.join(folder, name, lacking[0])} is on no disk of these hosts")
         if is_certain:
             raise UserError(f"no whole checkpoint: {what}. Name another one, or use --resume auto")
         if is_home() and not name.endswith(SURVIVORS):
@@ -129,13 +127,12 @@ def choose(folder: str, names: list[str], disks: Disks, run_id: str | None, is_c
     return None
 
 
-def look(path: str) -> tuple[dict | None, list[str], list[str]]:
-    """What this disk has of a checkpoint: the state, the files that are as they were written, and what is wrong."""
+def look(path: str) -> tuple[dict | None, dict[str, str | None]]:
+    """What this disk has of a checkpoint: the state, and for each file what is wrong with it, None for nothing."""
     state, error = read_states(path)
     if state is None:
-        return None, [], [error] if error else []
-    problems = {name: check_file(path, name, facts) for name, facts in state["files"].items()}
-    return state, [name for name, problem in problems.items() if not problem], list(filter(None, problems.values()))
+        return None, {STATE: error} if error else {}
+    return state, {name: check_file(path, name, facts) for name, facts in state["files"].items()}
 
 
 def read_states(path: str) -> tuple[dict | None, str | None]:
@@ -158,18 +155,10 @@ def unite(states: list[dict]) -> dict:
 
 def bring(found: Found, needed: set[str], disks: Disks) -> None:
     """Sends the files that ranks need to the disks that lack them. Collective. Raises UserError."""
-    number = disks.all.index(disks.mine)
-    needs: dict[int, set[str]] = {}
-    for disk, files in disks.gather((number, needed)):
-        needs.setdefault(disk, set()).update(files)
-    error = None
-    for file in sorted(found.holders) if disks.leads else ():
-        for disk in sorted(needs):
-            having = found.holders[file]
-            if file in needs[disk] and disk not in having:
-                error = disks.transfer(file, found.path, disks.all[having[0]], disks.all[disk]) or error
-    if errors := [error for error in disks.gather(error) if error]:
-        raise UserError(f"a file of the checkpoint could not be copied to a host that lacks it: {errors[0]}")
+    needs = {(file, leader) for leader, files in disks.gather((disks.mine.leader, needed)) for file in files}
+    copies = [(file, found.holders[file][0], leader) for file, leader in sorted(needs)
+              if leader not in found.holders[file]]
+    disks.copy(found.path, copies, "a file of the checkpoint could not be copied to a host that lacks it: {}")
 
 
 class Loader:
@@ -180,30 +169,23 @@ class Loader:
 
     def weights(self, stage) -> None:
         """As plugin.configure(weights=...) calls it."""
-        maps, name_of, reader = self.found.state, name_function(stage), self.reader_for(stage)
-        source = {name: (lambda name=name: reader.get_slice(name)) for name in maps["model_map"]}
-        if name_of is their_name:
-            source = {name: source[their_name(name)] for name in our_names(stage) if their_name(name) in source}
-        try:
-            load_weights(stage, source, self.device)
-        except UserError as error:
-            raise UserError(f"{self.found.path}: {error}") from None
+        self.bring(stage)
+        load_stage(self.found.path, self.found.state["model_map"], stage, self.device)
 
-    def reader_for(self, stage) -> Reader:
-        """Of the weights, once the files that this stage needs are on its host. Collective."""
+    def bring(self, stage) -> None:
+        """The files that this stage needs, to its host. Collective."""
         maps, name_of = self.found.state, name_function(stage)
         own = {name_of(name) for name in (*stage.model.state_dict(), *(stage.tied or ()))}
         files = {maps["parameters"][name] for name in own if name in maps["parameters"]}
         files |= {file for entry, file in maps["optimizer_map"].items() if entry.rpartition(".")[0] in own}
         bring(self.found, files, self.disks)
-        return Reader(self.found.path, maps["model_map"])
 
     def load_adapters(self, stage) -> None:
         """Gives the adapters that a stage has their values. Collective."""
-        reader = self.reader_for(stage)
+        self.bring(stage)
         for name, param in stage.model.named_parameters():
             if name in (trained_alone(stage) or ()):
-                value = reader.get_slice(peft_name(name))[...]
+                value = get_slice(self.found.path, self.found.state["model_map"], peft_name(name))[...]
                 if value.shape != param.shape:
                     raise UserError(f"{peft_name(name)} has the shape {tuple(value.shape)} in {self.found.path}, but "
                                     f"{tuple(param.shape)} here: give --lora_rank and --model_name as they were")
@@ -211,16 +193,15 @@ class Loader:
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, stage) -> None:
         """The state of each parameter, in slices as this rank holds it. Learning rates follow from the flags."""
-        maps, name_of = self.found.state, name_function(stage)
-        reader, entries = Reader(self.found.path, maps["optimizer_map"]), {}
-        for entry in maps["optimizer_map"]:
+        weight_map, name_of, entries = self.found.state["optimizer_map"], name_function(stage), {}
+        for entry in weight_map:
             entries.setdefault(entry.rpartition(".")[0], []).append(entry)
         for name, param in stage.model.named_parameters():
             module, _, key = name.rpartition(".")
             names = (name, *(stage.tied if stage.tied and name in stage.tied else ()))
             known = next((entries[name_of(other)] for other in names if name_of(other) in entries), [])
             for entry in known:
-                piece = reader.get_slice(entry)
+                piece = get_slice(self.found.path, weight_map, entry)
                 is_split = len(piece.get_shape()) == param.dim() > 0
                 value = split_parameter(stage.model.get_submodule(module), key, piece) if is_split else piece[...]
                 if is_split and value.shape != param.shape:
@@ -231,71 +212,48 @@ class Loader:
                 optimizer.state[param][entry.rpartition(".")[2]] = value.to(place, dtype, copy=True)
 
 
-def our_names(stage) -> set[str]:
-    return {*stage.model.state_dict(), *dict(stage.model.named_parameters(remove_duplicate=False)), *(stage.tied or ())}
-
-
 def published_weights(directory: str) -> Callable:
-    """As Loader.weights, from a directory of Hugging Face's that is no checkpoint of ours: --init_from."""
+    """weights(stage, device), from a directory of Hugging Face's that is no checkpoint of ours: --init_from."""
     index, single = (os.path.join(directory, f"model.safetensors{end}") for end in (".index.json", ""))
     if os.path.isfile(index):
         weight_map = read_index(index)
     elif os.path.isfile(single):
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            weight_map = dict.fromkeys(safe_open(single, framework="pt").keys(), os.path.basename(single))
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{single} is no safetensors file ({error})") from None
+        weight_map = dict.fromkeys(open_tensors(single).keys(), os.path.basename(single))
     else:
         raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json: name a directory "
                         "that save_pretrained wrote, a checkpoint, or one from the Hub")
-    def weights(stage, device) -> None:
-        # A file that stays open stays mapped into memory, and each page that was read counts as the process's.
-        source = {name: (lambda name=name: Reader(directory, weight_map).get_slice(name)) for name in weight_map}
-        if name_function(stage) is their_name:
-            source = {name: source[their_name(name)] for name in our_names(stage) if their_name(name) in source}
-        try:
-            load_weights(stage, source, device)
-        except UserError as error:
-            raise UserError(f"the weights in {directory}: {error}") from None
-
-    return weights
+    return functools.partial(load_stage, directory, weight_map)
 
 
-def move_aside(folder: str, disks: Disks, is_old: Callable[[str], bool], newest: str | None) -> bool:
-    """Checkpoints that this run does not go on from are kept under another name. `newest`: what `latest` names then.
+def load_stage(folder: str, weight_map: dict[str, str], stage, device: torch.device) -> None:
+    """Gives a stage its weights, from the safetensors files in a folder. Raises UserError."""
+    source = {name: functools.partial(get_slice, folder, weight_map, name) for name in weight_map}
+    if name_function(stage) is their_name:
+        ours = {*stage.model.state_dict(), *dict(stage.model.named_parameters(remove_duplicate=False)),
+                *(stage.tied or ())}
+        source = {name: source[their_name(name)] for name in ours if their_name(name) in source}
+    try:
+        load_weights(stage, source, device)
+    except UserError as error:
+        raise UserError(f"the weights in {folder}: {error}") from None
 
-    Whether there were any on this rank's disk, where it leads one. Collective.
+
+def open_tensors(path: str):
+    """A safetensors file. Raises UserError where it is none.
+
+    What stays open stays mapped into memory, and each page that was read counts as the process's: keep it for a moment.
     """
-    old = [name for name in sorted(os.listdir(folder)) if step_of(name) >= 0 and is_old(name)] if disks.leads else []
-    if old:
-        other = free_name(folder)
-        os.makedirs(other)
-        for name in [*old, "latest"]:
-            if os.path.exists(path := os.path.join(folder, name)):
-                os.rename(path, os.path.join(other, name))
-        if newest and os.path.isdir(os.path.join(folder, newest)):
-            set_latest(folder, newest)
-        print(f"checkpoints of an older run of the same name are now in {other}", flush=True)
-    disks.gather(None)
-    return bool(old)
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is no safetensors file ({error}): take one that save_pretrained, or this script, "
+                        "wrote") from None
 
 
-def free_name(path: str) -> str:
-    return next(other for i in itertools.count(1) if not os.path.exists(other := f"{path}.{i}"))
-
-
-def take_over(folder: str, run_id: str, disks: Disks) -> None:
-    """Makes the whole checkpoints in a folder those of this run. Collective. Raises UserError."""
-    error = None
-    for name in os.listdir(folder) if disks.leads else ():
-        path = os.path.join(folder, name)
-        state, _ = read_states(path) if step_of(name) >= 0 and not name.endswith(SURVIVORS) else (None, None)
-        try:
-            if state:
-                write_state(os.path.join(path, STATE), {**state, "run_id": run_id})
-        except OSError as problem:
-            error = f"{path} can't be written ({problem.strerror}): make room, or choose another --run_name"
-    if errors := [error for error in disks.gather(error) if error]:
-        raise UserError(errors[0])
+def get_slice(folder: str, weight_map: dict[str, str], name: str):
+    """A tensor of the safetensors files in a folder, which reads when it is indexed. Raises UserError."""
+    path = os.path.join(folder, weight_map[name])
+    try:
+        return open_tensors(path).get_slice(name)
+    except SafetensorError as error:
+        raise UserError(f"{path} has no tensor {name} ({error}): take the index and the files from one place") from None

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from checkpoints.files import KINDS
 
@@ -70,6 +71,37 @@ def pieces_of(stage, optimizer: torch.optim.Optimizer) -> dict[str, list[Piece]]
                        if name not in params and name.startswith(own) and not trained]
     return {kind: sorted(pieces, key=lambda piece: (-piece.tensor.dtype.itemsize, piece.name))
             for kind, pieces in found.items()}
+
+
+def shapes_over(group: dist.ProcessGroup | None, pieces: list[Piece]) -> list[list[torch.Size]]:
+    """For each piece, the shapes of the parts that the ranks of the tensor-parallel `group` hold. Collective in it."""
+    everyone = [[piece.tensor.shape for piece in pieces]]
+    if group:
+        everyone *= group.size()
+        dist.all_gather_object(everyone, everyone[0], group=group)
+    return [shapes[:1] if piece.dim is None else shapes for piece, *shapes in zip(pieces, *everyone)]
+
+
+def whole_shape(piece: Piece, shapes: list[torch.Size]) -> list[int]:
+    whole = list(shapes[0])
+    if piece.dim is not None:
+        whole[piece.dim] = sum(shape[piece.dim] for shape in shapes)
+    return whole
+
+
+def join(piece: Piece, shapes: list[torch.Size], group: dist.ProcessGroup | None) -> torch.Tensor | None:
+    """The whole tensor, on the first rank of `group`, to which the others send their parts of it."""
+    own = piece.tensor.cpu().contiguous()
+    if len(shapes) == 1:
+        return own
+    if group.rank() > 0:
+        dist.send(own.flatten().view(torch.uint8), group=group, group_dst=0)
+        return None
+    parts = [own, *(torch.empty(shape, dtype=own.dtype) for shape in shapes[1:])]
+    for source, part in enumerate(parts[1:], 1):
+        dist.recv(part.flatten().view(torch.uint8), group=group, group_src=source)
+    chunks = [part.chunk(piece.fused, piece.dim) for part in parts]  # of each rank, one of each fused matrix
+    return torch.cat([chunk[k] for k in range(piece.fused) for chunk in chunks], piece.dim)
 
 
 def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict]:

@@ -1,7 +1,7 @@
 """Checkpoints: what was trained so far, in files that any topology can read, and that Hugging Face can read as well.
 
     checkpoint_dir/run_name/
-        step_00000120/              see checkpoint_files.py
+        step_00000120/              see files.py
         step_00000160.unfinished/   being written: nothing reads it, and the next run removes it
         step_00000173.survivors/    written by ranks that lost another one: see save_survivor
         latest                      the name of the newest whole checkpoint
@@ -34,7 +34,8 @@ from checkpoints.files import (
 )
 from checkpoints.disks import Disks
 from machine_facts import free_memory, home_rank, is_home, memory_below_peak, ranks_of_this_machine
-from checkpoints.pieces import Piece, as_files_have_it, pieces_of, plain_groups
+from checkpoints.pieces import Piece, as_files_have_it, join, pieces_of, plain_groups, shapes_over, whole_shape
+from utils import UserError
 
 ALIGNED = 64  # bytes
 CPU, FRACTION = torch.device("cpu"), 0.9  # of the memory that is free, for copies
@@ -156,16 +157,14 @@ class Checkpointer:
             part = error = None
             if pieces is not None:
                 stem = "{}-%05d-of-%05d" % (self.grid.pp_rank + 1, self.grid.pp_world_size)
-                part, error = self.try_to_write_part(unfinished, pieces, stem)
-            outcomes = self.disks.gather((part, error))
-            parts = {rank: part for rank, (part, _) in enumerate(outcomes) if part}
-            errors = [error for _, error in outcomes if error]
-            if not errors:
-                errors = self.complete(unfinished, state, parts, is_last)
-            if errors:
-                shutil.rmtree(unfinished, ignore_errors=True)
-                return self.say(f"the checkpoint of step {step} could not be written ({errors[0]}); " + (
-                    f"the last one is that of step {self.written}" if self.written else "there is none yet"))
+                try:
+                    part, error = self.write_part(unfinished, pieces, stem)
+                except Exception as problem:  # a fault of ours is reported to all ranks, too: they wait to hear of it
+                    traceback.print_exc()
+                    error = repr(problem)
+            self.disks.check(error)
+            parts = {rank: part for rank, part in enumerate(self.disks.gather(part)) if part}
+            self.complete(unfinished, state, parts, is_last)
             self.written = step
             size, seconds = sum(facts["bytes"] for facts in state["files"].values()), time.perf_counter() - start
             stall = seconds if self.stall is None else self.stall
@@ -174,6 +173,10 @@ class Checkpointer:
             with contextlib.suppress(OSError):
                 if self.disks.leads:
                     forget_older(self.folder, step, self.keep)
+        except UserError as problem:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            self.say(f"the checkpoint of step {step} could not be written ({problem}); " + (
+                f"the last one is that of step {self.written}" if self.written else "there is none yet"))
         except RuntimeError as problem:  # another rank is gone, which the training meets as well
             self.say(f"the checkpoint of step {step} was not finished: {str(problem).splitlines()[0]}")
 
@@ -181,80 +184,53 @@ class Checkpointer:
         if is_home():
             self.messages.append(message)
 
-    def try_to_write_part(self, *args) -> tuple[dict | None, str | None]:
-        """write_part, whose faults, too, are reported to all ranks: they wait to hear of this one's part."""
-        try:
-            return self.write_part(*args)
-        except Exception as problem:
-            traceback.print_exc()
-            return None, repr(problem)
-
     def write_part(self, folder: str, pieces: dict[str, list[Piece]], stem: str) -> tuple[dict | None, str | None]:
         """Writes this stage's two files. Returns what they are, on tp rank 0, and what went wrong."""
-        part, error = {"files": {}, **{f"{kind}_map": {} for kind in KINDS}, "parameters": {}}, None
+        part, error = merge([]), None
         is_first = self.grid.tp_rank == 0
         try:
             os.makedirs(folder, exist_ok=True)
         except OSError as problem:
-            error = f"{folder}: {problem.strerror}"
+            error = self.disks.in_words(problem)
         for kind in KINDS:
             name = f"{stem.format(self.stems[kind])}.safetensors"
-            saved = [(piece, as_files_have_it(self.stage.model, piece.name, kind)) for piece in pieces[kind]]
+            saved = [(piece, shapes, as_files_have_it(self.stage.model, piece.name, kind))
+                     for piece, shapes in zip(pieces[kind], shapes_over(self.tp_group, pieces[kind]))]
             entries = {}
-            for piece, convert in saved:
-                meta = torch.empty(self.full_shape(piece), dtype=piece.tensor.dtype, device="meta")
+            for piece, shapes, convert in saved:
+                meta = torch.empty(whole_shape(piece, shapes), dtype=piece.tensor.dtype, device="meta")
                 entries.update({key: (value.dtype, value.shape) for key, value in convert(meta).items()})
             file = TensorFile(os.path.join(folder, name), entries) if is_first else None
-            for piece, convert in saved:
-                full = self.join(piece)
+            for piece, shapes, convert in saved:
+                full = join(piece, shapes, self.tp_group)
                 for value in convert(full).values() if is_first else ():
                     file.write(value)
             if is_first:
-                part["files"][name], error = file.close(), error or file.error
+                part["files"][name], error = file.close(), error or file.error and self.disks.in_words(file.error)
                 part[f"{kind}_map"] = dict.fromkeys(entries, name)
                 part["parameters"].update({piece.name: name for piece in pieces[kind] if kind == "model"})
         return part if is_first and error is None else None, error
 
-    def full_shape(self, piece: Piece) -> list[int]:
-        shape = list(piece.tensor.shape)
-        if piece.dim is not None and self.tp_group:
-            sizes = [torch.zeros((), dtype=torch.int64) for _ in range(self.grid.tp_world_size)]
-            dist.all_gather(sizes, torch.tensor(shape[piece.dim]), group=self.tp_group)
-            shape[piece.dim] = sum(size.item() for size in sizes)
-        return shape
+    def complete(self, folder: str, state: dict, parts: dict[int, dict], is_last: bool) -> None:
+        """Copies between disks, the small files, state.json, the name, `latest`. Collective. Raises UserError."""
+        disks, merged, copies, final = self.disks, merge(parts.values()), [], folder.removesuffix(".unfinished")
 
-    def join(self, piece: Piece) -> torch.Tensor | None:
-        """The whole tensor, on tp rank 0. The other ranks of the tp group send their parts of it."""
-        own = piece.tensor.cpu().contiguous()
-        if piece.dim is None or not self.tp_group:
-            return own
-        if self.grid.tp_rank > 0:
-            dist.send(torch.tensor(own.shape[piece.dim]), group=self.tp_group, group_dst=0)
-            dist.send(own.flatten().view(torch.uint8), group=self.tp_group, group_dst=0)
-            return None
-        parts = [own]
-        for source in range(1, self.grid.tp_world_size):
-            size = torch.zeros((), dtype=torch.int64)
-            dist.recv(size, group=self.tp_group, group_src=source)
-            shape = [*own.shape[: piece.dim], size.item(), *own.shape[piece.dim + 1 :]]
-            part = torch.empty(shape, dtype=own.dtype)
-            dist.recv(part.flatten().view(torch.uint8), group=self.tp_group, group_src=source)
-            parts.append(part)
-        chunks = [part.chunk(piece.fused, piece.dim) for part in parts]  # of each rank, one of each fused matrix
-        return torch.cat([chunk[k] for k in range(piece.fused) for chunk in chunks], piece.dim)
+        def write_other_files() -> None:
+            os.makedirs(folder, exist_ok=True)
+            merged["files"] |= write_small(folder, self.small, merged)
 
-    def complete(self, folder: str, state: dict, parts: dict[int, dict], is_last: bool) -> list[str]:
-        """Copies between disks, the small files, state.json, the name, `latest`. Returns what went wrong."""
-        disks, error = self.disks, None
-        merged = merge(parts.values())
-        try:
-            if disks.leads:
-                os.makedirs(folder, exist_ok=True)
-                merged["files"] |= write_small(folder, self.small, merged)
-        except OSError as problem:
-            error = f"{folder}: {problem.strerror}"
+        def give_name() -> None:
+            if disks.mine == disks.home and ADAPTER_CONFIG in self.small:
+                join_files(folder, [name for name in merged["files"] if name.startswith("adapter-")], ADAPTER)
+            write_state(os.path.join(folder, STATE), state)
+            sync_folder(folder)
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(folder, final)
+            sync_folder(self.folder)
+
+        disks.on_each(write_other_files)
         state.update(merged)
-        for rank, part in parts.items() if disks.leads else ():
+        for rank, part in parts.items():
             number = next(i for i, disk in enumerate(disks.all) if rank in disk.ranks)
             others = [disks.all[(number + k) % len(disks.all)] for k in range(1, len(disks.all))]
             to = sorted(others, key=lambda disk: disk != disks.home)[: self.copies - 1]
@@ -262,30 +238,14 @@ class Checkpointer:
                 is_adapter = name.startswith("adapter-")  # small, and at home they are written as one file as well
                 if (is_last or is_adapter) and disks.home not in (disks.all[number], *to):
                     to.append(disks.home)
-                for disk in to:
-                    error = disks.transfer(name, folder, disks.all[number], disk) or error
-        if errors := [error for error in disks.gather(error) if error]:
-            return errors
-        final = folder.removesuffix(".unfinished")
-        try:
-            if is_home() and ADAPTER_CONFIG in self.small:
-                join_files(folder, [name for name in merged["files"] if name.startswith("adapter-")], ADAPTER)
-            if disks.leads:
-                write_state(os.path.join(folder, STATE), state)
-                sync_folder(folder)
-                shutil.rmtree(final, ignore_errors=True)
-                os.replace(folder, final)
-                sync_folder(self.folder)
-        except OSError as problem:
-            error = f"{final}: {problem.strerror}"
-        if errors := [error for error in disks.gather(error) if error]:
-            return errors
+                copies += [(name, disks.all[number].leader, disk.leader) for disk in to]
+        disks.copy(folder, copies)
+        disks.on_each(give_name)
         try:
             if disks.leads:
                 set_latest(self.folder, os.path.basename(final))
         except OSError as problem:  # the checkpoint is whole, and --resume auto does not need `latest`
             self.say(f"{self.folder}/latest could not be written: {problem.strerror}")
-        return []
 
     def save_survivor(self, step: int) -> str:
         """Writes what this rank holds, by itself, because another rank is gone. Says where it is, or why it is nowhere.

@@ -164,7 +164,7 @@ def encode_data(dataset_name: str, tokenizer: str, seq_len: int, num_samples: in
         if source.config is None:
             return encode_to_file(dataset_name, tokenizer, num_tokens, cache)
         if not os.path.exists(path := cached(("text", *key), cache, ".bin")):
-            write(path, (part for part, _ in up_to(num_tokens, encode(pieces_of(source), load_tokenizer(tokenizer)))))
+            write(path, up_to(num_tokens, encode(pieces_of(source), load_tokenizer(tokenizer))))
         return path
     if packing == "text":
         raise UserError(f"--dataset_name {dataset_name!r} holds rows of the kind {kind}, and this training reads a "
@@ -187,13 +187,11 @@ def pieces_of(source: Source) -> Iterator[str]:
         yield ""
 
 
-def up_to(count: int, parts: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, int]]:
-    """(part, count that is left after it), until `count` numbers are there."""
+def up_to(count: int, parts: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """The parts, until `count` numbers are there."""
     for part in parts:
-        part = part[:count]
-        count -= len(part)
-        yield part, count
-        if not count:
+        yield part[:count]
+        if (count := count - len(part)) <= 0:
             break
 
 
@@ -268,21 +266,10 @@ def from_homes_disk(make: Callable[[], str]) -> str:
     """
     home = home_rank()
     path = once_per_machine(lambda: make() if dist.get_rank() == home else None)  # others wait as long as it takes
-    disks = Disks(CACHE)
+    disks = Disks(CACHE, "the encoded data can't be written: {}: make room there")
     name, size = disks.gather((path and os.path.basename(path), path and os.path.getsize(path)))[home]
-    path, error = os.path.join(CACHE, name), None
+    path = os.path.join(CACHE, name)
     has_file = disks.gather(os.path.exists(path) and os.path.getsize(path) == size)
-    for disk in disks.all:
-        if has_file[disk.leader]:
-            continue
-        if dist.get_rank() == disks.home.leader:
-            disks.send(path, disk)
-        elif dist.get_rank() == disk.leader:
-            error = disks.receive(unfinished := f"{path}.unfinished", disks.home)
-            if not error:
-                os.replace(unfinished, path)
-            elif os.path.exists(unfinished):
-                os.remove(unfinished)
-    if errors := [error for error in disks.gather(error) if error]:
-        raise UserError(f"the encoded data can't be written: {errors[0]}: free {size / 1e6:.0f} MB there")
+    copies = [(name, disks.home.leader, disk.leader) for disk in disks.all if not has_file[disk.leader]]
+    disks.copy(CACHE, copies, f"the encoded data can't be written: {{}}: free {size / 1e6:.0f} MB there")
     return path

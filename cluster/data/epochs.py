@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import Dataset
 
 from dataloader import TokenSamples
-from data.encoded import load_samples
 from utils import UserError
 
 BLOCK = 1024  # samples
@@ -23,9 +22,8 @@ class Epochs(Dataset):
     fewer than a step needs.
     """
 
-    def __init__(self, samples: TokenSamples, global_batch: int, seed: int, shuffle: bool = True,
-                 is_all: bool = True):
-        self.samples, self.seed, self.shuffle = samples, seed, shuffle
+    def __init__(self, samples: TokenSamples, global_batch: int, seed: int, is_all: bool = True):
+        self.samples, self.seed = samples, seed
         self.steps_per_epoch = samples.num_samples // global_batch if is_all else None
         if samples.num_samples < global_batch:
             raise UserError(f"the data set has {samples.num_samples} samples, fewer than the {global_batch} of one "
@@ -46,8 +44,6 @@ class Epochs(Dataset):
     def position_of(self, i: int) -> int:
         """Which of the corpus's samples is item i."""
         epoch, position = divmod(i, self.samples_per_epoch)
-        if not self.shuffle:
-            return position
         block, place = divmod(position, BLOCK)
         if (key := (epoch, block)) not in self.order:
             if len(self.order) == KEPT:
@@ -56,21 +52,3 @@ class Epochs(Dataset):
             generator = torch.Generator().manual_seed((self.seed + epoch << 20) + block)
             self.order[key] = torch.randperm(size, generator=generator).tolist()
         return block * BLOCK + self.order[key][place]
-
-
-def wanted_samples(global_batch: int, num_steps: int | None,
-                   max_steps_per_epoch: int | None) -> tuple[int | None, bool | None]:
-    """How many samples a run needs (None: all), and whether these are an epoch (None: if the corpus has fewer)."""
-    if max_steps_per_epoch:
-        return max_steps_per_epoch * global_batch, True
-    if num_steps:
-        return -(-num_steps * global_batch // BLOCK) * BLOCK, None
-    return None, True
-
-
-def load_epochs(args, tokenizer: str, vocab_size: int, global_batch: int, num_steps: int | None,
-                max_steps_per_epoch: int | None = None, shuffle: bool = True) -> Epochs:
-    """The corpus as a run of `num_steps` steps (None: of whole epochs) needs it. Collective. Raises as load_samples."""
-    wanted, is_all = wanted_samples(global_batch, num_steps, max_steps_per_epoch)
-    samples = load_samples(args, tokenizer, vocab_size, wanted)
-    return Epochs(samples, global_batch, args.seed, shuffle, samples.num_samples < wanted if is_all is None else True)

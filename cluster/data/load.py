@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from dataloader import next_tokens
 from data.encoded import Row, RowSamples, load_samples
-from data.epochs import Epochs, wanted_samples
+from data.epochs import BLOCK, Epochs
 from utils import UserError, number, positive_int, zero_or_more
 
 NO_TARGET = -100  # in target_ids; the value that torch's and transformers' losses leave out too
@@ -107,7 +107,7 @@ class Data:
             self.evaluation, samples = Part(samples, sorted(places[:kept])), Part(samples, places[kept:])
         samples.num_samples = min(samples.num_samples, limit or samples.num_samples)
         epochs = WeightedEpochs if self.has_rows else Epochs
-        self.train = epochs(samples, global_batch, seed, is_all=is_all)
+        self.train = epochs(samples, global_batch, seed, is_all)
 
     def collate(self, items: list) -> dict[str, torch.Tensor]:
         """-> input_ids, target_ids (B, T) and, for rows, the scalar loss_weight; see the head of this module."""
@@ -141,15 +141,14 @@ def load_data(args, tokenizer: str, vocab_size: int, global_batch: int, num_step
               max_steps_per_epoch: int | None = None) -> Data:
     """The data set as a run of `num_steps` steps (None: of whole epochs) needs it. Collective.
 
-    With a validation split all of it is encoded, because the split is drawn from all of it. Raises UserError, on every
-    rank, as load_samples, split and Epochs do.
+    No more of it is encoded than is read; with a validation split all, because the split is drawn from all of it.
+    Raises UserError, on every rank, as load_samples, split and Epochs do.
     """
-    wanted, is_all = wanted_samples(global_batch, num_steps, max_steps_per_epoch)
+    limit = max_steps_per_epoch and max_steps_per_epoch * global_batch
+    wanted = limit or num_steps and -(-num_steps * global_batch // BLOCK) * BLOCK  # None: all
     samples = load_samples(args, tokenizer, vocab_size, None if args.validation_split else wanted, args.packing)
-    if args.validation_split:
-        is_all, wanted = True, wanted if max_steps_per_epoch else None
-    return Data(samples, args.validation_split, global_batch, args.seed,
-                is_all=samples.num_samples < wanted if is_all is None else True, limit=wanted)
+    is_all = args.validation_split or wanted == limit or samples.num_samples < wanted
+    return Data(samples, args.validation_split, global_batch, args.seed, bool(is_all), limit)
 
 
 def pad(rows: list[Row]) -> dict[str, torch.Tensor]:

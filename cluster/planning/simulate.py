@@ -1,6 +1,7 @@
 """What a step of unlike pipelines will take, without running it: an event simulation of pipeline_parallel's executor.
 
-    optimizer   of the step before; so a stage that has to wait for its first input anyway has this time for free
+    optimizer   of the step before: a step is the time from one of these to the next, so a stage that has to wait for
+                its first input anyway has this time for free
     compute     each stage goes through the actions of the schedule function as run_schedule does: an action starts when
                 the one before has ended and its input has arrived
     transfers   go on in the background: a message leaves once it is sent, its receive is posted (two actions ahead),

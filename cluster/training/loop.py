@@ -18,9 +18,9 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
           num_steps: int, run, make_run_ready: Callable, steps_per_epoch: int | None, evaluator=None) -> Iterator[Step]:
     """Trains what plugin.configure returned until step `num_steps`; yields each step when it is done. Collective.
 
-    `loader`: of the whole run's samples, unshuffled; what was trained before a resume is skipped. `run`: see run.py;
-    make_run_ready(scheduler) calls run.begin(). `evaluator`: an Evaluator, which is used before the first step, after
-    the last one, and after every args.eval_every ones. Writes metrics, and the timeline of step args.profile_batch.
+    `loader`: of the whole run's samples, unshuffled; what was trained before a resume is skipped. `run`: see run.py of
+    checkpoints/; make_run_ready(scheduler) calls run.begin(). `evaluator`: an Evaluator, used before the first step,
+    after the last one, and after every args.eval_every ones. Writes metrics, and the timeline of step profile_batch.
     In the end rank 0 prints where the time of each rank went. Raises UserError for a --profile_batch that is no step,
     and for a loss that is not finite.
     """

@@ -115,7 +115,7 @@ def write_good_files(folder: pathlib.Path, make_plan) -> None:
 
 
 def forge(state: pathlib.Path, damaged: pathlib.Path, files) -> None:
-    """Checksums that fit a damaged file, as only somebody could write who wants to. `files`: checkpoint_files.py."""
+    """Checksums that fit a damaged file, as only somebody could write who wants to. `files`: checkpoints/files.py."""
     with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):  # then it stays as it is
         content = json.loads(state.read_text())
         content.pop("crc32", None)

@@ -7,13 +7,10 @@
 """
 
 import argparse
-import fcntl
 import importlib.metadata
-import json
 import os
 import platform
 import socket
-import time
 import uuid
 import warnings
 from collections.abc import Callable
@@ -23,12 +20,12 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from checkpoints.save import Checkpointer
-from checkpoints.files import SURVIVORS, read_tokenizer_files, step_of
-from checkpoints.disks import Disks
+from checkpoints.files import STATE, SURVIVORS, read_tokenizer_files, step_of, write_state
+from checkpoints.disks import CANT_WRITE, Disks, Lock, free_name, move_aside
 from data.encoded import require_same_data
 from training.lora import Lora
-from machine_facts import home_rank, is_home
-from checkpoints.load import Found, Loader, find_checkpoint, free_name, move_aside, run_ids, run_of, take_over
+from machine_facts import from_home, is_home
+from checkpoints.load import Found, Loader, find_checkpoint, read_states, run_ids, run_of
 from training.evaluation import Sampler
 from checkpoints.survive import Watch, is_elastic
 from utils import ROOT, UserError, positive_int, zero_or_more
@@ -70,15 +67,15 @@ class Run:
         self.watch, self.disks = Watch(), Disks(self.folder)
         if is_home() and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # hosts
             print(f"what the run leaves for you is on {socket.gethostname()}, in {self.folder}", flush=True)
-        self.lock, last = lock(self.folder, self.disks)
+        self.lock = Lock(self.disks)
         self.launch, may_be_again = launch_id(args.resume)
-        self.run_id = next((each["run_id"] for each in self.disks.gather(last)
+        self.run_id = next((each["run_id"] for each in self.disks.gather(self.lock.before)
                             if may_be_again and each.get("launch") == self.launch), None)
         self.found, self.branches = self.find()
         is_own = self.found and os.path.realpath(self.found.folder) == os.path.realpath(self.folder)
         self.is_own = self.disks.gather(is_own)[0]  # the checkpoint is one of this run's folder
         if self.is_own:
-            self.leave_others_aside(run_of(self.found.state), last)
+            self.leave_others_aside(run_of(self.found.state))
         if self.found and not self.branches:
             self.run_id = run_of(self.found.state)
         args.run_id = self.run_id = self.run_id or self.disks.gather(uuid.uuid4().hex)[0]
@@ -105,15 +102,15 @@ class Run:
             return None, False
         return find_checkpoint(wanted, self.folder, self.disks), True
 
-    def leave_others_aside(self, run_id: str, last: dict) -> None:
+    def leave_others_aside(self, run_id: str) -> None:
         """What another run than `run_id` has left under this name, on a host that joins late, say, gets another name.
 
-        `last`: what lock() returned. Collective.
+        Collective.
         """
         ids = run_ids(self.folder) if self.disks.leads else {}
-        is_others = move_aside(self.folder, self.disks, lambda name: ids[name] not in (None, run_id), None)
+        is_others = move_aside(self.disks, lambda name: ids[name] not in (None, run_id), None)
         logs = os.path.join(self.args.log_dir, self.args.run_name)
-        is_others = is_others or last.get("run_id", run_id) != run_id
+        is_others = is_others or self.lock.before.get("run_id", run_id) != run_id
         if is_others and run_id not in ids.values() and os.path.isdir(logs):
             os.rename(logs, other := free_name(logs))
             print(f"an older run has the same name: its folder is now {other}", flush=True)
@@ -157,10 +154,10 @@ class Run:
         """`names`: of all parameters that are saved. `files`: config.json, or what adapters have. Collective."""
         if self.found is None or self.branches:
             after, newest = (self.start, self.found.name) if self.is_own else (-1, None)
-            move_aside(self.folder, self.disks, lambda name: step_of(name) > after, newest)
+            move_aside(self.disks, lambda name: step_of(name) > after, newest)
             if self.is_own:
-                take_over(self.folder, self.run_id, self.disks)
-        write_record(self.lock, {"run_id": self.run_id, "launch": self.launch}, self.disks)
+                take_over(self.disks, self.run_id)
+        self.lock.write(self.run_id, self.launch)
         if self.loader:
             self.loader.load_optimizer(optimizer, model.module)
             with warnings.catch_warnings():  # of steps of the scheduler without the optimizer's
@@ -179,7 +176,7 @@ class Run:
                     "flags": flags, "topology": grid.topology, "run_id": self.run_id, "data": self.read,
                     "versions": {"python": platform.python_version(), **versions}}
 
-        small = {**files, **self.tokenizer_files(tokenizer)}
+        small = {**files, **from_home(lambda: read_tokenizer_files(tokenizer))}
         self.checkpointer = Checkpointer(self.folder, self.disks, model, optimizer, scheduler, describe, small,
                                          args.keep, args.checkpoint_copies)
         self.sampler = args.sample_every and Sampler(plugin, model, tokenizer, args.prompt, args.seq_len)
@@ -189,11 +186,6 @@ class Run:
             self.checkpointer.written = self.start
         elif self.found or is_elastic():  # whoever is lost next, the same global batch goes on
             self.save(self.start, waits=True)  # before the first step, nobody knows what memory a copy leaves for it
-
-    def tokenizer_files(self, tokenizer: str) -> dict[str, bytes]:
-        """The content of the tokenizer's files, which home_rank() has, on all ranks. Collective."""
-        files = read_tokenizer_files(tokenizer) if is_home() else {}
-        return self.disks.gather(files)[home_rank()]
 
     def save(self, step: int, is_last: bool = False, waits: bool = False) -> None:
         self.checkpointer.save(step, waits or is_last, is_last)
@@ -240,48 +232,13 @@ def launch_id(resume: str | None) -> tuple[str | None, bool]:
     return launch, True
 
 
-def lock(folder: str, disks: Disks):
-    """A file that one run at a time has open, on each disk; it is free again when this process ends. Collective.
+def take_over(disks: Disks, run_id: str) -> None:
+    """Makes the whole checkpoints in the disks' folder those of this run. Collective. Raises UserError."""
+    def take() -> None:
+        for name in os.listdir(disks.folder):
+            path = os.path.join(disks.folder, name)
+            state, _ = read_states(path) if step_of(name) >= 0 and not name.endswith(SURVIVORS) else (None, None)
+            if state:
+                write_state(os.path.join(path, STATE), {**state, "run_id": run_id})
 
-    Returns it, and what read_record() finds in it. Raises UserError, on every rank, where another run has it. After a
-    loss, the processes before may take a moment.
-    """
-    file, until, is_free = None, time.monotonic() + (30 if is_elastic() else 1), True
-    if disks.leads:
-        file = open(os.path.join(folder, ".lock"), "a+", encoding="utf-8")
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                is_free = time.monotonic() < until
-            if not is_free:
-                break
-            time.sleep(0.2)
-    if not all(disks.gather(is_free)):
-        raise UserError(f"a run in progress keeps its checkpoints in {folder}: choose another --run_name")
-    return file, read_record(file) if file else {}
-
-
-def read_record(file) -> dict:
-    """run_id and launch of the last run that had this lock, as write_record() has written them; {} of none."""
-    try:
-        file.seek(0)
-        record = json.load(file)
-        return {name: str(record[name]) for name in ("run_id", "launch")}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return {}
-
-
-def write_record(file, record: dict, disks: Disks) -> None:
-    """On each disk. Collective. Raises UserError, on every rank, where one does not take it."""
-    error = None
-    try:
-        if file:
-            file.truncate(0)
-            file.write(json.dumps(record))
-            file.flush()
-    except OSError as problem:
-        error = f"{file.name} can't be written ({problem.strerror}): make room, or choose another --checkpoint_dir"
-    if errors := [error for error in disks.gather(error) if error]:
-        raise UserError(errors[0])
+    disks.on_each(take, CANT_WRITE)
