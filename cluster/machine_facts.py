@@ -1,5 +1,7 @@
 """A rank's view of its machine, and of the other ranks: launching/host_facts.py has the facts of a host by itself."""
 
+import course  # noqa: F401  before step 9's modules
+
 import contextlib
 import ctypes
 import datetime
