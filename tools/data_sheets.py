@@ -17,11 +17,16 @@ What it leaves out: how efficiency depends on the sizes of matrices, launches of
 
 import math
 import os
+import pathlib
 import re
+import sys
 from typing import NamedTuple
 
-from planning.machines import MODEL, NUMBER_BYTES
-from utils import UserError, load_config
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "cluster"))
+import course  # noqa: E402, F401  before step 9's modules
+
+from planning.machines import MODEL, NUMBER_BYTES  # noqa: E402
+from utils import UserError, load_config  # noqa: E402
 
 GB, GBIT = 1e9, 1e9 / 8
 ETHERNET, INFINIBAND = 2e-4, 1e-5  # seconds from process to process: over TCP at home, over RDMA in a data centre

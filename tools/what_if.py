@@ -14,25 +14,20 @@ of a card less what CUDA and its libraries occupy. Without numbers or --model_na
 
 import argparse
 import math
-import pathlib
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "cluster"))
-import course  # noqa: E402, F401  before step 9's modules
-
-from data_sheets import (  # noqa: E402
+from data_sheets import (  # before the modules of cluster/, which it makes known
     EFFICIENCY, LINK_SHARE, PRESETS, Costs, Node, Shape, link, read_nodes, read_shape, synthetic_cluster,
 )
-from plan import add_model_flags, add_search_flags  # noqa: E402
-from planning.machines import Candidate, Cluster, Link, Pipeline, Setting, model_facts  # noqa: E402
-from planning.report import report  # noqa: E402
-from planning.search import find_plans  # noqa: E402
-from planning.shares import shares_by_speed  # noqa: E402
-from planning.simulate import peak_memory, simulate  # noqa: E402
-from utils import TINY_LLAMA, ArgumentParser, UserError, one_clear_error, positive_int  # noqa: E402
-from utils import to_readable_format  # noqa: E402
+from plan import add_model_flags, add_search_flags
+from planning.machines import Candidate, Cluster, Link, Pipeline, Setting, model_facts
+from planning.report import report
+from planning.search import find_plans
+from planning.shares import shares_by_speed
+from planning.simulate import peak_memory, simulate
+from utils import TINY_LLAMA, ArgumentParser, UserError, one_clear_error, positive_int
+from utils import to_readable_format
 
 CARDS = ("8", "12", "16", "24", "16+12+8", "24+24")
 ON_CARDS = ("llama-1b", "llama-2-7b", "llama-8b", "llama-2-13b")
@@ -258,7 +253,7 @@ def on_cards(modules: dict, cards: str, memory_fraction: float) -> str:
 
 
 def parse_args(argv: list[str] | None = None):
-    parser = ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", metavar="64xH100:8", help="8xDEVICE:4 is 8 of them, 4 in a node; unlike ones are "
                         "added as in 1xRTX4090+2xRTX3090, and @100mbit is a node's network")
     parser.add_argument("--cards", nargs="*", metavar="16+12+8", help="GB of each card")

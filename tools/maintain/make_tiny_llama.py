@@ -42,5 +42,5 @@ def make(folder: str | pathlib.Path, vocab_size: int, hidden_size: int, intermed
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     make(FOLDER, vocab_size=1024, hidden_size=128, intermediate_size=352)

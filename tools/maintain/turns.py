@@ -5,6 +5,8 @@ different speeds. Here all of them are started, and then each continues for one 
 SIGSTOP) while the others have their turns. A ratio of two programs then compares steps that are seconds apart.
 """
 
+import tools_path  # noqa: F401  before launch
+
 import collections
 import os
 import queue
