@@ -2,7 +2,7 @@
 
     torchrun ... cluster/plan.py --measure cluster.json                    on all machines, as training will be started
     python cluster/plan.py cluster.json --global_batch 32 --out plan.json  anywhere: the best pipelines for them
-    torchrun ... cluster/train_distributed.py --plan plan.json               as for --measure
+    torchrun ... cluster/train_distributed.py --plan plan.json             as for --measure
 
 With --global_batch, --measure plans in the same go. The model is a Llama or any causal model of transformers, with
 --lora_rank its adapters. No machine has to hold it: modules are measured one at a time.

@@ -5,7 +5,6 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 from bed import NAME, NETWORK, NODES, SCRIPT, SSH_CONFIG, bed, on_disk, start, testbed

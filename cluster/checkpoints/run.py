@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from checkpoints.save import Checkpointer
-from checkpoints.files import STATE, SURVIVORS, read_tokenizer_files, step_of, write_state
 from checkpoints.disks import CANT_WRITE, Disks, Lock, free_name, move_aside
-from data.encoded import require_same_data
-from training.lora import Lora
-from machine_facts import from_home, is_home
+from checkpoints.files import STATE, SURVIVORS, read_tokenizer_files, step_of, write_state
 from checkpoints.load import Found, Loader, find_checkpoint, read_states, run_ids, run_of
-from training.evaluation import Sampler
+from checkpoints.save import Checkpointer
 from checkpoints.survive import Watch, is_elastic
+from data.encoded import require_same_data
+from machine_facts import from_home, is_home
+from training.evaluation import Sampler
+from training.lora import Lora
 from utils import ROOT, UserError, positive_int, zero_or_more
 
 FLAGS = "lora_rank", "lora_alpha", "lora_targets", "validation_split", "packing"  # that a resume does not change
@@ -84,7 +84,7 @@ class Run:
             args.learning_rate = self.found.state["flags"].get("learning_rate")
         if self.found and is_home():
             print(f"going on after step {self.start}: {self.found.path}", flush=True)
-        self.checkpointer, self.loader, self.stall = None, None, 0.0
+        self.checkpointer, self.loader = None, None
         self.read = None
 
     def find(self) -> tuple[Found | None, bool]:

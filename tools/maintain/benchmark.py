@@ -282,7 +282,7 @@ def plot(rows: list[dict], path: str) -> None:
     axes.axvline(2, color="black", linewidth=0.8, linestyle=":")
     axes.text(1.985, len(rows) - 0.4, "both cores, fully used", ha="right", fontsize=8)
     axes.set_yticks(range(len(rows)), [row["name"] for row in reversed(rows)], fontsize=8)
-    axes.set_xlabel(f"speed-up over one process with one thread; ours blue, others' grey")
+    axes.set_xlabel("speed-up over one process with one thread; ours blue, others' grey")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(0, 2.25)
     axes.set_ylim(-0.6, len(rows) + 0.2)

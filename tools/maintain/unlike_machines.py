@@ -102,8 +102,10 @@ def rank_side(folder: pathlib.Path) -> None:
         while at_exit:  # tells idle ranks that the training has ended
             function, args = at_exit.pop()
             function(*args)
-        # of once_per_machine, which an idle rank has not called:
-        sys.modules["machine_facts"].calls = itertools.count()
+        facts = sys.modules["machine_facts"]
+        facts.calls = itertools.count()  # of once_per_machine, which an idle rank has called less often
+        facts.home_rank.cache_clear()  # the next job numbers the ranks in another way
+        facts.ranks_of_this_machine.cache_clear()
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # this host's own; an idle rank has none
 
 

@@ -6,7 +6,7 @@ All pages lie in one folder, so that every address is a name. A file of the repo
     step4_tensor_parallel/tensor_parallel.py  step4.html#file-tensor_parallel.py, as the step changed it
     step4_tensor_parallel/utils.py            source-step4_tensor_parallel-utils.py.html, as it did not
     tools/steps.py                            source-tools-steps.py.html
-    assets/scaling.png                        assets-scaling.png
+    assets/wire.png                           assets-wire.png
 """
 
 import ast
