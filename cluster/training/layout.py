@@ -122,7 +122,7 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
         shares, size = [pipeline["num_microbatches"] for pipeline in plan["pipelines"]], plan["micro_batch_size"]
         total = micro_batches_of(found, size)
         if total not in (None, sum(shares)) and (is_elastic() or "seconds" in plan):  # else run.check refuses it
-            shares = shares_by_speed(total, plan.get("seconds") or [1.0] * len(shares))
+            shares = shares_by_speed(total, plan.get("seconds") or [1 / count for count in shares])  # as planned
         return Layout(templates_of([pipeline["layers"] for pipeline in plan["pipelines"]]), shares, size, 1,
                       plan["schedule"], plan.get("recompute", False), plan.get("wire_dtype"),
                       plan.get("gradient_wire_dtype"))
