@@ -11,8 +11,8 @@ from launch import ROOT, modules_of
 with modules_of(10):
     from pipeline_parallel import zero_bubble
 with modules_of(9):
-    from pipeline_parallel import SCHEDULES
     from planning.machines import Cluster, Pipeline, Setting
+    from planning.schedules import SCHEDULES
     from planning.simulate import PipelineSimulation
 
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="there is no node to run the site's JavaScript")
