@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from launch import ROOT, fork, modules_of
+from launch import ROOT, modules_of
 
 with modules_of(9):
     import course  # noqa: F401  before step 9's modules
@@ -274,57 +274,3 @@ def test_the_split_is_drawn_from_all_and_never_trained_on(dataset):
     made.train.set_steps(20)  # more than two epochs
     seen = {load(TINY).decode(row.tokens) for row, _ in (made.train[i] for i in range(80))}
     assert len(seen) == 30 and not seen & set(texts) and made.train.steps_per_epoch == 7
-
-
-@pytest.mark.parametrize("home", [0, 2])
-def test_the_others_get_the_data_from_the_host_that_started_the_run(tmp_path, home):
-    """Ranks 0 and 1 share a disk. Rank 2 has another. Only one of the two hosts has the data and a tokenizer."""
-    pairs = [json.dumps({"prompt": f"{i} ", "completion": f"number {i}"}) + "\n" for i in range(40)]
-    (tmp_path / "data.jsonl").write_text("".join(pairs))
-    (tmp_path / "one less.jsonl").write_text("".join(pairs[:-1]))
-    script = tmp_path / "script.py"
-    script.write_text(f"""
-import argparse, os, pathlib, sys
-sys.path[:0] = [{str(ROOT / "cluster")!r}]
-import course
-import socket
-import torch.distributed as dist
-import process_group_manager as pgm
-from data import encoded
-from utils import UserError
-
-folder, rank = pathlib.Path({str(tmp_path)!r}), int(os.environ["RANK"])
-has_data = (rank == 2) == ({home} == 2)
-if has_data:
-    os.environ["LAUNCH_CLUSTER_HOME"] = "1"
-pgm.init_process_group("gloo")
-if rank == 2:
-    socket.gethostname = lambda: "another"
-encoded.CACHE = str(folder / ("cache of rank 2" if rank == 2 else "cache"))
-name, tokenizer = str(folder / "data.jsonl"), {TINY!r}
-args = argparse.Namespace(dataset_name=name if has_data else "nowhere", seq_len=16, data_from_rank0=True)
-for i in range(2):
-    samples = encoded.load_samples(args, tokenizer if has_data else "nobody", 1024, packing="auto")
-    assert len(samples) == 40
-everyone = [None] * 3
-dist.all_gather_object(everyone, [row.tokens.tolist() for row in samples])
-assert everyone[0] == everyone[1] == everyone[2]
-encoded.Disks.send = lambda *words: sys.exit("what is there is sent again")
-encoded.load_samples(args, tokenizer if has_data else "nobody", 1024, packing="auto")
-args.dataset_name = "missing.jsonl"
-try:
-    sys.exit(encoded.load_samples(args, tokenizer, 1024, packing="auto"))
-except UserError as error:
-    assert "missing.jsonl" in str(error), error
-args.data_from_rank0, args.dataset_name = False, name if rank < 2 else str(folder / "one less.jsonl")
-encoded.CACHE += ", another time"
-try:
-    sys.exit(encoded.load_samples(args, tokenizer, 1024, packing="auto"))
-except UserError as error:
-    assert "is not the same on all machines: another (rank 2) would read" in str(error), error
-    assert "or add --data_from_rank0" in str(error), error
-dist.destroy_process_group()
-""")
-    fork(9, 3, script=script)
-    files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("cache", "cache of rank 2")]
-    assert files[0] == files[1] and len(files[0]) == 1 and files[0][0].endswith(".rows")
