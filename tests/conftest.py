@@ -98,3 +98,19 @@ def world_of_one():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def command(tmp_path):
+    """command(words, **env): starts a command, which is killed at the end of the test if it still runs. See Command."""
+    from processes import Command
+
+    started = []
+
+    def command(words, **env):
+        started.append(Command(words, tmp_path, **env))
+        return started[-1]
+
+    yield command
+    for each in started:
+        each.kill()
