@@ -114,7 +114,7 @@ def measure(args) -> None:
     dtype = choose_lora_dtype(args, device, dtype) if args.lora_rank else dtype
     made = make_model(args, dtype)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
-    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora)
+    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
     cluster = measure_with(clock, args.model_name, wanted, args.measure_seconds)
     if is_home():
         names = (*LAYERS_AND_HEADS, "device", "omp_num_threads", *(LORA if args.lora_rank else ()))

@@ -87,6 +87,6 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch, places, ranks):
     monkeypatch.setattr(machine_facts.dist, "get_world_size", lambda: len(places))
     monkeypatch.setattr(machine_facts.dist, "all_gather_object", all_gather_object)
     monkeypatch.setattr(machine_facts, "available_memory", lambda: 1200)
-    machine_facts.ranks_of_this_machine.cache_clear()
+    machine_facts.forget_ranks()
     assert machine_facts.free_memory(torch.device("cpu")) == 1200 // ranks
-    machine_facts.ranks_of_this_machine.cache_clear()
+    machine_facts.forget_ranks()

@@ -70,7 +70,7 @@ def environment(job: dict) -> dict[str, str]:
     variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_PATIENCE)
     variables.setdefault("OMP_NUM_THREADS", str(max(1, int(usable_cores() / job["nproc"]))))
     if interface := job["interface"] or run_interface(None, job["peer"])[0]:
-        variables["GLOO_SOCKET_IFNAME"] = variables["NCCL_SOCKET_IFNAME"] = interface
+        variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # NCCL: else a prefix
     if elastic := job.get("elastic"):
         # What a lost first worker leaves in a store that outlives it would lead the next round to stale addresses.
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

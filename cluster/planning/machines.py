@@ -263,10 +263,18 @@ def model_facts(config) -> dict[str, int | bool]:
 
 
 def load_cluster(path: str) -> Cluster:
+    return Cluster(read_cluster(path))
+
+
+def read_cluster(path: str) -> dict:
     try:
         with open(path, encoding="utf-8") as file:
-            data = json.load(file)
+            return json.load(file)
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} can't be read as JSON ({error}): write it with "
-                        "plan.py --measure") from None
-    return Cluster(data)
+        raise UserError(f"{path} can't be read as JSON ({error}): write it with plan.py --measure") from None
+
+
+def some_of(data: dict, places: list[int]) -> dict:
+    """The content of cluster.json for some of its machines, in this order."""
+    return {**data, **{name: [data[name][i] for i in places] for name in ("hosts", "machines")},
+            "links": [[data["links"][i][j] for j in places] for i in places]}
