@@ -14,16 +14,11 @@ import uuid
 import torch
 import torch.distributed as dist
 
-from launching.host_facts import HOME, available_memory, interface_towards, processor, read_fields
+from launching.host_facts import HOME, available_memory, interface_towards, read_fields
 from utils import UserError
 
 M_MMAP_THRESHOLD = -3  # of mallopt(3)
 calls = itertools.count()  # of once_per_machine
-
-
-def processor_name(device: torch.device) -> str:
-    """The GPU's name, or that of the CPU with the number of its cores."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
 
 def network_name() -> str:
@@ -155,13 +150,8 @@ def home_rank() -> int:
     launch_cluster.sh see hosts.home_of; without it, and where a plan leaves that host idle or an elastic run has lost
     it, the host with the lowest node rank is taken. Collective at the first call.
     """
-    distances = gather(far_from_home())
+    distances = gather((HOME not in os.environ, int(os.environ.get("GROUP_RANK", 0))))
     return machines().index(machines()[distances.index(min(distances))])
-
-
-def far_from_home() -> tuple[bool, int]:
-    """The machine with the least of all is home."""
-    return HOME not in os.environ, int(os.environ.get("GROUP_RANK", 0))
 
 
 def is_home() -> bool:

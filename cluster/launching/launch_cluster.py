@@ -81,11 +81,10 @@ def main() -> int:
 
     def job(hosts: list[Host], host: Host) -> dict:
         job = {**shared, "node_rank": host.rank, "nproc": int(host.nproc), "interface": host.iface,
-               "peer": peer(hosts, host), "is_home": host.label == home}
+               "peer": peer(hosts, host), "is_home": host.label == home, "mark": f"{run_id} {host.label}"}
         if args.elastic:
             job["master_address"] = hosts[0].address
-            job["elastic"] = {"nodes": "{}:{}".format(*args.elastic), "id": run_id, "mark": f"{run_id} {host.label}",
-                              "address": host.address}
+            job["elastic"] = {"nodes": "{}:{}".format(*args.elastic), "id": run_id, "address": host.address}
         return job
 
     if args.elastic:

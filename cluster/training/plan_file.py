@@ -23,7 +23,7 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from checkpoints.survive import is_elastic
 from machine_facts import (
-    far_from_home, forget_ranks, free_memory, from_home, gather, host_names, places_of, return_freed_memory, this_host,
+    forget_ranks, free_memory, from_home, gather, host_names, is_home, places_of, return_freed_memory, this_host,
 )
 from planning.clock import StageClock
 from planning.machines import Cluster, Pipeline, Setting, model_facts, read_cluster, some_of
@@ -89,12 +89,12 @@ def take_places(plan: dict) -> None:
 
 
 def plan_of_file(path: str, cluster_json: str) -> dict:
-    """The plan of the rank that can read the file and is least far from home, for the hosts that are here.
+    """The plan of a rank that can read the file, home_rank() first, for the hosts that are here.
 
     In an elastic run on other hosts than the plan's, that rank plans anew for those that are there.
     """
     own = read_plan(path)
-    others = gather(("error" in own, far_from_home(), this_host()))
+    others = gather(("error" in own, not is_home(), this_host()))
     reader = min(range(len(others)), key=lambda rank: others[rank][:2])
     hosts = host_names([host for *_, host in others], own.get("hosts", ()))
     if dist.get_rank() == reader and "error" not in own:
