@@ -57,14 +57,11 @@ def command(job: dict) -> list[str]:
 
 
 def environment(job: dict) -> dict[str, str]:
-    """This host's variables, and over them: the interface that reaches the others, threads, the launcher's --env.
-
-    Raises OSError where no interface is given and the one towards the peer can't be found.
-    """
+    """This host's variables, and over them: the interface that reaches the others, threads, the launcher's --env."""
     variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
     variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_PATIENCE)
     variables.setdefault("OMP_NUM_THREADS", str(max(1, int(usable_cores() / job["nproc"]))))
-    if interface := job["interface"] or run_interface(None, job["peer"])[0]:
+    if interface := job["interface"]:
         variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # NCCL: else a prefix
     if "elastic" in job:
         # What a lost first worker leaves in a store that outlives it would lead the next round to stale addresses.
@@ -74,14 +71,14 @@ def environment(job: dict) -> dict[str, str]:
     return {**variables, **job["environment"]}
 
 
-def complete(job: dict) -> None:
-    """In an elastic run: the interface of this host that reaches the others, and its address there. Raises OSError."""
-    interface, address = run_interface(job["interface"], job["peer"])
-    if interface is None:  # the only host so far
-        with contextlib.suppress(OSError):  # it's known as localhost, and the run stays on it
-            interface, address = run_interface(None, job["elastic"]["address"])
-    job["interface"] = interface
-    job["elastic"]["address"] = address or job["elastic"]["address"]
+def find_interface(job: dict) -> None:
+    """The interface of this host that reaches the others and, in an elastic run, its address there. Raises OSError."""
+    job["interface"], address = run_interface(job["interface"], job["peer"])
+    if elastic := job.get("elastic"):
+        if job["interface"] is None:  # the only host so far
+            with contextlib.suppress(OSError):  # it's known as localhost, and the run stays on it
+                job["interface"], address = run_interface(None, elastic["address"])
+        elastic["address"] = address or elastic["address"]
 
 
 def started_for(mark: str) -> list[int]:
@@ -148,14 +145,13 @@ def main() -> int:
     job = json.loads(sys.stdin.readline())
     job["command"] = find_script(job["command"])
     try:
-        if "elastic" in job:
-            complete(job)
-            end_all(job["mark"], PATIENCE / 4)
-        variables = environment(job)
+        find_interface(job)
     except OSError as error:
         print(f"error: the interface towards {job['peer']} can't be found ({error}): give this host an iface= in the "
               "hosts file", file=sys.stderr)
         return 2
+    end_all(job["mark"], PATIENCE / 4)  # what an earlier connection of this run has left
+    variables = environment(job)
     processes = f"{job['nproc']} process{'es' * (job['nproc'] > 1)}"
     print(f"{processes} with OMP_NUM_THREADS={variables['OMP_NUM_THREADS']} each, {usable_cores():g} usable cores",
           flush=True)
