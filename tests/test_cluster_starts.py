@@ -3,6 +3,7 @@
 Hosts are folders here, in which a rank each has relative paths: they share no disk.
 """
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -189,7 +190,7 @@ def test_home_has_each_checkpoint_as_a_whole(tmp_path, copies, sent):
     """One of the copies of a file is on the host on which the run was started, here that of rank 2."""
     ours, found, all_disks = object.__new__(checkpoint.Checkpointer), [], [disks.Disk((rank,)) for rank in range(3)]
     ours.disks = types.SimpleNamespace(
-        all=all_disks, home=all_disks[2], leads=False, on_each=lambda act: None,
+        all=all_disks, home=all_disks[2], leads=False, together=contextlib.nullcontext,
         copy=lambda folder, copies: found.extend((source, to) for _, source, to in copies))
     ours.small, ours.copies = {}, copies
     parts = {rank: {"files": {f"model-{rank}": {"bytes": 1}}, "model_map": {}, "optimizer_map": {}, "parameters": {}}
