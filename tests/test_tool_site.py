@@ -149,16 +149,16 @@ def test_what_is_refused(tmp_path, readme, message):
     root = small_repository(tmp_path / "repository", readme)
     (root / "picture.png").touch()
     with pytest.raises((ValueError, AssertionError), match=message):
-        build(root, tmp_path / "out", {})
+        build(root, tmp_path / "out")
 
 
 def test_site_replaces_nothing_but_a_site(tmp_path):
     root, out = small_repository(tmp_path / "repository", "[model](step1_model/model.py)"), tmp_path / "out"
-    assert build(root, out, {}) == build(root, out, {})
+    assert build(root, out) == build(root, out)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").touch()
     with pytest.raises(ValueError, match="something else than a site"):
-        build(root, tmp_path / "other", {})
+        build(root, tmp_path / "other")
     assert (tmp_path / "other" / "thesis.txt").exists()
 
 
