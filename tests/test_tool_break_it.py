@@ -12,7 +12,7 @@ import time
 import break_it
 import pytest
 from break_faults import CHECKSUMS, FAULTS, SGD, Edit
-from launch import ROOT, environment, fork, metrics, start_fork
+from launch import ROOT, STEPS, environment, fork, metrics, start_fork
 from processes import processes
 from test_pages import missing_paths
 
@@ -173,3 +173,13 @@ def test_the_page_shows_commands_that_exist_and_the_function_as_it_is():
     function = (ROOT / "tools" / "same_weights.py").read_text().partition("\n\n\n")[2].strip()
     assert function in PAGE
     assert not missing_paths(PAGE, ROOT / "docs")
+
+
+def test_the_stacks_of_the_page_are_those_of_step_5():
+    """A frame's line is the one that calls the frame above it."""
+    frames, called = re.findall(r"^    ([\w.<>]+) \((\w+\.py):(\d+)\)", PAGE, re.M), "all_reduce"
+    frames = frames[:6]  # those of `hang`
+    for name, file, number in frames:
+        line = (STEPS["5"] / file).read_text().splitlines()[int(number) - 1]
+        assert f"{called.rpartition('.')[2]}(" in line, (name, file, number, line)
+        called = "all_reduce" if name == "<module>" else name
