@@ -175,11 +175,12 @@ def test_the_page_shows_commands_that_exist_and_the_function_as_it_is():
     assert not missing_paths(PAGE, ROOT / "docs")
 
 
-def test_the_stacks_of_the_page_are_those_of_step_5():
-    """A frame's line is the one that calls the frame above it."""
+def test_the_stacks_of_the_page_are_those_of_its_steps():
+    """A frame's line is the one that calls the frame above it: `hang` is a fault of step 5, `deadlock` of step 8."""
     frames, called = re.findall(r"^    ([\w.<>]+) \((\w+\.py):(\d+)\)", PAGE, re.M), "all_reduce"
-    frames = frames[:6]  # those of `hang`
+    assert len(frames) == 8
     for name, file, number in frames:
-        line = (STEPS["5"] / file).read_text().splitlines()[int(number) - 1]
+        step, called = ("8", "wait") if name.endswith(".receive") else ("5", called)
+        line = (STEPS[step] / file).read_text().splitlines()[int(number) - 1]
         assert f"{called.rpartition('.')[2]}(" in line, (name, file, number, line)
         called = "all_reduce" if name == "<module>" else name
