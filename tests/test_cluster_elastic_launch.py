@@ -1,6 +1,6 @@
 """launch_cluster.sh --elastic without a network: flags, torchrun's command line, and which hosts take part when.
 
-Stand-ins take the place of ssh and torchrun; test_cluster_elastic_launch_on_hosts.py has the true ones.
+Stand-ins take the place of ssh and torchrun; test_cluster_elastic.py has the true ones.
 """
 
 import os

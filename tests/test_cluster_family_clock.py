@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from launch import fork, modules_of
 
@@ -34,13 +33,6 @@ FAMILIES = {
 }
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def make(family: str) -> nn.Module:
     import transformers
 
@@ -66,7 +58,7 @@ def measured(clock: StageClock, sizes=(1, 2)) -> Cluster:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_memory_is_that_of_a_whole_stage(one_rank, family, lora):
+def test_memory_is_that_of_a_whole_stage(world_of_one, family, lora):
     """Added up from modules that were measured one at a time, against one stage with all layers."""
     torch.manual_seed(1)
     clock = clock_of(family, lora, torch.float32)
@@ -91,7 +83,7 @@ def test_memory_is_that_of_a_whole_stage(one_rank, family, lora):
     assert peak_bytes(lambda: forward(ids).backward(), CPU) == pytest.approx(kept + expected, rel=0.15)
 
 
-def test_frozen_weights_take_two_bytes(one_rank):
+def test_frozen_weights_take_two_bytes(world_of_one):
     """In bfloat16; 18 a trained number: float32 weight, gradient, two moments, and a copy. The head's are tied."""
     clock = clock_of("llama", True, torch.bfloat16)
     cluster = measured(clock)
@@ -104,7 +96,7 @@ def test_frozen_weights_take_two_bytes(one_rank):
     assert peak_memory(cluster, Pipeline((0,), (LAYERS,), 4), 1, Setting())[0] > expected
 
 
-def test_layers_of_two_kinds(one_rank):
+def test_layers_of_two_kinds(world_of_one):
     clock = clock_of("gemma3", False, torch.float32)
     assert list(clock.parts) == ["first", "layer 0", "layer 1", "last", "pair"]
     assert clock.kinds[0] == clock.kinds[2] != clock.kinds[1]
