@@ -72,9 +72,13 @@ def read_rows(source: Source) -> Iterator[tuple[str, dict]]:
             for number, row in enumerate(rows, 1):
                 yield f"{file or source.name}, row {number}", {key: row[key] for key in row if row[key] is not None}
     except Exception as error:  # the library raises errors of many classes
-        reason = " ".join(str(error.__cause__ or error).split())[:300]
-        raise UserError(f"--dataset_name {source.name!r} can't be read: {reason}. It has to be rows of one kind, in "
-                        "UTF-8 text, with the columns messages, or prompt and completion, or text") from error
+        raise unreadable(source, error.__cause__ or error) from error
+
+
+def unreadable(source: Source, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:300]
+    return UserError(f"--dataset_name {source.name!r} can't be read: {reason}. It has to be rows of one kind, in UTF-8 "
+                     "text, with the columns messages, or prompt and completion, or text")
 
 
 def kind_of(place: str, row: dict) -> str:
@@ -111,10 +115,15 @@ def rows_of_kind(source: Source, kind: str) -> Iterator[tuple[str, dict]]:
 
 
 def documents(source: Source) -> Iterator[Iterator[str]]:
-    """Each document's pieces of text: those of a .txt file, or the one of a row."""
+    """Each document's pieces of text: those of a .txt file, or the one of a row. Raises UserError."""
+    def pieces(file: str) -> Iterator[str]:
+        try:
+            yield from itertools.takewhile(bool, read_texts([file]))  # an empty piece ends the document
+        except (OSError, UnicodeError) as error:
+            raise unreadable(source, error) from error
+
     if source.suffix == ".txt":
-        for file in source.files:
-            yield itertools.takewhile(bool, read_texts([file]))  # an empty piece ends the document
+        yield from map(pieces, source.files)
     else:
         for _, row in rows_of_kind(source, "text"):
             yield iter([row["text"]])

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
+from checkpoints.load import published_weights
+from checkpoints.pieces import their_name
 from machine_facts import once_per_machine
 from model import Llama, init_weights
 from run_common import check_positions, load_model, local_directory
 from tensor_parallel import cross_entropy, split_over_tp
 from training.lora import RATE, Lora
 from training.loss import mean_cross_entropy
-from checkpoints.pieces import their_name
-from checkpoints.load import published_weights
 from utils import UserError, default_learning_rate, load_config, read_config, recompute_layers
 
 COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
