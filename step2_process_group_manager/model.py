@@ -23,7 +23,7 @@ from utils import UserError
 
 
 @functools.lru_cache(maxsize=4)
-def rotary_tables(
+def get_cos_sin(
     seq_len: int, head_dim: int, base: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines, each (T, hd), of the angle position / base^(2i/hd) (RoFormer, Su et al. 2021).
@@ -77,16 +77,13 @@ def linear(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
 class Linear(nn.Linear):
     """nn.Linear that multiplies in the dtype of its input."""
 
-    def reset_parameters(self) -> None:
-        """Nothing: init_weights draws them."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out)
         return linear(x, self.weight)
 
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """Nothing: init_weights draws them."""
+        """Nothing: init_weights draws them, and here torch would need seconds, even on the meta device."""
 
 
 class RMSNorm(nn.Module):
@@ -120,6 +117,9 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(batch, seq_len, -1, self.head_dim).transpose(1, 2)  # (B, K, T, hd)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         is_grouped = q.size(1) != k.size(1)
+        if is_grouped and q.is_cuda and q.dtype == torch.float32:  # only the kernel that stores all T x T scores shares
+            k, v = (heads.repeat_interleave(q.size(1) // k.size(1), dim=1) for heads in (k, v))  # float32 heads
+            is_grouped = False
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)  # (B, H, T, hd)
         return self.out_proj(out.transpose(1, 2).reshape(batch, seq_len, -1))
 
@@ -173,7 +173,7 @@ class Llama(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> logits (B, T, V)
         x = self.embedding(input_ids).to(self.dtype)  # (B, T, D)
-        cos, sin = rotary_tables(
+        cos, sin = get_cos_sin(
             x.size(1), self.config.head_dim, self.config.rope_parameters["rope_theta"], x.dtype, x.device
         )
         for layer in self.decoder_layers:

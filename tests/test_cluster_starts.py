@@ -4,8 +4,10 @@ Hosts are folders here, in which a rank each has relative paths: they share no d
 """
 
 import contextlib
+import itertools
 import os
 import shutil
+import socket
 import threading
 import types
 
@@ -16,6 +18,7 @@ from launch import losses, metrics, modules_of, start_fork
 from safetensors.torch import load_file
 
 with modules_of(9):
+    import train_distributed
     from checkpoints import disks, run, save as checkpoint, survive
     from checkpoints.files import check_file, read_state
     from utils import UserError
@@ -250,3 +253,36 @@ def test_a_survivor_that_saves_nothing_says_why(monkeypatch, capsys):
     assert codes == [1] and capsys.readouterr().out.splitlines() == [
         "rank 1: rank 2 is silent",
         "rank 1: what it holds could not be written (FileNotFoundError(2, 'No such file or directory'))"]
+
+
+def test_a_silent_rank_whose_machine_answers_is_not_lost(monkeypatch):
+    """A board that swaps counts no further, and its system still answers for it. A killed process has no door."""
+    monkeypatch.setattr(survive, "BEAT", 0.01)
+    monkeypatch.setattr(survive, "PATIENCE", 0.03)
+    watch, door, looks, failed = object.__new__(survive.Watch), socket.create_server(("", 0)), itertools.count(), []
+    watch.rank, watch.world_size, watch.ended, watch.rescue = 0, 2, threading.Event(), None
+    watch.noted, _ = os.pipe()
+    host = f"pi 127.0.0.1 {door.getsockname()[1]}".encode()
+
+    def multi_get(keys) -> list[bytes]:
+        if (look := next(looks)) == 40:
+            assert not failed
+            door.close()
+        if failed or look > 400:
+            watch.ended.set()
+        return [str(look).encode(), b"7"]  # rank 1 stands still
+
+    watch.store = types.SimpleNamespace(add=lambda *_: None, multi_get=multi_get, get=lambda key: host)
+    watch.fail = failed.append
+    watch.run()
+    assert failed and set(failed) == {"rank 1 on pi is silent"} and 40 < next(looks) < 60
+
+
+def test_an_elastic_run_waits_as_long_for_a_slow_machine(monkeypatch):
+    """Loading, measuring and evaluating take a board minutes; that a rank is lost, others notice without a time-out."""
+    waits = []
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "100")
+    monkeypatch.setattr(train_distributed.pgm, "init_process_group", lambda backend, seconds=600: waits.append(seconds))
+    monkeypatch.setattr(train_distributed, "print_banner", lambda *_: None)
+    train_distributed.join(types.SimpleNamespace(device="cpu", dtype="auto", omp_num_threads=None, lora_rank=None))
+    assert waits == [600]
