@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from checkpoints.disks import Disks
-from data.rows import Source, documents, encoder, find_source, first_kind, ids_of, mark, rows_of_kind
+from data.rows import Source, documents, encode_rows, find_source, first_kind
 from dataloader import TokenSamples, encode, files_at, load_tokenizer
 from machine_facts import home_rank, once_per_machine
 from utils import ROOT, UserError
@@ -166,7 +166,7 @@ def encode_data(dataset_name: str, tokenizer: str, seq_len: int, num_samples: in
     if packing == "text":
         raise UserError(f"--dataset_name {dataset_name!r} holds rows of the kind {kind}, and this training reads a "
                         "column 'text' of strings only: train_distributed.py without --local_steps reads the others")
-    encoded = encode_rows(source, kind, load_tokenizer(tokenizer), tokenizer, width)
+    encoded = encode_rows(source, kind, load_tokenizer(tokenizer), width)
     header = [0] * (BEFORE + width)  # rows truncated, samples left out, the largest id
     write(rows, table_of(packed(encoded, width) if packing == "on" else encoded, width, num_samples, header), header)
     return rows
@@ -184,21 +184,6 @@ def up_to(count: int, parts: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         yield part[:count]
         if (count := count - len(part)) <= 0:
             break
-
-
-def encode_rows(source: Source, kind: str, words, tokenizer: str, width: int) -> Iterator[np.ndarray]:
-    """Each row's ids, complemented where they are no targets. Of a document, little more than `width` are encoded."""
-    if kind == "text":
-        end = [] if words.eos_token_id is None else [words.eos_token_id]
-        for document in documents(source):
-            ids = []
-            for piece in document:
-                ids += ids_of(words, piece) if len(ids) <= width else []
-            yield mark(ids + end, [(0, len(ids) + 1)])
-    else:
-        encode_row = encoder(kind, words, tokenizer)
-        for place, row in rows_of_kind(source, kind):
-            yield encode_row(place, row)
 
 
 def packed(rows: Iterator[np.ndarray], width: int) -> Iterator[np.ndarray]:

@@ -12,7 +12,7 @@ In an encoded row a token that is no target is stored as its complement -1 - id,
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -129,27 +129,39 @@ def documents(source: Source) -> Iterator[Iterator[str]]:
             yield iter([row["text"]])
 
 
-def encoder(kind: str, tokenizer, tokenizer_name: str) -> Callable[[str, dict], np.ndarray]:
-    """What turns (place, row) into int32 ids, complemented where they are no targets; see KINDS.
+def encode_rows(source: Source, kind: str, tokenizer, width: int) -> Iterator[np.ndarray]:
+    """Each row's int32 ids, complemented where they are no targets; see KINDS.
 
-    Raises UserError where the tokenizer has no chat template and the rows are conversations.
+    Of a document, little more than `width` are encoded. Raises UserError where the tokenizer has no chat template and
+    the rows are conversations.
     """
-    if kind == "messages":
-        if not tokenizer.chat_template:
-            raise UserError(f"the rows are conversations (messages), and the tokenizer of {tokenizer_name!r} has no "
-                            "chat template: use the instruction-tuned model's tokenizer, add a chat_template.jinja to "
-                            "the model's directory, or rewrite the rows as prompt and completion")
-        return lambda place, row: encode_messages(place, row["messages"], tokenizer)
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if kind == "messages" and not tokenizer.chat_template:
+        raise UserError(f"the rows are conversations (messages), and the tokenizer of {tokenizer.name_or_path!r} has "
+                        "no chat template: use the instruction-tuned model's tokenizer, add a chat_template.jinja to the "
+                        "model's directory, or rewrite the rows as prompt and completion")
+    if kind == "text":
+        for document in documents(source):
+            ids = []
+            for piece in document:
+                ids += ids_of(tokenizer, piece) if len(ids) <= width else []
+            yield mark(ids + end_of_text(tokenizer), [(0, len(ids) + 1)])
+    else:
+        for place, row in rows_of_kind(source, kind):
+            is_talk = kind == "messages"
+            yield encode_messages(place, row[kind], tokenizer) if is_talk else encode_pair(place, row, tokenizer)
 
-    def encode_pair(place: str, row: dict) -> np.ndarray:
-        """The prompt is encoded by itself, as it will be when the model is asked."""
-        if not row["completion"].strip():
-            raise UserError(f"{place} has an empty completion: each row needs an answer, remove it or add one")
-        prompt, answer = (ids_of(tokenizer, row[column]) for column in ("prompt", "completion"))
-        return mark(prompt + answer + end, [(len(prompt), len(prompt + answer + end))])
 
-    return encode_pair
+def end_of_text(tokenizer) -> list[int]:
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+
+def encode_pair(place: str, row: dict, tokenizer) -> np.ndarray:
+    """The prompt is encoded by itself, as it will be when the model is asked."""
+    if not row["completion"].strip():
+        raise UserError(f"{place} has an empty completion: each row needs an answer, remove it or add one")
+    prompt, answer = (ids_of(tokenizer, row[column]) for column in ("prompt", "completion"))
+    ids = prompt + answer + end_of_text(tokenizer)
+    return mark(ids, [(len(prompt), len(ids))])
 
 
 def ids_of(tokenizer, text: str) -> list[int]:
