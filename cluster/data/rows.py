@@ -137,8 +137,8 @@ def encode_rows(source: Source, kind: str, tokenizer, width: int) -> Iterator[np
     """
     if kind == "messages" and not tokenizer.chat_template:
         raise UserError(f"the rows are conversations (messages), and the tokenizer of {tokenizer.name_or_path!r} has "
-                        "no chat template: use the instruction-tuned model's tokenizer, add a chat_template.jinja to the "
-                        "model's directory, or rewrite the rows as prompt and completion")
+                        "no chat template: use the instruction-tuned model's tokenizer, add a chat_template.jinja to "
+                        "the model's directory, or rewrite the rows as prompt and completion")
     if kind == "text":
         for document in documents(source):
             ids = []
