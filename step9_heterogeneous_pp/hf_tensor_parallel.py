@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 import process_group_manager as pgm
 import tensor_parallel
-from model import cast
-from pipeline_template import PipelineTemplate, Unsupported, listed_modules
+from model import Llama, cast
+from pipeline_template import PipelineTemplate, Unsupported, entry_of, listed_modules
 from tensor_parallel import (
     CopyToTensorParallel, ReduceFromTensorParallel, RowParallelLinear, keep_split_parameters, split_over_tp,
 )
@@ -131,7 +131,7 @@ def replacements(model: nn.Module, layer: nn.Module) -> list[tuple[str, Callable
     there is no plan, or it has a style that we don't have, or is silent about a parameter of a block that is split.
     """
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
-    styles = PLANS.get(type(layer).__name__) or {
+    styles = entry_of(PLANS, layer) or {
         place.removeprefix("layers.*."): style for place, style in plan.items() if place.startswith("layers.*.")}
     modules, params = dict(layer.named_modules()), dict(layer.named_parameters())
     experts = tuple(f"{place}." for place, style in styles.items() if style == "moe_tp_experts")
@@ -158,8 +158,8 @@ def apply_tensor_parallel(model: nn.Module) -> nn.Module:
     Raises Unsupported for a model that cannot be split, UserError where tp_size does not divide the heads,
     the key/value heads or the MLP's width. Call it before PipelineStage, which then keeps the stage's part.
     """
-    tp_size, model_name = pgm.process_group_manager.tp_world_size, PipelineTemplate.get_model_name(model)
-    if model_name == "model.Llama" or tp_size == 1:
+    tp_size = pgm.process_group_manager.tp_world_size
+    if isinstance(model, Llama) or tp_size == 1:
         return tensor_parallel.apply_tensor_parallel(model)
     layers = [model.get_submodule(name) for name in listed_modules(model)[1]]
     places = [replacements(model, layer) for layer in layers]

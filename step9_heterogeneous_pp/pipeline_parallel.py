@@ -39,6 +39,7 @@ import torch.nn as nn
 import process_group_manager as pgm
 from model import cast_weights_once
 from timeline import timeline
+from utils import UserError
 
 
 class Action(NamedTuple):
@@ -157,7 +158,10 @@ def run_schedule(schedule, model: nn.Module, data_iter: Iterator[dict], criterio
     for k, action in enumerate(actions):
         for upcoming in actions[k : k + 1 + communication.receives_ahead]:
             if upcoming.kind == "F" and upcoming.microbatch not in batches:
-                batches[upcoming.microbatch] = next(data_iter)
+                if (batch := next(data_iter, None)) is None:
+                    raise UserError("the iterator over the data has ended: an epoch has dataloader.steps_per_epoch "
+                                    "optimizer steps, and for another one write batches = iter(dataloader)")
+                batches[upcoming.microbatch] = batch
             communication.post_receive(upcoming, stage.hidden_shape(**batches[upcoming.microbatch]))
         i = action.microbatch
         received = communication.receive(action)
