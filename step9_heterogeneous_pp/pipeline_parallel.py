@@ -126,16 +126,13 @@ class StageCommunication:
         tensor = tensor.detach().to(self.wire_device).contiguous()
         destination, group = self.destination[action.kind], self.group[action.kind]
         self.sending.append((dist.isend(tensor, destination, group=group), tensor))  # the tensor lives until it is sent
-        if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # keep no more unfinished
-            self.finish_oldest_send()
+        self.finish(2 * pgm.process_group_manager.pp_world_size)
 
-    def finish_oldest_send(self) -> None:
-        handle, _ = self.sending.popleft()
-        handle.wait()
-
-    def finish(self) -> None:
-        while self.sending:
-            self.finish_oldest_send()
+    def finish(self, unfinished: int = 0) -> None:
+        """Waits until no more than so many sends, the newest ones, are unfinished."""
+        while len(self.sending) > unfinished:
+            handle, _ = self.sending.popleft()
+            handle.wait()
 
 
 @cast_weights_once()
