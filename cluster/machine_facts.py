@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import datetime
 import functools
-import itertools
 import os
 import socket
 import uuid
@@ -18,7 +17,6 @@ from launching.host_facts import HOME, available_memory, interface_towards, read
 from utils import UserError
 
 M_MMAP_THRESHOLD = -3  # of mallopt(3)
-calls = itertools.count()  # of once_per_machine
 
 
 def network_name() -> str:
@@ -123,19 +121,18 @@ def once_per_machine(make):
     """Calls make() in one process of each machine and returns its result in all of them. All ranks call it together.
 
     Use it for work that is slow, or that two processes must not do at once. A UserError is raised on every rank.
-    The others wait at the store and not in a collective, because NCCL aborts a collective that takes minutes.
+    The others wait over gloo, because NCCL aborts a collective that takes minutes. Where the process that works is
+    killed, on any machine, gloo's connections to it end, and so do all who wait.
     """
-    first_ranks = [machines().index(machine) for machine in machines()]  # of each rank's machine
-    first, outcome = first_ranks[dist.get_rank()], None
-    store, key = dist.distributed_c10d._get_default_store(), f"once per machine {next(calls)}: "
+    first, outcome = machines().index((socket.gethostname(), uuid.getnode())), None
+    waiting = dist.new_group(backend="gloo")
     if dist.get_rank() == first:
         try:
             outcome = make()
         except UserError as error:
             outcome = error
-        finally:  # also for a bug, so that the others meet a dead peer below and need not wait for ever
-            store.set(f"{key}{first}", "done")
-    store.wait([f"{key}{rank}" for rank in set(first_ranks)], datetime.timedelta(days=30))
+    dist.monitored_barrier(waiting, datetime.timedelta(days=30))
+    dist.destroy_process_group(waiting)
     for error in (outcomes := gather(outcome)):
         if isinstance(error, UserError):
             raise error

@@ -111,7 +111,7 @@ def measure(args) -> None:
     made = make_model(args, dtype)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
     clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
-    cluster = measure_with(clock, args.model_name, wanted, args.measure_seconds)
+    cluster = measure_with(clock, args.model_name, wanted, args.measure_seconds, args.measure_seconds / 8)
     if is_home():
         names = (*LAYERS_AND_HEADS, "device", "omp_num_threads", *(LORA if args.lora_rank else ()))
         flags = {name: getattr(args, name) for name in names}

@@ -1,9 +1,13 @@
 """One process of a machine, or one machine of all, works, however long it takes, and all get the result."""
 
 import json
+import signal
 
 import pytest
 from launch import ROOT
+from processes import run_apart
+
+TINY = str(ROOT / "assets" / "tiny_llama")
 
 
 def test_the_others_wait_longer_than_a_collective_may(run_code):
@@ -37,6 +41,28 @@ except UserError as error:
 assert once_per_machine(lambda: dist.get_rank()) == 0, "a third call has its own result"
 dist.destroy_process_group()
 """)
+
+
+def test_where_another_machines_process_is_killed_all_who_wait_end(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT / 'cluster')!r})" + """
+import os, signal, socket, time
+import course
+import torch.distributed as dist
+from machine_facts import once_per_machine
+
+dist.init_process_group("gloo")
+socket.gethostname = lambda: f"host{dist.get_rank()}"
+
+def make():
+    if dist.get_rank() == 1:
+        time.sleep(1)  # meanwhile the other machine has begun to wait
+        os.kill(os.getpid(), signal.SIGKILL)
+
+once_per_machine(make)
+""")
+    ended = run_apart(script, [{}, {}])
+    assert [code for code, _ in ended] == [1, -signal.SIGKILL], ended
 
 
 @pytest.mark.parametrize("home", [0, 2])

@@ -44,8 +44,6 @@ def is_elastic() -> bool:
 
 class Watch:
     """Notes signals from now on and, in an elastic run, whether the other ranks are alive. All ranks make one together.
-
-    `lock` is held while the weights change: what survivors write is never half of a step.
     """
 
     def __init__(self):
@@ -106,6 +104,22 @@ class Watch:
         """
         self.rescue = rescue
         self.stops_within(UNKNOWN)
+
+    @contextlib.contextmanager
+    def changing_weights(self):
+        """Around what changes the weights, whose number of steps goes with them: survivors never write half of a step.
+
+        A GPU works off a queue. What is in it before, and waits for other ranks, is waited for without the lock, and
+        the change itself with it: so the weights are always what the number says, whatever the queue waits for next.
+        """
+        self.wait_for_gpu()
+        with self.lock:
+            yield
+            self.wait_for_gpu()
+
+    def wait_for_gpu(self) -> None:
+        if self.store is not None and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
 
     def let_signals_kill(self) -> None:
         """For a training that can't end within a step: SIGTERM and Ctrl-C end the process, as they do by default."""

@@ -10,6 +10,7 @@ The time that measuring takes is given, and shared out to modules, micro-batch s
 repeated less often, and sizes for which no time is left are left out.
 """
 
+import math
 import time
 
 import torch.distributed as dist
@@ -20,15 +21,15 @@ from planning.links import measure_links
 from planning.machines import model_facts
 from planning.module_memory import load_code
 
-LINKS, MEMORY = 1 / 3, 1 / 10  # of the time: for all links, and for the memory of one module
+LINKS = 1 / 3  # of the time
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 
 
 def measure_with(clock: StageClock, model_name: str, sizes: tuple[int, ...] = MICRO_BATCH_SIZES,
-                 seconds: float = 30.0) -> dict:
+                 seconds: float = 30.0, memory_seconds: float = math.inf) -> dict:
     """The content of cluster.json on every rank, but for the flags. Collective. Takes about so many `seconds`.
 
-    `sizes`: micro-batch sizes to time, in samples of clock.seq_len tokens.
+    `sizes`: micro-batch sizes to time, in samples of clock.seq_len tokens. `memory_seconds`: for that of one module.
     """
     n = dist.get_world_size()
     for_links = seconds * LINKS if n > 1 else 0.0
@@ -38,8 +39,7 @@ def measure_with(clock: StageClock, model_name: str, sizes: tuple[int, ...] = MI
               f"samples, about {seconds - for_links:.0f} s{links}", flush=True)
     load_code(clock.device)
     start, free = time.perf_counter(), gather(free_memory(clock.device))
-    clock.facts = clock.facts or from_rank(free.index(max(free)), lambda: clock.measure_memory(
-        max(free), seconds * MEMORY))
+    clock.facts = from_rank(free.index(max(free)), lambda: clock.measure_memory(max(free), memory_seconds))
     left = max(seconds - for_links - (time.perf_counter() - start), (seconds - for_links) / 2)
     machine = {"device": str(clock.device), **clock.measure(sorted(sizes), left)}
     everyone = gather((this_host(), machine, measure_links(clock.device, for_links)))

@@ -47,7 +47,7 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
                 with timeline.span("gradient norm"):
                     grad_norm = plugin.clip_grad_norm(model, args.max_grad_norm)
                 learning_rate = scheduler.get_last_lr()[0]
-                with run.watch.lock:
+                with run.watch.changing_weights():
                     with timeline.span("optimizer"):
                         optimizer.step()
                     scheduler.step()
