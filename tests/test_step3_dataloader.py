@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import pickle
+import sys
 import types
 
 import pytest
@@ -65,6 +67,17 @@ def corpus(tmp_path):
     path = tmp_path / "corpus.txt"
     path.write_text("".join(DOCUMENTS))
     return path
+
+
+def test_a_worker_is_sent_the_name_of_the_file_and_not_the_tokens(loader, corpus, monkeypatch):
+    """Where processes are spawned, as on macOS, the data set is pickled for each worker."""
+    samples = loader(corpus).dataset
+    samples.num_samples = 7
+    monkeypatch.setitem(sys.modules, "dataloader", dataloader)  # in a step it can be imported
+    sent = pickle.dumps(samples)
+    assert len(sent) < 1000 < 4 * len(samples.tokens)
+    received = pickle.loads(sent)
+    assert len(received) == 7 and all(torch.equal(a, b) for a, b in zip(received, samples))
 
 
 def test_samples_are_consecutive_and_targets_are_the_next_tokens(loader, corpus):

@@ -14,6 +14,10 @@ from launch import modules_of
 with modules_of(9):
     from data_parallel import Bucket
     from pipeline_parallel import afab
+    from train import print_parameters
+    from utils import TINY_LLAMA, load_config
+
+NO_OVERRIDES = dict(num_hidden_layers=None, num_attention_heads=None, num_key_value_heads=None)
 
 
 @pytest.fixture
@@ -64,6 +68,37 @@ def test_what_execute_pipeline_takes(plugin):
     with pytest.raises(ValueError, match="the model that configure returns, but got a GPT2LMHeadModel"):
         plugin.execute_pipeline(iter(loader), toy("gpt2"), mean_logit, optimizer)
     assert plugin.execute_pipeline(iter(loader), stage, mean_logit, optimizer).dtype == torch.float64
+
+
+def test_one_step_past_an_epoch(plugin):
+    model = toy("gpt2")
+    plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [3])], [2])
+    loader = plugin.prepare_dataloader(samples(5))
+    stage, optimizer, _ = plugin.configure(model, torch.optim.SGD(model.parameters()), loader)
+    batches = iter(loader)
+    for _ in range(loader.steps_per_epoch):
+        plugin.execute_pipeline(batches, stage, mean_logit, optimizer)
+    with pytest.raises(ValueError, match="an epoch has dataloader.steps_per_epoch optimizer steps.* batches = iter"):
+        plugin.execute_pipeline(batches, stage, mean_logit, optimizer)
+
+
+@pytest.mark.parametrize("precision, ours, lines", [
+    ("bfloat16", False, ["matmuls in torch.bfloat16", "stages send each other torch.float32", "--wire_dtype bfloat16"]),
+    ("bfloat16", True, ["activations in torch.bfloat16"]), ("float32", False, ["activations in torch.float32"])])
+def test_what_is_printed_is_what_is_sent(precision, ours, lines, capsys):
+    """transformers' models compute in bfloat16 by autocast, which keeps what stages send each other in float32."""
+    plugin = HeterogeneousParallelPlugin(device="cpu", precision=precision)
+    try:
+        model = our_model.Llama(load_config(TINY_LLAMA, **NO_OVERRIDES)) if ours else toy("gpt2").float()
+        plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, [model.config.num_hidden_layers])], [1])
+        stage, _, _ = plugin.configure(model, torch.optim.SGD(model.parameters()))
+        capsys.readouterr()
+        print_parameters(stage, plugin.device, plugin.compute_dtype, 0.1)
+        found = capsys.readouterr().out
+        assert all(line in found for line in lines) and ("wire_dtype" in found) == (len(lines) == 3), found
+        assert stage.module.dtype == (torch.bfloat16 if ours else torch.float32)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_configure_keeps_the_optimizers_groups_and_settings(plugin):
