@@ -129,7 +129,7 @@ def test_hosts_come_and_go(tools, tmp_path):
     write_hosts(tmp_path, *lines(tools, "ab"), "d python=/nowhere/python", *lines(tools, "c"))
     assert says(run, "launch_cluster: d can't take part, exit code 127: no Python: can't start /nowhere/python")
     assert set(run.pids(3)) == {"a", "b", "c"}
-    time.sleep(5)  # longer than between two attempts
+    time.sleep(3)  # longer than between two attempts
     pids = run.pids(3)
     os.killpg(run.process.pid, signal.SIGINT)
     code, text = run.end()
