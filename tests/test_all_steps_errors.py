@@ -193,7 +193,7 @@ def test_every_number_has_a_range(step, monkeypatch):
                 expected = f"argument {flag}: " + f"must be {kinds[kind]}, got {value}" * (value != "nan")
                 monkeypatch.setattr("sys.argv", ["train.py", f"{flag}={value}"])
                 with pytest.raises(utils.UserError, match=expected):
-                    train.parse_args(*[""] * (step == "9"))
+                    train.parse_args(*["A script."] * (step == "9"))
 
 
 @pytest.mark.slow
