@@ -1,9 +1,11 @@
 """The training loop of the scripts that train on all machines together."""
 
 import math
+import statistics
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 
 import process_group_manager as pgm
 from machine_facts import gather, is_home
@@ -73,6 +75,19 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
         record.close()
         times.print()
         run.end(stops and not is_last)
+
+
+def print_epochs(steps: Iterator[Step], steps_per_epoch: int | None) -> Iterator[Step]:
+    """The steps themselves. Where an epoch ends, rank 0 prints the mean loss of its steps."""
+    losses = []
+    for step in steps:
+        losses.append(step.loss)
+        if steps_per_epoch and step.number % steps_per_epoch == 0:
+            if dist.get_rank() == 0:
+                mean = statistics.fmean(losses)
+                print(f"epoch {step.number // steps_per_epoch}: loss {mean:.4f}", flush=True)
+            losses = []
+        yield step
 
 
 class FirstBadLoss:

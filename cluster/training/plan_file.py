@@ -26,7 +26,7 @@ from machine_facts import (
     forget_ranks, free_memory, from_home, gather, host_names, is_home, places_of, return_freed_memory, this_host,
 )
 from planning.clock import StageClock
-from planning.machines import Cluster, Pipeline, Setting, model_facts, read_cluster, some_of
+from planning.machines import Cluster, Pipeline, Setting, model_facts, read_cluster, setting_of, some_of
 from planning.measure import describe_machines, measure_with
 from planning.report import as_plan, make_plan
 from planning.schedules import SCHEDULES
@@ -148,9 +148,7 @@ def plan_for(hosts: list[str], plan: dict, cluster_json: str) -> dict:
         places = places_of(hosts, data["hosts"])
         ranks = [rank for rank, place in enumerate(places) if place is not None]
         data = some_of(data, [places[rank] for rank in ranks])
-        setting = Setting(plan["schedule"], plan.get("wire_dtype"), plan.get("gradient_wire_dtype"),
-                          plan.get("recompute", False))
-        made = make_plan(data, plan["global_batch"], setting, [plan["micro_batch_size"]])
+        made = make_plan(data, plan["global_batch"], setting_of(plan), [plan["micro_batch_size"]])
     except (ValueError, KeyError, TypeError, IndexError) as error:
         return {"error": f"no plan for {', '.join(hosts)}: {cluster_json}: {error}"}
     for pipeline in made["pipelines"]:
