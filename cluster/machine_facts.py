@@ -37,6 +37,12 @@ def gather(value) -> list:
     return everyone
 
 
+def say(text: str) -> None:
+    """Rank 0 prints it."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 def this_host() -> tuple[str, str]:
     """The name of this machine, and its address in the network of the run or, where it has none, that of its card."""
     address = f"{uuid.getnode():012x}"

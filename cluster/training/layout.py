@@ -22,7 +22,7 @@ import torch.distributed as dist
 import train
 from checkpoints.survive import is_elastic
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
-from machine_facts import from_home, gather, host_names, places_of, this_host
+from machine_facts import from_home, gather, host_names, places_of, say, this_host
 from pipeline_template import PipelineTemplate, Unsupported
 from planning.clock import StageClock
 from planning.machines import Cluster, Setting, model_facts, read_cluster, setting_of, some_of
@@ -91,10 +91,10 @@ class Layout:
         """Makes the groups of ranks: the plugin that trains by this layout. Collective. Raises UserError."""
         plugin = HeterogeneousParallelPlugin(self.tp_size, self.micro_batch_size, args.dtype, args.device,
                                              SCHEDULES[self.setting.schedule], self.setting.recompute)
-        if dist.get_rank() == 0:
-            steps = f"local steps of a round: {', '.join(map(str, self.local_steps))}\n" if self.local_steps else ""
-            print(f"{steps}micro-batches of a {'round' if steps else 'step'}, of {self.micro_batch_size} samples each: "
-                  f"{', '.join(map(str, self.num_microbatches))}", flush=True)
+        if self.local_steps:
+            say(f"local steps of a round: {', '.join(map(str, self.local_steps))}")
+        say(f"micro-batches of a {'round' if self.local_steps else 'step'}, of {self.micro_batch_size} samples each: "
+            f"{', '.join(map(str, self.num_microbatches))}")
         plugin.set_pipelines(self.templates, self.num_microbatches)
         compress(plugin, config, self.setting.wire_dtype, self.setting.gradient_wire_dtype)
         return plugin
@@ -165,8 +165,7 @@ def choose_pipelines(args, model: torch.nn.Module, dtype: torch.dtype) -> tuple[
                         f"{args.tp_size} processes are here")
     measured = measured_speeds(args, args.batch_size, dtype)
     layers = layers_by_speed(model, measured if args.tp_size == 1 else None, num_stages)
-    if dist.get_rank() == 0:
-        print(f"decoder layers of the stages: {', '.join(map(str, layers))}", flush=True)
+    say(f"decoder layers of the stages: {', '.join(map(str, layers))}")
     return [layers], told[0]
 
 
@@ -196,9 +195,8 @@ def choose_shares(args, made, count: int, told: list[int] | None, total: int | N
             with contextlib.suppress(Unsupported):  # then all are taken as equally fast
                 clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
                 seconds = gather(clock.seconds_of_whole(args.batch_size, args.recompute))
-        if dist.get_rank() == 0:
-            listed = ", ".join(f"{args.batch_size * args.seq_len / value:.0f}" for value in seconds)
-            print(f"tokens/s of each rank alone: {listed}", flush=True)
+        speeds = ", ".join(f"{args.batch_size * args.seq_len / value:.0f}" for value in seconds)
+        say(f"tokens/s of each rank alone: {speeds}")
     return shares_by_speed(total, seconds)
 
 

@@ -5,10 +5,9 @@ import statistics
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 
 import process_group_manager as pgm
-from machine_facts import gather, is_home
+from machine_facts import gather, is_home, say
 from timeline import timeline
 from training.record import Record, Step
 from training.times import StepTimes, write_timeline
@@ -83,9 +82,7 @@ def print_epochs(steps: Iterator[Step], steps_per_epoch: int | None) -> Iterator
     for step in steps:
         losses.append(step.loss)
         if steps_per_epoch and step.number % steps_per_epoch == 0:
-            if dist.get_rank() == 0:
-                mean = statistics.fmean(losses)
-                print(f"epoch {step.number // steps_per_epoch}: loss {mean:.4f}", flush=True)
+            say(f"epoch {step.number // steps_per_epoch}: loss {statistics.fmean(losses):.4f}")
             losses = []
         yield step
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from checkpoints.survive import is_elastic
 from machine_facts import (
-    forget_ranks, free_memory, from_home, gather, host_names, is_home, places_of, return_freed_memory, this_host,
+    forget_ranks, free_memory, from_home, gather, host_names, is_home, places_of, return_freed_memory, say, this_host,
 )
 from planning.clock import StageClock
 from planning.machines import Cluster, Pipeline, Setting, model_facts, read_cluster, setting_of, some_of
@@ -49,11 +49,10 @@ def find_plan(args, made, device: torch.device, dtype: torch.dtype) -> dict | No
     """
     if args.plan:
         plan = plan_of_file(args.plan, getattr(args, "cluster_json", None) or CLUSTER_JSON)
-        if dist.get_rank() == 0:
-            used = machines_of(plan)
-            idle = [host for rank, host in enumerate(plan["hosts"]) if rank not in used]
-            print(f"ranks in the order of {args.plan}: {', '.join(plan['hosts'][rank] for rank in used)}"
-                  f"{' | idle: ' * bool(idle)}{', '.join(idle)}", flush=True)
+        used = machines_of(plan)
+        idle = [host for rank, host in enumerate(plan["hosts"]) if rank not in used]
+        say(f"ranks in the order of {args.plan}: {', '.join(plan['hosts'][rank] for rank in used)}"
+            f"{' | idle: ' * bool(idle)}{', '.join(idle)}")
         require_same_model(plan, made.model.config, str(dtype).removeprefix("torch."), args)
         return plan
     if args.pipelines or args.tp_size > 1 or args.local_steps:
@@ -171,12 +170,10 @@ def plan_by_themselves(args, made, device: torch.device, dtype: torch.dtype) -> 
     if rough_bytes(args, made, dtype) < FRACTION * min(free):
         return None
     return_freed_memory()
-    if dist.get_rank() == 0:
-        listed = ", ".join(f"{host} {room / 1e9:.2f}" for host, room in zip(host_names(hosts), free))
-        print(f"the whole model may not fit into every machine's free memory (GB: {listed}): measuring", flush=True)
+    listed = ", ".join(f"{host} {room / 1e9:.2f}" for host, room in zip(host_names(hosts), free))
+    say(f"the whole model may not fit into every machine's free memory (GB: {listed}): measuring")
     data = measure(args, made, device, dtype)
-    if dist.get_rank() == 0:
-        print(describe_machines(data, ()), flush=True)
+    say(describe_machines(data, ()))
     return from_home(lambda: choose(args, data))
 
 
