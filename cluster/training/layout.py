@@ -22,7 +22,7 @@ import torch.distributed as dist
 import train
 from checkpoints.survive import is_elastic
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
-from machine_facts import from_home, gather, host_names, places_of, say, this_host
+from machine_facts import from_home, gather, host_names, machines, places_of, say
 from pipeline_template import PipelineTemplate, Unsupported
 from planning.clock import StageClock
 from planning.machines import Cluster, Setting, model_facts, read_cluster, setting_of, some_of
@@ -221,7 +221,7 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
     only speeds of this model are of use. Raises UserError for a file that can't be read, or that is for other machines
     or another order of them, another dtype or another model. In an elastic run any of its machines may be there.
     """
-    here, path = gather(this_host()), args.cluster_json or CLUSTER_JSON
+    here, path = machines(), args.cluster_json or CLUSTER_JSON
 
     def read() -> Measured | None:
         if args.equal_shares or len(here) == 1 or (args.cluster_json is None and not os.path.exists(path)):

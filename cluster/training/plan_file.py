@@ -23,7 +23,7 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from checkpoints.survive import is_elastic
 from machine_facts import (
-    forget_ranks, free_memory, from_home, gather, host_names, is_home, places_of, return_freed_memory, say, this_host,
+    forget_ranks, free_memory, from_home, gather, host_names, is_home, machines, places_of, return_freed_memory, say,
 )
 from planning.clock import StageClock
 from planning.machines import Cluster, Pipeline, Setting, model_facts, read_cluster, setting_of, some_of
@@ -93,9 +93,8 @@ def plan_of_file(path: str, cluster_json: str) -> dict:
     In an elastic run on other hosts than the plan's, that rank plans anew for those that are there.
     """
     own = read_plan(path)
-    others = gather(("error" in own, not is_home(), this_host()))
-    reader = min(range(len(others)), key=lambda rank: others[rank][:2])
-    hosts = host_names([host for *_, host in others], own.get("hosts", ()))
+    others, hosts = gather(("error" in own, not is_home())), host_names(machines(), own.get("hosts", ()))
+    reader = others.index(min(others))
     if dist.get_rank() == reader and "error" not in own:
         if is_elastic() and sorted(hosts) == sorted(own["hosts"]):
             own = in_order(own, hosts)  # an elastic run has ranks in an order of its own
@@ -166,11 +165,11 @@ def require_same_model(plan: dict, config, dtype: str, args) -> None:
 
 def plan_by_themselves(args, made, device: torch.device, dtype: torch.dtype) -> dict | None:
     """The plan for these machines; None where each of them can hold the whole model. Collective."""
-    free, hosts = zip(*gather((free_memory(device), this_host())))
+    free = gather(free_memory(device))
     if rough_bytes(args, made, dtype) < FRACTION * min(free):
         return None
     return_freed_memory()
-    listed = ", ".join(f"{host} {room / 1e9:.2f}" for host, room in zip(host_names(hosts), free))
+    listed = ", ".join(f"{host} {room / 1e9:.2f}" for host, room in zip(host_names(machines()), free))
     say(f"the whole model may not fit into every machine's free memory (GB: {listed}): measuring")
     data = measure(args, made, device, dtype)
     say(describe_machines(data, ()))
