@@ -170,13 +170,13 @@ class Loader:
     def load_adapters(self, stage) -> None:
         """Gives the adapters that a stage has their values. Collective."""
         self.bring(stage)
-        for name, param in stage.model.named_parameters():
-            if name in (trained_alone(stage) or ()):
-                value = get_slice(self.found.path, self.found.state["model_map"], peft_name(name))[...]
-                if value.shape != param.shape:
-                    raise UserError(f"{peft_name(name)} has the shape {tuple(value.shape)} in {self.found.path}, but "
-                                    f"{tuple(param.shape)} here: give --lora_rank and --model_name as they were")
-                param.data.copy_(value)
+        for name in trained_alone(stage) or ():
+            param = stage.model.get_parameter(name)
+            value = get_slice(self.found.path, self.found.state["model_map"], peft_name(name))[...]
+            if value.shape != param.shape:
+                raise UserError(f"{peft_name(name)} has the shape {tuple(value.shape)} in {self.found.path}, but "
+                                f"{tuple(param.shape)} here: give --lora_rank and --model_name as they were")
+            param.data.copy_(value)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, stage) -> None:
         """The state of each parameter, in slices as this rank holds it. Learning rates follow from the flags."""
