@@ -39,13 +39,25 @@ TOPOLOGIES = {  # name -> ranks, flags: 8 micro-batches a step in each
 }
 
 
-def write_model(folder: pathlib.Path, **changes) -> pathlib.Path:
-    """A directory with a configuration and a tokenizer."""
+def write_model(folder: pathlib.Path, kind: str | None = None, dtype: str | None = None, **changes) -> pathlib.Path:
+    """A directory with a configuration and the tokenizer of the tiny Llama, as on the Hub.
+
+    The configuration is that of a Llama of SIZES or, with a `kind` of transformers, as in "gpt2", of what `changes`
+    says. With a `dtype` there are random weights as well.
+    """
     folder.mkdir(parents=True)
     for path in (ROOT / "assets" / "tiny_llama").glob("*token*"):
         shutil.copy(path, folder)
-    config = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **SIZES, **changes}))
+    if kind is None:
+        config = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **SIZES, **changes}))
+        return folder
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind, **changes)
+    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)) if dtype else config
+    model.save_pretrained(folder)
     return folder
 
 
