@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import signal
 import sys
 import time
@@ -20,7 +19,7 @@ from processes import eventually
 with modules_of(9):
     from checkpoints.files import check_file, read_state
 
-LONG = 150  # steps, of which some hundred come after the signal
+LONG = 40  # steps, of which most come after the signal
 TOLERANCE = 1e-9
 TWO = {1: ["--num_microbatches", "2"], 2: ["--num_microbatches", "1,1"]}  # ranks -> two micro-batches a step
 KILLS = int(os.environ.get("KILLS", 5))
@@ -77,8 +76,9 @@ def check_resumed(folder, name, expected, start: int, printed: str) -> None:
 def test_a_signal_to_one_rank(command, folder, uninterrupted, ranks, number):
     """All ranks, those of torchrun as well, end the same step, save, and end well. The run goes on in one process."""
     name, flags = f"{number.name}{ranks}", dict(max_steps=LONG, save_every=None)
-    start = [sys.executable, SCRIPT] if ranks == 1 else torchrun(ranks, SCRIPT)
-    process = command([*start, *words(folder, name, ranks, **flags)])
+    script = ROOT / "tests" / "support" / "checkpoint_runs.py", folder / "out", SCRIPT
+    start = [sys.executable, *script] if ranks == 1 else torchrun(ranks, *script)
+    process = command([*start, *words(folder, name, ranks, **flags)], SLOW="0.2")
     process.wait_for_step(folder / "runs" / name / "metrics.jsonl", 3)
     os.kill(process.process.pid if ranks == 1 else process.ranks()[1], number)
     printed = process.end(30)
@@ -121,20 +121,6 @@ def test_a_lower_learning_rate_has_an_effect(folder):
     run(folder, "lower", max_steps=2, learning_rate=1e-3, **flags)
     run(folder, "lower", 1, "--resume", "auto", max_steps=4, learning_rate=1e-5, **flags)
     assert [row["learning_rate"] for row in metrics(folder / "runs", "lower")] == [1e-3, 1e-3, 1e-5, 1e-5]
-
-
-def test_diverging_from_the_first_step(folder):
-    done = run(folder, "huge", 2, check=False, max_steps=8, save_every=1, learning_rate=1e30, warmup_steps=0,
-               lr_decay="none")
-    assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
-    message = re.search(r"error: step (\d) has the loss (\S+) and the gradient norm (\S+), first on rank (\S.*?): ",
-                        done.stderr)
-    assert message and message[4] in ("0", "1", "0, 1"), done.stderr
-    step = int(message[1])
-    assert [row["step"] for row in metrics(folder / "runs", "huge")] == list(range(1, step))
-    good = checkpoint(folder, "huge", step - 1)
-    assert f"The last good checkpoint is {good}. " in done.stderr and newest(folder, "huge") == good
-    check_whole(good)
 
 
 def test_keep_latest_and_metrics(folder):

@@ -7,8 +7,8 @@ run (launch_cluster.sh --elastic) ranks also watch each other. When one is gone,
 they hold, by themselves, and end; torchrun's agents then start all of them anew without the lost one.
 
 A rank that is killed closes its connections, and the others meet an error at once. A cut link closes nothing: so each
-rank counts aloud, in the store of rank 0. One that falls silent for PATIENCE seconds is taken as gone where its machine does
-not answer for it either: a board that swaps is slow, and still there.
+rank counts aloud, in the store of rank 0. One that falls silent for PATIENCE seconds is taken as gone where its machine
+does not answer for it either: a board that swaps is slow, and still there.
 """
 
 import contextlib

@@ -117,7 +117,7 @@ def train_rounds(args, plugin, made, layout, run) -> None:
         board.log(step, plugin.global_batch_size * args.seq_len)
         run.step = step.number
         if step.number % loader.steps_per_epoch == 0:
-            run.save(step.number, is_last=True)
+            run.checkpointer.save(step.number, is_last=True)
     run.end(was_stopped=False)
     board.close()
 
