@@ -133,8 +133,10 @@ def main() -> None:
     _setup_privateuseone_for_python_backend("gpu", Module())
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(x, device="gpu") makes it on the host and copies it
     del os.environ["RANK"]  # so that nobody looks for the other ranks
+    make_group = dist.new_group
     fakes = [(dist, {"get_backend": lambda group=None: "nccl", "init_process_group": join(rank, world_size),
-                     "all_gather_object": all_gather_object}),
+                     "all_gather_object": all_gather_object, "monitored_barrier": lambda *_: None,
+                     "new_group": lambda *args, backend=None: None if backend == "gloo" else make_group(*args)}),
              (dist.distributed_c10d, {"_get_default_store": dist.HashStore}),
              (torch.cuda, {"is_available": lambda: True, "device_count": lambda: 1, "set_device": lambda device: None}),
              (torch.Tensor, {"pin_memory": pin_memory}),
