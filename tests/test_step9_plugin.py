@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import (
-    HeterogeneousParallelPlugin, PipelineTemplate, our_model, run_chain, stages_of, stages_on_meta, toy, toy_config)
+    HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, our_model, run_chain, stages_of, stages_on_meta, toy,
+    toy_config,
+)
 from transformers import LlamaConfig
 
 from launch import modules_of
