@@ -39,7 +39,10 @@ def predict(args, made, device, dtype) -> None:
         file.write("5")  # the largest resident set counts from here
 
 
-def report() -> None:
+def report(group=None) -> None:
+    """In the place of destroy_process_group, at the end; what is of a `group` alone goes on."""
+    if group is not None:
+        return destroy(group)
     with open("/proc/self/status") as file:
         found["measured"] = next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM"))
     for stage, line in enumerate(gather(found)):
@@ -48,6 +51,7 @@ def report() -> None:
     os._exit(0)
 
 
+destroy = dist.destroy_process_group
 train_distributed.find_plan = predict
 train_distributed.dist.destroy_process_group = report
 train_distributed.main()
