@@ -8,6 +8,7 @@ import re
 import sys
 
 from steps_compare import compare, compare_file, count_lines, predecessor
+from tours import check_tours
 
 MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_LINE_LENGTH = 300, 60, 120
 ROOMS = ("cluster", "tools")
@@ -132,5 +133,6 @@ def run_check(steps, args):
     for path in sorted(path for room in ROOMS for path in (args.root / room).rglob("*.py")):
         where = path.relative_to(args.root).as_posix()
         problems += [f"{where}:{line}: {problem}" for line, problem in check_file(path)]
+    problems += check_tours(args.root, steps, args.fix_counts)
     print(*problems or [f"{len(steps)} steps: all changes are declared, all steps are self-contained"], sep="\n")
     return 1 if problems else 0
