@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from data.encoded import load_samples
-from dataloader import next_tokens
+from dataloader import collate_batch
 from machine_facts import free_memory, gather, once_per_machine
 from metrics import peak_memory_gb
 from model import Llama, cross_entropy
@@ -58,7 +58,7 @@ def short_training(args, model: Llama, samples, device: torch.device) -> tuple[l
     indices, losses, seconds = itertools.cycle(range(len(samples))), [], []
     for _ in range(args.steps):
         start = time.perf_counter()
-        batch = next_tokens([samples[next(indices)] for _ in range(args.batch_size)])
+        batch = collate_batch([samples[next(indices)] for _ in range(args.batch_size)])
         optimizer.zero_grad()
         loss = one_microbatch(model, {name: ids.to(device) for name, ids in batch.items()})
         optimizer.step()

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import process_group_manager as pgm
-from model import rotary_tables
+from model import get_cos_sin
 from tensor_parallel import cross_entropy
 from timeline import timeline
 from utils import UserError
@@ -64,7 +64,7 @@ class PipelineParallel(nn.Module):
         self.config, self.dtype = model.config, model.dtype
         holds_embedding = grid.pp_is_first_stage or grid.pp_is_last_stage and model.config.tie_word_embeddings
         self.embedding = model.embedding if holds_embedding else None
-        self.decoder_layers = nn.ModuleDict({str(i): model.decoder_layers[i] for i in layers_of_stage(num_layers)})
+        self.decoder_layers = nn.ModuleDict({str(i): model.decoder_layers[i] for i in distribute_layers(num_layers)})
         self.final_norm = model.final_norm if grid.pp_is_last_stage else None
         self.final_proj = model.final_proj if grid.pp_is_last_stage else None
         connect_neighbours()
@@ -79,13 +79,13 @@ class PipelineParallel(nn.Module):
         if pgm.process_group_manager.pp_is_first_stage:
             x = self.embedding(x).to(self.dtype)
         base = self.config.rope_parameters["rope_theta"]
-        cos, sin = rotary_tables(x.size(1), self.config.head_dim, base, x.dtype, x.device)
+        cos, sin = get_cos_sin(x.size(1), self.config.head_dim, base, x.dtype, x.device)
         for layer in self.decoder_layers.values():
             x = layer(x, cos, sin)
         return x if self.final_proj is None else self.final_proj(self.final_norm(x))
 
 
-def layers_of_stage(num_layers: int) -> range:
+def distribute_layers(num_layers: int) -> range:
     """The layers of this rank's stage. All stages hold equally many, or the first ones hold one more."""
     grid = pgm.process_group_manager
     size, left_over = divmod(num_layers, grid.pp_world_size)

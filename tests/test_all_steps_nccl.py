@@ -94,7 +94,7 @@ def run_rank(step: int, engine: str, m: int, recorder: Recorder, grid: types.Sim
     pipeline_parallel.connect_neighbours()
     if step == 9:
         grid.group_of = lambda places: grid.dp_group if grid.dp_world_size > 1 else None
-        model = wrap(stage, [types.SimpleNamespace(modules_per_stage=[["stage"]])], bucket_mb=1)
+        model = wrap(stage, [types.SimpleNamespace(modules_per_stage=[["stage"]])], bucket_cap_mb=1)
         communication = pipeline_parallel.StageCommunication(torch.float32, CPU)
         pipeline_parallel.run_schedule(schedule, model, batches, mean_loss, [m] * grid.dp_world_size, communication)
     else:

@@ -148,10 +148,10 @@ def test_what_the_last_micro_batch_does_not_reach(plugin):
     wrapper.buckets, wrapper.bucket_of = [bucket], dict.fromkeys(params, bucket)
     wrapper.require_backward_grad_sync = False
     left.grad = torch.full_like(left, 2.0)
-    wrapper.gradient_arrived(left)
+    wrapper.mark_param_as_ready(left)
     wrapper.require_backward_grad_sync = True
     reached.grad = torch.ones_like(reached)
-    wrapper.gradient_arrived(reached)
+    wrapper.mark_param_as_ready(reached)
     assert bucket.handle is None
     wrapper.finish_gradient_sync()
     for param, value in ((reached, 1), (left, 2), (never, 0)):
@@ -186,7 +186,7 @@ def test_buckets_are_launched_in_order(plugin):
     wrapper.bucket_of = dict(zip(params, wrapper.buckets, strict=True))
     for param, launched in ((second, [False, False]), (first, [True, True])):
         param.grad = torch.ones_like(param)
-        wrapper.gradient_arrived(param)
+        wrapper.mark_param_as_ready(param)
         assert [bucket.handle is not None for bucket in wrapper.buckets] == launched
     wrapper.finish_gradient_sync()
 

@@ -94,7 +94,7 @@ def test_hang_stands_still_and_py_spy_shows_where(tmp_path):
             process.communicate()
     if any(dump.returncode for dump in dumps.values()):
         pytest.skip(f"py-spy may not look: {dumps[0].stderr}")
-    assert "average_loss_across_dp_ranks (data_parallel.py" in dumps[0].stdout
+    assert "all_reduce_loss_across_dp_ranks (data_parallel.py" in dumps[0].stdout
     assert "log (metrics.py" in dumps[1].stdout
     assert not processes(marker)  # SIGTERM to the tool has ended the ranks
 
@@ -102,7 +102,7 @@ def test_hang_stands_still_and_py_spy_shows_where(tmp_path):
 def test_timeouts_name_the_lines(tmp_path):
     """hang: the ranks wait in unlike all-reduces. deadlock: both stages wait in receive. The first to fail ends all."""
     runs = [start(tmp_path, name, *TWO_STEPS, "--timeout", "3", check=False) for name in ("hang", "deadlock")]
-    for run, where in zip(runs, ("in (average_loss_across_dp_ranks|log)\n", "in receive\n")):
+    for run, where in zip(runs, ("in (all_reduce_loss_across_dp_ranks|log)\n", "in receive\n")):
         done = run.result()
         assert done.returncode == 1 and "step 1/" not in done.stdout
         assert "Timed out waiting 3000ms" in done.stderr and re.search(where, done.stderr), done.stderr

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 
-from dataloader import next_tokens
+from dataloader import collate_batch
 from data.encoded import Row, RowSamples, load_samples
 from data.epochs import BLOCK, Epochs
 from utils import UserError, number, positive_int, zero_or_more
@@ -112,13 +112,13 @@ class Data:
     def collate(self, items: list) -> dict[str, torch.Tensor]:
         """-> input_ids, target_ids (B, T) and, for rows, the scalar loss_weight; see the head of this module."""
         if not self.has_rows:
-            return next_tokens(items)
+            return collate_batch(items)
         batch, num_targets = pad([row for row, _ in items]), items[0][1]
         own, num_microbatches = (batch["target_ids"] != NO_TARGET).sum(), self.global_batch // len(items)
         return {**batch, "loss_weight": own.double() * num_microbatches / num_targets}
 
     def collate_evaluation(self, items: list) -> dict[str, torch.Tensor]:
-        return pad(items) if self.has_rows else next_tokens(items)
+        return pad(items) if self.has_rows else collate_batch(items)
 
     def weighted(self, criterion: Callable) -> Callable:
         """The criterion to train with: weighted(criterion) for rows, the criterion itself for packed text."""

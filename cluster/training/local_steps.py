@@ -31,7 +31,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 
 import process_group_manager as pgm
 from data.encoded import load_samples
-from dataloader import next_tokens
+from dataloader import collate_batch
 from metrics import RunLogger
 from model import cast_weights_once
 from pipeline_stage import PipelineStage
@@ -98,7 +98,7 @@ def train_rounds(args, plugin, made, layout, run) -> None:
     if len(samples) < plugin.global_batch_size:
         raise UserError(f"the data set has {len(samples)} samples, fewer than the {plugin.global_batch_size} of a "
                         f"round of --local_steps {args.local_steps}: lower it, or add data")
-    loader = plugin.prepare_dataloader(samples, shuffle=True, seed=args.seed, collate_fn=next_tokens)
+    loader = plugin.prepare_dataloader(samples, shuffle=True, seed=args.seed, collate_fn=collate_batch)
     stage = PipelineStage(made.model, layout.templates[0], 0)
     if made.initial:  # else the model has them, drawn by --seed
         made.initial(stage)
