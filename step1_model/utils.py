@@ -172,9 +172,9 @@ def peak_memory_gb() -> float:
     return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9  # macOS counts bytes, Linux KiB
 
 
-def to_readable_format(number: float, precision: int = 1) -> str:
+def to_readable_format(number: float) -> str:
     """1234567 -> '1.2M'."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(number) >= size:
-            return f"{number / size:.{precision}f}{letter}"
-    return f"{number:.{precision}f}".rstrip("0").rstrip(".") if precision else f"{number:.0f}"
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.1f}".removesuffix(".0")

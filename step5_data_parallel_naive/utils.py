@@ -102,7 +102,8 @@ def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, s
         dtype = "bfloat16" if device == "cuda" else "float32"
     if device == "cpu":
         return torch.device(device), getattr(torch, dtype), "gloo"
-    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    rank, ranks = os.environ.get("RANK", 0), os.environ.get("WORLD_SIZE", 1)  # some launchers don't count by machine
+    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     gpus = torch.cuda.device_count()
     if local_ranks > gpus and local_rank == 0:
         print(f"{local_ranks} ranks share {gpus} GPU(s) over gloo: messages pass through host memory", flush=True)
@@ -200,9 +201,9 @@ def peak_memory_gb() -> float:
     return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9  # macOS counts bytes, Linux KiB
 
 
-def to_readable_format(number: float, precision: int = 1) -> str:
+def to_readable_format(number: float) -> str:
     """1234567 -> '1.2M'."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(number) >= size:
-            return f"{number / size:.{precision}f}{letter}"
-    return f"{number:.{precision}f}".rstrip("0").rstrip(".") if precision else f"{number:.0f}"
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.1f}".removesuffix(".0")

@@ -152,13 +152,10 @@ def test_copies_of_a_parameter_keep_the_same_bits(recorded, name):
         assert all(torch.equal(one, found[0][i]) for pair in found for i, one in enumerate(pair)), (key, tp_rank)
 
 
-def test_gradients_that_are_not_finite_reach_all(wire, tmp_path):
+def test_gradients_that_are_not_finite_reach_all(run_code):
     """A NaN of one rank ends up in everyone's sum; buffers shorter than one row a rank, and odd, sum up right."""
-    script = tmp_path / "sum.py"
-    script.write_text(f"""
-import sys
-sys.path.insert(0, {str(ROOT / "cluster")!r})
-import course, torch, torch.distributed as dist
+    run_code("cluster", 3, """
+import torch, torch.distributed as dist
 from training.compression import ROW, CompressedAllReduce
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -183,7 +180,6 @@ for size in (1, 5, 3 * ROW, 7 * ROW + 3):
         assert all(torch.equal(one, everyone[0]) for one in everyone)
 dist.destroy_process_group()
 """)
-    fork(9, 3, script=script)
 
 
 @pytest.mark.parametrize("flag", ["wire_dtype", "gradient_wire_dtype"])

@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from launch import ROOT, modules_of
 
 with modules_of(9):
@@ -36,13 +35,10 @@ ANSWERS = {  # template -> which parts of the conversation it makes are targets
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "utils", utils)  # errors are pickled by the name of their module
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        yield
-        dist.destroy_process_group()
+@pytest.fixture(autouse=True)
+def errors_by_name(world_of_one, monkeypatch):
+    """Errors are pickled by the name of their module."""
+    monkeypatch.setitem(sys.modules, "utils", utils)
 
 
 @pytest.fixture(scope="module")

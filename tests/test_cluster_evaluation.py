@@ -8,7 +8,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from launch import ROOT, modules_of, start_fork
 
@@ -17,14 +16,8 @@ with modules_of(9):
     from model import init_weights
     from data import encoded, load as data
 
+pytestmark = pytest.mark.usefixtures("world_of_one")
 TINY = str(ROOT / "assets" / "tiny_llama")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 TOPOLOGIES = {  # name -> ranks, what data_over_ranks.py is told

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import types
 
 import host_facts
 import host_run
@@ -87,6 +88,23 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch, places, ranks):
     monkeypatch.setattr(machine_facts.dist, "get_world_size", lambda: len(places))
     monkeypatch.setattr(machine_facts.dist, "all_gather_object", all_gather_object)
     monkeypatch.setattr(machine_facts, "available_memory", lambda: 1200)
-    machine_facts.ranks_of_this_machine.cache_clear()
+    machine_facts.forget_ranks()
     assert machine_facts.free_memory(torch.device("cpu")) == 1200 // ranks
-    machine_facts.ranks_of_this_machine.cache_clear()
+    machine_facts.forget_ranks()
+
+
+@pytest.mark.parametrize("gpus, ranks", [("aab", 2), ("bab", 1), ("aaa", 3)])
+def test_ranks_of_a_gpu_share_its_memory(monkeypatch, gpus, ranks):
+    """By the GPU's own number: a launcher may show each rank one GPU only, which is then called cuda:0 by all."""
+    monkeypatch.setattr(machine_facts, "gather", lambda own: [own if gpu == "a" else gpu for gpu in gpus])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1200, 4800))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="own"))
+    machine_facts.forget_ranks()
+    assert machine_facts.free_memory(torch.device("cuda", 0)) == 1200 // ranks
+    machine_facts.forget_ranks()
+
+
+def test_nccl_takes_this_interface_and_no_other():
+    """Without the =, NCCL takes all whose names begin like it: eth0 is eth01 as well."""
+    variables = host_run.environment(JOB)
+    assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")

@@ -186,15 +186,6 @@ def test_times_of_a_gpu(monkeypatch):
     assert step_times.stop()[1] == pytest.approx(0.75)
 
 
-@pytest.mark.parametrize("name", ["train_distributed", "three_stages_simple_pp", "train_single_test", "plan"])
-def test_the_remedy_against_too_little_memory_names_flags_that_there_are(name):
-    script, *flags = ((ROOT / "cluster" / path).read_text()
-                      for path in (f"{name}.py", "training/common.py", "training/layout.py"))
-    [remedy] = re.findall(r'one_clear_error\(out_of_memory="(.*)"\)', script)
-    assert (named := re.findall("--[a-z_]+", remedy))
-    assert all(f'"{flag}"' in "".join([script, *flags]) for flag in named)
-
-
 def test_numbers_of_micro_batches(parse, monkeypatch):
     def shares_of(args, total=None) -> list[int]:
         told = args.num_microbatches and args.num_microbatches[0]

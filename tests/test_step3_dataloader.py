@@ -9,7 +9,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer
 
 from launch import ROOT, fork, losses, modules_of
@@ -18,16 +17,10 @@ with modules_of(5):
     import dataloader
     import process_group_manager as pgm
 
+pytestmark = pytest.mark.usefixtures("world_of_one")
 TINY = ROOT / "assets" / "tiny_llama"
 END = 0  # the id of the end-of-text token
 DOCUMENTS = [f"Document {i}. " + "We the people of the United States. " * (i + 2) + "\n" for i in range(12)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import types
 import pytest
 import torch
 from families import (
-    CASES, DECODERS, IDS, TIED, PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, run_chain,
+    CASES, IDS, PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, run_chain,
     stages_on_meta, tensor_parallel, toy, toy_batch, toy_on_meta)
-from launch import MODELS, ROOT, environment, fork, modules_of
+from launch import ROOT, environment, modules_of
 from safetensors.torch import save_file
 
 with modules_of(9):
@@ -138,33 +138,6 @@ def test_a_buffer_that_the_model_does_not_compute(saved):
     stage.model.model.rotary_emb.register_buffer("scale", torch.ones(2, device="meta"), persistent=False)
     with pytest.raises(NotImplementedError, match="the buffer model.rotary_emb.scale is not computed"):
         load_weights(stage, saved("llama"))
-
-
-OVER_TP = [f"{name}{tied}" for name in (*DECODERS, "opt-projected", "gpt2-classifier", "llama-classifier")
-           for tied in ("", "-tied") if not tied or name in TIED]
-SAMPLED = ("gpt2-tied", "llama", "opt-projected", "llama-classifier")  # matrices fused and apart, biases, other heads
-
-
-@pytest.fixture(scope="module")
-def tp_errors(tmp_path_factory, selected):
-    """Of all cases that are to run, from one start of two processes."""
-    folder = tmp_path_factory.mktemp("tp")
-    script = ROOT / "tests" / "support" / "families_over_tp.py"
-    fork(9, 2, folder, *selected("case"), "qwen3-float32-norms", script=script, modules=MODELS)
-    with open(folder / "errors.json") as file:
-        return json.load(file)
-
-
-@pytest.mark.parametrize("case", [case if case in SAMPLED else pytest.param(case, marks=pytest.mark.slow)
-                                  for case in OVER_TP])
-def test_two_tp_ranks_compute_the_whole_model(case, tp_errors):
-    loss, gradients, unlike = tp_errors[case]
-    assert loss <= 1e-9 and gradients <= 1e-9
-    assert unlike == 0.0, "what is whole on each tp rank has to stay the same there"
-
-
-def test_two_tp_ranks_with_the_librarys_own_norms(tp_errors):
-    assert max(tp_errors["qwen3-float32-norms"]) <= 1e-6
 
 
 @pytest.mark.parametrize("name, changes, message", [

@@ -12,7 +12,7 @@ import time
 import break_it
 import pytest
 from break_faults import CHECKSUMS, FAULTS, SGD, Edit
-from launch import ROOT, environment, fork, metrics, start_fork
+from launch import ROOT, STEPS, environment, fork, metrics, start_fork
 from processes import processes
 from test_pages import missing_paths
 
@@ -173,3 +173,14 @@ def test_the_page_shows_commands_that_exist_and_the_function_as_it_is():
     function = (ROOT / "tools" / "same_weights.py").read_text().partition("\n\n\n")[2].strip()
     assert function in PAGE
     assert not missing_paths(PAGE, ROOT / "docs")
+
+
+def test_the_stacks_of_the_page_are_those_of_its_steps():
+    """A frame's line is the one that calls the frame above it: `hang` is a fault of step 5, `deadlock` of step 8."""
+    frames, called = re.findall(r"^    ([\w.<>]+) \((\w+\.py):(\d+)\)", PAGE, re.M), "all_reduce"
+    assert len(frames) == 8
+    for name, file, number in frames:
+        step, called = ("8", "wait") if name.endswith(".receive") else ("5", called)
+        line = (STEPS[step] / file).read_text().splitlines()[int(number) - 1]
+        assert f"{called.rpartition('.')[2]}(" in line, (name, file, number, line)
+        called = "all_reduce" if name == "<module>" else name

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import sanity_check
+import sanity_figure
 from launch import ROOT
 
 CONFIG = dict(model_name="tiny_llama", num_hidden_layers=None, num_attention_heads=None, num_key_value_heads=None,
@@ -45,6 +46,11 @@ def write_run(folder, losses, norms=None, **config):
             for i, (loss, norm) in enumerate(zip(losses, norms or NORMS), 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def test_each_row_has_a_colour_of_its_own():
+    """A line's colour says what it is."""
+    assert len(set(sanity_figure.COLOURS)) == len(sanity_figure.COLOURS) >= len(sanity_check.ROWS) - 1
 
 
 @pytest.fixture

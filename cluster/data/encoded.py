@@ -88,7 +88,7 @@ def load_samples(args, tokenizer: str, vocab_size: int, num_samples: int | None 
         raise UserError(f"--dataset_name {args.dataset_name!r} holds {len(numbers)} tokens, fewer than the seq_len + 1 "
                         f"= {args.seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")
     else:
-        samples, largest = TokenSamples(numbers, args.seq_len, num_samples or ALL), int(numbers.max())
+        samples, largest = TokenSamples(path, args.seq_len, num_samples or ALL), int(numbers.max())
         samples.num_samples = min(samples.num_samples, samples.samples_per_epoch)
     if largest >= vocab_size:
         raise UserError(f"the tokenizer of {tokenizer!r} gives the id {largest}, but its config.json has vocab_size="

@@ -1,6 +1,5 @@
 """Writes the site: all pages, their pictures, and what a browser needs besides, into a folder of its own."""
 
-import json
 import pathlib
 import shutil
 
@@ -11,7 +10,6 @@ from site_pages import Page, Repository, document_page, source_page, step_page, 
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent
 MARKER = ".site"  # a folder that holds it was written by build(), and may be replaced
-BASELINE = 3  # the step whose losses all later ones repeat
 PLAYGROUND = Page("playground.html", "Schedules", "Schedule playground", [], "playground.html", {})
 
 
@@ -24,6 +22,7 @@ def empty_folder(out: pathlib.Path) -> None:
     (out / MARKER).touch()
 
 
+<<<<<<< HEAD
 def script_json(data) -> Markup:
     """Data for a script of the page, as the content of a script element."""
     return Markup(json.dumps(data, separators=(",", ":")).replace("</", "<\\/"))
@@ -51,16 +50,26 @@ def build(root: pathlib.Path, out: pathlib.Path, runs: dict[int, dict], films=()
     """Builds the site of the repository at `root` in the folder `out`; returns its pages' addresses.
 
     `runs`: what site_runs.read_runs() returns; `films`: the tours to draw as films, as find_tours() names them.
+=======
+def build(root: pathlib.Path, out: pathlib.Path) -> list[str]:
+    """Builds the site of the repository at `root` in the folder `out`; returns its pages' addresses.
+
+>>>>>>> main
     Raises ValueError for a link or a picture that leads to nothing.
     """
     out, root = out.resolve(), root.resolve()
     empty_folder(out)
     repository = Repository(root, out)
     chapters = {repository.documents[place]: place for place in repository.documents}
+<<<<<<< HEAD
     steps = [add_run(step_page(repository, number), runs) for number in repository.steps]
     others = [document_page(repository, place) for address, place in chapters.items()
               if not address.startswith("step") and place not in repository.tours]
     tours = [tour_page(repository, place) for place in repository.tours]
+=======
+    steps = [step_page(repository, number) for number in repository.steps]
+    others = [document_page(repository, place) for address, place in chapters.items() if not address.startswith("step")]
+>>>>>>> main
     pages = [others[0], *steps, PLAYGROUND, *others[1:]]
     sources, done = [], set()
     while len(done) < len(repository.sources):  # the page of a folder links to further files
