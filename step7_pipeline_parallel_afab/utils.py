@@ -10,11 +10,9 @@ import pathlib
 import resource
 import shutil
 import signal
-import socket
 import sys
 import time
 import types
-import urllib.parse
 
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
@@ -124,22 +122,17 @@ def compile_layers(layers, device: torch.device) -> None:
 
 def require_reachable_hub(name: str, kind: str) -> None:
     """Raises UserError, within seconds, where the Hugging Face Hub can't be asked for `name`, which is no path."""
-    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub import constants, get_session, scan_cache_dir
 
     if os.path.isdir(constants.HF_HUB_CACHE) and any(repo.repo_id == name for repo in scan_cache_dir().repos):
         return
-    hub = urllib.parse.urlparse(constants.ENDPOINT)
-    reachable = not constants.HF_HUB_OFFLINE
-    if reachable and not (os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")):
-        try:
-            socket.create_connection((hub.hostname, hub.port or 443), timeout=3).close()
-        except OSError:
-            reachable = False
-    if not reachable:
+    try:
+        get_session().head(constants.ENDPOINT, timeout=3)
+    except Exception:  # of any kind: it depends on the network, on proxies, on HF_HUB_OFFLINE
         raise UserError(
             f"{kind} {name!r}: there is no such path ({os.path.abspath(name)}), and as a Hugging Face Hub id it can't "
             "be looked up, since the Hub can't be reached and its local cache lacks it: check the path, or the network"
-        )
+        ) from None
 
 
 def load_config(model_name: str, **overrides: int | None):

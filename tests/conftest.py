@@ -82,10 +82,11 @@ def run_code(tmp_path):
     def run_code(room, ranks: int, code: str, *words, then=None, **options):
         path = ROOT / "cluster" if room == "cluster" else STEPS[str(room)]
         head = f"import sys\nsys.path[0] = {str(path)!r}\n" + "import course\n" * (room == "cluster")
-        name = str(path / (then or ""))
-        tail = f"import runpy\nsys.argv[0] = {name!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+        if then:
+            code += f"\nimport runpy\nsys.argv[0] = {str(path / then)!r}\n"
+            code += "runpy.run_path(sys.argv[0], run_name='__main__')\n"
         program = tmp_path / f"program{len(list(tmp_path.iterdir()))}.py"
-        program.write_text(head + code + (tail if then else ""))
+        program.write_text(head + code)
         return fork(9 if room == "cluster" else room, ranks, *words, script=program, **options)
 
     return run_code

@@ -86,7 +86,7 @@ with one_clear_error():
 
 @pytest.mark.parametrize("step, axis", [(4, "tp"), (8, "pp"), (9, "pp")])
 def test_hosts_with_unlike_data(run_code, tmp_path, step, axis):
-    """One host lacks a file of the corpus: stages, replicas and slices would be trained on other texts than the rest."""
+    """One host lacks a file of the corpus: its stage, replica or slice would be trained on another text."""
     for rank, files in enumerate(["abc", "ab"]):
         (tmp_path / str(rank)).mkdir()
         for name in files:

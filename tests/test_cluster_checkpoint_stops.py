@@ -20,7 +20,7 @@ from processes import eventually
 with modules_of(9):
     from checkpoints.files import check_file, read_state
 
-LONG = 150  # steps, of which some hundred come after the signal
+LONG = 40  # steps, of which most come after the signal
 TOLERANCE = 1e-9
 TWO = {1: ["--num_microbatches", "2"], 2: ["--num_microbatches", "1,1"]}  # ranks -> two micro-batches a step
 KILLS = int(os.environ.get("KILLS", 5))
@@ -77,8 +77,9 @@ def check_resumed(folder, name, expected, start: int, printed: str) -> None:
 def test_a_signal_to_one_rank(command, folder, uninterrupted, ranks, number):
     """All ranks, those of torchrun as well, end the same step, save, and end well. The run goes on in one process."""
     name, flags = f"{number.name}{ranks}", dict(max_steps=LONG, save_every=None)
-    start = [sys.executable, SCRIPT] if ranks == 1 else torchrun(ranks, SCRIPT)
-    process = command([*start, *words(folder, name, ranks, **flags)])
+    script = ROOT / "tests" / "support" / "checkpoint_runs.py", folder / "out", SCRIPT
+    start = [sys.executable, *script] if ranks == 1 else torchrun(ranks, *script)
+    process = command([*start, *words(folder, name, ranks, **flags)], SLOW="0.2")
     process.wait_for_step(folder / "runs" / name / "metrics.jsonl", 3)
     os.kill(process.process.pid if ranks == 1 else process.ranks()[1], number)
     printed = process.end(30)

@@ -40,7 +40,7 @@ def wire():
         yield compression
 
 
-SLOW = ("three-int8", "float64-float32", "tp2-int8", "unlike-bfloat16")  # further topologies
+SLOW = ("three-int8", "float64-float32", "tp2-int8", "unlike-bfloat16", "gradients-bfloat16")  # further topologies
 
 
 def named(*rows) -> list:
@@ -127,7 +127,7 @@ def test_losses_stay_near_those_in_full_precision(recorded, name, worst, least):
     assert rounded[-1] < rounded[0] - 0.3
 
 
-@pytest.mark.parametrize("name, worst", [("gradients-bfloat16", 2**-7), ("gradients-int8", 0.1)])
+@pytest.mark.parametrize("name, worst", named(("gradients-bfloat16", 2**-7), ("gradients-int8", 0.1)))
 def test_gradients_alone_are_rounded(recorded, name, worst):
     """The first loss has the same bits. Each gradient is off by a part of its largest number, or in int8 of its row."""
     full, rounded = load(recorded("unlike")), load(recorded(name))

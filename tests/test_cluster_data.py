@@ -200,6 +200,13 @@ def test_bad_data_is_one_clear_error(dataset, tokenizers, name):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+@pytest.mark.parametrize("packing", ["auto", "off"])
+def test_text_that_is_not_utf_8_is_one_clear_error(dataset, tmp_path, packing):
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe no text")
+    with pytest.raises(utils.UserError, match="bad.txt' can't be read: 'utf-8' codec"):
+        encoded.load_samples(flags(str(tmp_path / "bad.txt")), TINY, 1024, packing=packing)
+
+
 def test_a_script_that_reads_text_only_refuses_chats(dataset):
     with pytest.raises(utils.UserError, match="kind prompt/completion"):
         encoded.load_samples(flags(dataset([{"prompt": "a", "completion": "b"}])), TINY, 1024)

@@ -56,8 +56,12 @@ def measured(clock: StageClock, sizes=(1, 2)) -> Cluster:
     return Cluster({**measure_with(clock, "toy", sizes, seconds=0.2), "flags": {}})
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK = {("llama", True), ("gpt2", False), ("mixtral", False)}  # tied and not, dense and with experts, full and LoRA
+
+
+@pytest.mark.parametrize("family, lora", [
+    pytest.param(family, lora, marks=() if (family, lora) in QUICK else pytest.mark.slow)
+    for family in FAMILIES for lora in (False, True)])
 def test_memory_is_that_of_a_whole_stage(world_of_one, family, lora):
     """Added up from modules that were measured one at a time, against one stage with all layers."""
     torch.manual_seed(1)

@@ -51,10 +51,19 @@ def test_threads_within_the_quota(groups, own, files, nproc, threads):
     assert host_run.environment({**JOB, "environment": {"OMP_NUM_THREADS": "7"}})["OMP_NUM_THREADS"] == "7"
 
 
-def test_memory_within_the_limit_of_the_own_group(groups):
-    groups("3:memory:/a\n0::/\n", {"memory/memory.limit_in_bytes": "9223372036854771712", "memory/a/x": "",
-                                   "memory/memory.usage_in_bytes": "10", "memory/a/memory.limit_in_bytes": "5000",
-                                   "memory/a/memory.usage_in_bytes": "2000"})
+@pytest.mark.parametrize("own, files", [
+    ("3:memory:/a\n0::/\n", {
+        "memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "10",
+        "memory/a/memory.limit_in_bytes": "5000", "memory/a/memory.usage_in_bytes": "2000"}),
+    ("0::/a\n", {"a/memory.max": "5000", "a/memory.current": "4000", "a/memory.stat":
+                 "anon 900\nactive_file 1500\ninactive_file 700\nfile_mapped 200\n"}),
+    ("3:memory:/a\n", {"memory/a/memory.limit_in_bytes": "5000", "memory/a/memory.usage_in_bytes": "4000",
+                       "memory/a/memory.stat": "mapped_file 1\nactive_file 9\ntotal_active_file 1500\n"
+                                               "total_inactive_file 700\ntotal_mapped_file 200\n"}),
+])
+def test_memory_within_the_limit_of_the_own_group(groups, own, files):
+    """Files that the group keeps in memory are free, but for those that are mapped: the processes' own libraries."""
+    groups(own, files)
     assert host_facts.available_memory() == 3000
 
 

@@ -44,7 +44,7 @@ def test_what_measuring_writes(run_code, tmp_path):
     for machine in data["machines"]:
         for kind in ("forward", "backward"):
             assert all(0 < seconds < 1 for size in cluster.sizes for seconds in machine[kind][str(size)])
-        assert machine["free_memory"] > 1e7 and 0 < machine["optimizer_seconds"] < 1e-6
+        assert machine["free_memory"] > 1e7 and 0 < machine["optimizer_seconds"] < 1e-4
     assert all((link is None) == (i == j) for i, row in enumerate(data["links"]) for j, link in enumerate(row))
     assert data["model"] == written["model"] == {
         "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 10, "num_attention_heads": 4,
@@ -125,13 +125,18 @@ def test_slow_machines_keep_to_the_time(world_of_one, monkeypatch):
     assert "no time or memory for micro-batches of" in describe_machines(cluster, (1, 2, 4, 64))
 
 
-def test_a_link_is_timed_until_the_device_is_done(monkeypatch):
-    """NCCL's send and recv return at once: what they started ends when one waits for the device."""
-    time = Clock(monkeypatch)
-    busy = [0.0]  # seconds of work that the device was given
+@pytest.mark.parametrize("pause, asynchronous", [(0.0, True), (0.3, False), (0.8, False)])
+def test_a_link(monkeypatch, pause, asynchronous):
+    """A first message that is held up, or a receiver that is busy with other links for a while, changes nothing, and
+    does not end the search for a message that is large enough to time. NCCL's send and recv return at once: what they
+    have started ends when one waits for the device."""
+    time, pauses, sizes, busy = Clock(monkeypatch), iter([pause]), [], [0.0]
 
     def transfer(tensor, peer):
-        busy[0] += 1e-3 + 4 * tensor.numel() / 1e8
+        sizes.append(tensor.numel())
+        busy[0] += next(pauses, 0.0) + 1e-3 + 4 * tensor.numel() / 1e8
+        if not asynchronous:
+            wait_for(None)
 
     def wait_for(device):
         time.sleep(busy[0])
@@ -140,39 +145,8 @@ def test_a_link_is_timed_until_the_device_is_done(monkeypatch):
     monkeypatch.setattr(links.dist, "send", transfer)
     monkeypatch.setattr(links.dist, "recv", transfer)
     monkeypatch.setattr(links, "wait_for", wait_for)
-    link = links.time_link(1, torch.device("cpu"), seconds=0.5)
-    assert link["bandwidth"] == pytest.approx(1e8, rel=0.1) and link["latency"] == pytest.approx(1e-3, rel=0.5)
-
-
-def test_a_link_that_pauses_once(monkeypatch):
-    """A first message that is held up for a while does not end the search for one that is large enough to time."""
-    time = Clock(monkeypatch)
-    pauses = iter([0.3])
-
-    def transfer(tensor, peer):
-        if tensor.numel() == links.SMALLEST_MESSAGE:
-            time.sleep(next(pauses, 0.0))
-        time.sleep(1e-3 + 4 * tensor.numel() / 1e8)
-
-    monkeypatch.setattr(links.dist, "send", transfer)
-    monkeypatch.setattr(links.dist, "recv", transfer)
     link = links.time_link(1, torch.device("cpu"), seconds=1.0)
     assert link["bandwidth"] == pytest.approx(1e8, rel=0.1) and link["latency"] == pytest.approx(1e-3, rel=0.5)
-
-
-def test_a_link_whose_receiver_is_busy(monkeypatch):
-    """The receiver answers when it has done with other links: the time that this takes is not the link's."""
-    time = Clock(monkeypatch)
-    busy = iter([0.8])
-
-    def transfer(tensor, peer):
-        time.sleep(next(busy, 0.0) + 1e-3 + 4 * tensor.numel() / 1e8)
-
-    monkeypatch.setattr(links.dist, "send", transfer)
-    monkeypatch.setattr(links.dist, "recv", transfer)
-    sizes = []
-    monkeypatch.setattr(links.torch, "zeros", lambda n, **kwargs: sizes.append(n) or torch.ones(n, **kwargs))
-    assert links.time_link(1, torch.device("cpu"), seconds=1.0)["bandwidth"] == pytest.approx(1e8, rel=0.1)
     assert max(sizes) > links.SMALLEST_MESSAGE
 
 

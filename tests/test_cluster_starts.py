@@ -262,17 +262,20 @@ def test_a_silent_rank_whose_machine_answers_is_not_lost(monkeypatch):
     watch, door, looks, failed = object.__new__(survive.Watch), socket.create_server(("", 0)), itertools.count(), []
     watch.rank, watch.world_size, watch.ended, watch.rescue = 0, 2, threading.Event(), None
     watch.noted, _ = os.pipe()
-    host = f"pi 127.0.0.1 {door.getsockname()[1]}".encode()
+    watch.doors = [("home", "127.0.0.1", door.getsockname()[1]), ("pi", "127.0.0.1", door.getsockname()[1])]
 
     def multi_get(keys) -> list[bytes]:
-        if (look := next(looks)) == 40:
+        if (look := next(looks)) == 20:  # the machine with the store swaps as well
+            raise RuntimeError("wait timeout")
+        if look == 40:
             assert not failed
             door.close()
         if failed or look > 400:
             watch.ended.set()
         return [str(look).encode(), b"7"]  # rank 1 stands still
 
-    watch.store = types.SimpleNamespace(add=lambda *_: None, multi_get=multi_get, get=lambda key: host)
+    watch.store = store = types.SimpleNamespace(add=lambda *_: None, multi_get=multi_get)
+    watch.connect = lambda: store
     watch.fail = failed.append
     watch.run()
     assert failed and set(failed) == {"rank 1 on pi is silent"} and 40 < next(looks) < 60

@@ -25,7 +25,8 @@ TEXTS = [f"Speech {i}, café.\n" + f"We the people, line {i}.\r\n" * (i % 7 * 40
 
 def write_txt_folder(folder, texts=TEXTS):
     (folder / "corpus").mkdir()
-    for i, text in enumerate(texts):
+    (folder / "corpus" / "LICENSE").write_text("of another kind, and not a document")
+    for i, text in reversed(list(enumerate(texts))):  # not in the order of their names
         (folder / "corpus" / f"{i:03}.txt").write_text(text, encoding="utf-8", newline="")
     return folder / "corpus"
 
@@ -38,7 +39,7 @@ def write_line(folder, texts=TEXTS):
 
 def write_jsonl(folder, texts=TEXTS):
     path = folder / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)))
     return path
 
 

@@ -73,7 +73,8 @@ def draw_gaps(axes, runs: list, key: str, limit) -> None:
     axes.set(ylim=(floor - strip, top), xlim=(0, last + 1))
     axes.axhspan(floor - strip, floor, color="#f1f1f1", zorder=0)
     axes.hlines(allowed, 1, min(limit.steps or last, last), "#333333", linestyle=(0, (5, 3)), linewidth=1.2)
-    axes.text(1, allowed + 0.02 * (top - floor), f"tolerance: {limit.words}", color="#333333", fontsize=9)
+    axes.text(1, allowed + 0.02 * (top - floor), f"tolerance: {limit.words}", color="#333333", fontsize=9,
+              bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8}, zorder=5)
     ticks = range(math.ceil(floor), math.floor(top) + 1, max(1, round((top - floor) / 6)))
     axes.set_yticks([floor - strip / 2, *ticks], ["exactly\n0", *(f"$10^{{{tick}}}$" for tick in ticks)])
     ends = []

@@ -183,16 +183,13 @@ class Run:
         if self.is_own and not self.found.name.endswith(SURVIVORS):
             self.checkpointer.written = self.start
         elif self.found or is_elastic():  # whoever is lost next, the same global batch goes on
-            self.save(self.start, waits=True)  # before the first step, nobody knows what memory a copy leaves for it
-
-    def save(self, step: int, is_last: bool = False, waits: bool = False) -> None:
-        self.checkpointer.save(step, waits or is_last, is_last)
+            self.checkpointer.save(self.start, waits=True)  # before the first step, nobody knows what memory a copy leaves for it
 
     def after_step(self, step: int, stops: bool, is_end_of_epoch: bool, is_last: bool) -> str | None:
         """Saves when it is time. Returns, on home_rank(), the text that was sampled after this step. Collective."""
         every = self.args.save_every
         if stops or is_last or (step % every == 0 if every else is_end_of_epoch):
-            self.save(step, is_last, stops)
+            self.checkpointer.save(step, stops, is_last)
         elif every and step == self.start + 1:
             self.checkpointer.prepare()
         self.checkpointer.report()

@@ -105,15 +105,15 @@ class Checkpointer:
     def save(self, step: int, waits: bool = False, is_last: bool = False) -> None:
         """Begins to write the state after `step`; with `waits` it is written on return, and no copy is needed.
 
-        Where the checkpoint before is still being written, it waits for that first. `is_last`: the host on which
-        the run was started gets all files. Collective.
+        Where the checkpoint before is still being written, it waits for that first. `is_last`: it waits, and the host
+        on which the run was started gets all files. Collective.
         """
         start = time.perf_counter()
         self.wait()
         if step == self.written:
             return
         state, pieces = copy.deepcopy(self.state(step)), None
-        waits = waits or any(self.disks.gather(self.grid.dp_rank == 0 and self.lacks_memory()))
+        waits = waits or is_last or any(self.disks.gather(self.grid.dp_rank == 0 and self.lacks_memory()))
         if self.grid.dp_rank == 0:
             pieces = pieces_of(self.stage, self.optimizer) if waits else self.copy_to_host()
         self.stall = None if waits else time.perf_counter() - start

@@ -7,8 +7,8 @@ run (launch_cluster.sh --elastic) ranks also watch each other. When one is gone,
 they hold, by themselves, and end; torchrun's agents then start all of them anew without the lost one.
 
 A rank that is killed closes its connections, and the others meet an error at once. A cut link closes nothing: so each
-rank counts aloud, in the store of rank 0. One that falls silent for PATIENCE seconds is taken as gone where its machine does
-not answer for it either: a board that swaps is slow, and still there.
+rank counts aloud, in the store of rank 0. One that falls silent for PATIENCE seconds is taken as gone where its machine
+does not answer for it either: a board that swaps is slow, and still there.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from launching.host_facts import STOPS_WITHIN
-from machine_facts import this_host
+from machine_facts import gather, this_host
 from utils import UserError
 
 BEAT, PATIENCE = 0.5, 6.0  # seconds
@@ -54,12 +54,10 @@ class Watch:
         self.group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         self.store = None
         if is_elastic() and self.world_size > 1:  # a connection of its own: the main thread's may be in use for long
-            self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                                       timeout=datetime.timedelta(seconds=PATIENCE), wait_for_workers=False)
-            self.door = socket.create_server(("", 0))  # nobody accepts: the system answers while this process lives
-            self.store.set(f"host/{self.rank}", " ".join((*this_host(), str(self.door.getsockname()[1]))))
+            self.store = self.connect()
             self.store.add(f"beat/{self.rank}", 1)
-            dist.barrier(self.group)  # from here on all counters are there
+            self.door = socket.create_server(("", 0))  # nobody accepts: the system answers while this process lives
+            self.doors = gather((*this_host(), self.door.getsockname()[1]))  # from here on all counters are there
         self.noted, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -67,6 +65,10 @@ class Watch:
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)  # written at once, even where Python waits in C++
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
+
+    def connect(self) -> dist.TCPStore:
+        return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                             timeout=datetime.timedelta(seconds=PATIENCE), wait_for_workers=False)
 
     def run(self) -> None:
         before, missed = [b"0"] * self.world_size, [0] * self.world_size  # looks of this rank, which may be slow itself
@@ -81,19 +83,23 @@ class Watch:
             try:
                 self.store.add(f"beat/{self.rank}", 1)
                 counts = self.store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
-            except RuntimeError as error:
-                self.fail(f"rank 0 does not answer any more ({str(error).splitlines()[0]})")
+            except RuntimeError:
+                self.look_for(0)
+                with contextlib.suppress(RuntimeError):  # then the next look tries again
+                    self.store = self.connect()
+                continue
             for rank, count in enumerate(counts):
                 missed[rank] = missed[rank] + 1 if count == before[rank] and int(count) >= 0 else 0
                 if missed[rank] > PATIENCE / BEAT:
-                    self.look_for(rank, *self.store.get(f"host/{rank}").decode().split())
+                    self.look_for(rank)
                     missed[rank] = 0
             before = counts
 
-    def look_for(self, rank: int, name: str, address: str, port: str) -> None:
+    def look_for(self, rank: int) -> None:
         """Ends this process by fail() where the machine of a silent rank does not answer for it."""
+        name, *door = self.doors[rank]
         try:
-            socket.create_connection((address, int(port)), timeout=2).close()
+            socket.create_connection(door, timeout=2).close()
         except OSError:
             self.fail(f"rank {rank} on {name} is silent")
 

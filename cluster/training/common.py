@@ -28,7 +28,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", "--precision", type=lambda text: OLDER_DTYPES.get(text, text), default="auto",
                         choices=["auto", "float32", "bfloat16", "float64"],
-                        help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
+                        help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU. A bfloat16 model of "
+                             "transformers sends float32 between stages: --wire_dtype bfloat16 halves that")
 
 
 def add_run_flags(parser: argparse.ArgumentParser, profile_batch: int) -> None:

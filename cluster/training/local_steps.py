@@ -119,7 +119,7 @@ def train_rounds(args, plugin, made, layout, run) -> None:
             if is_first:
                 print(f"epoch {step.number // loader.steps_per_epoch}: loss {total / loader.steps_per_epoch:.4f}",
                       flush=True)
-            run.save(step.number, is_last=True)
+            run.checkpointer.save(step.number, is_last=True)
             total = 0.0
     run.end(was_stopped=False)
     board.close()

@@ -73,7 +73,8 @@ class Record:
                     os.remove(os.path.join(folder, METRICS))
         rows, evaluations = (max(disks.gather(each), key=len) if start else [] for each in (rows, evaluations))
         self.logger, self.tokens_per_step = RunLogger(args, grid, num_steps, tokens_per_step), tokens_per_step
-        self.logger.memory, self.file = torch.tensor(peak_memory_gb()), None  # of this rank, until a step takes that of all
+        self.logger.memory = torch.tensor(peak_memory_gb())  # of this rank, until a step takes that of all
+        self.file = None
         if writes:
             self.file = self.logger.metrics if grid.is_logging_rank else open_metrics(folder)
             if not grid.is_logging_rank:
