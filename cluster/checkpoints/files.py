@@ -221,13 +221,13 @@ def read_tokenizer_files(model_name: str) -> dict[str, bytes]:
     return contents
 
 
-def merge(parts) -> dict:
-    """What several ranks wrote, as if one had."""
-    merged = {"files": {}, **{f"{kind}_map": {} for kind in KINDS}, "parameters": {}}
+def merge(parts: list[dict]) -> dict:
+    """What several ranks wrote, as if one had: the files of all of them, and the other fields of the first."""
+    files = {"files": {}, **{f"{kind}_map": {} for kind in KINDS}, "parameters": {}}
     for part in parts:
-        for key, found in merged.items():
+        for key, found in files.items():
             found.update(part[key])
-    return merged
+    return {**(parts[0] if parts else {}), **files}
 
 
 def write_small(folder: str, small: dict[str, bytes], merged: dict) -> dict[str, dict]:
@@ -252,6 +252,15 @@ def set_latest(folder: str, name: str) -> None:
     """Moves `latest` in one go."""
     replace(os.path.join(folder, "latest"), f"{name}\n")
     sync_folder(folder)
+
+
+def read_latest(folder: str) -> str:
+    """What `latest` in a folder says, or "" if there is none that can be read."""
+    try:
+        with open(os.path.join(folder, "latest"), encoding="utf-8") as file:
+            return file.read().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def forget_older(folder: str, step: int, keep: int) -> None:
