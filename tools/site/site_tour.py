@@ -24,7 +24,7 @@ def scene_code(scene: Scene, before: pathlib.Path | None, diffs: list[FileDiff])
         return "".join(rows).replace(' id="', ' data-line="')  # the same line may stand in several scenes
     path, first, last = scene.place
     lines = tokens_by_line(path.read_text(encoding="utf-8"), path.name)
-    added = added_lines(before, path.parent, path.name)
+    added = added_lines(before, path.parent, path.name) if before else set()  # of step 1 and of no step: all is new
     rows = []
     for number in range(max(1, first - CONTEXT), min(len(lines), last + CONTEXT) + 1):
         kind = "lit " * (first <= number <= last) + "added" * (number in added)
