@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from checkpoints.run import Run, add_checkpoint_flags
-from checkpoints.survive import end_of_elastic_run, is_elastic
+from checkpoints.survive import end_of_elastic_run
 from data.load import add_data_flags, check_data_flags, load_data
 from training.common import add_flags, add_run_flags, print_banner
 from training.evaluation import Evaluator
@@ -35,9 +35,6 @@ from training.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, p
 from training.models import SIZES, make_model, with_weights
 from training.plan_file import find_plan, take_places
 from utils import ROOT, TINY_LLAMA, ArgumentParser, choose_device, number, one_clear_error, positive_int
-
-ELASTIC_TIMEOUT = 60  # seconds that ranks wait for each other where another start is better than a long wait
-
 
 threads = number(int, lambda value: 1 <= value <= 4096, "from 1 to 4096")
 
@@ -104,7 +101,7 @@ def main(args: argparse.Namespace | None = None, make_model: Callable = make_mod
 def join(args) -> tuple[torch.device, torch.dtype]:
     """Meets the other ranks. Returns the device that this one computes on, and the dtype of all."""
     device, dtype, backend = choose_device(args.device, args.dtype)
-    pgm.init_process_group(backend, ELASTIC_TIMEOUT if is_elastic() else 600)
+    pgm.init_process_group(backend)
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
     if args.lora_rank:

@@ -24,6 +24,7 @@ import process_group_manager as pgm
 from data_parallel import Bucket, DataParallelBucket
 from dataloader import HeterogeneousDataLoader
 from hf_tensor_parallel import apply_tensor_parallel
+from model import Llama
 from pipeline_parallel import StageCommunication, connect_neighbours, one_f_one_b, run_schedule
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate
@@ -114,7 +115,7 @@ class HeterogeneousParallelPlugin:
         names = names_by_group(optimizer, model) if isinstance(optimizer, torch.optim.Optimizer) else None
         if weights is None and any(param.is_meta for param in model.parameters()):
             raise UserError("the model is on the meta device and has no weights: pass configure(weights=...)")
-        is_ours = PipelineTemplate.get_model_name(model) == "model.Llama"
+        is_ours = isinstance(model, Llama)
         if is_ours:
             model.dtype = self.compute_dtype  # activations of Hugging Face's models have their parameters' dtype
         model = model.to(self.master_dtype)

@@ -9,7 +9,7 @@ from test_step8_timeline import nothing_arrives_before_it_is_made, read_trace
 def test_transfers_agree_across_unlike_clocks(tmp_path):
     """The ranks' clocks disagree by seconds and days, and run at unlike speeds: the trace has that of rank 0 only."""
     done = fork(9, 3, ROOT / "cluster" / "train_distributed.py", "--pipelines", "2,3,3", "--gradient_accumulation", 6,
-                "--batch_size", 8, "--seq_len", 128, "--max_steps", 2, "--profile_batch", 1, "--log_dir", tmp_path,
+                "--batch_size", 2, "--seq_len", 128, "--max_steps", 2, "--profile_batch", 1, "--log_dir", tmp_path,
                 "--run_name", "run", "--checkpoint_dir", tmp_path / "checkpoints",
                 script=ROOT / "tests" / "support" / "unlike_clocks.py")
     error = float(re.search(r"the clocks of two ranks differ by at most (\d+) microseconds", done.stdout)[1])

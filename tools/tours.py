@@ -218,16 +218,19 @@ def check_tour(tour: Tour):
 
 def fix_links(path: Path, fix: bool):
     """Yield the links to lines that are stale; with fix, their numbers are rewritten instead."""
+    lost = []
+
     def renew(match: re.Match) -> str:
-        place = find_place(match, path.parent)
+        try:
+            place = find_place(match, path.parent)
+        except ValueError as error:
+            lost.append(f"a link has lost its place: {error}")
+            return match[0]
         return f"{match[0].partition('](')[0]}]({match['path']}#L{place.first}-L{place.last})"
 
     text = path.read_text(encoding="utf-8")
-    try:
-        renewed = LINK.sub(renew, text)
-    except ValueError as error:
-        yield str(error)
-        return
+    renewed = LINK.sub(renew, text)
+    yield from lost
     if renewed != text and fix:
         path.write_text(renewed, encoding="utf-8")
     elif renewed != text:

@@ -216,13 +216,15 @@ class Cluster:
     def message_bytes(self, size: int, wire_dtype: str | None) -> float:
         """Hidden states of a micro-batch on the wire."""
         numbers = size * self.hidden_bytes / self.hidden_number_bytes
-        rows = size * self.seq_len if wire_dtype == "int8" else 0
-        return numbers * (NUMBER_BYTES[wire_dtype] if wire_dtype else self.hidden_number_bytes) + rows * SCALE_BYTES
+        return wire_bytes(numbers, self.hidden_number_bytes, wire_dtype, size * self.seq_len)
 
     def gradient_bytes(self, parameters: float, wire_dtype: str | None) -> float:
         """Gradients of so many parameters on the wire."""
-        scales = parameters / GRADIENT_ROW * SCALE_BYTES if wire_dtype == "int8" else 0
-        return parameters * (NUMBER_BYTES[wire_dtype] if wire_dtype else self.master_bytes) + scales
+        return wire_bytes(parameters, self.master_bytes, wire_dtype, parameters / GRADIENT_ROW)
+
+
+def wire_bytes(numbers: float, own_bytes: int, wire_dtype: str | None, rows: float) -> float:
+    return numbers * NUMBER_BYTES.get(wire_dtype, own_bytes) + (rows * SCALE_BYTES if wire_dtype == "int8" else 0)
 
 
 def read_link(row: list, i: int, j: int) -> Link:
@@ -263,10 +265,18 @@ def model_facts(config) -> dict[str, int | bool]:
 
 
 def load_cluster(path: str) -> Cluster:
+    return Cluster(read_cluster(path))
+
+
+def read_cluster(path: str) -> dict:
     try:
         with open(path, encoding="utf-8") as file:
-            data = json.load(file)
+            return json.load(file)
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} can't be read as JSON ({error}): write it with "
-                        "plan.py --measure") from None
-    return Cluster(data)
+        raise UserError(f"{path} can't be read as JSON ({error}): write it with plan.py --measure") from None
+
+
+def some_of(data: dict, places: list[int]) -> dict:
+    """The content of cluster.json for some of its machines, in this order."""
+    return {**data, **{name: [data[name][i] for i in places] for name in ("hosts", "machines")},
+            "links": [[data["links"][i][j] for j in places] for i in places]}

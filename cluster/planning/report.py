@@ -26,7 +26,7 @@ def as_plan(cluster: Cluster, scored: Scored, setting: Setting) -> dict:
         # None where nothing is sent that it is for
         "wire_dtype": setting.wire_dtype if any(len(p.machines) > 1 for p in pipelines) else None,
         "gradient_wire_dtype": setting.gradient_wire_dtype if len(pipelines) > 1 else None,
-        "hosts": cluster.hosts,
+        "hosts": cluster.hosts, "lora_rank": cluster.flags.get("lora_rank"),
         "pipelines": [{"machines": list(pipeline.machines), "layers": list(pipeline.layers),
                        "num_microbatches": pipeline.num_microbatches} for pipeline in pipelines],
         "predicted": {"step_seconds": result.step_seconds, "bubble": result.bubble,

@@ -25,7 +25,7 @@ from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from machine_facts import from_home, gather, host_names, places_of, this_host
 from pipeline_template import PipelineTemplate, Unsupported
 from planning.clock import StageClock
-from planning.machines import Cluster, Setting, load_cluster, model_facts
+from planning.machines import Cluster, Setting, model_facts, read_cluster, some_of
 from planning.module_memory import load_code
 from planning.schedules import SCHEDULES
 from planning.shares import shares_by_speed
@@ -169,7 +169,7 @@ def choose_pipelines(args, model: torch.nn.Module, dtype: torch.dtype) -> tuple[
         raise UserError(f"--pipelines has no alternative with {num_stages} stages in all: that many x tp_size="
                         f"{args.tp_size} processes are here")
     measured = measured_speeds(args, args.batch_size, dtype)
-    layers = layers_by_speed(model, measured if measured and len(measured.places) == num_stages else None, num_stages)
+    layers = layers_by_speed(model, measured if args.tp_size == 1 else None, num_stages)
     if dist.get_rank() == 0:
         print(f"decoder layers of the stages: {', '.join(map(str, layers))}", flush=True)
     return [layers], told[0]
@@ -199,7 +199,7 @@ def choose_shares(args, made, count: int, told: list[int] | None, total: int | N
             load_code(device)
             dist.barrier()
             with contextlib.suppress(Unsupported):  # then all are taken as equally fast
-                clock = StageClock(made.model, args.seq_len, dtype, device, made.lora)
+                clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
                 seconds = gather(clock.seconds_of_whole(args.batch_size, args.recompute))
         if dist.get_rank() == 0:
             listed = ", ".join(f"{args.batch_size * args.seq_len / value:.0f}" for value in seconds)
@@ -208,18 +208,17 @@ def choose_shares(args, made, count: int, told: list[int] | None, total: int | N
 
 
 class Measured(NamedTuple):
-    """The machines of cluster.json, `places`: those of the ranks among them; `size`: the micro-batch size measured that
-    is nearest to the run's; `kinds`: of passes that a micro-batch takes."""
+    """The ranks' machines as cluster.json has them, rank by rank. `size`: the micro-batch size measured that is nearest
+    to the run's; `kinds`: of passes that a micro-batch takes."""
 
     cluster: Cluster
-    places: tuple[int, ...]
     size: int
     kinds: str
 
     def seconds_of_whole(self) -> list[float]:
         """Of the measured model for a micro-batch, rank by rank."""
         whole = (0, len(self.cluster.names))
-        return [self.cluster.seconds(place, self.size, whole, self.kinds) for place in self.places]
+        return [self.cluster.seconds(rank, self.size, whole, self.kinds) for rank in range(len(self.cluster.machines))]
 
 
 def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None) -> Measured | None:
@@ -235,15 +234,17 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
         if args.equal_shares or len(here) == 1 or (args.cluster_json is None and not os.path.exists(path)):
             return None
         try:
-            cluster = load_cluster(path)
+            data = read_cluster(path)
+            cluster = Cluster(data)
             hosts = host_names(here, cluster.hosts)
+            if is_elastic():
+                if None in (places := places_of(hosts, cluster.hosts)):  # it came later: the run must not end for it
+                    print(f"equal shares, since {path} does not have all of {', '.join(hosts)}", flush=True)
+                    return None
+                cluster = Cluster(some_of(data, places))
             run = {"hosts": hosts, "dtype": str(dtype).removeprefix("torch."),
                    **(model_facts(config) if config else {})}
-            places = places_of(hosts, cluster.hosts) if is_elastic() else list(range(len(hosts)))
-            if places is None:  # a host that came later: the run must not end for it
-                print(f"equal shares, since {path} does not have all of {', '.join(hosts)}", flush=True)
-                return None
-            measured = {"hosts": hosts if is_elastic() else cluster.hosts, "dtype": cluster.dtype, **cluster.model}
+            measured = {"hosts": cluster.hosts, "dtype": cluster.dtype, **cluster.model}
             for name, value in run.items():
                 if measured[name] != value:
                     raise UserError(f"{path} was measured with {name} {measured[name]}, but this run has {value}: "
@@ -252,7 +253,7 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
         except ValueError as error:
             raise UserError(f"{error}, or use --equal_shares") from None
         print(f"speeds: {path}, measured with {cluster.model_name}", flush=True)
-        return Measured(cluster, tuple(places), size, Setting(recompute=args.recompute).kinds)
+        return Measured(cluster, size, Setting(recompute=args.recompute).kinds)
 
     return from_home(read)
 
@@ -275,7 +276,7 @@ def layers_by_speed(model: torch.nn.Module, measured: Measured | None, num_stage
     if measured:
         cluster, first = measured.cluster, measured.cluster.first_layer
         stop, end = first + cluster.num_layers, len(cluster.names)
-        each, besides = cluster.layer_seconds(measured.places, measured.size, measured.kinds)
+        each, besides = cluster.layer_seconds(range(num_stages), measured.size, measured.kinds)
         each = [seconds * layer * cluster.num_layers / max(1, cluster.parameters_of((first, stop))) for seconds in each]
         besides[0] *= embedding / max(1, cluster.parameters_of((0, first)))
         besides[-1] *= head / max(1, cluster.parameters_of((stop, end)))

@@ -1,6 +1,5 @@
 """The training loop of the scripts that train on all machines together."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -48,7 +47,7 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
                 with timeline.span("gradient norm"):
                     grad_norm = plugin.clip_grad_norm(model, args.max_grad_norm)
                 learning_rate = scheduler.get_last_lr()[0]
-                with run.watch.lock:
+                with run.watch.changing_weights():
                     with timeline.span("optimizer"):
                         optimizer.step()
                     scheduler.step()
@@ -98,10 +97,3 @@ class FirstBadLoss:
         return (f"step {step.number} has the loss {step.loss} and the gradient norm {step.grad_norm}, first on rank "
                 f"{ranks}: the training stops, and saves nothing. The last good checkpoint is "
                 f"{last or 'none, as none was saved'}. Lower --learning_rate, and go on with --resume auto")
-
-
-def endless(loader) -> Iterator[dict[str, torch.Tensor]]:
-    """Epoch after epoch of micro-batches, each shuffled in its own way where the loader shuffles."""
-    for epoch in itertools.count(1):
-        loader.set_epoch(epoch)
-        yield from loader

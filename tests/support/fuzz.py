@@ -3,7 +3,8 @@
     script, words, ranks, damaged = command_line(seed, actions)     `damaged`: a file that has to be damaged first
     content = damage(random, name, content)                         of a file, by what kind of file it is
 
-A command line has a few good values besides those of a run that works, and none, one or two bad ones. As a script,
+A command line has a few good values besides those of a run that works, and none, one or two bad ones; or it is the one
+of a run that works, and a file that it reads is damaged. As a script,
 `fuzz.py FOLDER SCRIPT FLAGS...`, it runs SCRIPT in FOLDER with a limit on memory.
 """
 
@@ -14,7 +15,6 @@ import pathlib
 import random
 import resource
 import runpy
-import signal
 import socket
 import sys
 
@@ -133,26 +133,28 @@ def pool(action) -> tuple[list[str], list[str]]:
     return {"int": (["1", "2", "3"], NUMBERS), "float": (["0.5", "1"], FRACTIONS)}.get(kind, (["a", "b"], TEXTS))
 
 
-def command_line(seed: int, actions: dict[str, list]) -> tuple[str, list[str], int, str | None]:
+def command_line(seed: int, actions: dict, only_a_file: bool = False) -> tuple[str, list[str], int, str | None]:
     """The script, the words behind it, the number of ranks, and the file of its folder that has to be damaged first.
 
-    `actions`: of each script's parser.
+    `actions`: of each script's parser. `only_a_file`: nothing but a file is bad.
     """
     rng = random.Random(seed)
-    script = rng.choices(list(SCRIPTS), [share for share, *_ in SCRIPTS.values()])[0]
+    shares = [len(READ[name]) if only_a_file else SCRIPTS[name][0] for name in SCRIPTS]
+    script = rng.choices(list(SCRIPTS), shares)[0]
     known = {action.dest: action for action in actions[script] if action.dest not in ("help", "sudo_pass")}
     flags, damaged = dict(SCRIPTS[script][2]), None
     ranks = 2 if script in ("train_distributed", "three_stages_simple_pp") and rng.random() < 0.08 else 1
-    if rng.random() < 0.25:
+    if only_a_file or rng.random() < 0.25:
         damaged = rng.choice(READ[script])
         flags.update({NEEDED[damaged]: damaged.split("/")[0]} if damaged in NEEDED else {})
         if RUN in damaged and script == "train_distributed":
             flags.update([("resume", rng.choice(RESUMED[:3])) if rng.random() < 0.7 else ("init_from", RUN)])
-    for is_good in rng.choice([[], [True]]) + rng.choice([[True], [True, True], [False], [False], [True, False]]):
+    changes = rng.choice([[], [True]]) + rng.choice([[True], [True, True], [False], [False], [True, False]])
+    for is_good in changes if not only_a_file else []:
         action = known[rng.choice(sorted(known))]
         good, bad = pool(action)
         flags[action.dest] = None if action.nargs == 0 else rng.choice(good if is_good else bad)
-    if rng.random() < 0.85:
+    if only_a_file or rng.random() < 0.85:
         for flag in [flag for flag in flags if flag in CLASHES]:
             for other in CLASHES[flag]:
                 flags.pop(other, None)
@@ -161,9 +163,9 @@ def command_line(seed: int, actions: dict[str, list]) -> tuple[str, list[str], i
         words += known[name].option_strings[-1:] + [value] * (value is not None)
         if known[name].option_strings and value is not None and rng.random() < 0.2:
             words[-2:] = ["=".join(words[-2:])]
-    if rng.random() < 0.04:
+    if not only_a_file and rng.random() < 0.04:
         words.insert(rng.randrange(len(words)), rng.choice(["--unknown", "", "--", "more", "--help", "--seq-len"]))
-    if script == "launch_cluster" and rng.random() < 0.5:
+    if script == "launch_cluster" and not only_a_file and rng.random() < 0.5:
         words += ["--", *rng.choice([[], ["train.py"], ["", "é"], ["\udcff"], ["nowhere.py", "--x"]])]
     return script, words, ranks, damaged
 
@@ -269,31 +271,14 @@ def damage(rng: random.Random, name: str, content: bytes) -> bytes:
     return change_bytes(rng, content)
 
 
-@contextlib.contextmanager
-def limits(seconds: float):
-    """For at most so many seconds, and with MEMORY bytes more than this process has already."""
-    def stop(*_):
-        raise TimeoutError(f"more than {seconds} s")
-
-    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    memory, handler = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGALRM, stop)
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, memory[1]))
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        resource.setrlimit(resource.RLIMIT_AS, memory)
-
-
 def main() -> None:
     os.chdir(sys.argv[1])
     sys.argv = sys.argv[2:]
     sys.path[0] = str(pathlib.Path(sys.argv[0]).parent)
     sys.stdout.reconfigure(errors="strict")  # as where the locale is a UTF-8 one
-    with limits(1000):  # forks.py ends it before
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":
