@@ -29,7 +29,8 @@ def scene_code(scene: Scene, before: pathlib.Path | None, diffs: list[FileDiff])
     for number in range(max(1, first - CONTEXT), min(len(lines), last + CONTEXT) + 1):
         kind = "lit " * (first <= number <= last) + "added" * (number in added)
         rows.append(f'<code class="{kind}"><span class="no">{number}</span>{line_html(lines[number - 1])}</code>')
-    return f'<div class="code one">{"".join(rows)}</div>'
+    return (f"<h3><code>{path.parent.name}/{path.name}</code></h3>"
+            f'<div class="code one">{"".join(rows)}</div>')
 
 
 def tour_content(tour: Tour, before: pathlib.Path | None, diffs: list[FileDiff], links: Links) -> list[dict]:
