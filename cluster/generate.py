@@ -16,7 +16,7 @@ import os
 import sys
 import warnings
 
-from checkpoints.files import ADAPTER, ADAPTER_CONFIG, read_index, read_json
+from checkpoints.files import ADAPTER, ADAPTER_CONFIG, read_index, read_json, read_latest
 from training.common import seed
 from utils import (
     ArgumentParser, UserError, choose_device, number, one_clear_error, positive_float, positive_int,
@@ -60,9 +60,8 @@ def find(path: str, flag: str, marks: tuple[str, ...]) -> str:
     Raises UserError where something is missing.
     """
     given = path
-    if os.path.isfile(latest := os.path.join(path, "latest")):
-        with open(latest, encoding="utf-8", errors="replace") as file:
-            path = os.path.join(path, os.path.basename(file.read().strip()))
+    if latest := read_latest(path):
+        path = os.path.join(path, os.path.basename(latest))
     if not any(os.path.isfile(os.path.join(path, mark)) for mark in marks):
         raise UserError(f"{flag} {given!r} has no {' and no '.join(marks)}: name the folder of a run, or one of its "
                         "step_...")

@@ -37,6 +37,12 @@ def gather(value) -> list:
     return everyone
 
 
+def say(text: str) -> None:
+    """Rank 0 prints it."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 def this_host() -> tuple[str, str]:
     """The name of this machine, and its address in the network of the run or, where it has none, that of its card."""
     address = f"{uuid.getnode():012x}"
@@ -65,14 +71,14 @@ def places_of(hosts: list[str], among: list[str]) -> list[int | None]:
 
 
 @functools.cache
-def machines() -> list[tuple[str, int]]:
-    """Every rank's machine, by what tells it from the others. Collective at the first call."""
-    return gather((socket.gethostname(), uuid.getnode()))
+def machines() -> list[tuple[str, str]]:
+    """this_host() of every rank. Collective at the first call."""
+    return gather(this_host())
 
 
 def ranks_of_this_machine() -> int:
     """Not every launcher says how many these are, so the ranks tell each other where they are. As machines()."""
-    return machines().count((socket.gethostname(), uuid.getnode()))
+    return machines().count(this_host())
 
 
 @functools.cache
@@ -124,7 +130,7 @@ def once_per_machine(make):
     The others wait over gloo, because NCCL aborts a collective that takes minutes. Where the process that works is
     killed, on any machine, gloo's connections to it end, and so do all who wait.
     """
-    first, outcome = machines().index((socket.gethostname(), uuid.getnode())), None
+    first, outcome = machines().index(this_host()), None
     waiting = dist.new_group(backend="gloo")
     if dist.get_rank() == first:
         try:

@@ -30,7 +30,7 @@ from training.common import add_flags, add_run_flags, print_banner
 from training.evaluation import Evaluator
 from training.layout import add_layout_flags, check_layout_flags, choose_layout
 from training.local_steps import add_local_flags, check_local_flags, train_rounds
-from training.loop import train
+from training.loop import print_epochs, train
 from training.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, print_sizes
 from training.models import SIZES, make_model, with_weights
 from training.plan_file import find_plan, take_places
@@ -133,14 +133,9 @@ def train_together(args, plugin, made, run: Run) -> None:
     if data.evaluation:
         evaluator = Evaluator(plugin, model, data.evaluation, data.collate_evaluation, made.criterion,
                               args.eval_batches)
-    total, count = 0.0, 0
-    for step in train(args, plugin, model, optimizer, loader, criterion, num_steps, run, ready, steps_per_epoch,
-                      evaluator):
-        total, count = total + step.loss, count + 1
-        if steps_per_epoch and step.number % steps_per_epoch == 0:
-            if dist.get_rank() == 0:
-                print(f"epoch {step.number // steps_per_epoch}: loss {total / count:.4f}", flush=True)
-            total, count = 0.0, 0
+    steps = train(args, plugin, model, optimizer, loader, criterion, num_steps, run, ready, steps_per_epoch, evaluator)
+    for _ in print_epochs(steps, steps_per_epoch):
+        pass
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from data.encoded import load_samples
 from dataloader import collate_batch
-from machine_facts import free_memory, gather, once_per_machine
+from machine_facts import free_memory, gather, once_per_machine, say
 from metrics import peak_memory_gb
 from model import Llama, cross_entropy
 from planning.module_memory import saved_bytes
@@ -109,8 +109,8 @@ def compare(everyone: list[dict], tolerance: float) -> None:
                          for rank, facts in enumerate(everyone))
         raise UserError(f"the machines train to unlike losses, {apart:.2g} apart ({last}): look for another version "
                         "of torch or of this project, or for bad memory")
-    if len(everyone) > 1 and dist.get_rank() == 0:
-        print(f"all losses are equal: {apart:.1g} apart at most, of steps 1 to {losses.shape[1]}", flush=True)
+    if len(everyone) > 1:
+        say(f"all losses are equal: {apart:.1g} apart at most, of steps 1 to {losses.shape[1]}")
 
 
 def main():

@@ -69,11 +69,7 @@ class HeterogeneousParallelPlugin:
         models differ.
         """
         if isinstance(num_microbatches, Mapping):
-            for i, template in enumerate(pipelines):
-                if template not in num_microbatches:
-                    raise Mismatch(f"All pipelines must have a corresponding number of microbatches: the dictionary "
-                                   f"has none for pipeline {i}, {template}: add the number for this template")
-            num_microbatches = [num_microbatches[template] for template in pipelines]
+            num_microbatches = [num_microbatches.get(template) for template in pipelines]  # None where it has no number
         is_list = isinstance(num_microbatches, (list, tuple)) and len(num_microbatches) == len(pipelines) > 0
         if not is_list or not all(type(count) is int and count > 0 for count in num_microbatches):
             raise Mismatch(f"All pipelines must have a corresponding number of microbatches: got {num_microbatches!r} "

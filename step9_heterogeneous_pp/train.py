@@ -152,12 +152,12 @@ def print_parameters(model, device, dtype, learning_rate: float) -> None:
     num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
     dist.all_reduce(num_params, dist.ReduceOp.MAX)
     if pgm.process_group_manager.is_logging_rank:
-        computes = "matmuls" if model.module.autocast else "activations"
-        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, {computes} in {dtype}, "
+        dtypes = f"activations in {dtype}"
+        if model.module.autocast:  # it leaves the residuals, which stages send, in the dtype of the parameters
+            dtypes = (f"matmuls in {dtype}, messages between stages in {model.module.dtype} (--wire_dtype bfloat16 of "
+                      "cluster/train_distributed.py halves them)")
+        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, {dtypes}, "
               f"learning rate {learning_rate:.2g}")
-        if model.module.autocast:
-            print(f"stages send each other {model.module.dtype}: cluster/train_distributed.py can halve that, "
-                  "--wire_dtype bfloat16")
 
 
 def make_llama(args, plugin: HeterogeneousParallelPlugin) -> Task:

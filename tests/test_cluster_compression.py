@@ -182,12 +182,6 @@ dist.destroy_process_group()
 """)
 
 
-@pytest.mark.parametrize("flag", ["wire_dtype", "gradient_wire_dtype"])
-def test_unknown_wire_dtype(wire, flag):
-    with pytest.raises(ValueError, match="wire dtype 'fp8' is none of float32, bfloat16, int8"):
-        wire.compress(None, None, **{flag: "fp8"})
-
-
 @pytest.mark.parametrize("flags, message", [
     (["--pipelines", "8;8", "--wire_dtype", "int8"], "wire_dtype has no effect, since no pipeline has a second stage"),
     (["--pipelines", "4,4", "--gradient_wire_dtype", "int8"], "gradient_wire_dtype has no effect, since there is one"),

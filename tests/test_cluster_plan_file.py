@@ -148,7 +148,7 @@ def test_speeds_of_those_that_are_left(tmp_path, monkeypatch):
     monkeypatch.setattr(layout, "from_home", lambda make: make())
 
     def measured(*hosts):
-        monkeypatch.setattr(layout, "gather", lambda _: [(host, "") for host in hosts])
+        monkeypatch.setattr(layout, "machines", lambda: [(host, "") for host in hosts])
         found = layout.measured_speeds(args, 1, torch.float64)
         return found and found.seconds_of_whole()
 

@@ -15,6 +15,7 @@ with modules_of(9):
     import three_stages_simple_pp as three_stages
     import train_distributed
     import train_single_test as single_test
+    from machine_facts import this_host
     from training import layout, loop, times
     from utils import TINY_LLAMA, load_config
 
@@ -22,7 +23,7 @@ with modules_of(9):
 @pytest.fixture
 def three_ranks(monkeypatch):
     monkeypatch.setattr(layout, "from_home", lambda make: make())
-    monkeypatch.setattr(layout, "gather", lambda value: [value] * 3)
+    monkeypatch.setattr(layout, "machines", lambda: [this_host()] * 3)
 
 
 def speeds_in(path, content, **flags) -> layout.Measured | None:
@@ -49,7 +50,7 @@ def test_bad_cluster_json(tmp_path, three_ranks, content, expected):
 
 
 def test_one_process_takes_no_notice_of_cluster_json(tmp_path, three_ranks, monkeypatch):
-    monkeypatch.setattr(layout, "gather", lambda value: [value])
+    monkeypatch.setattr(layout, "machines", lambda: [this_host()])
     assert speeds_in(tmp_path / "cluster.json", "{") is None
 
 

@@ -13,7 +13,7 @@ import torch
 
 from clusters import MEASURED
 from huggingface import their_name
-from launch import ROOT, fork, losses, metrics, modules_of, start_fork
+from launch import ROOT, losses, metrics, modules_of, start_fork
 
 with modules_of(9):
     import train_single_test as single_test
@@ -92,29 +92,11 @@ def test_three_stages(trained):
     assert not list((folder / "runs3" / "uneven").glob("timeline*"))  # train_distributed.py records none by default
 
 
-@pytest.mark.slow
-def test_three_stages_goes_on_with_its_own_data(trained):
-    """As train_distributed.py does: other text is an error."""
-    folder, _ = trained
-    flags = flags_of(folder, 1)["three_stages_simple_pp"]
-    done = fork(9, 1, *flags, "--dataset_name", "sotu", "--resume", "auto", modules=QWEN, check=False,
-                script=CLUSTER / "three_stages_simple_pp.py")
-    assert done.returncode == 2 and "was trained on other data than --dataset_name 'sotu'" in done.stderr, done.stderr
-
-
 def test_shares_by_speed_and_banner(trained):
     _, printed = trained
     assert f"micro-batches of a step, of 1 samples each: {', '.join(map(str, SHARES))}" in printed
     assert "3 ranks over gloo, float64, torch " + torch.__version__ in printed
     assert re.search(r"^2 +\S+ +.*\d cores +lo 127.0.0.1$", printed, re.MULTILINE)
-
-
-def test_loss_of_an_epoch(trained):
-    folder, printed = trained
-    uneven = printed.partition("of 1 samples each")[2]  # three_stages has printed its own before
-    found = [float(text) for text in re.findall(r"^epoch \d: loss (\S+)$", uneven, re.MULTILINE)]
-    expected = losses(folder / "runs3", "uneven")
-    assert found == pytest.approx([sum(expected[:2]) / 2, sum(expected[2:]) / 2], abs=1e-4)
 
 
 def test_checkpoint_has_the_final_weights(trained):

@@ -181,3 +181,10 @@ def test_the_stacks_of_the_page_are_those_of_its_steps():
         line = (STEPS[step] / file).read_text().splitlines()[int(number) - 1]
         assert f"{called.rpartition('.')[2]}(" in line, (name, file, number, line)
         called = "all_reduce" if name == "<module>" else name
+
+
+def test_lines_of_code_in_tracebacks_are_those_of_the_steps():
+    code = "".join((STEPS[step] / file).read_text() for step in ("5", "6") for file in ("train.py", "metrics.py",
+                                                                                       "data_parallel.py"))
+    lines = re.findall(r"^\[rank\d\]: {5}(\S.+)$", PAGE, re.M)
+    assert len(lines) == 6 and not [line for line in lines if line not in code]

@@ -154,6 +154,11 @@ def find_tours(root: Path) -> dict[str, Path]:
     return {name: path for name, path in found.items() if path.is_file()}
 
 
+def file_stem(name: str) -> str:
+    """What the files made from a tour are called: step4, step9b, cluster."""
+    return f"step{name}" if name[0].isdigit() else name
+
+
 def added_lines(before: Path | None, after: Path, name: str) -> set[int]:
     """The numbers of the lines that a step added to one of its files or changed there."""
     old = before / name if before and (before / name).is_file() else os.devnull
@@ -268,7 +273,7 @@ def check_tours(root: Path, steps: dict[int, Path], fix: bool):
             yield f"{path.relative_to(root)}: {error}"
             continue
         yield from (f"{path.relative_to(root)}: {problem}" for problem in check_tour(tours[name]))
-        written = root / ".tours" / f"{name if not name[0].isdigit() else 'step' + name}.tour"
+        written = root / ".tours" / f"{file_stem(name)}.tour"
         text = code_tour(tours[name], root) + "\n"
         if fix:
             written.parent.mkdir(exist_ok=True)

@@ -67,22 +67,23 @@ class Disks:
         dist.all_gather_object(everyone, value, group=self.group)
         return everyone
 
-    def check(self, error: str | None, message: str = "{}") -> None:
-        """Raises UserError, on every rank, where one has an error: `message` with the first one in it. Collective."""
-        if errors := [error for error in self.gather(error) if error]:
-            raise UserError(message.format(errors[0]))
-
     @contextlib.contextmanager
     def together(self, message: str = "{}"):
-        """Around what a rank does by itself. Where it fails on one, this raises UserError on every rank. Collective."""
+        """Around what a rank does by itself. Where it fails on one, this raises UserError on every rank. Collective.
+
+        `message`: what it says, with the first rank's error in it.
+        """
         error = None
         try:
             yield
         except OSError as problem:
             error = f"{problem.filename or self.folder}: {problem.strerror} on rank {self.rank}"
+        except UserError as problem:
+            error = str(problem)
         except Exception:  # a fault of ours: the others wait to hear of it
             error = traceback.format_exc()
-        self.check(error, message)
+        if errors := list(filter(None, self.gather(error))):
+            raise UserError(message.format(errors[0]))
 
     def copy(self, folder: str, copies: Iterable[tuple[str, int, int]], message: str = "{}") -> None:
         """Copies files of `folder` between disks: (name, from, to), by the disks' leaders, the same list on all ranks.
@@ -139,8 +140,9 @@ class Lock:
         with disks.together(CANT_WRITE):
             if disks.leads:
                 self.file = open(os.path.join(disks.folder, ".lock"), "a+", encoding="utf-8")
-        taken = f"a run in progress keeps its checkpoints in {disks.folder}: choose another --run_name"
-        disks.check(taken if self.file and not self.is_free() else None)
+        with disks.together():
+            if self.file and not self.is_free():
+                raise UserError(f"a run in progress keeps its checkpoints in {disks.folder}: choose another --run_name")
         if self.file:
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 self.file.seek(0)

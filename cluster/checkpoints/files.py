@@ -254,6 +254,15 @@ def set_latest(folder: str, name: str) -> None:
     sync_folder(folder)
 
 
+def read_latest(folder: str) -> str:
+    """What `latest` in a folder says, or "" if there is none that can be read."""
+    try:
+        with open(os.path.join(folder, "latest"), encoding="utf-8") as file:
+            return file.read().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
 def forget_older(folder: str, step: int, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints up to `step`, and what survivors wrote before."""
     older = sorted((name for name in os.listdir(folder) if 0 <= step_of(name) <= step), key=step_of)

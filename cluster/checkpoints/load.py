@@ -4,7 +4,6 @@ Where hosts share no disk, no one of them may have all files. Each says which it
 its host lacks is sent to it. What is truncated, or has another checksum than state.json says, counts as missing.
 """
 
-import contextlib
 import functools
 import os
 import socket
@@ -15,7 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from checkpoints.disks import Disks
-from checkpoints.files import PART, STATE, SURVIVORS, check_file, merge, read_index, read_state, step_of
+from checkpoints.files import (
+    PART, STATE, SURVIVORS, check_file, merge, read_index, read_latest, read_state, step_of,
+)
 from checkpoints.pieces import name_function, peft_name, their_name, trained_alone
 from machine_facts import is_home
 from stage_weights import load_weights
@@ -103,10 +104,7 @@ def only_run(folder: str, of_disks: list[tuple[str, dict]]) -> str | None:
 
 def locate(path: str, disks: Disks) -> tuple[str, str]:
     """The folder and the name of the checkpoint at a path: itself, or where `latest` in it points. Collective."""
-    name = ""
-    with contextlib.suppress(OSError, UnicodeDecodeError), open(os.path.join(path, "latest"), encoding="utf-8") as file:
-        name = file.read().strip()
-    if not (latest := max(disks.gather(name))):
+    if not (latest := max(disks.gather(read_latest(path)))):
         return os.path.split(os.path.abspath(path))
     if os.path.basename(latest) != latest:
         raise UserError(f"{os.path.join(path, 'latest')} names {latest!r}, which is no folder beside it")
@@ -170,13 +168,13 @@ class Loader:
     def load_adapters(self, stage) -> None:
         """Gives the adapters that a stage has their values. Collective."""
         self.bring(stage)
-        for name, param in stage.model.named_parameters():
-            if name in (trained_alone(stage) or ()):
-                value = get_slice(self.found.path, self.found.state["model_map"], peft_name(name))[...]
-                if value.shape != param.shape:
-                    raise UserError(f"{peft_name(name)} has the shape {tuple(value.shape)} in {self.found.path}, but "
-                                    f"{tuple(param.shape)} here: give --lora_rank and --model_name as they were")
-                param.data.copy_(value)
+        for name in trained_alone(stage) or ():
+            param = stage.model.get_parameter(name)
+            value = get_slice(self.found.path, self.found.state["model_map"], peft_name(name))[...]
+            if value.shape != param.shape:
+                raise UserError(f"{peft_name(name)} has the shape {tuple(value.shape)} in {self.found.path}, but "
+                                f"{tuple(param.shape)} here: give --lora_rank and --model_name as they were")
+            param.data.copy_(value)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, stage) -> None:
         """The state of each parameter, in slices as this rank holds it. Learning rates follow from the flags."""

@@ -182,8 +182,8 @@ class Run:
         self.watch.begin(lambda: self.checkpointer.save_survivor(self.step))
         if self.is_own and not self.found.name.endswith(SURVIVORS):
             self.checkpointer.written = self.start
-        elif self.found or is_elastic():  # whoever is lost next, the same global batch goes on
-            self.checkpointer.save(self.start, waits=True)  # before the first step, nobody knows what memory a copy leaves for it
+        elif self.found:  # whoever is lost next, the run goes on from here
+            self.checkpointer.save(self.start, waits=True)  # nobody knows what memory a copy leaves for the first step
 
     def after_step(self, step: int, stops: bool, is_end_of_epoch: bool, is_last: bool) -> str | None:
         """Saves when it is time. Returns, on home_rank(), the text that was sampled after this step. Collective."""

@@ -5,6 +5,7 @@ reads, and a longer one, or one that goes on after a checkpoint, reads the same 
 whole optimizer step; what is left over is not read.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -32,7 +33,7 @@ class Epochs(Dataset):
         self.steps_per_epoch = count // global_batch if is_all else None
         self.samples_per_epoch = self.steps_per_epoch * global_batch if is_all else count
         self.num_samples = self.samples_per_epoch  # of the run: set_steps() changes it
-        self.global_batch, self.order = global_batch, {}
+        self.global_batch = global_batch
 
     def set_steps(self, num_steps: int) -> None:
         self.num_samples = num_steps * self.global_batch
@@ -47,10 +48,11 @@ class Epochs(Dataset):
         """Which of the corpus's samples is item i."""
         epoch, position = divmod(i, self.samples_per_epoch)
         block, place = divmod(position, BLOCK)
-        if (key := (epoch, block)) not in self.order:
-            if len(self.order) == KEPT:
-                self.order.pop(next(iter(self.order)))
-            size = min(BLOCK, len(self.places) - block * BLOCK)
-            generator = torch.Generator().manual_seed((self.seed + epoch << 20) + block)
-            self.order[key] = torch.randperm(size, generator=generator).tolist()
-        return self.places[block * BLOCK + self.order[key][place]]
+        return self.places[block * BLOCK + self.order(epoch, block)[place]]
+
+    @functools.lru_cache(KEPT)
+    def order(self, epoch: int, block: int) -> list[int]:
+        """In which the samples of a block are read."""
+        size = min(BLOCK, len(self.places) - block * BLOCK)
+        generator = torch.Generator().manual_seed((self.seed + epoch << 20) + block)
+        return torch.randperm(size, generator=generator).tolist()

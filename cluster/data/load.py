@@ -12,6 +12,7 @@ sees what comes after it, and the outputs at the padding are no targets.
 """
 
 import argparse
+import functools
 import math
 import types
 from collections.abc import Callable
@@ -65,12 +66,11 @@ class WeightedEpochs(Epochs):
     def __getitem__(self, i: int) -> tuple[Row, int]:
         return super().__getitem__(i), self.num_targets(i // self.global_batch)
 
+    @functools.lru_cache(1)
     def num_targets(self, step: int) -> int:
         """Of optimizer step `step`, from 0 on."""
-        if getattr(self, "counted", (None, 0))[0] != step:
-            mine = range(step * self.global_batch, (step + 1) * self.global_batch)
-            self.counted = step, sum(self.samples.num_targets(self.position_of(i)) for i in mine)
-        return self.counted[1]
+        mine = range(step * self.global_batch, (step + 1) * self.global_batch)
+        return sum(self.samples.num_targets(self.position_of(i)) for i in mine)
 
 
 class Data:

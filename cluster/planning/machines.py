@@ -13,6 +13,7 @@ weight of `frozen_dtype` and nothing else. Fields that are in no older files are
 import json
 import math
 import types
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -81,6 +82,16 @@ class Setting(NamedTuple):
     def kinds(self) -> str:
         """Forward and backward, as in Machine.passed."""
         return "FR" if self.recompute else "FB"
+
+    def for_pipelines(self, pipelines: Sequence[Sequence[int]]) -> "Setting":
+        """Without the dtype of what is never sent between these pipelines of layers, or between their stages."""
+        return self._replace(wire_dtype=self.wire_dtype if any(len(layers) > 1 for layers in pipelines) else None,
+                             gradient_wire_dtype=self.gradient_wire_dtype if len(pipelines) > 1 else None)
+
+
+def setting_of(plan: dict) -> Setting:
+    """That of plan.json, whose fields have the same names."""
+    return Setting(**{name: plan[name] for name in Setting._fields if name in plan})
 
 
 class Cluster:

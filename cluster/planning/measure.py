@@ -15,7 +15,7 @@ import time
 
 import torch.distributed as dist
 
-from machine_facts import free_memory, from_rank, gather, host_names, this_host
+from machine_facts import free_memory, from_rank, gather, host_names, machines, say
 from planning.clock import StageClock
 from planning.links import measure_links
 from planning.machines import model_facts
@@ -33,20 +33,18 @@ def measure_with(clock: StageClock, model_name: str, sizes: tuple[int, ...] = MI
     """
     n = dist.get_world_size()
     for_links = seconds * LINKS if n > 1 else 0.0
-    if dist.get_rank() == 0:
-        links = f", then {n * (n - 1)} links, about {for_links:.0f} s" if n > 1 else ""
-        print(f"measuring {n} rank{'s' * (n > 1)}: each module with micro-batches of {', '.join(map(str, sizes))} "
-              f"samples, about {seconds - for_links:.0f} s{links}", flush=True)
+    links = f", then {n * (n - 1)} links, about {for_links:.0f} s" if n > 1 else ""
+    say(f"measuring {n} rank{'s' * (n > 1)}: each module with micro-batches of {', '.join(map(str, sizes))} samples, "
+        f"about {seconds - for_links:.0f} s{links}")
     load_code(clock.device)
     start, free = time.perf_counter(), gather(free_memory(clock.device))
     clock.facts = from_rank(free.index(max(free)), lambda: clock.measure_memory(max(free), memory_seconds))
     left = max(seconds - for_links - (time.perf_counter() - start), (seconds - for_links) / 2)
     machine = {"device": str(clock.device), **clock.measure(sorted(sizes), left)}
-    everyone = gather((this_host(), machine, measure_links(clock.device, for_links)))
-    hosts, machines, links = map(list, zip(*everyone))
+    everyone, links = map(list, zip(*gather((machine, measure_links(clock.device, for_links)))))
     return {"model_name": model_name, "model": model_facts(clock.config), "seq_len": clock.seq_len,
-            "dtype": str(clock.dtype).removeprefix("torch."), **clock.extras(), "hosts": host_names(hosts),
-            "modules": clock.modules, "machines": machines, "links": links}
+            "dtype": str(clock.dtype).removeprefix("torch."), **clock.extras(),
+            "hosts": host_names(machines()), "modules": clock.modules, "machines": everyone, "links": links}
 
 
 def describe_machines(cluster: dict, wanted: tuple[int, ...]) -> str:

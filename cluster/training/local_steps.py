@@ -39,6 +39,7 @@ from model import cast_weights_once
 from pipeline_stage import PipelineStage
 from timeline import timeline
 from training.compression import WIRE_DTYPES, CompressedAllReduce
+from training.loop import print_epochs
 from training.record import Board, Step
 from training.times import StepTimes
 from utils import UserError, make_scheduler, number, positive_float, positive_int, recompute_layers, zero_or_more
@@ -90,7 +91,7 @@ def check_local_flags(args) -> None:
 
 def train_rounds(args, plugin, made, layout, run) -> None:
     """The training of train_distributed.py with --local_steps. At the end of each epoch rank 0 saves. Collective."""
-    config, is_first = made.model.config, dist.get_rank() == 0
+    config = made.model.config
     samples_of_step = plugin.global_batch_size // args.local_steps
     samples = load_samples(args, args.model_name, config.vocab_size,
                         args.max_steps_per_epoch and args.max_steps_per_epoch * samples_of_step)
@@ -109,18 +110,14 @@ def train_rounds(args, plugin, made, layout, run) -> None:
     run.begin(plugin, types.SimpleNamespace(module=stage), optimizer, types.SimpleNamespace(state_dict=dict),
               made.names, made.files, args.model_name, loader.steps_per_epoch)
     run.watch.let_signals_kill()
-    board, total = Board(os.path.join(args.log_dir, args.run_name), plugin.device), 0.0
-    num_rounds = args.epochs * loader.steps_per_epoch
-    for step in train_locally(args, plugin, stage.model, optimizer, loader, made.criterion, layout.local_steps,
-                              num_rounds):
+    board = Board(os.path.join(args.log_dir, args.run_name), plugin.device)
+    rounds = train_locally(args, plugin, stage.model, optimizer, loader, made.criterion, layout.local_steps,
+                           args.epochs * loader.steps_per_epoch)
+    for step in print_epochs(rounds, loader.steps_per_epoch):
         board.log(step, plugin.global_batch_size * args.seq_len)
-        total, run.step = total + step.loss, step.number
+        run.step = step.number
         if step.number % loader.steps_per_epoch == 0:
-            if is_first:
-                print(f"epoch {step.number // loader.steps_per_epoch}: loss {total / loader.steps_per_epoch:.4f}",
-                      flush=True)
             run.checkpointer.save(step.number, is_last=True)
-            total = 0.0
     run.end(was_stopped=False)
     board.close()
 

@@ -1,12 +1,13 @@
 """The training loop of the scripts that train on all machines together."""
 
 import math
+import statistics
 from collections.abc import Callable, Iterator
 
 import torch
 
 import process_group_manager as pgm
-from machine_facts import gather, is_home
+from machine_facts import gather, is_home, say
 from timeline import timeline
 from training.record import Record, Step
 from training.times import StepTimes, write_timeline
@@ -73,6 +74,17 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
         record.close()
         times.print()
         run.end(stops and not is_last)
+
+
+def print_epochs(steps: Iterator[Step], steps_per_epoch: int | None) -> Iterator[Step]:
+    """The steps themselves. Where an epoch ends, rank 0 prints the mean loss of its steps."""
+    losses = []
+    for step in steps:
+        losses.append(step.loss)
+        if steps_per_epoch and step.number % steps_per_epoch == 0:
+            say(f"epoch {step.number // steps_per_epoch}: loss {statistics.fmean(losses):.4f}")
+            losses = []
+        yield step
 
 
 class FirstBadLoss:

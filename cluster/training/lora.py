@@ -26,7 +26,7 @@ import torch
 import torch.nn as nn
 
 from checkpoints.pieces import peft_name
-from machine_facts import gather
+from machine_facts import gather, say
 from pipeline_template import listed_modules
 from utils import UserError, number, positive_float, positive_int
 
@@ -170,7 +170,6 @@ def initial_value(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 def print_sizes(lora: Lora) -> None:
     """A line on rank 0: how much is trained."""
-    if torch.distributed.get_rank() == 0:
-        share = lora.num_trained / (lora.num_trained + lora.num_frozen)
-        print(f"LoRA: {lora.num_trained:,} numbers are trained, {share:.2%} of all, beside {lora.num_frozen:,} frozen "
-              f"ones in {str(lora.dtype).removeprefix('torch.')}; {len(lora.targets)} matrices", flush=True)
+    share = lora.num_trained / (lora.num_trained + lora.num_frozen)
+    say(f"LoRA: {lora.num_trained:,} numbers are trained, {share:.2%} of all, beside {lora.num_frozen:,} frozen ones "
+        f"in {str(lora.dtype).removeprefix('torch.')}; {len(lora.targets)} matrices")

@@ -23,10 +23,10 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from checkpoints.survive import is_elastic
 from machine_facts import (
-    forget_ranks, free_memory, from_home, gather, host_names, is_home, places_of, return_freed_memory, this_host,
+    forget_ranks, free_memory, from_home, gather, host_names, is_home, machines, places_of, return_freed_memory, say,
 )
 from planning.clock import StageClock
-from planning.machines import Cluster, Pipeline, Setting, model_facts, read_cluster, some_of
+from planning.machines import Cluster, Pipeline, Setting, model_facts, read_cluster, setting_of, some_of
 from planning.measure import describe_machines, measure_with
 from planning.report import as_plan, make_plan
 from planning.schedules import SCHEDULES
@@ -49,11 +49,10 @@ def find_plan(args, made, device: torch.device, dtype: torch.dtype) -> dict | No
     """
     if args.plan:
         plan = plan_of_file(args.plan, getattr(args, "cluster_json", None) or CLUSTER_JSON)
-        if dist.get_rank() == 0:
-            used = machines_of(plan)
-            idle = [host for rank, host in enumerate(plan["hosts"]) if rank not in used]
-            print(f"ranks in the order of {args.plan}: {', '.join(plan['hosts'][rank] for rank in used)}"
-                  f"{' | idle: ' * bool(idle)}{', '.join(idle)}", flush=True)
+        used = machines_of(plan)
+        idle = [host for rank, host in enumerate(plan["hosts"]) if rank not in used]
+        say(f"ranks in the order of {args.plan}: {', '.join(plan['hosts'][rank] for rank in used)}"
+            f"{' | idle: ' * bool(idle)}{', '.join(idle)}")
         require_same_model(plan, made.model.config, str(dtype).removeprefix("torch."), args)
         return plan
     if args.pipelines or args.tp_size > 1 or args.local_steps:
@@ -94,9 +93,8 @@ def plan_of_file(path: str, cluster_json: str) -> dict:
     In an elastic run on other hosts than the plan's, that rank plans anew for those that are there.
     """
     own = read_plan(path)
-    others = gather(("error" in own, not is_home(), this_host()))
-    reader = min(range(len(others)), key=lambda rank: others[rank][:2])
-    hosts = host_names([host for *_, host in others], own.get("hosts", ()))
+    others, hosts = gather(("error" in own, not is_home())), host_names(machines(), own.get("hosts", ()))
+    reader = others.index(min(others))
     if dist.get_rank() == reader and "error" not in own:
         if is_elastic() and sorted(hosts) == sorted(own["hosts"]):
             own = in_order(own, hosts)  # an elastic run has ranks in an order of its own
@@ -148,9 +146,7 @@ def plan_for(hosts: list[str], plan: dict, cluster_json: str) -> dict:
         places = places_of(hosts, data["hosts"])
         ranks = [rank for rank, place in enumerate(places) if place is not None]
         data = some_of(data, [places[rank] for rank in ranks])
-        setting = Setting(plan["schedule"], plan.get("wire_dtype"), plan.get("gradient_wire_dtype"),
-                          plan.get("recompute", False))
-        made = make_plan(data, plan["global_batch"], setting, [plan["micro_batch_size"]])
+        made = make_plan(data, plan["global_batch"], setting_of(plan), [plan["micro_batch_size"]])
     except (ValueError, KeyError, TypeError, IndexError) as error:
         return {"error": f"no plan for {', '.join(hosts)}: {cluster_json}: {error}"}
     for pipeline in made["pipelines"]:
@@ -169,16 +165,14 @@ def require_same_model(plan: dict, config, dtype: str, args) -> None:
 
 def plan_by_themselves(args, made, device: torch.device, dtype: torch.dtype) -> dict | None:
     """The plan for these machines; None where each of them can hold the whole model. Collective."""
-    free, hosts = zip(*gather((free_memory(device), this_host())))
+    free = gather(free_memory(device))
     if rough_bytes(args, made, dtype) < FRACTION * min(free):
         return None
     return_freed_memory()
-    if dist.get_rank() == 0:
-        listed = ", ".join(f"{host} {room / 1e9:.2f}" for host, room in zip(host_names(hosts), free))
-        print(f"the whole model may not fit into every machine's free memory (GB: {listed}): measuring", flush=True)
+    listed = ", ".join(f"{host} {room / 1e9:.2f}" for host, room in zip(host_names(machines()), free))
+    say(f"the whole model may not fit into every machine's free memory (GB: {listed}): measuring")
     data = measure(args, made, device, dtype)
-    if dist.get_rank() == 0:
-        print(describe_machines(data, ()), flush=True)
+    say(describe_machines(data, ()))
     return from_home(lambda: choose(args, data))
 
 

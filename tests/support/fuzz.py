@@ -175,6 +175,10 @@ ODD = [None, True, False, -1, 0, 1, 2, 3, 7, 0.5, -0.5, 1e308, float("nan"), flo
        "", "x", "é", "\ud800", "../x", "/etc/passwd", "1", "NaN", [], {}, [[]], [1], [None], ["x"], {"a": None}, [{}]]
 
 
+SIZES = [1 << 31, 1 << 40, 1 << 63, (1 << 64) - 1, -1, 0, 8, 10**30, [0], [-1], [], [1 << 32, 1 << 32], "I64", "F32",
+         "BF16", "F8_E4M3", "BOOL", "XX", ""]  # and dtypes, of tensors
+
+
 def change_tree(rng: random.Random, tree, odd=ODD):
     """The JSON value with one change somewhere; at a shallow place as likely as at a deep one."""
     holder, key = [tree], 0
@@ -222,22 +226,14 @@ def change_safetensors(rng: random.Random, content: bytes) -> bytes:
     """Mostly in the header: https://huggingface.co/docs/safetensors."""
     size = int.from_bytes(content[:8], "little")
     header, data = content[8 : 8 + size], content[8 + size :]
-    kind = rng.choice(["tree", "tree", "offsets", "offsets", "shape", "dtype", "header", "size", "data", "any"])
-    tree = json.loads(header)
-    entry = tree[rng.choice(sorted(tree.keys() - {"__metadata__"}))]
-    if kind == "tree":
-        change_tree(rng, tree)
-    elif kind == "offsets":
-        place, value = rng.randrange(2), entry["data_offsets"]
-        value[place] = rng.choice([-1, 0, value[place] + 1, value[place] * 2, 1 << 40, 1 << 63, (1 << 64) - 1, 10**30,
-                                   value[1 - place], len(data) + 8])
-    elif kind == "shape":
-        shape = entry["shape"]
-        entry["shape"] = rng.choice([shape[::-1], [*shape, 1], [1, *shape], [0], [-1], [], [1 << 32, 1 << 32],
-                                     [1 << 63], shape[:-1], [2 * n for n in shape]])
-    elif kind == "dtype":
-        entry["dtype"] = rng.choice(["I64", "F64", "F32", "BF16", "F8_E4M3", "U64", "BOOL", "XX", "", "C64", "f64"])
-    if kind in ("tree", "offsets", "shape", "dtype"):
+    kind = rng.choice(["tree", "tree", "entry", "entry", "entry", "header", "size", "data", "any"])
+    if kind in ("tree", "entry"):
+        tree = json.loads(header)
+        name = rng.choice(sorted(tree.keys() - {"__metadata__"}))
+        if kind == "tree":
+            change_tree(rng, tree)
+        else:  # its offsets, shape or dtype
+            tree[name] = change_tree(rng, tree[name], SIZES)
         header = json.dumps(tree).encode()
         header += b" " * (-len(header) % 8)
         size = len(header)
@@ -245,7 +241,7 @@ def change_safetensors(rng: random.Random, content: bytes) -> bytes:
         header = change_bytes(rng, header)
         size = rng.choice([size, len(header)])
     elif kind == "size":
-        size = rng.choice([0, 1, size - 1, size + 1, size + 8, 1 << 31, 1 << 63, (1 << 64) - 1, 100_000_001])
+        size = rng.choice([0, 1, size - 1, size + 1, size + 8, *SIZES[:4], 100_000_001])
     elif kind == "data":
         data = rng.choice([data[:-1], data + b"\0", b"", data[: len(data) // 2], data + data])
     whole = size.to_bytes(8, "little") + header + data
