@@ -213,6 +213,8 @@ def check_tour(tour: Tour):
     if (total := sum(len(scene.words.split()) for scene in tour.scenes)) > MOST_TOUR_WORDS:
         yield f"{total} words, more than {MOST_TOUR_WORDS}"
     for scene in tour.scenes:
+        if scene.place is None and not tour.path.parent.name.startswith("step"):
+            yield f"scene {scene.title!r} shows a diff, but this tour is of no step"
         if (count := len(scene.words.split())) > MOST_WORDS:
             yield f"scene {scene.title!r} has {count} words, more than {MOST_WORDS}"
         if scene.place and (lit := scene.place.last - scene.place.first + 1) > MOST_LIT:
