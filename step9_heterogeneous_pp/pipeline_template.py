@@ -95,10 +95,6 @@ class PipelineTemplate:
                             "[['embedding', 'decoder_layers.0'], ['decoder_layers.1', ...]]")
         object.__setattr__(self, "modules_per_stage", tuple(map(tuple, stages)))  # so that it can be a key
 
-    def __str__(self) -> str:
-        """The first and the last module of each stage."""
-        return " | ".join(f"{modules[0]} ... {modules[-1]}" for modules in self.modules_per_stage)
-
     @staticmethod
     def get_model_name(model: nn.Module) -> str:
         """The full path of the model's class."""

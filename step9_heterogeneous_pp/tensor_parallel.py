@@ -12,7 +12,7 @@ An all-reduce leaves the sum over all ranks on each of them. A decoder layer nee
 the attention and for the MLP. The embedding and the final projection are split along the vocabulary. The loss is
 computed from the split logits, and the ranks exchange three numbers per token for it.
 
-The model contains none of this: hf_tensor_parallel.py changes its modules from outside.
+The model contains none of this: apply_tensor_parallel replaces modules from outside.
 A size that tp_size does not divide (a vocabulary of 1022 over 4 ranks) is split unevenly, as torch.tensor_split does.
 """
 
@@ -87,7 +87,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, dtype: torch.dtype):
         super().__init__()
-        keep_split_parameters(self, embedding)
+        self.weight = nn.Parameter(split_over_tp(embedding.weight, 0))
         self.vocab_size, self.dtype = embedding.num_embeddings, dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> (B, T, D)

@@ -68,7 +68,7 @@ def test_one_step_past_an_epoch(plugin):
 
 
 @pytest.mark.parametrize("precision, ours, lines", [
-    ("bfloat16", False, ["matmuls in torch.bfloat16, messages between stages in torch.float32", "--wire_dtype bfloat16", ""]),
+    ("bfloat16", False, ["matmuls in torch.bfloat16, messages in torch.float32", "--wire_dtype bfloat16", ""]),
     ("bfloat16", True, ["activations in torch.bfloat16"]), ("float32", False, ["activations in torch.float32"])])
 def test_what_is_printed_is_what_is_sent(precision, ours, lines, capsys):
     """transformers' models compute in bfloat16 by autocast, which keeps what stages send each other in float32."""
