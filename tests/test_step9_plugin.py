@@ -146,12 +146,6 @@ def test_the_wrong_number_of_ranks_is_also_an_assertion_error(plugin):
         plugin.set_pipelines([template], [1])
 
 
-def test_templates_of_several_models(plugin):
-    pipelines = [PipelineTemplate.from_layers_per_stage(toy(name), [3]) for name in ("gpt2", "llama")]
-    with pytest.raises(ValueError, match=r"templates for several models: .*GPT2LMHeadModel, .*LlamaForCausalLM$"):
-        plugin.set_pipelines(pipelines, [1, 1])
-
-
 def test_an_optimizer_of_another_model(plugin):
     model, other = toy("gpt2"), toy("gpt2")
     template = PipelineTemplate.from_layers_per_stage(model, [3])
