@@ -173,8 +173,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float, tied_copy: str | None) -> 
     params = {name: param for name, param in model.named_parameters() if param.grad is not None}
     rows = [torch.linalg.vector_norm(param.grad, dim=-1) for name, param in params.items()
             if name != tied_copy and (grid.tp_rank == 0 or param in split)]
-    zero = next(model.parameters()).new_zeros(())  # has the right dtype and device, also where nothing is counted
-    squares = zero + torch.nn.utils.get_total_norm(rows) ** 2 * (grid.dp_rank == 0)
+    rows.append(next(model.parameters()).new_zeros(()))  # has the right dtype and device, where nothing is counted
+    squares = torch.nn.utils.get_total_norm(rows) ** 2 * (grid.dp_rank == 0)
     dist.all_reduce(squares)
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(params.values(), max_norm, squares.sqrt())
