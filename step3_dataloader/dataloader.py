@@ -52,7 +52,7 @@ class MicroBatchDataLoader(DataLoader):
                  device: torch.device, num_workers: int = 0):
         self.gradient_accumulation_steps, self.device = gradient_accumulation_steps, device
         super().__init__(samples, micro_batch_size, num_workers=num_workers, pin_memory=device.type == "cuda",
-                         collate_fn=next_tokens)
+                         collate_fn=collate_batch)
         self.batches = iter(self)
 
     def __next__(self) -> dict[str, torch.Tensor]:
@@ -60,7 +60,7 @@ class MicroBatchDataLoader(DataLoader):
         return {name: ids.to(self.device, non_blocking=True) for name, ids in batch.items()}
 
 
-def next_tokens(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def collate_batch(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Samples of T + 1 tokens -> inputs and targets, (B, T) each. The target of a token is the one after it."""
     tokens = torch.stack(samples)  # (B, T + 1)
     return {"input_ids": tokens[:, :-1].contiguous(), "target_ids": tokens[:, 1:].contiguous()}

@@ -23,12 +23,12 @@ class DataParallelNaive(nn.Module):
         self.require_backward_grad_sync = True
         if pgm.process_group_manager.dp_world_size > 1:
             for param in module.parameters():
-                param.register_post_accumulate_grad_hook(self.average_gradient)
+                param.register_post_accumulate_grad_hook(self.allreduce_grad)
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
-    def average_gradient(self, param: nn.Parameter) -> None:
+    def allreduce_grad(self, param: nn.Parameter) -> None:
         """Called by backward when `param.grad` holds the sum over the micro-batches so far."""
         if self.require_backward_grad_sync:
             grid = pgm.process_group_manager
@@ -36,7 +36,7 @@ class DataParallelNaive(nn.Module):
             param.grad /= grid.dp_world_size
 
 
-def average_loss_across_dp_ranks(loss: torch.Tensor) -> torch.Tensor:
+def all_reduce_loss_across_dp_ranks(loss: torch.Tensor) -> torch.Tensor:
     """The mean over the global batch, of which each dp rank has computed its own share."""
     grid = pgm.process_group_manager
     if grid.dp_world_size > 1:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from data_parallel import DataParallelNaive, average_loss_across_dp_ranks
+from data_parallel import DataParallelNaive, all_reduce_loss_across_dp_ranks
 from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger
 from model import Llama, cast_weights_once, init_weights
@@ -139,7 +139,7 @@ def main():
         model.zero_grad()
         with cast_weights_once():
             loss = train_step(model, data_loader)
-        loss = average_loss_across_dp_ranks(loss)
+        loss = all_reduce_loss_across_dp_ranks(loss)
         grad_norm = clip_grad_norm(model, args.max_grad_norm)
         optimizer.step()
         logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start)

@@ -22,13 +22,13 @@ from timeline import timeline
 
 
 class Bucket:
-    """Parameters whose gradients share one flat buffer and one all-reduce over `group`."""
+    """Parameters whose gradients share one flat buffer and one all-reduce over `process_group`."""
 
-    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup):
-        self.params, self.group = params, group
-        self.buffer = params[0].new_zeros(sum(param.numel() for param in params))
+    def __init__(self, params: list[nn.Parameter], process_group: dist.ProcessGroup):
+        self.params, self.process_group = params, process_group
+        self.grad_data = params[0].new_zeros(sum(param.numel() for param in params))
         self.awaited, self.handle = set(params), None
-        parts = self.buffer.split([param.numel() for param in params])
+        parts = self.grad_data.split([param.numel() for param in params])
         self.views = {param: part.view_as(param) for param, part in zip(params, parts)}
 
     def take(self, param: nn.Parameter) -> None:
@@ -37,12 +37,12 @@ class Bucket:
             self.views[param].copy_(param.grad)
             param.grad = self.views[param]
 
-    def launch(self) -> None:
-        self.buffer /= self.group.size()
-        handle = dist.all_reduce(self.buffer, group=self.group, async_op=True)
+    def sync_gradient(self) -> None:
+        self.grad_data /= self.process_group.size()
+        handle = dist.all_reduce(self.grad_data, group=self.process_group, async_op=True)
         self.handle = timeline.background(handle, "all-reduce")
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Waits for the all-reduce. Each rank divided by dp_size first, so the sum is the mean."""
         with timeline.span("wait"):
             self.handle.wait()
@@ -52,25 +52,25 @@ class Bucket:
 class DataParallelBucket(nn.Module):
     """Wraps a model. Set `require_backward_grad_sync` to whether the next backward is the last of the accumulation.
 
-    After that backward, call finish_gradient_sync() before reading the gradients. `bucket_mb`: megabytes per bucket, by
-    default 25 or an eighth of all gradients, whichever is less: a single bucket would overlap with nothing.
+    After that backward, call finish_gradient_sync() before reading the gradients. `bucket_cap_mb`: megabytes per
+    bucket, by default 25 or an eighth of all gradients, whichever is less: a single bucket would overlap with nothing.
     """
 
-    def __init__(self, module: nn.Module, bucket_mb: float | None = None):
+    def __init__(self, module: nn.Module, bucket_cap_mb: float | None = None):
         super().__init__()
         self.module = module
         self.require_backward_grad_sync = True
         self.buckets, self.bucket_of = [], {}
         params = list(reversed(list(module.parameters())))  # roughly the order of backward
         num_bytes = sum(param.numel() * param.element_size() for param in params)
-        limit = min(25e6, num_bytes / 8) if bucket_mb is None else bucket_mb * 1e6
+        limit = min(25e6, num_bytes / 8) if bucket_cap_mb is None else bucket_cap_mb * 1e6
         if pgm.process_group_manager.dp_world_size == 1:
             return
-        self.make_buckets(params, limit)
+        self.initialize_buckets(params, limit)
         for param in params:
-            param.register_post_accumulate_grad_hook(self.gradient_arrived)
+            param.register_post_accumulate_grad_hook(self.mark_param_as_ready)
 
-    def make_buckets(self, params: list[nn.Parameter], limit: float) -> None:
+    def initialize_buckets(self, params: list[nn.Parameter], limit: float) -> None:
         """Fills one bucket after the other. A bucket is full once it holds `limit` bytes."""
         members, size = [], 0
         for param in params:
@@ -84,9 +84,10 @@ class DataParallelBucket(nn.Module):
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
-    def gradient_arrived(self, param: nn.Parameter) -> None:
+    def mark_param_as_ready(self, param: nn.Parameter) -> None:
         """Called by backward when `param.grad` holds the sum over the micro-batches so far."""
         bucket = self.bucket_of[param]
+        assert bucket.handle is None, "call finish_gradient_sync() after the last backward, or replicas drift apart"
         bucket.take(param)
         if not self.require_backward_grad_sync:
             return
@@ -95,7 +96,7 @@ class DataParallelBucket(nn.Module):
             if each.awaited:
                 break
             if each.handle is None:
-                each.launch()
+                each.sync_gradient()
 
     def finish_gradient_sync(self) -> None:
         """Launches buckets that lack gradients, of parameters that the loss does not use, and waits for all buckets."""
@@ -104,12 +105,12 @@ class DataParallelBucket(nn.Module):
                 if param.grad is None:
                     param.grad = bucket.views[param].zero_()
             if bucket.handle is None:
-                bucket.launch()
+                bucket.sync_gradient()
         for bucket in self.buckets:
-            bucket.finish()
+            bucket.wait()
 
 
-def average_loss_across_dp_ranks(loss: torch.Tensor) -> torch.Tensor:
+def all_reduce_loss_across_dp_ranks(loss: torch.Tensor) -> torch.Tensor:
     """The mean over the global batch, of which each dp rank has computed its own share."""
     grid = pgm.process_group_manager
     if grid.dp_world_size > 1:

@@ -55,7 +55,7 @@ class MicroBatchDataLoader(DataLoader):
         self.gradient_accumulation_steps, self.device = gradient_accumulation_steps, device
         grid = pgm.process_group_manager
         first_samples = range(grid.dp_rank * micro_batch_size, len(samples), grid.dp_world_size * micro_batch_size)
-        super().__init__(samples, num_workers=num_workers, pin_memory=device.type == "cuda", collate_fn=next_tokens,
+        super().__init__(samples, num_workers=num_workers, pin_memory=device.type == "cuda", collate_fn=collate_batch,
                          batch_sampler=[range(first, first + micro_batch_size) for first in first_samples])
         self.batches = iter(self)
 
@@ -64,7 +64,7 @@ class MicroBatchDataLoader(DataLoader):
         return {name: ids.to(self.device, non_blocking=True) for name, ids in batch.items()}
 
 
-def next_tokens(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def collate_batch(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Samples of T + 1 tokens -> inputs and targets, (B, T) each. The target of a token is the one after it."""
     tokens = torch.stack(samples)  # (B, T + 1)
     return {"input_ids": tokens[:, :-1].contiguous(), "target_ids": tokens[:, 1:].contiguous()}

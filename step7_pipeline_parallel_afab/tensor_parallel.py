@@ -5,8 +5,8 @@ All ranks of a tp group read the same samples and hold the same activations (B, 
     x -> f -> column-parallel (q, k, v; gate, up): each rank computes some of the heads, or a part of the MLP's width
            -> row-parallel (out; down): each rank computes a partial sum of the whole output  -> g -> x
 
-    f  CopyToTensorParallel      forward: nothing      backward: all-reduce (each rank's gradient is a partial sum)
-    g  ReduceFromTensorParallel  forward: all-reduce   backward: nothing
+    f  Copy    forward: nothing      backward: all-reduce (each rank's gradient is a partial sum)
+    g  Reduce  forward: all-reduce   backward: nothing
 
 An all-reduce leaves the sum over all ranks on each of them. A decoder layer needs four per micro-batch: f and g, for
 the attention and for the MLP. The embedding and the final projection are split along the vocabulary. The loss is
@@ -53,7 +53,7 @@ def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
         combine(tensor, received, out=tensor)
 
 
-class CopyToTensorParallel(torch.autograd.Function):
+class Copy(torch.autograd.Function):
     """f: the identity forward, an all-reduce of the gradient backward."""
 
     @staticmethod
@@ -67,7 +67,7 @@ class CopyToTensorParallel(torch.autograd.Function):
         return grad
 
 
-class ReduceFromTensorParallel(torch.autograd.Function):
+class Reduce(torch.autograd.Function):
     """g: an all-reduce forward, in place; the identity backward."""
 
     @staticmethod
@@ -107,7 +107,7 @@ class RowParallelLinear(nn.Module):
         self.weight = nn.Parameter(split_over_tp(linear.weight, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in/tp) -> (..., out)
-        return ReduceFromTensorParallel.apply(llama.linear(x, self.weight))
+        return Reduce.apply(llama.linear(x, self.weight))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -123,7 +123,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> (B, T, D)
         local_ids, elsewhere = to_local_ids(input_ids, self.vocab_size)
         x = F.embedding(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return ReduceFromTensorParallel.apply(x.to(self.dtype))  # exact in any dtype: all but one summand are zero
+        return Reduce.apply(x.to(self.dtype))  # exact in any dtype: all but one summand are zero
 
 
 def to_local_ids(ids: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,7 +189,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 def copy_input(module: nn.Module, args: tuple) -> tuple:
     """A hook that applies f to the input x (B, T, D) of a module, once for all column-parallel layers inside it."""
-    return CopyToTensorParallel.apply(args[0]), *args[1:]
+    return Copy.apply(args[0]), *args[1:]
 
 
 def apply_tensor_parallel(model: nn.Module) -> nn.Module:

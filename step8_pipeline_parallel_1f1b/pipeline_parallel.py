@@ -37,7 +37,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import process_group_manager as pgm
-from model import rotary_tables
+from model import get_cos_sin
 from tensor_parallel import cross_entropy
 from timeline import timeline
 from utils import UserError
@@ -103,7 +103,7 @@ class PipelineParallel(nn.Module):
         if pgm.process_group_manager.pp_is_first_stage:
             x = self.embedding(x).to(self.dtype)
         base = self.config.rope_parameters["rope_theta"]
-        cos, sin = rotary_tables(x.size(1), self.config.head_dim, base, x.dtype, x.device)
+        cos, sin = get_cos_sin(x.size(1), self.config.head_dim, base, x.dtype, x.device)
         for layer in self.decoder_layers.values():
             x = layer(x, cos, sin)
         return x if self.final_proj is None else self.final_proj(self.final_norm(x))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from data_parallel import DataParallelBucket, average_loss_across_dp_ranks
+from data_parallel import DataParallelBucket, all_reduce_loss_across_dp_ranks
 from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger
 from model import Llama, cast_weights_once, init_weights
@@ -156,7 +156,7 @@ def main():
                 loss = run_schedule(SCHEDULES[args.pp_engine], model, data_loader, tensor_shape, device)
             else:
                 loss = train_step(model, data_loader)
-        loss = average_loss_across_dp_ranks(loss)
+        loss = all_reduce_loss_across_dp_ranks(loss)
         with timeline.span("gradient norm"):
             grad_norm = clip_grad_norm(model.module, args.max_grad_norm)
         with timeline.span("optimizer"):

@@ -46,13 +46,13 @@ def find_owners(stage: PipelineStage, pipelines: list[PipelineTemplate]) -> list
 
 
 class Bucket:
-    """Parameters whose gradients share one flat buffer and one all-reduce over `group`."""
+    """Parameters whose gradients share one flat buffer and one all-reduce over `process_group`."""
 
-    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup):
-        self.params, self.group = params, group
-        self.buffer = params[0].new_zeros(sum(param.numel() for param in params))
+    def __init__(self, params: list[nn.Parameter], process_group: dist.ProcessGroup):
+        self.params, self.process_group = params, process_group
+        self.grad_data = params[0].new_zeros(sum(param.numel() for param in params))
         self.awaited, self.handle = set(params), None
-        parts = self.buffer.split([param.numel() for param in params])
+        parts = self.grad_data.split([param.numel() for param in params])
         self.views = {param: part.view_as(param) for param, part in zip(params, parts)}
 
     def take(self, param: nn.Parameter) -> None:
@@ -61,11 +61,11 @@ class Bucket:
             self.views[param].copy_(param.grad)
             param.grad = self.views[param]
 
-    def launch(self) -> None:
-        handle = dist.all_reduce(self.buffer, group=self.group, async_op=True)
+    def sync_gradient(self) -> None:
+        handle = dist.all_reduce(self.grad_data, group=self.process_group, async_op=True)
         self.handle = timeline.background(handle, "all-reduce")
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         with timeline.span("wait"):
             self.handle.wait()
         self.awaited, self.handle = set(self.params), None
@@ -74,11 +74,11 @@ class Bucket:
 class DataParallelBucket(nn.Module):
     """Wraps a stage. Set `require_backward_grad_sync` to whether the next backward is the last of the accumulation.
 
-    After that backward, call finish_gradient_sync() before reading the gradients. `bucket_mb`: megabytes per bucket, by
-    default 25 or an eighth of a stage's gradients, whichever is less: a single bucket would overlap with nothing.
+    After that backward, call finish_gradient_sync() before reading the gradients. `bucket_cap_mb`: megabytes per
+    bucket, by default 25 or an eighth of a stage's gradients, whichever is less: one alone would overlap with nothing.
     """
 
-    def __init__(self, module: PipelineStage, pipelines: list[PipelineTemplate], bucket_mb: float | None = None,
+    def __init__(self, module: PipelineStage, pipelines: list[PipelineTemplate], bucket_cap_mb: float | None = None,
                  bucket_class: type[Bucket] = Bucket):
         super().__init__()
         self.module, self.bucket_class = module, bucket_class
@@ -87,11 +87,12 @@ class DataParallelBucket(nn.Module):
         params = find_owners(module, pipelines)
         num_bytes = torch.tensor(sum(param.nbytes for param, _ in params), device=next(module.parameters()).device)
         dist.all_reduce(num_bytes, dist.ReduceOp.MAX)  # all owners of a bucket have to end it at the same parameter
-        self.make_buckets(params, min(25e6, num_bytes.item() / 8) if bucket_mb is None else bucket_mb * 1e6)
+        limit = min(25e6, num_bytes.item() / 8) if bucket_cap_mb is None else bucket_cap_mb * 1e6
+        self.initialize_buckets(params, limit)
         for param in self.bucket_of:
-            param.register_post_accumulate_grad_hook(self.gradient_arrived)
+            param.register_post_accumulate_grad_hook(self.mark_param_as_ready)
 
-    def make_buckets(self, params: list[tuple[nn.Parameter, dist.ProcessGroup | None]], limit: float) -> None:
+    def initialize_buckets(self, params: list[tuple[nn.Parameter, dist.ProcessGroup | None]], limit: float) -> None:
         """Fills one bucket after the other. One is full once it holds `limit` bytes, or the next owners are others."""
         members, size = [], 0
         for i, (param, group) in enumerate(params):
@@ -108,9 +109,10 @@ class DataParallelBucket(nn.Module):
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
-    def gradient_arrived(self, param: nn.Parameter) -> None:
+    def mark_param_as_ready(self, param: nn.Parameter) -> None:
         """Called by backward when `param.grad` holds the sum over the micro-batches so far."""
         bucket = self.bucket_of[param]
+        assert bucket.handle is None, "call finish_gradient_sync() after the last backward, or replicas drift apart"
         bucket.take(param)
         if not self.require_backward_grad_sync:
             return
@@ -119,7 +121,7 @@ class DataParallelBucket(nn.Module):
             if each.awaited:
                 break
             if each.handle is None:
-                each.launch()
+                each.sync_gradient()
 
     def finish_gradient_sync(self) -> None:
         """Launches buckets that lack gradients, of parameters that the loss does not use, and waits for all buckets."""
@@ -128,6 +130,6 @@ class DataParallelBucket(nn.Module):
                 if param.grad is None:
                     param.grad = bucket.views[param].zero_()
             if bucket.handle is None:
-                bucket.launch()
+                bucket.sync_gradient()
         for bucket in self.buckets:
-            bucket.finish()
+            bucket.wait()

@@ -123,7 +123,7 @@ class HeterogeneousDataLoader(DataLoader):
                    if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
-def next_tokens(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def collate_batch(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Samples of T + 1 tokens -> inputs and targets, (B, T) each. The target of a token is the one after it."""
     tokens = torch.stack(samples)  # (B, T + 1)
     return {"input_ids": tokens[:, :-1].contiguous(), "target_ids": tokens[:, 1:].contiguous()}

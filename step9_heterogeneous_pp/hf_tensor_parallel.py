@@ -16,7 +16,7 @@ import process_group_manager as pgm
 from model import Llama, cast
 from pipeline_template import PipelineTemplate, Unsupported, entry_of, listed_modules
 from tensor_parallel import (
-    CopyToTensorParallel, ReduceFromTensorParallel, VocabParallelEmbedding, keep_split_parameters, split_over_tp,
+    Copy, Reduce, VocabParallelEmbedding, keep_split_parameters, split_over_tp,
 )
 from utils import UserError
 
@@ -32,7 +32,7 @@ class RowParallel(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in/tp) -> (..., out)
         weight = cast(self.weight, x.dtype)
-        y = ReduceFromTensorParallel.apply(F.linear(x, weight.T if self.is_conv else weight))
+        y = Reduce.apply(F.linear(x, weight.T if self.is_conv else weight))
         return y if self.bias is None else y + cast(self.bias, y.dtype)
 
 
@@ -40,7 +40,7 @@ class RowParallelOfWholeInput(RowParallel):
     """As RowParallel, of an input that every rank has whole. f adds up what backward leaves in the parts."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out)
-        return super().forward(split_over_tp(CopyToTensorParallel.apply(x), -1))
+        return super().forward(split_over_tp(Copy.apply(x), -1))
 
 
 class SharedByHeads(nn.Module):
@@ -51,16 +51,16 @@ class SharedByHeads(nn.Module):
         self.norm, self.weight = (norm,), norm.weight  # in a tuple, so that the weight keeps its name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(self.norm[0], {"weight": CopyToTensorParallel.apply(self.weight)}, (x,))
+        return torch.func.functional_call(self.norm[0], {"weight": Copy.apply(self.weight)}, (x,))
 
 
 # The functions below change a module in place and return it. Its own forward then computes this rank's part.
 
 
 def share_input(block: nn.Module) -> nn.Module:
-    """Puts f (CopyToTensorParallel) in front of all floating-point inputs, once for all that read them."""
+    """Puts f (Copy) in front of all floating-point inputs, once for all that read them."""
     def copy(x):
-        return CopyToTensorParallel.apply(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        return Copy.apply(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
     block.register_forward_pre_hook(
         lambda _, args, kwargs: (tuple(map(copy, args)), {key: copy(x) for key, x in kwargs.items()}), with_kwargs=True)
@@ -92,7 +92,7 @@ def column_with_whole_output(layer: nn.Module) -> nn.Module:
     own = split_over_tp(torch.arange(layer.out_features, device="cpu"), 0).tolist()
     padding = own[0], layer.out_features - 1 - own[-1]
     column(share_input(layer)).register_forward_hook(
-        lambda _, args, y: ReduceFromTensorParallel.apply(F.pad(y, padding)))
+        lambda _, args, y: Reduce.apply(F.pad(y, padding)))
     return layer
 
 
@@ -104,7 +104,7 @@ def split_experts(experts: nn.Module) -> nn.Module:
                           f"{', '.join(shapes)}. Use tp_size 1")
     experts.tp_dims, experts.tp_fused = {"gate_up_proj": 1, "down_proj": 2}, {"gate_up_proj": 2}
     keep_split_parameters(share_input(experts), experts)
-    experts.register_forward_hook(lambda _, args, out: ReduceFromTensorParallel.apply(out))
+    experts.register_forward_hook(lambda _, args, out: Reduce.apply(out))
     return experts
 
 

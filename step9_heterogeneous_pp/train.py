@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch.utils.data import Dataset
 
 import process_group_manager as pgm
-from dataloader import load_samples, next_tokens
+from dataloader import load_samples, collate_batch
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from metrics import RunLogger
 from model import Llama, init_weights
@@ -144,7 +144,7 @@ def count_steps(args, global_batch_size: int) -> int:
 def text(args, config, num_samples: int) -> tuple[Dataset, Callable]:
     """The samples of --dataset_name, and the function that makes a micro-batch of some of them. All ranks call it."""
     return load_samples(args.dataset_name, args.model_name or TINY_LLAMA, args.seq_len, config.vocab_size, num_samples,
-                        os.path.join(args.log_dir, "token_cache")), next_tokens
+                        os.path.join(args.log_dir, "token_cache")), collate_batch
 
 
 def print_parameters(model, device, dtype, learning_rate: float) -> None:

@@ -4,7 +4,6 @@ import argparse
 import json
 import pathlib
 
-import host_facts
 import pytest
 import torch
 from clusters import made_up_cluster
@@ -118,7 +117,7 @@ def test_shares_by_speed_of_a_model(monkeypatch):
     monkeypatch.setattr(layout, "measured_speeds", lambda *args: None)
     for name, value in {"get_world_size": 2, "get_rank": 0, "barrier": None}.items():
         monkeypatch.setattr(layout.dist, name, lambda value=value: value)
-    made = argparse.Namespace(model=argparse.Namespace(config=None), lora=None)
+    made = argparse.Namespace(model=argparse.Namespace(config=None), lora=None, criterion=None)
     args = flags(equal_shares=False, gradient_accumulation=5, seq_len=32, local_steps=None)
     assert layout.choose_shares(args, made, 2, None, None, torch.device("cpu"), None) == [8, 2]
     assert layout.StageClock().seconds_of_whole(1, recompute=True) == pytest.approx(1.2)
@@ -135,20 +134,3 @@ def test_shares_of_a_checkpoint(monkeypatch):
     found.state["global_batch"] = 13
     with pytest.raises(ValueError, match="--batch_size 2 does not divide the 13 samples of a step of there"):
         layout.choose_layout(None, made, plan, found, None, None)
-
-
-@pytest.mark.parametrize("own, files", [
-    ("0::/a\n", {"a/memory.max": "5000", "a/memory.current": "4000", "a/memory.stat":
-                 "anon 900\nactive_file 1500\ninactive_file 700\nfile_mapped 200\n"}),
-    ("3:memory:/a\n", {"memory/a/memory.limit_in_bytes": "5000", "memory/a/memory.usage_in_bytes": "4000",
-                       "memory/a/memory.stat": "mapped_file 1\nactive_file 9\ntotal_active_file 1500\n"
-                                               "total_inactive_file 700\ntotal_mapped_file 200\n"}),
-])
-def test_files_that_a_control_group_keeps_in_memory_are_free(tmp_path, monkeypatch, own, files):
-    """But for those that are mapped: the libraries of the processes themselves."""
-    for name, text in {"own": own, **files}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(host_facts, "OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(host_facts, "CGROUPS", str(tmp_path))
-    assert host_facts.available_memory() == 3000

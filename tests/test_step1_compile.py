@@ -3,7 +3,9 @@
 The first run of these compiles for half a minute; torch keeps what it has compiled for later ones.
 """
 
+import os
 import re
+import shutil
 
 import pytest
 from launch import STEPS, fork, losses, start_fork
@@ -19,6 +21,11 @@ print("compiled", counters["frames"]["ok"])
 """
 
 
+needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")),
+                                    reason="there is no C++ compiler: apt-get install g++")
+
+
+@needs_compiler
 @pytest.mark.parametrize("dtype, tolerance", [
     ("float32", 2e-4), pytest.param("bfloat16", 2e-2, marks=pytest.mark.slow)])
 def test_compiled_losses_are_those_of_the_eager_run(tmp_path, dtype, tolerance):
@@ -32,6 +39,7 @@ def test_compiled_losses_are_those_of_the_eager_run(tmp_path, dtype, tolerance):
     assert "compiled 1\n" in compiled.result().stdout, "the two layers are alike, and share the code"
 
 
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("step, ranks, grid", [
     (8, 8, ["--tp_size", 2, "--dp_size", 2, "--pp_size", 2, "--gradient_accumulation_steps", 2]),

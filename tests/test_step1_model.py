@@ -110,7 +110,7 @@ def test_float32_heads_are_repeated_on_a_gpu(dtype, on_gpu, kv_heads):
     config = tiny_config()
     attention = build(config, dtype).decoder_layers[0].attention
     x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
-    cos, sin = llama.rotary_tables(6, 8, 1e4, dtype, x.device)
+    cos, sin = llama.get_cos_sin(6, 8, 1e4, dtype, x.device)
     expected, attend, seen = attention(x, cos, sin), torch.nn.functional.scaled_dot_product_attention, []
 
     def watch(q, k, v, is_causal, enable_gqa):

@@ -17,7 +17,6 @@ for library in ("jinja2", "markdown_it", "pygments"):
 from site_build import build
 from site_diff import diff_step
 from site_pages import place_remarks
-from site_runs import TITLES, TOPOLOGIES, read_runs
 from steps_compare import predecessor
 
 
@@ -45,7 +44,7 @@ class Reader(html.parser.HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site") / "out"
-    build(ROOT, folder, read_runs())
+    build(ROOT, folder)
     return folder
 
 
@@ -130,19 +129,6 @@ def test_remarks_go_to_the_first_name_that_is_known():
     assert "<p>y</p>" in placed["a.py"][3] and "Read" not in placed["a.py"][3]
 
 
-def test_runs_are_those_of_all_steps():
-    runs = read_runs()
-    assert runs.keys() == TOPOLOGIES.keys(), "python tools/make_site.py --runs"
-    for step, entry in runs.items():
-        assert len(entry["losses"]) == 50
-        if step >= 3:  # the same numbers on any topology, as far as four decimals say
-            assert entry["losses"] == pytest.approx(runs[3]["losses"], abs=3e-4), step
-        assert list(entry.get("timelines", {})) == (
-            list(TITLES[step].values()) if step in TITLES else ["pipelines 8;5,3"] if step == 9 else [])
-        for trace in entry.get("timelines", {}).values():
-            assert {event[0] for event in trace["events"]} == set(range(entry["ranks"]))
-
-
 def small_repository(folder, readme: str):
     """A repository of one step, for what build() refuses."""
     (folder / "step1_model").mkdir(parents=True)
@@ -163,16 +149,16 @@ def test_what_is_refused(tmp_path, readme, message):
     root = small_repository(tmp_path / "repository", readme)
     (root / "picture.png").touch()
     with pytest.raises((ValueError, AssertionError), match=message):
-        build(root, tmp_path / "out", {})
+        build(root, tmp_path / "out")
 
 
 def test_site_replaces_nothing_but_a_site(tmp_path):
     root, out = small_repository(tmp_path / "repository", "[model](step1_model/model.py)"), tmp_path / "out"
-    assert build(root, out, {}) == build(root, out, {})
+    assert build(root, out) == build(root, out)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").touch()
     with pytest.raises(ValueError, match="something else than a site"):
-        build(root, tmp_path / "other", {})
+        build(root, tmp_path / "other")
     assert (tmp_path / "other" / "thesis.txt").exists()
 
 
@@ -212,16 +198,12 @@ def test_keys_turn_pages(browsed):
 
 
 @pytest.mark.slow
-def test_timelines_tell_zoom_and_move(browsed):
-    text = r"Rank \d+: [a-z -]+(, micro-batch \d+)?( from rank \d+)?, \d+\.\d\d ms, starts at \d+\.\d\d ms( \(.*\))?"
-    for name, found in browsed["timeline"].items():
-        told = [found[key] for key in ("hover", "focus", "right")]
-        assert all(re.fullmatch(text, each) for each in told) and found["focus"] != found["right"], told
-        assert found["wheel"] > 1.2 and found["all"] == pytest.approx(1, abs=0.02)
-        assert found["button"] > 0 and found["key"] > 0 and found["page"] == name
-    traces = list(read_runs()[8]["timelines"].values())
-    assert browsed["timeline"]["step8.html"]["bars"] == len(traces[0]["events"])
-    assert browsed["timeline"]["step8.html"]["chosen"] == len(traces[1]["events"])
+def test_bars_tell_zoom_and_move(browsed):
+    text, found = r"Stage \d: (forward|backward) of micro-batch \d+, from \d+ to \d+", browsed["figure"]
+    told = [found[key] for key in ("hover", "focus", "right")]
+    assert all(re.fullmatch(text, each) for each in told) and found["focus"] != found["right"], told
+    assert found["wheel"] > 1.2 and found["all"] == pytest.approx(1, abs=0.02)
+    assert found["button"] > 0 and found["key"] > 0 and found["page"] == "playground.html"
 
 
 @pytest.mark.slow

@@ -31,13 +31,13 @@ FAULTS = {
         2, DP2),
     "drift": Fault(
         "5", "Only the last micro-batch's gradient is averaged, not the accumulated one: replicas drift apart.",
-        (Edit("data_parallel.py", "param.register_post_accumulate_grad_hook(self.average_gradient)",
-              "param.register_hook(self.average_gradient)"),
+        (Edit("data_parallel.py", "param.register_post_accumulate_grad_hook(self.allreduce_grad)",
+              "param.register_hook(self.allreduce_grad)"),
          Edit("data_parallel.py", '''\
-    def average_gradient(self, param: nn.Parameter) -> None:
+    def allreduce_grad(self, param: nn.Parameter) -> None:
         """Called by backward when `param.grad` holds the sum over the micro-batches so far."""
 ''', '''\
-    def average_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+    def allreduce_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """Called by backward with the gradient of this micro-batch, before it is added to `param.grad`."""
         grad = grad.clone()
 '''),

@@ -1,9 +1,8 @@
-"""Builds the walkthrough site: the chapters, each step's diff, timelines, and two pages to try things out.
+"""Builds the walkthrough site: the chapters, each step's diff, and a page to try out schedules.
 
     python tools/make_site.py [--out site/]     a folder that any browser reads, without a server or a network
-    python tools/make_site.py --runs [1 2 ...]  runs the steps first, all or some, for their curves and timelines
 
-It needs `pip install -e '.[docs]'`, and --runs what the steps need. What makes the pages lies in site/.
+It needs `pip install -e '.[docs]'`. What makes the pages lies in site/.
 """
 
 import argparse
@@ -17,19 +16,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     root = pathlib.Path(__file__).resolve().parent.parent
     parser.add_argument("--out", type=pathlib.Path, default=root / "site", help="the folder to write (default: site/)")
-    parser.add_argument("--runs", type=int, nargs="*", metavar="STEP", help="run these steps first; none named: all")
     args = parser.parse_args()
-    sys.path += [str(root / "tools" / room) for room in ("site", "maintain")]  # the latter for --runs
+    sys.path.append(str(root / "tools" / "site"))
     try:
         from site_build import build
-        from site_runs import TOPOLOGIES, read_runs, write_runs
 
-        if args.runs is not None:
-            if unknown := [step for step in args.runs if step not in TOPOLOGIES]:
-                raise ValueError(f"--runs {unknown[0]}: there is no such step, choose from 1 to {max(TOPOLOGIES)}")
-            write_runs(args.runs or list(TOPOLOGIES))
         started = time.perf_counter()
-        pages = build(root, args.out, read_runs())
+        pages = build(root, args.out)
     except ModuleNotFoundError as error:
         print(f"make_site.py: {error}: pip install -e '.[docs]'", file=sys.stderr)
         return 2

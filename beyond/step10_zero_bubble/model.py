@@ -23,7 +23,7 @@ from utils import UserError
 
 
 @functools.lru_cache(maxsize=4)
-def rotary_tables(
+def get_cos_sin(
     seq_len: int, head_dim: int, base: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines, each (T, hd), of the angle position / base^(2i/hd) (RoFormer, Su et al. 2021).
@@ -173,7 +173,7 @@ class Llama(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> logits (B, T, V)
         x = self.embedding(input_ids).to(self.dtype)  # (B, T, D)
-        cos, sin = rotary_tables(
+        cos, sin = get_cos_sin(
             x.size(1), self.config.head_dim, self.config.rope_parameters["rope_theta"], x.dtype, x.device
         )
         for layer in self.decoder_layers:

@@ -79,4 +79,4 @@ def add_weight_gradients(entries: Postponed, model: nn.Module) -> None:
         else:
             weight.grad += grad @ x
         if weight in model.bucket_of:
-            model.gradient_arrived(weight)
+            model.mark_param_as_ready(weight)

@@ -132,17 +132,17 @@ class CompressedAllReduce:
 class CompressedBucket(Bucket):
     """A bucket of gradients that are summed by a CompressedAllReduce. `under_way`: those of all buckets, in order."""
 
-    def __init__(self, params: list, group: dist.ProcessGroup, wire_dtype: torch.dtype, under_way: list):
-        super().__init__(params, group)
+    def __init__(self, params: list, process_group: dist.ProcessGroup, wire_dtype: torch.dtype, under_way: list):
+        super().__init__(params, process_group)
         self.wire_dtype, self.under_way = wire_dtype, under_way
 
-    def launch(self) -> None:
-        self.handle = CompressedAllReduce(self.buffer, self.group, self.wire_dtype)
+    def sync_gradient(self) -> None:
+        self.handle = CompressedAllReduce(self.grad_data, self.process_group, self.wire_dtype)
         self.under_way.append(self.handle)
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Waits. The second halves of all buckets start first, so that they travel while this one is decoded."""
         with timeline.span("wait"):
             while self.under_way:
                 self.under_way.pop(0).gather()
-        super().finish()
+        super().wait()

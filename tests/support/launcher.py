@@ -12,9 +12,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 from launch import ROOT, environment
+from processes import eventually
 
 TORCH = """
 import os, types
@@ -95,16 +95,6 @@ class Launch:
             raise
         self.reader.join(seconds)
         return self.process.returncode, "".join(self.lines)
-
-
-def eventually(condition, seconds: float = 60) -> bool:
-    """Whether the condition becomes true within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def all_gone(pids: dict[str, list[int]], seconds: float = 60) -> bool:

@@ -17,7 +17,7 @@ sys.path.append(str(ROOT / "cluster"))
 
 import course  # noqa: E402, F401  before step 9's modules
 
-from dataloader import next_tokens  # noqa: E402
+from dataloader import collate_batch  # noqa: E402
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin  # noqa: E402
 from model import cross_entropy  # noqa: E402
 from pipeline_template import PipelineTemplate  # noqa: E402
@@ -46,7 +46,7 @@ def train(folder: pathlib.Path, name: str, case: dict) -> None:
     plugin = HeterogeneousParallelPlugin(precision="float64", device="cpu")
     whole = PipelineTemplate.from_layers_per_stage(model, [1])
     plugin.set_pipelines([whole] * 3, [n * size for n, size in zip(case["steps"], case["sizes"])])
-    loader = plugin.prepare_dataloader(samples(case), collate_fn=next_tokens)
+    loader = plugin.prepare_dataloader(samples(case), collate_fn=collate_batch)
     inner = functools.partial(getattr(torch.optim, case["inner"]), lr=case["learning_rate"])
     args = argparse.Namespace(**case, log_dir=str(folder), run_name=name, use_wandb=False)
     found = []

@@ -38,7 +38,7 @@ const found = {
   axe: [],
   overflow: [],
   keyboard: {},
-  timeline: {},
+  figure: {},
   playground: {},
   fold: {},
 };
@@ -111,12 +111,12 @@ async function turnPages() {
   found.keyboard["in a field"] = at();
 }
 
-async function useTimeline(name) {
-  await open(name);
-  const bars = page.locator("#timeline-view .bar.forward"),
-    told = page.locator("#timeline-view .told");
+async function useFigure() {
+  await open("playground.html");
+  const bars = page.locator("#picture .bar.forward"),
+    told = page.locator("#picture .told");
   const width = async () => (await bars.nth(1).boundingBox()).width;
-  const result = { bars: await page.locator("#timeline-view .bar").count() };
+  const result = {};
   await bars.nth(1).scrollIntoViewIfNeeded();
   await bars.nth(1).hover();
   result.hover = await told.textContent();
@@ -126,7 +126,7 @@ async function useTimeline(name) {
   await page.getByRole("button", { name: "Show all" }).click();
   result.all = (await width()) / before;
   await page.getByRole("button", { name: "Zoom in" }).click();
-  result.button = await page.evaluate(() => document.querySelectorAll("#timeline-view .bar[style*=none]").length);
+  result.button = await page.evaluate(() => document.querySelectorAll("#picture .bar[style*=none]").length);
   await page.keyboard.press("Tab");
   for (let k = 0; k < 4; k++) await page.keyboard.press("Tab");
   result.focus = await told.textContent();
@@ -134,14 +134,9 @@ async function useTimeline(name) {
   result.right = await told.textContent();
   await page.keyboard.press("0");
   await page.keyboard.press("+");
-  result.key = await page.evaluate(() => document.querySelectorAll("#timeline-view .bar[style*=none]").length);
+  result.key = await page.evaluate(() => document.querySelectorAll("#picture .bar[style*=none]").length);
   result.page = at().split("#")[0];
-  const choice = page.locator("#timeline-view select");
-  if (await choice.count()) {
-    await choice.selectOption({ index: 1 });
-    result.chosen = await page.locator("#timeline-view .bar").count();
-  }
-  found.timeline[name] = result;
+  found.figure = result;
 }
 
 async function usePlayground() {
@@ -191,12 +186,12 @@ const inspected = new Set([
 await visitAll(names, inspected);
 await page.emulateMedia({ colorScheme: "light", reducedMotion: "reduce" });
 await turnPages();
-for (const name of ["step8.html", "step9.html"]) await useTimeline(name);
+await useFigure();
 await usePlayground();
 await openFold();
 if (screenshots) {
   mkdirSync(screenshots, { recursive: true });
-  const views = ["index.html", "step4.html", "step5.html#diff", "step8.html#timeline", "playground.html"];
+  const views = ["index.html", "step4.html", "step5.html#diff", "playground.html"];
   for (const name of views) {
     for (const viewport of [WIDE, PHONE]) {
       for (const colorScheme of ["light", "dark"]) {

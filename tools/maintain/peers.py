@@ -25,7 +25,7 @@ from launch import Help, modules_of
 from torch.distributed.tensor import DTensor
 
 with modules_of(1):
-    from model import Llama, cross_entropy, init_weights, rotary_tables
+    from model import Llama, cross_entropy, init_weights, get_cos_sin
     from utils import load_config
 
 SAMPLES, SEQ_LEN, LEARNING_RATE, SEED = 32, 128, 3e-4, 42
@@ -204,7 +204,7 @@ class Stage(torch.nn.Module):
     def forward(self, x):
         x = x if self.embedding is None else self.embedding(x)
         base = self.config.rope_parameters["rope_theta"]
-        cos, sin = rotary_tables(x.size(1), self.config.head_dim, base, x.dtype, x.device)
+        cos, sin = get_cos_sin(x.size(1), self.config.head_dim, base, x.dtype, x.device)
         for layer in self.decoder_layers:
             x = layer(x, cos, sin)
         return x if self.final_proj is None else self.final_proj(self.final_norm(x))

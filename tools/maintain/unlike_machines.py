@@ -102,8 +102,7 @@ def rank_side(folder: pathlib.Path) -> None:
             function, args = at_exit.pop()
             function(*args)
         facts = sys.modules["machine_facts"]
-        facts.home_rank.cache_clear()  # the next job numbers the ranks in another way
-        facts.ranks_of_this_machine.cache_clear()
+        facts.forget_ranks()  # the next job numbers them in another way
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # this host's own; an idle rank has none
 
 

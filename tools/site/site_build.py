@@ -1,6 +1,5 @@
 """Writes the site: all pages, their pictures, and what a browser needs besides, into a folder of its own."""
 
-import json
 import pathlib
 import shutil
 
@@ -10,7 +9,6 @@ from site_pages import Page, Repository, document_page, source_page, step_page
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent
 MARKER = ".site"  # a folder that holds it was written by build(), and may be replaced
-BASELINE = 3  # the step whose losses all later ones repeat
 PLAYGROUND = Page("playground.html", "Schedules", "Schedule playground", [], "playground.html", {})
 
 
@@ -23,39 +21,16 @@ def empty_folder(out: pathlib.Path) -> None:
     (out / MARKER).touch()
 
 
-def script_json(data) -> Markup:
-    """Data for a script of the page, as the content of a script element."""
-    return Markup(json.dumps(data, separators=(",", ":")).replace("</", "<\\/"))
-
-
-def add_run(page: Page, runs: dict[int, dict]) -> Page:
-    """The step's page with the losses of its run, and its timelines if it has any."""
-    number, content = page.content["number"], dict(page.content)
-    if number not in runs:
-        return page._replace(headings=[heading for heading in page.headings if heading.anchor != "loss"])
-    losses = runs[number]["losses"]
-    baseline = runs[BASELINE]["losses"] if number > BASELINE and BASELINE in runs else None
-    content |= {"command": runs[number]["command"], "losses": losses}
-    if baseline:
-        content["difference"] = max(abs(a - b) for a, b in zip(losses, baseline))
-    headings = list(page.headings)
-    if "timelines" in runs[number]:
-        content["timelines"] = script_json(runs[number]["timelines"])
-        place = next(k for k, heading in enumerate(headings) if heading.anchor == "diff")
-        headings.insert(place, headings[place]._replace(anchor="timeline", text="Timeline"))
-    return page._replace(content=content, headings=headings)
-
-
-def build(root: pathlib.Path, out: pathlib.Path, runs: dict[int, dict]) -> list[str]:
+def build(root: pathlib.Path, out: pathlib.Path) -> list[str]:
     """Builds the site of the repository at `root` in the folder `out`; returns its pages' addresses.
 
-    `runs`: what site_runs.read_runs() returns. Raises ValueError for a link or a picture that leads to nothing.
+    Raises ValueError for a link or a picture that leads to nothing.
     """
     out, root = out.resolve(), root.resolve()
     empty_folder(out)
     repository = Repository(root, out)
     chapters = {repository.documents[place]: place for place in repository.documents}
-    steps = [add_run(step_page(repository, number), runs) for number in repository.steps]
+    steps = [step_page(repository, number) for number in repository.steps]
     others = [document_page(repository, place) for address, place in chapters.items() if not address.startswith("step")]
     pages = [others[0], *steps, PLAYGROUND, *others[1:]]
     sources, done = [], set()

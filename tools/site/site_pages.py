@@ -125,7 +125,7 @@ def step_page(repository: Repository, number: int) -> Page:
               "html": Drawing(diff, remarks.get(diff.name, {})).html()} for diff in diffs]
     before = predecessor(repository.steps, number)
     unchanged = sorted(path.name for path in folder.glob("*.py") if path.name not in names)
-    headings = [*document.headings, Heading(2, "loss", "Loss"), Heading(2, "diff", "The diff"),
+    headings = [*document.headings, Heading(2, "diff", "The diff"),
                 *(Heading(3, f"file-{file['name']}", file["name"]) for file in files)]
     place = folder.relative_to(repository.root)
     content = {"body": document.html, "number": number, "files": files, "before": before and before.name,
