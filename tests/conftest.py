@@ -49,6 +49,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(f"step{step}")
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """A run that takes long begins now, and goes on beside the tests before its own."""
+    for item in [] if session.config.option.collectonly else session.items:
+        if start_early := getattr(item.function, "start_early", None):
+            start_early(item)
+
+
 @pytest.fixture(scope="module")
 def selected(request):
     """selected(name): what the tests of this module that are to run have for the parameter `name`, each value once.

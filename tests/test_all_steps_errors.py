@@ -151,27 +151,11 @@ def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
     (8, 2, ["--tp_size", 2, "--num_key_value_heads", 1], ["num_key_value_heads=1", "tp_size=2", "divides 1"]),
     (7, 3, ["--pp_size", 3], ["pp_size=3", "num_hidden_layers=2", "--pp_size 2"]),
     (1, 1, ["--micro_batch_size", 0], ["--micro_batch_size", "at least 1", "0"]),
-    (2, 1, ["--pp_size", 0], ["--pp_size", "at least 1", "0"]),
-    (8, 1, ["--tp_size", 0], ["--tp_size", "at least 1", "0"]),
-    (8, 1, ["--dp_size", -2], ["--dp_size", "at least 1", "-2"]),
-    (8, 1, ["--seq_len", -1], ["--seq_len", "at least 1", "-1"]),
     (8, 1, ["--seq_len", "long"], ["--seq_len", "'long'"]),
-    (8, 1, ["--gradient_accumulation_steps", 0], ["--gradient_accumulation_steps", "at least 1"]),
-    (8, 1, ["--max_tokens", 0], ["--max_tokens", "at least 1"]),
-    (8, 1, ["--num_hidden_layers", 0], ["--num_hidden_layers", "at least 1"]),
-    (8, 1, ["--learning_rate", -1], ["--learning_rate", "above 0", "-1"]),
-    (2, 1, ["--timeout", 0], ["--timeout", "above 0", "0"]),
-    (9, 1, ["--timeout", -3], ["--timeout", "above 0", "-3"]),
-    (3, 1, ["--max_grad_norm", -1], ["--max_grad_norm", "0 or more", "-1"]),
-    (3, 1, ["--max_grad_norm", "nan"], ["--max_grad_norm", "0 or more", "nan"]),
-    (3, 1, ["--warmup_steps", -1], ["--warmup_steps", "0 or more", "-1"]),
     (3, 1, ["--lr_decay", "linear"], ["--lr_decay", "'linear'", "cosine"]),
-    (8, 1, ["--num_proc", 0], ["--num_proc", "at least 1"]),
-    (8, 1, ["--num_workers", -1], ["--num_workers", "0 or more", "-1"]),
     (1, 1, ["--max_tokens", 31], ["--max_tokens 31", "32"]),
     (8, 1, ["--max_tokens", 63], ["--max_tokens 63", "64"]),
     (8, 1, ["--profile_batch", 5], ["--profile_batch 5", "1 to 4"]),
-    (8, 1, ["--profile_batch", -1], ["argument --profile_batch: must be 0 or more, got -1"]),
     (8, 1, ["--run_name", "a/b"], ["--run_name 'a/b'", "without slashes"]),
     (8, 1, ["--run_name", ".."], ["--run_name '..'"]),
     (8, 1, ["--device", "cuda"], ["--device cuda", "no GPU", "--device cpu"]),
@@ -191,6 +175,25 @@ def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
 ], ids=title)
 def test_flags(fails, step, num_processes, args, expected):
     fails(step, args, expected, num_processes)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_every_number_has_a_range(step, monkeypatch):
+    """No flag but --seed takes a negative number, one takes zero where it may, and none what is no number."""
+    with modules_of(step):
+        import train
+        import utils
+        flags = re.findall(r'add_argument\("(--\w+)", type=(\w+)', (STEPS[step] / "train.py").read_text())
+        kinds = {"positive_int": "at least 1", "positive_float": "a number above 0", "zero_or_more": "0 or more",
+                 "zero_or_more_float": "0 or more"}
+        assert {"--seq_len", "--learning_rate"} <= dict(flags).keys()
+        assert {flag for flag, kind in flags if kind in ("int", "float")} <= {"--seed"}
+        for flag, kind in ((flag, kind) for flag, kind in flags if kind in kinds):
+            for value in ("-1", "nan", "0")[: 3 if kind.startswith("positive") else 2]:
+                expected = f"argument {flag}: " + f"must be {kinds[kind]}, got {value}" * (value != "nan")
+                monkeypatch.setattr("sys.argv", ["train.py", f"{flag}={value}"])
+                with pytest.raises(utils.UserError, match=expected):
+                    train.parse_args(*["A script."] * (step == "9"))
 
 
 @pytest.mark.slow

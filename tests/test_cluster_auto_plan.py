@@ -6,6 +6,7 @@ import pathlib
 
 import pytest
 import torch
+from checkpoint_runs import write_model
 from clusters import made_up_cluster
 from launch import fork, modules_of
 
@@ -68,15 +69,9 @@ def test_nothing_fits(options, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def write_model(folder) -> str:
-    import transformers
-
-    sizes = dict(vocab_size=512, hidden_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
-                 intermediate_size=96, max_position_embeddings=64)
-    transformers.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
-    return str(folder)
-
-
+MODEL = dict(kind="llama", vocab_size=512, hidden_size=64, num_hidden_layers=6, num_attention_heads=4,
+             num_key_value_heads=2, intermediate_size=96, max_position_embeddings=64,
+             architectures=["LlamaForCausalLM"])
 LORA = ["--lora_rank", 4, "--seq_len", 32, "--dtype", "float32", "--batch_size", 2, "--gradient_accumulation", 2]
 
 
@@ -87,7 +82,7 @@ def found(done) -> list[dict]:
 
 def test_ranks_get_the_order_of_the_plan(tmp_path):
     """Rank 0 has hardly any memory and is left idle: the others are ranks 0 and 1 of the run, and communicate."""
-    ranks = found(done := fork(9, 3, write_model(tmp_path), "1e4,1.6e6,1.6e6", *LORA, script=RANKS))
+    ranks = found(done := fork(9, 3, write_model(tmp_path / "model", **MODEL), "1e4,1.6e6,1.6e6", *LORA, script=RANKS))
     assert [line["rank"] for line in ranks] == [0, 1] and {line["before"] for line in ranks} == {1, 2}
     assert all(line["sum"] == 5 for line in ranks) and ranks[0]["plan"] == ranks[1]["plan"]
     [pipeline] = ranks[0]["plan"]["pipelines"]
@@ -96,13 +91,13 @@ def test_ranks_get_the_order_of_the_plan(tmp_path):
 
 
 def test_where_all_fits_nothing_is_measured(tmp_path):
-    ranks = found(done := fork(9, 2, write_model(tmp_path), "1e11,1e11", *LORA, script=RANKS))
+    ranks = found(done := fork(9, 2, write_model(tmp_path / "model", **MODEL), "1e11,1e11", *LORA, script=RANKS))
     assert [line["plan"] for line in ranks] == [None, None]
     assert "measuring" not in done.stdout
 
 
 def test_one_clear_line_where_nothing_fits(tmp_path):
-    done = fork(9, 2, write_model(tmp_path), "1e4,2e4", *LORA, script=RANKS, check=False)
+    done = fork(9, 2, write_model(tmp_path / "model", **MODEL), "1e4,2e4", *LORA, script=RANKS, check=False)
     lines = [line for line in done.stderr.splitlines() if "not enough memory" in line]
     assert done.returncode and lines and "Traceback" not in done.stderr
     assert "free are, in MB" in lines[0] and "MB more, or add machines" in lines[0]

@@ -180,9 +180,7 @@ def test_families(tmp_path, kind):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"vocab_size": 1024, "max_position_embeddings": 64, **FAMILIES[kind]}
-    model = write_model(tmp_path / "model", **(sizes if kind == "llama" else {}))
-    if kind != "llama":
-        AutoConfig.for_model(kind, **sizes).save_pretrained(model)
+    model = write_model(tmp_path / "model", None if kind == "llama" else kind, **sizes)
     write_corpus(tmp_path)
     modules = [f"transformers.models.{kind}.modeling_{kind}"]
 

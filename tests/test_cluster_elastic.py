@@ -7,11 +7,11 @@ ALL_WAYS=1 tries more; each takes a minute.
 import json
 import os
 import re
-import shutil
 import time
 
 import pytest
 from bed import NODES, bed, on_disk, testbed
+from checkpoint_runs import write_model
 from elastic_bed import Training, kill_all, nothing_runs, switch_on
 from launch import ROOT, fork, metrics
 
@@ -41,13 +41,9 @@ def all_on(bed):
 @pytest.fixture(scope="module")
 def inputs(bed, tmp_path_factory):
     """A folder, of which each host has a copy, with a corpus, and with a model that has weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("hosts")
-    sizes = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.1))
-    shutil.copytree(ROOT / "assets" / "tiny_llama", folder / "model")
-    model.save_pretrained(folder / "model")
+    write_model(folder / "model", "llama", "float32", vocab_size=1024, hidden_size=32, intermediate_size=48,
+                num_hidden_layers=4, num_attention_heads=4, initializer_range=0.1)
     (folder / "corpus").mkdir()
     for i in range(4):
         (folder / "corpus" / f"{i}.txt").write_text(f"{i}. {TEXT[i:]}")

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import torch.nn as nn
+from checkpoint_runs import write_model
 from launch import fork, modules_of
 
 with modules_of(9):
@@ -108,11 +109,9 @@ def test_layers_of_two_kinds(world_of_one):
 
 def test_a_plan_for_lora(tmp_path):
     """From the machines to plan.json, and the flags that training needs."""
-    import transformers
-
-    transformers.LlamaConfig(**FAMILIES["llama"][1], architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    model = write_model(tmp_path / "model", "llama", **FAMILIES["llama"][1], architectures=["LlamaForCausalLM"])
     path, out = tmp_path / "cluster.json", tmp_path / "plan.json"
-    done = fork(9, 2, "--measure", path, "--measure_seconds", 2, "--model_name", tmp_path, "--seq_len", SEQ_LEN,
+    done = fork(9, 2, "--measure", path, "--measure_seconds", 2, "--model_name", model, "--seq_len", SEQ_LEN,
                 "--lora_rank", 4, "--dtype", "float32", "--micro_batch_size", 2, "--global_batch", 8, "--out", out,
                 script=plan.__file__)
     data, written = json.loads(path.read_text()), json.loads(out.read_text())

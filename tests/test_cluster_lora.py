@@ -101,14 +101,10 @@ def in_plain_peft(folder, family: str, data: str):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     folder = tmp_path_factory.mktemp("lora")
     torch.manual_seed(0)
     for family, sizes in FAMILIES.items():
-        write_model(folder / family)
-        config = AutoConfig.for_model(family, vocab_size=1024, max_position_embeddings=64, **sizes)
-        AutoModelForCausalLM.from_config(config).double().save_pretrained(folder / family)
+        write_model(folder / family, family, "float64", vocab_size=1024, max_position_embeddings=64, **sizes)
     write_data(folder)
     return folder
 

@@ -2,9 +2,9 @@
 
 import json
 import pathlib
-import shutil
 
 import pytest
+from checkpoint_runs import write_model
 from launch import ROOT, launch
 
 SCRIPT = pathlib.Path(__file__).parent / "support" / "memory_of_stages.py"
@@ -22,13 +22,8 @@ CASES = {  # name -> flags
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """SmolLM2-135M or, where tools/get_smollm2.py has not made it, random weights of the same shapes."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    if MODEL.is_dir():
-        return MODEL
-    folder = shutil.copytree(ROOT / "assets" / "tiny_llama", tmp_path_factory.mktemp("models") / "random")
-    LlamaForCausalLM(LlamaConfig(**SHAPES, dtype="bfloat16")).bfloat16().save_pretrained(folder)
-    return folder
+    made = tmp_path_factory.mktemp("models") / "random"
+    return MODEL if MODEL.is_dir() else write_model(made, "llama", "bfloat16", **SHAPES)
 
 
 @pytest.mark.slow

@@ -221,13 +221,13 @@ def read_tokenizer_files(model_name: str) -> dict[str, bytes]:
     return contents
 
 
-def merge(parts) -> dict:
-    """What several ranks wrote, as if one had."""
-    merged = {"files": {}, **{f"{kind}_map": {} for kind in KINDS}, "parameters": {}}
+def merge(parts: list[dict]) -> dict:
+    """What several ranks wrote, as if one had: the files of all of them, and the other fields of the first."""
+    files = {"files": {}, **{f"{kind}_map": {} for kind in KINDS}, "parameters": {}}
     for part in parts:
-        for key, found in merged.items():
+        for key, found in files.items():
             found.update(part[key])
-    return merged
+    return {**(parts[0] if parts else {}), **files}
 
 
 def write_small(folder: str, small: dict[str, bytes], merged: dict) -> dict[str, dict]:

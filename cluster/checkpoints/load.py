@@ -75,7 +75,7 @@ def read_states(folder: str, names: list[str] | None = None) -> dict[str, dict |
     for path, name in ((os.path.join(folder, name), name) for name in names):
         try:
             parts = [part for part in sorted(os.listdir(path)) if part.startswith(PART)] or [STATE]
-            states[name] = unite([read_state(os.path.join(path, part)) for part in parts])
+            states[name] = merge([read_state(os.path.join(path, part)) for part in parts])
         except FileNotFoundError:
             pass
         except (OSError, UserError) as error:
@@ -122,7 +122,7 @@ def look_at(folder: str, name: str, disks: Disks, run_id: str | None, of_disks: 
     if not name.endswith(SURVIVORS):
         files = next(iter(states.values()), {}).get("files")
         states = {rank: state for rank, state in states.items() if state["files"] == files}
-    mine, state = states.get(disks.rank, {"files": {}}), unite([*states.values()])
+    mine, state = states.get(disks.rank, {"files": {}}), merge([*states.values()])
     problems = disks.gather({file: check_file(path, file, facts) for file, facts in mine["files"].items()})
     holders = {file: [rank for rank, found in enumerate(problems) if found.get(file, "") is None]
                for file in state["files"]}
@@ -135,11 +135,6 @@ def look_at(folder: str, name: str, disks: Disks, run_id: str | None, of_disks: 
     if wrong and is_home():
         print(f"warning: {next(iter(wrong.values()))}; another disk has it", flush=True)
     return Found(name, folder, state, holders)
-
-
-def unite(states: list[dict]) -> dict:
-    """The states of all disks as one: those of survivors tell of their own files only."""
-    return {**(states[0] if states else {}), **merge(states)}
 
 
 class Loader:

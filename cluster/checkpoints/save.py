@@ -201,7 +201,7 @@ class Checkpointer:
 
     def complete(self, folder: str, state: dict, parts: dict[int, dict], is_last: bool) -> None:
         """Copies between disks, the small files, state.json, the name, `latest`. Collective. Raises UserError."""
-        disks, merged, copies, final = self.disks, merge(parts.values()), [], folder.removesuffix(".unfinished")
+        disks, merged, copies, final = self.disks, merge([*parts.values()]), [], folder.removesuffix(".unfinished")
         has_adapters = ADAPTER_CONFIG in self.small  # they are small, and at home they are written as one file as well
         with disks.together():
             if disks.leads:

@@ -19,12 +19,11 @@ from collections.abc import Callable
 
 from host_run import UNHEARD
 from hosts import Host, UserError, read_hosts
-from remote_run import Launch, Run, describe, say
+from remote_run import BEGUN, Launch, Run, describe, say
 
 RETRY = 2.0  # seconds between two attempts to reach a host, and between two looks at hosts.txt
 WAIT = 600.0  # seconds that a run waits with fewer than MIN hosts
 SETTLED = 60.0  # seconds: a torchrun that fails earlier could not even start
-BEGUN = re.compile(r"^[0-9]+ process(es)? with OMP_NUM_THREADS=")  # what host_run.py prints first
 AGAIN = "the same command goes on from the last checkpoint (--resume auto)"
 USER_ERROR = re.compile(r"torch/distributed/elastic.*failed \(exitcode: 2\)")  # what the agent says of a process
 AGENT_ENDED = re.compile("death signal, shutting down workers|ChildFailedError")  # by its process, or out of restarts
@@ -82,7 +81,6 @@ class Elastic(Launch):
         elif run.host.label in self.tried:
             self.tried.remove(run.host.label)
             say(f"{run.host.label} answers: torchrun starts there")
-        run.has_begun = True
 
     def ended(self, run: Run, now: float) -> None:
         if run.code == 0:
@@ -145,7 +143,7 @@ class Elastic(Launch):
             is_idle = host.label not in self.running and host.label not in self.left_out
             if is_idle and len(self.running) < self.at_most and now >= self.try_at.get(host.label, 0):
                 self.tried.add(host.label)
-                self.start(host)
+                self.start(host, is_quiet=True)
         if len(self.running.keys() - self.tried) >= self.at_least:
             self.few_since = None
         elif self.few_since is None:

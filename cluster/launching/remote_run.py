@@ -22,6 +22,7 @@ from hosts import Host
 HEARTBEAT = 0.5  # seconds at most between two of them
 GRACE = 3  # seconds from the first failure until the others are stopped: whose fault was it?
 STOP = 20  # seconds without a line from a host that was told to stop, until ssh itself is ended: it is out of reach
+BEGUN = re.compile(r"^[0-9]+ process(es)? with OMP_NUM_THREADS=")  # what host_run.py prints first
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|Connection refused")
 # Stack traces of torchrun itself and of its stores, whole ones and single lines, with the empty lines in between.
 TORCHRUN_TRACE = re.compile(r"Traceback.*(torch/distributed/run\.py|c10d_rendezvous_backend\.py)|^frame #\d+: |"
@@ -33,12 +34,13 @@ class Run:
     """The ssh process of one host: sends the job, prints what comes back, and puts itself in `events` at its end.
 
     A line that `alarm` matches is put there at once, as (run, line). Where there is one, stack traces of torchrun are
-    not printed: on each host a lost one leaves a hundred lines of them.
+    not printed: on each host a lost one leaves a hundred lines of them. `quiet`: print nothing until it has begun.
     """
 
-    def __init__(self, host: Host, job: dict, width: int, events: queue.SimpleQueue, alarm: re.Pattern | None = None):
+    def __init__(self, host: Host, job: dict, width: int, events: queue.SimpleQueue, alarm: re.Pattern | None,
+                 quiet: bool):
         self.host, self.code, self.started = host, None, time.monotonic()
-        self.alarm, self.quiet, self.heard, self.has_begun = alarm, False, self.started, False
+        self.alarm, self.quiet, self.heard, self.has_begun = alarm, quiet, self.started, False
         self.prefix, self.last = f"{host.label:<{width}} | ", collections.deque(maxlen=200)
         words = host.ssh(host.python, os.path.join(host.dir, "cluster", "launching", "host_run.py"))
         # In a session of its own ssh has no terminal to ask anything on, and Ctrl-C reaches the launcher alone.
@@ -59,6 +61,8 @@ class Run:
             self.heard = time.monotonic()
             text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]  # what a progress bar shows last
             self.last.append(text)
+            if BEGUN.match(text):
+                self.has_begun, self.quiet = True, False
             if self.alarm and self.alarm.search(text):
                 events.put((self, text))
             if self.alarm and (traceback or text.startswith("Traceback")):
@@ -104,8 +108,9 @@ class Launch:
         self.events, self.running = queue.SimpleQueue(), {}
         self.failed, self.is_quiet, self.code, self.stop_at = [], False, 0, float("inf")
 
-    def start(self, host: Host) -> None:
-        self.running[host.label] = Run(host, self.make_job(self.hosts, host), self.width, self.events, self.alarm)
+    def start(self, host: Host, is_quiet: bool = False) -> None:
+        job = self.make_job(self.hosts, host)
+        self.running[host.label] = Run(host, job, self.width, self.events, self.alarm, is_quiet)
 
     def run(self, at_most: int | None = None) -> int:
         """Starts the first `at_most` hosts, and waits until all have ended. The exit code."""

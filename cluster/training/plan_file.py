@@ -121,11 +121,11 @@ def read_plan(path: str) -> dict:
             raise ValueError(f"it has sizes, layers or micro-batches that are no positive numbers: {numbers}")
         if not {plan.get("wire_dtype"), plan.get("gradient_wire_dtype")} <= {None, *WIRE_DTYPES}:
             raise ValueError(f"its wire dtypes are none of {', '.join(WIRE_DTYPES)}")
-        machines, fits = machines_of(plan), isinstance(plan["dtype"], str) and isinstance(plan["model"], dict)
+        used, fits = machines_of(plan), isinstance(plan["dtype"], str) and isinstance(plan["model"], dict)
         fits = fits and pipelines and all(isinstance(host, str) for host in plan["hosts"])
         fits = fits and all(len(pipeline["layers"]) == len(pipeline["machines"]) for pipeline in pipelines)
-        if not fits or sorted(machines) != sorted({*machines} & {*range(len(plan["hosts"]))}):
-            raise ValueError(f"machines {machines} of {len(plan['hosts'])} hosts, each once, with its layers")
+        if not fits or sorted(used) != sorted({*used} & {*range(len(plan["hosts"]))}):
+            raise ValueError(f"machines {used} of {len(plan['hosts'])} hosts, each once, with its layers")
         return plan
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return {"error": f"--plan {path!r} can't be read ({type(error).__name__}: {error}): use cluster/plan.py"}

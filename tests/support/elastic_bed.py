@@ -39,7 +39,7 @@ def nothing_runs() -> bool:
 
 
 class Training:
-    """train_distributed.py on hosts of the test bed, an elastic run unless `launcher` has other flags, by what it prints.
+    """A training on hosts of the test bed, an elastic run unless `launcher` has other flags, by what it prints.
 
     `words`: the script and its flags. `started_on`: the host on which the launcher is typed; None for this machine.
     """
@@ -58,12 +58,12 @@ class Training:
         return len(self.run.lines)
 
     def steps(self, since: int = 0) -> list[int]:
-        found = (re.search(r"\| step (\d+)/", line) for line in list(self.run.lines[since:]))
+        found = (re.search(r"\| step (\d+)/", line) for line in self.run.lines[since:])
         return [int(match[1]) for match in found if match]
 
     def wait(self, condition, seconds: float = 120) -> None:
-        assert eventually(lambda: condition() or not self.run.reader.is_alive(), seconds), "".join(self.run.lines)
-        assert condition(), "".join(self.run.lines)
+        assert eventually(lambda: condition() or self.run.process.poll() is not None, seconds), self.run.output()
+        assert condition(), self.run.output()
 
     def reaches(self, step: int, seconds: float = 120) -> None:
         self.wait(lambda: self.steps() and self.steps()[-1] >= step, seconds)

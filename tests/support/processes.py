@@ -10,7 +10,7 @@ import time
 import uuid
 
 import torch.distributed as dist
-from launch import environment
+from launch import ROOT, environment
 
 
 def processes(marker: str) -> dict[int, int | None]:
@@ -46,7 +46,7 @@ class Command:
         with open(self.printed, "w") as output:
             self.process = subprocess.Popen(list(map(str, words)), env=environment(MARKER=self.marker, **env),
                                             start_new_session=True, stdin=subprocess.DEVNULL, stdout=output,
-                                            stderr=subprocess.STDOUT)
+                                            stderr=subprocess.STDOUT, cwd=ROOT)
 
     def output(self) -> str:
         return self.printed.read_text()
