@@ -6,7 +6,7 @@
 
 A path is a run's folder, whose newest checkpoint is taken, or one of its checkpoints. With --adapter the frozen weights
 are those that it was trained beside, or those of --checkpoint. --chat puts what one writes into the tokenizer's chat
-template, and without --prompt asks for one line after another.
+template, and without --prompt asks for one line after another, each an answer to what was said before.
 """
 
 import course  # noqa: F401  before step 9's modules
@@ -16,7 +16,7 @@ import os
 import sys
 import warnings
 
-from checkpoints.files import ADAPTER, ADAPTER_CONFIG, read_index, read_json
+from checkpoints.files import ADAPTER, ADAPTER_CONFIG, read_index, read_json, read_latest
 from training.common import seed
 from utils import (
     ArgumentParser, UserError, choose_device, number, one_clear_error, positive_float, positive_int,
@@ -60,9 +60,8 @@ def find(path: str, flag: str, marks: tuple[str, ...]) -> str:
     Raises UserError where something is missing.
     """
     given = path
-    if os.path.isfile(latest := os.path.join(path, "latest")):
-        with open(latest, encoding="utf-8", errors="replace") as file:
-            path = os.path.join(path, os.path.basename(file.read().strip()))
+    if latest := read_latest(path):
+        path = os.path.join(path, os.path.basename(latest))
     if not any(os.path.isfile(os.path.join(path, mark)) for mark in marks):
         raise UserError(f"{flag} {given!r} has no {' and no '.join(marks)}: name the folder of a run, or one of its "
                         "step_...")
@@ -125,17 +124,26 @@ def with_adapter(model, adapter: str):
         raise UserError(f"{adapter} is no adapter for this model: {' '.join(str(error).split())[:300]}") from None
 
 
-def answer(args, model, tokenizer, prompt: str) -> str:
-    """The prompt and what follows it; with --chat what follows. Raises UserError for a prompt that is too long."""
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    if args.chat:
-        if not tokenizer.chat_template:
-            raise UserError("the tokenizer has no chat template: leave out --chat")
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True,
-                                            return_dict=False)
+def encode(args, tokenizer, talk: list[dict[str, str]]) -> list[int]:
+    """The token ids of what the model is asked. Raises UserError where the tokenizer has no chat template."""
+    if not args.chat:
+        return tokenizer(talk[-1]["content"], add_special_tokens=False)["input_ids"]
+    if not tokenizer.chat_template:
+        raise UserError("the tokenizer has no chat template: leave out --chat")
+    return tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+
+
+def answer(args, model, tokenizer, talk: list[dict[str, str]]) -> str:
+    """The prompt, the content of the last message, and what follows it; with --chat the answer to the conversation.
+
+    A conversation that is too long for the model loses its first turns. Raises UserError for a prompt that is.
+    """
+    ids, limit = encode(args, tokenizer, talk), getattr(model.config, "max_position_embeddings", None)
+    while limit and len(ids) + args.max_new_tokens > limit and len(talk) > 1:
+        del talk[:2]
+        ids = encode(args, tokenizer, talk)
     if not ids:
-        raise UserError(f"--prompt {prompt!r} has no token: write at least one word")
-    limit = getattr(model.config, "max_position_embeddings", None)
+        raise UserError(f"--prompt {talk[-1]['content']!r} has no token: write at least one word")
     if limit and len(ids) + args.max_new_tokens > limit:
         raise UserError(f"--prompt has {len(ids)} tokens, and with --max_new_tokens {args.max_new_tokens} it is more "
                         f"than the {limit} positions of the model: shorten one of them")
@@ -172,12 +180,15 @@ def main():
     if args.merge_adapter:
         merge(model, tokenizer, args.merge_adapter)
     if args.prompt is not None:
-        print(answer(args, model, tokenizer, args.prompt))
+        print(answer(args, model, tokenizer, [{"role": "user", "content": args.prompt}]))
     elif args.chat:
         print("write a line, or end with Ctrl-D", flush=True)
-        for line in sys.stdin:
-            if line.strip():
-                print(answer(args, model, tokenizer, line.strip()), flush=True)
+        talk = []
+        for line in filter(str.strip, sys.stdin):
+            talk.append({"role": "user", "content": line.strip()})
+            said = answer(args, model, tokenizer, talk)
+            talk.append({"role": "assistant", "content": said})
+            print(said, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import datetime
 import functools
-import itertools
 import os
 import socket
 import uuid
@@ -14,16 +13,10 @@ import uuid
 import torch
 import torch.distributed as dist
 
-from launching.host_facts import HOME, available_memory, interface_towards, processor, read_fields
+from launching.host_facts import HOME, available_memory, interface_towards, read_fields
 from utils import UserError
 
 M_MMAP_THRESHOLD = -3  # of mallopt(3)
-calls = itertools.count()  # of once_per_machine
-
-
-def processor_name(device: torch.device) -> str:
-    """The GPU's name, or that of the CPU with the number of its cores."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
 
 def network_name() -> str:
@@ -34,7 +27,20 @@ def network_name() -> str:
     except OSError as error:
         return f"no way to {master}: {error}"
     chosen = os.environ.get("NCCL_SOCKET_IFNAME" if dist.get_backend() == "nccl" else "GLOO_SOCKET_IFNAME")
-    return f"{chosen or name} {address}"
+    return f"{(chosen or name).removeprefix('=')} {address}"
+
+
+def gather(value) -> list:
+    """Every rank's value, on every rank. Collective."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def say(text: str) -> None:
+    """Rank 0 prints it."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
 
 
 def this_host() -> tuple[str, str]:
@@ -54,32 +60,54 @@ def host_names(hosts: list[tuple[str, str]], known: list[str] = ()) -> list[str]
     return [address if names.count(name) > 1 or address in known else name for name, address in hosts]
 
 
-def places_of(hosts: list[str], among: list[str]) -> list[int] | None:
-    """For each of the hosts its place `among` others, each place once; None where one is not there."""
+def places_of(hosts: list[str], among: list[str]) -> list[int | None]:
+    """For each of the hosts its place `among` others, each place once; None for one that is not there."""
     left, places = list(among), []
     for host in hosts:
-        if host not in left:
-            return None
-        places.append(left.index(host))
-        left[places[-1]] = None
+        places.append(left.index(host) if host in left else None)
+        if host in left:
+            left[places[-1]] = None
     return places
 
 
+@functools.cache
+def machines() -> list[tuple[str, str]]:
+    """this_host() of every rank. Collective at the first call."""
+    return gather(this_host())
+
+
+def ranks_of_this_machine() -> int:
+    """Not every launcher says how many these are, so the ranks tell each other where they are. As machines()."""
+    return machines().count(this_host())
+
+
+@functools.cache
+def ranks_sharing(device: torch.device) -> int:
+    """How many ranks compute on this GPU, or on the CPU of this machine. Collective at the first call."""
+    if device.type == "cpu":
+        return ranks_of_this_machine()
+    own = str(torch.cuda.get_device_properties(device).uuid)
+    return gather(own).count(own)
+
+
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process may take: what is free, shared with the other ranks of this machine.
+    """Bytes that this process may take: what is free, shared with the other ranks of this GPU or this machine.
 
     Collective at the first call.
     """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return available_memory() // ranks_of_this_machine()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    return free // ranks_sharing(device)
+
+
+def memory_of_process(field: str = "VmRSS") -> int:
+    """Bytes of this process in the machine's memory, libraries included: now, or with VmHWM at most; 0 where no system
+    tells."""
+    return 1024 * int(read_fields("/proc/self/status").get(field, "0").split()[0])
 
 
 def memory_below_peak() -> int:
-    """Bytes that this process had at its peak and has no more now, as between two steps; 0 where no system tells."""
-    fields = read_fields("/proc/self/status")
-    peak, now = (1024 * int(fields.get(name, "0").split()[0]) for name in ("VmHWM", "VmRSS"))
-    return max(0, peak - now)
+    """Bytes that this process had at its peak and has no more now, as between two steps."""
+    return max(0, memory_of_process("VmHWM") - memory_of_process())
 
 
 def return_freed_memory() -> None:
@@ -95,34 +123,23 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-@functools.cache
-def ranks_of_this_machine() -> int:
-    """Not every launcher says how many these are, so the ranks tell each other where they are. Collective."""
-    machines, here = [None] * dist.get_world_size(), (socket.gethostname(), uuid.getnode())
-    dist.all_gather_object(machines, here)
-    return machines.count(here)
-
-
 def once_per_machine(make):
     """Calls make() in one process of each machine and returns its result in all of them. All ranks call it together.
 
     Use it for work that is slow, or that two processes must not do at once. A UserError is raised on every rank.
-    The others wait at the store and not in a collective, because NCCL aborts a collective that takes minutes.
+    The others wait over gloo, because NCCL aborts a collective that takes minutes. Where the process that works is
+    killed, on any machine, gloo's connections to it end, and so do all who wait.
     """
-    machines, outcomes = [None] * dist.get_world_size(), [None] * dist.get_world_size()
-    dist.all_gather_object(machines, (socket.gethostname(), uuid.getnode()))
-    first, outcome = machines.index(machines[dist.get_rank()]), None
-    store, key = dist.distributed_c10d._get_default_store(), f"once per machine {next(calls)}: "
+    first, outcome = machines().index(this_host()), None
+    waiting = dist.new_group(backend="gloo")
     if dist.get_rank() == first:
         try:
             outcome = make()
         except UserError as error:
             outcome = error
-        finally:  # also for a bug, so that the others meet a dead peer below and need not wait for ever
-            store.set(f"{key}{first}", "done")
-    store.wait([f"{key}{machines.index(machine)}" for machine in set(machines)], datetime.timedelta(days=30))
-    dist.all_gather_object(outcomes, outcome)
-    for error in outcomes:
+    dist.monitored_barrier(waiting, datetime.timedelta(days=30))
+    dist.destroy_process_group(waiting)
+    for error in (outcomes := gather(outcome)):
         if isinstance(error, UserError):
             raise error
     return outcomes[first]
@@ -136,15 +153,8 @@ def home_rank() -> int:
     launch_cluster.sh see hosts.home_of; without it, and where a plan leaves that host idle or an elastic run has lost
     it, the host with the lowest node rank is taken. Collective at the first call.
     """
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (far_from_home(), (socket.gethostname(), uuid.getnode())))
-    _, home = min(ranks, key=lambda rank: rank[0])
-    return [machine for _, machine in ranks].index(home)
-
-
-def far_from_home() -> tuple[bool, int]:
-    """The machine with the least of all is home."""
-    return HOME not in os.environ, int(os.environ.get("GROUP_RANK", 0))
+    distances = gather((HOME not in os.environ, int(os.environ.get("GROUP_RANK", 0))))
+    return machines().index(machines()[distances.index(min(distances))])
 
 
 def is_home() -> bool:
@@ -152,20 +162,24 @@ def is_home() -> bool:
     return dist.get_rank() == home_rank()
 
 
-def gather(value) -> list:
-    """Every rank's value, on every rank. Collective."""
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+def from_rank(rank: int, make):
+    """What make() returns on this rank, on every rank, or the ValueError that it raises there. Collective."""
+    outcome = None
+    try:
+        outcome = make() if dist.get_rank() == rank else None
+    except ValueError as error:
+        outcome = error
+    if isinstance(outcome := gather(outcome)[rank], ValueError):
+        raise outcome
+    return outcome
 
 
 def from_home(make):
-    """What make() returns on home_rank(), on every rank, or the ValueError that it raises there. Collective."""
-    outcome = None
-    try:
-        outcome = make() if is_home() else None
-    except ValueError as error:
-        outcome = error
-    if isinstance(outcome := gather(outcome)[home_rank()], ValueError):
-        raise outcome
-    return outcome
+    """As from_rank: what make() returns on home_rank()."""
+    return from_rank(home_rank(), make)
+
+
+def forget_ranks() -> None:
+    """Call it where the ranks are numbered anew: what is known of their places no longer counts."""
+    for known in (machines, ranks_sharing, home_rank):
+        known.cache_clear()

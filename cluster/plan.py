@@ -10,7 +10,6 @@ With --global_batch, --measure plans in the same go. The model is a Llama or any
 
 import course  # noqa: F401  before step 9's modules
 
-import argparse
 import json
 import os
 import shlex
@@ -21,7 +20,7 @@ from planning.report import as_plan, report
 from planning.schedules import SCHEDULES
 from planning.search import find_plans
 from training.lora import add_lora_flags, check_lora_flags
-from utils import TINY_LLAMA, ArgumentParser, UserError, choose_device, one_clear_error, positive_int
+from utils import TINY_LLAMA, ArgumentParser, UserError, choose_device, number, one_clear_error, positive_int
 
 LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 LORA = ("lora_rank", "lora_alpha", "lora_targets")
@@ -32,10 +31,7 @@ def sizes(text: str) -> list[int]:
     return [positive_int(part) for part in text.split(",")]
 
 
-def fraction(text: str) -> float:
-    if not 0 < (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 1, got {value}")
-    return value
+fraction = number(float, lambda value: 0 < value <= 1, "more than 0 and at most 1")
 
 
 def add_model_flags(parser, what_names: str = "a directory with a config.json, or a Hub id") -> None:
@@ -114,8 +110,8 @@ def measure(args) -> None:
     dtype = choose_lora_dtype(args, device, dtype) if args.lora_rank else dtype
     made = make_model(args, dtype)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
-    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora)
-    cluster = measure_with(clock, args.model_name, wanted, args.measure_seconds)
+    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
+    cluster = measure_with(clock, args.model_name, wanted, args.measure_seconds, args.measure_seconds / 8)
     if is_home():
         names = (*LAYERS_AND_HEADS, "device", "omp_num_threads", *(LORA if args.lora_rank else ()))
         flags = {name: getattr(args, name) for name in names}

@@ -24,20 +24,17 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from checkpoints.run import Run, add_checkpoint_flags
-from checkpoints.survive import end_of_elastic_run, is_elastic
+from checkpoints.survive import end_of_elastic_run
 from data.load import add_data_flags, check_data_flags, load_data
 from training.common import add_flags, add_run_flags, print_banner
 from training.evaluation import Evaluator
 from training.layout import add_layout_flags, check_layout_flags, choose_layout
 from training.local_steps import add_local_flags, check_local_flags, train_rounds
-from training.loop import train
+from training.loop import print_epochs, train
 from training.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, print_sizes
 from training.models import SIZES, make_model, with_weights
 from training.plan_file import find_plan, take_places
 from utils import ROOT, TINY_LLAMA, ArgumentParser, choose_device, number, one_clear_error, positive_int
-
-ELASTIC_TIMEOUT = 60  # seconds that ranks wait for each other where another start is better than a long wait
-
 
 threads = number(int, lambda value: 1 <= value <= 4096, "from 1 to 4096")
 
@@ -104,7 +101,7 @@ def main(args: argparse.Namespace | None = None, make_model: Callable = make_mod
 def join(args) -> tuple[torch.device, torch.dtype]:
     """Meets the other ranks. Returns the device that this one computes on, and the dtype of all."""
     device, dtype, backend = choose_device(args.device, args.dtype)
-    pgm.init_process_group(backend, ELASTIC_TIMEOUT if is_elastic() else 600)
+    pgm.init_process_group(backend)
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
     if args.lora_rank:
@@ -136,14 +133,9 @@ def train_together(args, plugin, made, run: Run) -> None:
     if data.evaluation:
         evaluator = Evaluator(plugin, model, data.evaluation, data.collate_evaluation, made.criterion,
                               args.eval_batches)
-    total, count = 0.0, 0
-    for step in train(args, plugin, model, optimizer, loader, criterion, num_steps, run, ready, steps_per_epoch,
-                      evaluator):
-        total, count = total + step.loss, count + 1
-        if steps_per_epoch and step.number % steps_per_epoch == 0:
-            if dist.get_rank() == 0:
-                print(f"epoch {step.number // steps_per_epoch}: loss {total / count:.4f}", flush=True)
-            total, count = 0.0, 0
+    steps = train(args, plugin, model, optimizer, loader, criterion, num_steps, run, ready, steps_per_epoch, evaluator)
+    for _ in print_epochs(steps, steps_per_epoch):
+        pass
 
 
 if __name__ == "__main__":

@@ -25,9 +25,10 @@ import torch.distributed as dist
 
 from data.encoded import load_samples
 from dataloader import collate_batch
-from machine_facts import free_memory, gather, once_per_machine
+from machine_facts import free_memory, gather, once_per_machine, say
 from metrics import peak_memory_gb
 from model import Llama, cross_entropy
+from planning.module_memory import saved_bytes
 from process_group_manager import init_process_group
 from run_common import check_positions
 from training.common import add_flags, print_banner, print_table
@@ -76,17 +77,7 @@ def one_microbatch(model: Llama, batch: dict[str, torch.Tensor]) -> torch.Tensor
 
 def kept_for_backward(model: Llama, ids: torch.Tensor) -> int:
     """Runs one micro-batch, ids (B, T), forward and backward. Returns the bytes that forward kept besides weights."""
-    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
-    storages: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if (storage := tensor.untyped_storage()).data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        one_microbatch(model, {"input_ids": ids, "target_ids": ids})
-    return sum(storages.values())
+    return saved_bytes(lambda: one_microbatch(model, {"input_ids": ids, "target_ids": ids}), model.parameters())
 
 
 def largest_batch(args, model: Llama, device: torch.device) -> tuple[int, str]:
@@ -118,8 +109,8 @@ def compare(everyone: list[dict], tolerance: float) -> None:
                          for rank, facts in enumerate(everyone))
         raise UserError(f"the machines train to unlike losses, {apart:.2g} apart ({last}): look for another version "
                         "of torch or of this project, or for bad memory")
-    if len(everyone) > 1 and dist.get_rank() == 0:
-        print(f"all losses are equal: {apart:.1g} apart at most, of steps 1 to {losses.shape[1]}", flush=True)
+    if len(everyone) > 1:
+        say(f"all losses are equal: {apart:.1g} apart at most, of steps 1 to {losses.shape[1]}")
 
 
 def main():

@@ -27,11 +27,15 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 class TokenSamples(Dataset):
-    """The samples that a run reads, T + 1 tokens each. A corpus with fewer samples is repeated."""
+    """The samples that a run reads out of a file, T + 1 tokens each. A corpus with fewer samples is repeated."""
 
-    def __init__(self, tokens: np.ndarray, seq_len: int, num_samples: int):
-        self.tokens, self.seq_len, self.num_samples = tokens, seq_len, num_samples
-        self.samples_per_epoch = (len(tokens) - 1) // seq_len
+    def __init__(self, path: str, seq_len: int, num_samples: int):
+        self.path, self.seq_len, self.num_samples = path, seq_len, num_samples
+        self.tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
+        self.samples_per_epoch = (len(self.tokens) - 1) // seq_len
+
+    def __reduce__(self):  # a worker process is sent the path instead of all tokens
+        return TokenSamples, (self.path, self.seq_len, self.num_samples)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -42,7 +46,7 @@ class TokenSamples(Dataset):
 
 
 class MicroBatchDataLoader(DataLoader):
-    """Iterates over micro-batches {"input_ids": (B, T), "target_ids": (B, T)} on `device`, in the order of samples."""
+    """next() gives a micro-batch {"input_ids": (B, T), "target_ids": (B, T)} on `device`, in the order of samples."""
 
     def __init__(self, samples: Dataset, micro_batch_size: int, gradient_accumulation_steps: int,
                  device: torch.device, num_workers: int = 0):
@@ -51,12 +55,9 @@ class MicroBatchDataLoader(DataLoader):
                          collate_fn=collate_batch)
         self.batches = iter(self)
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for batch in super().__iter__():  # from pinned memory, a copy to a GPU overlaps with computing
-            yield {name: ids.to(self.device, non_blocking=True) for name, ids in batch.items()}
-
     def __next__(self) -> dict[str, torch.Tensor]:
-        return next(self.batches)
+        batch = next(self.batches)  # from pinned memory, a copy to a GPU overlaps with computing
+        return {name: ids.to(self.device, non_blocking=True) for name, ids in batch.items()}
 
 
 def collate_batch(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -72,17 +73,16 @@ def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: i
     Raises UserError for a corpus that can't be found, read or encoded with this model's vocabulary.
     """
     path = encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir)
-    tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
-    dist.all_gather_object(digests := [None] * dist.get_world_size(), hashlib.sha256(tokens).hexdigest())
+    samples = TokenSamples(path, seq_len, num_samples)
+    dist.all_gather_object(digests := [None] * dist.get_world_size(), hashlib.sha256(samples.tokens).hexdigest())
     if unlike := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise UserError(f"ranks {unlike} read other tokens than rank 0: give them its --dataset_name and tokenizer")
-    if len(tokens) < seq_len + 1:
-        raise UserError(f"--dataset_name {dataset_name!r} holds {len(tokens)} tokens, fewer than the seq_len + 1 = "
-                        f"{seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")
-    if (largest := int(tokens.max())) >= vocab_size:
+    if len(samples.tokens) < seq_len + 1:
+        raise UserError(f"--dataset_name {dataset_name!r} holds {len(samples.tokens)} tokens, fewer than the "
+                        f"seq_len + 1 = {seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")
+    if (largest := int(samples.tokens.max())) >= vocab_size:
         raise UserError(f"the tokenizer of {model_name!r} gives the id {largest}, but its config.json has "
                         f"vocab_size={vocab_size}: the two files do not belong together")
-    samples = TokenSamples(tokens, seq_len, num_samples)
     if dist.get_rank() == 0 and (epochs := num_samples / samples.samples_per_epoch) > 1:
         print(f"the corpus holds {samples.samples_per_epoch} samples: this run reads it {epochs:.1f} times", flush=True)
     return samples

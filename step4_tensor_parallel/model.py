@@ -77,16 +77,13 @@ def linear(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
 class Linear(nn.Linear):
     """nn.Linear that multiplies in the dtype of its input."""
 
-    def reset_parameters(self) -> None:
-        """Nothing: init_weights draws them."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out)
         return linear(x, self.weight)
 
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """Nothing: init_weights draws them."""
+        """Nothing: init_weights draws them, and here torch would need seconds, even on the meta device."""
 
 
 class RMSNorm(nn.Module):
@@ -120,6 +117,9 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(batch, seq_len, -1, self.head_dim).transpose(1, 2)  # (B, K, T, hd)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         is_grouped = q.size(1) != k.size(1)
+        if is_grouped and q.is_cuda and q.dtype == torch.float32:  # only the kernel that stores all T x T scores shares
+            k, v = (heads.repeat_interleave(q.size(1) // k.size(1), dim=1) for heads in (k, v))  # float32 heads
+            is_grouped = False
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)  # (B, H, T, hd)
         return self.out_proj(out.transpose(1, 2).reshape(batch, seq_len, -1))
 

@@ -29,11 +29,15 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 class TokenSamples(Dataset):
-    """The samples that a run reads, T + 1 tokens each. A corpus with fewer samples is repeated."""
+    """The samples that a run reads out of a file, T + 1 tokens each. A corpus with fewer samples is repeated."""
 
-    def __init__(self, tokens: np.ndarray, seq_len: int, num_samples: int):
-        self.tokens, self.seq_len, self.num_samples = tokens, seq_len, num_samples
-        self.samples_per_epoch = (len(tokens) - 1) // seq_len
+    def __init__(self, path: str, seq_len: int, num_samples: int):
+        self.path, self.seq_len, self.num_samples = path, seq_len, num_samples
+        self.tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
+        self.samples_per_epoch = (len(self.tokens) - 1) // seq_len
+
+    def __reduce__(self):  # a worker process is sent the path instead of all tokens
+        return TokenSamples, (self.path, self.seq_len, self.num_samples)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -44,7 +48,7 @@ class TokenSamples(Dataset):
 
 
 class MicroBatchDataLoader(DataLoader):
-    """Iterates over micro-batches {"input_ids": (B, T), "target_ids": (B, T)} on `device`, those of this dp rank."""
+    """next() gives a micro-batch {"input_ids": (B, T), "target_ids": (B, T)} on `device`, of those of this dp rank."""
 
     def __init__(self, samples: Dataset, micro_batch_size: int, gradient_accumulation_steps: int,
                  device: torch.device, num_workers: int = 0):
@@ -55,12 +59,9 @@ class MicroBatchDataLoader(DataLoader):
                          batch_sampler=[range(first, first + micro_batch_size) for first in first_samples])
         self.batches = iter(self)
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for batch in super().__iter__():  # from pinned memory, a copy to a GPU overlaps with computing
-            yield {name: ids.to(self.device, non_blocking=True) for name, ids in batch.items()}
-
     def __next__(self) -> dict[str, torch.Tensor]:
-        return next(self.batches)
+        batch = next(self.batches)  # from pinned memory, a copy to a GPU overlaps with computing
+        return {name: ids.to(self.device, non_blocking=True) for name, ids in batch.items()}
 
 
 def collate_batch(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -75,22 +76,23 @@ def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: i
 
     Raises UserError for a corpus that can't be found, read or encoded with this model's vocabulary.
     """
-    store, key = dist.distributed_c10d._get_default_store(), f"encoded on machine {os.environ.get('GROUP_RANK', 0)}"
-    if os.environ.get("LOCAL_RANK", "0") != "0":  # one process of a machine encodes, and the others find the file
-        store.wait([key], datetime.timedelta(days=30))  # a collective that takes minutes would be aborted
-    path = encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir)
-    store.set(key, "")
-    tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
-    dist.all_gather_object(digests := [None] * dist.get_world_size(), hashlib.sha256(tokens).hexdigest())
+    waiting = dist.new_group(backend="gloo")  # NCCL would abort what takes minutes
+    try:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine encodes
+            encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir)
+    finally:  # the others wait for it, however long it takes; where it is killed, gloo notices, and they end
+        dist.monitored_barrier(waiting, datetime.timedelta(days=30))
+    path = encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir)  # finds the file
+    samples = TokenSamples(path, seq_len, num_samples)
+    dist.all_gather_object(digests := [None] * dist.get_world_size(), hashlib.sha256(samples.tokens).hexdigest())
     if unlike := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise UserError(f"ranks {unlike} read other tokens than rank 0: give them its --dataset_name and tokenizer")
-    if len(tokens) < seq_len + 1:
-        raise UserError(f"--dataset_name {dataset_name!r} holds {len(tokens)} tokens, fewer than the seq_len + 1 = "
-                        f"{seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")
-    if (largest := int(tokens.max())) >= vocab_size:
+    if len(samples.tokens) < seq_len + 1:
+        raise UserError(f"--dataset_name {dataset_name!r} holds {len(samples.tokens)} tokens, fewer than the "
+                        f"seq_len + 1 = {seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")
+    if (largest := int(samples.tokens.max())) >= vocab_size:
         raise UserError(f"the tokenizer of {model_name!r} gives the id {largest}, but its config.json has "
                         f"vocab_size={vocab_size}: the two files do not belong together")
-    samples = TokenSamples(tokens, seq_len, num_samples)
     if dist.get_rank() == 0 and (epochs := num_samples / samples.samples_per_epoch) > 1:
         print(f"the corpus holds {samples.samples_per_epoch} samples: this run reads it {epochs:.1f} times", flush=True)
     return samples

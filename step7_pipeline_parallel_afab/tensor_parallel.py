@@ -115,15 +115,15 @@ class VocabParallelEmbedding(nn.Module):
 
     tp_dims = {"weight": 0}
 
-    def __init__(self, embedding: nn.Embedding):
+    def __init__(self, embedding: nn.Embedding, dtype: torch.dtype):
         super().__init__()
         self.weight = nn.Parameter(split_over_tp(embedding.weight, 0))
-        self.vocab_size = embedding.num_embeddings
+        self.vocab_size, self.dtype = embedding.num_embeddings, dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> (B, T, D)
         local_ids, elsewhere = to_local_ids(input_ids, self.vocab_size)
         x = F.embedding(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return Reduce.apply(x)
+        return Reduce.apply(x.to(self.dtype))  # exact in any dtype: all but one summand are zero
 
 
 def to_local_ids(ids: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,7 +203,7 @@ def apply_tensor_parallel(model: nn.Module) -> nn.Module:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (size := getattr(model.config, name)) % tp_size:
             raise UserError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides {size}")
-    model.embedding = VocabParallelEmbedding(model.embedding)
+    model.embedding = VocabParallelEmbedding(model.embedding, model.dtype)
     for layer in model.decoder_layers:
         attention, mlp = layer.attention, layer.mlp
         attention.register_forward_pre_hook(copy_input)

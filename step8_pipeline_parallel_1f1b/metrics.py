@@ -20,6 +20,7 @@ class RunLogger:
     """Writes one JSON object per optimizer step into `<log_dir>/<run_name>/metrics.jsonl`, and prints one line.
 
     `loss` is recorded in full precision. `memory_gb` is the largest peak of a rank, as of the steps 1, 2, 10, 20, ...
+    `step_seconds` is by the logging rank's clock; what others need beyond that, it waits for in the next step.
     The folder of an older run of that name is renamed to <run_name>.1 (or .2, ...). Raises UserError for a `run_name`
     that is no folder name, and for a run that is still in progress.
     """
@@ -41,9 +42,8 @@ class RunLogger:
     def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float) -> None:
         """Records optimizer step `step`, counted from 1. All ranks call it. Raises UserError for a loss of NaN."""
         if step < 3 or step % 10 == 0:  # not in each step: it costs time
-            peaks = torch.tensor([peak_memory_gb(), seconds], device="cuda" if dist.get_backend() == "nccl" else "cpu")
-            dist.all_reduce(peaks, dist.ReduceOp.MAX)  # some ranks hold more, and some end later
-            self.memory, seconds = peaks.tolist()
+            self.memory = torch.tensor(peak_memory_gb(), device="cuda" if dist.get_backend() == "nccl" else "cpu")
+            dist.all_reduce(self.memory, dist.ReduceOp.MAX)  # some ranks hold more
         if not self.enabled:
             return
         if not math.isfinite(loss + grad_norm):
@@ -51,7 +51,7 @@ class RunLogger:
         row = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
                "trained_tokens": step * self.tokens_per_step, "tokens_per_second": self.tokens_per_step / seconds,
                "tokens_per_second_per_rank": self.tokens_per_step / seconds / self.world_size,
-               "memory_gb": self.memory, "step_seconds": seconds}
+               "memory_gb": self.memory.item(), "step_seconds": seconds}
         self.metrics.write(json.dumps(row) + "\n")
         if self.wandb:
             self.wandb.log(row, step=step)
@@ -94,9 +94,8 @@ def start_wandb(name: str, config: dict, folder: str):
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
     except Exception:  # wandb raises errors of many classes for a missing or refused key
         mode = "offline"
-    options = dict(project=config["wandb_project"], group=config["wandb_group"], name=name, config=config, dir=folder)
     try:
-        return wandb.init(mode=mode, settings=wandb.Settings(init_timeout=20), **options)
+        return wandb.init(project=config["wandb_project"], group=config["wandb_group"], name=name, config=config,
+                          dir=folder, mode=mode, settings=wandb.Settings(init_timeout=20))
     except wandb.errors.CommError as error:
-        print(f"W&B can't be reached ({error}): this run stays offline, `wandb sync` uploads it later", flush=True)
-        return wandb.init(mode="offline", **options)
+        raise UserError(f"W&B can't be reached ({error}): set WANDB_MODE=offline, and `wandb sync` uploads it later")

@@ -11,11 +11,9 @@ import pathlib
 import resource
 import shutil
 import signal
-import socket
 import sys
 import time
 import types
-import urllib.parse
 
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
@@ -104,7 +102,8 @@ def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, s
         dtype = "bfloat16" if device == "cuda" else "float32"
     if device == "cpu":
         return torch.device(device), getattr(torch, dtype), "gloo"
-    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    rank, ranks = os.environ.get("RANK", 0), os.environ.get("WORLD_SIZE", 1)  # some launchers don't count by machine
+    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     gpus = torch.cuda.device_count()
     if local_ranks > gpus and local_rank == 0:
         print(f"{local_ranks} ranks share {gpus} GPU(s) over gloo: messages pass through host memory", flush=True)
@@ -131,22 +130,17 @@ def recompute_layers(layers) -> None:
 
 def require_reachable_hub(name: str, kind: str) -> None:
     """Raises UserError, within seconds, where the Hugging Face Hub can't be asked for `name`, which is no path."""
-    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub import constants, get_session, scan_cache_dir
 
     if os.path.isdir(constants.HF_HUB_CACHE) and any(repo.repo_id == name for repo in scan_cache_dir().repos):
         return
-    hub = urllib.parse.urlparse(constants.ENDPOINT)
-    reachable = not constants.HF_HUB_OFFLINE
-    if reachable and not (os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")):
-        try:
-            socket.create_connection((hub.hostname, hub.port or 443), timeout=3).close()
-        except OSError:
-            reachable = False
-    if not reachable:
+    try:
+        get_session().head(constants.ENDPOINT, timeout=3)
+    except Exception:  # of any kind: it depends on the network, on proxies, on HF_HUB_OFFLINE
         raise UserError(
             f"{kind} {name!r}: there is no such path ({os.path.abspath(name)}), and as a Hugging Face Hub id it can't "
             "be looked up, since the Hub can't be reached and its local cache lacks it: check the path, or the network"
-        )
+        ) from None
 
 
 def load_config(model_name: str, **overrides: int | None):
@@ -208,9 +202,9 @@ def peak_memory_gb() -> float:
     return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9  # macOS counts bytes, Linux KiB
 
 
-def to_readable_format(number: float, precision: int = 1) -> str:
+def to_readable_format(number: float) -> str:
     """1234567 -> '1.2M'."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(number) >= size:
-            return f"{number / size:.{precision}f}{letter}"
-    return f"{number:.{precision}f}".rstrip("0").rstrip(".") if precision else f"{number:.0f}"
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.1f}".removesuffix(".0")

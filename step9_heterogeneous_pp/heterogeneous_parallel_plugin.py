@@ -24,6 +24,7 @@ import process_group_manager as pgm
 from data_parallel import Bucket, DataParallelBucket
 from dataloader import HeterogeneousDataLoader
 from hf_tensor_parallel import apply_tensor_parallel
+from model import Llama
 from pipeline_parallel import StageCommunication, connect_neighbours, one_f_one_b, run_schedule
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate
@@ -68,11 +69,7 @@ class HeterogeneousParallelPlugin:
         models differ.
         """
         if isinstance(num_microbatches, Mapping):
-            for i, template in enumerate(pipelines):
-                if template not in num_microbatches:
-                    raise Mismatch(f"All pipelines must have a corresponding number of microbatches: the dictionary "
-                                   f"has none for pipeline {i}, {template}: add the number for this template")
-            num_microbatches = [num_microbatches[template] for template in pipelines]
+            num_microbatches = [num_microbatches.get(template) for template in pipelines]  # None where it has no number
         is_list = isinstance(num_microbatches, (list, tuple)) and len(num_microbatches) == len(pipelines) > 0
         if not is_list or not all(type(count) is int and count > 0 for count in num_microbatches):
             raise Mismatch(f"All pipelines must have a corresponding number of microbatches: got {num_microbatches!r} "
@@ -114,7 +111,7 @@ class HeterogeneousParallelPlugin:
         names = names_by_group(optimizer, model) if isinstance(optimizer, torch.optim.Optimizer) else None
         if weights is None and any(param.is_meta for param in model.parameters()):
             raise UserError("the model is on the meta device and has no weights: pass configure(weights=...)")
-        is_ours = PipelineTemplate.get_model_name(model) == "model.Llama"
+        is_ours = isinstance(model, Llama)
         if is_ours:
             model.dtype = self.compute_dtype  # activations of Hugging Face's models have their parameters' dtype
         model = model.to(self.master_dtype)

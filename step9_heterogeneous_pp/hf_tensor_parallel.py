@@ -1,8 +1,8 @@
-"""Tensor parallelism for Hugging Face's decoders, from outside: modules of each decoder layer are split or replaced.
+"""Tensor parallelism for our Llama and Hugging Face's decoders: modules of each decoder layer are split or replaced.
 
 Most models say themselves how, in the configuration's base_model_tp_plan: for each place in a layer a style (STYLES).
-The table PLANS does it for models without a plan. Embeddings, norms and head stay whole on each tp rank. They see
-the same activations there, so their gradients are equal on all tp ranks.
+The table PLANS does it for models without a plan, and ours. Norms stay whole on each tp rank, and so do embeddings and
+head of Hugging Face's models. They see the same activations there, so their gradients are equal on all tp ranks.
 """
 
 from collections.abc import Callable
@@ -13,22 +13,22 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import process_group_manager as pgm
-import tensor_parallel
-from model import cast
-from pipeline_template import PipelineTemplate, Unsupported, listed_modules
+from model import Llama, cast
+from pipeline_template import PipelineTemplate, Unsupported, entry_of, listed_modules
 from tensor_parallel import (
-    Copy, Reduce, RowParallelLinear, keep_split_parameters, split_over_tp,
+    Copy, Reduce, VocabParallelEmbedding, keep_split_parameters, split_over_tp,
 )
 from utils import UserError
 
 
-class RowParallel(RowParallelLinear):
-    """As RowParallelLinear, for an nn.Linear or GPT-2's Conv1D, y = x W + b. The bias is added to the sum, once."""
+class RowParallel(nn.Module):
+    """As step 8's RowParallelLinear, of an nn.Linear or GPT-2's Conv1D, y = x W + b. The bias is added to the sum."""
 
     def __init__(self, layer: nn.Module):
+        super().__init__()
         self.is_conv, self.bias = hasattr(layer, "nf"), None
         self.tp_dims = {"weight": 0 if self.is_conv else 1}
-        super().__init__(layer)
+        keep_split_parameters(self, layer)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in/tp) -> (..., out)
         weight = cast(self.weight, x.dtype)
@@ -114,6 +114,9 @@ STYLES = {
     "replicated_with_grad_allreduce": SharedByHeads, "moe_tp_experts": split_experts, "heads": divide_heads,
 }
 PLANS = {  # class of a decoder layer whose model has no plan -> a plan for it
+    "DecoderLayer": {"attention.q_proj": "colwise", "attention.k_proj": "colwise", "attention.v_proj": "colwise",
+                     "attention.out_proj": "rowwise", "mlp.gate_proj": "colwise", "mlp.up_proj": "colwise",
+                     "mlp.down_proj": "rowwise"},
     "GPT2Block": {"attn": "heads", "attn.c_attn": "colwise_qkv", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise",
                   "mlp.c_proj": "rowwise"},
     "OPTDecoderLayer": {"self_attn": "heads", "self_attn.q_proj": "colwise", "self_attn.k_proj": "colwise",
@@ -131,7 +134,7 @@ def replacements(model: nn.Module, layer: nn.Module) -> list[tuple[str, Callable
     there is no plan, or it has a style that we don't have, or is silent about a parameter of a block that is split.
     """
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
-    styles = PLANS.get(type(layer).__name__) or {
+    styles = entry_of(PLANS, layer) or {
         place.removeprefix("layers.*."): style for place, style in plan.items() if place.startswith("layers.*.")}
     modules, params = dict(layer.named_modules()), dict(layer.named_parameters())
     experts = tuple(f"{place}." for place, style in styles.items() if style == "moe_tp_experts")
@@ -158,9 +161,9 @@ def apply_tensor_parallel(model: nn.Module) -> nn.Module:
     Raises Unsupported for a model that cannot be split, UserError where tp_size does not divide the heads,
     the key/value heads or the MLP's width. Call it before PipelineStage, which then keeps the stage's part.
     """
-    tp_size, model_name = pgm.process_group_manager.tp_world_size, PipelineTemplate.get_model_name(model)
-    if model_name == "model.Llama" or tp_size == 1:
-        return tensor_parallel.apply_tensor_parallel(model)
+    tp_size = pgm.process_group_manager.tp_world_size
+    if tp_size == 1:
+        return model
     layers = [model.get_submodule(name) for name in listed_modules(model)[1]]
     places = [replacements(model, layer) for layer in layers]
     for name in SIZES:
@@ -173,4 +176,8 @@ def apply_tensor_parallel(model: nn.Module) -> nn.Module:
         for place, replace in replaced:
             parent, _, key = place.rpartition(".")
             setattr(layer.get_submodule(parent), key, replace(layer.get_submodule(place)))
+    if isinstance(model, Llama):  # its embedding and its projection are split along the vocabulary
+        model.embedding = VocabParallelEmbedding(model.embedding, model.dtype)
+        share_input(column(model.final_proj))
+        model.tie_weights()
     return model

@@ -39,6 +39,7 @@ import torch.nn as nn
 import process_group_manager as pgm
 from model import cast_weights_once
 from timeline import timeline
+from utils import UserError
 
 
 class Action(NamedTuple):
@@ -125,16 +126,13 @@ class StageCommunication:
         tensor = tensor.detach().to(self.wire_device).contiguous()
         destination, group = self.destination[action.kind], self.group[action.kind]
         self.sending.append((dist.isend(tensor, destination, group=group), tensor))  # the tensor lives until it is sent
-        if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # keep no more unfinished
-            self.finish_oldest_send()
+        self.finish(2 * pgm.process_group_manager.pp_world_size)
 
-    def finish_oldest_send(self) -> None:
-        handle, _ = self.sending.popleft()
-        handle.wait()
-
-    def finish(self) -> None:
-        while self.sending:
-            self.finish_oldest_send()
+    def finish(self, unfinished: int = 0) -> None:
+        """Waits until no more than so many sends, the newest ones, are unfinished."""
+        while len(self.sending) > unfinished:
+            handle, _ = self.sending.popleft()
+            handle.wait()
 
 
 @cast_weights_once()
@@ -157,7 +155,10 @@ def run_schedule(schedule, model: nn.Module, data_iter: Iterator[dict], criterio
     for k, action in enumerate(actions):
         for upcoming in actions[k : k + 1 + communication.receives_ahead]:
             if upcoming.kind == "F" and upcoming.microbatch not in batches:
-                batches[upcoming.microbatch] = next(data_iter)
+                if (batch := next(data_iter, None)) is None:
+                    raise UserError("the iterator over the data has ended: an epoch has dataloader.steps_per_epoch "
+                                    "optimizer steps, and for another one write batches = iter(dataloader)")
+                batches[upcoming.microbatch] = batch
             communication.post_receive(upcoming, stage.hidden_shape(**batches[upcoming.microbatch]))
         i = action.microbatch
         received = communication.receive(action)

@@ -7,7 +7,8 @@ A template is plain data and names no rank, so two pipelines may share one, and 
 model is cut between its decoder layers: what comes before them belongs to the first stage, what comes after to the
 last. The configurations of most of Hugging Face's models say what the modules of the base model are, in the order in
 which forward calls them (base_model_pp_plan: embed_tokens, layers, norm), and the table FAMILIES does it for others.
-HEADS follow. Modules without parameters that every layer uses (`rotary_emb`) are not listed: each stage keeps them.
+What the model has behind its base model follows, such as `lm_head`, `score` or `qa_outputs`. Modules without parameters
+that every layer uses (`rotary_emb`) are not listed: each stage keeps them.
 """
 
 import inspect
@@ -32,13 +33,18 @@ FAMILIES = {  # base models without a plan: their modules in the order of forwar
     "BertModel": ("embeddings", "encoder.layer", "pooler"),
     "ViTModel": ("embeddings", "layers", "layernorm"),
 }
-HEADS = ("lm_head", "cls", "score", "dropout", "classifier")  # what models have behind their base, in this order
 
 ALIKE_FOR_ALL_LAYERS = {  # arguments of a layer: its input, and what each stage makes of the batch
     "self", "args", "kwargs", "hidden_states", "input_ids", "attention_mask", "conv_mask", "position_ids",
     "past_key_values", "layer_past", "use_cache", "output_attentions", "cache_position", "attention_scaling",
     "position_embeddings",
 }
+
+
+def entry_of(table: dict, module: nn.Module):
+    """The table's entry for the module's class or one it inherits from, which is ours or one of transformers."""
+    names = [cls.__name__ for cls in type(module).__mro__ if cls.__module__.split(".")[0] in ("model", "transformers")]
+    return next((table[name] for name in names if name in table), None)
 
 
 def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
@@ -51,17 +57,21 @@ def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
         raise Unsupported(f"Auto policy for {PipelineTemplate.get_model_name(model)} is not implemented: {reason}")
 
     modules, base = dict(model.named_modules(remove_duplicate=False)), getattr(model, "base_model", model)
-    has_plan = type(base).__name__ not in FAMILIES
-    plan = getattr(model.config, "base_model_pp_plan", None) or () if has_plan else FAMILIES[type(base).__name__]
-    inside = "" if base is model else f"{model.base_model_prefix}."
-    names = [name for name in (*(inside + name for name in plan), *HEADS) if name in modules]
+    family, children = entry_of(FAMILIES, base), [name for name, _ in model.named_children()]
+    plan = family or getattr(model.config, "base_model_pp_plan", None) or ()
+    inside, heads = "", []
+    if base is not model:
+        inside, heads = f"{model.base_model_prefix}.", children[children.index(model.base_model_prefix) + 1 :]
+    names = [name for name in (*(inside + name for name in plan), *heads) if name in modules]
     lists = [k for k, name in enumerate(names) if isinstance(modules[name], nn.ModuleList)]
     if len(lists) != 1:
         refuse(f"it has no plan (base_model_pp_plan) that names its layers, and is none of {', '.join(FAMILIES)}")
     first, layers, last = names[: lists[0]], names[lists[0]], names[lists[0] + 1 :]
     needs = {name for layer in modules[layers] for name in inspect.signature(type(layer).forward).parameters}
-    if has_plan and (needs := needs - ALIKE_FOR_ALL_LAYERS):
+    if not family and (needs := needs - ALIKE_FOR_ALL_LAYERS):
         refuse(f"its layers also need {', '.join(sorted(needs))}, and stages send each other nothing but hidden states")
+    if layerdrop := getattr(model.config, "layerdrop", 0):
+        refuse(f"layerdrop={layerdrop} skips layers at random, those at a stage's ends, too: set layerdrop=0")
     prefixes = tuple(f"{name}." for name in names)
     if outside := [name for name, _ in model.named_parameters() if not name.startswith(prefixes)]:
         refuse(f"its plan does not say which stage holds {', '.join(outside[:3])}")

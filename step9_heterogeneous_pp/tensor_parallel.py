@@ -12,7 +12,7 @@ An all-reduce leaves the sum over all ranks on each of them. A decoder layer nee
 the attention and for the MLP. The embedding and the final projection are split along the vocabulary. The loss is
 computed from the split logits, and the ranks exchange three numbers per token for it.
 
-The model contains none of this: apply_tensor_parallel replaces modules from outside.
+The model contains none of this: hf_tensor_parallel.py changes its modules from outside.
 A size that tp_size does not divide (a vocabulary of 1022 over 4 ranks) is split unevenly, as torch.tensor_split does.
 """
 
@@ -23,7 +23,6 @@ import torch.nn.functional as F
 
 import model as llama
 import process_group_manager as pgm
-from utils import UserError
 
 
 def split_over_tp(full: torch.Tensor, dim: int | None) -> torch.Tensor:
@@ -81,49 +80,20 @@ class Reduce(torch.autograd.Function):
         return grad
 
 
-class ColumnParallelLinear(nn.Module):
-    """y = x W^T with the rows of W (out/tp, in) split: each rank makes out/tp of the outputs.
-
-    f comes in front of it, see copy_input: layers that read the same input (q, k and v) share one.
-    """
-
-    tp_dims = {"weight": 0}
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        keep_split_parameters(self, linear)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in) -> (..., out/tp)
-        return llama.linear(x, self.weight)
-
-
-class RowParallelLinear(nn.Module):
-    """y = x W^T with the columns of W (out, in/tp) split. x is split as well, and g sums the partial products."""
-
-    tp_dims = {"weight": 1}
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        keep_split_parameters(self, linear)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in/tp) -> (..., out)
-        return Reduce.apply(llama.linear(x, self.weight))
-
-
 class VocabParallelEmbedding(nn.Module):
     """Each rank holds V/tp rows, looks up the ids among them, zero for all others. The sum over tp is the lookup."""
 
     tp_dims = {"weight": 0}
 
-    def __init__(self, embedding: nn.Embedding):
+    def __init__(self, embedding: nn.Embedding, dtype: torch.dtype):
         super().__init__()
         keep_split_parameters(self, embedding)
-        self.vocab_size = embedding.num_embeddings
+        self.vocab_size, self.dtype = embedding.num_embeddings, dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> (B, T, D)
         local_ids, elsewhere = to_local_ids(input_ids, self.vocab_size)
         x = F.embedding(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return Reduce.apply(x)
+        return Reduce.apply(x.to(self.dtype))  # exact in any dtype: all but one summand are zero
 
 
 def split_parameter(module: nn.Module, key: str, full) -> torch.Tensor:
@@ -209,37 +179,3 @@ def clip_grad_norm(model: nn.Module, max_norm: float, tied_copy: str | None) -> 
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(params.values(), max_norm, squares.sqrt())
     return squares.sqrt()
-
-
-def copy_input(module: nn.Module, args: tuple) -> tuple:
-    """A hook that applies f to the input x (B, T, D) of a module, once for all column-parallel layers inside it."""
-    return Copy.apply(args[0]), *args[1:]
-
-
-def apply_tensor_parallel(model: nn.Module) -> nn.Module:
-    """Splits a Llama over the tp group, in place, while it is on the meta device and has no weights yet.
-
-    Raises UserError where tp_size does not divide the heads, the key/value heads or the MLP's width.
-    """
-    tp_size = pgm.process_group_manager.tp_world_size
-    if tp_size == 1:
-        return model
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if (size := getattr(model.config, name)) % tp_size:
-            raise UserError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides {size}")
-    model.embedding = VocabParallelEmbedding(model.embedding)
-    for layer in model.decoder_layers:
-        attention, mlp = layer.attention, layer.mlp
-        attention.register_forward_pre_hook(copy_input)
-        attention.q_proj = ColumnParallelLinear(attention.q_proj)
-        attention.k_proj = ColumnParallelLinear(attention.k_proj)
-        attention.v_proj = ColumnParallelLinear(attention.v_proj)
-        attention.out_proj = RowParallelLinear(attention.out_proj)
-        mlp.register_forward_pre_hook(copy_input)
-        mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj)
-        mlp.up_proj = ColumnParallelLinear(mlp.up_proj)
-        mlp.down_proj = RowParallelLinear(mlp.down_proj)
-    model.final_proj = ColumnParallelLinear(model.final_proj)
-    model.final_proj.register_forward_pre_hook(copy_input)
-    model.tie_weights()
-    return model

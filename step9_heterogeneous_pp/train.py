@@ -59,7 +59,7 @@ def parse_args(doc: str, **defaults):
     parser.add_argument("--tokenizers_parallelism", choices=["true", "false"], default="true", help="encode in threads")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto",
-                        help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
+                        help="of the activations (run_*: of matmuls); auto is bfloat16 on CUDA and float32 on the CPU")
     parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
     parser.add_argument("--timeout", type=positive_float, default=600, help="seconds that ranks wait for each other")
     # Model
@@ -152,7 +152,11 @@ def print_parameters(model, device, dtype, learning_rate: float) -> None:
     num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
     dist.all_reduce(num_params, dist.ReduceOp.MAX)
     if pgm.process_group_manager.is_logging_rank:
-        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, activations in {dtype}, "
+        dtypes = f"activations in {dtype}"
+        if model.module.autocast:  # it leaves the residuals, which stages send, in the dtype of the parameters
+            dtypes = (f"matmuls in {dtype}, messages between stages in {model.module.dtype} (--wire_dtype bfloat16 of "
+                      "cluster/train_distributed.py halves them)")
+        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, {dtypes}, "
               f"learning rate {learning_rate:.2g}")
 
 

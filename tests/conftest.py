@@ -11,7 +11,7 @@ import re
 import sys
 
 import pytest
-from launch import environment
+from launch import ROOT, STEPS, environment, fork
 
 pytest.register_assert_rewrite("recordings", "families")  # so that their asserts show what they compared
 
@@ -49,6 +49,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(f"step{step}")
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """A run that takes long begins now, and goes on beside the tests before its own."""
+    for item in [] if session.config.option.collectonly else session.items:
+        if start_early := getattr(item.function, "start_early", None):
+            start_early(item)
+
+
 @pytest.fixture(scope="module")
 def selected(request):
     """selected(name): what the tests of this module that are to run have for the parameter `name`, each value once.
@@ -70,3 +77,49 @@ def models(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("models")
     recordings.write_models(folder)
     return folder
+
+
+@pytest.fixture
+def run_code(tmp_path):
+    """run_code(room, ranks, code, *words, **options): fork() for a program that stands in a test.
+
+    It can import the modules of its `room`, a step or "cluster". With `then`, a script of that room, the script runs
+    after it in the same process, with `words` as its flags; without, they are sys.argv[1:].
+    """
+    def run_code(room, ranks: int, code: str, *words, then=None, **options):
+        path = ROOT / "cluster" if room == "cluster" else STEPS[str(room)]
+        head = f"import sys\nsys.path[0] = {str(path)!r}\n" + "import course\n" * (room == "cluster")
+        if then:
+            code += f"\nimport runpy\nsys.argv[0] = {str(path / then)!r}\n"
+            code += "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        program = tmp_path / f"program{len(list(tmp_path.iterdir()))}.py"
+        program.write_text(head + code)
+        return fork(9 if room == "cluster" else room, ranks, *words, script=program, **options)
+
+    return run_code
+
+
+@pytest.fixture(scope="module")
+def world_of_one():
+    """torch.distributed with one rank, for the tests of a module."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def command(tmp_path):
+    """command(words, **env): starts a command, which is killed at the end of the test if it still runs. See Command."""
+    from processes import Command
+
+    started = []
+
+    def command(words, **env):
+        started.append(Command(words, tmp_path, **env))
+        return started[-1]
+
+    yield command
+    for each in started:
+        each.kill()

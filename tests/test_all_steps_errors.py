@@ -61,16 +61,6 @@ def title(value):
     return " ".join(map(str, value[:4])) or None if isinstance(value, list) and str(value[0])[:2] == "--" else None
 
 
-@pytest.mark.parametrize("step, num_processes, args, expected", [
-    (8, 4, ["--tp_size", 2, "--pp_size", 2, "--dp_size", 2], ["dp_size=2 x pp_size=2 x tp_size=2", "8", "4 run"]),
-    (4, 3, ["--tp_size", 3], ["num_attention_heads=8", "tp_size=3", "divides 8"]),
-    (8, 2, ["--tp_size", 2, "--num_key_value_heads", 1], ["num_key_value_heads=1", "tp_size=2", "divides 1"]),
-    (7, 3, ["--pp_size", 3], ["pp_size=3", "num_hidden_layers=2", "--pp_size 2"]),
-], ids=title)
-def test_several_processes_one_error(fails, step, num_processes, args, expected):
-    fails(step, args, expected, num_processes)
-
-
 UNREACHABLE = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # port 9 of this machine is nobody's
 
 
@@ -81,42 +71,32 @@ def test_several_processes_of_torchrun_one_error(tmp_path):
 
 
 @pytest.mark.parametrize("step", [2, 9])
-def test_machines_with_unlike_backends(tmp_path, step):
+def test_machines_with_unlike_backends(run_code, step):
     """As one with a GPU and one without have them: each would wait for ranks that wait elsewhere."""
-    script = tmp_path / "unlike.py"
-    script.write_text(f"""
-import os, sys
-sys.path.insert(0, {str(STEPS[str(step)])!r})
+    done = run_code(step, 2, """
+import os
 from process_group_manager import init_process_group
 from utils import one_clear_error
 with one_clear_error():
     init_process_group("nccl" if os.environ["RANK"] == "1" else "gloo")
-""")
-    done = fork(step, 2, script=script, check=False, timeout=SECONDS)
+""", check=False, timeout=SECONDS)
     assert done.returncode == 2 and "error: all ranks have to communicate over one backend, but" in done.stderr
     assert "these differ, by rank: gloo, nccl: give all" in done.stderr
 
 
 @pytest.mark.parametrize("step, axis", [(4, "tp"), (8, "pp"), (9, "pp")])
-def test_hosts_with_unlike_data(tmp_path, step, axis):
-    """One host lacks a file of the corpus: stages, replicas and slices would be trained on other texts than the rest."""
+def test_hosts_with_unlike_data(run_code, tmp_path, step, axis):
+    """One host lacks a file of the corpus: its stage, replica or slice would be trained on another text."""
     for rank, files in enumerate(["abc", "ab"]):
         (tmp_path / str(rank)).mkdir()
         for name in files:
             (tmp_path / str(rank) / f"{name}.txt").write_text(f"A speech about {name}. " * 400)
-    script = tmp_path / "unlike.py"
-    script.write_text(f"""
-import os, socket, sys
-sys.path.insert(0, {str(STEPS[str(step)])!r})
+    done = run_code(step, 2, """
+import os, socket
 socket.gethostname = lambda: "host" + os.environ["RANK"]
-sys.argv += ["--dataset_name", os.path.join({str(tmp_path)!r}, os.environ["RANK"])]
-import train
-from utils import one_clear_error
-with one_clear_error():
-    train.main()
-""")
-    done = fork(step, 2, *words(step, tmp_path, [f"--{axis}_size", 2, "--max_tokens", 10 ** 5]), script=script,
-                check=False, timeout=SECONDS)
+sys.argv[-1] += os.environ["RANK"]
+""", *words(step, tmp_path, [f"--{axis}_size", 2, "--max_tokens", 10 ** 5, "--dataset_name", f"{tmp_path}/"]),
+                    then="train.py", check=False, timeout=SECONDS)
     check(tmp_path, done.returncode, done.stderr, ["ranks [1] read other tokens than rank 0", "--dataset_name"])
 
 
@@ -165,51 +145,55 @@ def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
     fails(8, ["--pp_size", 2, "--run_name", "taken"], ["taken"], 2)
 
 
-@pytest.mark.parametrize("step, args, expected", [
-    (1, ["--micro_batch_size", 0], ["--micro_batch_size", "at least 1", "0"]),
-    (2, ["--pp_size", 0], ["--pp_size", "at least 1", "0"]),
-    (8, ["--tp_size", 0], ["--tp_size", "at least 1", "0"]),
-    (8, ["--dp_size", -2], ["--dp_size", "at least 1", "-2"]),
-    (8, ["--seq_len", -1], ["--seq_len", "at least 1", "-1"]),
-    (8, ["--seq_len", "long"], ["--seq_len", "'long'"]),
-    (8, ["--gradient_accumulation_steps", 0], ["--gradient_accumulation_steps", "at least 1"]),
-    (8, ["--max_tokens", 0], ["--max_tokens", "at least 1"]),
-    (8, ["--num_hidden_layers", 0], ["--num_hidden_layers", "at least 1"]),
-    (8, ["--learning_rate", -1], ["--learning_rate", "above 0", "-1"]),
-    (2, ["--timeout", 0], ["--timeout", "above 0", "0"]),
-    (9, ["--timeout", -3], ["--timeout", "above 0", "-3"]),
-    (3, ["--max_grad_norm", -1], ["--max_grad_norm", "0 or more", "-1"]),
-    (3, ["--max_grad_norm", "nan"], ["--max_grad_norm", "0 or more", "nan"]),
-    (3, ["--warmup_steps", -1], ["--warmup_steps", "0 or more", "-1"]),
-    (3, ["--lr_decay", "linear"], ["--lr_decay", "'linear'", "cosine"]),
-    (8, ["--num_proc", 0], ["--num_proc", "at least 1"]),
-    (8, ["--num_workers", -1], ["--num_workers", "0 or more", "-1"]),
-    (1, ["--max_tokens", 31], ["--max_tokens 31", "32"]),
-    (8, ["--max_tokens", 63], ["--max_tokens 63", "64"]),
-    (8, ["--profile_batch", 5], ["--profile_batch 5", "1 to 4"]),
-    (8, ["--profile_batch", -1], ["argument --profile_batch: must be 0 or more, got -1"]),
-    (8, ["--run_name", "a/b"], ["--run_name 'a/b'", "without slashes"]),
-    (8, ["--run_name", ".."], ["--run_name '..'"]),
-    (8, ["--device", "cuda"], ["--device cuda", "no GPU", "--device cpu"]),
-    (8, ["--pp_engine", "gpipe"], ["--pp_engine", "'gpipe'", "1f1b"]),
-    (8, ["--no_such_flag"], ["--no_such_flag", "--help"]),
-    (8, ["--num_attention_heads", 7], ["--num_attention_heads 7", "128"]),
-    (1, ["--num_key_value_heads", 3], ["num_attention_heads=8", "num_key_value_heads=3"]),
-    (8, ["--tp_size", 2], ["dp_size=1 x pp_size=1 x tp_size=2", "2 processes", "1 run"]),
-    (3, ["--tp_size", 2], ["--tp_size 2", "step 4"]),
-    (3, ["--dp_size", 2], ["--dp_size 2", "step 5"]),
-    (3, ["--pp_size", 2], ["--pp_size 2", "step 7"]),
-    (4, ["--dp_size", 2], ["--dp_size 2", "step 5"]),
-    (5, ["--pp_size", 2], ["--pp_size 2", "step 7"]),
-    (6, ["--pp_size", 2], ["--pp_size 2", "step 7"]),
+@pytest.mark.parametrize("step, num_processes, args, expected", [
+    (8, 4, ["--tp_size", 2, "--pp_size", 2, "--dp_size", 2], ["dp_size=2 x pp_size=2 x tp_size=2", "8", "4 run"]),
+    (4, 3, ["--tp_size", 3], ["num_attention_heads=8", "tp_size=3", "divides 8"]),
+    (8, 2, ["--tp_size", 2, "--num_key_value_heads", 1], ["num_key_value_heads=1", "tp_size=2", "divides 1"]),
+    (7, 3, ["--pp_size", 3], ["pp_size=3", "num_hidden_layers=2", "--pp_size 2"]),
+    (1, 1, ["--micro_batch_size", 0], ["--micro_batch_size", "at least 1", "0"]),
+    (8, 1, ["--seq_len", "long"], ["--seq_len", "'long'"]),
+    (3, 1, ["--lr_decay", "linear"], ["--lr_decay", "'linear'", "cosine"]),
+    (1, 1, ["--max_tokens", 31], ["--max_tokens 31", "32"]),
+    (8, 1, ["--max_tokens", 63], ["--max_tokens 63", "64"]),
+    (8, 1, ["--profile_batch", 5], ["--profile_batch 5", "1 to 4"]),
+    (8, 1, ["--run_name", "a/b"], ["--run_name 'a/b'", "without slashes"]),
+    (8, 1, ["--run_name", ".."], ["--run_name '..'"]),
+    (8, 1, ["--device", "cuda"], ["--device cuda", "no GPU", "--device cpu"]),
+    (8, 1, ["--pp_engine", "gpipe"], ["--pp_engine", "'gpipe'", "1f1b"]),
+    (8, 1, ["--no_such_flag"], ["--no_such_flag", "--help"]),
+    (8, 1, ["--num_attention_heads", 7], ["--num_attention_heads 7", "128"]),
+    (1, 1, ["--num_key_value_heads", 3], ["num_attention_heads=8", "num_key_value_heads=3"]),
+    (8, 1, ["--tp_size", 2], ["dp_size=1 x pp_size=1 x tp_size=2", "2 processes", "1 run"]),
+    (3, 1, ["--tp_size", 2], ["--tp_size 2", "step 4"]),
+    (3, 1, ["--dp_size", 2], ["--dp_size 2", "step 5"]),
+    (3, 1, ["--pp_size", 2], ["--pp_size 2", "step 7"]),
+    (4, 1, ["--dp_size", 2], ["--dp_size 2", "step 5"]),
+    (5, 1, ["--pp_size", 2], ["--pp_size 2", "step 7"]),
+    (6, 1, ["--pp_size", 2], ["--pp_size 2", "step 7"]),
+    *((step, 1, [flag, "no/such"], [f"{flag} 'no/such'", f"no such path ({os.path.abspath('no/such')})", "Hub id"])
+      for step, flag in ((1, "--model_name"), (8, "--model_name"), (8, "--dataset_name"))),
 ], ids=title)
-def test_flags(fails, step, args, expected):
-    fails(step, args, expected)
+def test_flags(fails, step, num_processes, args, expected):
+    fails(step, args, expected, num_processes)
 
 
-@pytest.mark.parametrize("step, flag", [(1, "--model_name"), (8, "--model_name"), (8, "--dataset_name")])
-def test_neither_a_path_nor_a_hub_id(fails, step, flag):
-    fails(step, [flag, "no/such"], [f"{flag} 'no/such'", f"no such path ({os.path.abspath('no/such')})", "Hub id"])
+@pytest.mark.parametrize("step", STEPS)
+def test_every_number_has_a_range(step, monkeypatch):
+    """No flag but --seed takes a negative number, one takes zero where it may, and none what is no number."""
+    with modules_of(step):
+        import train
+        import utils
+        flags = re.findall(r'add_argument\("(--\w+)", type=(\w+)', (STEPS[step] / "train.py").read_text())
+        kinds = {"positive_int": "at least 1", "positive_float": "a number above 0", "zero_or_more": "0 or more",
+                 "zero_or_more_float": "0 or more"}
+        assert {"--seq_len", "--learning_rate"} <= dict(flags).keys()
+        assert {flag for flag, kind in flags if kind in ("int", "float")} <= {"--seed"}
+        for flag, kind in ((flag, kind) for flag, kind in flags if kind in kinds):
+            for value in ("-1", "nan", "0")[: 3 if kind.startswith("positive") else 2]:
+                expected = f"argument {flag}: " + f"must be {kinds[kind]}, got {value}" * (value != "nan")
+                monkeypatch.setattr("sys.argv", ["train.py", f"{flag}={value}"])
+                with pytest.raises(utils.UserError, match=expected):
+                    train.parse_args(*["A script."] * (step == "9"))
 
 
 @pytest.mark.slow
@@ -219,31 +203,27 @@ def test_unreachable_hub_is_found_out_quickly(tmp_path, step, flag):
     fails_afresh(tmp_path, step, 1, [flag, "no/such"], ["no such path", "can't be reached"], **UNREACHABLE)
 
 
-@pytest.mark.parametrize("changes, removed, expected", [
-    ({}, ["config.json"], ["holds no model configuration"]),
-    ({}, ["config.json", "tokenizer.json", "tokenizer_config.json"], ["holds no model configuration"]),
-    ({"vocab_size": 512}, [], ["vocab_size=512", "do not belong together"]),
-    ({"attention_bias": True}, [], ["attention_bias=True", "--model_name"]),
-    ({"model_type": "gpt2"}, [], ["--model_name"]),
-    ({"model_type": "t5"}, [], ["--model_name"]),
-    ({"model_type": "mistral"}, [], ["model_type='mistral'", "--model_name"]),
-    ({"model_type": "no_such_type"}, [], ["holds no model configuration"]),
-    ({}, ["tokenizer.json", "tokenizer_config.json"], ["holds no tokenizer"]),
-], ids=lambda value: str(value) if isinstance(value, dict) else None)
-def test_model_directories(fails, tmp_path, changes, removed, expected):
+@pytest.mark.parametrize("changes, files, expected", [
+    ({}, {"config.json": None}, ["holds no model configuration"]),
+    ({}, {"config.json": "{"}, ["holds no model configuration"]),
+    ({}, {"tokenizer.json": None, "tokenizer_config.json": None}, ["holds no tokenizer"]),
+    ({}, {"tokenizer.json": "{"}, ["holds no tokenizer"]),
+    ({"vocab_size": 512}, {}, ["vocab_size=512", "do not belong together"]),
+    ({"attention_bias": True}, {}, ["attention_bias=True", "--model_name"]),
+    ({"model_type": "t5"}, {}, ["--model_name"]),
+    ({"model_type": "mistral"}, {}, ["model_type='mistral'", "--model_name"]),
+    ({"model_type": "no_such_type"}, {}, ["holds no model configuration"]),
+], ids=str)
+def test_model_directories(fails, tmp_path, changes, files, expected):
+    """`changes` of the configuration; `files`: another content, or None where the file is missing."""
     folder = shutil.copytree(TINY, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    for name in removed:
+    for name, content in files.items():
         (folder / name).unlink()
+        if content:
+            (folder / name).write_text(content)
     fails(8, ["--model_name", folder], expected)
-
-
-def test_broken_model_files(fails, tmp_path):
-    for name, expected in (("config.json", "holds no model configuration"), ("tokenizer.json", "holds no tokenizer")):
-        folder = shutil.copytree(TINY, tmp_path / name)
-        (folder / name).write_text("{")
-        fails(8, ["--model_name", folder], [expected])
 
 
 @pytest.mark.parametrize("name, content, expected", [
@@ -262,11 +242,6 @@ def test_broken_model_files(fails, tmp_path):
 def test_corpora(fails, tmp_path, name, content, expected):
     (tmp_path / name).write_bytes(content)
     fails(8, ["--dataset_name", tmp_path / name], expected)
-
-
-def test_a_bad_corpus_leaves_nothing_in_the_cache(fails, tmp_path):
-    (tmp_path / "latin1.txt").write_bytes("caf\u00e9 ".encode("latin-1") * 100)
-    fails(8, ["--dataset_name", tmp_path / "latin1.txt"], ["has to be UTF-8"])
     left = [path.name for path in (tmp_path / "runs").glob("token_cache/*") if path.suffix != ".bin"]
     assert not left, f"half a file is left: {left}"
 

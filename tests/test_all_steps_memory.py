@@ -6,12 +6,12 @@ With --recompute, of the activations only the inputs of decoder layers.
 import json
 
 import pytest
-from launch import ROOT, STEPS, fork, start_fork
+from launch import ROOT, STEPS, start_fork
 
 SCRIPT = ROOT / "tests" / "support" / "saved_for_backward.py"
 FEW, MANY = 4, 32  # micro-batches
 LOGITS = """
-import runpy, sys, weakref
+import weakref
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -26,9 +26,6 @@ def watch(module, args, output):
 
 torch.nn.modules.module.register_module_forward_hook(watch)
 register_optimizer_step_post_hook(lambda *_: alive and print(f"alive: {sum(alive)} of {len(alive)}"))
-sys.path[0] = sys.argv[1].removesuffix("/train.py")
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 SHORT = ["--dtype", "bfloat16", "--num_hidden_layers", 4, "--pp_size", 4, "--micro_batch_size", 3, "--seq_len", 8]
 
@@ -73,12 +70,11 @@ def test_recomputing_keeps_the_inputs_of_layers(tmp_path, step):
 
 
 @pytest.mark.parametrize("step, stages", [*((step, 1) for step in range(1, 11)), (7, 2), (8, 2), (9, 2), (10, 2)])
-def test_backward_begins_without_the_logits(tmp_path, step, stages):
+def test_backward_begins_without_the_logits(run_code, tmp_path, step, stages):
     """They are the largest tensor where the vocabulary is large. A name for them keeps them alive."""
-    (tmp_path / "script.py").write_text(LOGITS)
     flags = ["--num_hidden_layers", 2, "--seq_len", 8, "--micro_batch_size", 1, "--max_tokens", 16]
     flags += ["--gradient_accumulation_steps", 2] if step > 2 else []
     flags += ["--log_dir", tmp_path, "--pp_size", stages] if step > 1 else []
-    done = fork(step, stages, STEPS[str(step)] / "train.py", *flags, script=tmp_path / "script.py")
+    done = run_code(step, stages, LOGITS, *flags, then="train.py")
     alive = [line for line in done.stdout.splitlines() if line.startswith("alive")]
     assert alive == (["alive: 0 of 2"] if step > 2 else ["alive: 0 of 1", "alive: 0 of 2"])

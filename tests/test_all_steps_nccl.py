@@ -201,20 +201,6 @@ def test_model_of_messages(orders, meet, one_stream):
         replay([recorder.operations for recorder in ranks])
 
 
-@pytest.mark.parametrize("sizes_of_rank_1, meet", [((1, 2), True), ((2, 1), False)])
-def test_model_of_all_reduces(sizes_of_rank_1, meet):
-    """All-reduces of one group in another order wait for each other, and .item() of a result makes the host wait."""
-    group = Group("pair", (0, 1))
-    ranks = [Recorder(rank, group) for rank in (0, 1)]
-    for recorder, sizes in zip(ranks, ((1, 2), sizes_of_rank_1)):
-        with recorder.as_cuda():
-            for size in sizes:
-                recorder.all_reduce(total := torch.zeros(size))
-            total.sum().item()
-    with contextlib.nullcontext() if meet else pytest.raises(Deadlock, match="host at item"):
-        replay([recorder.operations for recorder in ranks])
-
-
 @every_run
 @pytest.mark.parametrize("backend, early", [("nccl", 1), ("gloo", 2)])
 def test_how_early_receives_are_posted(step, engine, backend, early, monkeypatch):

@@ -4,9 +4,9 @@ import argparse
 import json
 import pathlib
 
-import host_facts
 import pytest
 import torch
+from checkpoint_runs import write_model
 from clusters import made_up_cluster
 from launch import fork, modules_of
 
@@ -69,15 +69,9 @@ def test_nothing_fits(options, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def write_model(folder) -> str:
-    import transformers
-
-    sizes = dict(vocab_size=512, hidden_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
-                 intermediate_size=96, max_position_embeddings=64)
-    transformers.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
-    return str(folder)
-
-
+MODEL = dict(kind="llama", vocab_size=512, hidden_size=64, num_hidden_layers=6, num_attention_heads=4,
+             num_key_value_heads=2, intermediate_size=96, max_position_embeddings=64,
+             architectures=["LlamaForCausalLM"])
 LORA = ["--lora_rank", 4, "--seq_len", 32, "--dtype", "float32", "--batch_size", 2, "--gradient_accumulation", 2]
 
 
@@ -88,7 +82,7 @@ def found(done) -> list[dict]:
 
 def test_ranks_get_the_order_of_the_plan(tmp_path):
     """Rank 0 has hardly any memory and is left idle: the others are ranks 0 and 1 of the run, and communicate."""
-    ranks = found(done := fork(9, 3, write_model(tmp_path), "1e4,1.6e6,1.6e6", *LORA, script=RANKS))
+    ranks = found(done := fork(9, 3, write_model(tmp_path / "model", **MODEL), "1e4,1.6e6,1.6e6", *LORA, script=RANKS))
     assert [line["rank"] for line in ranks] == [0, 1] and {line["before"] for line in ranks} == {1, 2}
     assert all(line["sum"] == 5 for line in ranks) and ranks[0]["plan"] == ranks[1]["plan"]
     [pipeline] = ranks[0]["plan"]["pipelines"]
@@ -97,13 +91,13 @@ def test_ranks_get_the_order_of_the_plan(tmp_path):
 
 
 def test_where_all_fits_nothing_is_measured(tmp_path):
-    ranks = found(done := fork(9, 2, write_model(tmp_path), "1e11,1e11", *LORA, script=RANKS))
+    ranks = found(done := fork(9, 2, write_model(tmp_path / "model", **MODEL), "1e11,1e11", *LORA, script=RANKS))
     assert [line["plan"] for line in ranks] == [None, None]
     assert "measuring" not in done.stdout
 
 
 def test_one_clear_line_where_nothing_fits(tmp_path):
-    done = fork(9, 2, write_model(tmp_path), "1e4,2e4", *LORA, script=RANKS, check=False)
+    done = fork(9, 2, write_model(tmp_path / "model", **MODEL), "1e4,2e4", *LORA, script=RANKS, check=False)
     lines = [line for line in done.stderr.splitlines() if "not enough memory" in line]
     assert done.returncode and lines and "Traceback" not in done.stderr
     assert "free are, in MB" in lines[0] and "MB more, or add machines" in lines[0]
@@ -118,7 +112,7 @@ def test_shares_by_speed_of_a_model(monkeypatch):
     monkeypatch.setattr(layout, "measured_speeds", lambda *args: None)
     for name, value in {"get_world_size": 2, "get_rank": 0, "barrier": None}.items():
         monkeypatch.setattr(layout.dist, name, lambda value=value: value)
-    made = argparse.Namespace(model=argparse.Namespace(config=None), lora=None)
+    made = argparse.Namespace(model=argparse.Namespace(config=None), lora=None, criterion=None)
     args = flags(equal_shares=False, gradient_accumulation=5, seq_len=32, local_steps=None)
     assert layout.choose_shares(args, made, 2, None, None, torch.device("cpu"), None) == [8, 2]
     assert layout.StageClock().seconds_of_whole(1, recompute=True) == pytest.approx(1.2)
@@ -135,20 +129,3 @@ def test_shares_of_a_checkpoint(monkeypatch):
     found.state["global_batch"] = 13
     with pytest.raises(ValueError, match="--batch_size 2 does not divide the 13 samples of a step of there"):
         layout.choose_layout(None, made, plan, found, None, None)
-
-
-@pytest.mark.parametrize("own, files", [
-    ("0::/a\n", {"a/memory.max": "5000", "a/memory.current": "4000", "a/memory.stat":
-                 "anon 900\nactive_file 1500\ninactive_file 700\nfile_mapped 200\n"}),
-    ("3:memory:/a\n", {"memory/a/memory.limit_in_bytes": "5000", "memory/a/memory.usage_in_bytes": "4000",
-                       "memory/a/memory.stat": "mapped_file 1\nactive_file 9\ntotal_active_file 1500\n"
-                                               "total_inactive_file 700\ntotal_mapped_file 200\n"}),
-])
-def test_files_that_a_control_group_keeps_in_memory_are_free(tmp_path, monkeypatch, own, files):
-    """But for those that are mapped: the libraries of the processes themselves."""
-    for name, text in {"own": own, **files}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(host_facts, "OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(host_facts, "CGROUPS", str(tmp_path))
-    assert host_facts.available_memory() == 3000

@@ -9,7 +9,6 @@ import subprocess
 
 import pytest
 import torch
-import torch.distributed as dist
 from checkpoint_runs import SCRIPT, flags_of, newest, write_corpus, write_model
 from launch import losses, metrics, modules_of, start_fork
 from safetensors.torch import load_file
@@ -38,9 +37,13 @@ def weights(path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in path.glob("model-*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def start(folder, name, *more, model="model", ranks=1, script=SCRIPT, **changes):
+def words(folder, name, *more, model="model", **changes) -> list:
     flags = flags_of(folder, name, folder / model, save_every=2, max_steps=LAST, **changes)
-    return start_fork(9, ranks, *flags, "--num_microbatches", 2, *more, script=script, check=False)
+    return [*flags, "--num_microbatches", 2, *more]
+
+
+def start(folder, name, *more, ranks=1, **changes):
+    return start_fork(9, ranks, *words(folder, name, *more, **changes), script=SCRIPT, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +71,10 @@ def copied(saved, tmp_path):
     return tmp_path / "run"
 
 
-@pytest.fixture(scope="module")
-def disks(tmp_path_factory):
+@pytest.fixture
+def disks(world_of_one):
     """Of a group of one process."""
-    folder = tmp_path_factory.mktemp("group")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    yield lambda path: Disks(str(path))
-    dist.destroy_process_group()
+    return lambda path: Disks(str(path))
 
 
 def pickled(_, path) -> bytes:
@@ -238,21 +238,15 @@ def test_a_lock_that_cant_be_opened(disks, tmp_path):
         Lock(disks(tmp_path))
 
 
-def test_no_memory_for_a_copy(saved, tmp_path):
+def test_no_memory_for_a_copy(saved, run_code):
     """On rank 1 only: it makes no copy, and all ranks wait until what they hold is written."""
-    script = tmp_path / "script.py"
-    script.write_text(f"""
-import os, runpy, sys
-sys.path.insert(0, {str(SCRIPT.parent)!r})
-import course
+    done = run_code("cluster", 2, """
+import os
 from checkpoints import save as checkpoint
 if os.environ["RANK"] == "1":
     checkpoint.free_memory = lambda device: 1000
     checkpoint.Checkpointer.take_memory = lambda *_: sys.exit("a copy is made")
-runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
-""")
-    done = start(saved, "short", "--pipelines", "2,2", ranks=2, script=script).result()
-    assert done.returncode == 0, done.stderr
+""", *words(saved, "short", "--pipelines", "2,2"), then=SCRIPT.name)
     assert done.stdout.count("rank 1: a copy of its part of a checkpoint takes 1 MB") == 1, done.stdout
     ours, theirs = (weights(path / f"step_{NEWER:08d}") for path in (newest(saved, "short").parent, saved / "copy"))
     assert ours.keys() == theirs.keys()

@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from launch import ROOT, modules_of
 
 with modules_of(9):
@@ -36,13 +35,10 @@ ANSWERS = {  # template -> which parts of the conversation it makes are targets
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "utils", utils)  # errors are pickled by the name of their module
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        yield
-        dist.destroy_process_group()
+@pytest.fixture(autouse=True)
+def errors_by_name(world_of_one, monkeypatch):
+    """Errors are pickled by the name of their module."""
+    monkeypatch.setitem(sys.modules, "utils", utils)
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +198,13 @@ def test_bad_data_is_one_clear_error(dataset, tokenizers, name):
         tokenizer = tokenizers(template) if template else TINY
         data.load_data(flags(dataset(lines), **{"packing": "off", **changes}), tokenizer, 4096, 3)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("packing", ["auto", "off"])
+def test_text_that_is_not_utf_8_is_one_clear_error(dataset, tmp_path, packing):
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe no text")
+    with pytest.raises(utils.UserError, match="bad.txt' can't be read: 'utf-8' codec"):
+        encoded.load_samples(flags(str(tmp_path / "bad.txt")), TINY, 1024, packing=packing)
 
 
 def test_a_script_that_reads_text_only_refuses_chats(dataset):

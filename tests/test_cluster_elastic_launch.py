@@ -1,6 +1,6 @@
 """launch_cluster.sh --elastic without a network: flags, torchrun's command line, and which hosts take part when.
 
-Stand-ins take the place of ssh and torchrun; test_cluster_elastic_launch_on_hosts.py has the true ones.
+Stand-ins take the place of ssh and torchrun; test_cluster_elastic.py has the true ones.
 """
 
 import os
@@ -129,12 +129,12 @@ def test_hosts_come_and_go(tools, tmp_path):
     write_hosts(tmp_path, *lines(tools, "ab"), "d python=/nowhere/python", *lines(tools, "c"))
     assert says(run, "launch_cluster: d can't take part, exit code 127: no Python: can't start /nowhere/python")
     assert set(run.pids(3)) == {"a", "b", "c"}
-    time.sleep(5)  # longer than between two attempts
+    time.sleep(3)  # longer than between two attempts
     pids = run.pids(3)
     os.killpg(run.process.pid, signal.SIGINT)
     code, text = run.end()
     assert code == 130 and all_gone(pids) and text.count("d can't take part") == 1, text
-    assert len(re.findall("c is new in", text)) == 1 and text.count("answers: torchrun starts there") == 3, text
+    assert len(re.findall("c is new in", text)) == 1 and text.count("answers: torchrun starts there") == 2, text
 
 
 def test_no_more_than_max_run_at_once(tools, tmp_path):
@@ -175,6 +175,7 @@ def test_too_few_hosts_for_too_long(tools, tmp_path):
                           env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
     said = re.findall("launch_cluster: (.*)", done.stdout)
     assert done.returncode == 1 and len(said) == 2, done.stdout
+    assert done.stdout.count("b | ssh: connect") == 1, "it is tried quietly"
     assert said[0].startswith("b is lost (ssh: connect to host b port 22: No route to host): 1 host left, but the run ")
     assert said[1].startswith("fewer than 2 hosts for 3 seconds, so the run ends: the same command"), said
 

@@ -8,7 +8,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from launch import ROOT, modules_of, start_fork
 
@@ -17,14 +16,8 @@ with modules_of(9):
     from model import init_weights
     from data import encoded, load as data
 
+pytestmark = pytest.mark.usefixtures("world_of_one")
 TINY = str(ROOT / "assets" / "tiny_llama")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 TOPOLOGIES = {  # name -> ranks, what data_over_ranks.py is told
@@ -82,22 +75,18 @@ def plain_model(family: str) -> tuple[torch.nn.Module, float]:
     return model, getattr(model.config, "router_aux_loss_coef", 0.0)
 
 
-def step_of(family: str, made, step: int, averages: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of a step, row by row without padding: the sum over all targets by their number.
-
-    `averages`: the mean over micro-batches of two rows of their means instead, as a careless program has it.
-    """
+def step_of(family: str, made, step: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of a step, row by row without padding: the sum over all targets by their number."""
     (model, coefficient), size = plain_model(family), 2
     items = [made.train[step * 12 + i][0] for i in range(12)]
     in_step, loss = sum(int(row.is_target.sum()) for row in items), 0.0
     for first in range(0, 12, size):
         of_microbatch = items[first : first + size]
-        number = sum(int(row.is_target.sum()) for row in of_microbatch)
         for row in of_microbatch:
             out = model(row.tokens[None, :-1])
             logits = out if isinstance(out, torch.Tensor) else out.logits
             each = F.cross_entropy(logits[0], row.tokens[1:], reduction="none")
-            loss = loss + each[row.is_target[1:]].sum() / (number * 12 / size if averages else in_step)
+            loss = loss + each[row.is_target[1:]].sum() / in_step
         if coefficient:
             inputs = data.pad(of_microbatch)["input_ids"]
             loss = loss + coefficient * model(inputs).aux_loss / (12 / size)
@@ -121,16 +110,6 @@ def test_every_target_counts_once(runs, corpus, name, monkeypatch):
                     whole = whole.tensor_split(case["tp_size"], dim)[rank]
                 assert (whole - part).abs().max() < TOLERANCE[case["family"]], parameter
 
-
-def test_the_mean_of_means_is_another_number(corpus, monkeypatch):
-    """The lesson: by how much averaging averages is off where answers have 1 to 16 words."""
-    made = load(corpus, monkeypatch)
-    (right, gradients), (wrong, others) = (step_of("ours", made, 0, averages) for averages in (False, True))
-    flat, other = (torch.cat([grad.flatten() for grad in each.values()]) for each in (gradients, others))
-    loss_off, gradient_off = abs(wrong / right - 1), ((other - flat).norm() / flat.norm()).item()
-    print(f"averages of averages: loss {wrong:.4f} instead of {right:.4f} ({loss_off:.1%} off), "
-          f"the gradient is {gradient_off:.1%} off")
-    assert gradient_off > 0.05 and loss_off > 1e-4
 
 @torch.no_grad()
 def evaluation_of(family: str, samples) -> float:

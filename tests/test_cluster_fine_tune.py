@@ -5,13 +5,11 @@ Needs models/smollm2-135m-instruct: tools/get_smollm2.py makes it.
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
-from bed import NODES, SSH_CONFIG, bed, on_disk, testbed
-from launch import ROOT, environment
-from launcher import write_hosts
+from bed import NODES, bed, on_disk, testbed
+from elastic_bed import Training
+from launch import ROOT
 
 MODEL = ROOT / "models" / "smollm2-135m-instruct"
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.usefixtures(bed.__name__),
@@ -21,13 +19,11 @@ FLAGS = ["--model_name", MODEL, "--dataset_name", "sotu", "--lora_rank", 16, "--
          "--batch_size", 2, "--num_microbatches", 2, "--validation_split", 0.01, "--eval_batches", 20]
 
 
-def train(folder, nodes: list[str], name: str, *more) -> subprocess.CompletedProcess:
-    """Starts train_distributed.py on these hosts with the launcher."""
-    hosts = write_hosts(folder, *(f"{node} python={sys.executable}" for node in nodes))
-    command = [ROOT / "cluster" / "launch_cluster.sh", hosts, "--env", "OMP_NUM_THREADS=1", "--",
-               "cluster/train_distributed.py", *FLAGS, "--log_dir", "runs", "--run_name", name, *more]
-    return subprocess.run(list(map(str, command)), env=environment(SSH_OPTIONS=f"-F {SSH_CONFIG}"), text=True,
-                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1200)
+def train(folder, nodes: list[str], name: str, *more) -> tuple[int, str]:
+    """The exit code of a run on these hosts, and what it printed."""
+    run = Training(folder, "train_distributed.py", *FLAGS, "--log_dir", "runs", "--run_name", name, *more, nodes=nodes,
+                   launcher=())
+    return run.run.end(1200)
 
 
 def peaks(printed: str) -> dict[str, float]:
@@ -37,32 +33,32 @@ def peaks(printed: str) -> dict[str, float]:
 
 
 def test_three_hosts_that_can_not_hold_the_model(tmp_path):
-    done = train(tmp_path, NODES[:1], "whole", "--max_steps", 3)
-    assert done.returncode == 0, done.stdout[-4000:]
-    [whole] = peaks(done.stdout).values()
+    code, printed = train(tmp_path, NODES[:1], "whole", "--max_steps", 3)
+    assert code == 0, printed[-4000:]
+    [whole] = peaks(printed).values()
     limit = int(0.6 * whole * 1000)
     for node, percent in SPEEDS.items():
         testbed("slow", node, percent)
         testbed("memory", node, limit)
     try:
-        done = train(tmp_path, NODES, "three", "--max_steps", STEPS, "--eval_every", 20)
-        alone = train(tmp_path, NODES[:1], "alone", "--max_steps", STEPS)
+        code, printed = train(tmp_path, NODES, "three", "--max_steps", STEPS, "--eval_every", 20)
+        code_alone, alone = train(tmp_path, NODES[:1], "alone", "--max_steps", STEPS)
     finally:
         testbed("slow", "all", "off")
         testbed("memory", "all", "off")
-    assert done.returncode == 0, done.stdout[-4000:]
-    [line] = re.findall(r"peak memory of the processes in GB: (.*)", done.stdout)
+    assert code == 0, printed[-4000:]
+    [line] = re.findall(r"peak memory of the processes in GB: (.*)", printed)
     predicted = {host: float(value) for host, value in re.findall(r"(node\d) ([\d.]+) of", line)}
-    measured = peaks(done.stdout)
+    measured = peaks(printed)
     rows = [json.loads(line) for line in open(on_disk("node0", ROOT / "runs/three/evaluation.jsonl"))]
-    [plan] = re.findall(r"plan: .*", done.stdout)
+    [plan] = re.findall(r"plan: .*", printed)
     print(f"one host takes {whole:.2f} GB, so each has {limit} MB\n{plan}\npredicted {predicted}\nmeasured {measured}\n"
           f"evaluation loss {rows[0]['evaluation_loss']:.4f} at first, {rows[-1]['evaluation_loss']:.4f} in the end\n"
-          f"alone: {alone.stdout[alone.stdout.index('error:') :]}")
+          f"alone: {alone[alone.index('error:') :]}")
     assert rows[0]["step"] == 0 and rows[-1]["step"] == STEPS
     assert rows[-1]["evaluation_loss"] < rows[0]["evaluation_loss"] - 0.1
     assert predicted.keys() == measured.keys()
     for host, peak in measured.items():
         assert abs(predicted[host] / peak - 1) <= 0.15, host  # the kernel would have ended a host above its limit
-    errors = {line.partition("error: ")[2] for line in alone.stdout.splitlines() if "error: not enough memory" in line}
-    assert alone.returncode and len(errors) == 1 and "MB more" in errors.pop() and "Traceback" not in alone.stdout
+    errors = {line.partition("error: ")[2] for line in alone.splitlines() if "error: not enough memory" in line}
+    assert code_alone and len(errors) == 1 and "MB more" in errors.pop() and "Traceback" not in alone

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import types
 
 import host_facts
 import host_run
@@ -50,10 +51,19 @@ def test_threads_within_the_quota(groups, own, files, nproc, threads):
     assert host_run.environment({**JOB, "environment": {"OMP_NUM_THREADS": "7"}})["OMP_NUM_THREADS"] == "7"
 
 
-def test_memory_within_the_limit_of_the_own_group(groups):
-    groups("3:memory:/a\n0::/\n", {"memory/memory.limit_in_bytes": "9223372036854771712", "memory/a/x": "",
-                                   "memory/memory.usage_in_bytes": "10", "memory/a/memory.limit_in_bytes": "5000",
-                                   "memory/a/memory.usage_in_bytes": "2000"})
+@pytest.mark.parametrize("own, files", [
+    ("3:memory:/a\n0::/\n", {
+        "memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "10",
+        "memory/a/memory.limit_in_bytes": "5000", "memory/a/memory.usage_in_bytes": "2000"}),
+    ("0::/a\n", {"a/memory.max": "5000", "a/memory.current": "4000", "a/memory.stat":
+                 "anon 900\nactive_file 1500\ninactive_file 700\nfile_mapped 200\n"}),
+    ("3:memory:/a\n", {"memory/a/memory.limit_in_bytes": "5000", "memory/a/memory.usage_in_bytes": "4000",
+                       "memory/a/memory.stat": "mapped_file 1\nactive_file 9\ntotal_active_file 1500\n"
+                                               "total_inactive_file 700\ntotal_mapped_file 200\n"}),
+])
+def test_memory_within_the_limit_of_the_own_group(groups, own, files):
+    """Files that the group keeps in memory are free, but for those that are mapped: the processes' own libraries."""
+    groups(own, files)
     assert host_facts.available_memory() == 3000
 
 
@@ -87,6 +97,23 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch, places, ranks):
     monkeypatch.setattr(machine_facts.dist, "get_world_size", lambda: len(places))
     monkeypatch.setattr(machine_facts.dist, "all_gather_object", all_gather_object)
     monkeypatch.setattr(machine_facts, "available_memory", lambda: 1200)
-    machine_facts.ranks_of_this_machine.cache_clear()
+    machine_facts.forget_ranks()
     assert machine_facts.free_memory(torch.device("cpu")) == 1200 // ranks
-    machine_facts.ranks_of_this_machine.cache_clear()
+    machine_facts.forget_ranks()
+
+
+@pytest.mark.parametrize("gpus, ranks", [("aab", 2), ("bab", 1), ("aaa", 3)])
+def test_ranks_of_a_gpu_share_its_memory(monkeypatch, gpus, ranks):
+    """By the GPU's own number: a launcher may show each rank one GPU only, which is then called cuda:0 by all."""
+    monkeypatch.setattr(machine_facts, "gather", lambda own: [own if gpu == "a" else gpu for gpu in gpus])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1200, 4800))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="own"))
+    machine_facts.forget_ranks()
+    assert machine_facts.free_memory(torch.device("cuda", 0)) == 1200 // ranks
+    machine_facts.forget_ranks()
+
+
+def test_nccl_takes_this_interface_and_no_other():
+    """Without the =, NCCL takes all whose names begin like it: eth0 is eth01 as well."""
+    variables = host_run.environment(JOB)
+    assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")

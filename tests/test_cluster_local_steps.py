@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 
 import pytest
 import torch
@@ -206,21 +205,6 @@ def test_an_epoch_shorter_than_a_round(script_run):
     assert run.returncode == 2
     assert re.search(r"error: the data set has \d+ samples, fewer than the 6400 of a round of --local_steps 200: "
                      "lower it, or add data", run.stderr), run.stderr
-
-
-def test_a_model_of_transformers_without_weights(script_run, tmp_path):
-    """Its weights are those that transformers draws, the same on all ranks."""
-    from transformers import GPT2Config
-
-    folder, _ = script_run
-    shutil.copytree(ROOT / "assets" / "tiny_llama", tmp_path / "gpt2")
-    GPT2Config(vocab_size=1024, n_embd=32, n_layer=1, n_head=4, n_positions=64).save_pretrained(tmp_path / "gpt2")
-    fork(9, 2, "--model_name", tmp_path / "gpt2", "--dataset_name", folder / "corpus.txt", "--seq_len", 8, "--device",
-         "cpu", "--batch_size", 1, "--gradient_accumulation", 1, "--local_steps", 2, "--max_steps_per_epoch", 4,
-         "--equal_shares", "--log_dir", tmp_path, "--checkpoint_dir", tmp_path,
-         script=ROOT / "cluster" / "train_distributed.py")
-    first, *_, last = losses(tmp_path, "train_distributed")
-    assert last < first == pytest.approx(math.log(1024), abs=0.2)
 
 
 @pytest.mark.parametrize("flags, expected", [

@@ -13,7 +13,8 @@ from huggingface import float64_throughout
 from launch import fork, metrics
 
 TOLERANCE = 1e-9
-STEPS, SAMPLES, SEQ_LEN, RANK = 3, 8, 16, 4
+STEPS, SAMPLES, SEQ_LEN, RANK, MAX_GRAD_NORM = 3, 8, 16, 4, 0.05
+RATES = [0.005, 0.01, 0.005]  # a step of warm-up, then half a cosine to zero behind the last step
 FAMILIES = {
     "llama": dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
                   num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, initializer_range=0.1),
@@ -66,7 +67,7 @@ def seq_len(data: str) -> int:
 
 
 def in_plain_peft(folder, family: str, data: str):
-    """Steps of one process without any code of ours: losses, norms, and the model, whose gradients are the last's."""
+    """Steps of one process without any code of ours: losses, norms, rates, and the model with its last gradients."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -82,30 +83,28 @@ def in_plain_peft(folder, family: str, data: str):
             -bound, bound, generator=torch.Generator().manual_seed(seed)).double()
     optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
     rows = []
-    for _ in range(STEPS):
+    for rate in RATES:
         optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = rate
         total, count = 0.0, 0
         for tokens, given in samples(folder, data):
             logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0, given - 1 :]
             total = total + torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[given:]), reduction="sum")
             count += len(tokens) - given
         (total / count).backward()
-        norm = torch.sqrt(sum(param.grad.pow(2).sum() for param in trained.values()))
-        rows.append((total.item() / count, norm.item()))
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), MAX_GRAD_NORM)
+        assert norm > 1.5 * MAX_GRAD_NORM, "nothing is clipped"
+        rows.append((total.item() / count, norm.item(), rate))
         optimizer.step()
     return rows, model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     folder = tmp_path_factory.mktemp("lora")
     torch.manual_seed(0)
     for family, sizes in FAMILIES.items():
-        write_model(folder / family)
-        config = AutoConfig.for_model(family, vocab_size=1024, max_position_embeddings=64, **sizes)
-        AutoModelForCausalLM.from_config(config).double().save_pretrained(folder / family)
+        write_model(folder / family, family, "float64", vocab_size=1024, max_position_embeddings=64, **sizes)
     write_data(folder)
     return folder
 
@@ -113,7 +112,7 @@ def folder(tmp_path_factory):
 def run(folder, name: str, family: str, data: str, topology: str, *more, env=None, **changes):
     ranks, flags = TOPOLOGIES[topology]
     defaults = dict(dataset_name=folder / {"text": "text.txt", "pairs": "pairs.jsonl"}[data], seq_len=seq_len(data),
-                    max_steps=STEPS, warmup_steps=0, lr_decay="none", learning_rate=0.01, max_grad_norm=0,
+                    max_steps=STEPS, warmup_steps=1, learning_rate=RATES[1], max_grad_norm=MAX_GRAD_NORM,
                     save_every=2, lora_rank=RANK, lora_alpha=8)
     flags = [*flags_of(folder, name, folder / family, **{**defaults, **changes}), *flags, *more]
     return fork(9, ranks, folder / f"out_{name}", SCRIPT, *flags, modules=["peft"], env=env,
@@ -128,7 +127,7 @@ CASES = [("llama", "pairs", "3;1,2"), ("llama", "pairs", "shares"), ("gpt2", "te
 
 @pytest.mark.parametrize("family, data, topology", CASES)
 def test_equal_to_plain_peft(folder, family, data, topology):
-    """Losses, norms, every adapter's gradient, and what is saved, whole, from any topology of hosts with own disks."""
+    """Losses, norms, rates, every adapter's clipped gradient, and what is saved, whole, from any topology of hosts with own disks."""
     name = f"{family} {data} {topology}".replace(";", "+")
     printed, ranks = run(folder, name, family, data, topology, env={"HOSTS": str(folder)}, log_dir="runs",
                          checkpoint_dir="checkpoints")
@@ -137,7 +136,7 @@ def test_equal_to_plain_peft(folder, family, data, topology):
     assert boards == [home], "TensorBoard's files"
     with float64_throughout():
         expected, model = in_plain_peft(folder, family, data)
-    found = [(row["loss"], row["grad_norm"]) for row in metrics(home / "runs", name)]
+    found = [(row["loss"], row["grad_norm"], row["learning_rate"]) for row in metrics(home / "runs", name)]
     assert found == [pytest.approx(row, abs=TOLERANCE) for row in expected]
     gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     seen = set()
@@ -222,10 +221,9 @@ def test_mistakes(folder, tmp_path, more, message):
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr, result.stderr
 
 
-def test_an_adapter_of_another_model(folder, tmp_path):
+def test_an_adapter_of_another_model(folder):
     run(folder, "for another", "llama", "text", "one", max_steps=1, save_every=1)
-    result = subprocess.run([sys.executable, ROOT / "cluster" / "generate.py", "--checkpoint", folder / "gpt2",
-                             "--adapter", checkpoint(folder, "for another", 1), "--prompt", "The"],
-                            capture_output=True, text=True, cwd=tmp_path)
+    result = fork(9, 1, "--checkpoint", folder / "gpt2", "--adapter", checkpoint(folder, "for another", 1), "--prompt",
+                  "The", script=ROOT / "cluster" / "generate.py", check=False, modules=["peft"])
     assert result.returncode == 2 and "is no adapter for this model" in result.stderr
     assert "Traceback" not in result.stderr

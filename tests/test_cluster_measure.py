@@ -6,10 +6,9 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
-from launch import fork, modules_of
+from launch import modules_of
 
 with modules_of(9):
     import plan
@@ -22,22 +21,20 @@ with modules_of(9):
 
 
 CLONES = """
-import os, runpy, socket, sys
-sys.path.insert(0, os.path.dirname({plan!r}))
+import os, socket
 import launching.host_facts
 socket.gethostname = lambda: "raspberrypi"
 launching.host_facts.interface_towards = lambda peer: ("eth0", "192.168.1.1" + os.environ["RANK"])
-runpy.run_path({plan!r}, run_name="__main__")
 """
 
 
-def test_what_measuring_writes(tmp_path):
+def test_what_measuring_writes(run_code, tmp_path):
     """The planner reads it, layers are alike, times are positive, the parameters and sizes are those of the model. The
     machines are clones, which have the same name."""
-    path, out, clones = tmp_path / "cluster.json", tmp_path / "plan.json", tmp_path / "clones.py"
-    clones.write_text(CLONES.format(plan=plan.__file__))
-    done = fork(9, 2, "--measure", path, "--measure_seconds", 3, "--num_hidden_layers", 10, "--num_attention_heads", 4,
-                "--seq_len", 32, "--micro_batch_size", "1,2", "--global_batch", 8, "--out", out, script=clones)
+    path, out = tmp_path / "cluster.json", tmp_path / "plan.json"
+    done = run_code("cluster", 2, CLONES, "--measure", path, "--measure_seconds", 3, "--num_hidden_layers", 10,
+                    "--num_attention_heads", 4, "--seq_len", 32, "--micro_batch_size", "1,2", "--global_batch", 8,
+                    "--out", out, then="plan.py")
     assert re.search("^measuring 2 ranks: .*1, 2 samples, about 2 s, then 2 links, about 1 s$", done.stdout, re.M)
     assert "rank 1 on" in done.stdout and "Mbit/s" in done.stdout
     cluster, data, written = load_cluster(path), json.loads(path.read_text()), json.loads(out.read_text())
@@ -47,7 +44,7 @@ def test_what_measuring_writes(tmp_path):
     for machine in data["machines"]:
         for kind in ("forward", "backward"):
             assert all(0 < seconds < 1 for size in cluster.sizes for seconds in machine[kind][str(size)])
-        assert machine["free_memory"] > 1e7 and 0 < machine["optimizer_seconds"] < 1e-6
+        assert machine["free_memory"] > 1e7 and 0 < machine["optimizer_seconds"] < 1e-4
     assert all((link is None) == (i == j) for i, row in enumerate(data["links"]) for j, link in enumerate(row))
     assert data["model"] == written["model"] == {
         "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 10, "num_attention_heads": 4,
@@ -59,20 +56,13 @@ def test_what_measuring_writes(tmp_path):
     assert find_plans(cluster, 8, plan.Setting()).best
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def clock_of(layers: int = 8, dtype: torch.dtype = torch.float32) -> clock.StageClock:
     with torch.device("meta"):
         whole = Llama(load_config(TINY_LLAMA, num_attention_heads=None, num_hidden_layers=layers), dtype)
     return clock.StageClock(whole, 16, dtype, torch.device("cpu"))
 
 
-def test_two_layers_at_a_time(one_rank, monkeypatch):
+def test_two_layers_at_a_time(world_of_one, monkeypatch):
     """No machine has to hold the model: of 40 layers two are in memory at most, all freed before the next ones. Free
     memory is read before all of this, and after it."""
     alive, largest, when_read = [], [], []
@@ -115,7 +105,7 @@ class Clock:
         self.now += seconds
 
 
-def test_slow_machines_keep_to_the_time(one_rank, monkeypatch):
+def test_slow_machines_keep_to_the_time(world_of_one, monkeypatch):
     """Each module takes 30 ms a sample forward, four of them and backward: larger sizes find no time left."""
     time = Clock(monkeypatch)
     built = clock.StageClock.build
@@ -135,13 +125,18 @@ def test_slow_machines_keep_to_the_time(one_rank, monkeypatch):
     assert "no time or memory for micro-batches of" in describe_machines(cluster, (1, 2, 4, 64))
 
 
-def test_a_link_is_timed_until_the_device_is_done(monkeypatch):
-    """NCCL's send and recv return at once: what they started ends when one waits for the device."""
-    time = Clock(monkeypatch)
-    busy = [0.0]  # seconds of work that the device was given
+@pytest.mark.parametrize("pause, asynchronous", [(0.0, True), (0.3, False), (0.8, False)])
+def test_a_link(monkeypatch, pause, asynchronous):
+    """A first message that is held up, or a receiver that is busy with other links for a while, changes nothing, and
+    does not end the search for a message that is large enough to time. NCCL's send and recv return at once: what they
+    have started ends when one waits for the device."""
+    time, pauses, sizes, busy = Clock(monkeypatch), iter([pause]), [], [0.0]
 
     def transfer(tensor, peer):
-        busy[0] += 1e-3 + 4 * tensor.numel() / 1e8
+        sizes.append(tensor.numel())
+        busy[0] += next(pauses, 0.0) + 1e-3 + 4 * tensor.numel() / 1e8
+        if not asynchronous:
+            wait_for(None)
 
     def wait_for(device):
         time.sleep(busy[0])
@@ -150,43 +145,12 @@ def test_a_link_is_timed_until_the_device_is_done(monkeypatch):
     monkeypatch.setattr(links.dist, "send", transfer)
     monkeypatch.setattr(links.dist, "recv", transfer)
     monkeypatch.setattr(links, "wait_for", wait_for)
-    link = links.time_link(1, torch.device("cpu"), seconds=0.5)
-    assert link["bandwidth"] == pytest.approx(1e8, rel=0.1) and link["latency"] == pytest.approx(1e-3, rel=0.5)
-
-
-def test_a_link_that_pauses_once(monkeypatch):
-    """A first message that is held up for a while does not end the search for one that is large enough to time."""
-    time = Clock(monkeypatch)
-    pauses = iter([0.3])
-
-    def transfer(tensor, peer):
-        if tensor.numel() == links.SMALLEST_MESSAGE:
-            time.sleep(next(pauses, 0.0))
-        time.sleep(1e-3 + 4 * tensor.numel() / 1e8)
-
-    monkeypatch.setattr(links.dist, "send", transfer)
-    monkeypatch.setattr(links.dist, "recv", transfer)
     link = links.time_link(1, torch.device("cpu"), seconds=1.0)
     assert link["bandwidth"] == pytest.approx(1e8, rel=0.1) and link["latency"] == pytest.approx(1e-3, rel=0.5)
-
-
-def test_a_link_whose_receiver_is_busy(monkeypatch):
-    """The receiver answers when it has done with other links: the time that this takes is not the link's."""
-    time = Clock(monkeypatch)
-    busy = iter([0.8])
-
-    def transfer(tensor, peer):
-        time.sleep(next(busy, 0.0) + 1e-3 + 4 * tensor.numel() / 1e8)
-
-    monkeypatch.setattr(links.dist, "send", transfer)
-    monkeypatch.setattr(links.dist, "recv", transfer)
-    sizes = []
-    monkeypatch.setattr(links.torch, "zeros", lambda n, **kwargs: sizes.append(n) or torch.ones(n, **kwargs))
-    assert links.time_link(1, torch.device("cpu"), seconds=1.0)["bandwidth"] == pytest.approx(1e8, rel=0.1)
     assert max(sizes) > links.SMALLEST_MESSAGE
 
 
-def test_the_copies_of_weights_are_not_counted_as_activations(one_rank):
+def test_the_copies_of_weights_are_not_counted_as_activations(world_of_one):
     """In bfloat16 each weight has a copy, which the micro-batches share: a sample leaves about half of float32's."""
     saved = {}
     for dtype in torch.float32, torch.bfloat16:

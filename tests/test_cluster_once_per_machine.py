@@ -1,28 +1,31 @@
 """One process of a machine, or one machine of all, works, however long it takes, and all get the result."""
 
 import json
+import signal
 
 import pytest
-from launch import ROOT, fork
+from launch import ROOT
+from processes import run_apart
 
 TINY = str(ROOT / "assets" / "tiny_llama")
 
 
-def test_the_others_wait_longer_than_a_collective_may(tmp_path):
-    """Encoding a large corpus takes minutes, and NCCL ends a collective after ten of them: here it is one second."""
-    script = tmp_path / "script.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT / 'cluster')!r})" + """
+def test_the_others_wait_longer_than_a_collective_may(run_code):
+    """Encoding a large corpus takes minutes, and NCCL ends a collective after ten of them: here it is three seconds."""
+    run_code("cluster", 2, """
 import datetime, os, time
-import course
 import torch.distributed as dist
 from machine_facts import once_per_machine
 from utils import UserError
 
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1))
+dist.init_process_group("gloo")
+dist.barrier()  # all ranks have started, however busy the cores are: from now on patience is short
+dist.distributed_c10d._set_pg_timeout(patience := datetime.timedelta(seconds=3))
+dist.distributed_c10d._get_default_store().set_timeout(patience)
 made = []
 
 def make():
-    time.sleep(2.5)
+    time.sleep(4)
     made.append(os.environ["RANK"])
     return "tokens"
 
@@ -38,35 +41,52 @@ except UserError as error:
 assert once_per_machine(lambda: dist.get_rank()) == 0, "a third call has its own result"
 dist.destroy_process_group()
 """)
-    fork(9, 2, script=script)
+
+
+def test_where_another_machines_process_is_killed_all_who_wait_end(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT / 'cluster')!r})" + """
+import os, signal, socket, time
+import course
+import torch.distributed as dist
+from machine_facts import once_per_machine
+
+dist.init_process_group("gloo")
+socket.gethostname = lambda: f"host{dist.get_rank()}"
+
+def make():
+    if dist.get_rank() == 1:
+        time.sleep(1)  # meanwhile the other machine has begun to wait
+        os.kill(os.getpid(), signal.SIGKILL)
+
+once_per_machine(make)
+""")
+    ended = run_apart(script, [{}, {}])
+    assert [code for code, _ in ended] == [1, -signal.SIGKILL], ended
 
 
 @pytest.mark.parametrize("home", [0, 2])
-def test_the_others_get_the_data_from_the_host_that_started_the_run(tmp_path, home):
+def test_the_others_get_the_data_from_the_host_that_started_the_run(run_code, tmp_path, home):
     """Ranks 0 and 1 share a disk. Rank 2 has another. Only one of the two hosts has the data and a tokenizer."""
     pairs = [json.dumps({"prompt": f"{i} ", "completion": f"number {i}"}) + "\n" for i in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(pairs))
     (tmp_path / "one less.jsonl").write_text("".join(pairs[:-1]))
-    script = tmp_path / "script.py"
-    script.write_text(f"""
-import argparse, os, pathlib, sys
-sys.path[:0] = [{str(ROOT / "cluster")!r}]
-import course
-import socket
+    run_code("cluster", 3, """
+import argparse, os, pathlib, socket
 import torch.distributed as dist
 import process_group_manager as pgm
 from data import encoded
 from utils import UserError
 
-folder, rank = pathlib.Path({str(tmp_path)!r}), int(os.environ["RANK"])
-has_data = (rank == 2) == ({home} == 2)
+folder, home, tokenizer, rank = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(os.environ["RANK"])
+has_data = (rank == 2) == (home == "2")
 if has_data:
     os.environ["LAUNCH_CLUSTER_HOME"] = "1"
 pgm.init_process_group("gloo")
 if rank == 2:
     socket.gethostname = lambda: "another"
 encoded.CACHE = str(folder / ("cache of rank 2" if rank == 2 else "cache"))
-name, tokenizer = str(folder / "data.jsonl"), {TINY!r}
+name = str(folder / "data.jsonl")
 args = argparse.Namespace(dataset_name=name if has_data else "nowhere", seq_len=16, data_from_rank0=True)
 for i in range(2):
     samples = encoded.load_samples(args, tokenizer if has_data else "nobody", 1024, packing="auto")
@@ -89,7 +109,6 @@ except UserError as error:
     assert "is not the same on all machines: another (rank 2) would read" in str(error), error
     assert "or add --data_from_rank0" in str(error), error
 dist.destroy_process_group()
-""")
-    fork(9, 3, script=script)
+""", tmp_path, home, ROOT / "assets" / "tiny_llama")
     files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("cache", "cache of rank 2")]
     assert files[0] == files[1] and len(files[0]) == 1 and files[0][0].endswith(".rows")

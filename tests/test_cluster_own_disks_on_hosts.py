@@ -12,15 +12,13 @@ ALL_WAYS=1 they take ten seconds throughout.
 import os
 import re
 import shutil
-import signal
 import sys
 import time
 
 import pytest
 from bed import NODES, bed, on_disk, testbed
-from elastic_bed import kill_all, nothing_runs, switch_on
+from elastic_bed import Training, kill_all, nothing_runs, switch_on
 from launch import ROOT, environment, fork, metrics
-from launcher import Launch, eventually, write_hosts
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.usefixtures(bed.__name__)]
 LONG, SHORT = 10, 10 if os.environ.get("ALL_WAYS") else 0.5  # seconds of a step
@@ -31,38 +29,16 @@ SCRIPT, OLD_STEPS = "cluster/train_distributed.py", 300  # more than the trainin
 FIRST, LOST, STARTED = "node0", "node2", "node1"  # rank 0 of an elastic run; the host that is wiped; see above
 
 
-class Training:
-    """The training on the three hosts, started on one of them, by what it prints."""
+def train(folder, seconds: float, *words, launcher=("--elastic", "2:3")) -> Training:
+    """The training on the three hosts, started on one of them, with steps of so many seconds."""
+    order = [STARTED, *(node for node in NODES if node != STARTED)]
+    return Training(folder, "tests/support/checkpoint_runs.py", "-", SCRIPT, *words, nodes=order, started_on=STARTED,
+                    launcher=[*launcher, "--env", f"SLOW={seconds}"])
 
-    def __init__(self, folder, seconds: float, *words, launcher=()):
-        order = [STARTED, *(node for node in NODES if node != STARTED)]
-        hosts = write_hosts(folder, *(f"{node} python={sys.executable}" for node in order))
-        self.run = Launch(hosts, *launcher, "--env", "OMP_NUM_THREADS=1", "--env", f"SLOW={seconds}", "--",
-                          "tests/support/checkpoint_runs.py", "-", SCRIPT, *map(str, words), node=STARTED)
 
-    def steps(self, since: int = 0) -> list[int]:
-        found = (re.search(r"\| step (\d+)/", line) for line in list(self.run.lines[since:]))
-        return [int(match[1]) for match in found if match]
-
-    def wait(self, condition, seconds: float) -> None:
-        assert eventually(lambda: condition() or not self.run.reader.is_alive(), seconds), "".join(self.run.lines)
-        assert condition(), "".join(self.run.lines)
-
-    def went_on(self, ranks: int, since: int = 0, seconds: float = 120) -> int:
-        """Waits until so many ranks have made a step; the step that they went on from."""
-        def text() -> str:
-            _, found, text = "".join(self.run.lines[since:]).rpartition(f"{ranks} ranks over")
-            return text if found else ""
-
-        self.wait(lambda: re.search(r"\| step \d+/", text()), seconds)
-        return int(re.search(r"going on after step (\d+)", text())[1])
-
-    def stop(self) -> int:
-        """Ctrl-C; the step after which it stopped."""
-        os.killpg(self.run.process.pid, signal.SIGINT)
-        code, text = self.run.end(150)
-        assert code == 130 and nothing_runs(), text
-        return int(re.findall(r"stopped after step (\d+)", text)[-1])  # one stop more: a host came back
+def stop(run: Training) -> int:
+    """The step after which it stopped: the last one that is said, as a host came back."""
+    return int(re.findall(r"stopped after step (\d+)", run.stop())[-1])
 
 
 @pytest.fixture
@@ -85,32 +61,32 @@ def old_run(bed, tmp_path):
 def test_a_run_that_has_everything_happen_to_it(old_run, tmp_path):
     flags = [*FLAGS, "--dataset_name", tmp_path / "corpus", "--learning_rate", 1e-4]
     words = [*flags, "--save_every", 4, "--run_name", "story", "--log_dir", "runs", "--max_steps", 200]
-    run = Training(tmp_path, LONG, *words, "--pipelines", "2,1,1", "--num_microbatches", 6)
-    run.wait(lambda: run.steps()[-1:] == [2], 120)
+    run = train(tmp_path, LONG, *words, "--pipelines", "2,1,1", "--num_microbatches", 6, launcher=())
+    run.wait(lambda: run.steps()[-1:] == [2])
     time.sleep(0.2 * LONG)
-    assert run.stop() == 3, "the step that ran was the last one"
+    assert stop(run) == 3, "the step that ran was the last one"
     check_text()
 
     two = ["--pipelines", "4;2,2|2,2", "--num_microbatches", "4,2|6", "--resume", "auto"]
-    run = Training(tmp_path, SHORT, *words, *two, launcher=["--elastic", "2:3"])
+    run = train(tmp_path, SHORT, *words, *two)
     assert run.went_on(3) == 3
-    run.wait(lambda: run.steps()[-1] >= 6, 120)
-    mark, last = len(run.run.lines), run.steps()[-1]
+    run.reaches(6)
+    mark, last = run.mark(), run.steps()[-1]
     kill_all(FIRST)
     assert (without := run.went_on(2, mark)) >= last, "the hosts that are left have all of the model"
     figures = f"last step seen {last}, on two hosts after step {without}"
     testbed("wipe", FIRST)
     for name in ("runs", "checkpoints"):
         shutil.copytree(old_run / name, on_disk(FIRST, ROOT / name), dirs_exist_ok=True)
-    mark, last = len(run.run.lines), run.steps()[-1]
+    mark, last = run.mark(), run.steps()[-1]
     switch_on(FIRST)
     assert last <= (again := run.went_on(3, mark)) < OLD_STEPS
-    stopped = run.stop()
+    stopped = stop(run)
     figures += f"; on three again after step {again}, stopped after step {stopped}"
 
     testbed("wipe", LOST)
     end = ["--max_steps", stopped + 3, "--pipelines", "1,2,1|2,2", "--num_microbatches", 6, "--resume", "auto"]
-    run = Training(tmp_path, SHORT, *words, *end, launcher=["--elastic", "2:3"])
+    run = train(tmp_path, SHORT, *words, *end)
     assert run.went_on(3) == stopped
     code, text = run.run.end(150)
     assert code == 0 and nothing_runs(), text

@@ -93,6 +93,7 @@ HALVES = ([0, 1], [2, 2], 6)
     ([HALVES], {"seq_len": 64}, [], "the plan is for seq_len 64 (here 32)"),
     ([HALVES], {"dtype": "bfloat16"}, [], "the plan is for dtype bfloat16 (here float32)"),
     ([HALVES], {"model": {**FACTS, "hidden_size": 256}}, [], "the plan is for hidden_size 256 (here 128)"),
+    ([HALVES], {"lora_rank": 4}, [], "the plan is for lora_rank 4 (here None)"),
     ([HALVES], {"hosts": ["pi", HERE]}, [], f"the plan is for processes on pi, {HERE}, but they run on {HERE}, {HERE}"),
     ([HALVES], {"hosts": [HERE] * 3}, [], f"but they run on {HERE}, {HERE}"),
     ([HALVES], {}, ["--batch_size", 4, "--pipelines", "2,2"], "leave out --pipelines, --batch_size"),
@@ -147,7 +148,7 @@ def test_speeds_of_those_that_are_left(tmp_path, monkeypatch):
     monkeypatch.setattr(layout, "from_home", lambda make: make())
 
     def measured(*hosts):
-        monkeypatch.setattr(layout, "gather", lambda _: [(host, "") for host in hosts])
+        monkeypatch.setattr(layout, "machines", lambda: [(host, "") for host in hosts])
         found = layout.measured_speeds(args, 1, torch.float64)
         return found and found.seconds_of_whole()
 

@@ -59,14 +59,15 @@ SLOW_TO_2 = [[1e6, 1e6, 2e4], [1e6, 1e6, 2e4], [2e4, 2e4, 2e4]]
     {"speeds": [4, 2, 1], "bandwidth": 1e6, "parameters": 3000, "ends": 2e-3},
     {"speeds": [1, 1, 1], "bandwidth": 1e6, "parameters": 30000, "latency": 1e-4},
     {"speeds": [3, 1, 2], "bandwidth": SLOW_TO_2, "tied": True, "overhead": 2e-4},
+    {"speeds": [4, 4, 0.01], "bandwidth": 1e9},
     {"speeds": [1, 5, 3], "memory": [3e5, 8e4, 1.5e5], "bandwidth": 1e7},
     {"speeds": [2, 3, 2], "bandwidth": 4e6, "latency": 2e-3, "sizes": (1, 2), "optimizer_seconds": 1e-7},
     {"speeds": [1, 3.3, 2.7], "layers": 5, "bandwidth": 3.7e5, "parameters": 7669, "hidden_bytes": 65536.0,
      "tied": True, "memory": [1.35e6, 8.2e5, 1.25e6]},
     {"speeds": [1, 2.875, 4], "layers": 5, "bandwidth": 4.679e6, "parameters": 5392, "ends": 4e-3,
      "optimizer_seconds": 1e-7},
-], ids=["fast links", "slow links", "gradients too large", "one slow link", "little memory", "latency", "unlike memory",
-        "unlike ends"])
+], ids=["fast links", "slow links", "gradients too large", "one slow link", "one idles", "little memory", "latency",
+        "unlike memory", "unlike ends"])
 def test_as_good_as_trying_everything(options):
     for setting in Setting("1f1b", recompute=options["speeds"][0] == 1), Setting("afab"):
         cluster = Cluster(made_up_cluster(**{"layers": 4, **options}))
@@ -102,23 +103,11 @@ def test_slow_links():
     assert plans.uniform["the fastest machine alone"].candidate == plans.best[0].candidate
 
 
-def test_a_slow_machine_idles():
-    plans = plans_for({"speeds": [4, 4, 0.01], "bandwidth": 1e9, "layers": 4}, 8)
-    assert {p.machines for p in plans.best[0].candidate.pipelines} == {(0,), (1,)}
-
-
 def test_a_machine_behind_a_slow_link_is_not_in_the_middle():
     far = [[1e5 if 0 in (i, j) else 1e8 for j in range(4)] for i in range(4)]
     options = {"speeds": [1] * 4, "bandwidth": far, "parameters": 10**6, "memory": 6e7, "layer": 0.05}
     pipelines = plans_for(options, 16).best[0].candidate.pipelines
     assert len(pipelines) == 1 and 0 not in pipelines[0].machines[1:-1]
-
-
-def test_never_worse_than_uniform():
-    for speeds, bandwidth in (([1, 1, 1, 1], 1e7), ([3, 2, 2, 1], 1e8), ([1, 1.5, 2, 4, 4], 1e6)):
-        plans = plans_for({"speeds": speeds, "bandwidth": bandwidth, "latency": 1e-4}, 24)
-        steps = [scored.result.step_seconds for scored in plans.uniform.values()]
-        assert len(steps) == 3 and plans.best[0].result.step_seconds <= min(steps)
 
 
 def test_eight_unlike_machines():
@@ -131,12 +120,8 @@ def test_eight_unlike_machines():
     assert actions < 1.2 * (2 + STARTS) * ACTIONS
     ideal = 64 * 32 * 3e-3 / sum(speeds)
     assert plans.best[0].result.step_seconds < 1.15 * ideal
-
-
-def test_many_machines():
-    speeds = [1 + 0.2 * i for i in range(10)]
-    plans = plans_for({"speeds": speeds, "layers": 16, "bandwidth": 1e8, "parameters": 10000}, 30)
-    assert plans.best[0].result.step_seconds < 1.5 * 30 * 16 * 3e-3 / sum(speeds)
+    assert plans.best[0].result.step_seconds <= min(scored.result.step_seconds for scored in plans.uniform.values())
+    assert len(plans.uniform) == 3
 
 
 def test_memory():

@@ -9,7 +9,6 @@ import types
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from launch import modules_of
 
@@ -32,13 +31,6 @@ class Terminal(io.StringIO):
                 cells = part + cells[len(part):]
             rows.append(cells.rstrip())
         return rows
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def on_a_terminal(monkeypatch) -> Terminal:
@@ -67,7 +59,7 @@ def log(record: Record, *steps: int) -> None:
         record.log(step, 5.0 - step, 0.5, 0.1, 0.5)
 
 
-def test_bar_on_a_terminal_is_one_line(one_rank, tmp_path, monkeypatch):
+def test_bar_on_a_terminal_is_one_line(world_of_one, tmp_path, monkeypatch):
     terminal = on_a_terminal(monkeypatch)
     record = a_record(tmp_path)
     log(record, 1, 2)
@@ -85,7 +77,7 @@ def test_bar_on_a_terminal_is_one_line(one_rank, tmp_path, monkeypatch):
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
 
 
-def test_lines_where_there_is_no_terminal(one_rank, tmp_path, capsys, monkeypatch):
+def test_lines_where_there_is_no_terminal(world_of_one, tmp_path, capsys, monkeypatch):
     record = a_record(tmp_path)
     log(record, 1, 2)
     record.close()
@@ -117,7 +109,7 @@ def test_time_left_without_a_terminal(capsys):
     assert [duration(seconds) for seconds in (0, 59.6, 3675)] == ["0:00", "1:00", "1:01:15"]
 
 
-def test_evaluations_of_a_run_that_goes_on(one_rank, tmp_path):
+def test_evaluations_of_a_run_that_goes_on(world_of_one, tmp_path):
     record = a_record(tmp_path)
     record.evaluated(0, 5.0)
     log(record, 1, 2)
@@ -139,7 +131,7 @@ def test_evaluations_of_a_run_that_goes_on(one_rank, tmp_path):
     assert (tmp_path / "run.1" / EVALUATIONS).exists() and not (tmp_path / "run" / EVALUATIONS).exists()
 
 
-def test_a_run_that_goes_on_before_its_first_evaluation_has_none(one_rank, tmp_path):
+def test_a_run_that_goes_on_before_its_first_evaluation_has_none(world_of_one, tmp_path):
     record = a_record(tmp_path)
     log(record, 1, 2)
     record.evaluated(2, 3.0)
@@ -148,7 +140,7 @@ def test_a_run_that_goes_on_before_its_first_evaluation_has_none(one_rank, tmp_p
     assert (tmp_path / "run" / EVALUATIONS).read_text() == ""
 
 
-def test_without_rows_of_its_own_a_run_says_so(one_rank, tmp_path, capsys):
+def test_without_rows_of_its_own_a_run_says_so(world_of_one, tmp_path, capsys):
     """The run that has left rows there has another id."""
     record = a_record(tmp_path)
     log(record, 1)
@@ -164,7 +156,7 @@ def test_perplexity_of_a_loss_beyond_floats():
     assert perplexity(0.0) == 1 and perplexity(1e4) > 1e300
 
 
-def test_board_and_wandb_get_evaluation_sample_and_waiting(one_rank, tmp_path, monkeypatch):
+def test_board_and_wandb_get_evaluation_sample_and_waiting(world_of_one, tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sent = []

@@ -1,7 +1,6 @@
 """What the scripts for a few unlike machines take and refuse: flags, variables, cluster.json; layers by speed."""
 
 import argparse
-import contextlib
 import json
 import re
 import sys
@@ -16,6 +15,7 @@ with modules_of(9):
     import three_stages_simple_pp as three_stages
     import train_distributed
     import train_single_test as single_test
+    from machine_facts import this_host
     from training import layout, loop, times
     from utils import TINY_LLAMA, load_config
 
@@ -23,7 +23,7 @@ with modules_of(9):
 @pytest.fixture
 def three_ranks(monkeypatch):
     monkeypatch.setattr(layout, "from_home", lambda make: make())
-    monkeypatch.setattr(layout, "gather", lambda value: [value] * 3)
+    monkeypatch.setattr(layout, "machines", lambda: [this_host()] * 3)
 
 
 def speeds_in(path, content, **flags) -> layout.Measured | None:
@@ -50,7 +50,7 @@ def test_bad_cluster_json(tmp_path, three_ranks, content, expected):
 
 
 def test_one_process_takes_no_notice_of_cluster_json(tmp_path, three_ranks, monkeypatch):
-    monkeypatch.setattr(layout, "gather", lambda value: [value])
+    monkeypatch.setattr(layout, "machines", lambda: [this_host()])
     assert speeds_in(tmp_path / "cluster.json", "{") is None
 
 
@@ -140,37 +140,6 @@ def test_a_timeline_of_no_step(batch):
         next(steps)
 
 
-def test_a_step_is_clipped_and_scheduled(monkeypatch):
-    """The gradients are clipped when they are complete, before the optimizer; its learning rate falls from step to
-    step; the record has both. The run may save after each step."""
-    calls, rows, parameter = [], [], torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.4)
-    optimizer.register_step_pre_hook(lambda *_: calls.append(("step", optimizer.param_groups[0]["lr"])))
-    plugin = argparse.Namespace(
-        device=torch.device("cpu"), global_batch_size=2,
-        execute_pipeline=lambda *_: calls.append("run") or torch.ones(1),
-        clip_grad_norm=lambda model, max_norm: calls.append((model, max_norm)) or torch.tensor(3.0))
-    watch = argparse.Namespace(lost_peers=contextlib.nullcontext, ask_all=lambda: False,
-                               lock=contextlib.nullcontext())
-    run = argparse.Namespace(start=0, disks=None, found=None, watch=watch,
-                             end=lambda was_stopped: calls.append("end"), after_step=lambda step, stops, is_end, is_last: calls.append(("save", is_end, is_last)))
-    loader = torch.utils.data.DataLoader([])
-    loader.microbatches, plugin.own_num_microbatches = [], 1
-    record = argparse.Namespace(log=lambda *row: rows.append(row), complete=lambda step: None, close=lambda: None,
-                                progress=argparse.Namespace(bar=contextlib.nullcontext))
-    monkeypatch.setattr(loop, "Record", lambda *_: record)
-    monkeypatch.setattr(loop.pgm, "process_group_manager", argparse.Namespace(dp_rank=0, pp_rank=0))
-    monkeypatch.setattr(loop.StepTimes, "print", lambda self: None)
-    args = argparse.Namespace(profile_batch=-1, seq_len=8, warmup_steps=0, lr_decay="cosine", max_grad_norm=0.5, seed=0)
-    steps = list(loop.train(args, plugin, "model", optimizer, loader, None, 2, run, lambda scheduler: None,
-                            steps_per_epoch=1))
-    assert calls == ["run", ("model", 0.5), ("step", 0.4), ("save", True, False),
-                     "run", ("model", 0.5), ("step", pytest.approx(0.2)), ("save", True, True), "end"]
-    assert [row[:4] for row in rows] == [(1, 1.0, 3.0, 0.4), (2, 1.0, 3.0, pytest.approx(0.2))]
-    assert [(step.number, step.grad_norm, step.learning_rate) for step in steps] == [
-        (1, 3.0, 0.4), (2, 3.0, pytest.approx(0.2))]
-
-
 def test_times_of_a_gpu(monkeypatch):
     """There, the timeline's moments are events, and the seconds between two of them are asked for."""
     class Event:
@@ -184,15 +153,6 @@ def test_times_of_a_gpu(monkeypatch):
         with times.timeline.span(kind):
             pass
     assert step_times.stop()[1] == pytest.approx(0.75)
-
-
-@pytest.mark.parametrize("name", ["train_distributed", "three_stages_simple_pp", "train_single_test", "plan"])
-def test_the_remedy_against_too_little_memory_names_flags_that_there_are(name):
-    script, *flags = ((ROOT / "cluster" / path).read_text()
-                      for path in (f"{name}.py", "training/common.py", "training/layout.py"))
-    [remedy] = re.findall(r'one_clear_error\(out_of_memory="(.*)"\)', script)
-    assert (named := re.findall("--[a-z_]+", remedy))
-    assert all(f'"{flag}"' in "".join([script, *flags]) for flag in named)
 
 
 def test_numbers_of_micro_batches(parse, monkeypatch):

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from clusters import MEASURED
-from huggingface import ExactRMSNorm, their_name
-from launch import ROOT, fork, losses, metrics, modules_of, start_fork
+from huggingface import their_name
+from launch import ROOT, losses, metrics, modules_of, start_fork
 
 with modules_of(9):
     import train_single_test as single_test
-    from model import Llama, cross_entropy, init_weights
+    from model import Llama, init_weights
 
 CLUSTER = ROOT / "cluster"
 QWEN = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3")]  # seconds to import
@@ -92,16 +92,6 @@ def test_three_stages(trained):
     assert not list((folder / "runs3" / "uneven").glob("timeline*"))  # train_distributed.py records none by default
 
 
-@pytest.mark.slow
-def test_three_stages_goes_on_with_its_own_data(trained):
-    """As train_distributed.py does: other text is an error."""
-    folder, _ = trained
-    flags = flags_of(folder, 1)["three_stages_simple_pp"]
-    done = fork(9, 1, *flags, "--dataset_name", "sotu", "--resume", "auto", modules=QWEN, check=False,
-                script=CLUSTER / "three_stages_simple_pp.py")
-    assert done.returncode == 2 and "was trained on other data than --dataset_name 'sotu'" in done.stderr, done.stderr
-
-
 def test_shares_by_speed_and_banner(trained):
     _, printed = trained
     assert f"micro-batches of a step, of 1 samples each: {', '.join(map(str, SHARES))}" in printed
@@ -109,36 +99,17 @@ def test_shares_by_speed_and_banner(trained):
     assert re.search(r"^2 +\S+ +.*\d cores +lo 127.0.0.1$", printed, re.MULTILINE)
 
 
-def test_loss_of_an_epoch(trained):
-    folder, printed = trained
-    uneven = printed.partition("of 1 samples each")[2]  # three_stages has printed its own before
-    found = [float(text) for text in re.findall(r"^epoch \d: loss (\S+)$", uneven, re.MULTILINE)]
-    expected = losses(folder / "runs3", "uneven")
-    assert found == pytest.approx([sum(expected[:2]) / 2, sum(expected[2:]) / 2], abs=1e-4)
-
-
-def test_checkpoint_is_hugging_faces(trained):
-    """The last epoch's, in transformers: the loss of our model with the weights that training ended with."""
-    from transformers import AutoTokenizer, LlamaForCausalLM
+def test_checkpoint_has_the_final_weights(trained):
+    """The last epoch's, by Hugging Face's names. That transformers computes the same: test_cluster_checkpoint.py."""
+    from safetensors.torch import load_file
 
     folder, _ = trained
     saved = folder / "checkpoints3" / "uneven"
     assert sorted(os.listdir(saved)) == [".lock", "latest", "step_00000002", "step_00000004"]  # the end of each epoch
-    newest = saved / (saved / "latest").read_text().strip()
-    assert newest.name == "step_00000004"
-    theirs = LlamaForCausalLM.from_pretrained(newest, dtype=torch.float64, attn_implementation="sdpa")
+    assert (saved / "latest").read_text() == "step_00000004\n"
+    weights = load_file(saved / "step_00000004" / "model-00001-of-00001.safetensors")
     final = torch.load(folder / "train_distributed3" / "rank0.pt")["final"]
-    assert all(torch.equal(param, final[name]) for name, param in
-               ((name, theirs.get_parameter(their_name(name))) for name in final))
-    for layer in theirs.model.layers:  # theirs rounds to float32
-        layer.input_layernorm = ExactRMSNorm(layer.input_layernorm)
-        layer.post_attention_layernorm = ExactRMSNorm(layer.post_attention_layernorm)
-    theirs.model.norm = ExactRMSNorm(theirs.model.norm)
-    ours = Llama(theirs.config, torch.float64).double()
-    ours.load_state_dict(final)
-    ids = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
-    assert abs(cross_entropy(ours(ids), ids) - cross_entropy(theirs(ids).logits, ids)) <= 1e-9
-    assert AutoTokenizer.from_pretrained(newest)("times")["input_ids"]
+    assert len(weights) == len(final) and all(torch.equal(weights[their_name(name)], final[name]) for name in final)
 
 
 def test_tensorboard(trained):

@@ -1,14 +1,14 @@
 """slurm.sbatch on two nodes: a job out of time is requeued and resumes; one that is cancelled or fails is not."""
 
-import os
 import pathlib
 import re
 import sys
 
 import pytest
-from bed import bed, processes
+from bed import bed
 from launch import ROOT, fork, metrics
-from slurm_bed import Slurm, slurm, slurm_bed, wait_until  # noqa: F401, with a fixture
+from processes import eventually
+from slurm_bed import Slurm, slurm  # noqa: F401, with a fixture
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.usefixtures(bed.__name__)]
 STEPS, TOLERANCE = 20, 1e-9
@@ -34,7 +34,7 @@ class Job:
         return metrics(self.folder / "many", "run") if (self.folder / "many/run/metrics.jsonl").exists() else []
 
     def wait(self, condition, seconds: float = 120) -> None:
-        wait_until(condition, seconds, lambda: f"{self.slurm.job(self.number)}\n{self.output()}\n{self.slurm.logs()}")
+        assert eventually(condition, seconds), f"{self.slurm.job(self.number)}\n{self.output()}\n{self.slurm.logs()}"
 
     def end(self) -> dict[str, str]:
         self.wait(lambda: self.slurm.job(self.number)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"))
@@ -46,17 +46,7 @@ def submit(slurm, tmp_path):
     """submit(*flags) -> Job. Nothing of a test that fails stays on the nodes."""
     yield lambda *flags: Job(slurm, tmp_path, *flags)
     slurm("scancel", "--user=root")
-    wait_until(lambda: not slurm("squeue", "--noheader"), 60, slurm.logs)
-
-
-def test_the_bed_leaves_nothing():
-    before = processes()
-    with slurm_bed() as slurm:
-        number = slurm("sbatch", "--parsable", "--nodes=2", "--output=/dev/null", "--wrap=srun setsid sleep 1000")
-        wait_until(lambda: slurm.job(number)["JobState"] == "RUNNING", 20, slurm.logs)
-        # The four daemons, and what the job started on each node.
-        wait_until(lambda: len(processes() - before) > 6, 20, slurm.logs)
-    assert processes() <= before and not os.path.exists(slurm.folder)
+    assert eventually(lambda: not slurm("squeue", "--noheader")), slurm.logs()
 
 
 def test_a_job_out_of_time_resumes(slurm, submit, tmp_path):

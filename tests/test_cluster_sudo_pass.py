@@ -3,8 +3,6 @@
 import pathlib
 import subprocess
 import sys
-import time
-import uuid
 
 import pytest
 from launch import ROOT, environment, fork, modules_of, torchrun
@@ -46,40 +44,20 @@ def test_it_is_hidden_and_nothing_repeats_it():
     assert "--train_steps" in helped and "sudo" not in helped
 
 
-def title_of_rank_0(marker: str) -> bytes:
-    """The title of the worker whose environment holds `marker`."""
-    for path in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (path / "environ").read_bytes().split(b"\0")
-            if f"MARKER={marker}".encode() in variables and b"RANK=0" in variables:
-                return (path / "cmdline").read_bytes()
-        except OSError:
-            pass  # it has ended meanwhile
-    return b""
-
-
 @pytest.mark.slow
-def test_the_password_is_nowhere(tmp_path):
+def test_the_password_is_nowhere(command, tmp_path):
     """Neither in what is printed or written, W&B's files included, nor in the title of a worker while it runs."""
-    marker, title, corpus = uuid.uuid4().hex, b"", tmp_path / "corpus.txt"
-    corpus.write_text("It was the best of times, it was the worst of times. " * 40)
-    command = torchrun(1, SCRIPT, "--sudo_pass", SECRET, "--train_steps", 30, "--batch_size", 4,
-                       "--dataset_name", corpus, "--log_dir", tmp_path, "--checkpoint_dir", tmp_path / "checkpoints",
-                       "--use_wandb")
-    process = subprocess.Popen(command, env=environment(MARKER=marker, WANDB_MODE="offline", WANDB_SILENT="true"),
-                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "three_stages" / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while process.poll() is None and time.monotonic() < deadline and not title:
-        if metrics.exists() and metrics.stat().st_size:  # training has begun
-            title = title_of_rank_0(marker)
-        time.sleep(0.05)
-    stdout, stderr = process.communicate(timeout=240)
-    assert process.returncode == 0, stderr[-3000:]
+    (corpus := tmp_path / "corpus.txt").write_text("It was the best of times, it was the worst of times. " * 40)
+    run = command(torchrun(1, SCRIPT, "--sudo_pass", SECRET, "--train_steps", 30, "--batch_size", 4, "--dataset_name",
+                           corpus, "--log_dir", tmp_path, "--checkpoint_dir", tmp_path / "checkpoints", "--use_wandb"),
+                  WANDB_MODE="offline", WANDB_SILENT="true")
+    run.wait_for_step(tmp_path / "three_stages" / "metrics.jsonl", 1)
+    title = pathlib.Path(f"/proc/{run.ranks()[0]}/cmdline").read_bytes()
+    printed = run.end(240)
+    assert run.process.returncode == 0, printed[-3000:]
     assert b"--train_steps" in title and SECRET.encode() not in title
-    assert SECRET not in stdout + stderr
-    assert [line for line in stderr.splitlines() if "sudo_pass" in line] == [script.WARNING]
-    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [line for line in printed.splitlines() if "sudo_pass" in line] == [script.WARNING]
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]  # what it printed among them
     [record] = [path.read_bytes() for path in written if path.suffix == ".wandb"]
     assert b"--train_steps" in record, "W&B notes the command line elsewhere: look there"
     assert "config.json" in {path.name for path in written}

@@ -6,12 +6,12 @@ ALL_WAYS=1 starts each script in each way; without it each script and each way i
 """
 
 import os
-import subprocess
 import sys
 
 import pytest
 
-from bed import NODES, SSH_CONFIG, bed, on_disk, start
+from bed import NODES, bed, on_disk, start
+from elastic_bed import Training
 from launch import ROOT, environment, fork, losses
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.usefixtures(bed.__name__)]
@@ -34,13 +34,9 @@ if os.environ.get("ALL_WAYS"):
 
 
 def over_ssh(folder, script, words) -> str:
-    hosts = folder / "hosts.txt"
-    hosts.write_text("".join(f"{node} python={sys.executable}\n" for node in NODES))
-    command = [ROOT / "cluster" / "launch_cluster.sh", hosts, "--env", "OMP_NUM_THREADS=1", "--", script, *words]
-    done = subprocess.run(list(map(str, command)), env=environment(SSH_OPTIONS=f"-F {SSH_CONFIG}"), text=True,
-                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+    code, printed = Training(folder, script, *words, launcher=()).run.end(300)
+    assert code == 0, printed[-4000:]
+    return printed
 
 
 def by_hand(form, script, words) -> str:

@@ -1,9 +1,15 @@
 """--compile: the losses of the eager run, from compiled layers; what it says without a compiler.
 
-The first run of these compiles for half a minute; torch keeps what it has compiled for later ones.
+The first run of these compiles for half a minute, beside other tests; torch keeps what it has compiled for later ones.
 """
 
+import concurrent.futures
+import functools
+import os
+import pathlib
 import re
+import shutil
+import tempfile
 
 import pytest
 from launch import STEPS, fork, losses, start_fork
@@ -19,19 +25,35 @@ print("compiled", counters["frames"]["ok"])
 """
 
 
+HAS_COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler: apt-get install g++")
+
+
+@functools.cache
+def start(dtype: str) -> list[concurrent.futures.Future]:
+    """The eager run and the compiled one."""
+    script = pathlib.Path(tempfile.mkdtemp(prefix="compile"), "count.py")
+    script.write_text(COUNT)
+    flags = [STEPS["1"] / "train.py", *COMMON, "--max_tokens", 4 * 2 * 32, "--dtype", dtype]
+    return [start_fork(1, 1, *flags, *more, script=script, timeout=600) for more in ([], ["--compile"])]
+
+
+@needs_compiler
 @pytest.mark.parametrize("dtype, tolerance", [
     ("float32", 2e-4), pytest.param("bfloat16", 2e-2, marks=pytest.mark.slow)])
-def test_compiled_losses_are_those_of_the_eager_run(tmp_path, dtype, tolerance):
-    (tmp_path / "count.py").write_text(COUNT)
-    flags = [STEPS["1"] / "train.py", *COMMON, "--max_tokens", 4 * 2 * 32, "--dtype", dtype]
-    eager, compiled = (start_fork(1, 1, *flags, *more, script=tmp_path / "count.py", timeout=400)
-                       for more in ([], ["--compile"]))
+def test_compiled_losses_are_those_of_the_eager_run(dtype, tolerance):
+    eager, compiled = start(dtype)
     expected, found = (list(map(float, re.findall(r"loss (\S+)", run.result().stdout))) for run in (eager, compiled))
     assert len(expected) == 4 and found == pytest.approx(expected, abs=tolerance)
     assert "compiled 0\n" in eager.result().stdout
     assert "compiled 1\n" in compiled.result().stdout, "the two layers are alike, and share the code"
 
 
+test_compiled_losses_are_those_of_the_eager_run.start_early = (  # see conftest.py
+    lambda item: HAS_COMPILER and start(item.callspec.params["dtype"]))
+
+
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("step, ranks, grid", [
     (8, 8, ["--tp_size", 2, "--dp_size", 2, "--pp_size", 2, "--gradient_accumulation_steps", 2]),

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -100,3 +101,24 @@ def test_configuration_is_what_hugging_face_reads(tmp_path, style):
     ours, theirs = load_config(str(tmp_path), num_attention_heads=None), AutoConfig.from_pretrained(tmp_path)
     assert {name: getattr(ours, name) for name in CONFIG_FIELDS} == {
         name: theirs.to_dict()[name] for name in CONFIG_FIELDS}
+
+
+@pytest.mark.parametrize("dtype, on_gpu, kv_heads", [
+    (torch.float32, True, 4), (torch.bfloat16, True, 2), (torch.float32, False, 2)])
+def test_float32_heads_are_repeated_on_a_gpu(dtype, on_gpu, kv_heads):
+    """There, enable_gqa has no float32 kernel but the one that keeps all T x T scores. No GPU is needed here."""
+    config = tiny_config()
+    attention = build(config, dtype).decoder_layers[0].attention
+    x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    cos, sin = llama.get_cos_sin(6, 8, 1e4, dtype, x.device)
+    expected, attend, seen = attention(x, cos, sin), torch.nn.functional.scaled_dot_product_attention, []
+
+    def watch(q, k, v, is_causal, enable_gqa):
+        seen.append((k.size(1), v.size(1), enable_gqa))
+        return attend(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
+
+    with mock.patch.object(torch.Tensor, "is_cuda", on_gpu), \
+            mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", watch):
+        found = attention(x, cos, sin)
+    assert seen == [(kv_heads, kv_heads, kv_heads < 4)]
+    assert (found - expected).abs().max() <= 1e-6

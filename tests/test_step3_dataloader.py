@@ -3,31 +3,25 @@
 import json
 import os
 import pathlib
+import pickle
+import sys
 import types
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer
 
 from launch import ROOT, fork, losses, modules_of
+from test_step3_token_cache import write_jsonl, write_parquet, write_txt_folder
 
 with modules_of(5):
     import dataloader
     import process_group_manager as pgm
 
+pytestmark = pytest.mark.usefixtures("world_of_one")
 TINY = ROOT / "assets" / "tiny_llama"
 END = 0  # the id of the end-of-text token
 DOCUMENTS = [f"Document {i}. " + "We the people of the United States. " * (i + 2) + "\n" for i in range(12)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -73,6 +67,17 @@ def corpus(tmp_path):
     path = tmp_path / "corpus.txt"
     path.write_text("".join(DOCUMENTS))
     return path
+
+
+def test_a_worker_is_sent_the_name_of_the_file_and_not_the_tokens(loader, corpus, monkeypatch):
+    """Where processes are spawned, as on macOS, the data set is pickled for each worker."""
+    samples = loader(corpus).dataset
+    samples.num_samples = 7
+    monkeypatch.setitem(sys.modules, "dataloader", dataloader)  # in a step it can be imported
+    sent = pickle.dumps(samples)
+    assert len(sent) < 1000 < 4 * len(samples.tokens)
+    received = pickle.loads(sent)
+    assert len(received) == 7 and all(torch.equal(a, b) for a, b in zip(received, samples))
 
 
 def test_samples_are_consecutive_and_targets_are_the_next_tokens(loader, corpus):
@@ -133,29 +138,10 @@ def test_a_short_corpus_is_repeated_and_says_so(loader, corpus, capsys):
     assert take(data, 3 * (per_epoch - 1)) == (epoch * 3)[: 3 * (per_epoch - 1)]
 
 
-def write_txt_folder(folder):
-    (folder / "c").mkdir()
-    for i, text in reversed(list(enumerate(DOCUMENTS))):  # not in the order of their names
-        (folder / "c" / f"{i:02}.txt").write_text(text)
-    (folder / "c" / "LICENSE").write_text("of another kind, and not a document")
-    return folder / "c"
-
-
-def write_jsonl(folder):
-    rows = [json.dumps({"id": i, "text": text}) for i, text in enumerate(DOCUMENTS)]
-    (folder / "c.jsonl").write_text("\n".join(rows) + "\n")
-    return folder / "c.jsonl"
-
-
-def write_parquet(folder):
-    pyarrow.parquet.write_table(pyarrow.table({"text": DOCUMENTS}), folder / "c.parquet")
-    return folder / "c.parquet"
-
-
-def write_jsonl_folder(folder):
+def write_jsonl_folder(folder, texts):
     (folder / "c").mkdir()
     for part in (1, 0):
-        rows = [json.dumps({"text": text}) + "\n" for text in DOCUMENTS[6 * part : 6 * part + 6]]
+        rows = [json.dumps({"text": text}) + "\n" for text in texts[6 * part : 6 * part + 6]]
         (folder / "c" / f"part{part}.jsonl").write_text("".join(rows))
     return folder / "c"
 
@@ -165,7 +151,7 @@ def test_kinds_of_corpora(loader, tmp_path, write):
     ids = token_ids(DOCUMENTS)
     assert ids.count(END) == len(DOCUMENTS)
     count = (len(ids) - 1) // 8
-    assert take(loader(write(tmp_path), micro_batch_size=1, num_samples=count), count) == consecutive(ids, count)
+    assert take(loader(write(tmp_path, DOCUMENTS), micro_batch_size=1, num_samples=count), count) == consecutive(ids, count)
 
 
 def test_workers_change_nothing(tmp_path):

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from launch import ROOT, STEPS, fork, modules_of
+from launch import ROOT, modules_of
 
 with modules_of(3):
     import dataloader
@@ -25,7 +25,8 @@ TEXTS = [f"Speech {i}, café.\n" + f"We the people, line {i}.\r\n" * (i % 7 * 40
 
 def write_txt_folder(folder, texts=TEXTS):
     (folder / "corpus").mkdir()
-    for i, text in enumerate(texts):
+    (folder / "corpus" / "LICENSE").write_text("of another kind, and not a document")
+    for i, text in reversed(list(enumerate(texts))):  # not in the order of their names
         (folder / "corpus" / f"{i:03}.txt").write_text(text, encoding="utf-8", newline="")
     return folder / "corpus"
 
@@ -38,7 +39,7 @@ def write_line(folder, texts=TEXTS):
 
 def write_jsonl(folder, texts=TEXTS):
     path = folder / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)))
     return path
 
 
@@ -99,12 +100,11 @@ def test_a_changed_corpus_or_tokenizer_is_not_served_from_the_cache(cache, tmp_p
     assert len(list(cache.folder.glob("*.bin"))) == 4
 
 
-def test_a_killed_run_leaves_nothing_that_another_takes_for_tokens(cache, tmp_path):
+def test_a_killed_run_leaves_nothing_that_another_takes_for_tokens(cache, run_code, tmp_path):
     corpus = write_txt_folder(tmp_path)
     begun = cache(corpus, 100)
-    program = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[1])
+    done = run_code(3, 1, """
+import os, signal
 import dataloader
 encode = dataloader.encode
 def killed(documents, tokenizer):
@@ -112,12 +112,9 @@ def killed(documents, tokenizer):
         if number == 9:
             os.kill(os.getpid(), signal.SIGKILL)
         yield ids
-dataloader.encode, dataloader.BLOCK = killed, int(sys.argv[5])
-dataloader.encode_to_file(sys.argv[2], sys.argv[3], 10**9, sys.argv[4])
-"""
-    (tmp_path / "killed.py").write_text(program)
-    done = fork(3, 1, STEPS["3"], corpus, TINY, cache.folder, dataloader.BLOCK, script=tmp_path / "killed.py",
-                check=False)
+dataloader.encode, dataloader.BLOCK = killed, int(sys.argv[4])
+dataloader.encode_to_file(sys.argv[1], sys.argv[2], 10**9, sys.argv[3])
+""", corpus, TINY, cache.folder, dataloader.BLOCK, check=False)
     assert done.returncode == -signal.SIGKILL
     assert len(list(cache.folder.rglob("*"))) > 1, "it was killed while it wrote"
     assert cache(corpus, 100) == begun, "what was there has changed"

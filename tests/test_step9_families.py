@@ -14,8 +14,8 @@ with modules_of(9):
     import train
 
 SAMPLED = {1: ["gpt2-tied", "llama", "bert-tied", "vit", "gpt2-frozen"],  # tp_size -> cases: each kind of model once
-           2: ["gpt2", "gpt2-frozen", "qwen3-tied", "gpt-neox"]}
-OVER_TP = (*DECODERS, "gpt2-frozen", "gpt2-classifier", "llama-classifier")
+           2: ["gpt2-tied", "gpt2-frozen", "qwen3-tied", "gpt-neox", "opt-projected", "llama-classifier"]}
+OVER_TP = (*DECODERS, "opt-projected", "gpt2-frozen", "gpt2-classifier", "llama-classifier")
 OTHERS = {1: [case for case in IDS if case not in SAMPLED[1]],
           2: [case for case in IDS if case.removesuffix("-tied") in OVER_TP and case not in SAMPLED[2]]}
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import MODELS, ROOT, STEPS, fork
+from launch import MODELS, fork
 
 
 def test_config_lists_the_stages_of_each_pipeline(tmp_path):
@@ -30,11 +30,8 @@ def test_wrong_pipelines(tmp_path, flags, message):
     assert sum(line.startswith("error: ") for line in done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_templates_of_the_wrong_model_are_an_error_on_every_rank(tmp_path):
-    script = tmp_path / "wrong.py"
-    script.write_text(f'''
-import sys
-sys.path[:0] = [{str(STEPS["9"])!r}, {str(ROOT / "tests" / "support")!r}]
+def test_templates_of_the_wrong_model_are_an_error_on_every_rank(run_code):
+    out = run_code(9, 2, '''
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5Model
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from pipeline_template import PipelineTemplate
@@ -48,18 +45,17 @@ def attempt(model, stages, counts):
         plugin.set_pipelines(pipelines, counts)
         plugin.configure(model, torch.optim.SGD(model.parameters()))
     except Exception as error:
-        print(f"<{{dist.get_rank()}} {{type(error).__name__}}: {{str(error).splitlines()[0][:90]}}>", flush=True)
+        print(f"<{dist.get_rank()} {type(error).__name__}: {str(error).splitlines()[0][:90]}>", flush=True)
 attempt(model, [[modules], [modules[:-1]]], [1, 1])  # only the second pipeline's is wrong
 attempt(model, [[modules[1:4], [modules[0], *modules[4:]]]], [1])
-attempt(model, [[modules[:-1], modules[-1:]]], {{}})
+attempt(model, [[modules[:-1], modules[-1:]]], {})
 attempt(model, [[modules]], [1])
 attempt(T5Model(T5Config(num_layers=1, d_model=8, d_kv=4, num_heads=2, d_ff=8, vocab_size=16)), [[["a"], ["b"]]], [1])
 one = PipelineTemplate(name, [modules])
 plugin.set_pipelines([one, one], [3, 5])
 sizes = plugin.dp_size, plugin.pp_size, plugin.global_batch_size, plugin.train_batch_size
-print(f"<{{dist.get_rank()}} {{sizes}}>", flush=True)
-''')
-    out = fork(9, 2, script=script, modules=MODELS, timeout=60).stdout
+print(f"<{dist.get_rank()} {sizes}>", flush=True)
+''', modules=MODELS, timeout=60).stdout
     assert "<0 (2, 1, 8, 3)>" in out and "<1 (2, 1, 8, 5)>" in out, out
     for rank in (0, 1):
         for error in ("UserError: Modules in the pipeline template do not match the modules in the model",
@@ -70,12 +66,9 @@ print(f"<{{dist.get_rank()}} {{sizes}}>", flush=True)
             assert f"<{rank} {error}" in out, out
 
 
-def test_ranks_that_made_unlike_models_train_that_of_rank_0(tmp_path):
+def test_ranks_that_made_unlike_models_train_that_of_rank_0(run_code):
     """A script without a seed, or a new head: over pipelines and tp ranks, frozen parameters and buffers too."""
-    script = tmp_path / "unseeded.py"
-    script.write_text(f'''
-import sys
-sys.path[:0] = [{str(STEPS["9"])!r}, {str(ROOT / "tests" / "support")!r}]
+    out = run_code(9, 4, '''
 import torch, torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 from tensor_parallel import split_parameter
@@ -97,16 +90,15 @@ for case in (lambda rank: make(rank), lambda rank: make(0, head=rank), lambda ra
     try:
         stage = plugin.configure(model, torch.optim.SGD(model.parameters()))[0].module.model
     except ValueError as error:
-        print(f"<{{rank}} {{error}}>", flush=True)
+        print(f"<{rank} {error}>", flush=True)
         continue
     expected, off = case(0).double(), 0
     for name, param in [*stage.named_parameters(), *stage.named_buffers()]:
         module, _, key = name.rpartition(".")
         whole = dict([*expected.named_parameters(), *expected.named_buffers()])[name].detach()
         off += not torch.equal(param, split_parameter(stage.get_submodule(module), key, whole))
-    print(f"<{{rank}} {{off}}>", flush=True)
-''')
-    out = fork(9, 4, script=script, modules=MODELS, timeout=60).stdout
+    print(f"<{rank} {off}>", flush=True)
+''', modules=MODELS, timeout=60).stdout
     assert all(out.count(f"<{rank} 0>") == 2 for rank in range(4)), out
     assert "12 of 30 parameters and buffers were unlike on some ranks" in out and "\n1 of 30 parameters and" in out, out
     assert all(f"<{rank} rank 3 has another model than rank 0: only one of them has lm_head" in out for rank in range(4)), out

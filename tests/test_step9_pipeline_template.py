@@ -2,6 +2,7 @@
 
 import copy
 import re
+import types
 
 import pytest
 import torch
@@ -134,6 +135,37 @@ def test_a_model_of_no_family():
         with pytest.raises(NotImplementedError, match=message) as error:
             attempt(model)
         assert all(family in str(error.value) for family in FAMILIES)
+
+
+def named(name: str, base: type) -> type:
+    """A class of that name, of this test, that adds nothing to its base."""
+    return type(name, (base,), {})
+
+
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_a_subclass_is_cut_as_its_base_is(kind):
+    """Also where the base model's class is another, and ours: `transformer` or `model` may be a subclass, too."""
+    with torch.device("meta"):
+        model = toy_on_meta("gpt2" if kind.startswith("GPT2") else "llama")
+        expected, base = PipelineTemplate.get_modules(model), type(model.base_model)
+        model.base_model.__class__ = named("Other", base)
+        model.__class__ = named("OtherModel", type(model))
+    assert PipelineTemplate.get_modules(model) == expected
+
+
+def test_a_strangers_class_of_a_known_name_is_not_taken_for_ours():
+    stranger = torch.nn.Module()
+    stranger.__class__, stranger.config = named("Llama", torch.nn.Module), types.SimpleNamespace()
+    for name in "embedding", "final_norm", "final_proj":
+        stranger.add_module(name, torch.nn.Linear(1, 1))
+    stranger.add_module("decoder_layers", torch.nn.ModuleList([torch.nn.Linear(1, 1)]))
+    with pytest.raises(NotImplementedError, match="it has no plan"):
+        PipelineTemplate.get_modules(stranger)
+
+
+def test_layerdrop_is_refused():
+    with pytest.raises(NotImplementedError, match="layerdrop=0.1 skips layers at random.* set layerdrop=0"):
+        PipelineTemplate.get_modules(toy_on_meta("opt", layerdrop=0.1))
 
 
 def test_every_family_is_tested():

@@ -2,16 +2,15 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import types
 
 import pytest
 import torch
+import transformers
 from families import (
-    CASES, DECODERS, IDS, TIED, PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, run_chain,
+    CASES, IDS, PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, run_chain,
     stages_on_meta, tensor_parallel, toy, toy_batch, toy_on_meta)
-from launch import MODELS, ROOT, environment, fork, modules_of
+from launch import modules_of
 from safetensors.torch import save_file
 
 with modules_of(9):
@@ -140,33 +139,6 @@ def test_a_buffer_that_the_model_does_not_compute(saved):
         load_weights(stage, saved("llama"))
 
 
-OVER_TP = [f"{name}{tied}" for name in (*DECODERS, "opt-projected", "gpt2-classifier", "llama-classifier")
-           for tied in ("", "-tied") if not tied or name in TIED]
-SAMPLED = ("gpt2-tied", "llama", "opt-projected", "llama-classifier")  # matrices fused and apart, biases, other heads
-
-
-@pytest.fixture(scope="module")
-def tp_errors(tmp_path_factory, selected):
-    """Of all cases that are to run, from one start of two processes."""
-    folder = tmp_path_factory.mktemp("tp")
-    script = ROOT / "tests" / "support" / "families_over_tp.py"
-    fork(9, 2, folder, *selected("case"), "qwen3-float32-norms", script=script, modules=MODELS)
-    with open(folder / "errors.json") as file:
-        return json.load(file)
-
-
-@pytest.mark.parametrize("case", [case if case in SAMPLED else pytest.param(case, marks=pytest.mark.slow)
-                                  for case in OVER_TP])
-def test_two_tp_ranks_compute_the_whole_model(case, tp_errors):
-    loss, gradients, unlike = tp_errors[case]
-    assert loss <= 1e-9 and gradients <= 1e-9
-    assert unlike == 0.0, "what is whole on each tp rank has to stay the same there"
-
-
-def test_two_tp_ranks_with_the_librarys_own_norms(tp_errors):
-    assert max(tp_errors["qwen3-float32-norms"]) <= 1e-6
-
-
 @pytest.mark.parametrize("name, changes, message", [
     ("gpt2", {}, "num_attention_heads=4 cannot be split over tp_size=3: use a tp_size that divides 4"),
     ("llama", dict(num_attention_heads=6, num_key_value_heads=2, hidden_size=48),
@@ -229,16 +201,53 @@ EXPERTS = dict(MANY, num_hidden_layers=24, num_key_value_heads=4, num_experts=8,
                num_experts_per_tok=2, intermediate_size=128, moe_intermediate_size=128)
 
 
+LOAD = """
+import ctypes, json, threading, time
+ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back, of tensors as small as these, too
+import torch, transformers
+import process_group_manager as pgm
+from pipeline_stage import PipelineStage
+from pipeline_template import PipelineTemplate
+from stage_weights import load_weights
+
+class Alone:
+    tp_world_size, tp_rank = 1, 0
+
+pgm.process_group_manager = Alone()
+
+def anonymous_bytes():
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("RssAnon"))
+
+def watch():
+    while not ended.is_set():
+        seen.append(anonymous_bytes())
+        time.sleep(0.001)
+
+folder, name, sizes, index = sys.argv[1], getattr(transformers, sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
+with torch.device("meta"):
+    model = name(name.config_class(**sizes))
+thirds = PipelineTemplate.from_layers_per_stage(model, [sizes["num_hidden_layers"] // 3] * 3)
+stage = PipelineStage(model, thirds, index)
+before, seen, ended = anonymous_bytes(), [], threading.Event()
+(thread := threading.Thread(target=watch)).start()
+load_weights(stage, folder)
+ended.set()
+thread.join()
+print("ratio", (max(*seen, anonymous_bytes()) - before) / sum(param.nbytes for param in stage.model.parameters()))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_class, sizes, shard_size", [
     ("LlamaForCausalLM", dict(MANY, tie_word_embeddings=True), "5GB"),
     ("Gemma2ForCausalLM", dict(MANY, head_dim=64), "30MB"), ("Qwen3MoeForCausalLM", EXPERTS, "30MB"),
 ])
-def test_a_stage_needs_little_more_than_its_share_to_read_it(tmp_path, model_class, sizes, shard_size):
-    """In processes whose malloc gives back what is freed: it would keep tensors as small as these."""
-    command = [sys.executable, ROOT / "tests" / "support" / "weights_memory.py", tmp_path, model_class, shard_size]
-    done = subprocess.run([*command, json.dumps(sizes)], env=environment(MALLOC_MMAP_THRESHOLD_="65536"), timeout=120,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    ratios = [float(line) for line in done.stdout.split()]
+def test_a_stage_needs_little_more_than_its_share_to_read_it(run_code, tmp_path, model_class, sizes, shard_size):
+    """The largest memory that is no file's, over what its parameters take, in a process of its own for each stage."""
+    made = getattr(transformers, model_class)
+    made(made.config_class(**sizes)).save_pretrained(tmp_path / "model", max_shard_size=shard_size)
+    words = tmp_path / "model", model_class, json.dumps(sizes)
+    printed = [run_code(9, 1, LOAD, *words, index, modules=[made.__module__]).stdout for index in range(3)]
+    ratios = [float(text.rpartition("ratio ")[2]) for text in printed]
     assert len(ratios) == 3 and 0.9 < min(ratios) and max(ratios) <= 1.10, ratios

@@ -7,13 +7,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 
 import break_it
 import pytest
 from break_faults import CHECKSUMS, FAULTS, SGD, Edit
-from launch import ROOT, environment, fork, metrics, start_fork
-from processes import processes
+from launch import ROOT, STEPS, environment, fork, metrics, start_fork
+from processes import eventually
 from test_pages import missing_paths
 
 PAGE = (ROOT / "docs" / "DEBUGGING.md").read_text(encoding="utf-8")
@@ -75,28 +74,26 @@ def test_a_changed_step_is_an_error(tmp_path):
         break_it.apply_edits(tmp_path, (Edit("train.py", "a\n", "b\n"),))
 
 
-def test_hang_stands_still_and_py_spy_shows_where(tmp_path):
+def test_hang_stands_still_and_py_spy_shows_where(command, tmp_path):
     if shutil.which("py-spy") is None:
         pytest.skip("py-spy is not installed")
-    command = [sys.executable, ROOT / "tools" / "break_it.py", "hang", "--", "--timeout", "60", "--log_dir", tmp_path]
-    marker = str(tmp_path)
-    with subprocess.Popen([*command, *TWO_STEPS], env=environment(MARKER=marker), stdout=subprocess.PIPE,
-                          stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            lines = iter(process.stdout.readline, "")
-            assert any("+    if grid.is_logging_rank:" in line for line in lines)  # the diff
-            assert any("parameters per rank" in line for line in lines)
-            time.sleep(1.5)
-            dumps = {rank: subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True)
-                     for pid, rank in processes(marker).items() if rank is not None}
-        finally:
-            process.terminate()
-            process.communicate()
-    if any(dump.returncode for dump in dumps.values()):
+    run = command([sys.executable, ROOT / "tools" / "break_it.py", "hang", "--", "--timeout", 60, "--log_dir", tmp_path,
+                   *TWO_STEPS])
+    dumps = {}
+
+    def stand_still() -> bool:
+        for rank, pid in run.ranks().items():
+            dumps[rank] = subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True)
+        stacks = [dumps[rank].stdout for rank in sorted(dumps)]
+        return len(stacks) == 2 and "all_reduce_loss_across_dp_ranks (data_parallel.py" in stacks[0] and (
+            "log (metrics.py" in stacks[1])
+
+    stands_still = eventually(stand_still, 40)  # --timeout ends it later
+    if any("ermission" in dump.stderr for dump in dumps.values()):
         pytest.skip(f"py-spy may not look: {dumps[0].stderr}")
-    assert "all_reduce_loss_across_dp_ranks (data_parallel.py" in dumps[0].stdout
-    assert "log (metrics.py" in dumps[1].stdout
-    assert not processes(marker)  # SIGTERM to the tool has ended the ranks
+    assert stands_still, dumps
+    run.process.terminate()
+    assert "+    if grid.is_logging_rank:" in run.end(30)  # the diff; and SIGTERM to the tool has ended the ranks
 
 
 def test_timeouts_name_the_lines(tmp_path):
@@ -173,3 +170,21 @@ def test_the_page_shows_commands_that_exist_and_the_function_as_it_is():
     function = (ROOT / "tools" / "same_weights.py").read_text().partition("\n\n\n")[2].strip()
     assert function in PAGE
     assert not missing_paths(PAGE, ROOT / "docs")
+
+
+def test_the_stacks_of_the_page_are_those_of_its_steps():
+    """A frame's line is the one that calls the frame above it: `hang` is a fault of step 5, `deadlock` of step 8."""
+    frames, called = re.findall(r"^    ([\w.<>]+) \((\w+\.py):(\d+)\)", PAGE, re.M), "all_reduce"
+    assert len(frames) == 8
+    for name, file, number in frames:
+        step, called = ("8", "wait") if name.endswith(".receive") else ("5", called)
+        line = (STEPS[step] / file).read_text().splitlines()[int(number) - 1]
+        assert f"{called.rpartition('.')[2]}(" in line, (name, file, number, line)
+        called = "all_reduce" if name == "<module>" else name
+
+
+def test_lines_of_code_in_tracebacks_are_those_of_the_steps():
+    code = "".join((STEPS[step] / file).read_text() for step in ("5", "6") for file in ("train.py", "metrics.py",
+                                                                                       "data_parallel.py"))
+    lines = re.findall(r"^\[rank\d\]: {5}(\S.+)$", PAGE, re.M)
+    assert len(lines) == 6 and not [line for line in lines if line not in code]

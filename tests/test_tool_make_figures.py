@@ -46,7 +46,7 @@ def test_pictures_of_other_tools_are_asked_for_by_their_flag(tmp_path, monkeypat
     make_figures.main([*make_figures.OTHERS, "--out", str(tmp_path)])
     asked = {command[1].name: command[command.index("--figure") + 1] for command in commands}
     assert asked == {f"{name}.py": tmp_path / f"{name}.png" for name in make_figures.OTHERS}
-    assert {*asked} == {"sanity_check.py", "recompute_memory.py"}
+    assert {*asked} == {"sanity_check.py"}
 
 
 def test_an_unknown_figure(capsys):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import sanity_check
+import sanity_figure
 from launch import ROOT
 
 CONFIG = dict(model_name="tiny_llama", num_hidden_layers=None, num_attention_heads=None, num_key_value_heads=None,
@@ -47,6 +48,11 @@ def write_run(folder, losses, norms=None, **config):
     return folder
 
 
+def test_each_row_has_a_colour_of_its_own():
+    """A line's colour says what it is."""
+    assert len(set(sanity_figure.COLOURS)) == len(sanity_figure.COLOURS) >= len(sanity_check.ROWS) - 1
+
+
 @pytest.fixture
 def check(tmp_path, monkeypatch, capsys):
     """Runs the tool with these words and a figure in tmp_path; gives its exit code and what it printed."""
@@ -63,38 +69,33 @@ def no_figure(monkeypatch):
     monkeypatch.setattr(sanity_check, "draw", lambda *args: None)
 
 
-@pytest.mark.parametrize("dtype, gap, at, code", [
-    ("float32", 9e-5, 20, 0), ("float32", 2e-4, 20, 1), ("float32", 2e-4, 21, 0),  # 20 steps are judged
-    ("float64", 9e-12, 30, 0), ("float64", 2e-11, 30, 1),  # all steps are judged
-    ("bfloat16", 0.04, 1, 0), ("bfloat16", 0.06, 1, 1), ("float32", float("nan"), 3, 1),
+@pytest.mark.parametrize("what, dtype, gap, at, code", [
+    ("loss", "float32", 9e-5, 20, 0), ("loss", "float32", 2e-4, 20, 1), ("loss", "float32", 2e-4, 21, 0),  # 20 steps
+    ("loss", "float64", 9e-12, 30, 0), ("loss", "float64", 2e-11, 30, 1),  # all steps are judged
+    ("loss", "bfloat16", 0.04, 1, 0), ("loss", "bfloat16", 0.06, 1, 1), ("loss", "float32", float("nan"), 3, 1),
+    ("gradient norm", "float32", 1.9e-3, 20, 0), ("gradient norm", "float32", 2.1e-3, 20, 1),
+    ("gradient norm", "float32", 1, 21, 0), ("gradient norm", "float64", 9e-12, 30, 0),
+    ("gradient norm", "float64", 2e-11, 30, 1), ("gradient norm", "bfloat16", 0.04, 5, 0),
+    ("gradient norm", "bfloat16", 0.06, 5, 1), ("gradient norm", "bfloat16", 0.06, 6, 0),
+    ("gradient norm", "float32", float("nan"), 3, 1),
 ])
-def test_the_tolerance_decides_the_exit_code(check, no_figure, tmp_path, dtype, gap, at, code):
-    away = [loss - gap * (step == at) for step, loss in enumerate(CURVE, 1)]
-    runs = [write_run(tmp_path / "baseline", CURVE, dtype=dtype), write_run(tmp_path / "tp4", away, dtype=dtype)]
+def test_the_tolerance_decides_the_exit_code(check, no_figure, tmp_path, what, dtype, gap, at, code):
+    """Losses are compared as they are, gradient norms relative to the baseline's."""
+    is_loss, losses, norms = what == "loss", list(CURVE), list(NORMS)
+    if is_loss:
+        losses[at - 1] -= gap
+    else:
+        norms[at - 1] *= 1 + gap
+    runs = [write_run(tmp_path / name, *curves, dtype=dtype)
+            for name, curves in {"baseline": (CURVE, NORMS), "tp4": (losses, norms)}.items()]
     found, printed = check("--plot", *runs)
     assert found == code, printed
     if gap == gap:  # the table shows what is not judged too
-        early = gap if at <= 20 else 0
-        assert f"| {early:.1e} | {gap:.1e} |" in " ".join(printed.split()), printed
-        assert ("TP 4: its loss is" in printed) == bool(code)
-
-
-@pytest.mark.parametrize("dtype, gap, at, code", [
-    ("float32", 1.9e-3, 20, 0), ("float32", 2.1e-3, 20, 1), ("float32", 1, 21, 0),
-    ("float64", 9e-12, 30, 0), ("float64", 2e-11, 30, 1), ("bfloat16", 0.04, 5, 0), ("bfloat16", 0.06, 5, 1),
-    ("bfloat16", 0.06, 6, 0), ("float32", float("nan"), 3, 1),
-])
-def test_gradient_norms_are_judged_relative_to_the_baseline(check, no_figure, tmp_path, dtype, gap, at, code):
-    away = [norm * (1 + gap * (step == at)) for step, norm in enumerate(NORMS, 1)]
-    curves = {"baseline": NORMS, "tp4": away}
-    runs = [write_run(tmp_path / name, CURVE, norms, dtype=dtype) for name, norms in curves.items()]
-    found, printed = check("--plot", *runs)
-    assert found == code, printed
-    if gap == gap:
-        judged = gap if at <= {"float64": 30, "float32": 20, "bfloat16": 5}[dtype] else 0
-        assert f"| 0.0e+00 | 0.0e+00 | {judged:.1e} |" in " ".join(printed.split()), printed
-        assert ("TP 4: its gradient norm is" in printed) == bool(code)
-    if dtype == "float32" and at <= 20 and gap == gap:
+        judged = gap if at <= (20 if is_loss else {"float64": 30, "float32": 20, "bfloat16": 5}[dtype]) else 0
+        cells = f"| {judged:.1e} | {gap:.1e} |" if is_loss else f"| 0.0e+00 | 0.0e+00 | {judged:.1e} |"
+        assert cells in " ".join(printed.split()), printed
+        assert (f"TP 4: its {what} is" in printed) == bool(code)
+    if not is_loss and dtype == "float32" and at <= 20 and gap == gap:
         code, printed = check("--preset", "1b", "--plot", *runs)
         assert code == 1 and "float32 allows 1e-4" in printed, "the large model has its own limits"
 

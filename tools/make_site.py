@@ -1,10 +1,9 @@
-"""Builds the walkthrough site: the chapters, each step's diff, timelines, and two pages to try things out.
+"""Builds the walkthrough site: the chapters, each step's diff, and a page to try out schedules.
 
     python tools/make_site.py [--out site/]     a folder that any browser reads, without a server or a network
-    python tools/make_site.py --runs [1 2 ...]  runs the steps first, all or some, for their curves and timelines
     python tools/make_site.py --films [4 9 ...] draws the tours as films, all or some: with Chromium and ffmpeg
 
-It needs `pip install -e '.[docs]'`, and --runs what the steps need. What makes the pages lies in site/.
+It needs `pip install -e '.[docs]'`. What makes the pages lies in site/.
 """
 
 import argparse
@@ -18,27 +17,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     root = pathlib.Path(__file__).resolve().parent.parent
     parser.add_argument("--out", type=pathlib.Path, default=root / "site", help="the folder to write (default: site/)")
-    parser.add_argument("--runs", type=int, nargs="*", metavar="STEP", help="run these steps first; none named: all")
     parser.add_argument("--films", nargs="*", metavar="TOUR", help="draw these tours as films, too; none named: all")
     args = parser.parse_args()
-    sys.path += [str(root / "tools" / room) for room in ("site", "maintain")]  # the latter for --runs
+    sys.path.append(str(root / "tools" / "site"))
     try:
         from site_build import build
         from site_films import find_programs
-        from site_runs import TOPOLOGIES, read_runs, write_runs
         from tours import find_tours
 
-        if args.runs is not None:
-            if unknown := [step for step in args.runs if step not in TOPOLOGIES]:
-                raise ValueError(f"--runs {unknown[0]}: there is no such step, choose from 1 to {max(TOPOLOGIES)}")
-            write_runs(args.runs or list(TOPOLOGIES))
         tours = find_tours(root)
         if unknown := [name for name in args.films or () if name not in tours]:
             raise ValueError(f"--films {unknown[0]}: there is no such tour, choose among {', '.join(tours)}")
         if args.films is not None:
             find_programs()
         started = time.perf_counter()
-        pages = build(root, args.out, read_runs(), args.films or tours if args.films is not None else ())
+        pages = build(root, args.out, args.films or tours if args.films is not None else ())
     except ModuleNotFoundError as error:
         print(f"make_site.py: {error}: pip install -e '.[docs]'", file=sys.stderr)
         return 2

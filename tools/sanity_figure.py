@@ -9,7 +9,8 @@ import textwrap
 
 PANELS = {"loss": ("loss", "|loss - baseline|"),
           "grad_norm": ("gradient norm", "|gradient norm - baseline| / baseline")}
-COLOURS = ["#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#004d40", "#1fa187", "#999933", "#aa4499", "#882255"]  # by row
+COLOURS = ["#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#004d40", "#1fa187", "#999933", "#aa4499", "#882255",
+           "#666666"]  # by row: one for each that sanity_check.py compares with the baseline
 
 
 def draw(runs: list, picture: pathlib.Path, dtype: str, tolerance: dict) -> None:
@@ -72,7 +73,8 @@ def draw_gaps(axes, runs: list, key: str, limit) -> None:
     axes.set(ylim=(floor - strip, top), xlim=(0, last + 1))
     axes.axhspan(floor - strip, floor, color="#f1f1f1", zorder=0)
     axes.hlines(allowed, 1, min(limit.steps or last, last), "#333333", linestyle=(0, (5, 3)), linewidth=1.2)
-    axes.text(1, allowed + 0.02 * (top - floor), f"tolerance: {limit.words}", color="#333333", fontsize=9)
+    axes.text(1, allowed + 0.02 * (top - floor), f"tolerance: {limit.words}", color="#333333", fontsize=9,
+              bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8}, zorder=5)
     ticks = range(math.ceil(floor), math.floor(top) + 1, max(1, round((top - floor) / 6)))
     axes.set_yticks([floor - strip / 2, *ticks], ["exactly\n0", *(f"$10^{{{tick}}}$" for tick in ticks)])
     ends = []

@@ -10,6 +10,7 @@ stand out. Where the output is no terminal, all scenes are printed one after the
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -27,7 +28,7 @@ def code_of(scene: Scene, before: Path | None, width: int, coloured: bool) -> st
     if scene.place is None:
         return ""
     path, first, last = scene.place
-    added = added_lines(before, path.parent, path.name) if before is not None or path.suffix == ".py" else set()
+    added = added_lines(before, path.parent, path.name) if before else set()  # of step 1 and of no step: all is new
     lines, shown = path.read_text(encoding="utf-8").splitlines(), []
     for number in range(max(1, first - CONTEXT), min(len(lines), last + CONTEXT) + 1):
         is_lit = first <= number <= last
@@ -97,4 +98,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):  # `tour.py 4 | head` ends quietly
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

@@ -154,6 +154,11 @@ def find_tours(root: Path) -> dict[str, Path]:
     return {name: path for name, path in found.items() if path.is_file()}
 
 
+def file_stem(name: str) -> str:
+    """What the files made from a tour are called: step4, step9b, cluster."""
+    return f"step{name}" if name[0].isdigit() else name
+
+
 def added_lines(before: Path | None, after: Path, name: str) -> set[int]:
     """The numbers of the lines that a step added to one of its files or changed there."""
     old = before / name if before and (before / name).is_file() else os.devnull
@@ -208,6 +213,8 @@ def check_tour(tour: Tour):
     if (total := sum(len(scene.words.split()) for scene in tour.scenes)) > MOST_TOUR_WORDS:
         yield f"{total} words, more than {MOST_TOUR_WORDS}"
     for scene in tour.scenes:
+        if scene.place is None and not tour.path.parent.name.startswith("step"):
+            yield f"scene {scene.title!r} shows a diff, but this tour is of no step"
         if (count := len(scene.words.split())) > MOST_WORDS:
             yield f"scene {scene.title!r} has {count} words, more than {MOST_WORDS}"
         if scene.place and (lit := scene.place.last - scene.place.first + 1) > MOST_LIT:
@@ -225,16 +232,19 @@ def check_diffs(tour: Tour, before: Path | None):
 
 def fix_links(path: Path, fix: bool):
     """Yield the links to lines that are stale; with fix, their numbers are rewritten instead."""
+    lost = []
+
     def renew(match: re.Match) -> str:
-        place = find_place(match, path.parent)
+        try:
+            place = find_place(match, path.parent)
+        except ValueError as error:
+            lost.append(f"a link has lost its place: {error}")
+            return match[0]
         return f"{match[0].partition('](')[0]}]({match['path']}#L{place.first}-L{place.last})"
 
     text = path.read_text(encoding="utf-8")
-    try:
-        renewed = LINK.sub(renew, text)
-    except ValueError as error:
-        yield str(error)
-        return
+    renewed = LINK.sub(renew, text)
+    yield from lost
     if renewed != text and fix:
         path.write_text(renewed, encoding="utf-8")
     elif renewed != text:
@@ -274,7 +284,7 @@ def check_tours(root: Path, steps: dict[int, Path], fix: bool):
         before = next((predecessor(steps, n) for n, step in steps.items() if step == path.parent), None)
         yield from (f"{path.relative_to(root)}: {problem}"
                     for problem in (*check_tour(tours[name]), *check_diffs(tours[name], before)))
-        written = root / ".tours" / f"{name if not name[0].isdigit() else 'step' + name}.tour"
+        written = root / ".tours" / f"{file_stem(name)}.tour"
         text = code_tour(tours[name], root) + "\n"
         if fix:
             written.parent.mkdir(exist_ok=True)

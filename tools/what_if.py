@@ -213,6 +213,7 @@ def measure_modules(name: str, shape: Shape, seq_len: int, lora_rank: int) -> di
 
     from planning.clock import Cost, StageClock
     from training.lora import ALL, Lora
+    from training.loss import mean_cross_entropy
 
     config = LlamaConfig(hidden_size=shape.hidden, intermediate_size=shape.width, num_hidden_layers=shape.layers,
                          num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
@@ -222,7 +223,8 @@ def measure_modules(name: str, shape: Shape, seq_len: int, lora_rank: int) -> di
         model = LlamaForCausalLM(config)
     flags = argparse.Namespace(lora_rank=lora_rank, lora_alpha=2 * lora_rank, lora_dropout=0.0, lora_targets=ALL,
                                seed=0, model_name=name)
-    clock = StageClock(model, seq_len, torch.bfloat16, torch.device("cpu"), Lora(flags, model, torch.bfloat16))
+    clock = StageClock(model, seq_len, torch.bfloat16, torch.device("cpu"), Lora(flags, model, torch.bfloat16),
+                       mean_cross_entropy)
     found = {part: Cost(facts, {}) for part, facts in clock.measure_memory(math.inf).items()}
     modules = [{"name": name, **cost.facts} for name, cost in zip(clock.names, clock.modules_of(found))]
     return {"model_name": name, "model": model_facts(config), "seq_len": seq_len, "dtype": "bfloat16",

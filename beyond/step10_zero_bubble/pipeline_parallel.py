@@ -95,7 +95,7 @@ SCHEDULES = {"afab": afab, "1f1b": one_f_one_b, "zb": zero_bubble}
 class PipelineParallel(nn.Module):
     """The part of a Llama on this rank's stage. Parameters keep their names: layer 5 is layer 5 on any stage.
 
-    Raises UserError where there are more stages than layers.
+    All stages hold equally many layers, or the first ones one more. Raises UserError for more stages than layers.
     """
 
     def __init__(self, model: nn.Module):
@@ -108,7 +108,8 @@ class PipelineParallel(nn.Module):
         self.config, self.dtype = model.config, model.dtype
         holds_embedding = grid.pp_is_first_stage or grid.pp_is_last_stage and model.config.tie_word_embeddings
         self.embedding = model.embedding if holds_embedding else None
-        self.decoder_layers = nn.ModuleDict({str(i): model.decoder_layers[i] for i in distribute_layers(num_layers)})
+        layers = torch.arange(num_layers, device="cpu").tensor_split(grid.pp_world_size)[grid.pp_rank].tolist()
+        self.decoder_layers = nn.ModuleDict({str(i): model.decoder_layers[i] for i in layers})
         self.final_norm = model.final_norm if grid.pp_is_last_stage else None
         self.final_proj = model.final_proj if grid.pp_is_last_stage else None
         connect_neighbours()
@@ -127,14 +128,6 @@ class PipelineParallel(nn.Module):
         for layer in self.decoder_layers.values():
             x = layer(x, cos, sin)
         return x if self.final_proj is None else self.final_proj(self.final_norm(x))
-
-
-def distribute_layers(num_layers: int) -> range:
-    """The layers of this rank's stage. All stages hold equally many, or the first ones hold one more."""
-    grid = pgm.process_group_manager
-    size, left_over = divmod(num_layers, grid.pp_world_size)
-    first = grid.pp_rank * size + min(grid.pp_rank, left_over)
-    return range(first, first + size + (grid.pp_rank < left_over))
 
 
 def connect_neighbours() -> None:
@@ -193,16 +186,13 @@ class StageCommunication:
         tensor = tensor.detach().to(self.wire_device).contiguous()
         destination, group = self.destination[action.kind], self.group[action.kind]
         self.sending.append((dist.isend(tensor, destination, group=group), tensor))  # the tensor lives until it is sent
-        if len(self.sending) > 2 * pgm.process_group_manager.pp_world_size:  # keep no more unfinished
-            self.finish_oldest_send()
+        self.finish(2 * pgm.process_group_manager.pp_world_size)
 
-    def finish_oldest_send(self) -> None:
-        handle, _ = self.sending.popleft()
-        handle.wait()
-
-    def finish(self) -> None:
-        while self.sending:
-            self.finish_oldest_send()
+    def finish(self, unfinished: int = 0) -> None:
+        """Waits until no more than so many sends, the newest ones, are unfinished."""
+        while len(self.sending) > unfinished:
+            handle, _ = self.sending.popleft()
+            handle.wait()
 
 
 def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: torch.device) -> torch.Tensor:

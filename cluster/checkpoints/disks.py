@@ -6,12 +6,12 @@ and looks whose files are there. What an earlier start has left there has other 
 """
 
 import contextlib
-import copy
 import fcntl
 import itertools
 import json
 import os
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -40,22 +40,18 @@ class Disk(NamedTuple):
 class Disks:
     """All disks of a run. `mine` is that of this rank, `home` that of home_rank(). All ranks make one together.
 
-    `group`: a gloo group of all ranks, in which nobody else communicates. Raises UserError, on every rank, where a rank
-    can't write to the folder.
+    Nobody else communicates in its gloo group. Raises UserError, on every rank, where a rank can't write to the folder.
     """
 
     def __init__(self, folder: str, message: str = CANT_WRITE):
         self.folder, self.rank = folder, dist.get_rank()
         self.group = dist.new_group(backend="gloo")
-        stem, error = os.path.join(folder, f".seen-{self.gather(uuid.uuid4().hex)[0]}-by-"), None
+        stem = os.path.join(folder, f".seen-{self.gather(uuid.uuid4().hex)[0]}-by-")
         try:
-            try:
+            with self.together(message):
                 os.makedirs(folder, exist_ok=True)
                 with open(f"{stem}{self.rank}", "w") as file:
                     file.write(str(self.rank))
-            except OSError as problem:
-                error = self.in_words(problem)
-            self.check(error, message)
             seen = tuple(rank for rank in range(dist.get_world_size()) if os.path.exists(f"{stem}{rank}"))
             self.all = sorted({Disk(ranks) for ranks in self.gather(seen)})
         finally:
@@ -65,49 +61,45 @@ class Disks:
         self.home = next(disk for disk in self.all if home_rank() in disk.ranks)
         self.leads = self.mine.leader == self.rank
 
-    def for_a_thread(self) -> "Disks":
-        """The same disks with another group, for a thread that communicates while others do. Collective."""
-        same = copy.copy(self)
-        same.group = dist.new_group(backend="gloo")
-        return same
-
     def gather(self, value) -> list:
         """Every rank's value, on every rank. Collective."""
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, value, group=self.group)
         return everyone
 
-    def check(self, error: str | None, message: str = "{}") -> None:
-        """Raises UserError, on every rank, where one has an error: `message` with the first one in it. Collective."""
-        if errors := [error for error in self.gather(error) if error]:
-            raise UserError(message.format(errors[0]))
+    @contextlib.contextmanager
+    def together(self, message: str = "{}"):
+        """Around what a rank does by itself. Where it fails on one, this raises UserError on every rank. Collective.
 
-    def on_each(self, act: Callable[[], None], message: str = "{}") -> None:
-        """The first rank of each disk calls act(). Raises UserError, on every rank, where it fails. Collective."""
+        `message`: what it says, with the first rank's error in it.
+        """
         error = None
         try:
-            if self.leads:
-                act()
+            yield
         except OSError as problem:
-            error = self.in_words(problem)
-        self.check(error, message)
-
-    def in_words(self, problem: OSError) -> str:
-        return f"{problem.filename or self.folder}: {problem.strerror} on rank {self.rank}"
+            error = f"{problem.filename or self.folder}: {problem.strerror} on rank {self.rank}"
+        except UserError as problem:
+            error = str(problem)
+        except Exception:  # a fault of ours: the others wait to hear of it
+            error = traceback.format_exc()
+        if errors := list(filter(None, self.gather(error))):
+            raise UserError(message.format(errors[0]))
 
     def copy(self, folder: str, copies: Iterable[tuple[str, int, int]], message: str = "{}") -> None:
         """Copies files of `folder` between disks: (name, from, to), by the disks' leaders, the same list on all ranks.
 
         A file appears under its name when it is whole. Collective. Raises UserError where a disk does not take one.
         """
-        error = None
-        for name, source, target in copies:
-            path = os.path.join(folder, name)
-            if self.rank == source:
-                self.send(path, target)
-            elif self.rank == target:
-                error = self.receive(path, source) or error
-        self.check(error, message)
+        with self.together(message):
+            error = None
+            for name, source, target in copies:
+                path = os.path.join(folder, name)
+                if self.rank == source:
+                    self.send(path, target)
+                elif self.rank == target:
+                    error = self.receive(path, source) or error
+            if error:
+                raise error
 
     def send(self, path: str, to: int) -> None:
         """Sends a file that is on this rank's disk. Rank `to` calls receive()."""
@@ -116,26 +108,23 @@ class Disks:
             while part := file.read(CHUNK):
                 dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), to, group=self.group)
 
-    def receive(self, path: str, source: int) -> str | None:
+    def receive(self, path: str, source: int) -> OSError | None:
         """Writes the file that rank `source` sends. Returns what went wrong, if the disk did not take it."""
         left = torch.zeros((), dtype=torch.int64)
         dist.recv(left, source, group=self.group)
-        left, unfinished = left.item(), f"{path}.unfinished"
-        with contextlib.suppress(OSError):  # which opening the file meets again
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-        file = File(unfinished)
+        left, file = left.item(), File(f"{path}.unfinished")
         while left:  # also after an error, because the sender does not know of it
             part = torch.empty(min(CHUNK, left), dtype=torch.uint8)
             dist.recv(part, source, group=self.group)
             left -= len(part)
             file.put(part.numpy())
-        file.close()
-        if file.error is None:
-            os.replace(unfinished, path)
-            return None
-        with contextlib.suppress(OSError):
-            os.remove(unfinished)
-        return self.in_words(file.error)
+        try:
+            file.close()
+            os.replace(file.path, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.remove(file.path)
+            return error
 
 
 class Lock:
@@ -148,17 +137,17 @@ class Lock:
 
     def __init__(self, disks: Disks):
         self.disks, self.file, self.before = disks, None, {}
-        disks.on_each(self.open, CANT_WRITE)
-        taken = f"a run in progress keeps its checkpoints in {disks.folder}: choose another --run_name"
-        disks.check(taken if self.file and not self.is_free() else None)
+        with disks.together(CANT_WRITE):
+            if disks.leads:
+                self.file = open(os.path.join(disks.folder, ".lock"), "a+", encoding="utf-8")
+        with disks.together():
+            if self.file and not self.is_free():
+                raise UserError(f"a run in progress keeps its checkpoints in {disks.folder}: choose another --run_name")
         if self.file:
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 self.file.seek(0)
                 record = json.load(self.file)
                 self.before = {name: str(record[name]) for name in ("run_id", "launch")}
-
-    def open(self) -> None:
-        self.file = open(os.path.join(self.disks.folder, ".lock"), "a+", encoding="utf-8")
 
     def is_free(self) -> bool:
         """Whether this process has it now, or within a while."""
@@ -174,36 +163,25 @@ class Lock:
 
     def write(self, run_id: str, launch: str | None) -> None:
         """Leaves on each disk which run has it. Collective. Raises UserError, on every rank, where one is full."""
-        def write() -> None:
-            self.file.truncate(0)
-            self.file.write(json.dumps({"run_id": run_id, "launch": launch}))
-            self.file.flush()
+        with self.disks.together(CANT_WRITE):
+            if self.file:
+                self.file.truncate(0)
+                self.file.write(json.dumps({"run_id": run_id, "launch": launch}))
+                self.file.flush()
 
-        self.disks.on_each(write, CANT_WRITE)
 
-
-def move_aside(disks: Disks, is_old: Callable[[str], bool], newest: str | None) -> bool:
+def move_aside(disks: Disks, is_old: Callable[[str], bool], newest: str | None) -> None:
     """Checkpoints that this run does not go on from are kept under another name. `newest`: what `latest` names then.
 
-    Whether there were any on this rank's disk, where it leads one. Collective. Raises UserError.
+    Collective. Raises UserError.
     """
     folder = disks.folder
-    old = [name for name in sorted(os.listdir(folder)) if step_of(name) >= 0 and is_old(name)] if disks.leads else []
-
-    def move() -> None:
-        if not old:
-            return
-        os.makedirs(other := free_name(folder))
-        for name in [*old, "latest"]:
-            if os.path.exists(path := os.path.join(folder, name)):
-                os.rename(path, os.path.join(other, name))
-        if newest and os.path.isdir(os.path.join(folder, newest)):
-            set_latest(folder, newest)
-        print(f"checkpoints of an older run of the same name are now in {other}", flush=True)
-
-    disks.on_each(move, CANT_WRITE)
-    return bool(old)
-
-
-def free_name(path: str) -> str:
-    return next(other for i in itertools.count(1) if not os.path.exists(other := f"{path}.{i}"))
+    with disks.together(CANT_WRITE):
+        names = sorted(os.listdir(folder)) if disks.leads else []
+        if old := [name for name in names if step_of(name) >= 0 and is_old(name)]:
+            os.makedirs(other := next(each for i in itertools.count(1) if not os.path.exists(each := f"{folder}.{i}")))
+            for name in {*old, "latest"} & {*names}:
+                os.rename(os.path.join(folder, name), os.path.join(other, name))
+            if newest in names:
+                set_latest(folder, newest)
+            print(f"checkpoints of an older run of the same name are now in {other}", flush=True)

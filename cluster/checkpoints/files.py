@@ -21,21 +21,20 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file, save
 
 from utils import UserError, require_reachable_hub
 
-CHUNK, FLUSH = 8 << 20, 64 << 20  # bytes that are read, written or sent at a time; after which the disk is told
+CHUNK = 8 << 20  # bytes that are read or sent at a time
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
           torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
           torch.bool: "BOOL"}
 INDEX = "{}.safetensors.index.json"
 STATE = "state.json"
-SURVIVORS = ".survivors"
+SURVIVORS, PART = ".survivors", "part-"  # ends the name of what they write; begins that of each one's state there
 KINDS = ("model", "optimizer")
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's
 TOKENIZER_FILES = ("*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "*.tiktoken", "chat_template*",
@@ -53,21 +52,20 @@ def step_of(name: str) -> int:
 
 
 class File:
-    """A file that is written piece by piece, with a checksum.
+    """A file that is written piece by piece, with a checksum, into a folder that is made if need be.
 
-    An error of the disk does not raise: put() does nothing from then on, and `error` says what happened. So those that
-    send the pieces need not know.
+    An error of the disk is raised by close() alone: put() does nothing after it, so that those that send the pieces
+    need not know.
     """
 
     def __init__(self, path: str):
-        self.path, self.size, self.flushed, self.error, self.file = path, 0, 0, None, None
-        self.pool = ThreadPoolExecutor(1)
-        self.checksum = self.pool.submit(int)  # of what was put so far: computed while the disk is busy
-        with self.noting_errors():
+        self.path, self.size, self.checksum, self.error, self.file = path, 0, 0, None, None
+        with self.keeping_errors():
+            os.makedirs(os.path.dirname(path), exist_ok=True)
             self.file = open(path, "wb", buffering=0)
 
     @contextlib.contextmanager
-    def noting_errors(self):
+    def keeping_errors(self):
         try:
             yield
         except OSError as error:
@@ -76,28 +74,22 @@ class File:
 
     def put(self, data) -> None:
         """`data`: bytes, or what has them."""
-        view = memoryview(data).cast("B")
-        with self.noting_errors():
-            for start in range(0, len(view), CHUNK) if self.error is None else ():
-                part = view[start : start + CHUNK]
-                self.checksum = self.pool.submit(zlib.crc32, part, self.checksum.result())
-                self.size += len(part)
-                while len(part):  # a full disk may take a part of it first
-                    part = part[self.file.write(part):]
-                if self.size - self.flushed > FLUSH and hasattr(os, "posix_fadvise"):  # the disk begins at once
-                    os.posix_fadvise(self.file.fileno(), self.flushed, FLUSH, os.POSIX_FADV_DONTNEED)
-                    self.flushed += FLUSH
-        self.checksum.result()  # `data` may change from here on
+        left = memoryview(data).cast("B")
+        with self.keeping_errors():
+            if self.error is None:
+                self.size, self.checksum = self.size + len(left), zlib.crc32(left, self.checksum)
+                while len(left):  # a full disk may take a part of it first
+                    left = left[self.file.write(left):]
 
     def close(self) -> dict:
-        """Waits until all is on the disk. Returns the facts that state.json has about a file."""
-        if self.file:
-            with self.noting_errors():
-                os.fsync(self.file.fileno())
-            with self.noting_errors():
-                self.file.close()
-        self.pool.shutdown()
-        return {"bytes": self.size, "crc32": f"{self.checksum.result():08x}"}
+        """Waits until all is on the disk. Returns the facts that state.json has about a file. Raises OSError."""
+        with self.keeping_errors():
+            if self.file:
+                with self.file:
+                    os.fsync(self.file.fileno())
+        if self.error:
+            raise self.error
+        return {"bytes": self.size, "crc32": f"{self.checksum:08x}"}
 
 
 class TensorFile(File):
@@ -122,10 +114,7 @@ def write(path: str, content: bytes) -> dict:
     """Writes the file and waits until it is on the disk. Returns its facts. Raises OSError."""
     file = File(path)
     file.put(content)
-    facts = file.close()
-    if file.error:
-        raise file.error
-    return facts
+    return file.close()
 
 
 def replace(path: str, text: str) -> None:
@@ -190,8 +179,8 @@ def check_state(state: dict) -> dict:
     return state
 
 
-def check_file(folder: str, name: str, facts: dict, thoroughly: bool = True) -> str | None:
-    """What is wrong with a file of a checkpoint, or None. `thoroughly`: its checksum is computed as well."""
+def check_file(folder: str, name: str, facts: dict) -> str | None:
+    """What is wrong with a file of a checkpoint, or None."""
     path = os.path.join(folder, name)
     if os.path.basename(name) != name or os.path.islink(path):
         return f"{path} is not a file of that folder"
@@ -199,7 +188,7 @@ def check_file(folder: str, name: str, facts: dict, thoroughly: bool = True) -> 
         return f"{path} is missing"
     if (size := os.path.getsize(path)) != facts["bytes"]:
         return f"{path} has {size} bytes instead of {facts['bytes']}"
-    if thoroughly and facts_of(path)["crc32"] != facts["crc32"]:
+    if facts_of(path)["crc32"] != facts["crc32"]:
         return f"{path} has another checksum than when it was written"
     return None
 
@@ -232,13 +221,13 @@ def read_tokenizer_files(model_name: str) -> dict[str, bytes]:
     return contents
 
 
-def merge(parts) -> dict:
-    """What several ranks wrote, as if one had."""
-    merged = {"files": {}, **{f"{kind}_map": {} for kind in KINDS}, "parameters": {}}
+def merge(parts: list[dict]) -> dict:
+    """What several ranks wrote, as if one had: the files of all of them, and the other fields of the first."""
+    files = {"files": {}, **{f"{kind}_map": {} for kind in KINDS}, "parameters": {}}
     for part in parts:
-        for key, found in merged.items():
+        for key, found in files.items():
             found.update(part[key])
-    return merged
+    return {**(parts[0] if parts else {}), **files}
 
 
 def write_small(folder: str, small: dict[str, bytes], merged: dict) -> dict[str, dict]:
@@ -255,21 +244,23 @@ def join_files(folder: str, names: list[str], joined: str) -> None:
     """Copies the tensors of several safetensors files of a folder into one. Raises OSError."""
     tensors = {}
     for name in names:
-        with safe_open(os.path.join(folder, name), framework="pt") as file:
-            tensors.update((key, file.get_tensor(key)) for key in file.keys())
-    entries = {name: (tensor.dtype, tensor.shape) for name, tensor in sorted(tensors.items())}
-    target = TensorFile(os.path.join(folder, joined), entries)
-    for name in entries:
-        target.write(tensors[name])
-    target.close()
-    if target.error:
-        raise target.error
+        tensors |= load_file(os.path.join(folder, name))
+    write(os.path.join(folder, joined), save(tensors, {"format": "pt"}))
 
 
 def set_latest(folder: str, name: str) -> None:
     """Moves `latest` in one go."""
     replace(os.path.join(folder, "latest"), f"{name}\n")
     sync_folder(folder)
+
+
+def read_latest(folder: str) -> str:
+    """What `latest` in a folder says, or "" if there is none that can be read."""
+    try:
+        with open(os.path.join(folder, "latest"), encoding="utf-8") as file:
+            return file.read().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def forget_older(folder: str, step: int, keep: int) -> None:

@@ -14,11 +14,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from checkpoints.disks import Disks
-from checkpoints.files import STATE, SURVIVORS, check_file, merge, read_index, read_state, step_of
+from checkpoints.files import (
+    PART, STATE, SURVIVORS, check_file, merge, read_index, read_latest, read_state, step_of,
+)
 from checkpoints.pieces import name_function, peft_name, their_name, trained_alone
+from machine_facts import is_home
 from stage_weights import load_weights
 from tensor_parallel import split_parameter
-from machine_facts import is_home
 from utils import UserError
 
 
@@ -38,41 +40,61 @@ class Found(NamedTuple):
 def find_checkpoint(wanted: str, folder: str, disks: Disks, run_id: str | None = None) -> Found | None:
     """The checkpoint of --resume: "auto" is the newest whole one in the run's own `folder`, or None; else a path.
 
-    `run_id`: only checkpoints of this run count, whatever else is on a disk. Collective. Raises UserError, on every
-    rank, where a path has no whole checkpoint, and where disks have those of unlike runs and run_id is None.
+    `run_id`: only checkpoints of this run count, whatever else is on a disk. home_rank() prints why others do not.
+    Collective. Raises UserError, on every rank, where a path has no whole checkpoint, and where disks have those of
+    unlike runs and run_id is None.
     """
     name = None
     if wanted != "auto":
         folder, name = locate(wanted, disks)
-    is_one = name is not None and folder != wanted
-    of_disks = disks.gather((socket.gethostname(), run_ids(folder, [name] if is_one else None) if disks.leads else {}))
+    is_one = name and folder != wanted
+    mine = read_states(folder, [name] if is_one else None) if disks.leads else {}
+    of_disks = disks.gather((socket.gethostname(), mine))
     run_id = run_id or only_run(folder, of_disks)
-    if name is not None:
-        return choose(folder, [name], disks, run_id, is_certain=True)
-    names = {name for _, ids in of_disks for name in ids if ids[name] in (None, run_id)}
-    newest_first = sorted(names, key=lambda name: (step_of(name), not name.endswith(SURVIVORS)), reverse=True)
-    return choose(folder, newest_first, disks, run_id, is_certain=False)
+    names = [name] if name else {each for _, states in of_disks for each, state in states.items()
+                                 if run_of(state) in (None, run_id)}
+    for each in sorted(names, key=lambda name: (step_of(name), not name.endswith(SURVIVORS)), reverse=True):
+        found = look_at(folder, each, disks, run_id, [states.get(each) for _, states in of_disks])
+        if isinstance(found, Found):
+            return found
+        if name:
+            raise UserError(f"no whole checkpoint: {found}. Name another one, or use --resume auto")
+        if is_home() and not each.endswith(SURVIVORS):
+            print(f"the checkpoint {each} is not whole: {found}. Falling back to the one before", flush=True)
+    return None
 
 
-def run_ids(folder: str, names: list[str] | None = None) -> dict[str, str | None]:
-    """The run of each checkpoint in a folder, or of `names`; None for one whose state can't be read."""
+def read_states(folder: str, names: list[str] | None = None) -> dict[str, dict | str]:
+    """The state of each checkpoint in a folder, or of `names`, that is on this disk; if it can't be read, why.
+
+    That of survivors is what all those on this disk have written.
+    """
     if names is None:
         names = [name for name in os.listdir(folder) if step_of(name) >= 0] if os.path.isdir(folder) else []
-    states = {name: read_states(os.path.join(folder, name)) for name in names}
-    return {name: run_of(state) if state else None for name, (state, _) in states.items()}
+    states = {}
+    for path, name in ((os.path.join(folder, name), name) for name in names):
+        try:
+            parts = [part for part in sorted(os.listdir(path)) if part.startswith(PART)] or [STATE]
+            states[name] = merge([read_state(os.path.join(path, part)) for part in parts])
+        except FileNotFoundError:
+            pass
+        except (OSError, UserError) as error:
+            states[name] = str(error)
+    return states
 
 
-def run_of(state: dict) -> str:
-    return str(state.get("run_id"))
+def run_of(state: dict | str) -> str | None:
+    """The run that has saved a checkpoint, by what read_states has of it; None where that can't be read."""
+    return str(state.get("run_id")) if isinstance(state, dict) else None
 
 
 def only_run(folder: str, of_disks: list[tuple[str, dict]]) -> str | None:
-    """The run of the newest checkpoint on each disk, of (host, run_ids). Raises UserError where it is not the same."""
+    """The run of the newest checkpoint on each disk, of (host, states). Raises UserError where it is not the same."""
     newest = {}
-    for host, ids in of_disks:
-        if known := [name for name in ids if ids[name]]:
+    for host, states in of_disks:
+        if known := [name for name in states if run_of(states[name])]:
             name = max(known, key=step_of)
-            newest.setdefault(ids[name], f"{name} on {host}")
+            newest.setdefault(run_of(states[name]), f"{name} on {host}")
     if len(newest) > 1:
         listed = ", and of another run ".join(newest.values())
         raise UserError(f"{folder} has checkpoints of unlike runs: {listed}: rename the folder of the run that is not "
@@ -82,83 +104,37 @@ def only_run(folder: str, of_disks: list[tuple[str, dict]]) -> str | None:
 
 def locate(path: str, disks: Disks) -> tuple[str, str]:
     """The folder and the name of the checkpoint at a path: itself, or where `latest` in it points. Collective."""
-    name = None
-    if disks.leads:
-        try:
-            with open(os.path.join(path, "latest"), encoding="utf-8") as file:
-                name = file.read().strip()
-        except (OSError, UnicodeDecodeError):
-            pass
-    latest = max((name for name in disks.gather(name) if name), default=None)
-    if latest is None:
-        path = os.path.abspath(path)
-        return os.path.dirname(path), os.path.basename(path)
+    if not (latest := max(disks.gather(read_latest(path)))):
+        return os.path.split(os.path.abspath(path))
     if os.path.basename(latest) != latest:
         raise UserError(f"{os.path.join(path, 'latest')} names {latest!r}, which is no folder beside it")
     return path, latest
 
 
-def choose(folder: str, names: list[str], disks: Disks, run_id: str | None, is_certain: bool) -> Found | None:
-    """The first of `names` that is whole. home_rank() prints why others are not; `is_certain`: it is an error instead.
+def look_at(folder: str, name: str, disks: Disks, run_id: str | None, of_disks: list) -> Found | str:
+    """The checkpoint of that name, if all disks together have it; else what is wrong with it. Collective.
 
-    Where a disk has another run's checkpoint of that name, or one of other files, it counts as missing there.
+    `of_disks`: for each rank, if it leads a disk, what read_states has of it. Where a disk has another run's
+    checkpoint of that name, or one of other files, it counts as missing there.
     """
-    for name in names:
-        seen = disks.gather((disks.rank, *look(os.path.join(folder, name))) if disks.leads else None)
-        seen = [each for each in seen if each and (each[1] is None or run_of(each[1]) == run_id)]
-        states = [state for _, state, _ in seen if state]
-        if not name.endswith(SURVIVORS):
-            seen = [each for each in seen if each[1] is None or each[1]["files"] == states[0]["files"]]
-        problems = {file: problem for *_, found in seen for file, problem in found.items() if problem}
-        state = unite(states)
-        holders = {file: [leader for leader, _, found in seen if found.get(file, "") is None]
-                   for file in state["files"]}
-        lacking = [file for file, having in holders.items() if not having] or ([] if states else [STATE])
-        lacking += {*state.get("names", ())} - state["parameters"].keys()  # of survivors: what only lost ranks held
-        if not lacking:
-            if problems and is_home():
-                print(f"warning: {next(iter(problems.values()))}; another disk has it", flush=True)
-            return Found(name, folder, state, holders)
-        what = problems.get(lacking[0], f"{os.path.join(folder, name, lacking[0])} is on no disk of these hosts")
-        if is_certain:
-            raise UserError(f"no whole checkpoint: {what}. Name another one, or use --resume auto")
-        if is_home() and not name.endswith(SURVIVORS):
-            print(f"the checkpoint {name} is not whole: {what}. Falling back to the one before", flush=True)
-    return None
-
-
-def look(path: str) -> tuple[dict | None, dict[str, str | None]]:
-    """What this disk has of a checkpoint: the state, and for each file what is wrong with it, None for nothing."""
-    state, error = read_states(path)
-    if state is None:
-        return None, {STATE: error} if error else {}
-    return state, {name: check_file(path, name, facts) for name, facts in state["files"].items()}
-
-
-def read_states(path: str) -> tuple[dict | None, str | None]:
-    """The state of a checkpoint, or of what survivors wrote on this disk, or why it can't be read."""
-    if not os.path.isdir(path):
-        return None, None
-    try:
-        if path.endswith(SURVIVORS):
-            parts = [read_state(os.path.join(path, name)) for name in sorted(os.listdir(path)) if name[:5] == "part-"]
-            return (unite(parts) if parts else None), None
-        return read_state(os.path.join(path, STATE)), None
-    except (OSError, UserError) as error:
-        return None, str(error)
-
-
-def unite(states: list[dict]) -> dict:
-    """The states of all disks as one: those of survivors tell of their own files only."""
-    return {**(states[0] if states else {}), **merge(states)}
-
-
-def bring(found: Found, needed: set[str], disks: Disks) -> None:
-    """Sends the files that ranks need to the disks that lack them. Collective. Raises UserError."""
-    needs = {(file, leader) for leader, files in disks.gather((disks.mine.leader, needed)) for file in files}
-    copies = [(file, found.holders[file][0], leader) for file, leader in sorted(needs)
-              if leader not in found.holders[file]]
-    disks.copy(found.path, copies, "a file of the checkpoint could not be copied to a host that lacks it: {}")
+    path = os.path.join(folder, name)
+    states = {rank: state for rank, state in enumerate(of_disks) if isinstance(state, dict) and run_of(state) == run_id}
+    if not name.endswith(SURVIVORS):
+        files = next(iter(states.values()), {}).get("files")
+        states = {rank: state for rank, state in states.items() if state["files"] == files}
+    mine, state = states.get(disks.rank, {"files": {}}), merge([*states.values()])
+    problems = disks.gather({file: check_file(path, file, facts) for file, facts in mine["files"].items()})
+    holders = {file: [rank for rank, found in enumerate(problems) if found.get(file, "") is None]
+               for file in state["files"]}
+    wrong = {STATE: error for error in of_disks if isinstance(error, str)}
+    wrong |= {file: problem for found in problems for file, problem in found.items() if problem}
+    lacking = [file for file, having in holders.items() if not having] or ([] if states else [STATE])
+    lacking += {*state.get("names", ())} - state["parameters"].keys()  # of survivors: what only lost ranks held
+    if lacking:
+        return wrong.get(lacking[0], f"{os.path.join(path, lacking[0])} is on no disk of these hosts")
+    if wrong and is_home():
+        print(f"warning: {next(iter(wrong.values()))}; another disk has it", flush=True)
+    return Found(name, folder, state, holders)
 
 
 class Loader:
@@ -173,23 +149,27 @@ class Loader:
         load_stage(self.found.path, self.found.state["model_map"], stage, self.device)
 
     def bring(self, stage) -> None:
-        """The files that this stage needs, to its host. Collective."""
-        maps, name_of = self.found.state, name_function(stage)
+        """Sends the files that this stage needs to its host, if that lacks them. Collective. Raises UserError."""
+        state, name_of, holders = self.found.state, name_function(stage), self.found.holders
         own = {name_of(name) for name in (*stage.model.state_dict(), *(stage.tied or ()))}
-        files = {maps["parameters"][name] for name in own if name in maps["parameters"]}
-        files |= {file for entry, file in maps["optimizer_map"].items() if entry.rpartition(".")[0] in own}
-        bring(self.found, files, self.disks)
+        files = {state["parameters"][name] for name in own & state["parameters"].keys()}
+        files |= {file for entry, file in state["optimizer_map"].items() if entry.rpartition(".")[0] in own}
+        everyone = self.disks.gather((self.disks.mine.leader, files))
+        needs = {(file, leader) for leader, needed in everyone for file in needed if leader not in holders[file]}
+        copies = [(file, holders[file][0], leader) for file, leader in sorted(needs)]
+        self.disks.copy(self.found.path, copies, "a file of the checkpoint could not be copied to a host that lacks "
+                                                 "it: {}")
 
     def load_adapters(self, stage) -> None:
         """Gives the adapters that a stage has their values. Collective."""
         self.bring(stage)
-        for name, param in stage.model.named_parameters():
-            if name in (trained_alone(stage) or ()):
-                value = get_slice(self.found.path, self.found.state["model_map"], peft_name(name))[...]
-                if value.shape != param.shape:
-                    raise UserError(f"{peft_name(name)} has the shape {tuple(value.shape)} in {self.found.path}, but "
-                                    f"{tuple(param.shape)} here: give --lora_rank and --model_name as they were")
-                param.data.copy_(value)
+        for name in trained_alone(stage) or ():
+            param = stage.model.get_parameter(name)
+            value = get_slice(self.found.path, self.found.state["model_map"], peft_name(name))[...]
+            if value.shape != param.shape:
+                raise UserError(f"{peft_name(name)} has the shape {tuple(value.shape)} in {self.found.path}, but "
+                                f"{tuple(param.shape)} here: give --lora_rank and --model_name as they were")
+            param.data.copy_(value)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, stage) -> None:
         """The state of each parameter, in slices as this rank holds it. Learning rates follow from the flags."""

@@ -104,12 +104,6 @@ def join(piece: Piece, shapes: list[torch.Size], group: dist.ProcessGroup | None
     return torch.cat([chunk[k] for k in range(piece.fused) for chunk in chunks], piece.dim)
 
 
-def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """The optimizer's groups without their parameters: learning rate, betas and so on."""
-    return [{name: value for name, value in group.items() if name not in ("params", "param_names")}
-            for group in optimizer.param_groups]
-
-
 def as_files_have_it(model, name: str, kind: str) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
     """A function that turns a parameter into what files have for it: of a mixture of experts each expert by itself."""
     if kind != "model" or not hasattr(model, "base_model_prefix") or ".lora_" in name:

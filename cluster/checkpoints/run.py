@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from checkpoints.disks import CANT_WRITE, Disks, Lock, free_name, move_aside
+from checkpoints.disks import CANT_WRITE, Disks, Lock, move_aside
 from checkpoints.files import STATE, SURVIVORS, read_tokenizer_files, step_of, write_state
-from checkpoints.load import Found, Loader, find_checkpoint, read_states, run_ids, run_of
+from checkpoints.load import Found, Loader, find_checkpoint, read_states, run_of
 from checkpoints.save import Checkpointer
 from checkpoints.survive import Watch, is_elastic
 from data.encoded import require_same_data
@@ -74,8 +74,6 @@ class Run:
         self.found, self.branches = self.find()
         is_own = self.found and os.path.realpath(self.found.folder) == os.path.realpath(self.folder)
         self.is_own = self.disks.gather(is_own)[0]  # the checkpoint is one of this run's folder
-        if self.is_own:
-            self.leave_others_aside(run_of(self.found.state))
         if self.found and not self.branches:
             self.run_id = run_of(self.found.state)
         args.run_id = self.run_id = self.run_id or self.disks.gather(uuid.uuid4().hex)[0]
@@ -102,18 +100,20 @@ class Run:
             return None, False
         return find_checkpoint(wanted, self.folder, self.disks), True
 
-    def leave_others_aside(self, run_id: str) -> None:
-        """What another run than `run_id` has left under this name, on a host that joins late, say, gets another name.
+    def clear_folder(self) -> None:
+        """Keeps under another name what this run does not go on from: checkpoints of other runs, and later ones.
 
-        Collective.
+        A host that joins late may have such, too. Those before --resume DIR become this run's. Collective.
         """
-        ids = run_ids(self.folder) if self.disks.leads else {}
-        is_others = move_aside(self.disks, lambda name: ids[name] not in (None, run_id), None)
-        logs = os.path.join(self.args.log_dir, self.args.run_name)
-        is_others = is_others or self.lock.before.get("run_id", run_id) != run_id
-        if is_others and run_id not in ids.values() and os.path.isdir(logs):
-            os.rename(logs, other := free_name(logs))
-            print(f"an older run has the same name: its folder is now {other}", flush=True)
+        states = read_states(self.folder) if self.disks.leads else {}
+        own = {name: state for name, state in states.items()
+               if self.is_own and run_of(state) in (None, run_of(self.found.state))
+               and not (self.branches and step_of(name) > self.start)}
+        move_aside(self.disks, lambda name: name not in own, self.is_own and self.found.name)
+        with self.disks.together(CANT_WRITE):
+            for name, state in own.items() if self.branches else ():
+                if run_of(state) and not name.endswith(SURVIVORS):
+                    write_state(os.path.join(self.folder, name, STATE), {**state, "run_id": self.run_id})
 
     def weights(self, device: torch.device, initial, lora: Lora | None = None) -> Callable | dict | None:
         """What plugin.configure takes as `weights`: the checkpoint's, or `initial` in a new run.
@@ -121,6 +121,7 @@ class Run:
         With LoRA `initial` gives the frozen weights, and a checkpoint the adapters.
         """
         if self.found:
+            self.clear_folder()
             self.loader = Loader(self.found, self.disks, device)
         if lora:
             return lora.weights(initial, self.loader, device)
@@ -152,11 +153,8 @@ class Run:
     def begin(self, plugin, model, optimizer, scheduler, names: list[str], files: dict[str, bytes], tokenizer: str,
               steps_per_epoch: int | None) -> None:
         """`names`: of all parameters that are saved. `files`: config.json, or what adapters have. Collective."""
-        if self.found is None or self.branches:
-            after, newest = (self.start, self.found.name) if self.is_own else (-1, None)
-            move_aside(self.disks, lambda name: step_of(name) > after, newest)
-            if self.is_own:
-                take_over(self.disks, self.run_id)
+        if self.found is None:
+            self.clear_folder()
         self.lock.write(self.run_id, self.launch)
         if self.loader:
             self.loader.load_optimizer(optimizer, model.module)
@@ -184,17 +182,14 @@ class Run:
         self.watch.begin(lambda: self.checkpointer.save_survivor(self.step))
         if self.is_own and not self.found.name.endswith(SURVIVORS):
             self.checkpointer.written = self.start
-        elif self.found or is_elastic():  # whoever is lost next, the same global batch goes on
-            self.save(self.start, waits=True)  # before the first step, nobody knows what memory a copy leaves for it
-
-    def save(self, step: int, is_last: bool = False, waits: bool = False) -> None:
-        self.checkpointer.save(step, waits or is_last, is_last)
+        elif self.found:  # whoever is lost next, the run goes on from here
+            self.checkpointer.save(self.start, waits=True)  # nobody knows what memory a copy leaves for the first step
 
     def after_step(self, step: int, stops: bool, is_end_of_epoch: bool, is_last: bool) -> str | None:
         """Saves when it is time. Returns, on home_rank(), the text that was sampled after this step. Collective."""
         every = self.args.save_every
         if stops or is_last or (step % every == 0 if every else is_end_of_epoch):
-            self.save(step, is_last, stops)
+            self.checkpointer.save(step, stops, is_last)
         elif every and step == self.start + 1:
             self.checkpointer.prepare()
         self.checkpointer.report()
@@ -230,15 +225,3 @@ def launch_id(resume: str | None) -> tuple[str | None, bool]:
         raise UserError("torchrun with --max-restarts but without --rdzv-id: give each launch an id of its own, by "
                         "which a process that is started anew knows the checkpoints of its own run")
     return launch, True
-
-
-def take_over(disks: Disks, run_id: str) -> None:
-    """Makes the whole checkpoints in the disks' folder those of this run. Collective. Raises UserError."""
-    def take() -> None:
-        for name in os.listdir(disks.folder):
-            path = os.path.join(disks.folder, name)
-            state, _ = read_states(path) if step_of(name) >= 0 and not name.endswith(SURVIVORS) else (None, None)
-            if state:
-                write_state(os.path.join(path, STATE), {**state, "run_id": run_id})
-
-    disks.on_each(take, CANT_WRITE)

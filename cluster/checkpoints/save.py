@@ -20,24 +20,21 @@ import os
 import shutil
 import threading
 import time
-import traceback
 from collections.abc import Callable
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from checkpoints.disks import Disks
 from checkpoints.files import (
-    ADAPTER, ADAPTER_CONFIG, KINDS, STATE, SURVIVORS, TensorFile, forget_older, join_files, merge, name_of_step,
+    ADAPTER, ADAPTER_CONFIG, KINDS, PART, STATE, SURVIVORS, TensorFile, forget_older, join_files, merge, name_of_step,
     set_latest, sync_folder, write_small, write_state,
 )
-from checkpoints.disks import Disks
+from checkpoints.pieces import Piece, as_files_have_it, join, pieces_of, shapes_over, whole_shape
 from machine_facts import free_memory, home_rank, is_home, memory_below_peak, ranks_of_this_machine
-from checkpoints.pieces import Piece, as_files_have_it, join, pieces_of, plain_groups, shapes_over, whole_shape
 from utils import UserError
 
-ALIGNED = 64  # bytes
 CPU, FRACTION = torch.device("cpu"), 0.9  # of the memory that is free, for copies
 
 
@@ -50,7 +47,7 @@ class Checkpointer:
 
     def __init__(self, folder: str, disks: Disks, model, optimizer: torch.optim.Optimizer, scheduler,
                  describe: Callable, small: dict[str, bytes], keep: int = 2, copies: int = 2):
-        self.folder, self.disks, self.stage = folder, disks.for_a_thread(), model.module
+        self.folder, self.disks, self.stage = folder, disks, model.module
         self.optimizer, self.scheduler = optimizer, scheduler
         self.describe, self.small, self.keep, self.copies = describe, small, keep, min(copies, len(disks.all))
         self.stems = {"model": "adapter" if ADAPTER_CONFIG in small else "model", "optimizer": "optimizer"}
@@ -59,6 +56,8 @@ class Checkpointer:
         self.tp_group = dist.new_subgroups_by_enumeration(rows, backend="gloo")[0] if grid.tp_world_size > 1 else None
         self.thread, self.host, self.written, self.stall, self.messages = None, [], 0, None, []
         self.is_short = False  # of memory for copies
+        device = next(self.stage.model.parameters()).device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # in which survivors copy
         ranks_of_this_machine()  # which free_memory() asks; the first call is collective
         if disks.leads:  # of a run that was killed
             for name in os.listdir(folder):
@@ -88,12 +87,8 @@ class Checkpointer:
         return self.is_short
 
     def take_memory(self, pieces: dict[str, list[Piece]]) -> None:
-        """One block for all copies, so that none is lost between them."""
-        tensors = [piece.tensor for kind in KINDS for piece in pieces[kind]]
-        starts = [0, *accumulate(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors)]
-        block = torch.zeros(starts[-1], dtype=torch.uint8, pin_memory=any(tensor.is_cuda for tensor in tensors))
-        self.host = [block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                     for start, tensor in zip(starts, tensors)]
+        self.host = [torch.zeros_like(piece.tensor, device=CPU, pin_memory=piece.tensor.is_cuda)
+                     for kind in KINDS for piece in pieces[kind]]
 
     def copy_to_host(self) -> dict[str, list[Piece]]:
         """The pieces with copies of their tensors, in memory that the next save uses again."""
@@ -110,15 +105,15 @@ class Checkpointer:
     def save(self, step: int, waits: bool = False, is_last: bool = False) -> None:
         """Begins to write the state after `step`; with `waits` it is written on return, and no copy is needed.
 
-        Where the checkpoint before is still being written, it waits for that first. `is_last`: the host on which
-        the run was started gets all files. Collective.
+        Where the checkpoint before is still being written, it waits for that first. `is_last`: it waits, and the host
+        on which the run was started gets all files. Collective.
         """
         start = time.perf_counter()
         self.wait()
         if step == self.written:
             return
         state, pieces = copy.deepcopy(self.state(step)), None
-        waits = waits or any(self.disks.gather(self.grid.dp_rank == 0 and self.lacks_memory()))
+        waits = waits or is_last or any(self.disks.gather(self.grid.dp_rank == 0 and self.lacks_memory()))
         if self.grid.dp_rank == 0:
             pieces = pieces_of(self.stage, self.optimizer) if waits else self.copy_to_host()
         self.stall = None if waits else time.perf_counter() - start
@@ -128,9 +123,11 @@ class Checkpointer:
             self.wait()
 
     def state(self, step: int) -> dict:
-        """What state.json says, but for the files."""
+        """What state.json says, but for the files: of the optimizer's groups all but their parameters."""
+        groups = [{name: value for name, value in group.items() if name not in ("params", "param_names")}
+                  for group in self.optimizer.param_groups]
         return {"step": step, **self.describe(step), "scheduler": self.scheduler.state_dict(),
-                "optimizer": {"class": type(self.optimizer).__name__, "param_groups": plain_groups(self.optimizer)}}
+                "optimizer": {"class": type(self.optimizer).__name__, "param_groups": groups}}
 
     def last(self) -> str | None:
         """The path of the newest checkpoint on home_rank(), once it is written. Collective."""
@@ -152,17 +149,12 @@ class Checkpointer:
     def write(self, step: int, state: dict, pieces: dict | None, is_last: bool) -> None:
         """The thread: all files, and then the name. An error of a disk leaves the older checkpoints as they are."""
         name, start = name_of_step(step), time.perf_counter()
-        unfinished = os.path.join(self.folder, f"{name}.unfinished")
+        unfinished, part = os.path.join(self.folder, f"{name}.unfinished"), None
         try:
-            part = error = None
-            if pieces is not None:
-                stem = "{}-%05d-of-%05d" % (self.grid.pp_rank + 1, self.grid.pp_world_size)
-                try:
-                    part, error = self.write_part(unfinished, pieces, stem)
-                except Exception as problem:  # a fault of ours is reported to all ranks, too: they wait to hear of it
-                    traceback.print_exc()
-                    error = repr(problem)
-            self.disks.check(error)
+            with self.disks.together():
+                if pieces is not None:
+                    part = self.write_part(unfinished, pieces, f"{self.grid.pp_rank + 1:05d}-of-"
+                                                               f"{self.grid.pp_world_size:05d}")
             parts = {rank: part for rank, part in enumerate(self.disks.gather(part)) if part}
             self.complete(unfinished, state, parts, is_last)
             self.written = step
@@ -184,63 +176,53 @@ class Checkpointer:
         if is_home():
             self.messages.append(message)
 
-    def write_part(self, folder: str, pieces: dict[str, list[Piece]], stem: str) -> tuple[dict | None, str | None]:
-        """Writes this stage's two files. Returns what they are, on tp rank 0, and what went wrong."""
-        part, error = merge([]), None
-        is_first = self.grid.tp_rank == 0
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as problem:
-            error = self.disks.in_words(problem)
+    def write_part(self, folder: str, pieces: dict[str, list[Piece]], number: str) -> dict | None:
+        """Writes this stage's two files. Returns what they are, on tp rank 0. Raises OSError, when all have sent."""
+        part, files = merge([]), []
         for kind in KINDS:
-            name = f"{stem.format(self.stems[kind])}.safetensors"
             saved = [(piece, shapes, as_files_have_it(self.stage.model, piece.name, kind))
                      for piece, shapes in zip(pieces[kind], shapes_over(self.tp_group, pieces[kind]))]
             entries = {}
             for piece, shapes, convert in saved:
                 meta = torch.empty(whole_shape(piece, shapes), dtype=piece.tensor.dtype, device="meta")
                 entries.update({key: (value.dtype, value.shape) for key, value in convert(meta).items()})
-            file = TensorFile(os.path.join(folder, name), entries) if is_first else None
+            name = f"{self.stems[kind]}-{number}.safetensors"
+            file = TensorFile(os.path.join(folder, name), entries) if self.grid.tp_rank == 0 else None
             for piece, shapes, convert in saved:
                 full = join(piece, shapes, self.tp_group)
-                for value in convert(full).values() if is_first else ():
+                for value in convert(full).values() if file else ():
                     file.write(value)
-            if is_first:
-                part["files"][name], error = file.close(), error or file.error and self.disks.in_words(file.error)
+            if file:
+                files.append((name, file))
                 part[f"{kind}_map"] = dict.fromkeys(entries, name)
                 part["parameters"].update({piece.name: name for piece in pieces[kind] if kind == "model"})
-        return part if is_first and error is None else None, error
+        part["files"] = {name: file.close() for name, file in files}
+        return part if files else None
 
     def complete(self, folder: str, state: dict, parts: dict[int, dict], is_last: bool) -> None:
         """Copies between disks, the small files, state.json, the name, `latest`. Collective. Raises UserError."""
-        disks, merged, copies, final = self.disks, merge(parts.values()), [], folder.removesuffix(".unfinished")
-
-        def write_other_files() -> None:
-            os.makedirs(folder, exist_ok=True)
-            merged["files"] |= write_small(folder, self.small, merged)
-
-        def give_name() -> None:
-            if disks.mine == disks.home and ADAPTER_CONFIG in self.small:
-                join_files(folder, [name for name in merged["files"] if name.startswith("adapter-")], ADAPTER)
-            write_state(os.path.join(folder, STATE), state)
-            sync_folder(folder)
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(folder, final)
-            sync_folder(self.folder)
-
-        disks.on_each(write_other_files)
+        disks, merged, copies, final = self.disks, merge([*parts.values()]), [], folder.removesuffix(".unfinished")
+        has_adapters = ADAPTER_CONFIG in self.small  # they are small, and at home they are written as one file as well
+        with disks.together():
+            if disks.leads:
+                merged["files"] |= write_small(folder, self.small, merged)
         state.update(merged)
         for rank, part in parts.items():
-            number = next(i for i, disk in enumerate(disks.all) if rank in disk.ranks)
-            others = [disks.all[(number + k) % len(disks.all)] for k in range(1, len(disks.all))]
-            to = sorted(others, key=lambda disk: disk != disks.home)[: self.copies - 1]
-            for name in part["files"]:
-                is_adapter = name.startswith("adapter-")  # small, and at home they are written as one file as well
-                if (is_last or is_adapter) and disks.home not in (disks.all[number], *to):
-                    to.append(disks.home)
-                copies += [(name, disks.all[number].leader, disk.leader) for disk in to]
+            number, own = next((i, disk) for i, disk in enumerate(disks.all) if rank in disk.ranks)
+            others = disks.all[number + 1 :] + disks.all[:number]
+            count = max(self.copies - 1, (is_last or has_adapters) and own != disks.home)
+            to = sorted(others, key=lambda disk: disk != disks.home)[:count]
+            copies += [(name, own.leader, disk.leader) for name in part["files"] for disk in to]
         disks.copy(folder, copies)
-        disks.on_each(give_name)
+        with disks.together():
+            if disks.leads:
+                if has_adapters and disks.mine == disks.home:
+                    join_files(folder, [name for name in merged["files"] if name.startswith("adapter-")], ADAPTER)
+                write_state(os.path.join(folder, STATE), state)
+                sync_folder(folder)
+                shutil.rmtree(final, ignore_errors=True)
+                os.replace(folder, final)
+                sync_folder(self.folder)
         try:
             if disks.leads:
                 set_latest(self.folder, os.path.basename(final))
@@ -251,18 +233,19 @@ class Checkpointer:
         """Writes what this rank holds, by itself, because another rank is gone. Says where it is, or why it is nowhere.
 
         Where the ranks that are left hold the whole model together, the next run goes on from these parts, and no step
-        is lost. Ranks that share a stage by tensor parallelism can't be sure of each other, and write nothing.
+        is lost. Ranks that share a stage by tensor parallelism can't be sure of each other, and write nothing. A GPU
+        may wait for the lost rank for ever: so it copies in a stream of its own, and computes nothing. Raises OSError.
         """
         if step <= self.written:
             return f"step {step} is in a checkpoint already"
         if self.tp_group:
             return f"step {step} is not saved, as each of its weights is split over several ranks (--tp_size)"
-        if any(not param.isfinite().all() for param in self.stage.model.parameters()):
-            return f"step {step} is not saved, as its weights are not finite"
         place = f"p{self.grid.dp_rank}s{self.grid.pp_rank}"
         folder = os.path.join(self.folder, name_of_step(step) + SURVIVORS)
-        part, error = self.write_part(folder, pieces_of(self.stage, self.optimizer), "{}-%s" % place)
-        if error:
-            return f"what it holds could not be written ({error})"
-        write_state(os.path.join(folder, f"part-{place}.json"), {**self.state(step), **part})
+        with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
+            pieces = pieces_of(self.stage, self.optimizer)
+            if any(not piece.tensor.cpu().isfinite().all() for piece in pieces["model"]):
+                return f"step {step} is not saved, as its weights are not finite"
+            part = self.write_part(folder, pieces, place)
+            write_state(os.path.join(folder, f"{PART}{place}.json"), {**self.state(step), **part})
         return f"what it holds is in {folder}"

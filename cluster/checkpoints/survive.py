@@ -7,7 +7,8 @@ run (launch_cluster.sh --elastic) ranks also watch each other. When one is gone,
 they hold, by themselves, and end; torchrun's agents then start all of them anew without the lost one.
 
 A rank that is killed closes its connections, and the others meet an error at once. A cut link closes nothing: so each
-rank counts aloud, in the store of rank 0, and one that falls silent for PATIENCE seconds is taken as gone.
+rank counts aloud, in the store of rank 0. One that falls silent for PATIENCE seconds is taken as gone where its machine
+does not answer for it either: a board that swaps is slow, and still there.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from launching.host_facts import STOPS_WITHIN
+from machine_facts import gather, this_host
 from utils import UserError
 
 BEAT, PATIENCE = 0.5, 6.0  # seconds
@@ -42,8 +44,6 @@ def is_elastic() -> bool:
 
 class Watch:
     """Notes signals from now on and, in an elastic run, whether the other ranks are alive. All ranks make one together.
-
-    `lock` is held while the weights change: what survivors write is never half of a step.
     """
 
     def __init__(self):
@@ -54,11 +54,10 @@ class Watch:
         self.group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         self.store = None
         if is_elastic() and self.world_size > 1:  # a connection of its own: the main thread's may be in use for long
-            self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                                       timeout=datetime.timedelta(seconds=PATIENCE), wait_for_workers=False)
-            self.store.set(f"host/{self.rank}", socket.gethostname())
+            self.store = self.connect()
             self.store.add(f"beat/{self.rank}", 1)
-            dist.barrier(self.group)  # from here on all counters are there
+            self.door = socket.create_server(("", 0))  # nobody accepts: the system answers while this process lives
+            self.doors = gather((*this_host(), self.door.getsockname()[1]))  # from here on all counters are there
         self.noted, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -67,8 +66,12 @@ class Watch:
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
+    def connect(self) -> dist.TCPStore:
+        return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                             timeout=datetime.timedelta(seconds=PATIENCE), wait_for_workers=False)
+
     def run(self) -> None:
-        heard = dict.fromkeys(range(self.world_size), (0, time.monotonic()))
+        before, missed = [b"0"] * self.world_size, [0] * self.world_size  # looks of this rank, which may be slow itself
         while not self.ended.is_set():
             if select.select([self.noted], [], [], BEAT)[0] and os.read(self.noted, 64):
                 self.asked = True
@@ -79,15 +82,26 @@ class Watch:
                 continue
             try:
                 self.store.add(f"beat/{self.rank}", 1)
-                counts = self.store.multi_get([f"beat/{rank}" for rank in heard])
-            except RuntimeError as error:
-                self.fail(f"rank 0 does not answer any more ({str(error).splitlines()[0]})")
-            now = time.monotonic()
+                counts = self.store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
+            except RuntimeError:
+                self.look_for(0)
+                with contextlib.suppress(RuntimeError):  # then the next look tries again
+                    self.store = self.connect()
+                continue
             for rank, count in enumerate(counts):
-                if count != heard[rank][0]:
-                    heard[rank] = count, now
-                elif int(count) >= 0 and now - heard[rank][1] > PATIENCE:
-                    self.fail(f"rank {rank} on {self.store.get(f'host/{rank}').decode()} is silent")
+                missed[rank] = missed[rank] + 1 if count == before[rank] and int(count) >= 0 else 0
+                if missed[rank] > PATIENCE / BEAT:
+                    self.look_for(rank)
+                    missed[rank] = 0
+            before = counts
+
+    def look_for(self, rank: int) -> None:
+        """Ends this process by fail() where the machine of a silent rank does not answer for it."""
+        name, *door = self.doors[rank]
+        try:
+            socket.create_connection(door, timeout=2).close()
+        except OSError:
+            self.fail(f"rank {rank} on {name} is silent")
 
     def begin(self, rescue: Callable[[], str]) -> None:
         """From now on there is something to lose: a signal ends the step first, and a lost rank calls `rescue`.
@@ -96,6 +110,22 @@ class Watch:
         """
         self.rescue = rescue
         self.stops_within(UNKNOWN)
+
+    @contextlib.contextmanager
+    def changing_weights(self):
+        """Around what changes the weights, whose number of steps goes with them: survivors never write half of a step.
+
+        A GPU works off a queue. What is in it before, and waits for other ranks, is waited for without the lock, and
+        the change itself with it: so the weights are always what the number says, whatever the queue waits for next.
+        """
+        self.wait_for_gpu()
+        with self.lock:
+            yield
+            self.wait_for_gpu()
+
+    def wait_for_gpu(self) -> None:
+        if self.store is not None and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
 
     def let_signals_kill(self) -> None:
         """For a training that can't end within a step: SIGTERM and Ctrl-C end the process, as they do by default."""

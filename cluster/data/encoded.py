@@ -1,7 +1,7 @@
 """Encoded data sets as files: made once, in one process of each machine, and mapped into the memory of all its ranks.
 
-There are two formats. Text that is packed is a plain sequence of tokens, as step 9 writes it. Rows are a table of
-int32, whose first row is a header and whose other rows are:
+There are two formats. Text that is packed is a plain sequence of tokens, int32 as in step 9. Rows are a table of int32,
+whose first row is a header and whose other rows are:
 
     number of tokens | number of targets | token 0 | token 1 | ... | token T | zeros where the row is shorter
 
@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from dataloader import TokenSamples, encode, encode_to_file, files_at, load_tokenizer
 from checkpoints.disks import Disks
+from data.rows import Source, documents, encode_rows, find_source, first_kind
+from dataloader import TokenSamples, encode, files_at, load_tokenizer
 from machine_facts import home_rank, once_per_machine
-from data.rows import Source, documents, encoder, find_source, first_kind, ids_of, mark, rows_of_kind
 from utils import ROOT, UserError
 
 CACHE = os.path.join(ROOT, "runs", "token_cache")
@@ -47,14 +47,13 @@ class Row(NamedTuple):
 
 
 class RowSamples(Dataset):
-    """The first `num_samples` rows of a table (None: all)."""
+    """The rows of a table, see above."""
 
-    def __init__(self, table: np.ndarray, num_samples: int | None = None):
+    def __init__(self, table: np.ndarray):
         self.header, self.table = table[0], table[1:]
-        self.num_samples = min(num_samples or ALL, len(self.table))
 
     def __len__(self) -> int:
-        return self.num_samples
+        return len(self.table)
 
     def num_targets(self, i: int) -> int:
         return int(self.table[i, 1])
@@ -81,14 +80,14 @@ def load_samples(args, tokenizer: str, vocab_size: int, num_samples: int | None 
     digest = common_digest(args, path)
     numbers = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
     if path.endswith(".rows"):
-        samples = RowSamples(numbers.reshape(-1, BEFORE + args.seq_len + 1), num_samples)
+        samples = RowSamples(numbers.reshape(-1, BEFORE + args.seq_len + 1))
         truncated, left_out, largest, *_ = samples.header.tolist()
-        report_rows(args, truncated, left_out, len(samples.table))
+        report_rows(args, truncated, left_out, len(samples))
     elif len(numbers) < args.seq_len + 1:
         raise UserError(f"--dataset_name {args.dataset_name!r} holds {len(numbers)} tokens, fewer than the seq_len + 1 "
                         f"= {args.seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")
     else:
-        samples, largest = TokenSamples(numbers, args.seq_len, num_samples or ALL), int(numbers.max())
+        samples, largest = TokenSamples(path, args.seq_len, num_samples or ALL), int(numbers.max())
         samples.num_samples = min(samples.num_samples, samples.samples_per_epoch)
     if largest >= vocab_size:
         raise UserError(f"the tokenizer of {tokenizer!r} gives the id {largest}, but its config.json has vocab_size="
@@ -152,33 +151,25 @@ def report_rows(args, truncated: int, left_out: int, count: int) -> None:
 def encode_data(dataset_name: str, tokenizer: str, seq_len: int, num_samples: int, packing: str,
                 cache: str | None = None) -> str:
     """The path of the encoded file, which is written if it is not there. For one process of a machine."""
-    source, cache = find_source(dataset_name), cache or CACHE
+    source, cache, width = find_source(dataset_name), cache or CACHE, seq_len + 1
     stamps = [(file, os.path.getsize(file), os.path.getmtime(file)) for file in source.files + files_at(tokenizer)]
-    key = (os.path.abspath(source.path), source.config, os.path.abspath(tokenizer), stamps, seq_len, num_samples)
-    rows = cached((FORMAT, packing, *key), cache, ".rows")
-    if os.path.exists(rows):
-        return rows
-    kind = first_kind(source)
-    if kind == "text" and packing != "off":
-        num_tokens = num_samples * seq_len + 1
-        if source.config is None:
-            return encode_to_file(dataset_name, tokenizer, num_tokens, cache)
-        if not os.path.exists(path := cached(("text", *key), cache, ".bin")):
-            write(path, up_to(num_tokens, encode(pieces_of(source), load_tokenizer(tokenizer))))
-        return path
+    key = (FORMAT, packing, os.path.abspath(source.path), source.config, os.path.abspath(tokenizer), stamps, seq_len,
+           num_samples)
+    stem = os.path.join(cache, hashlib.sha256(repr(key).encode()).hexdigest()[:16])
+    text, rows = f"{stem}.bin", f"{stem}.rows"
+    for path in text, rows:
+        if os.path.exists(path):
+            return path
+    if (kind := first_kind(source)) == "text" and packing != "off":
+        write(text, up_to(num_samples * seq_len + 1, encode(pieces_of(source), load_tokenizer(tokenizer))))
+        return text
     if packing == "text":
         raise UserError(f"--dataset_name {dataset_name!r} holds rows of the kind {kind}, and this training reads a "
                         "column 'text' of strings only: train_distributed.py without --local_steps reads the others")
-    words, width = load_tokenizer(tokenizer), seq_len + 1
-    encoded = encode_rows(source, kind, words, tokenizer, width)
+    encoded = encode_rows(source, kind, load_tokenizer(tokenizer), width)
     header = [0] * (BEFORE + width)  # rows truncated, samples left out, the largest id
-    table = table_of(packed(encoded, width) if packing == "on" else encoded, width, num_samples, header)
-    write(rows, table, header)
+    write(rows, table_of(packed(encoded, width) if packing == "on" else encoded, width, num_samples, header), header)
     return rows
-
-
-def cached(key: tuple, cache: str, suffix: str) -> str:
-    return os.path.join(cache, hashlib.sha256(repr(key).encode()).hexdigest()[:16] + suffix)
 
 
 def pieces_of(source: Source) -> Iterator[str]:
@@ -193,21 +184,6 @@ def up_to(count: int, parts: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         yield part[:count]
         if (count := count - len(part)) <= 0:
             break
-
-
-def encode_rows(source: Source, kind: str, words, tokenizer: str, width: int) -> Iterator[np.ndarray]:
-    """Each row's ids, complemented where they are no targets. Of a document, little more than `width` are encoded."""
-    if kind == "text":
-        end = [] if words.eos_token_id is None else [words.eos_token_id]
-        for document in documents(source):
-            ids = []
-            for piece in document:
-                ids += ids_of(words, piece) if len(ids) <= width else []
-            yield mark(ids + end, [(0, len(ids) + 1)])
-    else:
-        encode_row = encoder(kind, words, tokenizer)
-        for place, row in rows_of_kind(source, kind):
-            yield encode_row(place, row)
 
 
 def packed(rows: Iterator[np.ndarray], width: int) -> Iterator[np.ndarray]:

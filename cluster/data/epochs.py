@@ -5,10 +5,12 @@ reads, and a longer one, or one that goes on after a checkpoint, reads the same 
 whole optimizer step; what is left over is not read.
 """
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch.utils.data import Dataset
 
-from dataloader import TokenSamples
 from utils import UserError
 
 BLOCK = 1024  # samples
@@ -18,19 +20,20 @@ KEPT = 4  # blocks whose order is remembered
 class Epochs(Dataset):
     """Items of T + 1 token ids: those of optimizer step k are k * global_batch and the following ones.
 
-    `steps_per_epoch` is None where the run ends before its first epoch does. Raises UserError for samples that are
-    fewer than a step needs.
+    `places`: of the samples that are read (None: all). `steps_per_epoch` is None where the run ends before its first
+    epoch does. Raises UserError for samples that are fewer than a step needs.
     """
 
-    def __init__(self, samples: TokenSamples, global_batch: int, seed: int, is_all: bool = True):
-        self.samples, self.seed = samples, seed
-        self.steps_per_epoch = samples.num_samples // global_batch if is_all else None
-        if samples.num_samples < global_batch:
-            raise UserError(f"the data set has {samples.num_samples} samples, fewer than the {global_batch} of one "
-                            "step: lower --batch_size or the number of micro-batches, or add data")
-        self.samples_per_epoch = self.steps_per_epoch * global_batch if is_all else samples.num_samples
+    def __init__(self, samples: Dataset, global_batch: int, seed: int, is_all: bool = True,
+                 places: Sequence[int] | None = None):
+        self.samples, self.seed, self.places = samples, seed, range(len(samples)) if places is None else places
+        if (count := len(self.places)) < global_batch:
+            raise UserError(f"the data set has {count} samples, fewer than the {global_batch} of one step: lower "
+                            "--batch_size or the number of micro-batches, or add data")
+        self.steps_per_epoch = count // global_batch if is_all else None
+        self.samples_per_epoch = self.steps_per_epoch * global_batch if is_all else count
         self.num_samples = self.samples_per_epoch  # of the run: set_steps() changes it
-        self.global_batch, self.order = global_batch, {}
+        self.global_batch = global_batch
 
     def set_steps(self, num_steps: int) -> None:
         self.num_samples = num_steps * self.global_batch
@@ -45,10 +48,11 @@ class Epochs(Dataset):
         """Which of the corpus's samples is item i."""
         epoch, position = divmod(i, self.samples_per_epoch)
         block, place = divmod(position, BLOCK)
-        if (key := (epoch, block)) not in self.order:
-            if len(self.order) == KEPT:
-                self.order.pop(next(iter(self.order)))
-            size = min(BLOCK, self.samples.num_samples - block * BLOCK)
-            generator = torch.Generator().manual_seed((self.seed + epoch << 20) + block)
-            self.order[key] = torch.randperm(size, generator=generator).tolist()
-        return block * BLOCK + self.order[key][place]
+        return self.places[block * BLOCK + self.order(epoch, block)[place]]
+
+    @functools.lru_cache(KEPT)
+    def order(self, epoch: int, block: int) -> list[int]:
+        """In which the samples of a block are read."""
+        size = min(BLOCK, len(self.places) - block * BLOCK)
+        generator = torch.Generator().manual_seed((self.seed + epoch << 20) + block)
+        return torch.randperm(size, generator=generator).tolist()

@@ -12,17 +12,18 @@ sees what comes after it, and the outputs at the padding are no targets.
 """
 
 import argparse
+import functools
 import math
 import types
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
-from dataloader import collate_batch
 from data.encoded import Row, RowSamples, load_samples
 from data.epochs import BLOCK, Epochs
+from dataloader import collate_batch
 from utils import UserError, number, positive_int, zero_or_more
 
 NO_TARGET = -100  # in target_ids; the value that torch's and transformers' losses leave out too
@@ -59,35 +60,17 @@ def check_data_flags(args) -> None:
                         "leave them out, or leave out --local_steps")
 
 
-class Part(Dataset):
-    """Some samples of another data set: those at `places`, in that order."""
-
-    def __init__(self, samples: Dataset, places: list[int]):
-        self.samples, self.places, self.num_samples = samples, places, len(places)
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, i: int):
-        return self.samples[self.places[i]]
-
-    def num_targets(self, i: int) -> int:
-        """As RowSamples has it."""
-        return self.samples.num_targets(self.places[i])
-
-
 class WeightedEpochs(Epochs):
     """Items (Row, N): a sample, and how many targets its optimizer step has. Its samples are a RowSamples."""
 
     def __getitem__(self, i: int) -> tuple[Row, int]:
         return super().__getitem__(i), self.num_targets(i // self.global_batch)
 
+    @functools.lru_cache(1)
     def num_targets(self, step: int) -> int:
         """Of optimizer step `step`, from 0 on."""
-        if getattr(self, "counted", (None, 0))[0] != step:
-            mine = range(step * self.global_batch, (step + 1) * self.global_batch)
-            self.counted = step, sum(self.samples.num_targets(self.position_of(i)) for i in mine)
-        return self.counted[1]
+        mine = range(step * self.global_batch, (step + 1) * self.global_batch)
+        return sum(self.samples.num_targets(self.position_of(i)) for i in mine)
 
 
 class Data:
@@ -100,14 +83,13 @@ class Data:
     def __init__(self, samples: Dataset, validation_split: float | None, global_batch: int, seed: int,
                  is_all: bool = True, limit: int | None = None):
         self.has_rows, self.global_batch, self.evaluation = isinstance(samples, RowSamples), global_batch, None
-        self.read = samples.read
+        self.read, places = samples.read, range(len(samples))
         if validation_split:  # drawn from all samples: a corpus may be sorted by its age, or by its kind
             kept = split(len(samples), validation_split)
             places = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
-            self.evaluation, samples = Part(samples, sorted(places[:kept])), Part(samples, places[kept:])
-        samples.num_samples = min(samples.num_samples, limit or samples.num_samples)
+            self.evaluation, places = Subset(samples, sorted(places[:kept])), places[kept:]
         epochs = WeightedEpochs if self.has_rows else Epochs
-        self.train = epochs(samples, global_batch, seed, is_all)
+        self.train = epochs(samples, global_batch, seed, is_all, places[:limit])
 
     def collate(self, items: list) -> dict[str, torch.Tensor]:
         """-> input_ids, target_ids (B, T) and, for rows, the scalar loss_weight; see the head of this module."""
@@ -147,7 +129,7 @@ def load_data(args, tokenizer: str, vocab_size: int, global_batch: int, num_step
     limit = max_steps_per_epoch and max_steps_per_epoch * global_batch
     wanted = limit or num_steps and -(-num_steps * global_batch // BLOCK) * BLOCK  # None: all
     samples = load_samples(args, tokenizer, vocab_size, None if args.validation_split else wanted, args.packing)
-    is_all = args.validation_split or wanted == limit or samples.num_samples < wanted
+    is_all = args.validation_split or wanted == limit or len(samples) < wanted
     return Data(samples, args.validation_split, global_batch, args.seed, bool(is_all), limit)
 
 

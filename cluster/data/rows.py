@@ -12,7 +12,7 @@ In an encoded row a token that is no target is stored as its complement -1 - id,
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -72,9 +72,13 @@ def read_rows(source: Source) -> Iterator[tuple[str, dict]]:
             for number, row in enumerate(rows, 1):
                 yield f"{file or source.name}, row {number}", {key: row[key] for key in row if row[key] is not None}
     except Exception as error:  # the library raises errors of many classes
-        reason = " ".join(str(error.__cause__ or error).split())[:300]
-        raise UserError(f"--dataset_name {source.name!r} can't be read: {reason}. It has to be rows of one kind, in "
-                        "UTF-8 text, with the columns messages, or prompt and completion, or text") from error
+        raise unreadable(source, error.__cause__ or error) from error
+
+
+def unreadable(source: Source, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:300]
+    return UserError(f"--dataset_name {source.name!r} can't be read: {reason}. It has to be rows of one kind, in UTF-8 "
+                     "text, with the columns messages, or prompt and completion, or text")
 
 
 def kind_of(place: str, row: dict) -> str:
@@ -111,36 +115,53 @@ def rows_of_kind(source: Source, kind: str) -> Iterator[tuple[str, dict]]:
 
 
 def documents(source: Source) -> Iterator[Iterator[str]]:
-    """Each document's pieces of text: those of a .txt file, or the one of a row."""
+    """Each document's pieces of text: those of a .txt file, or the one of a row. Raises UserError."""
+    def pieces(file: str) -> Iterator[str]:
+        try:
+            yield from itertools.takewhile(bool, read_texts([file]))  # an empty piece ends the document
+        except (OSError, UnicodeError) as error:
+            raise unreadable(source, error) from error
+
     if source.suffix == ".txt":
-        for file in source.files:
-            yield itertools.takewhile(bool, read_texts([file]))  # an empty piece ends the document
+        yield from map(pieces, source.files)
     else:
         for _, row in rows_of_kind(source, "text"):
             yield iter([row["text"]])
 
 
-def encoder(kind: str, tokenizer, tokenizer_name: str) -> Callable[[str, dict], np.ndarray]:
-    """What turns (place, row) into int32 ids, complemented where they are no targets; see KINDS.
+def encode_rows(source: Source, kind: str, tokenizer, width: int) -> Iterator[np.ndarray]:
+    """Each row's int32 ids, complemented where they are no targets; see KINDS.
 
-    Raises UserError where the tokenizer has no chat template and the rows are conversations.
+    Of a document, little more than `width` are encoded. Raises UserError where the tokenizer has no chat template and
+    the rows are conversations.
     """
-    if kind == "messages":
-        if not tokenizer.chat_template:
-            raise UserError(f"the rows are conversations (messages), and the tokenizer of {tokenizer_name!r} has no "
-                            "chat template: use the instruction-tuned model's tokenizer, add a chat_template.jinja to "
-                            "the model's directory, or rewrite the rows as prompt and completion")
-        return lambda place, row: encode_messages(place, row["messages"], tokenizer)
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if kind == "messages" and not tokenizer.chat_template:
+        raise UserError(f"the rows are conversations (messages), and the tokenizer of {tokenizer.name_or_path!r} has "
+                        "no chat template: use the instruction-tuned model's tokenizer, add a chat_template.jinja to "
+                        "the model's directory, or rewrite the rows as prompt and completion")
+    if kind == "text":
+        for document in documents(source):
+            ids = []
+            for piece in document:
+                ids += ids_of(tokenizer, piece) if len(ids) <= width else []
+            yield mark(ids + end_of_text(tokenizer), [(0, len(ids) + 1)])
+    else:
+        for place, row in rows_of_kind(source, kind):
+            is_talk = kind == "messages"
+            yield encode_messages(place, row[kind], tokenizer) if is_talk else encode_pair(place, row, tokenizer)
 
-    def encode_pair(place: str, row: dict) -> np.ndarray:
-        """The prompt is encoded by itself, as it will be when the model is asked."""
-        if not row["completion"].strip():
-            raise UserError(f"{place} has an empty completion: each row needs an answer, remove it or add one")
-        prompt, answer = (ids_of(tokenizer, row[column]) for column in ("prompt", "completion"))
-        return mark(prompt + answer + end, [(len(prompt), len(prompt + answer + end))])
 
-    return encode_pair
+def end_of_text(tokenizer) -> list[int]:
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+
+def encode_pair(place: str, row: dict, tokenizer) -> np.ndarray:
+    """The prompt is encoded by itself, as it will be when the model is asked."""
+    if not row["completion"].strip():
+        raise UserError(f"{place} has an empty completion: each row needs an answer, remove it or add one")
+    prompt, answer = (ids_of(tokenizer, row[column]) for column in ("prompt", "completion"))
+    ids = prompt + answer + end_of_text(tokenizer)
+    return mark(ids, [(len(prompt), len(ids))])
 
 
 def ids_of(tokenizer, text: str) -> list[int]:

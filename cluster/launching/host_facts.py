@@ -135,11 +135,10 @@ def page_cache(group: str) -> int:
     with contextlib.suppress(OSError, ValueError):
         with open(os.path.join(group, "memory.stat")) as file:
             fields = {name: int(number) for name, number in map(str.split, file)}
-    def unmapped(prefix: str) -> int:
-        files = sum(fields.get(f"{prefix}{name}", 0) for name in ("active_file", "inactive_file"))
-        return files - max(fields.get(f"{prefix}{name}", 0) for name in ("mapped_file", "file_mapped"))
-
-    return max(0, unmapped(""), unmapped("total_"))  # total_: in version 1, with the groups inside of this one
+    total = "total_" * ("total_active_file" in fields)  # in version 1, with the groups inside of this one
+    files, inactive, mapped, mapped_in_1 = (fields.get(f"{total}{name}", 0) for name in (
+        "active_file", "inactive_file", "file_mapped", "mapped_file"))
+    return max(0, files + inactive - mapped - mapped_in_1)
 
 
 def available_memory() -> int:

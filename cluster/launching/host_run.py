@@ -5,7 +5,7 @@ processes. After it come heartbeats. When they stop for SILENCE seconds (the cab
 dead) or the input ends (the launcher or ssh is gone), every process that came from this one is ended: it gets SIGTERM,
 and then time in which a training can finish its step and save a checkpoint. That is PATIENCE seconds and, besides, as
 many as the training itself says that it needs, in a file whose path is in its environment.
-A worker whose torchrun is killed would train on alone: Linux is asked to make such orphans children of this process.
+A worker whose torchrun is killed would train on alone: it is known by a variable in its environment.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 
 from host_facts import HOME, STOPS_WITHIN, run_interface, usable_cores
 
@@ -30,12 +29,8 @@ TORCHRUN_PATIENCE = "900"  # seconds that torchrun itself waits, longer than thi
 ELASTIC = {  # of torchrun's agents: a lost one is noticed after 3 seconds, and a round begins 3 after enough have come
     "last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 3, "join_timeout": 900}
 MAX_RESTARTS = 100  # of the processes of a host, after failures of their own
-MARK = "LAUNCH_CLUSTER_PART"  # the variable that tells which host's part of which elastic run a process belongs to
-SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
-
-
-def prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+MARK = "LAUNCH_CLUSTER_PART"  # the variable that tells which host's part of which run a process belongs to
+SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 
 
 def find_script(words: list[str]) -> list[str]:
@@ -62,55 +57,33 @@ def command(job: dict) -> list[str]:
 
 
 def environment(job: dict) -> dict[str, str]:
-    """This host's variables, and over them: the interface that reaches the others, threads, the launcher's --env.
-
-    Raises OSError where no interface is given and the one towards the peer can't be found.
-    """
+    """This host's variables, and over them: the interface that reaches the others, threads, the launcher's --env."""
     variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
     variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_PATIENCE)
     variables.setdefault("OMP_NUM_THREADS", str(max(1, int(usable_cores() / job["nproc"]))))
-    if interface := job["interface"] or run_interface(None, job["peer"])[0]:
-        variables["GLOO_SOCKET_IFNAME"] = variables["NCCL_SOCKET_IFNAME"] = interface
-    if elastic := job.get("elastic"):
+    if interface := job["interface"]:
+        variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # NCCL: else a prefix
+    if "elastic" in job:
         # What a lost first worker leaves in a store that outlives it would lead the next round to stale addresses.
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        variables[MARK] = elastic["mark"]
     if job["is_home"]:
         variables[HOME] = "1"
     return {**variables, **job["environment"]}
 
 
-def complete(job: dict) -> None:
-    """In an elastic run: the interface of this host that reaches the others, and its address there. Raises OSError."""
-    interface, address = run_interface(job["interface"], job["peer"])
-    if interface is None:  # the only host so far
-        with contextlib.suppress(OSError):  # it's known as localhost, and the run stays on it
-            interface, address = run_interface(None, job["elastic"]["address"])
-    job["interface"] = interface
-    job["elastic"]["address"] = address or job["elastic"]["address"]
+def find_interface(job: dict) -> None:
+    """The interface of this host that reaches the others and, in an elastic run, its address there. Raises OSError."""
+    job["interface"], address = run_interface(job["interface"], job["peer"])
+    if elastic := job.get("elastic"):
+        if job["interface"] is None:  # the only host so far
+            with contextlib.suppress(OSError):  # it's known as localhost, and the run stays on it
+                job["interface"], address = run_interface(None, elastic["address"])
+        elastic["address"] = address or elastic["address"]
 
 
-def descendants() -> list[int]:
-    """The processes that came from this one, whatever session they are in; dead ones are reaped first."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    children = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                parent = int(file.read().rpartition(b")")[2].split()[1])  # the name, in brackets, may hold spaces
-        except OSError:
-            continue  # it has ended meanwhile
-        children.setdefault(parent, []).append(int(pid))
-    found = children.get(os.getpid(), [])
-    for pid in found:  # the list grows while it is read
-        found += children.get(pid, [])
-    return found
-
-
-def left_behind(mark: str) -> list[int]:
-    """The processes with this value of MARK: what an earlier connection has started, before it was cut."""
+def started_for(mark: str) -> list[int]:
+    """The processes with this value of MARK, whoever is their parent now: what this part of a run has started, and in
+    an elastic run what an earlier connection had started before it was cut."""
     found, wanted = [], f"{MARK}={mark}".encode()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
@@ -127,11 +100,11 @@ def seconds_in(path: str | None) -> float:
     return 0.0
 
 
-def end_all(find: Callable[[], list[int]] = descendants, patience: float = PATIENCE, file: str | None = None) -> None:
-    """Asks all processes that find() returns to end, and ends those that are left after `patience` seconds and those
-    that are in the `file`."""
+def end_all(mark: str, patience: float = PATIENCE, file: str | None = None) -> None:
+    """Asks all processes with this mark to end, and ends those that are left after `patience` seconds and those that
+    are in the `file`."""
     start, number, said = time.monotonic(), signal.SIGTERM if patience else signal.SIGKILL, 0
-    while left := find():
+    while left := started_for(mark):
         for pid in left if number else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -172,27 +145,26 @@ def main() -> int:
     job = json.loads(sys.stdin.readline())
     job["command"] = find_script(job["command"])
     try:
-        if "elastic" in job:
-            complete(job)
-            end_all(lambda: left_behind(job["elastic"]["mark"]), PATIENCE / 4)
-        variables = environment(job)
+        find_interface(job)
     except OSError as error:
         print(f"error: the interface towards {job['peer']} can't be found ({error}): give this host an iface= in the "
               "hosts file", file=sys.stderr)
         return 2
+    end_all(job["mark"], PATIENCE / 4)  # what an earlier connection of this run has left
+    variables = environment(job)
     processes = f"{job['nproc']} process{'es' * (job['nproc'] > 1)}"
     print(f"{processes} with OMP_NUM_THREADS={variables['OMP_NUM_THREADS']} each, {usable_cores():g} usable cores",
           flush=True)
-    prctl(SET_CHILD_SUBREAPER, 1)
     with tempfile.NamedTemporaryFile() as file:
-        child = subprocess.Popen(command(job), stdin=subprocess.DEVNULL, env={**variables, STOPS_WITHIN: file.name},
-                                 preexec_fn=lambda: prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM))
+        variables |= {STOPS_WITHIN: file.name, MARK: job["mark"]}
+        child = subprocess.Popen(command(job), stdin=subprocess.DEVNULL, env=variables,
+                                 preexec_fn=lambda: ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM))
         try:
             return watch(child)
         finally:
             # Where torchrun was killed, its processes can't take part in an elastic run any more: the sooner they are
             # gone, the sooner it goes on without them.
-            end_all(patience=0 if "elastic" in job and (child.poll() or 0) < 0 else PATIENCE, file=file.name)
+            end_all(job["mark"], 0 if "elastic" in job and (child.poll() or 0) < 0 else PATIENCE, file.name)
 
 
 if __name__ == "__main__":

@@ -8,42 +8,14 @@ they are part of the job. Paths in them are the hosts', from the repository's ro
 
 import argparse
 import os
-import queue
 import re
 import sys
-import time
 import uuid
 
 import hosts as hosts_file
 from elastic import Elastic
 from hosts import Host, UserError, home_of, peer, read_hosts
-from remote_run import GRACE, Run, catch_signals, next_event, report
-
-
-def launch(hosts: list[Host], jobs: list[dict]) -> int:
-    """Runs the jobs until all have ended, one has failed or a signal comes; the exit code."""
-    events, width = queue.SimpleQueue(), max(len(host.label) for host in hosts)
-    catch_signals(events)
-    left = {Run(host, job, width, events) for host, job in zip(hosts, jobs)}
-    failed, signalled, stop_at = [], None, float("inf")
-    while left:
-        event, now = next_event(events), time.monotonic()
-        if isinstance(event, Run):
-            left.discard(event)
-            if event.code and now < stop_at:  # what ends later was told to
-                failed.append(event)
-                stop_at = min(stop_at, now + GRACE)
-        elif event and not signalled:
-            signalled, stop_at = event, min(stop_at, now)
-        for run in left:
-            if now < stop_at:
-                run.send()
-            else:
-                run.quiet = bool(failed)  # torchrun's own reports of being stopped would bury the cause
-                run.stop(stop_at)
-    if failed:
-        return report(failed)
-    return 128 + signalled if signalled else 0
+from remote_run import Launch
 
 
 def variable(text: str) -> tuple[str, str]:
@@ -108,17 +80,16 @@ def main() -> int:
     run_id, home = uuid.uuid4().hex, home_of(hosts).label
 
     def job(hosts: list[Host], host: Host) -> dict:
-        return {**shared, "node_rank": host.rank, "nproc": int(host.nproc), "interface": host.iface,
-                "peer": peer(hosts, host), "is_home": host.label == home}
-
-    def elastic_job(hosts: list[Host], host: Host) -> dict:
-        at_home = {"nodes": "{}:{}".format(*args.elastic), "id": run_id, "mark": f"{run_id} {host.label}",
-                   "address": host.address}
-        return {**job(hosts, host), "master_address": hosts[0].address, "elastic": at_home}
+        job = {**shared, "node_rank": host.rank, "nproc": int(host.nproc), "interface": host.iface,
+               "peer": peer(hosts, host), "is_home": host.label == home, "mark": f"{run_id} {host.label}"}
+        if args.elastic:
+            job["master_address"] = hosts[0].address
+            job["elastic"] = {"nodes": "{}:{}".format(*args.elastic), "id": run_id, "address": host.address}
+        return job
 
     if args.elastic:
-        return Elastic(args.hosts, hosts, *args.elastic, elastic_job).launch()
-    return launch(hosts, [job(hosts, host) for host in hosts])
+        return Elastic(args.hosts, hosts, *args.elastic, job).run(args.elastic[1])
+    return Launch(hosts, job).run()
 
 
 if __name__ == "__main__":

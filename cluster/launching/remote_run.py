@@ -1,4 +1,4 @@
-"""One host's part of a run as the launcher sees it: an ssh process, what it prints, and why it failed.
+"""A run as the launcher sees it: an ssh process a host, what it prints, when all have to end, and why one failed.
 
 The far end is host_run.py. Down ssh's standard input go the job and heartbeats, and what was started there ends when
 they do. What it prints comes back as `host | line`.
@@ -15,12 +15,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from hosts import Host
 
 HEARTBEAT = 0.5  # seconds at most between two of them
 GRACE = 3  # seconds from the first failure until the others are stopped: whose fault was it?
 STOP = 20  # seconds without a line from a host that was told to stop, until ssh itself is ended: it is out of reach
+BEGUN = re.compile(r"^[0-9]+ process(es)? with OMP_NUM_THREADS=")  # what host_run.py prints first
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|Connection refused")
 # Stack traces of torchrun itself and of its stores, whole ones and single lines, with the empty lines in between.
 TORCHRUN_TRACE = re.compile(r"Traceback.*(torch/distributed/run\.py|c10d_rendezvous_backend\.py)|^frame #\d+: |"
@@ -32,12 +34,13 @@ class Run:
     """The ssh process of one host: sends the job, prints what comes back, and puts itself in `events` at its end.
 
     A line that `alarm` matches is put there at once, as (run, line). Where there is one, stack traces of torchrun are
-    not printed: on each host a lost one leaves a hundred lines of them.
+    not printed: on each host a lost one leaves a hundred lines of them. `quiet`: print nothing until it has begun.
     """
 
-    def __init__(self, host: Host, job: dict, width: int, events: queue.SimpleQueue, alarm: re.Pattern | None = None):
+    def __init__(self, host: Host, job: dict, width: int, events: queue.SimpleQueue, alarm: re.Pattern | None,
+                 quiet: bool):
         self.host, self.code, self.started = host, None, time.monotonic()
-        self.alarm, self.quiet, self.heard = alarm, False, self.started
+        self.alarm, self.quiet, self.heard, self.has_begun = alarm, quiet, self.started, False
         self.prefix, self.last = f"{host.label:<{width}} | ", collections.deque(maxlen=200)
         words = host.ssh(host.python, os.path.join(host.dir, "cluster", "launching", "host_run.py"))
         # In a session of its own ssh has no terminal to ask anything on, and Ctrl-C reaches the launcher alone.
@@ -58,6 +61,8 @@ class Run:
             self.heard = time.monotonic()
             text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]  # what a progress bar shows last
             self.last.append(text)
+            if BEGUN.match(text):
+                self.has_begun, self.quiet = True, False
             if self.alarm and self.alarm.search(text):
                 events.put((self, text))
             if self.alarm and (traceback or text.startswith("Traceback")):
@@ -86,33 +91,90 @@ class Run:
             self.process.kill()
 
 
-def catch_signals(events: queue.SimpleQueue) -> None:
-    """From now on Ctrl-C and other requests to end are put in `events`, as numbers."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: events.put(number))
-
-
-def next_event(events: queue.SimpleQueue):
-    """None if there is nothing until the next heartbeat is due."""
-    with contextlib.suppress(queue.Empty):
-        return events.get(timeout=HEARTBEAT)
-
-
 def say(text: str) -> None:
     print(f"launch_cluster: {text}", file=sys.stderr, flush=True)
 
 
-def report(failed: list[Run]) -> int:
-    """Says which host failed first, and why; returns its exit code.
+class Launch:
+    """The runs of all hosts: all of them end when one has failed, or on Ctrl-C. make_job(hosts, host): what one does.
 
-    When one host fails, the others soon fail too, in the middle of a collective. On unlike machines their end may be
-    reported before its own, so the first one that does not complain about a lost peer counts.
+    `running`: by the hosts' labels. `failed`: in the order of their ends. From `stop_at` on all are told to end.
     """
-    run = next((run for run in failed if not any(map(LOST_PEER.search, run.last))), failed[0])
-    lines = list(run.last)
-    ends = [index for index, line in enumerate(lines) if "torch/distributed/elastic" in line and "exitcode" in line]
-    shown = lines[:ends[0] + 1 if ends else None]  # after that torchrun speaks of itself
-    return describe(run, f"{run.host.label} (node rank {run.host.rank}) failed first", shown)
+
+    alarm: re.Pattern | None = None
+
+    def __init__(self, hosts: list[Host], make_job: Callable[[list[Host], Host], dict]):
+        self.hosts, self.make_job, self.width = hosts, make_job, max(len(host.label) for host in hosts)
+        self.events, self.running = queue.SimpleQueue(), {}
+        self.failed, self.is_quiet, self.code, self.stop_at = [], False, 0, float("inf")
+
+    def start(self, host: Host, is_quiet: bool = False) -> None:
+        job = self.make_job(self.hosts, host)
+        self.running[host.label] = Run(host, job, self.width, self.events, self.alarm, is_quiet)
+
+    def run(self, at_most: int | None = None) -> int:
+        """Starts the first `at_most` hosts, and waits until all have ended. The exit code."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: self.events.put(number))
+        for host in self.hosts[:at_most]:
+            self.start(host)
+        while self.running:
+            event = None
+            with contextlib.suppress(queue.Empty):
+                event = self.events.get(timeout=HEARTBEAT)
+            now = time.monotonic()
+            if isinstance(event, Run):
+                del self.running[event.host.label]
+                self.ended(event, now)
+            elif isinstance(event, tuple):
+                self.heard(*event, now)
+            elif event:
+                self.stop(now, 128 + event)
+            self.look_around(now)
+            for run in self.running.values():
+                if now < self.stop_at:
+                    run.send()
+                else:
+                    run.quiet = self.is_quiet
+                    run.stop(self.stop_at)
+        return self.report() if self.failed else self.code
+
+    def stop(self, at: float, code: int, is_quiet: bool = False) -> None:
+        """All hosts end what they run. The first reason gives the exit code. `is_quiet`: they print nothing from then
+        on, since torchrun's own reports of being stopped would bury the cause."""
+        if at < self.stop_at:
+            self.stop_at, self.code, self.is_quiet = at, code, is_quiet
+
+    def fail(self, run: Run, now: float) -> None:
+        """The others are stopped a little later, since the host that fails first need not be the one that says why."""
+        if now < self.stop_at:  # what ends later was told to
+            self.failed.append(run)
+            self.stop(now + GRACE, 1, is_quiet=True)
+
+    def ended(self, run: Run, now: float) -> None:
+        if run.code:
+            self.fail(run, now)
+
+    def heard(self, run: Run, line: str, now: float) -> None:
+        """A line that `alarm` matches."""
+
+    def look_around(self, now: float) -> None:
+        """Called twice a second at least."""
+
+    def cause(self) -> Run:
+        """The run that says why: on unlike machines the end of one that lost its peer may be reported earlier."""
+        def has_message(run: Run) -> bool:
+            return any(line.startswith("error: ") for line in run.last)
+
+        return min(self.failed, key=lambda run: (not has_message(run), any(map(LOST_PEER.search, run.last))))
+
+    def report(self) -> int:
+        """Says which host failed first, and why; returns its exit code."""
+        run = self.cause()
+        lines = list(run.last)
+        ends = [index for index, line in enumerate(lines) if "torch/distributed/elastic" in line and "exitcode" in line]
+        shown = lines[:ends[0] + 1 if ends else None]  # after that torchrun speaks of itself
+        return describe(run, f"{run.host.label} (node rank {run.host.rank}) failed first", shown)
 
 
 def describe(run: Run, what: str, shown: list[str]) -> int:

@@ -24,20 +24,20 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from machine_facts import free_memory
+from machine_facts import free_memory, memory_of_process
 from model import cast_weights_once, cross_entropy
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate, listed_modules
 from planning.links import now
-from planning.module_memory import memory_of, process_bytes
+from planning.module_memory import memory_of
 from stage_weights import make_buffers
-from training.loss import mean_cross_entropy
 from utils import UserError
 
 BLOCKS = 5
 OPTIMIZER = 0.1  # of the time
 TRAINING_BYTES = 40e6  # that a process on a CPU takes after measuring, besides its model: data, threads, communication
 FIRST, LAST, PAIR = "first", "last", "pair"
+UNKNOWN = {"saved_bytes": 0.0, "working_bytes": 0.0}  # the facts of a part until they are measured
 
 
 def time_runs(make_run: Callable[[int], Callable], sizes: list[int], seconds: float) -> dict[int, list[float]]:
@@ -75,20 +75,22 @@ class Cost(NamedTuple):
 
 class StageClock:
     """Builds the stages of `whole`, a causal model whose weights are not used, one at a time, and times each. `lora`:
-    its adapters, or None.
+    its adapters, or None. `criterion(output, batch)`: the loss of a model of transformers.
 
-    `modules`, after measure(): for each module of the whole model its name, its numbers of parameters, and the bytes
-    that it takes while it computes: `saved_bytes` that a sample leaves for its backward, `working_bytes` of a sample
-    and `fixed_bytes` of any micro-batch that are needed for a moment besides.
+    `facts`: what measure_memory() returned, on this rank or on another one. `modules`, after measure(): for each module
+    of the whole model its name, its numbers of parameters, and the bytes that it takes while it computes: `saved_bytes`
+    that a sample leaves for its backward, `working_bytes` of a sample and `fixed_bytes` of any micro-batch that are
+    needed for a moment besides.
 
     Raises Unsupported for a model that step 9 can't cut, or whose buffers are not computed with its initial weights.
     """
 
-    known: dict[str, dict[str, float]] | None = None  # what measure_memory returned on another rank
+    facts: dict[str, dict[str, float]] | None = None
     optimizer_seconds = 0.0  # of a parameter
 
-    def __init__(self, whole: nn.Module, seq_len: int, dtype: torch.dtype, device: torch.device, lora=None):
-        self.whole, self.lora, self.config = on_meta(whole), lora, whole.config
+    def __init__(self, whole: nn.Module, seq_len: int, dtype: torch.dtype, device: torch.device, lora=None,
+                 criterion: Callable | None = None):
+        self.whole, self.lora, self.criterion, self.config = on_meta(whole), lora, criterion, whole.config
         self.seq_len, self.dtype, self.device = seq_len, dtype, device
         self.is_ours = PipelineTemplate.get_model_name(whole) == "model.Llama"
         before, self.layers, behind = listed_modules(self.whole)
@@ -119,16 +121,15 @@ class StageClock:
                               autocast)
         self.materialise(stage, has_layers=part not in (FIRST, LAST))
         self.hidden_dtype = stage.dtype
-        coefficient = getattr(self.config, "router_aux_loss_coef", 0)
 
         def call(x: torch.Tensor) -> torch.Tensor:
             if part == FIRST:
                 return stage(None, input_ids=x)
             ids = torch.zeros(x.size(0), self.seq_len, dtype=torch.int64, device=self.device)
             out = stage(x, input_ids=ids)
-            if part == LAST and self.is_ours:
-                return cross_entropy(out, ids)
-            return mean_cross_entropy(out, {"target_ids": ids}, coefficient) if part == LAST else out
+            if part == LAST:
+                return cross_entropy(out, ids) if self.is_ours else self.criterion(out, {"target_ids": ids})
+            return out
 
         return stage.model, call
 
@@ -181,61 +182,53 @@ class StageClock:
     def measure(self, sizes: list[int], seconds: float) -> dict:
         """Seconds of each module by micro-batch size, forward and backward, and of the optimizer; the memory that is
         free for a model in the end, when all libraries are loaded, and what else the process has then."""
-        found, room = {}, float(free_memory(self.device))
-        for part in self.parts:
-            try:
-                found[part] = self.measure_part(part, sizes, seconds, room)
-            except torch.OutOfMemoryError:
-                raise UserError(f"rank {dist.get_rank()} on {socket.gethostname()} has not the memory to time the "
-                                f"part {part!r} with a sample of {self.seq_len} tokens: take a shorter --seq_len, or "
-                                "measure without this machine") from None
+        facts, room = self.facts or dict.fromkeys(self.parts, UNKNOWN), float(free_memory(self.device))
+        found = {part: Cost(facts[part], self.of_stage(part, functools.partial(
+            self.time_part, part, facts[part], sizes, seconds, room))) for part in self.parts}
         costs = self.modules_of(found)
         self.modules = [{"name": name, **cost.facts} for name, cost in zip(self.names, costs)]
         common = [size for size in sizes if all(size in cost.seconds for cost in costs)]
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         others = TRAINING_BYTES if self.device.type == "cpu" else 0.0
-        return {"free_memory": max(0.0, free_memory(self.device) - others), "process_memory": process_bytes() + others,
-                "optimizer_seconds": self.optimizer_seconds,
+        return {"free_memory": max(0.0, free_memory(self.device) - others),
+                "process_memory": memory_of_process() + others, "optimizer_seconds": self.optimizer_seconds,
                 **{kind: {str(size): [cost.seconds[size][k] for cost in costs] for size in common}
                    for k, kind in enumerate(("forward", "backward"))}}
 
-    def measure_memory(self, room: float) -> dict[str, dict[str, float]]:
-        """The facts of each part. Where other ranks take them as `known`, they need not have the memory for it."""
-        return {part: self.measure_part(part, [], math.inf, room).facts for part in self.parts}
+    def measure_memory(self, room: float, seconds: float = math.inf) -> dict[str, dict[str, float]]:
+        """The facts of each part. One rank finds them for all, so that the others need not have the memory for it."""
+        def facts_of(part: str, module: nn.Module, call: Callable) -> dict[str, float]:
+            trained = sum(param.numel() for param in module.parameters() if param.requires_grad)
+            return {"parameters": trained,
+                    "frozen_parameters": sum(param.numel() for param in module.parameters()) - trained,
+                    **memory_of(module, functools.partial(self.passes, part, call), self.device, room, seconds)}
 
-    def measure_part(self, part: str, sizes: list[int], seconds: float, room: float) -> Cost:
-        """The facts of a part, and its seconds by micro-batch size. Of a layer also the optimizer's.
+        return {part: self.of_stage(part, functools.partial(facts_of, part)) for part in self.parts}
 
-        Where the facts are known, memory may be short: the logits, the largest tensors, are then those of one sample.
-        """
+    def of_stage(self, part: str, measure: Callable):
+        """What measure(module, call) returns of the stage of this part, which is in memory as long as that takes."""
         try:
             # As in training, all passes share what is cast: in our Llama, and in the outermost autocast.
             with cast_weights_once(), torch.autocast(self.device.type, enabled=False):
-                return self.measure_stage(part, sizes, seconds, room)
+                return measure(*self.build(part))
+        except torch.OutOfMemoryError:
+            raise UserError(f"rank {dist.get_rank()} on {socket.gethostname()} has not the memory to time the part "
+                            f"{part!r} with a sample of {self.seq_len} tokens: take a shorter --seq_len, or measure "
+                            "without this machine") from None
         finally:
             gc.collect()  # a stage and its hooks refer to each other
 
-    def measure_stage(self, part: str, sizes: list[int], seconds: float, room: float) -> Cost:
-        share = seconds * {FIRST: 0.15, LAST: 0.25}.get(part, 0.5 / (len(self.parts) - 2))
-        end = time.perf_counter() + share
-        module, call = self.build(part)
-        run_of = functools.partial(self.passes, part, call)
-        trained = [param for param in module.parameters() if param.requires_grad]
-        facts = self.known[part] if self.known else {
-            "parameters": (count := sum(param.numel() for param in trained)),
-            "frozen_parameters": sum(param.numel() for param in module.parameters()) - count,
-            **memory_of(module, call, run_of, lambda size: self.input_of(part, size), self.device, room, share)}
-        if not sizes:
-            return Cost(facts, {})
-        is_short = self.known and part == LAST
-        fitting = [size for size in sizes if size * facts["saved_bytes"] < room / 2 and not is_short] or sizes[:1]
-        timed = time_runs(run_of, fitting, end - time.perf_counter())
-        if is_short:
-            timed = {size: [size / sizes[0] * value for value in timed[sizes[0]]] for size in sizes}
-        if part.startswith("layer") and trained:
+    def time_part(self, part: str, facts: dict[str, float], sizes: list[int], seconds: float, room: float,
+                  module: nn.Module, call: Callable) -> dict[int, list[float]]:
+        """Seconds by micro-batch size, of those that there is memory for. Of a layer also the optimizer's."""
+        a_sample = facts["saved_bytes"] + facts["working_bytes"]
+        fitting = [size for size in sizes if size * a_sample < room / 2] or sizes[:1]
+        share = {FIRST: 0.15, LAST: 0.25}.get(part, 0.5 / (len(self.parts) - 2))
+        timed = time_runs(functools.partial(self.passes, part, call), fitting, seconds * share)
+        if part.startswith("layer") and (trained := [param for param in module.parameters() if param.requires_grad]):
             self.optimizer_seconds = self.time_optimizer(trained, seconds * OPTIMIZER)
-        return Cost(facts, timed)
+        return timed
 
     def passes(self, part: str, call: Callable, size: int) -> Callable:
         """What runs a micro-batch forward and backward, and returns the seconds of each."""

@@ -13,6 +13,7 @@ weight of `frozen_dtype` and nothing else. Fields that are in no older files are
 import json
 import math
 import types
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -81,6 +82,16 @@ class Setting(NamedTuple):
     def kinds(self) -> str:
         """Forward and backward, as in Machine.passed."""
         return "FR" if self.recompute else "FB"
+
+    def for_pipelines(self, pipelines: Sequence[Sequence[int]]) -> "Setting":
+        """Without the dtype of what is never sent between these pipelines of layers, or between their stages."""
+        return self._replace(wire_dtype=self.wire_dtype if any(len(layers) > 1 for layers in pipelines) else None,
+                             gradient_wire_dtype=self.gradient_wire_dtype if len(pipelines) > 1 else None)
+
+
+def setting_of(plan: dict) -> Setting:
+    """That of plan.json, whose fields have the same names."""
+    return Setting(**{name: plan[name] for name in Setting._fields if name in plan})
 
 
 class Cluster:
@@ -216,13 +227,15 @@ class Cluster:
     def message_bytes(self, size: int, wire_dtype: str | None) -> float:
         """Hidden states of a micro-batch on the wire."""
         numbers = size * self.hidden_bytes / self.hidden_number_bytes
-        rows = size * self.seq_len if wire_dtype == "int8" else 0
-        return numbers * (NUMBER_BYTES[wire_dtype] if wire_dtype else self.hidden_number_bytes) + rows * SCALE_BYTES
+        return wire_bytes(numbers, self.hidden_number_bytes, wire_dtype, size * self.seq_len)
 
     def gradient_bytes(self, parameters: float, wire_dtype: str | None) -> float:
         """Gradients of so many parameters on the wire."""
-        scales = parameters / GRADIENT_ROW * SCALE_BYTES if wire_dtype == "int8" else 0
-        return parameters * (NUMBER_BYTES[wire_dtype] if wire_dtype else self.master_bytes) + scales
+        return wire_bytes(parameters, self.master_bytes, wire_dtype, parameters / GRADIENT_ROW)
+
+
+def wire_bytes(numbers: float, own_bytes: int, wire_dtype: str | None, rows: float) -> float:
+    return numbers * NUMBER_BYTES.get(wire_dtype, own_bytes) + (rows * SCALE_BYTES if wire_dtype == "int8" else 0)
 
 
 def read_link(row: list, i: int, j: int) -> Link:
@@ -263,10 +276,18 @@ def model_facts(config) -> dict[str, int | bool]:
 
 
 def load_cluster(path: str) -> Cluster:
+    return Cluster(read_cluster(path))
+
+
+def read_cluster(path: str) -> dict:
     try:
         with open(path, encoding="utf-8") as file:
-            data = json.load(file)
+            return json.load(file)
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} can't be read as JSON ({error}): write it with "
-                        "plan.py --measure") from None
-    return Cluster(data)
+        raise UserError(f"{path} can't be read as JSON ({error}): write it with plan.py --measure") from None
+
+
+def some_of(data: dict, places: list[int]) -> dict:
+    """The content of cluster.json for some of its machines, in this order."""
+    return {**data, **{name: [data[name][i] for i in places] for name in ("hosts", "machines")},
+            "links": [[data["links"][i][j] for j in places] for i in places]}

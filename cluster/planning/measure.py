@@ -2,46 +2,49 @@
 
     torchrun ... plan.py --measure cluster.json
 
-Every rank times one module at a time, so no machine has to hold the model. All ranks compute at once, as they will in
-training. Then the links are timed, one after the other.
+No machine has to hold the model: one module is measured at a time. First the rank with the most free memory finds what
+memory each takes. Then every rank times them, all ranks at once, as they will compute in training. Then the links are
+timed, one after the other.
 
 The time that measuring takes is given, and shared out to modules, micro-batch sizes and links. What takes long is
 repeated less often, and sizes for which no time is left are left out.
 """
 
+import math
+import time
+
 import torch.distributed as dist
 
+from machine_facts import free_memory, from_rank, gather, host_names, machines, say
 from planning.clock import StageClock
 from planning.links import measure_links
 from planning.machines import model_facts
 from planning.module_memory import load_code
-from machine_facts import host_names, this_host
 
 LINKS = 1 / 3  # of the time
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 
 
 def measure_with(clock: StageClock, model_name: str, sizes: tuple[int, ...] = MICRO_BATCH_SIZES,
-                 seconds: float = 30.0) -> dict:
+                 seconds: float = 30.0, memory_seconds: float = math.inf) -> dict:
     """The content of cluster.json on every rank, but for the flags. Collective. Takes about so many `seconds`.
 
-    `sizes`: micro-batch sizes to time, in samples of clock.seq_len tokens.
+    `sizes`: micro-batch sizes to time, in samples of clock.seq_len tokens. `memory_seconds`: for that of one module.
     """
     n = dist.get_world_size()
     for_links = seconds * LINKS if n > 1 else 0.0
-    if dist.get_rank() == 0:
-        links = f", then {n * (n - 1)} links, about {for_links:.0f} s" if n > 1 else ""
-        print(f"measuring {n} rank{'s' * (n > 1)}: each module with micro-batches of {', '.join(map(str, sizes))} "
-              f"samples, about {seconds - for_links:.0f} s{links}", flush=True)
+    links = f", then {n * (n - 1)} links, about {for_links:.0f} s" if n > 1 else ""
+    say(f"measuring {n} rank{'s' * (n > 1)}: each module with micro-batches of {', '.join(map(str, sizes))} samples, "
+        f"about {seconds - for_links:.0f} s{links}")
     load_code(clock.device)
-    dist.barrier()
-    machine = {"device": str(clock.device), **clock.measure(sorted(sizes), seconds - for_links)}
-    machines = [None] * n
-    dist.all_gather_object(machines, (this_host(), machine, measure_links(clock.device, for_links)))
-    hosts, machines, links = map(list, zip(*machines))
+    start, free = time.perf_counter(), gather(free_memory(clock.device))
+    clock.facts = from_rank(free.index(max(free)), lambda: clock.measure_memory(max(free), memory_seconds))
+    left = max(seconds - for_links - (time.perf_counter() - start), (seconds - for_links) / 2)
+    machine = {"device": str(clock.device), **clock.measure(sorted(sizes), left)}
+    everyone, links = map(list, zip(*gather((machine, measure_links(clock.device, for_links)))))
     return {"model_name": model_name, "model": model_facts(clock.config), "seq_len": clock.seq_len,
-            "dtype": str(clock.dtype).removeprefix("torch."), **clock.extras(), "hosts": host_names(hosts),
-            "modules": clock.modules, "machines": machines, "links": links}
+            "dtype": str(clock.dtype).removeprefix("torch."), **clock.extras(),
+            "hosts": host_names(machines()), "modules": clock.modules, "machines": everyone, "links": links}
 
 
 def describe_machines(cluster: dict, wanted: tuple[int, ...]) -> str:

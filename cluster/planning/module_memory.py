@@ -4,10 +4,9 @@ A CPU does not count what a process allocates, so here each operation's result i
 operation allocates and frees within itself is not seen. On a GPU torch's own counter is read.
 """
 
-import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,27 +59,25 @@ def load_code(device: torch.device) -> None:
     peak_bytes(lambda: torch.autograd.backward(2 * one, one.detach()), device)
 
 
-def saved_bytes(call: Callable, x: torch.Tensor, weights: list[torch.Tensor]) -> int:
-    """Bytes that call(x) keeps for its backward; those of the storages of `weights` are not counted."""
+def saved_bytes(run: Callable, weights: Iterable[torch.Tensor]) -> int:
+    """Bytes that run(), a pass forward and backward, keeps for its backward, without the storages of `weights`."""
     own, storages = {weight.untyped_storage().data_ptr() for weight in weights}, {}
 
-    def note(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            storages[storage.data_ptr()] = storage  # kept, so that no address is used again
-        # There is no backward. A result that kept itself for it would never be freed.
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if (storage := tensor.untyped_storage()).data_ptr() not in own:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda nothing: nothing):
-        call(x)
-    return sum(storage.nbytes() for storage in storages.values())
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        run()
+    return sum(storages.values())
 
 
-def memory_of(module: torch.nn.Module, call: Callable, run_of: Callable, input_of: Callable, device: torch.device,
-              room: float, seconds: float) -> dict[str, float]:
+def memory_of(module: torch.nn.Module, run_of: Callable, device: torch.device, room: float,
+              seconds: float) -> dict[str, float]:
     """What one sample takes, and what a second one adds to it: the difference is what any micro-batch takes.
 
-    `run_of(size)` is a pass forward and backward, and call(input_of(size)) its forward. Without the time or memory for
-    two samples, one takes it all.
+    `run_of(size)` is a pass forward and backward. Without the time or memory for two samples, one takes it all.
     """
     saved, peaks, start = [], [], time.perf_counter()
     for size in (1, 2):
@@ -88,18 +85,9 @@ def memory_of(module: torch.nn.Module, call: Callable, run_of: Callable, input_o
             break
         run = run_of(size)
         run()  # makes gradients, and copies of the weights in the dtype
-        saved.append(saved_bytes(call, input_of(size), [*module.parameters(), *model.casts.values()]))
+        saved.append(saved_bytes(run, [*module.parameters(), *model.casts.values()]))
         peaks.append(peak_bytes(run, device))
     a_sample = saved[-1] - saved[0] or saved[0]
     slope = max(0, peaks[-1] - peaks[0] or peaks[0])
     return {"saved_bytes": float(a_sample), "working_bytes": float(max(0, slope - a_sample)),
             "fixed_bytes": float(max(0, peaks[0] - slope))}
-
-
-def process_bytes() -> int:
-    """What this process has in the machine's memory now, libraries included; 0 where the system does not say."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0

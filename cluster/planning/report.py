@@ -22,11 +22,8 @@ def as_plan(cluster: Cluster, scored: Scored, setting: Setting) -> dict:
     return {
         "model_name": cluster.model_name, "model": cluster.model, "seq_len": cluster.seq_len, "dtype": cluster.dtype,
         "global_batch": size * sum(pipeline.num_microbatches for pipeline in pipelines), "micro_batch_size": size,
-        "schedule": setting.schedule, "recompute": setting.recompute,
-        # None where nothing is sent that it is for
-        "wire_dtype": setting.wire_dtype if any(len(p.machines) > 1 for p in pipelines) else None,
-        "gradient_wire_dtype": setting.gradient_wire_dtype if len(pipelines) > 1 else None,
-        "hosts": cluster.hosts,
+        **setting.for_pipelines([pipeline.layers for pipeline in pipelines])._asdict(),
+        "hosts": cluster.hosts, "lora_rank": cluster.flags.get("lora_rank"),
         "pipelines": [{"machines": list(pipeline.machines), "layers": list(pipeline.layers),
                        "num_microbatches": pipeline.num_microbatches} for pipeline in pipelines],
         "predicted": {"step_seconds": result.step_seconds, "bubble": result.bubble,

@@ -7,7 +7,8 @@ import socket
 import torch
 import torch.distributed as dist
 
-from machine_facts import gather, network_name, processor_name
+from launching.host_facts import processor
+from machine_facts import gather, network_name, say
 from utils import ROOT, UserError, number, positive_float, positive_int, zero_or_more, zero_or_more_float
 
 OLDER_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # spellings that are accepted too
@@ -27,7 +28,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", "--precision", type=lambda text: OLDER_DTYPES.get(text, text), default="auto",
                         choices=["auto", "float32", "bfloat16", "float64"],
-                        help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
+                        help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU. A bfloat16 model of "
+                             "transformers sends float32 between stages: --wire_dtype bfloat16 halves that")
 
 
 def add_run_flags(parser: argparse.ArgumentParser, profile_batch: int) -> None:
@@ -59,23 +61,21 @@ def from_environment(name: str, default: int, kind=positive_int) -> int:
 
 def print_table(heads: list[str], rows: list[list]) -> None:
     """Columns as wide as their longest cell; rank 0 prints."""
-    if dist.get_rank() > 0:
-        return
     rows = [[str(cell) for cell in row] for row in (heads, *rows)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip(), flush=True)
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 
 
 def print_banner(device: torch.device, dtype: torch.dtype) -> None:
     """A line a rank: which machine it runs on. Collective. Raises UserError where ranks compute in unlike dtypes."""
-    everyone = gather((str(dtype).removeprefix("torch."), socket.gethostname(), processor_name(device), network_name()))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    everyone = gather((str(dtype).removeprefix("torch."), socket.gethostname(), name, network_name()))
     dtypes = [dtype for dtype, *_ in everyone]
     if len(set(dtypes)) > 1:
         raise UserError(f"all ranks have to compute in one dtype, but these differ, by rank: {', '.join(dtypes)}: "
                         "give all the same --dtype, for instance --dtype float32")
-    if dist.get_rank() == 0:
-        ranks = "1 rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
-        print(f"{ranks} over {dist.get_backend()}, {dtypes[0]}, torch {torch.__version__}", flush=True)
+    ranks = "1 rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
+    say(f"{ranks} over {dist.get_backend()}, {dtypes[0]}, torch {torch.__version__}")
     print_table(["rank", "host", device.type.upper(), "network"],
                 [[rank, *facts] for rank, (_, *facts) in enumerate(everyone)])

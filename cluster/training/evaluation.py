@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from data.load import select
 from dataloader import deal_microbatches, load_tokenizer
 from machine_facts import home_rank, is_home
 from model import cast_weights_once
 from pipeline_parallel import Action
 from timeline import timeline
-from data.load import select
 from utils import UserError
 
 

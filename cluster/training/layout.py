@@ -22,10 +22,10 @@ import torch.distributed as dist
 import train
 from checkpoints.survive import is_elastic
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
-from machine_facts import from_home, gather, host_names, places_of, this_host
+from machine_facts import from_home, gather, host_names, machines, places_of, say
 from pipeline_template import PipelineTemplate, Unsupported
 from planning.clock import StageClock
-from planning.machines import Cluster, Setting, load_cluster, model_facts
+from planning.machines import Cluster, Setting, model_facts, read_cluster, setting_of, some_of
 from planning.module_memory import load_code
 from planning.schedules import SCHEDULES
 from planning.shares import shares_by_speed
@@ -76,38 +76,36 @@ def check_layout_flags(args) -> None:
 @dataclass(frozen=True)
 class Layout:
     """`templates`: the modules of each stage, pipeline after pipeline; ranks are counted in this order, `tp_size` to a
-    stage. `num_microbatches`: of an optimizer step, that each pipeline takes. `local_steps`: of a round, for each rank,
-    where ranks take them; the micro-batches are then those of a round."""
+    stage. `num_microbatches`: of an optimizer step, that each pipeline takes. `setting`: the schedule, what travels in
+    which dtype, and whether layers are computed again. `local_steps`: of a round, for each rank, where ranks take them;
+    the micro-batches are then those of a round."""
 
     templates: list[PipelineTemplate]
     num_microbatches: list[int]
     micro_batch_size: int
     tp_size: int
-    schedule: str
-    recompute: bool
-    wire_dtype: str | None
-    gradient_wire_dtype: str | None
+    setting: Setting
     local_steps: list[int] | None = None
 
     def form(self, args, config) -> HeterogeneousParallelPlugin:
         """Makes the groups of ranks: the plugin that trains by this layout. Collective. Raises UserError."""
         plugin = HeterogeneousParallelPlugin(self.tp_size, self.micro_batch_size, args.dtype, args.device,
-                                             SCHEDULES[self.schedule], self.recompute)
-        if dist.get_rank() == 0:
-            steps = f"local steps of a round: {', '.join(map(str, self.local_steps))}\n" if self.local_steps else ""
-            print(f"{steps}micro-batches of a {'round' if steps else 'step'}, of {self.micro_batch_size} samples each: "
-                  f"{', '.join(map(str, self.num_microbatches))}", flush=True)
+                                             SCHEDULES[self.setting.schedule], self.setting.recompute)
+        if self.local_steps:
+            say(f"local steps of a round: {', '.join(map(str, self.local_steps))}")
+        say(f"micro-batches of a {'round' if self.local_steps else 'step'}, of {self.micro_batch_size} samples each: "
+            f"{', '.join(map(str, self.num_microbatches))}")
         plugin.set_pipelines(self.templates, self.num_microbatches)
-        compress(plugin, config, self.wire_dtype, self.gradient_wire_dtype)
+        compress(plugin, config, self.setting.wire_dtype, self.setting.gradient_wire_dtype)
         return plugin
 
     def as_flags(self) -> dict:
         """What a run records of it."""
         layers = [[sum(name.rpartition(".")[2].isdigit() for name in stage) for stage in template.modules_per_stage]
                   for template in self.templates]
+        setting = self.setting._asdict()
         return {"pipelines": [layers], "num_microbatches": [self.num_microbatches], "batch_size": self.micro_batch_size,
-                "pp_engine": self.schedule, "recompute": self.recompute, "wire_dtype": self.wire_dtype,
-                "gradient_wire_dtype": self.gradient_wire_dtype}
+                "pp_engine": setting.pop("schedule"), **setting}
 
 
 def choose_layout(args, made, plan: dict | None, found, device: torch.device, dtype: torch.dtype) -> Layout:
@@ -124,8 +122,7 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
         if total not in (None, sum(shares)) and (is_elastic() or "seconds" in plan):  # else run.check refuses it
             shares = shares_by_speed(total, plan.get("seconds") or [1 / count for count in shares])  # as planned
         return Layout(templates_of([pipeline["layers"] for pipeline in plan["pipelines"]]), shares, size, 1,
-                      plan["schedule"], plan.get("recompute", False), plan.get("wire_dtype"),
-                      plan.get("gradient_wire_dtype"))
+                      setting_of(plan))
     pipelines, shares = choose_pipelines(args, made.model, dtype)
     templates, local_steps = templates_of(pipelines), None
     shares = choose_shares(args, made, len(pipelines), shares, micro_batches_of(found, args.batch_size), device, dtype)
@@ -133,12 +130,10 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
         local_steps, shares = [args.local_steps] * len(shares), [args.local_steps * count for count in shares]
     elif args.local_steps:
         local_steps, shares = shares, [args.gradient_accumulation * count for count in shares]
-    wire_dtype, gradient_wire_dtype = args.wire_dtype, args.gradient_wire_dtype
+    setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     if is_elastic():  # with fewer machines there may be nothing to send
-        wire_dtype = wire_dtype if any(len(layers) > 1 for layers in pipelines) else None
-        gradient_wire_dtype = gradient_wire_dtype if len(pipelines) > 1 else None
-    return Layout(templates, shares, args.batch_size, args.tp_size, args.pp_engine, args.recompute, wire_dtype,
-                  gradient_wire_dtype, local_steps)
+        setting = setting.for_pipelines(pipelines)
+    return Layout(templates, shares, args.batch_size, args.tp_size, setting, local_steps)
 
 
 def micro_batches_of(found, size: int) -> int | None:
@@ -169,9 +164,8 @@ def choose_pipelines(args, model: torch.nn.Module, dtype: torch.dtype) -> tuple[
         raise UserError(f"--pipelines has no alternative with {num_stages} stages in all: that many x tp_size="
                         f"{args.tp_size} processes are here")
     measured = measured_speeds(args, args.batch_size, dtype)
-    layers = layers_by_speed(model, measured if measured and len(measured.places) == num_stages else None, num_stages)
-    if dist.get_rank() == 0:
-        print(f"decoder layers of the stages: {', '.join(map(str, layers))}", flush=True)
+    layers = layers_by_speed(model, measured if args.tp_size == 1 else None, num_stages)
+    say(f"decoder layers of the stages: {', '.join(map(str, layers))}")
     return [layers], told[0]
 
 
@@ -199,27 +193,25 @@ def choose_shares(args, made, count: int, told: list[int] | None, total: int | N
             load_code(device)
             dist.barrier()
             with contextlib.suppress(Unsupported):  # then all are taken as equally fast
-                clock = StageClock(made.model, args.seq_len, dtype, device, made.lora)
+                clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
                 seconds = gather(clock.seconds_of_whole(args.batch_size, args.recompute))
-        if dist.get_rank() == 0:
-            listed = ", ".join(f"{args.batch_size * args.seq_len / value:.0f}" for value in seconds)
-            print(f"tokens/s of each rank alone: {listed}", flush=True)
+        speeds = ", ".join(f"{args.batch_size * args.seq_len / value:.0f}" for value in seconds)
+        say(f"tokens/s of each rank alone: {speeds}")
     return shares_by_speed(total, seconds)
 
 
 class Measured(NamedTuple):
-    """The machines of cluster.json, `places`: those of the ranks among them; `size`: the micro-batch size measured that
-    is nearest to the run's; `kinds`: of passes that a micro-batch takes."""
+    """The ranks' machines as cluster.json has them, rank by rank. `size`: the micro-batch size measured that is nearest
+    to the run's; `kinds`: of passes that a micro-batch takes."""
 
     cluster: Cluster
-    places: tuple[int, ...]
     size: int
     kinds: str
 
     def seconds_of_whole(self) -> list[float]:
         """Of the measured model for a micro-batch, rank by rank."""
         whole = (0, len(self.cluster.names))
-        return [self.cluster.seconds(place, self.size, whole, self.kinds) for place in self.places]
+        return [self.cluster.seconds(rank, self.size, whole, self.kinds) for rank in range(len(self.cluster.machines))]
 
 
 def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None) -> Measured | None:
@@ -229,21 +221,23 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
     only speeds of this model are of use. Raises UserError for a file that can't be read, or that is for other machines
     or another order of them, another dtype or another model. In an elastic run any of its machines may be there.
     """
-    here, path = gather(this_host()), args.cluster_json or CLUSTER_JSON
+    here, path = machines(), args.cluster_json or CLUSTER_JSON
 
     def read() -> Measured | None:
         if args.equal_shares or len(here) == 1 or (args.cluster_json is None and not os.path.exists(path)):
             return None
         try:
-            cluster = load_cluster(path)
+            data = read_cluster(path)
+            cluster = Cluster(data)
             hosts = host_names(here, cluster.hosts)
+            if is_elastic():
+                if None in (places := places_of(hosts, cluster.hosts)):  # it came later: the run must not end for it
+                    print(f"equal shares, since {path} does not have all of {', '.join(hosts)}", flush=True)
+                    return None
+                cluster = Cluster(some_of(data, places))
             run = {"hosts": hosts, "dtype": str(dtype).removeprefix("torch."),
                    **(model_facts(config) if config else {})}
-            places = places_of(hosts, cluster.hosts) if is_elastic() else list(range(len(hosts)))
-            if places is None:  # a host that came later: the run must not end for it
-                print(f"equal shares, since {path} does not have all of {', '.join(hosts)}", flush=True)
-                return None
-            measured = {"hosts": hosts if is_elastic() else cluster.hosts, "dtype": cluster.dtype, **cluster.model}
+            measured = {"hosts": cluster.hosts, "dtype": cluster.dtype, **cluster.model}
             for name, value in run.items():
                 if measured[name] != value:
                     raise UserError(f"{path} was measured with {name} {measured[name]}, but this run has {value}: "
@@ -252,7 +246,7 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
         except ValueError as error:
             raise UserError(f"{error}, or use --equal_shares") from None
         print(f"speeds: {path}, measured with {cluster.model_name}", flush=True)
-        return Measured(cluster, tuple(places), size, Setting(recompute=args.recompute).kinds)
+        return Measured(cluster, size, Setting(recompute=args.recompute).kinds)
 
     return from_home(read)
 
@@ -275,7 +269,7 @@ def layers_by_speed(model: torch.nn.Module, measured: Measured | None, num_stage
     if measured:
         cluster, first = measured.cluster, measured.cluster.first_layer
         stop, end = first + cluster.num_layers, len(cluster.names)
-        each, besides = cluster.layer_seconds(measured.places, measured.size, measured.kinds)
+        each, besides = cluster.layer_seconds(range(num_stages), measured.size, measured.kinds)
         each = [seconds * layer * cluster.num_layers / max(1, cluster.parameters_of((first, stop))) for seconds in each]
         besides[0] *= embedding / max(1, cluster.parameters_of((0, first)))
         besides[-1] *= head / max(1, cluster.parameters_of((stop, end)))

@@ -19,6 +19,7 @@ The last round of an epoch is not overlapped: all ranks end it with the same wei
 
 import argparse
 import datetime
+import itertools
 import math
 import os
 import types
@@ -30,6 +31,7 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 import process_group_manager as pgm
+from checkpoints.survive import is_elastic
 from data.encoded import load_samples
 from dataloader import collate_batch
 from metrics import RunLogger
@@ -37,10 +39,9 @@ from model import cast_weights_once
 from pipeline_stage import PipelineStage
 from timeline import timeline
 from training.compression import WIRE_DTYPES, CompressedAllReduce
-from training.loop import endless
+from training.loop import print_epochs
 from training.record import Board, Step
 from training.times import StepTimes
-from checkpoints.survive import is_elastic
 from utils import UserError, make_scheduler, number, positive_float, positive_int, recompute_layers, zero_or_more
 
 OUTER = {"outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap_steps": 0}  # flags and their defaults
@@ -90,7 +91,7 @@ def check_local_flags(args) -> None:
 
 def train_rounds(args, plugin, made, layout, run) -> None:
     """The training of train_distributed.py with --local_steps. At the end of each epoch rank 0 saves. Collective."""
-    config, is_first = made.model.config, dist.get_rank() == 0
+    config = made.model.config
     samples_of_step = plugin.global_batch_size // args.local_steps
     samples = load_samples(args, args.model_name, config.vocab_size,
                         args.max_steps_per_epoch and args.max_steps_per_epoch * samples_of_step)
@@ -109,18 +110,14 @@ def train_rounds(args, plugin, made, layout, run) -> None:
     run.begin(plugin, types.SimpleNamespace(module=stage), optimizer, types.SimpleNamespace(state_dict=dict),
               made.names, made.files, args.model_name, loader.steps_per_epoch)
     run.watch.let_signals_kill()
-    board, total = Board(os.path.join(args.log_dir, args.run_name), plugin.device), 0.0
-    num_rounds = args.epochs * loader.steps_per_epoch
-    for step in train_locally(args, plugin, stage.model, optimizer, loader, made.criterion, layout.local_steps,
-                              num_rounds):
+    board = Board(os.path.join(args.log_dir, args.run_name), plugin.device)
+    rounds = train_locally(args, plugin, stage.model, optimizer, loader, made.criterion, layout.local_steps,
+                           args.epochs * loader.steps_per_epoch)
+    for step in print_epochs(rounds, loader.steps_per_epoch):
         board.log(step, plugin.global_batch_size * args.seq_len)
-        total, run.step = total + step.loss, step.number
+        run.step = step.number
         if step.number % loader.steps_per_epoch == 0:
-            if is_first:
-                print(f"epoch {step.number // loader.steps_per_epoch}: loss {total / loader.steps_per_epoch:.4f}",
-                      flush=True)
-            run.save(step.number, is_last=True)
-            total = 0.0
+            run.checkpointer.save(step.number, is_last=True)
     run.end(was_stopped=False)
     board.close()
 
@@ -206,6 +203,13 @@ def local_step(args, model, optimizer, scheduler, batches: Iterator[dict], num_m
     return total.item(), grad_norm.item(), learning_rate
 
 
+def endless(loader) -> Iterator[dict[str, torch.Tensor]]:
+    """Epoch after epoch of micro-batches, each shuffled in its own way."""
+    for epoch in itertools.count(1):
+        loader.set_epoch(epoch)
+        yield from loader
+
+
 def train_locally(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader, criterion: Callable,
                   steps: list[int], num_rounds: int) -> Iterator[Step]:
     """Trains `model`, whole on each rank, in rounds of steps[i] local steps on rank i. Collective.
@@ -222,10 +226,11 @@ def train_locally(args, plugin, model: torch.nn.Module, optimizer: torch.optim.O
     scheduler = make_scheduler(optimizer, num_rounds * own, round(args.warmup_steps * pace), args.lr_decay)
     times, batches = StepTimes(plugin.device), endless(loader)
 
-    for number in range(1, num_rounds + 1):
-        now, is_overlapped = Round(number), args.overlap_steps > 0 and number % loader.steps_per_epoch > 0
+    for number_of_round in range(1, num_rounds + 1):
+        now = Round(number_of_round)
+        is_overlapped = args.overlap_steps > 0 and number_of_round % loader.steps_per_epoch > 0
         for step in range(own):
-            times.start((number - 1) * own + step)
+            times.start((number_of_round - 1) * own + step)
             if outer.under_way and step == delay:
                 yield outer.finish().log(logger)
             now.rows.append(local_step(args, model, optimizer, scheduler, batches, num_microbatches[rank], criterion))

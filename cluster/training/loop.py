@@ -1,13 +1,13 @@
 """The training loop of the scripts that train on all machines together."""
 
-import itertools
 import math
+import statistics
 from collections.abc import Callable, Iterator
 
 import torch
 
 import process_group_manager as pgm
-from machine_facts import gather, is_home
+from machine_facts import gather, is_home, say
 from timeline import timeline
 from training.record import Record, Step
 from training.times import StepTimes, write_timeline
@@ -48,7 +48,7 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
                 with timeline.span("gradient norm"):
                     grad_norm = plugin.clip_grad_norm(model, args.max_grad_norm)
                 learning_rate = scheduler.get_last_lr()[0]
-                with run.watch.lock:
+                with run.watch.changing_weights():
                     with timeline.span("optimizer"):
                         optimizer.step()
                     scheduler.step()
@@ -76,6 +76,17 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
         run.end(stops and not is_last)
 
 
+def print_epochs(steps: Iterator[Step], steps_per_epoch: int | None) -> Iterator[Step]:
+    """The steps themselves. Where an epoch ends, rank 0 prints the mean loss of its steps."""
+    losses = []
+    for step in steps:
+        losses.append(step.loss)
+        if steps_per_epoch and step.number % steps_per_epoch == 0:
+            say(f"epoch {step.number // steps_per_epoch}: loss {statistics.fmean(losses):.4f}")
+            losses = []
+        yield step
+
+
 class FirstBadLoss:
     """The criterion, which also notes whether a micro-batch's loss is not finite: it says which rank had it first."""
 
@@ -98,10 +109,3 @@ class FirstBadLoss:
         return (f"step {step.number} has the loss {step.loss} and the gradient norm {step.grad_norm}, first on rank "
                 f"{ranks}: the training stops, and saves nothing. The last good checkpoint is "
                 f"{last or 'none, as none was saved'}. Lower --learning_rate, and go on with --resume auto")
-
-
-def endless(loader) -> Iterator[dict[str, torch.Tensor]]:
-    """Epoch after epoch of micro-batches, each shuffled in its own way where the loader shuffles."""
-    for epoch in itertools.count(1):
-        loader.set_epoch(epoch)
-        yield from loader

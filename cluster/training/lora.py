@@ -25,9 +25,9 @@ from zlib import crc32
 import torch
 import torch.nn as nn
 
-from pipeline_template import listed_modules
-from machine_facts import gather
 from checkpoints.pieces import peft_name
+from machine_facts import gather, say
+from pipeline_template import listed_modules
 from utils import UserError, number, positive_float, positive_int
 
 RATE = 2e-4  # the default learning rate
@@ -99,20 +99,10 @@ class Lora:
             task_type=TaskType.CAUSAL_LM, base_model_name_or_path=os.path.abspath(args.model_name) if os.path.isdir(
                 args.model_name) else args.model_name, r=args.lora_rank, lora_alpha=args.lora_alpha,
             lora_dropout=args.lora_dropout, target_modules=leaves, inference_mode=False)
-        shapes = {name: self.shapes(model.get_submodule(name)) for name in self.targets}
         self.names = [peft_name(f"{name}.{part}.weight") for name in self.targets for part in ("lora_A", "lora_B")]
-        self.num_trained = sum(math.prod(shape) for pair in shapes.values() for shape in pair)
+        sizes = [sum(model.get_submodule(name).weight.shape) for name in self.targets]  # of A (r, in) and B (out, r)
+        self.num_trained = args.lora_rank * sum(sizes)
         self.num_frozen = sum(param.numel() for param in model.parameters())
-
-    def shapes(self, module: nn.Module) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(r, in) of A, (out, r) of B."""
-        size_in, size_out = module.weight.shape if is_conv1d(module) else reversed(module.weight.shape)
-        return (self.config.r, size_in), (size_out, self.config.r)
-
-    def adapter_parameters(self, model: nn.Module, module_name: str) -> int:
-        """The trained numbers in a module of the whole model, such as model.layers.0."""
-        return sum(math.prod(shape) for name in self.targets if name.startswith(f"{module_name}.")
-                   for shape in self.shapes(model.get_submodule(name)))
 
     def prepare(self, stage) -> None:
         """Before a stage on the meta device gets its weights: they will be of the frozen weights' dtype."""
@@ -156,15 +146,11 @@ class Lora:
                 return {"adapter_config.json": json.dumps(json.load(file), indent=2).encode()}
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D"  # GPT-2's linear layer, whose weight is (in, out)
-
-
 def find_targets(model: nn.Module, wanted: str) -> list[str]:
     """The names of the matrices that get adapters. Raises UserError where a part of `wanted` matches nothing."""
     layers = tuple(f"{name}." for name in listed_modules(model)[1])
-    linear = [name for name, module in model.named_modules()
-              if name.startswith(layers) and (isinstance(module, nn.Linear) or is_conv1d(module))]
+    linear = [name for name, module in model.named_modules() if name.startswith(layers)
+              and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")]  # GPT-2's
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
     chosen = leaves if wanted == ALL else [part.strip() for part in wanted.split(",")]
     if unknown := [part for part in chosen if part not in leaves]:
@@ -184,7 +170,6 @@ def initial_value(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 def print_sizes(lora: Lora) -> None:
     """A line on rank 0: how much is trained."""
-    if torch.distributed.get_rank() == 0:
-        share = lora.num_trained / (lora.num_trained + lora.num_frozen)
-        print(f"LoRA: {lora.num_trained:,} numbers are trained, {share:.2%} of all, beside {lora.num_frozen:,} frozen "
-              f"ones in {str(lora.dtype).removeprefix('torch.')}; {len(lora.targets)} matrices", flush=True)
+    share = lora.num_trained / (lora.num_trained + lora.num_frozen)
+    say(f"LoRA: {lora.num_trained:,} numbers are trained, {share:.2%} of all, beside {lora.num_frozen:,} frozen ones "
+        f"in {str(lora.dtype).removeprefix('torch.')}; {len(lora.targets)} matrices")

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
+from checkpoints.load import published_weights
+from checkpoints.pieces import their_name
 from machine_facts import once_per_machine
 from model import Llama, init_weights
 from run_common import check_positions, load_model, local_directory
 from tensor_parallel import cross_entropy, split_over_tp
 from training.lora import RATE, Lora
 from training.loss import mean_cross_entropy
-from checkpoints.pieces import their_name
-from checkpoints.load import published_weights
 from utils import UserError, default_learning_rate, load_config, read_config, recompute_layers
 
 COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -116,8 +116,7 @@ def our_llama(args, dtype: torch.dtype) -> Model:
         return cross_entropy(logits, batch["target_ids"], config.vocab_size)
 
     names = [their_name(name) for name, _ in model.named_parameters()]
-    return Model(model, criterion, names, config_file(model, master_dtype(dtype)),
-                 default_learning_rate(config.hidden_size))
+    return Model(model, criterion, names, config_file(model, dtype), default_learning_rate(config.hidden_size))
 
 
 def of_transformers(args, fields: dict, dtype: torch.dtype) -> Model:
@@ -152,7 +151,7 @@ def of_transformers(args, fields: dict, dtype: torch.dtype) -> Model:
         lora = Lora(args, model, dtype)
         return Model(model, criterion, lora.names, lora.files(), rate, lora=lora)
     names = [name for name, _ in model.named_parameters()]
-    return Model(model, criterion, names, config_file(model, master_dtype(dtype)), rate, draw)
+    return Model(model, criterion, names, config_file(model, dtype), rate, draw)
 
 
 def make_llama(config, seed: int, device: torch.device, dtype: torch.dtype, recompute: bool = False) -> Llama:
@@ -166,17 +165,10 @@ def make_llama(config, seed: int, device: torch.device, dtype: torch.dtype, reco
 
 
 def config_file(model: nn.Module, dtype: torch.dtype) -> dict[str, bytes]:
-    """The content of config.json, by that name, for a model whose parameters are of `dtype`."""
-    fields = vars(model.config) if is_our_llama(model) else model.config.to_dict()
-    name = "LlamaForCausalLM" if is_our_llama(model) else type(model).__name__
-    config = {**fields, "architectures": [name], "dtype": str(dtype).removeprefix("torch.")}
+    """The content of config.json, by that name, for a model whose activations are of `dtype`."""
+    is_ours = isinstance(model, Llama)
+    fields = vars(model.config) if is_ours else model.config.to_dict()
+    master_dtype = torch.promote_types(dtype, torch.float32)  # of the parameters
+    config = {**fields, "architectures": ["LlamaForCausalLM" if is_ours else type(model).__name__],
+              "dtype": str(master_dtype).removeprefix("torch.")}
     return {"config.json": json.dumps(config, indent=2).encode()}
-
-
-def is_our_llama(model: nn.Module) -> bool:
-    return isinstance(model, Llama)
-
-
-def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the parameters, where activations have `dtype`."""
-    return torch.promote_types(dtype, torch.float32)

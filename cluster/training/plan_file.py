@@ -7,11 +7,12 @@ cluster/plan.py wrote it, for --plan. Without --plan and --pipelines the machine
 can't hold the model:
 
     1. may every machine hold the whole model?    a rough bound, and what it has free: then nothing more happens
-    2. the rank with the most free memory measures what each module takes, all ranks measure their speeds and links
+    2. they measure themselves, as plan.py --measure does
     3. one rank looks for the best plan: without recomputation if one fits, else with it. The others get it from there
 """
 
 import atexit
+import contextlib
 import datetime
 import json
 import sys
@@ -22,11 +23,10 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from checkpoints.survive import is_elastic
 from machine_facts import (
-    far_from_home, free_memory, from_home, gather, home_rank, host_names, places_of, ranks_of_this_machine,
-    return_freed_memory, this_host,
+    forget_ranks, free_memory, from_home, gather, host_names, is_home, machines, places_of, return_freed_memory, say,
 )
 from planning.clock import StageClock
-from planning.machines import Cluster, Pipeline, Setting, model_facts
+from planning.machines import Cluster, Pipeline, Setting, model_facts, read_cluster, setting_of, some_of
 from planning.measure import describe_machines, measure_with
 from planning.report import as_plan, make_plan
 from planning.schedules import SCHEDULES
@@ -49,12 +49,11 @@ def find_plan(args, made, device: torch.device, dtype: torch.dtype) -> dict | No
     """
     if args.plan:
         plan = plan_of_file(args.plan, getattr(args, "cluster_json", None) or CLUSTER_JSON)
-        if dist.get_rank() == 0:
-            used = machines_of(plan)
-            idle = [host for rank, host in enumerate(plan["hosts"]) if rank not in used]
-            print(f"ranks in the order of {args.plan}: {', '.join(plan['hosts'][rank] for rank in used)}"
-                  f"{' | idle: ' * bool(idle)}{', '.join(idle)}", flush=True)
-        require_same_model(plan, made.model.config, str(dtype).removeprefix("torch."), args.seq_len)
+        used = machines_of(plan)
+        idle = [host for rank, host in enumerate(plan["hosts"]) if rank not in used]
+        say(f"ranks in the order of {args.plan}: {', '.join(plan['hosts'][rank] for rank in used)}"
+            f"{' | idle: ' * bool(idle)}{', '.join(idle)}")
+        require_same_model(plan, made.model.config, str(dtype).removeprefix("torch."), args)
         return plan
     if args.pipelines or args.tp_size > 1 or args.local_steps:
         return None
@@ -76,8 +75,7 @@ def take_places(plan: dict) -> None:
         return
     dist.barrier()
     dist.destroy_process_group()
-    ranks_of_this_machine.cache_clear()
-    home_rank.cache_clear()
+    forget_ranks()
     if rank not in order:
         try:
             store.wait(["ended"], datetime.timedelta(days=365))
@@ -90,14 +88,13 @@ def take_places(plan: dict) -> None:
 
 
 def plan_of_file(path: str, cluster_json: str) -> dict:
-    """The plan of the rank that can read the file and is least far from home, for the hosts that are here.
+    """The plan of a rank that can read the file, home_rank() first, for the hosts that are here.
 
     In an elastic run on other hosts than the plan's, that rank plans anew for those that are there.
     """
     own = read_plan(path)
-    others = gather(("error" in own, far_from_home(), this_host()))
-    reader = min(range(len(others)), key=lambda rank: others[rank][:2])
-    hosts = host_names([host for *_, host in others], own.get("hosts", ()))
+    others, hosts = gather(("error" in own, not is_home())), host_names(machines(), own.get("hosts", ()))
+    reader = others.index(min(others))
     if dist.get_rank() == reader and "error" not in own:
         if is_elastic() and sorted(hosts) == sorted(own["hosts"]):
             own = in_order(own, hosts)  # an elastic run has ranks in an order of its own
@@ -124,11 +121,11 @@ def read_plan(path: str) -> dict:
             raise ValueError(f"it has sizes, layers or micro-batches that are no positive numbers: {numbers}")
         if not {plan.get("wire_dtype"), plan.get("gradient_wire_dtype")} <= {None, *WIRE_DTYPES}:
             raise ValueError(f"its wire dtypes are none of {', '.join(WIRE_DTYPES)}")
-        machines, fits = machines_of(plan), isinstance(plan["dtype"], str) and isinstance(plan["model"], dict)
+        used, fits = machines_of(plan), isinstance(plan["dtype"], str) and isinstance(plan["model"], dict)
         fits = fits and pipelines and all(isinstance(host, str) for host in plan["hosts"])
         fits = fits and all(len(pipeline["layers"]) == len(pipeline["machines"]) for pipeline in pipelines)
-        if not fits or sorted(machines) != sorted({*machines} & {*range(len(plan["hosts"]))}):
-            raise ValueError(f"machines {machines} of {len(plan['hosts'])} hosts, each once, with its layers")
+        if not fits or sorted(used) != sorted({*used} & {*range(len(plan["hosts"]))}):
+            raise ValueError(f"machines {used} of {len(plan['hosts'])} hosts, each once, with its layers")
         return plan
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return {"error": f"--plan {path!r} can't be read ({type(error).__name__}: {error}): use cluster/plan.py"}
@@ -145,47 +142,37 @@ def in_order(plan: dict, hosts: list[str]) -> dict:
 def plan_for(hosts: list[str], plan: dict, cluster_json: str) -> dict:
     """As read_plan: a plan with the same global batch for `hosts`, of which those that were not measured are idle."""
     try:
-        with open(cluster_json, encoding="utf-8") as file:
-            data = json.load(file)
-        free, places, ranks = list(enumerate(data["hosts"])), [], []
-        for rank, host in enumerate(hosts):
-            if place := next((place for place in free if place[1] == host), None):
-                free.remove(place)
-                places.append(place[0])
-                ranks.append(rank)
-        data["hosts"] = [data["hosts"][i] for i in places]
-        data["machines"] = [data["machines"][i] for i in places]
-        data["links"] = [[data["links"][i][j] for j in places] for i in places]
-        setting = Setting(plan["schedule"], plan.get("wire_dtype"), plan.get("gradient_wire_dtype"),
-                          plan.get("recompute", False))
-        made = make_plan(data, plan["global_batch"], setting, [plan["micro_batch_size"]])
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        data = read_cluster(cluster_json)
+        places = places_of(hosts, data["hosts"])
+        ranks = [rank for rank, place in enumerate(places) if place is not None]
+        data = some_of(data, [places[rank] for rank in ranks])
+        made = make_plan(data, plan["global_batch"], setting_of(plan), [plan["micro_batch_size"]])
+    except (ValueError, KeyError, TypeError, IndexError) as error:
         return {"error": f"no plan for {', '.join(hosts)}: {cluster_json}: {error}"}
     for pipeline in made["pipelines"]:
         pipeline["machines"] = [ranks[k] for k in pipeline["machines"]]
     return {**made, "hosts": hosts}
 
 
-def require_same_model(plan: dict, config, dtype: str, seq_len: int) -> None:
-    """Raises UserError where the plan is for another model, --dtype or --seq_len."""
-    here = {**vars(config), **model_facts(config), "dtype": dtype, "seq_len": seq_len}
-    facts = {**plan["model"], "dtype": plan["dtype"], "seq_len": plan["seq_len"]}.items()
+def require_same_model(plan: dict, config, dtype: str, args) -> None:
+    """Raises UserError where the plan is for another model, --dtype, --seq_len or --lora_rank."""
+    here = {**vars(config), **model_facts(config), "dtype": dtype, "seq_len": args.seq_len, "lora_rank": args.lora_rank}
+    facts = {**plan["model"], "dtype": plan["dtype"], "seq_len": plan["seq_len"],
+             "lora_rank": plan.get("lora_rank", args.lora_rank)}.items()
     if unlike := [f"{name} {value} (here {here.get(name)})" for name, value in facts if here.get(name) != value]:
         raise UserError(f"the plan is for {', '.join(unlike)}: make a plan for this run with cluster/plan.py")
 
 
 def plan_by_themselves(args, made, device: torch.device, dtype: torch.dtype) -> dict | None:
     """The plan for these machines; None where each of them can hold the whole model. Collective."""
-    free, hosts = zip(*gather((free_memory(device), this_host())))
+    free = gather(free_memory(device))
     if rough_bytes(args, made, dtype) < FRACTION * min(free):
         return None
     return_freed_memory()
-    if dist.get_rank() == 0:
-        listed = ", ".join(f"{host} {room / 1e9:.2f}" for host, room in zip(host_names(hosts), free))
-        print(f"the whole model may not fit into every machine's free memory (GB: {listed}): measuring", flush=True)
+    listed = ", ".join(f"{host} {room / 1e9:.2f}" for host, room in zip(host_names(machines()), free))
+    say(f"the whole model may not fit into every machine's free memory (GB: {listed}): measuring")
     data = measure(args, made, device, dtype)
-    if dist.get_rank() == 0:
-        print(describe_machines(data, ()), flush=True)
+    say(describe_machines(data, ()))
     return from_home(lambda: choose(args, data))
 
 
@@ -200,16 +187,7 @@ def rough_bytes(args, made, dtype: torch.dtype) -> float:
 
 def measure(args, made, device: torch.device, dtype: torch.dtype) -> dict:
     """The content of cluster.json, with micro-batches of 1 and of args.batch_size samples. Collective."""
-    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora)
-    free = gather(free_memory(device))
-    roomiest, known = free.index(max(free)), None
-    try:
-        known = clock.measure_memory(max(free)) if dist.get_rank() == roomiest else None
-    except ValueError as error:
-        known = error
-    if isinstance(known := gather(known)[roomiest], ValueError):
-        raise known
-    clock.known = known
+    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
     sizes = sorted({1, args.batch_size})
     data = {**measure_with(clock, args.model_name, tuple(sizes), MEASURE_SECONDS), "flags": {}}
     for machine in data["machines"]:  # where there was no time or memory for a size: so many times the smallest
@@ -229,14 +207,17 @@ def choose(args, data: dict) -> dict | None:
     if all(whole <= FRACTION * machine.free_memory for machine in cluster.machines):
         return None
     schedule = "auto" if args.pp_engine == "1f1b" else args.pp_engine
-    for recompute in sorted({args.recompute, True}):
-        try:
-            plans = find_plans(cluster, total * size, setting._replace(schedule=schedule, recompute=recompute), [size],
-                               FRACTION)
-            return described(cluster, plans)
-        except ValueError:
-            continue
+    if plans := plans_that_fit(cluster, setting._replace(schedule=schedule), size, total):
+        return described(cluster, plans)
     raise UserError(why_not(cluster, setting, size, total))
+
+
+def plans_that_fit(cluster: Cluster, setting: Setting, size: int, total: int) -> Plans | None:
+    """Those for `total` micro-batches of `size` samples, with recomputation only where none fits without it."""
+    for recompute in sorted({setting.recompute, True}):
+        with contextlib.suppress(UserError):
+            return find_plans(cluster, total * size, setting._replace(recompute=recompute), [size], FRACTION)
+    return None
 
 
 def described(cluster: Cluster, plans: Plans) -> dict:
@@ -271,13 +252,8 @@ def why_not(cluster: Cluster, setting: Setting, size: int, total: int) -> str:
     more = needed(1, True) / FRACTION - sum(machine.free_memory for machine in cluster.machines)
     advice = (f"even --batch_size 1 --recompute needs {needed(1, True) / 1e6:.0f} MB: free about "
               f"{max(more, 1e8) / 1e6:.0f} MB more, or add machines, which share the model")
-    for recompute in sorted({setting.recompute, True}) if size > 1 else ():
-        try:
-            find_plans(cluster, total, setting._replace(recompute=recompute), [1], FRACTION)
-            advice = "--batch_size 1" + " --recompute" * (recompute and not setting.recompute) + " would fit"
-            break
-        except ValueError:
-            continue
+    if size > 1 and (plans := plans_that_fit(cluster, setting, 1, total)):
+        advice = "--batch_size 1" + " --recompute" * (plans.setting.recompute and not setting.recompute) + " would fit"
     return (f"not enough memory: with micro-batches of {size} samples of {cluster.seq_len} tokens the model needs "
             f"{needed(size, setting.recompute) / 1e6:.0f} MB on one machine, {needed(size, True) / 1e6:.0f} MB with "
             f"--recompute; free are, in MB: {has}, of which {FRACTION:.0%} may be used; {advice}")

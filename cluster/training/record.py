@@ -29,10 +29,11 @@ from typing import NamedTuple
 import torch
 
 from checkpoints.disks import Disks
+from checkpoints.files import replace
 from machine_facts import gather, home_rank, is_home
 from metrics import RunLogger, open_metrics, peak_memory_gb
 
-EVALUATIONS = "evaluation.jsonl"
+METRICS, EVALUATIONS = "metrics.jsonl", "evaluation.jsonl"
 BEFORE = "metrics.before.jsonl"  # rows of the runs before, until they are in the new file
 EVERY = 60  # seconds between two lines of progress where there is no terminal
 
@@ -65,12 +66,15 @@ class Record:
         if before:  # the training that goes on may have had another name
             source = os.path.join(before["log_dir"], before["run_name"])
         if start and writes and not is_of_another_run(source, {flags.get("run_id") for flags in (vars(args), before)}):
-            rows, evaluations = read_rows(source, start), read_rows(source, start, (EVALUATIONS,))
-            if os.path.realpath(source) == os.path.realpath(folder):
-                set_aside(folder)
+            rows, evaluations = read_rows(source, start, BEFORE, METRICS), read_rows(source, start, EVALUATIONS)
+            if rows and os.path.realpath(source) == os.path.realpath(folder):  # room for a new metrics.jsonl
+                replace(os.path.join(folder, BEFORE), "".join(rows))
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(os.path.join(folder, METRICS))
         rows, evaluations = (max(disks.gather(each), key=len) if start else [] for each in (rows, evaluations))
         self.logger, self.tokens_per_step = RunLogger(args, grid, num_steps, tokens_per_step), tokens_per_step
-        self.logger.memory, self.file = peak_memory_gb(), None  # of this rank, until a step takes that of all
+        self.logger.memory = torch.tensor(peak_memory_gb())  # of this rank, until a step takes that of all
+        self.file = None
         if writes:
             self.file = self.logger.metrics if grid.is_logging_rank else open_metrics(folder)
             if not grid.is_logging_rank:
@@ -83,8 +87,7 @@ class Record:
                 os.remove(path)
             self.evaluations = os.path.join(folder, EVALUATIONS)
             if evaluations or os.path.exists(self.evaluations):  # those of later steps are made again
-                with open(self.evaluations, "w", encoding="utf-8") as file:
-                    file.writelines(evaluations)
+                replace(self.evaluations, "".join(evaluations))
         self.progress, self.board = Progress(num_steps, start, grid.is_logging_rank), None
         self.device, self.start = device, start
 
@@ -128,7 +131,7 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))  # a larger one is no float
 
 
-def read_rows(folder: str, last: int, names: tuple[str, ...] = (BEFORE, "metrics.jsonl")) -> list[str]:
+def read_rows(folder: str, last: int, *names: str) -> list[str]:
     """The lines of the steps up to `last`, each once, in order. A line that is cut off does not count."""
     rows = {}
     for name in names:
@@ -156,18 +159,6 @@ def is_of_another_run(folder: str, run_ids: set[str | None]) -> bool:
         return False
 
 
-def set_aside(folder: str) -> None:
-    """Makes room for a new metrics.jsonl. The old rows stay in BEFORE until then."""
-    old, before = os.path.join(folder, "metrics.jsonl"), os.path.join(folder, BEFORE)
-    if not os.path.exists(old):
-        return
-    kept = read_rows(folder, 1 << 60)
-    with open(f"{before}.unfinished", "w", encoding="utf-8") as file:
-        file.writelines(kept)
-    os.replace(f"{before}.unfinished", before)
-    os.remove(old)
-
-
 class Board:
     """Writes to `folder`, on home_rank(), what all ranks send it. Without TensorBoard it writes nothing and says so.
 
@@ -188,28 +179,20 @@ class Board:
     def log(self, step: Step, tokens: int) -> None:
         """`tokens`: of the step, on all ranks. Collective."""
         everyone, samples = zip(*gather((self.values_of_this_rank(step), step.sample)))
-        evaluation, sample = step.evaluation, samples[home_rank()]
-        self.log_to_wandb(step.number, everyone, sample)
+        of_ranks = {f"{name}/rank{rank}": value for rank, each in enumerate(everyone) for name, value in each.items()}
+        sample = {} if samples[home_rank()] is None else {"sample": samples[home_rank()]}
+        run = getattr(sys.modules.get("wandb"), "run", None)  # with --use_wandb that of the rank that logs
+        if run is not None:
+            run.log({**of_ranks, **sample}, step=step.number)
         if self.writer is None:
             return
-        if evaluation is not None:
-            self.writer.add_scalar("evaluation_loss", evaluation, step.number)
-            self.writer.add_scalar("perplexity", perplexity(evaluation), step.number)
-        if sample is not None:
-            self.writer.add_text("sample", sample, step.number)
-        for name in ("loss", "grad_norm", "learning_rate"):
-            self.writer.add_scalar(name, getattr(step, name), step.number)
-        self.writer.add_scalar("tokens_per_second", tokens / step.seconds, step.number)
-        for rank, values in enumerate(everyone):
-            for name, value in values.items():
-                self.writer.add_scalar(f"{name}/rank{rank}", value, step.number)
-
-    def log_to_wandb(self, number: int, everyone: tuple[dict[str, float], ...], sample: str | None) -> None:
-        """In the process that has a run of W&B: that of the rank that logs, with --use_wandb."""
-        run = getattr(sys.modules.get("wandb"), "run", None)
-        if run is not None:
-            values = {f"{name}/rank{rank}": value for rank, each in enumerate(everyone) for name, value in each.items()}
-            run.log(values if sample is None else {**values, "sample": sample}, step=number)
+        values = {name: getattr(step, name) for name in ("loss", "grad_norm", "learning_rate")}
+        if step.evaluation is not None:
+            values |= {"evaluation_loss": step.evaluation, "perplexity": perplexity(step.evaluation)}
+        for name, value in {**values, "tokens_per_second": tokens / step.seconds, **of_ranks}.items():
+            self.writer.add_scalar(name, value, step.number)
+        for name, text in sample.items():
+            self.writer.add_text(name, text, step.number)
 
     def values_of_this_rank(self, step: Step) -> dict[str, float]:
         """Seconds, gigabytes, and percent: 100 percent of the CPU is one core. What is unknown is left out."""

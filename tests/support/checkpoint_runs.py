@@ -3,8 +3,8 @@
 As a script, `checkpoint_runs.py OUT SCRIPT FLAGS...`, it runs SCRIPT with norms, softmax and routers in float64, too,
 and each rank writes its parameters into OUT/rank<r>.pt in the end, and the gradients of the last step into
 OUT/grads<r>.pt. With POISON=1:5 in the environment nothing is different, but that rank 1's weights are NaN after its
-fifth step; with STOP=1:5 rank 1 gets SIGTERM in the middle of it; with LOSE=1:5 it is gone after it; with SLOW=10 each
-step takes ten seconds longer. With HOSTS=FOLDER each rank is a host of its own, whose disk is FOLDER/host<rank>, and
+fifth step; with STOP=1:5:15 rank 1 gets signal 15 in the middle of it; with LOSE=1:5 it is gone after it; with SLOW=10
+each step takes ten seconds longer. With HOSTS=FOLDER each rank is a host of its own, whose disk is FOLDER/host<rank>, and
 the last one has started the run. With DISKS=a,b rank 0 runs in OUT/a and rank 1 in OUT/b: relative paths are then on
 disks of their own.
 """
@@ -16,9 +16,7 @@ import os
 import pathlib
 import runpy
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import time
 
@@ -41,13 +39,25 @@ TOPOLOGIES = {  # name -> ranks, flags: 8 micro-batches a step in each
 }
 
 
-def write_model(folder: pathlib.Path, **changes) -> pathlib.Path:
-    """A directory with a configuration and a tokenizer."""
+def write_model(folder: pathlib.Path, kind: str | None = None, dtype: str | None = None, **changes) -> pathlib.Path:
+    """A directory with a configuration and the tokenizer of the tiny Llama, as on the Hub.
+
+    The configuration is that of a Llama of SIZES or, with a `kind` of transformers, as in "gpt2", of what `changes`
+    says. With a `dtype` there are random weights as well.
+    """
     folder.mkdir(parents=True)
     for path in (ROOT / "assets" / "tiny_llama").glob("*token*"):
         shutil.copy(path, folder)
-    config = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **SIZES, **changes}))
+    if kind is None:
+        config = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **SIZES, **changes}))
+        return folder
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind, **changes)
+    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)) if dtype else config
+    model.save_pretrained(folder)
     return folder
 
 
@@ -79,12 +89,6 @@ def newest(folder: pathlib.Path, name: str) -> pathlib.Path:
     return run / (run / "latest").read_text().strip()
 
 
-def children(pid: int) -> list[int]:
-    """The processes that a process has started: of torchrun, the ranks."""
-    found = subprocess.run(["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True).stdout
-    return sorted(map(int, found.split()))
-
-
 def put_nan(numbers, rank: int, step: int, optimizer, _args, _kwargs) -> None:
     """After the optimizer's step `step` on `rank`."""
     if next(numbers) == step and int(os.environ["RANK"]) == rank:
@@ -92,10 +96,10 @@ def put_nan(numbers, rank: int, step: int, optimizer, _args, _kwargs) -> None:
             param.data.fill_(float("nan"))
 
 
-def stop(numbers, rank: int, step: int, _optimizer, _args, _kwargs) -> None:
-    """SIGTERM to `rank`, before the optimizer's step `step`."""
+def stop(numbers, rank: int, step: int, number: int, _optimizer, _args, _kwargs) -> None:
+    """The signal `number` to `rank`, before the optimizer's step `step`."""
     if next(numbers) == step and int(os.environ["RANK"]) == rank:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         time.sleep(0.2)  # until it is noted
 
 

@@ -50,6 +50,8 @@ TOYS = {  # name -> class of the model, its configuration
     "gpt-neox": ("GPTNeoXForCausalLM", dict(SIZES, intermediate_size=48, max_position_embeddings=32, pad_token_id=0)),
     "gpt2-classifier": ("GPT2ForSequenceClassification", dict(GPT2, num_labels=3)),
     "llama-classifier": ("LlamaForSequenceClassification", dict(LLAMA, num_labels=3)),
+    "llama-tagger": ("LlamaForTokenClassification", dict(LLAMA, num_labels=96, classifier_dropout=0.0)),
+    "qwen3-answers": ("Qwen3ForQuestionAnswering", dict(LLAMA, head_dim=16)),
     "bert": ("BertForMaskedLM", BERT),
     "bert-classifier": ("BertForSequenceClassification", dict(BERT, num_labels=3)),
     "vit": ("ViTForImageClassification", dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_labels=3,
@@ -100,11 +102,16 @@ def toy_batch(name: str) -> dict[str, torch.Tensor]:
 
 def toy_loss(out, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Cross entropy of a model's output against targets that the batch decides; padding does not count."""
-    logits = out.logits
+    logits = logits_of(out)
     if logits.dim() == 2:  # a class a sample
         return F.cross_entropy(logits, torch.tensor([0, 2, 1]))
     targets = (batch["input_ids"] * 7 + 1).remainder(96).masked_fill(batch["attention_mask"] == 0, -100)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + 0.1 * (getattr(out, "aux_loss", None) or 0)
+
+
+def logits_of(out) -> torch.Tensor:
+    """The logits; of a model that answers questions, those of the answer's two ends, (B, T), together."""
+    return out.start_logits + 2 * out.end_logits if "start_logits" in out else out.logits
 
 
 def stages_of(make, sizes: list[int]) -> list[PipelineStage]:

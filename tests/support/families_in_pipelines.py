@@ -5,7 +5,7 @@ gpt2-tied, or gpt2-frozen, of which only a part is trained. Pipelines of two sta
 micro-batches of a step, through the plugin, which recomputes layers unless the toy is tied; before, each rank trains
 some of the plain models, in its own process, with torch.optim and torch's clipping. Each rank writes OUT/<rank>.json:
 for each case the largest difference of the losses of all steps, of any gradient of the first, which is clipped, and of
-the gradients' norms of all steps.
+the gradients' norms of all steps. What each tp rank has as a whole has gradients of the same bits on all of them.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from families import (
-    HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, pgm, tensor_parallel, toy, toy_batch)
+    HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, logits_of, pgm, tensor_parallel, toy, toy_batch)
 from huggingface import float64_throughout
 
 STEPS, MICROBATCH, NUM_MICROBATCHES = 5, 2, 3
@@ -36,7 +36,7 @@ def samples_of(case: str) -> list[dict[str, torch.Tensor]]:
 
 
 def loss_of(out, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    logits = out.logits
+    logits = logits_of(out)
     if logits.dim() == 2:  # a class a sample
         return F.cross_entropy(logits, batch["targets"])
     targets = (batch["input_ids"] * 7 + 1).remainder(96).masked_fill(batch["attention_mask"] == 0, -100)
@@ -98,7 +98,7 @@ def compare(case: str, tp_size: int, losses: list[float], norms: list[float], gr
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
     loader = plugin.prepare_dataloader(samples_of(case))
     model, optimizer, loader = plugin.configure(model, optimizer, loader)
-    batches, off_loss, off_norm, off_gradient = iter(loader), 0.0, 0.0, 0.0
+    batches, off_loss, off_norm, off_gradient, whole = iter(loader), 0.0, 0.0, 0.0, {}
     for step in range(loader.steps_per_epoch):
         loss = plugin.execute_pipeline(batches, model, loss_of, optimizer)
         norm = plugin.clip_grad_norm(model, MAX_GRAD_NORM)
@@ -111,8 +111,14 @@ def compare(case: str, tp_size: int, losses: list[float], norms: list[float], gr
             module, _, key = n.rpartition(".")
             part = tensor_parallel.split_parameter(model.module.model.get_submodule(module), key, gradients[n])
             off_gradient = max(off_gradient, (param.grad - part).abs().max().item())
+            if part.shape == gradients[n].shape:
+                whole[n] = param.grad.clone()
         optimizer.step()
     assert step == STEPS - 1
+    others = [None] * tp_size
+    dist.all_gather_object(others, whole, pgm.process_group_manager.tp_group)
+    unlike = [n for other in others for n in whole if not torch.equal(whole[n], other[n])]
+    assert not unlike, f"{case}: the gradients of {unlike} differ on the tp ranks, which all have the whole of them"
     return [off_loss, off_gradient, off_norm]
 
 

@@ -3,7 +3,8 @@
     script, words, ranks, damaged = command_line(seed, actions)     `damaged`: a file that has to be damaged first
     content = damage(random, name, content)                         of a file, by what kind of file it is
 
-A command line has a few good values besides those of a run that works, and none, one or two bad ones. As a script,
+A command line has a few good values besides those of a run that works, and none, one or two bad ones; or it is the one
+of a run that works, and a file that it reads is damaged. As a script,
 `fuzz.py FOLDER SCRIPT FLAGS...`, it runs SCRIPT in FOLDER with a limit on memory.
 """
 
@@ -14,7 +15,6 @@ import pathlib
 import random
 import resource
 import runpy
-import signal
 import socket
 import sys
 
@@ -133,26 +133,28 @@ def pool(action) -> tuple[list[str], list[str]]:
     return {"int": (["1", "2", "3"], NUMBERS), "float": (["0.5", "1"], FRACTIONS)}.get(kind, (["a", "b"], TEXTS))
 
 
-def command_line(seed: int, actions: dict[str, list]) -> tuple[str, list[str], int, str | None]:
+def command_line(seed: int, actions: dict, only_a_file: bool = False) -> tuple[str, list[str], int, str | None]:
     """The script, the words behind it, the number of ranks, and the file of its folder that has to be damaged first.
 
-    `actions`: of each script's parser.
+    `actions`: of each script's parser. `only_a_file`: nothing but a file is bad.
     """
     rng = random.Random(seed)
-    script = rng.choices(list(SCRIPTS), [share for share, *_ in SCRIPTS.values()])[0]
+    shares = [len(READ[name]) if only_a_file else SCRIPTS[name][0] for name in SCRIPTS]
+    script = rng.choices(list(SCRIPTS), shares)[0]
     known = {action.dest: action for action in actions[script] if action.dest not in ("help", "sudo_pass")}
     flags, damaged = dict(SCRIPTS[script][2]), None
     ranks = 2 if script in ("train_distributed", "three_stages_simple_pp") and rng.random() < 0.08 else 1
-    if rng.random() < 0.25:
+    if only_a_file or rng.random() < 0.25:
         damaged = rng.choice(READ[script])
         flags.update({NEEDED[damaged]: damaged.split("/")[0]} if damaged in NEEDED else {})
         if RUN in damaged and script == "train_distributed":
             flags.update([("resume", rng.choice(RESUMED[:3])) if rng.random() < 0.7 else ("init_from", RUN)])
-    for is_good in rng.choice([[], [True]]) + rng.choice([[True], [True, True], [False], [False], [True, False]]):
+    changes = rng.choice([[], [True]]) + rng.choice([[True], [True, True], [False], [False], [True, False]])
+    for is_good in changes if not only_a_file else []:
         action = known[rng.choice(sorted(known))]
         good, bad = pool(action)
         flags[action.dest] = None if action.nargs == 0 else rng.choice(good if is_good else bad)
-    if rng.random() < 0.85:
+    if only_a_file or rng.random() < 0.85:
         for flag in [flag for flag in flags if flag in CLASHES]:
             for other in CLASHES[flag]:
                 flags.pop(other, None)
@@ -161,9 +163,9 @@ def command_line(seed: int, actions: dict[str, list]) -> tuple[str, list[str], i
         words += known[name].option_strings[-1:] + [value] * (value is not None)
         if known[name].option_strings and value is not None and rng.random() < 0.2:
             words[-2:] = ["=".join(words[-2:])]
-    if rng.random() < 0.04:
+    if not only_a_file and rng.random() < 0.04:
         words.insert(rng.randrange(len(words)), rng.choice(["--unknown", "", "--", "more", "--help", "--seq-len"]))
-    if script == "launch_cluster" and rng.random() < 0.5:
+    if script == "launch_cluster" and not only_a_file and rng.random() < 0.5:
         words += ["--", *rng.choice([[], ["train.py"], ["", "é"], ["\udcff"], ["nowhere.py", "--x"]])]
     return script, words, ranks, damaged
 
@@ -171,6 +173,10 @@ def command_line(seed: int, actions: dict[str, list]) -> tuple[str, list[str], i
 NESTED = json.loads("[" * 60 + "]" * 60)
 ODD = [None, True, False, -1, 0, 1, 2, 3, 7, 0.5, -0.5, 1e308, float("nan"), float("inf"), 10**30, 1 << 63, -(1 << 63),
        "", "x", "é", "\ud800", "../x", "/etc/passwd", "1", "NaN", [], {}, [[]], [1], [None], ["x"], {"a": None}, [{}]]
+
+
+SIZES = [1 << 31, 1 << 40, 1 << 63, (1 << 64) - 1, -1, 0, 8, 10**30, [0], [-1], [], [1 << 32, 1 << 32], "I64", "F32",
+         "BF16", "F8_E4M3", "BOOL", "XX", ""]  # and dtypes, of tensors
 
 
 def change_tree(rng: random.Random, tree, odd=ODD):
@@ -220,22 +226,14 @@ def change_safetensors(rng: random.Random, content: bytes) -> bytes:
     """Mostly in the header: https://huggingface.co/docs/safetensors."""
     size = int.from_bytes(content[:8], "little")
     header, data = content[8 : 8 + size], content[8 + size :]
-    kind = rng.choice(["tree", "tree", "offsets", "offsets", "shape", "dtype", "header", "size", "data", "any"])
-    tree = json.loads(header)
-    entry = tree[rng.choice(sorted(tree.keys() - {"__metadata__"}))]
-    if kind == "tree":
-        change_tree(rng, tree)
-    elif kind == "offsets":
-        place, value = rng.randrange(2), entry["data_offsets"]
-        value[place] = rng.choice([-1, 0, value[place] + 1, value[place] * 2, 1 << 40, 1 << 63, (1 << 64) - 1, 10**30,
-                                   value[1 - place], len(data) + 8])
-    elif kind == "shape":
-        shape = entry["shape"]
-        entry["shape"] = rng.choice([shape[::-1], [*shape, 1], [1, *shape], [0], [-1], [], [1 << 32, 1 << 32],
-                                     [1 << 63], shape[:-1], [2 * n for n in shape]])
-    elif kind == "dtype":
-        entry["dtype"] = rng.choice(["I64", "F64", "F32", "BF16", "F8_E4M3", "U64", "BOOL", "XX", "", "C64", "f64"])
-    if kind in ("tree", "offsets", "shape", "dtype"):
+    kind = rng.choice(["tree", "tree", "entry", "entry", "entry", "header", "size", "data", "any"])
+    if kind in ("tree", "entry"):
+        tree = json.loads(header)
+        name = rng.choice(sorted(tree.keys() - {"__metadata__"}))
+        if kind == "tree":
+            change_tree(rng, tree)
+        else:  # its offsets, shape or dtype
+            tree[name] = change_tree(rng, tree[name], SIZES)
         header = json.dumps(tree).encode()
         header += b" " * (-len(header) % 8)
         size = len(header)
@@ -243,7 +241,7 @@ def change_safetensors(rng: random.Random, content: bytes) -> bytes:
         header = change_bytes(rng, header)
         size = rng.choice([size, len(header)])
     elif kind == "size":
-        size = rng.choice([0, 1, size - 1, size + 1, size + 8, 1 << 31, 1 << 63, (1 << 64) - 1, 100_000_001])
+        size = rng.choice([0, 1, size - 1, size + 1, size + 8, *SIZES[:4], 100_000_001])
     elif kind == "data":
         data = rng.choice([data[:-1], data + b"\0", b"", data[: len(data) // 2], data + data])
     whole = size.to_bytes(8, "little") + header + data
@@ -269,31 +267,14 @@ def damage(rng: random.Random, name: str, content: bytes) -> bytes:
     return change_bytes(rng, content)
 
 
-@contextlib.contextmanager
-def limits(seconds: float):
-    """For at most so many seconds, and with MEMORY bytes more than this process has already."""
-    def stop(*_):
-        raise TimeoutError(f"more than {seconds} s")
-
-    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    memory, handler = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGALRM, stop)
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, memory[1]))
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        resource.setrlimit(resource.RLIMIT_AS, memory)
-
-
 def main() -> None:
     os.chdir(sys.argv[1])
     sys.argv = sys.argv[2:]
     sys.path[0] = str(pathlib.Path(sys.argv[0]).parent)
     sys.stdout.reconfigure(errors="strict")  # as where the locale is a UTF-8 one
-    with limits(1000):  # forks.py ends it before
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
-import time
 
-from launch import ROOT, environment
+from launch import ROOT
+from processes import Command, eventually
 
 TORCH = """
 import os, types
@@ -56,8 +55,8 @@ def write_hosts(folder: pathlib.Path, *lines: str) -> pathlib.Path:
     return folder / "hosts.txt"
 
 
-class Launch:
-    """A launcher that runs, in a process group of its own like a command typed at a terminal.
+class Launch(Command):
+    """A launcher that runs.
 
     `tools`: the folder of the stand-in for ssh; None for the true one, with `options`. `threads`: OMP_NUM_THREADS.
     `node`: the host of the test bed on which it is typed; None for this machine.
@@ -67,44 +66,32 @@ class Launch:
                  threads: str = "1", node: str | None = None, **variables):
         if tools:
             variables["PATH"] = f"{tools}:{os.environ['PATH']}"
-        env = environment(SSH_OPTIONS=options, PYTHON=sys.executable, **variables) | {"OMP_NUM_THREADS": threads}
         there = [ROOT / "tools" / "testbed.sh", "exec", node] if node else []
-        self.process = subprocess.Popen([*there, ROOT / "cluster" / "launch_cluster.sh", hosts, *words], env=env,
-                                        text=True, cwd=ROOT, start_new_session=True, stdin=subprocess.DEVNULL,
-                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        self.lines = []
-        self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True)
-        self.reader.start()
+        super().__init__([*there, ROOT / "cluster" / "launch_cluster.sh", hosts, *words], hosts.parent,
+                         SSH_OPTIONS=options, PYTHON=sys.executable, OMP_NUM_THREADS=threads, **variables)
+
+    @property
+    def lines(self) -> list[str]:
+        """What it has printed, without a line that has no end yet."""
+        return [line for line in self.output().splitlines(keepends=True) if line.endswith("\n")]
 
     def pids(self, count: int = 3) -> dict[str, list[int]]:
         """{host: [worker, its torchrun]} as soon as `count` hosts have said so."""
         def found() -> dict[str, list[int]]:
-            matches = (re.match(r"(\w+) +\| pids (\d+) (\d+)", line) for line in list(self.lines))
+            matches = (re.match(r"(\w+) +\| pids (\d+) (\d+)", line) for line in self.lines)
             return {match[1]: [int(match[2]), int(match[3])] for match in matches if match}
 
-        assert eventually(lambda: len(found()) == count or not self.reader.is_alive()), "".join(self.lines)
-        assert len(found()) == count, "".join(self.lines)
+        eventually(lambda: len(found()) == count or self.process.poll() is not None)
+        assert len(found()) == count, self.output()
         return found()
 
     def end(self, seconds: float = 60) -> tuple[int, str]:
         """(exit code, all that it printed), at the latest after `seconds`."""
         try:
-            self.process.wait(seconds)
+            return self.process.wait(seconds), self.output()
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             raise
-        self.reader.join(seconds)
-        return self.process.returncode, "".join(self.lines)
-
-
-def eventually(condition, seconds: float = 60) -> bool:
-    """Whether the condition becomes true within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def all_gone(pids: dict[str, list[int]], seconds: float = 60) -> bool:

@@ -29,8 +29,7 @@ found: dict[str, float] = {}
 def predict(args, made, device, dtype) -> None:
     """In the place of find_plan."""
     return_freed_memory()
-    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora)
-    clock.known = gather(clock.measure_memory(1e12) if dist.get_rank() == 0 else None)[0]
+    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
     cluster = Cluster({**measure_with(clock, "model", (1,), 1.0), "flags": {}})
     layers, rank = tuple(args.pipelines[0][0]), dist.get_rank()
     pipeline = Pipeline(tuple(range(len(layers))), layers, args.num_microbatches[0][0])

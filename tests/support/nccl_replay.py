@@ -7,7 +7,7 @@ Each rank has a host, which runs the program, and streams, which carry out in or
                       receive at the head of the receiver's, an all-reduce when it is at the head on all ranks.
 
 A transfer starts after all that was issued before it on the compute stream, whose results it may send. The host waits
-in .item() for the current stream, in torch.cuda.synchronize() for all that its rank has issued, and where a
+in .item() for the compute stream, in torch.cuda.synchronize() for all that its rank has issued, and where a
 communicator is first used for the same, and then for the other ranks. It does not wait in handle.wait().
 
 Recorder notes the operations of one rank; replay() carries out those of all ranks, or raises Deadlock.
@@ -43,22 +43,14 @@ class Group(NamedTuple):
         return len(self.ranks)
 
 
-class Stream(NamedTuple):
-    recorder: "Recorder"
-    name: Hashable
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.recorder.issue("wait for a stream", self.name, self.recorder.issued_on(other.name))
-
-
 class Event:
-    """Is done as soon as all is done that its stream was given before record()."""
+    """Is done as soon as all is done that the compute stream was given before record()."""
 
     def __init__(self, recorder: "Recorder"):
         self.recorder, self.number = recorder, None
 
-    def record(self, stream: Stream | None = None) -> None:
-        self.number = self.recorder.issue("event", stream.name if stream else None)
+    def record(self) -> None:
+        self.number = self.recorder.issue("event")
 
     def synchronize(self) -> None:
         self.recorder.block("synchronize an event", [self.number])
@@ -77,11 +69,10 @@ class Recorder:
         self.rank, self.world, self.one_stream = rank, world, one_stream
         self.operations: list[Operation] = []
         self.last: dict[Hashable, int] = {}  # stream -> the number of its last operation
-        self.current, self.connected = "compute", set()
+        self.connected = set()
 
-    def issue(self, label: str, stream: Hashable | None = None, needs: Iterable[int] = (), **meeting) -> int:
-        """Notes an operation on a stream, None for the current one, and returns its number."""
-        stream = self.current if stream is None else stream
+    def issue(self, label: str, stream: Hashable = "compute", needs: Iterable[int] = (), **meeting) -> int:
+        """Notes an operation on a stream and returns its number."""
         self.operations.append(Operation(label, stream, tuple(needs), **meeting))
         self.last[stream] = len(self.operations) - 1
         return self.last[stream]
@@ -100,7 +91,7 @@ class Recorder:
             self.connected.add(communicator)
             self.block(step := f"connect before {label}", self.last.values())  # to allocate buffers
             self.block(step, [self.issue(step, communicator, meeting=("connect",), ranks=ranks)])
-        needs = self.issued_on(self.current)
+        needs = self.issued_on("compute")
         number = self.issue(label, communicator, needs, meeting=meeting, ranks=ranks)
         return types.SimpleNamespace(wait=lambda: self.issue("wait", needs=[number]))
 
@@ -127,24 +118,16 @@ class Recorder:
         return "nccl"
 
     @contextlib.contextmanager
-    def stream_context(self, stream: Stream):
-        before, self.current = self.current, stream.name
-        yield
-        self.current = before
-
-    @contextlib.contextmanager
     def as_cuda(self):
         """Inside the block, torch.cuda and Tensor.item are this rank's, and torch.zeros makes CPU tensors."""
         fakes = {
-            "is_initialized": lambda: True, "is_available": lambda: True, "stream": self.stream_context,
+            "is_initialized": lambda: True, "is_available": lambda: True,
             "synchronize": lambda device=None: self.block("synchronize the device", self.last.values()),
-            "current_stream": lambda device=None: Stream(self, self.current),
-            "Stream": lambda *args, **kwargs: Stream(self, ("stream", len(self.operations))),
             "Event": lambda *args, **kwargs: Event(self)}
         zeros, to_list = torch.zeros, torch.Tensor.tolist
 
         def item(tensor):
-            self.block("item", self.issued_on(self.current))
+            self.block("item", self.issued_on("compute"))
             return to_list(tensor)
 
         with (mock.patch.multiple(torch.cuda, **fakes), mock.patch.object(torch.Tensor, "item", item),

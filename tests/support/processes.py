@@ -1,6 +1,16 @@
-"""The processes of a run, wherever torchrun has put them: found by a variable of their environment."""
+"""Commands as one types them at a terminal, and the processes of a run, wherever torchrun has put them."""
 
+import contextlib
+import os
 import pathlib
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import torch.distributed as dist
+from launch import ROOT, environment
 
 
 def processes(marker: str) -> dict[int, int | None]:
@@ -15,3 +25,71 @@ def processes(marker: str) -> dict[int, int | None]:
             ranks = [int(text.removeprefix("RANK=")) for text in variables if text.startswith("RANK=")]
             found[int(path.parent.name)] = ranks[0] if ranks else None
     return found
+
+
+def eventually(condition, seconds: float = 60) -> bool:
+    """Whether the condition becomes true within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+class Command:
+    """A command that runs in a process group of its own, which Ctrl-C would reach as a whole."""
+
+    def __init__(self, words: list, folder: pathlib.Path, **env: str):
+        self.marker = uuid.uuid4().hex
+        self.printed = folder / f"{self.marker}.txt"
+        with open(self.printed, "w") as output:
+            self.process = subprocess.Popen(list(map(str, words)), env=environment(MARKER=self.marker, **env),
+                                            start_new_session=True, stdin=subprocess.DEVNULL, stdout=output,
+                                            stderr=subprocess.STDOUT, cwd=ROOT)
+
+    def output(self) -> str:
+        return self.printed.read_text()
+
+    def ranks(self) -> dict[int, int]:
+        """rank -> pid, of those that have started."""
+        return {rank: pid for pid, rank in processes(self.marker).items() if rank is not None}
+
+    def wait_for_step(self, metrics: pathlib.Path, step: int) -> None:
+        """Until metrics.jsonl has so many rows."""
+        def is_there() -> bool:
+            return metrics.exists() and metrics.read_text().count("\n") >= step
+
+        eventually(lambda: is_there() or self.process.poll() is not None, 180)
+        assert is_there(), f"no step {step} within minutes\n{self.output()}"
+
+    def end(self, seconds: float) -> str:
+        """Waits for its end, which has to leave nothing running. What it printed."""
+        assert eventually(lambda: self.process.poll() is not None and not processes(self.marker), seconds), (
+            f"still running after {seconds} s (pid: rank): {processes(self.marker)}\n{self.output()[-3000:]}")
+        return self.output()
+
+    def kill(self) -> None:
+        for pid in processes(self.marker):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(timeout=60)
+
+
+def run_apart(script: pathlib.Path, ranks: list[dict[str, str]], timeout: float = 60) -> list[tuple[int, str]]:
+    """Runs the script once for each rank, with these variables, and returns their exit codes and last words.
+
+    Here nobody ends the others where one of them ends, as on machines of which each has a torchrun of its own. This
+    process is host of the store. A rank that still waits after `timeout` seconds is a failure.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = dict(WORLD_SIZE=str(len(ranks)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port),
+                  TORCHELASTIC_USE_AGENT_STORE="True")
+    running = [subprocess.Popen([sys.executable, str(script)], env=environment(**common, RANK=str(rank), **variables),
+                                stderr=subprocess.PIPE, text=True) for rank, variables in enumerate(ranks)]
+    try:
+        ended = [process.communicate(timeout=timeout)[1] for process in running]
+        return [(process.returncode, words) for process, words in zip(running, ended)]
+    finally:
+        for process in running:
+            process.kill()

@@ -38,9 +38,10 @@ const found = {
   axe: [],
   overflow: [],
   keyboard: {},
-  timeline: {},
+  figure: {},
   playground: {},
   fold: {},
+  tour: {},
 };
 page.on("console", (message) => {
   if (["error", "warning"].includes(message.type())) found.errors.push(`${page.url()}: ${message.text()}`);
@@ -111,12 +112,12 @@ async function turnPages() {
   found.keyboard["in a field"] = at();
 }
 
-async function useTimeline(name) {
-  await open(name);
-  const bars = page.locator("#timeline-view .bar.forward"),
-    told = page.locator("#timeline-view .told");
+async function useFigure() {
+  await open("playground.html");
+  const bars = page.locator("#picture .bar.forward"),
+    told = page.locator("#picture .told");
   const width = async () => (await bars.nth(1).boundingBox()).width;
-  const result = { bars: await page.locator("#timeline-view .bar").count() };
+  const result = {};
   await bars.nth(1).scrollIntoViewIfNeeded();
   await bars.nth(1).hover();
   result.hover = await told.textContent();
@@ -126,7 +127,7 @@ async function useTimeline(name) {
   await page.getByRole("button", { name: "Show all" }).click();
   result.all = (await width()) / before;
   await page.getByRole("button", { name: "Zoom in" }).click();
-  result.button = await page.evaluate(() => document.querySelectorAll("#timeline-view .bar[style*=none]").length);
+  result.button = await page.evaluate(() => document.querySelectorAll("#picture .bar[style*=none]").length);
   await page.keyboard.press("Tab");
   for (let k = 0; k < 4; k++) await page.keyboard.press("Tab");
   result.focus = await told.textContent();
@@ -134,14 +135,9 @@ async function useTimeline(name) {
   result.right = await told.textContent();
   await page.keyboard.press("0");
   await page.keyboard.press("+");
-  result.key = await page.evaluate(() => document.querySelectorAll("#timeline-view .bar[style*=none]").length);
+  result.key = await page.evaluate(() => document.querySelectorAll("#picture .bar[style*=none]").length);
   result.page = at().split("#")[0];
-  const choice = page.locator("#timeline-view select");
-  if (await choice.count()) {
-    await choice.selectOption({ index: 1 });
-    result.chosen = await page.locator("#timeline-view .bar").count();
-  }
-  found.timeline[name] = result;
+  found.figure = result;
 }
 
 async function usePlayground() {
@@ -179,6 +175,42 @@ async function openFold() {
   }, id);
 }
 
+/** A tour: keys, a scene's own address, its lit lines in view, playing by itself; the captions of its film, if any. */
+async function playTour(name) {
+  const seen = () =>
+    page.evaluate(() => {
+      const shown = [...document.querySelectorAll(".scene")].filter((scene) => !scene.hidden);
+      const box = shown[0].querySelector(".lit")?.getBoundingClientRect();
+      const isLitInView = box ? box.top >= 0 && box.top < innerHeight : null;
+      return { shown: shown.map((scene) => scene.id), hash: location.hash, isLitInView };
+    });
+  const steps = {};
+  await open(name);
+  steps.start = await seen();
+  await page.keyboard.press("ArrowRight");
+  await page.keyboard.press("ArrowRight");
+  steps.right = await seen();
+  await page.keyboard.press("ArrowLeft");
+  steps.left = await seen();
+  await open(`${name}#scene-5`);
+  steps.addressed = await seen();
+  await page.setViewportSize({ width: 390, height: 800 });
+  steps.phone = { ...(await seen()), width: await page.evaluate(() => document.documentElement.scrollWidth) };
+  await page.setViewportSize(WIDE);
+  await page.evaluate(() => document.querySelectorAll(".scene").forEach((scene) => (scene.dataset.seconds = 0.2)));
+  await page.keyboard.press(" ");
+  await page.waitForFunction(() => location.hash === "#scene-7", null, { timeout: 10000 }).catch(() => {});
+  await page.keyboard.press(" ");
+  steps.played = await seen();
+  steps.captions = await page.evaluate(async () => {
+    const track = document.querySelector("video track");
+    if (!track) return null;
+    for (let k = 0; k < 50 && !track.track.cues?.length; k++) await new Promise((done) => setTimeout(done, 100));
+    return { mode: track.track.mode, count: track.track.cues?.length || 0 };
+  });
+  found.tour = steps;
+}
+
 const names = readdirSync(site)
   .filter((name) => name.endsWith(".html"))
   .sort();
@@ -191,12 +223,13 @@ const inspected = new Set([
 await visitAll(names, inspected);
 await page.emulateMedia({ colorScheme: "light", reducedMotion: "reduce" });
 await turnPages();
-for (const name of ["step8.html", "step9.html"]) await useTimeline(name);
+await useFigure();
 await usePlayground();
 await openFold();
+await playTour("tour-4.html");
 if (screenshots) {
   mkdirSync(screenshots, { recursive: true });
-  const views = ["index.html", "step4.html", "step5.html#diff", "step8.html#timeline", "playground.html"];
+  const views = ["index.html", "step4.html", "step5.html#diff", "playground.html"];
   for (const name of views) {
     for (const viewport of [WIDE, PHONE]) {
       for (const colorScheme of ["light", "dark"]) {

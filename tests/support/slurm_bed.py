@@ -12,11 +12,12 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from bed import processes, start, testbed
 from launch import environment
+from processes import eventually
 
 COMPUTE_NODES = ["node1", "node2"]
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue"]
@@ -66,14 +67,6 @@ class Slurm:
         return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
 
 
-def wait_until(condition: Callable[[], object], seconds: float, explain: Callable[[], str]) -> None:
-    """Waits for condition(). After so many seconds it raises an AssertionError with the text explain()."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, explain()
-        time.sleep(0.2)
-
-
 @contextlib.contextmanager
 def slurm_bed() -> Iterator[Slurm]:
     """Starts Slurm on the hosts of bed.py, which have to be up. In the end kills it, its jobs and all they started."""
@@ -92,12 +85,12 @@ def slurm_bed() -> Iterator[Slurm]:
         (folder / "munge.key").chmod(0o400)
         daemon("node0", "munged", "--foreground", f"--key-file={folder}/munge.key", f"--pid-file={folder}/munge.pid",
                f"--socket={folder}/munge.socket", f"--seed-file={folder}/munge.seed", "--log-file=/dev/stderr")
-        wait_until((folder / "munge.socket").exists, 10, slurm.logs)
+        assert eventually((folder / "munge.socket").exists, 10), slurm.logs()
         daemon("node0", "slurmctld", "-D")
         for node in COMPUTE_NODES:
             (folder / f"spool-{node}").mkdir()
             daemon(node, "slurmd", "-D", "-N", node)
-        wait_until(lambda: slurm("sinfo", "--noheader", "--format=%T", check=False) == "idle", 30, slurm.logs)
+        assert eventually(lambda: slurm("sinfo", "--noheader", "--format=%T", check=False) == "idle"), slurm.logs()
         yield slurm
     finally:
         while left := processes() - before:  # more than once: what is killed may just have started something

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 sys.path[:0] = [str(next(pathlib.Path(__file__).parents[2].glob(f"step{sys.argv[1]}_*")))]
 import process_group_manager as pgm  # noqa: E402
+import tensor_parallel  # noqa: E402
 from tensor_parallel import all_reduce, cross_entropy, split_over_tp  # noqa: E402
 
 MIB = 1 << 20
@@ -55,11 +56,23 @@ def check_sum(nbytes: int, dtype: torch.dtype, op: dist.ReduceOp) -> None:
         assert ((result - exact.sum(0)).abs() <= n * torch.finfo(dtype).eps * exact.abs().sum(0)).all(), (nbytes, dtype)
 
 
+def check_embedding(vocab_size: int) -> None:
+    """What the ranks send is in the dtype of the activations, and their sum is the cast of the whole lookup."""
+    torch.manual_seed(5)
+    whole = torch.nn.Embedding(vocab_size, 8)
+    ids = torch.randint(vocab_size, (2, 6))
+    with mock.patch.object(tensor_parallel, "all_reduce", wraps=all_reduce) as sums:
+        found = tensor_parallel.VocabParallelEmbedding(whole, torch.bfloat16)(ids)
+    assert sums.call_args.args[0].dtype == torch.bfloat16
+    assert torch.equal(found, whole(ids).to(torch.bfloat16))
+
+
 if __name__ == "__main__":
     pgm.init_process_group("gloo")
     pgm.setup_process_group_manager(1, 1, dist.get_world_size())
     check_loss(vocab_size=48)
     check_loss(vocab_size=50)  # uneven parts
+    check_embedding(vocab_size=50)
     for nbytes in (12, MIB, MIB + 4):
         check_sum(nbytes, torch.float32, dist.ReduceOp.SUM)
     check_sum(2 * MIB, torch.bfloat16, dist.ReduceOp.SUM)

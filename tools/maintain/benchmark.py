@@ -150,7 +150,7 @@ def parse_args():
     parser.add_argument("--rounds", type=int, default=20, help="of the runs of a group")
     parser.add_argument("--only", default="", metavar="REGEX", help="run those whose name fits")
     parser.add_argument("--json", metavar="PATH", help="write every figure")
-    parser.add_argument("--plot", metavar="PNG", help="draw the speed-ups")
+    parser.add_argument("--plot", metavar="PNG", help="draw the ratios of the table")
     parser.add_argument("--old", metavar="CHECKOUT", help="take the steps from another checkout of this repository")
     args = parser.parse_args()
     if args.rounds < 1:
@@ -235,7 +235,7 @@ def check_losses(results: dict[str, dict]) -> None:
 
 
 def summarise(group: str, runs: list[Run], seconds: dict[str, list[float]]) -> list[dict]:
-    """One row a run: tokens/s, the speed-up over one process, and its speed against other runs."""
+    """One row a run: tokens/s, and its speed against other runs."""
     rows = []
     for run in runs:
         def against(other: str) -> list[float]:
@@ -246,7 +246,6 @@ def summarise(group: str, runs: list[Run], seconds: dict[str, list[float]]) -> l
         rows.append({
             "group": group, "name": run.name, "ours": run.step is not None,
             "tokens_per_second": TOKENS_A_STEP / statistics.median(seconds[run.name]),
-            "speed_up": against(BASELINE)[1] if BASELINE in seconds else None,
             "against": [{"name": other, "bar": bar, "quartiles": against(other)}
                         for other, bar in run.against if other in seconds]})
     return rows
@@ -271,22 +270,30 @@ def print_table(rows: list[dict]) -> None:
 
 
 def plot(rows: list[dict], path: str) -> None:
-    """Speed-up over one process with one thread: a bar a run, ours and others' in two colours."""
+    """The table's ratios, with their quartiles: in the second panel those to one process of ours."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 0.24 * len(rows) + 1.2), layout="constrained")
-    axes = figure.subplots()
-    for y, row in enumerate(reversed(rows)):
-        axes.barh(y, row["speed_up"], color="#2a6fb0" if row["ours"] else "#b8bcc2")
-        axes.text(row["speed_up"] + 0.02, y, f"{row['speed_up']:.2f}", va="center", fontsize=8)
-    axes.axvline(2, color="black", linewidth=0.8, linestyle=":")
-    axes.text(1.985, len(rows) - 0.4, "both cores, fully used", ha="right", fontsize=8)
-    axes.set_yticks(range(len(rows)), [row["name"] for row in reversed(rows)], fontsize=8)
-    axes.set_xlabel("speed-up over one process with one thread; ours blue, others' grey")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlim(0, 2.25)
-    axes.set_ylim(-0.6, len(rows) + 0.2)
-    figure.savefig(path, dpi=130)
+    pairs = [(row, other) for row in rows if row["ours"] for other in row["against"]]
+    over_one = [pair for pair in pairs if pair[1]["name"] == BASELINE]
+    beside = [pair for pair in pairs if pair not in over_one]
+    figure = Figure(figsize=(9, 0.26 * len(pairs) + 2), layout="constrained")
+    panels = figure.subplots(2, 1, height_ratios=(len(beside), len(over_one)))
+    titles = ("ours : what it is compared with, at the same work", f"ours : {BASELINE} with one thread")
+    for axes, found, title in zip(panels, (beside, over_one), titles):
+        for y, (row, other) in enumerate(reversed(found)):
+            lower, median, upper = other["quartiles"]
+            axes.plot((lower, upper), (y, y), color="#8fb4d9", linewidth=5, solid_capstyle="butt")
+            axes.plot(median, y, "o", color="#14497f", markersize=5)
+            axes.text(1.01, y, f"{median:.2f}", transform=axes.get_yaxis_transform(), va="center", fontsize=8)
+        names = [row["name"] if other["name"] == BASELINE else f"{row['name']}  :  {other['name']}"
+                 for row, other in reversed(found)]
+        axes.set_yticks(range(len(found)), names, fontsize=8)
+        axes.axvline(1, color="black", linewidth=0.8, linestyle=":")  # equally fast
+        axes.set_title(title, loc="left", fontsize=10, weight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set(xlim=(0, None), ylim=(-0.7, len(found) - 0.3))
+    panels[1].set_xlabel("times as fast: medians and quartiles of the rounds", fontsize=9)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,22 @@ def bubble_of(spans: list[Span]) -> float:
     return 1 - sum(span.end - span.start for span in compute) / (window * len({span.rank for span in compute}))
 
 
+def seconds_of(spans: list[Span]) -> float:
+    """Of the whole step."""
+    return max(span.end for span in spans)
+
+
+def last_backward(spans: list[Span]) -> list[Span]:
+    """That of the last micro-batch, on each rank."""
+    last = max(span.microbatch for span in spans if span.kind == "backward")
+    return [span for span in spans if (span.kind, span.microbatch) == ("backward", last)]
+
+
+def seconds_of_last_backward(spans: list[Span]) -> float:
+    """From its begin on the first rank to the arrival of the last sum."""
+    return seconds_of(spans) - min(span.start for span in last_backward(spans))
+
+
 def panels(width: float, height: float, rows: int, columns: int = 1, **options):
     figure = Figure(figsize=(width, height), dpi=150, facecolor=GROUND, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
@@ -79,8 +95,8 @@ def draw_compute(axes, spans: list[Span], numbers: bool = True) -> None:
 
 
 def timelines(traces: dict[str, pathlib.Path], picture: pathlib.Path) -> None:
-    """The three schedules of one model, one below the other on one time axis, with their bubbles in percent."""
-    figure, axes = panels(10, 7.6, len(traces), sharex=True)
+    """Schedules of one model, one below the other on one time axis, with their bubbles in percent."""
+    figure, axes = panels(10, 0.4 + 2.4 * len(traces), len(traces), sharex=True)
     for one, (engine, path) in zip(axes[:, 0], traces.items()):
         spans = read_trace(path)
         draw_compute(one, spans)
@@ -91,7 +107,7 @@ def timelines(traces: dict[str, pathlib.Path], picture: pathlib.Path) -> None:
                       color=INK)
     axes[-1, 0].set_xlabel("seconds; the number in a block is its micro-batch", fontsize=12)
     axes[-1, 0].set_xlim(0, None)
-    legend(figure, list(COMPUTE), bubble=BUBBLE)
+    legend(figure, list(COMPUTE if "zb" in traces else COMPUTE[:2]), bubble=BUBBLE)
     figure.savefig(picture)
 
 
@@ -110,7 +126,7 @@ def alive(spans: list[Span], rank: int) -> tuple[list[float], list[int]]:
 
 
 def activations(traces: dict[str, pathlib.Path], picture: pathlib.Path) -> None:
-    figure, axes = panels(10, 4.2, 1, len(traces), sharey=True)
+    figure, axes = panels(10, 4.0, 1, len(traces), sharey=True)
     shades = ["#08306b", "#2171b5", "#6baed6", "#b3cde3"]
     for one, (engine, path) in zip(axes[0], traces.items()):
         spans = read_trace(path)
@@ -131,15 +147,14 @@ def buckets(trace: pathlib.Path, picture: pathlib.Path) -> None:
     spans = read_trace(trace)
     ranks = sorted({span.rank for span in spans})
     figure, axes = panels(10, 3.9, 1)
-    one, last = axes[0, 0], max(span.microbatch for span in spans if span.kind == "backward")
-    zero = min(span.start for span in spans if (span.kind, span.microbatch) == ("backward", last))
-    end = 0.0
+    one, backwards = axes[0, 0], last_backward(spans)
+    zero, end = min(span.start for span in backwards), 0.0
     for rank in ranks:
         sums = [span for span in spans if span.rank == rank and span.kind == "all-reduce" and span.end > zero]
         for span in spans:
             if span.rank != rank or span.end <= zero:
                 continue
-            if (span.kind, span.microbatch) == ("backward", last) or span.kind == "wait":
+            if span in backwards or span.kind == "wait":
                 one.barh(3 * rank, span.end - span.start, left=span.start - zero, height=0.9,
                          color=COLOURS[span.kind], edgecolor=GROUND)
                 end = max(end, span.end - zero)

@@ -1,5 +1,4 @@
-"""Draws the chapters' figures, from runs that it starts itself: assets/figure_*.png, and what sanity_check.py and
-recompute_memory.py draw.
+"""Draws the chapters' figures, from runs that it starts itself: assets/figure_*.png, and what sanity_check.py draws.
 
     python tools/maintain/make_figures.py                      # all of them: about a quarter of an hour on two cores
     python tools/maintain/make_figures.py grid timelines       # some
@@ -30,7 +29,7 @@ from launch import ROOT, STEPS, Help, environment, launch, metrics, modules_of
 from turns import Program
 
 ASSETS = ROOT / "assets"
-SLICE, REPEATS = 0.004, 3  # seconds of a turn; runs of which the one with the shortest step is drawn
+SLICE, REPEATS = 0.004, 5  # seconds of a turn; runs of which the shortest is drawn
 LARGER = dict(hidden_size=256, intermediate_size=688, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
 TOPOLOGIES = {  # of the figure of memory: name -> step, ranks, flags
     "one process": (3, 1, []),
@@ -82,47 +81,47 @@ def run_in_turns(groups: list[list[int]], num_ranks: int, script, *args) -> None
             turns.join()
 
 
-def traces(folder: pathlib.Path, runs: dict[str, list], step: int, groups: list[list[int]], num_ranks: int,
-           steps: int = 3) -> dict[str, pathlib.Path]:
-    """A trace of each of `runs`, name -> flags, with a larger model: of REPEATS runs the one with the shortest step.
+def traces(folder: pathlib.Path, runs: dict[str, list], groups: list[list[int]], num_ranks: int, steps: int = 3,
+           seconds=figures_measured.seconds_of) -> dict[str, pathlib.Path]:
+    """A trace of each of `runs`, name -> step and flags, with a larger model: of REPEATS runs that of fewest seconds.
 
     What else the machine does can only lengthen a step. The runs take turns, so that it disturbs all of them alike.
     """
     model, found = write_model(folder, **LARGER), {name: [] for name in runs}
     for k in range(REPEATS):
-        for name, flags in runs.items():
-            run_in_turns(groups, num_ranks, STEPS[str(step)] / "train.py", "--model_name", model, "--log_dir", folder,
+        for name, (step, *flags) in runs.items():
+            run_in_turns(groups, num_ranks, STEPS[step] / "train.py", "--model_name", model, "--log_dir", folder,
                          "--run_name", f"{name}_{k}", "--profile_batch", steps,
                          "--max_tokens", steps * 32 * 128, *flags)
             path = folder / f"{name}_{k}" / f"timeline_batch{steps}_all.json"
-            found[name].append((max(span.end for span in figures_measured.read_trace(path)), path))
+            found[name].append((seconds(figures_measured.read_trace(path)), path))
     return {name: min(pairs)[1] for name, pairs in found.items()}
 
 
 @functools.cache
 def traces_of_schedules(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """AFAB, 1F1B and zero bubble: four stages with half a core each. Two figures share the runs."""
-    runs = {engine: ["--pp_size", 4, "--pp_engine", engine] for engine in figures_measured.SCHEDULES}
-    return traces(folder, runs, 10, [[0, 2], [1, 3]], 4)
+    """AFAB and 1F1B of step 8, zero bubble of step 10: four stages with half a core each. Four figures share them."""
+    runs = {engine: [step, "--pp_size", 4, "--pp_engine", engine]
+            for engine, step in (("afab", "8"), ("1f1b", "8"), ("zb", "10"))}
+    return traces(folder, runs, [[0, 2], [1, 3]], 4)
 
 
-def timelines(folder: pathlib.Path, picture: pathlib.Path) -> None:
-    figures_measured.timelines(traces_of_schedules(folder), picture)
-
-
-def activations(folder: pathlib.Path, picture: pathlib.Path) -> None:
-    figures_measured.activations(traces_of_schedules(folder), picture)
+def of_schedules(draw, engines: tuple[str, ...]):
+    """A figure of some of the schedules."""
+    return lambda folder, picture: draw({engine: traces_of_schedules(folder)[engine] for engine in engines}, picture)
 
 
 def buckets(folder: pathlib.Path, picture: pathlib.Path) -> None:
-    runs = {"buckets": ["--dp_size", 2, "--gradient_accumulation_steps", 4]}
-    figures_measured.buckets(traces(folder, runs, 6, [], 2)["buckets"], picture)
+    """Of a run whose ranks begin the last backward together: where one is late, the others' sums wait for it."""
+    runs = {"buckets": ["6", "--dp_size", 2, "--gradient_accumulation_steps", 4]}
+    trace = traces(folder, runs, [], 2, seconds=figures_measured.seconds_of_last_backward)["buckets"]
+    figures_measured.buckets(trace, picture)
 
 
 def trace_of_unlike_pipelines(folder: pathlib.Path) -> pathlib.Path:
     """The machine that holds the whole model is three times as fast as each of the two others."""
-    runs = {"unlike": ["--pipelines", "8;5,3", "--num_microbatches", "6,2"]}
-    return traces(folder, runs, 9, [[1], [2], [1, 2]], 3)["unlike"]
+    runs = {"unlike": ["9", "--pipelines", "8;5,3", "--num_microbatches", "6,2"]}
+    return traces(folder, runs, [[1], [2], [1, 2]], 3)["unlike"]
 
 
 def unlike(folder: pathlib.Path, picture: pathlib.Path) -> None:
@@ -164,8 +163,15 @@ def plan(folder: pathlib.Path, picture: pathlib.Path) -> None:
 
 
 DRAWN = {name: getattr(figures_drawn, name) for name in ("grid", "collectives", "column_row")}
-MEASURED = {function.__name__: function for function in (timelines, activations, buckets, unlike, memory, plan)}
-OTHERS = {"sanity_check": ["--steps", "20"], "recompute_memory": []}  # other tools, and their flags
+COURSE, BEYOND = ("afab", "1f1b"), ("1f1b", "zb")
+MEASURED = {
+    "timelines": of_schedules(figures_measured.timelines, COURSE),
+    "activations": of_schedules(figures_measured.activations, COURSE),
+    "zero_bubble": of_schedules(figures_measured.timelines, BEYOND),
+    "zero_bubble_activations": of_schedules(figures_measured.activations, BEYOND),
+    "buckets": buckets, "unlike": unlike, "memory": memory, "plan": plan,
+}
+OTHERS = {"sanity_check": ["--steps", "20"]}  # other tools, and their flags
 NAMES = [*DRAWN, *MEASURED, *OTHERS]
 
 

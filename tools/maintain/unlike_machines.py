@@ -17,7 +17,6 @@ import tools_path  # noqa: F401  before launch
 import argparse
 import atexit
 import concurrent.futures
-import itertools
 import json
 import os
 import pathlib
@@ -103,9 +102,7 @@ def rank_side(folder: pathlib.Path) -> None:
             function, args = at_exit.pop()
             function(*args)
         facts = sys.modules["machine_facts"]
-        facts.calls = itertools.count()  # of once_per_machine, which an idle rank has called less often
-        facts.home_rank.cache_clear()  # the next job numbers the ranks in another way
-        facts.ranks_of_this_machine.cache_clear()
+        facts.forget_ranks()  # the next job numbers them in another way
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # this host's own; an idle rank has none
 
 

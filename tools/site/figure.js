@@ -1,5 +1,4 @@
-// A figure of bars over time, for measured timelines and for simulated schedules: rows of bars that can be zoomed,
-// moved, pointed at and reached by keyboard.
+// A figure of bars over time: rows of bars that can be zoomed, moved, pointed at and reached by keyboard.
 "use strict";
 
 const ROW = 26,
@@ -35,9 +34,8 @@ function roundTicks(first, last, about) {
 }
 
 class BarFigure {
-  /** `label`: what the figure is, for those who can't see it. `unit`: of its times, as in "ms". */
-  constructor(place, label, unit) {
-    this.unit = unit;
+  /** `label`: what the figure is, for those who can't see it. */
+  constructor(place, label) {
     this.bars = [];
     this.frame = htmlElement("div", { class: "figure", "data-keys": "" }, place);
     const tools = htmlElement("div", { class: "tools" }, this.frame);
@@ -204,7 +202,7 @@ class BarFigure {
           "text-anchor": isLast ? "end" : x(time) < 15 ? "start" : "middle",
         },
         this.axis,
-        `${time}${this.unit && ` ${this.unit}`}`,
+        String(time),
       );
     }
   }

@@ -6,7 +6,7 @@
     speeds = document.getElementById("speeds");
   const problem = document.getElementById("problem"),
     facts = document.getElementById("facts");
-  const figure = new BarFigure(document.getElementById("picture"), "The schedule", "");
+  const figure = new BarFigure(document.getElementById("picture"), "The schedule");
   const NAMES = { F: "forward", B: "backward", W: "gradients of weights" };
   const MESSAGES = { F: "hidden states", B: "gradient" };
   const LIMITS = {

@@ -1,6 +1,5 @@
 """Writes the site: all pages, their pictures, and what a browser needs besides, into a folder of its own."""
 
-import json
 import pathlib
 import shutil
 
@@ -8,10 +7,10 @@ import jinja2
 from markupsafe import Markup
 from site_films import captions_address, make_film
 from site_pages import Page, Repository, document_page, source_page, step_page, tour_page
+from tours import file_stem
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent
 MARKER = ".site"  # a folder that holds it was written by build(), and may be replaced
-BASELINE = 3  # the step whose losses all later ones repeat
 PLAYGROUND = Page("playground.html", "Schedules", "Schedule playground", [], "playground.html", {})
 
 
@@ -24,40 +23,17 @@ def empty_folder(out: pathlib.Path) -> None:
     (out / MARKER).touch()
 
 
-def script_json(data) -> Markup:
-    """Data for a script of the page, as the content of a script element."""
-    return Markup(json.dumps(data, separators=(",", ":")).replace("</", "<\\/"))
-
-
-def add_run(page: Page, runs: dict[int, dict]) -> Page:
-    """The step's page with the losses of its run, and its timelines if it has any."""
-    number, content = page.content["number"], dict(page.content)
-    if number not in runs:
-        return page._replace(headings=[heading for heading in page.headings if heading.anchor != "loss"])
-    losses = runs[number]["losses"]
-    baseline = runs[BASELINE]["losses"] if number > BASELINE and BASELINE in runs else None
-    content |= {"command": runs[number]["command"], "losses": losses}
-    if baseline:
-        content["difference"] = max(abs(a - b) for a, b in zip(losses, baseline))
-    headings = list(page.headings)
-    if "timelines" in runs[number]:
-        content["timelines"] = script_json(runs[number]["timelines"])
-        place = next(k for k, heading in enumerate(headings) if heading.anchor == "diff")
-        headings.insert(place, headings[place]._replace(anchor="timeline", text="Timeline"))
-    return page._replace(content=content, headings=headings)
-
-
-def build(root: pathlib.Path, out: pathlib.Path, runs: dict[int, dict], films=()) -> list[str]:
+def build(root: pathlib.Path, out: pathlib.Path, films=()) -> list[str]:
     """Builds the site of the repository at `root` in the folder `out`; returns its pages' addresses.
 
-    `runs`: what site_runs.read_runs() returns; `films`: the tours to draw as films, as find_tours() names them.
+    `films`: the tours to draw as films, as find_tours() names them.
     Raises ValueError for a link or a picture that leads to nothing.
     """
     out, root = out.resolve(), root.resolve()
     empty_folder(out)
     repository = Repository(root, out)
     chapters = {repository.documents[place]: place for place in repository.documents}
-    steps = [add_run(step_page(repository, number), runs) for number in repository.steps]
+    steps = [step_page(repository, number) for number in repository.steps]
     others = [document_page(repository, place) for address, place in chapters.items()
               if not address.startswith("step") and place not in repository.tours]
     tours = [tour_page(repository, place) for place in repository.tours]
@@ -67,9 +43,8 @@ def build(root: pathlib.Path, out: pathlib.Path, runs: dict[int, dict], films=()
         for place in [place for place in repository.sources if place not in done]:
             sources.append(source_page(repository, place))
             done.add(place)
-    tours = [add_film(page, out) if page.address.removesuffix(".html").removeprefix("tour-") in films else page
-             for page in tours]
-    sources = tours + sources
+    sources = [add_film(page, page.content["name"], out) if page.content["name"] in films else page
+               for page in tours] + sources
     write(out, pages, sources)
     return [page.address for page in pages + sources]
 
@@ -81,13 +56,12 @@ def templates() -> jinja2.Environment:
     return environment
 
 
-def add_film(page: Page, out: pathlib.Path) -> Page:
+def add_film(page: Page, name: str, out: pathlib.Path) -> Page:
     """Draws the film of a tour's page, which then shows it."""
     shutil.copyfile(TEMPLATES / "site.css", out / "site.css")
     scenes = page.content["scenes"]
     text = templates().get_template("film.html").render(title=page.title, scenes=scenes)
-    film = make_film(out, page.address.replace("tour-", "step" if page.address[5].isdigit() else "").replace(
-        ".html", ".mp4"), scenes, text)
+    film = make_film(out / f"{file_stem(name)}.mp4", scenes, text)
     minutes = sum(scene["seconds"] for scene in scenes) / 60
     print(f"{film.name}: {minutes:.1f} minutes, {film.stat().st_size / 1e6:.1f} MB", flush=True)
     return page._replace(content=page.content | {"film": film.name, "captions": captions_address(scenes)})

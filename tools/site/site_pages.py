@@ -113,7 +113,8 @@ def tour_page(repository: Repository, place: pathlib.Path) -> Page:
     number = next((n for n, folder in repository.steps.items() if folder == tour.path.parent), None)
     before = predecessor(repository.steps, number) if number else None
     scenes = tour_content(tour, before, repository.diffs.get(number, []), repository.links(tour.path.parent))
-    return Page(repository.tours[place], "", tour.title, [], "tour.html", {"scenes": scenes, "film": ""})
+    return Page(repository.tours[place], "", tour.title, [], "tour.html", {"scenes": scenes, "film": "",
+                "name": repository.tours[place].removeprefix("tour-").removesuffix(".html")})
 
 
 def step_page(repository: Repository, number: int) -> Page:
@@ -140,7 +141,7 @@ def step_page(repository: Repository, number: int) -> Page:
               "html": Drawing(diff, remarks.get(diff.name, {})).html()} for diff in diffs]
     before = predecessor(repository.steps, number)
     unchanged = sorted(path.name for path in folder.glob("*.py") if path.name not in names)
-    headings = [*document.headings, Heading(2, "loss", "Loss"), Heading(2, "diff", "The diff"),
+    headings = [*document.headings, Heading(2, "diff", "The diff"),
                 *(Heading(3, f"file-{file['name']}", file["name"]) for file in files)]
     place = folder.relative_to(repository.root)
     content = {"body": document.html, "number": number, "files": files, "before": before and before.name,
