@@ -221,6 +221,15 @@ def check_tour(tour: Tour):
             yield f"scene {scene.title!r} lights {lit} lines, more than {MOST_LIT}: name a part"
 
 
+def check_diffs(tour: Tour, before: Path | None):
+    """Yield the scenes that show a diff where there is none; the tour's step is a diff to the one in `before`."""
+    changes = compare(before, tour.path.parent) if before else {}
+    changed = [name for name, change in changes.items() if change.what != "unchanged"]
+    for scene in tour.scenes:
+        if scene.place is None and (not changed or scene.diff not in ("", *changed)):
+            yield f"scene {scene.title!r} shows the diff of {scene.diff or 'the step'}, but there is none"
+
+
 def fix_links(path: Path, fix: bool):
     """Yield the links to lines that are stale; with fix, their numbers are rewritten instead."""
     lost = []
@@ -272,7 +281,9 @@ def check_tours(root: Path, steps: dict[int, Path], fix: bool):
         except ValueError as error:
             yield f"{path.relative_to(root)}: {error}"
             continue
-        yield from (f"{path.relative_to(root)}: {problem}" for problem in check_tour(tours[name]))
+        before = next((predecessor(steps, n) for n, step in steps.items() if step == path.parent), None)
+        yield from (f"{path.relative_to(root)}: {problem}"
+                    for problem in (*check_tour(tours[name]), *check_diffs(tours[name], before)))
         written = root / ".tours" / f"{file_stem(name)}.tour"
         text = code_tour(tours[name], root) + "\n"
         if fix:
