@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch.utils.data import Dataset
 
 import process_group_manager as pgm
-from dataloader import load_samples, collate_batch
+from dataloader import collate_batch, load_samples
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from metrics import RunLogger
 from model import Llama, init_weights
