@@ -36,9 +36,8 @@ fraction = number(float, lambda value: 0 < value <= 1, "more than 0 and at most 
 
 def add_model_flags(parser, what_names: str = "a directory with a config.json, or a Hub id") -> None:
     parser.add_argument("--model_name", default=None, help=what_names)
-    parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
-    parser.add_argument("--num_attention_heads", type=positive_int, default=None, help="instead of the model's own")
-    parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
+    for name in LAYERS_AND_HEADS:
+        parser.add_argument(f"--{name}", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--seq_len", type=positive_int, default=None, help="tokens in a sample (default: 128)")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default=None)
 

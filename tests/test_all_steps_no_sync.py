@@ -54,7 +54,7 @@ from training import loop, times
 class Run:
     """What a run has around its training, without any of it."""
 
-    start, disks, found, lock, lost_peers = 0, None, None, contextlib.nullcontext(), contextlib.nullcontext
+    start, disks, found, lost_peers, changing_weights = 0, None, None, contextlib.nullcontext, contextlib.nullcontext
     ask_all, after_step, end = lambda self: False, lambda self, *_: None, lambda self, was_stopped: None
     watch, check, begin = property(lambda self: self), lambda self, *_: None, lambda self, *_, **__: None
     check_data = check

@@ -1,6 +1,6 @@
 """The loss over unlike pipelines, where samples have unlike numbers of targets: in training, and on validation data.
 
-Against a plain loop, row by row without padding, in float64.
+train_distributed.py against a plain loop over transformers' model, row by row without padding, in float64.
 """
 
 import argparse
@@ -9,33 +9,39 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import ROOT, modules_of, start_fork
+from checkpoint_runs import ROOT, SCRIPT, SIZES, flags_of, write_model
+from huggingface import float64_throughout, their_name
+from launch import metrics, modules_of, start_fork
 
 with modules_of(9):
-    import data_over_ranks
-    from model import init_weights
     from data import encoded, load as data
+    from training.evaluation import Evaluator
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
-TINY = str(ROOT / "assets" / "tiny_llama")
-
-
-TOPOLOGIES = {  # name -> ranks, what data_over_ranks.py is told
-    "one": (1, dict(family="ours", layers=[[3]], micro_batches=[6], tp_size=1)),
-    "unlike": (3, dict(family="ours", layers=[[2, 1], [3]], micro_batches=[4, 2], tp_size=1)),
-    "tp": (2, dict(family="ours", layers=[[3]], micro_batches=[6], tp_size=2)),
-    "mixtral": (3, dict(family="mixtral", layers=[[2, 1], [3]], micro_batches=[4, 2], tp_size=1)),
-    "text": (3, dict(family="ours", layers=[[2, 1], [3]], micro_batches=[4, 2], tp_size=1, dataset="text.jsonl")),
-    "limited": (1, dict(family="ours", layers=[[3]], micro_batches=[6], tp_size=1, num_batches=2)),
+SAMPLES, SIZE, STEPS, RATE, TOLERANCE = 12, 2, 2, 1e-3, 1e-9  # of a step, of a micro-batch
+MODELS = {
+    "llama": {**SIZES, "num_hidden_layers": 3, "vocab_size": 1024, "initializer_range": 0.1},
+    "mixtral": dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+                    num_key_value_heads=2, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1,
+                    initializer_range=0.1)}
+UNLIKE = ["--pipelines", "2,1;3", "--num_microbatches", "4,2"]
+RUNS = {  # name -> ranks, model, data, flags
+    "one": (1, "llama", "answers", ["--num_microbatches", "6"]),
+    "unlike": (3, "llama", "answers", UNLIKE),
+    "tp": (2, "llama", "answers", ["--tp_size", "2", "--num_microbatches", "6"]),
+    "mixtral": (3, "mixtral", "answers", UNLIKE),
+    "text": (3, "llama", "text", UNLIKE),
+    "limited": (1, "llama", "answers", ["--num_microbatches", "6", "--eval_batches", "2"]),
 }
-WEIGHTED = ("one", "unlike", "tp", "mixtral")  # those whose samples have unlike numbers of targets
-TOLERANCE = {"ours": 1e-11, "mixtral": 1e-7}  # transformers computes norms and routers in float32
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """A folder: answers of 1 to 16 words after questions of 1 to 3, and text."""
+def folder(tmp_path_factory):
+    """The models, answers of 1 to 16 words after questions of 1 to 3, and text."""
     folder = tmp_path_factory.mktemp("answers")
+    torch.manual_seed(0)
+    for kind, sizes in MODELS.items():
+        write_model(folder / kind, kind, "float64", **sizes)
     lines = [{"prompt": "So? " * (1 + i % 3), "completion": "word " * (1 + (i * i) % 16) + "."} for i in range(54)]
     (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": line["completion"]}) + "\n" for line in lines * 3))
@@ -43,99 +49,91 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(corpus, selected):
-    """runs(name): what each rank of that topology has found."""
+def runs(folder, selected):
+    """name -> the future of its run."""
     jobs = {}
-    for name in dict.fromkeys(["one", *selected("name")]):
-        if name in TOPOLOGIES:
-            ranks, case = TOPOLOGIES[name]
-            (out := corpus / name).mkdir()
-            case = dict(case, dataset_name=str(corpus / case.get("dataset", "answers.jsonl")), tokenizer=TINY)
-            jobs[name] = start_fork(9, ranks, out, json.dumps(case), script=data_over_ranks.__file__)
-
-    def find(name: str) -> list[dict]:
-        jobs[name].result()
-        return [torch.load(corpus / name / f"{rank}.pt") for rank in range(TOPOLOGIES[name][0])]
-
-    return find
+    for name in selected("name"):
+        ranks, kind, words, flags = RUNS[name]
+        flags = [*flags_of(folder, name, folder / kind, dataset_name=folder / f"{words}.jsonl", seq_len=24,
+                           batch_size=SIZE, max_steps=STEPS, save_every=None, warmup_steps=0, lr_decay="none",
+                           learning_rate=RATE, max_grad_norm=0, validation_split=0.25), *flags]
+        jobs[name] = start_fork(9, ranks, folder / f"out_{name}", SCRIPT, *flags,
+                                script=ROOT / "tests" / "support" / "checkpoint_runs.py")
+    return jobs
 
 
-def load(corpus, monkeypatch, dataset: str = "answers.jsonl"):
-    """The data that all topologies read, in steps of 12 samples."""
-    monkeypatch.setattr(encoded, "CACHE", str(corpus / "cache"))
-    args = argparse.Namespace(**data_over_ranks.FLAGS, dataset_name=str(corpus / dataset))
-    return data.load_data(args, TINY, 1024, 12)
+def load(folder, words: str):
+    """The data that all topologies read, in steps of SAMPLES samples. A row of text has targets only."""
+    args = argparse.Namespace(seq_len=24, seed=42, packing="auto", validation_split=0.25, data_from_rank0=False,
+                              dataset_name=str(folder / f"{words}.jsonl"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoded, "CACHE", str(folder / "cache"))
+        made = data.load_data(args, str(folder / "llama"), 1024, SAMPLES)
+    made.train.set_steps(STEPS)
+    rows = [made.train[i] for i in range(STEPS * SAMPLES)]
+    rows = [row[0] if isinstance(row, tuple) else row for row in rows]
+    return *([row if isinstance(row, encoded.Row) else encoded.Row(row, torch.ones_like(row, dtype=torch.bool))
+              for row in part] for part in (rows, made.evaluation)),
 
 
-def plain_model(family: str) -> tuple[torch.nn.Module, float]:
-    """The whole model, and the coefficient of its router's loss."""
-    model, _, _ = data_over_ranks.make_model(family)
-    if family == "ours":
-        init_weights(model, 0, torch.device("cpu"), lambda full, dim: full)
-    return model, getattr(model.config, "router_aux_loss_coef", 0.0)
+def losses_of(model, row) -> torch.Tensor:
+    """The loss of each target."""
+    logits = model(row.tokens[None, :-1]).logits[0]
+    return F.cross_entropy(logits, row.tokens[1:], reduction="none")[row.is_target[1:]]
 
 
-def step_of(family: str, made, step: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of a step, row by row without padding: the sum over all targets by their number."""
-    (model, coefficient), size = plain_model(family), 2
-    items = [made.train[step * 12 + i][0] for i in range(12)]
-    in_step, loss = sum(int(row.is_target.sum()) for row in items), 0.0
-    for first in range(0, 12, size):
-        of_microbatch = items[first : first + size]
-        for row in of_microbatch:
-            out = model(row.tokens[None, :-1])
-            logits = out if isinstance(out, torch.Tensor) else out.logits
-            each = F.cross_entropy(logits[0], row.tokens[1:], reduction="none")
-            loss = loss + each[row.is_target[1:]].sum() / in_step
-        if coefficient:
-            inputs = data.pad(of_microbatch)["input_ids"]
-            loss = loss + coefficient * model(inputs).aux_loss / (12 / size)
-    loss.backward()
-    return loss.item(), {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
+def in_plain_torch(folder, kind: str, words: str, num_batches: int | None):
+    """The evaluation's loss before training, the losses of the steps, and the model with the gradients of the last."""
+    from transformers import AutoModelForCausalLM
+
+    settings = {"experts_implementation": "eager"} if kind == "mixtral" else {}
+    model = AutoModelForCausalLM.from_pretrained(folder / kind, dtype=torch.float64, **settings)
+    (rows, held_out), found = load(folder, words), []
+    with torch.no_grad():
+        evaluated = torch.cat([losses_of(model, row) for row in held_out[: num_batches and SIZE * num_batches]]).mean()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        of_step = rows[SAMPLES * step : SAMPLES * (step + 1)]
+        loss = torch.cat([losses_of(model, row) for row in of_step]).mean()  # each target counts once
+        for first in range(0, SAMPLES, SIZE) if kind == "mixtral" else ():
+            inputs = data.pad(of_step[first : first + SIZE])["input_ids"]
+            loss = loss + model.config.router_aux_loss_coef * model(inputs).aux_loss / (SAMPLES / SIZE)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return evaluated.item(), found, model
 
 
-@pytest.mark.parametrize("name", WEIGHTED)
-def test_every_target_counts_once(runs, corpus, name, monkeypatch):
-    """Losses and gradients of two steps, over unlike micro-batches, pipelines and stages, in float64."""
-    made, case = load(corpus, monkeypatch), TOPOLOGIES[name][1]
-    made.train.set_steps(2)
-    for step in range(2):
-        expected, gradients = step_of(case["family"], made, step)
-        for rank, found in enumerate(runs(name)):
-            loss, parts = found["steps"][step]
-            assert abs(loss - expected) < TOLERANCE[case["family"]]
-            for parameter, part in parts.items():
-                whole = gradients[parameter]
-                for dim in (dim for dim in range(whole.dim()) if whole.shape[dim] != part.shape[dim]):
-                    whole = whole.tensor_split(case["tp_size"], dim)[rank]
-                assert (whole - part).abs().max() < TOLERANCE[case["family"]], parameter
+@pytest.mark.parametrize("name", RUNS)
+def test_every_target_counts_once(runs, folder, name):
+    """Losses of all steps and gradients of the last, over unlike micro-batches, pipelines and stages; the evaluation,
+    a mean over the targets of all validation samples."""
+    ranks, kind, words, flags = RUNS[name]
+    runs[name].result()
+    with float64_throughout():
+        evaluated, losses, model = in_plain_torch(folder, kind, words, 2 if "--eval_batches" in flags else None)
+    assert [row["loss"] for row in metrics(folder / "runs", name)] == pytest.approx(losses, rel=0, abs=TOLERANCE)
+    rows = [json.loads(line) for line in (folder / "runs" / name / "evaluation.jsonl").read_text().splitlines()]
+    assert rows[0]["step"] == 0 and rows[0]["evaluation_loss"] == pytest.approx(evaluated, rel=0, abs=TOLERANCE)
+    for rank in range(ranks):
+        for key, part in torch.load(folder / f"out_{name}" / f"grads{rank}.pt").items():
+            whole = model.get_parameter(their_name(key)).grad
+            for dim in (dim for dim in range(whole.dim()) if whole.shape[dim] != part.shape[dim]):
+                whole = whole.tensor_split(2, dim)[rank]
+            assert (whole - part).abs().max() <= TOLERANCE, key
 
 
-@torch.no_grad()
-def evaluation_of(family: str, samples) -> float:
-    model, total, count = plain_model(family)[0].eval(), 0.0, 0
-    for row in samples:
-        if isinstance(row, torch.Tensor):
-            row = encoded.Row(row, torch.ones_like(row, dtype=torch.bool))
-        out = model(row.tokens[None, :-1])
-        logits = out if isinstance(out, torch.Tensor) else out.logits
-        each = F.cross_entropy(logits[0], row.tokens[1:], reduction="none")[row.is_target[1:]]
-        total, count = total + each.sum().item(), count + len(each)
-    return total / count
-
-
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_the_evaluation_is_the_same_on_every_topology(runs, corpus, name, monkeypatch):
-    """A mean over the targets of all validation samples. It leaves the mode and the generators as they were."""
-    case = TOPOLOGIES[name][1]
-    samples = list(load(corpus, monkeypatch, case.get("dataset", "answers.jsonl")).evaluation)
-    expected = evaluation_of(case["family"], samples[: 2 * case.get("num_batches", len(samples))])
-    for found in runs(name):
-        assert abs(found["evaluated"] - expected) < TOLERANCE[case["family"]] and found["untouched"]
-    if name == "unlike":  # 7 micro-batches: the second pipeline takes every third
-        assert len(samples) == 14 and [found["own"] for found in runs(name)] == [5, 5, 2]
-    if name in ("unlike", "tp"):
-        assert abs(found["evaluated"] - runs("one")[0]["evaluated"]) < 1e-12
+@pytest.mark.parametrize("was_training", [True, False])
+def test_dropout_is_off_meanwhile_and_no_generator_is_drawn_from(monkeypatch, was_training):
+    evaluator, seen = object.__new__(Evaluator), []
+    evaluator.plugin, evaluator.model = argparse.Namespace(device=torch.device("cpu")), torch.nn.Dropout(0.5)
+    evaluator.model.train(was_training)
+    state = torch.get_rng_state()
+    monkeypatch.setattr(Evaluator, "forward_all", lambda self: seen.append(self.model(torch.ones(9)).sum()) or
+                        torch.tensor([3.0, 2.0]))
+    assert evaluator.evaluate() == 1.5 and seen == [9.0]
+    assert evaluator.model.training == was_training and torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_microbatch_without_a_target_has_gradients_of_zeros():

@@ -28,7 +28,7 @@ def code_of(scene: Scene, before: Path | None, width: int, coloured: bool) -> st
     if scene.place is None:
         return ""
     path, first, last = scene.place
-    added = added_lines(before, path.parent, path.name) if before is not None or path.suffix == ".py" else set()
+    added = added_lines(before, path.parent, path.name) if before else set()  # of step 1 and of no step: all is new
     lines, shown = path.read_text(encoding="utf-8").splitlines(), []
     for number in range(max(1, first - CONTEXT), min(len(lines), last + CONTEXT) + 1):
         is_lit = first <= number <= last

@@ -154,6 +154,11 @@ def find_tours(root: Path) -> dict[str, Path]:
     return {name: path for name, path in found.items() if path.is_file()}
 
 
+def file_stem(name: str) -> str:
+    """What the files made from a tour are called: step4, step9b, cluster."""
+    return f"step{name}" if name[0].isdigit() else name
+
+
 def added_lines(before: Path | None, after: Path, name: str) -> set[int]:
     """The numbers of the lines that a step added to one of its files or changed there."""
     old = before / name if before and (before / name).is_file() else os.devnull
@@ -208,10 +213,21 @@ def check_tour(tour: Tour):
     if (total := sum(len(scene.words.split()) for scene in tour.scenes)) > MOST_TOUR_WORDS:
         yield f"{total} words, more than {MOST_TOUR_WORDS}"
     for scene in tour.scenes:
+        if scene.place is None and not tour.path.parent.name.startswith("step"):
+            yield f"scene {scene.title!r} shows a diff, but this tour is of no step"
         if (count := len(scene.words.split())) > MOST_WORDS:
             yield f"scene {scene.title!r} has {count} words, more than {MOST_WORDS}"
         if scene.place and (lit := scene.place.last - scene.place.first + 1) > MOST_LIT:
             yield f"scene {scene.title!r} lights {lit} lines, more than {MOST_LIT}: name a part"
+
+
+def check_diffs(tour: Tour, before: Path | None):
+    """Yield the scenes that show a diff where there is none; the tour's step is a diff to the one in `before`."""
+    changes = compare(before, tour.path.parent) if before else {}
+    changed = [name for name, change in changes.items() if change.what != "unchanged"]
+    for scene in tour.scenes:
+        if scene.place is None and (not changed or scene.diff not in ("", *changed)):
+            yield f"scene {scene.title!r} shows the diff of {scene.diff or 'the step'}, but there is none"
 
 
 def fix_links(path: Path, fix: bool):
@@ -265,8 +281,10 @@ def check_tours(root: Path, steps: dict[int, Path], fix: bool):
         except ValueError as error:
             yield f"{path.relative_to(root)}: {error}"
             continue
-        yield from (f"{path.relative_to(root)}: {problem}" for problem in check_tour(tours[name]))
-        written = root / ".tours" / f"{name if not name[0].isdigit() else 'step' + name}.tour"
+        before = next((predecessor(steps, n) for n, step in steps.items() if step == path.parent), None)
+        yield from (f"{path.relative_to(root)}: {problem}"
+                    for problem in (*check_tour(tours[name]), *check_diffs(tours[name], before)))
+        written = root / ".tours" / f"{file_stem(name)}.tour"
         text = code_tour(tours[name], root) + "\n"
         if fix:
             written.parent.mkdir(exist_ok=True)

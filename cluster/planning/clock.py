@@ -29,7 +29,7 @@ from model import cast_weights_once, cross_entropy
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate, listed_modules
 from planning.links import now
-from planning.module_memory import memory_of
+from planning.module_memory import load_code, memory_of
 from stage_weights import make_buffers
 from utils import UserError
 
@@ -93,6 +93,7 @@ class StageClock:
         self.whole, self.lora, self.criterion, self.config = on_meta(whole), lora, criterion, whole.config
         self.seq_len, self.dtype, self.device = seq_len, dtype, device
         self.is_ours = PipelineTemplate.get_model_name(whole) == "model.Llama"
+        load_code(device)
         before, self.layers, behind = listed_modules(self.whole)
         self.names = ["+".join(before), *self.layers, "+".join(behind)]
         self.kinds = kinds = [self.kind_of(k) for k in range(len(self.layers))]

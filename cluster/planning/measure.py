@@ -19,7 +19,6 @@ from machine_facts import free_memory, from_rank, gather, host_names, machines, 
 from planning.clock import StageClock
 from planning.links import measure_links
 from planning.machines import model_facts
-from planning.module_memory import load_code
 
 LINKS = 1 / 3  # of the time
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
@@ -36,7 +35,6 @@ def measure_with(clock: StageClock, model_name: str, sizes: tuple[int, ...] = MI
     links = f", then {n * (n - 1)} links, about {for_links:.0f} s" if n > 1 else ""
     say(f"measuring {n} rank{'s' * (n > 1)}: each module with micro-batches of {', '.join(map(str, sizes))} samples, "
         f"about {seconds - for_links:.0f} s{links}")
-    load_code(clock.device)
     start, free = time.perf_counter(), gather(free_memory(clock.device))
     clock.facts = from_rank(free.index(max(free)), lambda: clock.measure_memory(max(free), memory_seconds))
     left = max(seconds - for_links - (time.perf_counter() - start), (seconds - for_links) / 2)

@@ -26,7 +26,6 @@ from machine_facts import from_home, gather, host_names, machines, places_of, sa
 from pipeline_template import PipelineTemplate, Unsupported
 from planning.clock import StageClock
 from planning.machines import Cluster, Setting, model_facts, read_cluster, setting_of, some_of
-from planning.module_memory import load_code
 from planning.schedules import SCHEDULES
 from planning.shares import shares_by_speed
 from training.compression import WIRE_DTYPES, compress
@@ -190,10 +189,9 @@ def choose_shares(args, made, count: int, told: list[int] | None, total: int | N
         if measured := measured_speeds(args, args.batch_size, dtype, made.model.config):
             seconds = measured.seconds_of_whole()
         else:
-            load_code(device)
-            dist.barrier()
             with contextlib.suppress(Unsupported):  # then all are taken as equally fast
                 clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
+                dist.barrier()
                 seconds = gather(clock.seconds_of_whole(args.batch_size, args.recompute))
         speeds = ", ".join(f"{args.batch_size * args.seq_len / value:.0f}" for value in seconds)
         say(f"tokens/s of each rank alone: {speeds}")

@@ -7,6 +7,7 @@ import jinja2
 from markupsafe import Markup
 from site_films import captions_address, make_film
 from site_pages import Page, Repository, document_page, source_page, step_page, tour_page
+from tours import file_stem
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent
 MARKER = ".site"  # a folder that holds it was written by build(), and may be replaced
@@ -42,9 +43,8 @@ def build(root: pathlib.Path, out: pathlib.Path, films=()) -> list[str]:
         for place in [place for place in repository.sources if place not in done]:
             sources.append(source_page(repository, place))
             done.add(place)
-    tours = [add_film(page, out) if page.address.removesuffix(".html").removeprefix("tour-") in films else page
-             for page in tours]
-    sources = tours + sources
+    sources = [add_film(page, page.content["name"], out) if page.content["name"] in films else page
+               for page in tours] + sources
     write(out, pages, sources)
     return [page.address for page in pages + sources]
 
@@ -56,13 +56,12 @@ def templates() -> jinja2.Environment:
     return environment
 
 
-def add_film(page: Page, out: pathlib.Path) -> Page:
+def add_film(page: Page, name: str, out: pathlib.Path) -> Page:
     """Draws the film of a tour's page, which then shows it."""
     shutil.copyfile(TEMPLATES / "site.css", out / "site.css")
     scenes = page.content["scenes"]
     text = templates().get_template("film.html").render(title=page.title, scenes=scenes)
-    film = make_film(out, page.address.replace("tour-", "step" if page.address[5].isdigit() else "").replace(
-        ".html", ".mp4"), scenes, text)
+    film = make_film(out / f"{file_stem(name)}.mp4", scenes, text)
     minutes = sum(scene["seconds"] for scene in scenes) / 60
     print(f"{film.name}: {minutes:.1f} minutes, {film.stat().st_size / 1e6:.1f} MB", flush=True)
     return page._replace(content=page.content | {"film": film.name, "captions": captions_address(scenes)})

@@ -51,12 +51,12 @@ def captions_address(scenes: list[dict]) -> str:
     return "data:text/vtt;base64," + base64.b64encode(captions(scenes).encode()).decode()
 
 
-def make_film(out: pathlib.Path, name: str, scenes: list[dict], text: str) -> pathlib.Path:
+def make_film(film: pathlib.Path, scenes: list[dict], text: str) -> pathlib.Path:
     """Draws and joins one film. `text`: a page with all scenes below each other, HEIGHT pixels each."""
     browser, ffmpeg = find_programs()
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
-        shutil.copyfile(out / "site.css", folder / "site.css")
+        shutil.copyfile(film.parent / "site.css", folder / "site.css")
         page, picture = folder / "film.html", folder / "film.png"
         page.write_text(text, encoding="utf-8")
         run(browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
@@ -67,5 +67,5 @@ def make_film(out: pathlib.Path, name: str, scenes: list[dict], text: str) -> pa
         parts = [f"file {folder / f'{k:02}.png'}\nduration {scene['seconds']}" for k, scene in enumerate(scenes, 1)]
         (folder / "list").write_text("\n".join([*parts, parts[-1].splitlines()[0]]) + "\n")
         run(ffmpeg, "-y", "-f", "concat", "-safe", "0", "-i", folder / "list", "-r", FRAMES_PER_SECOND,
-            "-c:v", "libx264", "-tune", "stillimage", "-pix_fmt", "yuv420p", "-movflags", "+faststart", out / name)
-    return out / name
+            "-c:v", "libx264", "-tune", "stillimage", "-pix_fmt", "yuv420p", "-movflags", "+faststart", film)
+    return film

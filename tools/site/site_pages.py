@@ -113,7 +113,8 @@ def tour_page(repository: Repository, place: pathlib.Path) -> Page:
     number = next((n for n, folder in repository.steps.items() if folder == tour.path.parent), None)
     before = predecessor(repository.steps, number) if number else None
     scenes = tour_content(tour, before, repository.diffs.get(number, []), repository.links(tour.path.parent))
-    return Page(repository.tours[place], "", tour.title, [], "tour.html", {"scenes": scenes, "film": ""})
+    return Page(repository.tours[place], "", tour.title, [], "tour.html", {"scenes": scenes, "film": "",
+                "name": repository.tours[place].removeprefix("tour-").removesuffix(".html")})
 
 
 def step_page(repository: Repository, number: int) -> Page:

@@ -24,12 +24,13 @@ def scene_code(scene: Scene, before: pathlib.Path | None, diffs: list[FileDiff])
         return "".join(rows).replace(' id="', ' data-line="')  # the same line may stand in several scenes
     path, first, last = scene.place
     lines = tokens_by_line(path.read_text(encoding="utf-8"), path.name)
-    added = added_lines(before, path.parent, path.name)
+    added = added_lines(before, path.parent, path.name) if before else set()  # of step 1 and of no step: all is new
     rows = []
     for number in range(max(1, first - CONTEXT), min(len(lines), last + CONTEXT) + 1):
         kind = "lit " * (first <= number <= last) + "added" * (number in added)
         rows.append(f'<code class="{kind}"><span class="no">{number}</span>{line_html(lines[number - 1])}</code>')
-    return f'<div class="code one">{"".join(rows)}</div>'
+    return (f"<h3><code>{path.parent.name}/{path.name}</code></h3>"
+            f'<div class="code one">{"".join(rows)}</div>')
 
 
 def tour_content(tour: Tour, before: pathlib.Path | None, diffs: list[FileDiff], links: Links) -> list[dict]:
