@@ -65,8 +65,7 @@ class HeterogeneousParallelPlugin:
 
         Afterwards `dp_size` is the number of pipelines, `pp_size` that of this rank's stages, `global_batch_size` and
         `train_batch_size` are the samples of an optimizer step, all of them and those of this pipeline.
-        Raises Mismatch where the ranks do not match, or a number is missing or less than one, and UserError where the
-        models differ.
+        Raises Mismatch where the ranks do not match, or a number is missing or less than one.
         """
         if isinstance(num_microbatches, Mapping):
             num_microbatches = [num_microbatches.get(template) for template in pipelines]  # None where it has no number
@@ -74,8 +73,6 @@ class HeterogeneousParallelPlugin:
         if not is_list or not all(type(count) is int and count > 0 for count in num_microbatches):
             raise Mismatch(f"All pipelines must have a corresponding number of microbatches: got {num_microbatches!r} "
                            f"for {len(pipelines)} pipelines: give a dictionary or a list with 1 or more for each")
-        if len(models := {template.model_name for template in pipelines}) > 1:
-            raise UserError(f"the pipelines are templates for several models: {', '.join(sorted(models))}")
         pgm.setup_process_group_manager([template.num_stages for template in pipelines], self.tp_size)
         grid = pgm.process_group_manager
         self.pipelines, self.num_microbatches = list(pipelines), list(num_microbatches)

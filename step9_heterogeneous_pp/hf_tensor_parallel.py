@@ -15,9 +15,7 @@ import torch.nn.functional as F
 import process_group_manager as pgm
 from model import Llama, cast
 from pipeline_template import PipelineTemplate, Unsupported, entry_of, listed_modules
-from tensor_parallel import (
-    Copy, Reduce, VocabParallelEmbedding, keep_split_parameters, split_over_tp,
-)
+from tensor_parallel import Copy, Reduce, VocabParallelEmbedding, keep_split_parameters, split_over_tp
 from utils import UserError
 
 

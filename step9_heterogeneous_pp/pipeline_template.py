@@ -59,9 +59,8 @@ def listed_modules(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
     modules, base = dict(model.named_modules(remove_duplicate=False)), getattr(model, "base_model", model)
     family, children = entry_of(FAMILIES, base), [name for name, _ in model.named_children()]
     plan = family or getattr(model.config, "base_model_pp_plan", None) or ()
-    inside, heads = "", []
-    if base is not model:
-        inside, heads = f"{model.base_model_prefix}.", children[children.index(model.base_model_prefix) + 1 :]
+    inside = "" if base is model else f"{model.base_model_prefix}."
+    heads = children[children.index(inside[:-1]) + 1 :] if inside[:-1] in children else []
     names = [name for name in (*(inside + name for name in plan), *heads) if name in modules]
     lists = [k for k, name in enumerate(names) if isinstance(modules[name], nn.ModuleList)]
     if len(lists) != 1:
@@ -94,10 +93,6 @@ class PipelineTemplate:
             raise UserError(f"modules_per_stage={stages!r}: write a list with at least one name for each stage, as in "
                             "[['embedding', 'decoder_layers.0'], ['decoder_layers.1', ...]]")
         object.__setattr__(self, "modules_per_stage", tuple(map(tuple, stages)))  # so that it can be a key
-
-    def __str__(self) -> str:
-        """The first and the last module of each stage."""
-        return " | ".join(f"{modules[0]} ... {modules[-1]}" for modules in self.modules_per_stage)
 
     @staticmethod
     def get_model_name(model: nn.Module) -> str:

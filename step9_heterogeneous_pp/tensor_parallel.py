@@ -12,7 +12,7 @@ An all-reduce leaves the sum over all ranks on each of them. A decoder layer nee
 the attention and for the MLP. The embedding and the final projection are split along the vocabulary. The loss is
 computed from the split logits, and the ranks exchange three numbers per token for it.
 
-The model contains none of this: hf_tensor_parallel.py changes its modules from outside.
+The model contains none of this: apply_tensor_parallel replaces modules from outside.
 A size that tp_size does not divide (a vocabulary of 1022 over 4 ranks) is split unevenly, as torch.tensor_split does.
 """
 
@@ -87,7 +87,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, dtype: torch.dtype):
         super().__init__()
-        keep_split_parameters(self, embedding)
+        self.weight = nn.Parameter(split_over_tp(embedding.weight, 0))
         self.vocab_size, self.dtype = embedding.num_embeddings, dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> (B, T, D)
@@ -173,8 +173,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float, tied_copy: str | None) -> 
     params = {name: param for name, param in model.named_parameters() if param.grad is not None}
     rows = [torch.linalg.vector_norm(param.grad, dim=-1) for name, param in params.items()
             if name != tied_copy and (grid.tp_rank == 0 or param in split)]
-    zero = next(model.parameters()).new_zeros(())  # has the right dtype and device, also where nothing is counted
-    squares = zero + torch.nn.utils.get_total_norm(rows) ** 2 * (grid.dp_rank == 0)
+    rows.append(next(model.parameters()).new_zeros(()))  # has the right dtype and device, where nothing is counted
+    squares = torch.nn.utils.get_total_norm(rows) ** 2 * (grid.dp_rank == 0)
     dist.all_reduce(squares)
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(params.values(), max_norm, squares.sqrt())

@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch.utils.data import Dataset
 
 import process_group_manager as pgm
-from dataloader import load_samples, collate_batch
+from dataloader import collate_batch, load_samples
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from metrics import RunLogger
 from model import Llama, init_weights
@@ -154,8 +154,7 @@ def print_parameters(model, device, dtype, learning_rate: float) -> None:
     if pgm.process_group_manager.is_logging_rank:
         dtypes = f"activations in {dtype}"
         if model.module.autocast:  # it leaves the residuals, which stages send, in the dtype of the parameters
-            dtypes = (f"matmuls in {dtype}, messages between stages in {model.module.dtype} (--wire_dtype bfloat16 of "
-                      "cluster/train_distributed.py halves them)")
+            dtypes = f"matmuls in {dtype}, messages in {model.module.dtype} (cluster/: --wire_dtype bfloat16 halves it)"
         print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, {dtypes}, "
               f"learning rate {learning_rate:.2g}")
 

@@ -1,7 +1,8 @@
 """Every command of the READMEs, pasted as it stands: it ends well, and what the README quotes is what it prints.
 
 Commands run in a copy of the repository, in the order of the page. Runs of a step that are longer than 5 steps are cut
-short by --max_tokens. Of lines "step ..." the loss and the gradient norm are compared, of other lines the words.
+short by --max_tokens. Of lines "step ..." the loss and the gradient norm are compared, of other lines the words. The
+commands of the tours run as they stand, and print the text that their scenes say to look for.
 """
 
 import os
@@ -15,12 +16,14 @@ import textwrap
 
 import pytest
 from launch import ROOT, environment
+from tours import Scene, find_tours, read_tour
 
 READMES = [path.relative_to(ROOT) for path in [
     ROOT / "README.md", *sorted(ROOT.glob("step*/README.md")), *sorted(ROOT.glob("beyond/*/README.md")),
     *sorted(ROOT.glob("cluster/*.md")), *sorted(ROOT.glob("docs/*.md")), ROOT / "tools" / "README.md",
     ROOT / "CONTRIBUTING.md"]
-    if path.name not in ("FINE_TUNING.md", "RASPBERRY_PI.md")]  # these change the machine
+    if path.name not in ("FINE_TUNING.md", "RASPBERRY_PI.md", "TOUR.md")]  # the first two change the machine
+TOURS = find_tours(ROOT)
 BLOCK = re.compile(r"^( *)```bash\n(.*?)^\1```\n(?:\s*(?:<details>(?:(?!</summary>|```).)*</summary>\s*)?^\1```\n(.*?)"
                    r"^\1```)?", re.S | re.M)
 NEEDS = {  # what a command asks for that a test has not -> how it shows
@@ -115,9 +118,22 @@ def blocks(text: str) -> list[tuple[str, str]]:
     return found
 
 
+def needs_more(command: str) -> bool:
+    """Whether it asks for something that a test has not."""
+    return any(re.search(need, command) for need in NEEDS.values())
+
+
 def runnable(text: str) -> list[tuple[str, str]]:
-    """The blocks that ask for nothing that a test has not."""
-    return [block for block in blocks(text) if not any(re.search(need, block[0]) for need in NEEDS.values())]
+    return [block for block in blocks(text) if not needs_more(block[0])]
+
+
+def fault_of(scene: Scene, code: int | None, printed: str) -> str:
+    """What is wrong with a scene whose command ended with `code`, or "". An error may be what it shows."""
+    if scene.expected not in printed:
+        return f"{scene.title}: `{scene.expected}` is not in what this prints:\n$ {scene.command}\n{printed[-2000:]}"
+    found = [line.lower() for line in printed.splitlines() if scene.expected and scene.expected in line]
+    may_fail = any("error" in line for line in found) or FAILS.search(scene.command)
+    return f"{scene.title}: exit code {code}\n$ {scene.command}\n{printed[-2000:]}" if code and not may_fail else ""
 
 
 @pytest.mark.slow
@@ -133,6 +149,27 @@ def test_commands(readme, copy):
         elif lines := unlike(quoted, printed):
             wrong.append(f"$ {command}" + "\n".join(f"  quoted, but not printed: {line}" for line in lines))
     assert not wrong, f"{len(wrong)} of {len(here)} commands of {readme}:\n\n" + "\n\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.commands
+@pytest.mark.parametrize("tour", TOURS)
+def test_commands_of_a_tour(tour, copy):
+    here = [scene for scene in read_tour(TOURS[tour]).scenes if scene.command and not needs_more(scene.command)]
+    wrong = list(filter(None, (fault_of(scene, *run(scene.command, copy)) for scene in here)))
+    assert not wrong, f"{len(wrong)} of {len(here)} commands of the tour {tour}:\n\n" + "\n\n".join(wrong)
+
+
+@pytest.mark.parametrize("expected, code, printed, is_right", [
+    ("loss 7.3460", 0, "step 1/2 | loss 7.3460 | grad norm", True),
+    ("loss 7.3460", 0, "step 1/2 | loss 7.3461 | grad norm", False),
+    ("loss 7.3460", 1, "step 1/2 | loss 7.3460 | grad norm", False),
+    ("loss 7.3460", None, "step 1/2 |", False),
+    ("call", 1, "[rank0]: AssertionError: call it", True),
+    ("", 1, "[rank0]: AssertionError: call it", False),
+])
+def test_what_a_scene_has_to_print(expected, code, printed, is_right):
+    assert (fault_of(Scene("Try it", None, "", "", "torchrun ...", expected), code, printed) == "") is is_right
 
 
 @pytest.mark.parametrize("command, expected", [

