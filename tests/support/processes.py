@@ -52,8 +52,9 @@ class Command:
         return self.printed.read_text()
 
     def ranks(self) -> dict[int, int]:
-        """rank -> pid, of those that have started."""
-        return {rank: pid for pid, rank in processes(self.marker).items() if rank is not None}
+        """rank -> pid, of those that have started. What a rank has started itself has its RANK, too, and a later pid."""
+        found = sorted(processes(self.marker).items(), reverse=True)
+        return {rank: pid for pid, rank in found if rank is not None}
 
     def wait_for_step(self, metrics: pathlib.Path, step: int) -> None:
         """Until metrics.jsonl has so many rows."""
