@@ -203,6 +203,7 @@ async function playTour(name) {
   await page.keyboard.press(" ");
   steps.played = await seen();
   steps.captions = await page.evaluate(async () => {
+    document.querySelectorAll("details").forEach((fold) => (fold.open = true));
     const track = document.querySelector("video track");
     if (!track) return null;
     for (let k = 0; k < 50 && !track.track.cues?.length; k++) await new Promise((done) => setTimeout(done, 100));

@@ -67,5 +67,6 @@ def make_film(film: pathlib.Path, scenes: list[dict], text: str) -> pathlib.Path
         parts = [f"file {folder / f'{k:02}.png'}\nduration {scene['seconds']}" for k, scene in enumerate(scenes, 1)]
         (folder / "list").write_text("\n".join([*parts, parts[-1].splitlines()[0]]) + "\n")
         run(ffmpeg, "-y", "-f", "concat", "-safe", "0", "-i", folder / "list", "-r", FRAMES_PER_SECOND,
-            "-c:v", "libx264", "-tune", "stillimage", "-pix_fmt", "yuv420p", "-movflags", "+faststart", film)
+            "-t", sum(scene["seconds"] for scene in scenes), "-c:v", "libx264", "-tune", "stillimage",
+            "-pix_fmt", "yuv420p", "-movflags", "+faststart", film)
     return film

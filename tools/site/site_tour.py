@@ -18,7 +18,7 @@ def scene_code(scene: Scene, before: pathlib.Path | None, diffs: list[FileDiff])
     """The scene's lines as HTML: `.lit` are those that it speaks of, `.added` those that the step changed."""
     if scene.place is None:
         shown = [diff for diff in diffs if scene.diff in ("", diff.name) and diff.change.what != "removed"]
-        rows = [f"<h3><code>{diff.name}</code> <small>{diff.change.what} {diff.change.counts}</small></h3>"
+        rows = [f'<p class="file"><b>{diff.name}</b> {diff.change.what} {diff.change.counts}</p>'
                 + f'<div class="code {"one" if diff.change.what == "new" else "two"}">{Drawing(diff, {}).html()}</div>'
                 * (diff.change.what == "changed" or scene.diff == diff.name) for diff in shown]
         return "".join(rows).replace(' id="', ' data-line="')  # the same line may stand in several scenes
@@ -29,7 +29,7 @@ def scene_code(scene: Scene, before: pathlib.Path | None, diffs: list[FileDiff])
     for number in range(max(1, first - CONTEXT), min(len(lines), last + CONTEXT) + 1):
         kind = "lit " * (first <= number <= last) + "added" * (number in added)
         rows.append(f'<code class="{kind}"><span class="no">{number}</span>{line_html(lines[number - 1])}</code>')
-    return (f"<h3><code>{path.parent.name}/{path.name}</code></h3>"
+    return (f'<p class="file"><b>{path.parent.name}/{path.name}</b></p>'
             f'<div class="code one">{"".join(rows)}</div>')
 
 
