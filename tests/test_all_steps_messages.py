@@ -54,8 +54,7 @@ def tensor_parallel(partners: list[int], first: bool, last: bool, layers: int, i
     the largest logits, and two numbers a token. Each is exchanged with as many partners as there are rounds.
     """
     sums = Counter()
-    sums[HIDDEN * itemsize] += M * (4 * layers + last)
-    sums[HIDDEN * 4] += M * first  # the embedding is cast after the lookup
+    sums[HIDDEN * itemsize] += M * (4 * layers + first + last)
     sums[B * T * 4] += M * last
     sums[2 * B * T * 4] += M * last
     calls = [(function, "tp_group", partner) for partner in partners for function in ("isend", "recv")]
@@ -109,7 +108,7 @@ def test_pipelines_send_hidden_states_and_their_gradients(counted, name, itemsiz
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["3d"])
 def test_three_axes_send_what_each_sends_alone(counted, name):
-    """In bfloat16, but the embedding is summed and gradients are averaged in float32."""
+    """In bfloat16, but gradients are averaged in float32."""
     for rank, found in enumerate(counted(name)):
         first = rank % 4 < 2
         gradients, others = split_by_group(found)
