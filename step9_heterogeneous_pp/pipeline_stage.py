@@ -103,7 +103,9 @@ class PipelineStage(nn.Module):
         self.config, self.tied = model.config, find_tied(model)
         self.inputs, self.autocast = inspect.signature(model.forward).parameters, autocast
         self.takes_any_input = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.inputs.values())
-        self.arguments = {"use_cache": False} if "use_cache" in self.inputs else {}  # the cache is for generation
+        base = getattr(model, "base_model", model) if self.takes_any_input else model
+        has_cache = "use_cache" in {*self.inputs, *inspect.signature(base.forward).parameters}  # it is for generation
+        self.arguments = {"use_cache": False} if has_cache else {}
         self.received = self.output = None  # hidden states (B, T, D), during a forward pass
         module = sys.modules.get(type(model).__module__)
         has_loss = getattr(model.config, "output_router_logits", False) and hasattr(module, "load_balancing_loss_func")

@@ -5,6 +5,7 @@ Without JavaScript, and in print, all scenes stand below each other. tools/tours
 
 import html
 import pathlib
+import re
 
 from site_code import line_html, tokens_by_line
 from site_diff import Drawing, FileDiff
@@ -12,6 +13,7 @@ from site_markdown import Document, Links
 from tours import Scene, Tour, added_lines
 
 CONTEXT = 3  # lines of the file around those of the scene
+NUMBER = re.compile(r'<a class="no"[^>]*>(\d+)</a>')  # of a line, with an address of its own
 
 
 def scene_code(scene: Scene, before: pathlib.Path | None, diffs: list[FileDiff]) -> str:
@@ -21,7 +23,7 @@ def scene_code(scene: Scene, before: pathlib.Path | None, diffs: list[FileDiff])
         rows = [f'<p class="file"><b>{diff.name}</b> {diff.change.what} {diff.change.counts}</p>'
                 + f'<div class="code {"one" if diff.change.what == "new" else "two"}">{Drawing(diff, {}).html()}</div>'
                 * (diff.change.what == "changed" or scene.diff == diff.name) for diff in shown]
-        return "".join(rows).replace(' id="', ' data-line="')  # the same line may stand in several scenes
+        return NUMBER.sub(r'<span class="no">\1</span>', "".join(rows))  # a line may stand in several scenes
     path, first, last = scene.place
     lines = tokens_by_line(path.read_text(encoding="utf-8"), path.name)
     added = added_lines(before, path.parent, path.name) if before else set()  # of step 1 and of no step: all is new
