@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 import types
 
 import pytest
@@ -262,6 +263,8 @@ def test_a_silent_rank_whose_machine_answers_is_not_lost(monkeypatch):
     watch, door, looks, failed = object.__new__(survive.Watch), socket.create_server(("", 0)), itertools.count(), []
     watch.rank, watch.world_size, watch.ended, watch.rescue = 0, 2, threading.Event(), None
     watch.noted, _ = os.pipe()
+    watch.door = socket.create_server(("", 0))
+    watch.door.setblocking(False)
     watch.doors = [("home", "127.0.0.1", door.getsockname()[1]), ("pi", "127.0.0.1", door.getsockname()[1])]
 
     def multi_get(keys) -> list[bytes]:
@@ -279,6 +282,26 @@ def test_a_silent_rank_whose_machine_answers_is_not_lost(monkeypatch):
     watch.fail = failed.append
     watch.run()
     assert failed and set(failed) == {"rank 1 on pi is silent"} and 40 < next(looks) < 60
+
+
+def test_a_slow_rank_answers_as_often_as_it_is_looked_for(monkeypatch):
+    """The system keeps 128 who look; a rank that never let them in would then count as lost."""
+    monkeypatch.setattr(survive, "BEAT", 0.01)
+    watch = object.__new__(survive.Watch)
+    watch.rank, watch.world_size, watch.ended, watch.rescue = 0, 1, threading.Event(), None
+    watch.noted, _ = os.pipe()
+    watch.door = socket.create_server(("127.0.0.1", 0))
+    watch.door.setblocking(False)
+    watch.store = types.SimpleNamespace(add=lambda *_: None, multi_get=lambda keys: [b"-1"])
+    thread = threading.Thread(target=watch.run)
+    thread.start()
+    try:
+        for _ in range(300):
+            socket.create_connection(watch.door.getsockname(), timeout=2).close()
+            time.sleep(0.002)
+    finally:
+        watch.ended.set()
+        thread.join()
 
 
 def test_an_elastic_run_waits_as_long_for_a_slow_machine(monkeypatch):

@@ -90,14 +90,14 @@ class Disks:
 
         A file appears under its name when it is whole. Collective. Raises UserError where a disk does not take one.
         """
+        error = None
+        for name, source, target in copies:
+            path = os.path.join(folder, name)
+            if self.rank == source:
+                self.send(path, target)
+            elif self.rank == target:
+                error = self.receive(path, source) or error
         with self.together(message):
-            error = None
-            for name, source, target in copies:
-                path = os.path.join(folder, name)
-                if self.rank == source:
-                    self.send(path, target)
-                elif self.rank == target:
-                    error = self.receive(path, source) or error
             if error:
                 raise error
 

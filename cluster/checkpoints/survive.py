@@ -56,7 +56,8 @@ class Watch:
         if is_elastic() and self.world_size > 1:  # a connection of its own: the main thread's may be in use for long
             self.store = self.connect()
             self.store.add(f"beat/{self.rank}", 1)
-            self.door = socket.create_server(("", 0))  # nobody accepts: the system answers while this process lives
+            self.door = socket.create_server(("", 0))  # the system answers while this process lives
+            self.door.setblocking(False)
             self.doors = gather((*this_host(), self.door.getsockname()[1]))  # from here on all counters are there
         self.noted, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
@@ -80,6 +81,9 @@ class Watch:
                     os._exit(is_elastic())
             if self.store is None:
                 continue
+            with contextlib.suppress(OSError):  # until nobody is left who has looked: the system keeps a few only
+                while True:
+                    self.door.accept()[0].close()
             try:
                 self.store.add(f"beat/{self.rank}", 1)
                 counts = self.store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])

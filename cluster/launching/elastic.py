@@ -139,7 +139,7 @@ class Elastic(Launch):
         if now > self.read_at + RETRY:
             self.read_at = now
             self.read_again()
-        for host in self.hosts:
+        for host in sorted(self.hosts, key=lambda host: self.try_at.get(host.label, 0)):  # whoever waits longest first
             is_idle = host.label not in self.running and host.label not in self.left_out
             if is_idle and len(self.running) < self.at_most and now >= self.try_at.get(host.label, 0):
                 self.tried.add(host.label)

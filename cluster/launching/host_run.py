@@ -82,13 +82,13 @@ def find_interface(job: dict) -> None:
 
 
 def started_for(mark: str) -> list[int]:
-    """The processes with this value of MARK, whoever is their parent now: what this part of a run has started, and in
-    an elastic run what an earlier connection had started before it was cut."""
-    found, wanted = [], f"{MARK}={mark}".encode()
+    """The processes whose value of MARK begins with these words, whoever is their parent now: what this part of a run
+    has started, and in an elastic run what an earlier connection had started before it was cut."""
+    found, wanted = [], f"{MARK}={mark} ".encode()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
             with open(f"/proc/{pid}/environ", "rb") as file:
-                if wanted in file.read().split(b"\0"):
+                if any((each + b" ").startswith(wanted) for each in file.read().split(b"\0")):
                     found.append(int(pid))
     return found
 
@@ -156,7 +156,8 @@ def main() -> int:
     print(f"{processes} with OMP_NUM_THREADS={variables['OMP_NUM_THREADS']} each, {usable_cores():g} usable cores",
           flush=True)
     with tempfile.NamedTemporaryFile() as file:
-        variables |= {STOPS_WITHIN: file.name, MARK: job["mark"]}
+        own = f"{job['mark']} {os.getpid()}"  # this connection ends its own processes, not those of the next one
+        variables |= {STOPS_WITHIN: file.name, MARK: own}
         child = subprocess.Popen(command(job), stdin=subprocess.DEVNULL, env=variables,
                                  preexec_fn=lambda: ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM))
         try:
@@ -164,7 +165,7 @@ def main() -> int:
         finally:
             # Where torchrun was killed, its processes can't take part in an elastic run any more: the sooner they are
             # gone, the sooner it goes on without them.
-            end_all(job["mark"], 0 if "elastic" in job and (child.poll() or 0) < 0 else PATIENCE, file.name)
+            end_all(own, 0 if "elastic" in job and (child.poll() or 0) < 0 else PATIENCE, file.name)
 
 
 if __name__ == "__main__":
