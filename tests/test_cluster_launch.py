@@ -12,8 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import check_hosts
+import host_run
 import hosts as hosts_file
 import launch_cluster
 import pytest
@@ -209,3 +211,20 @@ def test_pages_copy_no_environment_and_install_what_was_tested_together():
     assert len(installs) >= 3 and all("pip install -c constraints.txt " in line for line in installs)
     page = (ROOT / "cluster" / "RASPBERRY_PI.md").read_text()
     assert page.index("rsync -a") < page.index("pip install"), "what is installed has to be there first"
+
+
+def test_a_connection_ends_its_own_processes_only():
+    """A host that is called again while the connection before still waits for a save: that must not end the new run."""
+    marks = ("run a 1", "run a 2", "run ab 3")
+    sleeps = {mark: subprocess.Popen(["sleep", "60"], env={**os.environ, host_run.MARK: mark}) for mark in marks}
+    try:
+        assert set(host_run.started_for("run a")) == {sleeps[mark].pid for mark in marks[:2]}
+        reaper = threading.Thread(target=sleeps[marks[0]].wait)  # as init does where the parent is gone
+        reaper.start()
+        host_run.end_all(marks[0])
+        reaper.join()
+        assert [sleeps[mark].poll() is None for mark in marks] == [False, True, True]
+    finally:
+        for process in sleeps.values():
+            process.kill()
+            process.wait()
