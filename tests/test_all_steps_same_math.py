@@ -23,6 +23,8 @@ CASES = [  # each idea of a step once
     Case(8, pp=3, engine="1f1b"), Case(8, pp=4, accumulation=2, engine="1f1b", max_grad_norm=0),
     Case(8, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b"),
     Case(10, pp=4, engine="zb"), Case(10, dp=2, pp=2, engine="zb", variant="tied", max_grad_norm=0.1),
+    Case(11, dp=2, pp=2, engine="interleaved", virtual_stages=2, variant="tied", max_grad_norm=0.1),
+    Case(11, pp=2, engine="interleaved_zb", virtual_stages=2, variant="seven"),
     Case(9, pipelines="3,2;5", num_microbatches="6,2", variant="tied", max_grad_norm=0.1),
     Case(9, pipelines="5;5;2,3", num_microbatches="3,2,3"),
     Case(9, pipelines="1,3,1", num_microbatches="8", max_grad_norm=0),
@@ -40,6 +42,11 @@ LONGER = [dataclasses.replace(case, num_steps=10) for case in (  # further sizes
     Case(10, dp=2, pp=2, tp=2, accumulation=4, engine="zb", variant="tied", max_grad_norm=0.1),
     Case(8, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b"),
     Case(8, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b", variant="tied", max_grad_norm=0.1),
+    *(Case(11, pp=2, engine=engine, virtual_stages=2, variant="seven", samples=12, accumulation=m)
+      for engine in ("interleaved", "interleaved_zb") for m in (1, 2, 3, 6)),
+    Case(11, dp=2, pp=2, tp=2, accumulation=4, engine="interleaved_zb", virtual_stages=2, variant="tied"),
+    Case(11, tp=2, pp=2, engine="interleaved", virtual_stages=2), Case(11, dp=2, pp=2, engine="1f1b"),
+    Case(11, pp=3, engine="interleaved_zb", virtual_stages=2, variant="seven"),
     Case(9, pipelines="3,2;5", num_microbatches="6,2"),
     Case(9, pipelines="1,4;5", num_microbatches="5,3", tp=2, variant="tied", max_grad_norm=0.1),
 )]
@@ -93,16 +100,21 @@ def check_clipping(case: Case, folder) -> None:
 
 
 def check_live_activations(case: Case, ranks: list[dict]) -> None:
-    """All m micro-batches with all forward, all backward; p - s at most with 1F1B, p with zero bubble."""
+    """All m micro-batches with all forward, all backward; p - s at most with 1F1B, p with zero bubble.
+
+    With v chunks on a rank and m micro-batches in a round, these are chunks of micro-batches.
+    """
     shapes = case.dp * [(case.pp, case.accumulation)]  # of each pipeline: its stages and micro-batches
     if case.pipelines:
         layers, counts = case.pipelines.split(";"), case.num_microbatches.split(",")
         shapes = [(len(stages.split(",")), int(m)) for stages, m in zip(layers, counts, strict=True)]
     for rank in ranks if case.step >= 7 else []:
         num_stages, m = shapes[rank["place"]["dp"]]
-        engine = "afab" if case.step == 7 else case.engine
-        limit = {"afab": m, "zb": min(m, num_stages)}.get(engine, min(m, num_stages - rank["place"]["pp"]))
-        assert rank["peak"] == limit, (rank["place"], rank["peak"])
+        engine, v, ahead = "afab" if case.step == 7 else case.engine, case.virtual_stages, num_stages - rank["place"]["pp"]
+        first_round = -(-m // max(m // num_stages, 1)) * (v - 1)
+        limit = {"afab": m, "zb": num_stages, "interleaved_zb": first_round + num_stages,
+                 "interleaved": first_round + 2 * ahead - 1}.get(engine, ahead)
+        assert rank["peak"] == min(limit, v * m), (rank["place"], rank["peak"])
 
 
 @pytest.mark.slow

@@ -13,37 +13,40 @@ both = pytest.mark.parametrize("schedule", [afab, one_f_one_b])
 
 
 def simulate(actions: list[list[Action]], seconds: dict[str, float] = SECONDS) -> list[float]:
-    """Seconds at which each stage ends, transfers free. AssertionError where no stage can go on, with what each awaits.
+    """Seconds at which each rank ends, transfers free. AssertionError where no rank can go on, with what each awaits.
 
     A forward needs the previous stage's, a backward the next stage's (on the last stage: its own forward), and the
-    gradients of weights need the stage's own backward. Where a stage has no W, its B takes W's seconds, too.
+    gradients of weights need the stage's own backward. Where a rank has no W, its B takes W's seconds, too. A rank whose
+    actions have chunks holds as many stages: rank r the stages r, r + p, ... of p ranks.
     """
-    num_stages, todo = len(actions), [list(stage) for stage in actions]
-    split = [any(action.kind == "W" for action in stage) for stage in actions]
-    done, clock = {}, [0.0] * num_stages
+    num_ranks, todo = len(actions), [[(*action, 0)[:3] for action in rank] for rank in actions]
+    split = [any(kind == "W" for kind, _, _ in rank) for rank in todo]
+    last_stage = max(chunk for rank in todo for _, _, chunk in rank) * num_ranks + num_ranks - 1
+    done, clock = {}, [0.0] * num_ranks
     while any(todo):
         moved = False
-        for s, stage in enumerate(todo):
-            while stage:
-                kind, i = stage[0]
+        for r, rank in enumerate(todo):
+            while rank:
+                kind, i, chunk = rank[0]
+                s = chunk * num_ranks + r
                 needs = {"F": [], "B": [(s, "F", i)], "W": [(s, "B", i)]}[kind]
                 if kind == "F" and s > 0:
                     needs.append((s - 1, "F", i))
-                if kind == "B" and s < num_stages - 1:
+                if kind == "B" and s < last_stage:
                     needs.append((s + 1, "B", i))
                 if any(need not in done for need in needs):
                     break
-                start = max([clock[s], *(done[need] for need in needs)])
-                whole = kind == "B" and not split[s]
-                clock[s] = done[s, kind, i] = start + seconds[kind] + (seconds["W"] if whole else 0.0)
-                stage.pop(0)
+                start = max([clock[r], *(done[need] for need in needs)])
+                whole = kind == "B" and not split[r]
+                clock[r] = done[s, kind, i] = start + seconds[kind] + (seconds["W"] if whole else 0.0)
+                rank.pop(0)
                 moved = True
-        assert moved, f"deadlock, the stages wait for {[stage[:1] for stage in todo]}"
+        assert moved, f"deadlock, the ranks wait for {[rank[:1] for rank in todo]}"
     return clock
 
 
-def actions_of(schedule, p: int, m: int) -> list[list[Action]]:
-    return [list(schedule(stage, p, m)) for stage in range(p)]
+def actions_of(schedule, p: int, m: int, *v: int) -> list[list[Action]]:
+    return [list(schedule(stage, p, m, *v)) for stage in range(p)]
 
 
 @both

@@ -32,10 +32,11 @@ def timeline(tmp_path_factory):
 
 
 def order(events: list[dict]) -> str:
-    """What a rank computed, as in "F0 F1 B0 B1"."""
+    """What a rank computed, as in "F0 F1 B0 B1"; F0' is chunk 1's."""
     letters = {"forward": "F", "backward": "B", "weight gradients": "W"}
     computed = sorted((event for event in events if event.get("cat") in letters), key=lambda event: event["ts"])
-    return " ".join(f"{letters[event['cat']]}{event['name'].split()[-1]}" for event in computed)
+    names = [(event["cat"], event["args"]["microbatch"], event["args"].get("chunk", 0)) for event in computed]
+    return " ".join(f"{letters[kind]}{i}" + "'" * chunk for kind, i, chunk in names)
 
 
 def spans(events: list[dict], kind: str) -> dict:

@@ -81,12 +81,20 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Iterator[
 
 def zero_bubble(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Action]:
     """ZB-H1 (Qi et al. 2023): 1F1B, each W `stage` micro-batches after its B (stage 0: in B). At most p are alive."""
-    for action in one_f_one_b(stage, num_stages, num_microbatches):
+    actions = one_f_one_b(stage, num_stages, num_microbatches)
+    return postpone_weight_gradients(actions, stage) if stage > 0 else actions
+
+
+def postpone_weight_gradients(actions: Iterator[Action], delay: int) -> Iterator[Action]:
+    """Divides each backward of a schedule: its W comes after as many further B as `delay` says."""
+    waiting = deque()
+    for action in actions:
         yield action
-        if action.kind == "B" and action.microbatch >= stage > 0:
-            yield Action("W", action.microbatch - stage)
-    for i in range(max(num_microbatches - stage, 0), num_microbatches):
-        yield Action("W", i)
+        if action.kind == "B":
+            waiting.append(action._replace(kind="W"))
+            if len(waiting) > delay:
+                yield waiting.popleft()
+    yield from waiting
 
 
 SCHEDULES = {"afab": afab, "1f1b": one_f_one_b, "zb": zero_bubble}

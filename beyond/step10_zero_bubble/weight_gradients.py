@@ -35,9 +35,7 @@ def divide_backward() -> None:
 def linear(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
     """x W^T in the dtype of x: (..., in), (out, in) -> (..., out), as model.linear computes it."""
     copy = llama.cast(weight, x.dtype)
-    if postponed is None or not x.requires_grad or torch.compiler.is_compiling():
-        return F.linear(x, copy)
-    return LinearInTwoParts.apply(x, copy.detach(), (weight,))
+    return F.linear(x, copy) if postponed is None else LinearInTwoParts.apply(x, copy.detach(), (weight,))
 
 
 class LinearInTwoParts(torch.autograd.Function):
@@ -55,8 +53,7 @@ class LinearInTwoParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, copy = ctx.saved_tensors
-        if ctx.weight.requires_grad:
-            postponed.append((ctx.weight, grad, x))
+        postponed.append((ctx.weight, grad, x))
         return grad @ copy, None, None
 
 

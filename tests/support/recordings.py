@@ -19,6 +19,7 @@ TOLERANCE = 1e-11  # splitting the batch of one process differently moves its lo
 SEQ_LEN, NUM_LAYERS = 8, 5  # five layers are unlike numbers of them on two, three and four stages
 VARIANTS = {  # of the tiny Llama
     "plain": {}, "tied": {"tie_word_embeddings": True}, "vocab1022": {"vocab_size": 1022},
+    "seven": {"num_hidden_layers": 7},  # over four virtual stages
     "thirds": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 264},
 }
 COLUMN_PARALLEL = ("embedding", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "final_proj")  # split along dim 0
@@ -40,6 +41,7 @@ class Case:
     accumulation: int = 8
     samples: int = 16
     engine: str | None = None
+    virtual_stages: int = 1
     variant: str = "plain"
     num_steps: int = 5
     pipelines: str = ""
@@ -75,6 +77,8 @@ class Case:
             flags["dataset_name"] = folder / "small_vocabulary.txt"
         if self.engine:
             flags["pp_engine"] = self.engine
+        if self.virtual_stages > 1:
+            flags["virtual_stages"] = self.virtual_stages
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
         return words + ["--recompute"] * self.recompute
 
@@ -82,6 +86,7 @@ class Case:
         axes = "-".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "tp") if getattr(self, axis) > 1)
         counts = self.num_microbatches or self.accumulation
         words = [f"step{self.step}", self.pipelines, axes, f"m{counts}", f"{self.samples}samples", self.engine,
+                 f"v{self.virtual_stages}" * (self.virtual_stages > 1),
                  self.variant, f"{self.num_steps}steps", self.dtype * (self.dtype != "float64"),
                  f"clip{self.max_grad_norm:g}" * (self.max_grad_norm != 1), "recompute" * self.recompute]
         return "-".join(filter(None, words))

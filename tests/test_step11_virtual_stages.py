@@ -1,0 +1,132 @@
+"""Virtual stages: the interleaved schedules without a process, against formulas and PyTorch's own lists, and refusals.
+
+Their gradients: test_all_steps_same_math.py. Over NCCL: test_all_steps_nccl.py.
+"""
+
+import pytest
+from launch import fork, modules_of
+from test_step8_schedules import actions_of, simulate
+from test_step8_timeline import SHORT, order, read_trace
+
+with modules_of(11):
+    from pipeline_parallel import Action
+    from timeline import Span, describe_bubble
+    from virtual_stages import interleaved, interleaved_zero_bubble
+
+UNITS = {interleaved: {"F": 1.0, "B": 2.0, "W": 0.0}, interleaved_zero_bubble: {"F": 1.0, "B": 1.0, "W": 1.0}}
+both = pytest.mark.parametrize("schedule", [interleaved, interleaved_zero_bubble])
+SIZES = [(p, v, m) for p in range(2, 9) for v in range(2, 5) for m in range(1, 17)]
+QUICK = [sizes for sizes in SIZES if sizes[0] in (2, 3, 4, 8) and sizes[2] in (1, 2, 3, 4, 5, 8, 11)]
+every_size = pytest.mark.parametrize("sizes", [QUICK, pytest.param(SIZES, marks=pytest.mark.slow)], ids=["some", "all"])
+
+
+def peak(actions: list[Action]) -> int:
+    """The largest number of chunks alive: from their F until their W or, where backward is whole, their B."""
+    last, alive = "W" if any(action.kind == "W" for action in actions) else "B", [0]
+    for action in actions:
+        alive.append(alive[-1] + (action.kind == "F") - (action.kind == last))
+    assert alive[-1] == 0
+    return max(alive)
+
+
+@both
+@every_size
+def test_legal_with_the_bubble_and_the_live_activations_of_the_formulas(schedule, sizes):
+    for p, v, m in sizes:
+        actions, first_round = actions_of(schedule, p, m, v), -(-m // max(m // p, 1))
+        for s, rank in enumerate(actions):
+            kinds = "FBW" if schedule is interleaved_zero_bubble else "FB"
+            assert sorted(rank) == sorted(Action(kind, i, c) for kind in kinds for i in range(m) for c in range(v))
+            own = p if schedule is interleaved_zero_bubble else 2 * (p - s) - 1
+            assert peak(rank) == min((v - 1) * first_round + own, v * m), (p, v, m, s)
+        units = max(simulate(actions, UNITS[schedule]))
+        if m >= p:
+            assert units == 3 * v * m + (p - 1) * (1 if schedule is interleaved_zero_bubble else 3), (p, v, m)
+        elif schedule is interleaved:
+            assert units == 3 * (v * p + m - 1), (p, v, m)
+
+
+@both
+@every_size
+def test_transfers_arrive_in_the_order_they_are_awaited(schedule, sizes):
+    """Messages have no names: between two ranks, those of a group are received in the order in which they are sent."""
+    for p, v, m in sizes:
+        actions = actions_of(schedule, p, m, v)
+        for s in range(p):
+            for kind in "FB":
+                hop = 1 if s == p - 1 else 0  # the last rank's chunk c is followed by the first rank's chunk c + 1
+                here = [(i, c + hop) for k, i, c in actions[s] if k == kind and c + hop < v]
+                there = [(i, c) for k, i, c in actions[(s + 1) % p] if k == kind and c >= hop]
+                assert here == there, (p, v, m, s, kind)
+
+
+def orders_of_torch(schedule, p: int, v: int, m: int) -> list[list[Action]] | None:
+    """The lists of PyTorch's schedule of the same family, without a process; None for an m that it refuses."""
+    from torch.distributed.pipelining import schedules
+
+    family = {interleaved: "ScheduleInterleaved1F1B", interleaved_zero_bubble: "ScheduleInterleavedZeroBubble"}
+    it = object.__new__(getattr(schedules, family[schedule]))
+    it.pp_group_size, it.n_local_stages, it._n_microbatches, it.number_of_rounds = p, v, m, max(1, m // p)
+    if m % it.number_of_rounds:
+        return None
+    it.microbatches_per_round, lists = m // it.number_of_rounds, []
+    for it.rank in range(p):
+        actions = [each for each in it._calculate_single_rank_operations(it.rank) if each is not None]
+        kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
+        lists.append([Action(kinds[a.computation_type.name], a.microbatch_index, a.stage_index // p) for a in actions])
+    return lists
+
+
+@both
+@every_size
+def test_no_longer_than_the_lists_of_pytorch(schedule, sizes):
+    compared = 0
+    for p, v, m in sizes:
+        if theirs := orders_of_torch(schedule, p, v, m):
+            ours, compared = actions_of(schedule, p, m, v), compared + 1
+            assert max(simulate(ours, UNITS[schedule])) <= max(simulate(theirs, UNITS[schedule])), (p, v, m)
+            assert max(map(peak, ours)) <= max(map(peak, theirs)), (p, v, m)
+    assert compared > len(sizes) / 2
+
+
+def test_a_crossed_order_is_found():
+    """The simulator can fail: the second round's forwards before those of the first round's second chunk."""
+    actions = actions_of(interleaved, 2, 4, 2)
+    forwards = [action for action in actions[0] if action.kind == "F"]
+    for old, new in zip([*forwards], sorted(forwards, key=lambda action: action.chunk)):
+        forwards[forwards.index(old)] = new
+    actions[0] = forwards + [action for action in actions[0] if action.kind == "B"]
+    with pytest.raises(AssertionError, match="deadlock"):
+        simulate(actions)
+
+
+@pytest.mark.parametrize("kinds, m, said", [
+    ("forward backward", 8, "15.8% ideal, that is (p-1)/(2m+p-1) with p=4 stages and m=8"),  # 3 of 19
+    ("forward backward,weight gradients", 8, " 5.9% ideal, that is (p-1)/(6m+p-1) with p=4 stages and m=8"),  # 3 of 51
+    ("forward backward", 3, "m=3 micro-batches are less than a round of p=4")])
+def test_the_ideal_bubble(kinds, m, said):
+    kinds = kinds.replace(",", " ").replace("weight gradients", "weight_gradients").split()
+    spans = [Span(kind.replace("_", " "), m - 1, 0, 1, chunk=1) for kind in kinds]
+    assert said in describe_bubble([spans] * 4)
+
+
+def test_timeline_is_the_schedule(tmp_path):
+    done = fork(11, 2, *SHORT, tmp_path, "--pp_size", 2, "--gradient_accumulation_steps", 2, "--max_tokens", 128,
+                "--profile_batch", 2, "--num_hidden_layers", 4, "--virtual_stages", 2, "--pp_engine", "interleaved_zb")
+    orders = ["F0 F1 F0' F1' B0' W0' B1' W1' B0 W0 B1 W1", "F0 F1 F0' B0' F1' B1' W0' B0 W1' B1 W0 W1"]
+    for rank, events in read_trace(tmp_path / "default_run" / "timeline_batch2_all.json").items():
+        assert order(events) == orders[rank], rank
+    assert "(p-1)/(6m+p-1) with p=2 stages and m=2 micro-batches" in done.stdout
+
+
+@pytest.mark.parametrize("flags, said", [
+    ("--pp_size 2 --virtual_stages 2 --pp_engine 1f1b", "--virtual_stages 2 with --pp_engine 1f1b: interleaved and"),
+    ("--pp_size 2 --virtual_stages 2 --pp_engine zb", "--virtual_stages 2 with --pp_engine zb: interleaved and"),
+    ("--pp_size 2 --pp_engine interleaved", "--virtual_stages 1 with --pp_engine interleaved: interleaved and"),
+    ("--dp_size 2 --virtual_stages 2", "--virtual_stages 2 divides the stages of a pipeline: use --pp_size 2 or more"),
+    ("--pp_size 2 --virtual_stages 5 --pp_engine interleaved", "pp_size=2 x virtual_stages=5 for num_hidden_layers=3"),
+    ("--pp_size 2 --virtual_stages 2 --num_hidden_layers 4 --pp_engine interleaved_zb --recompute", "--recompute would save no memory"),
+    ("--pp_size 2 --compile", "--pp_engine zb divides backward, but --compile leaves it in one piece")])
+def test_what_does_not_go_together_is_refused(flags, said, tmp_path):
+    done = fork(11, 2, *SHORT, tmp_path, *flags.split(), check=False)
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1 and said in done.stderr, done.stderr
