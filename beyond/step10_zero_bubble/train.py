@@ -131,11 +131,8 @@ def main():
     if num_steps == 0:
         raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
     check_profile_batch(args.profile_batch, num_steps)
-    if args.pp_size > 1 and args.pp_engine == "zb" and (args.compile or args.recompute):
-        raise UserError("--pp_engine zb divides backward, but --compile leaves it in one piece, and --recompute would save "
-                        "no memory, as W keeps what it computed again: leave these out, or use --pp_engine 1f1b")
 
-    divide_backward()  # where the schedule has a W
+    divide_backward(args)  # where the schedule has a W
     data_loader = make_data_loader(args, config, device, num_steps * global_batch_size)
     init_weights(model, args.seed, device, split_over_tp)
     if args.recompute:

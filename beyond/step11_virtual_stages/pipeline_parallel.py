@@ -192,7 +192,8 @@ class StageCommunication:
         grid, hop = pgm.process_group_manager, direction if action.kind == "F" else -direction
         chunk, stage = divmod(action.chunk * grid.pp_world_size + grid.pp_rank + hop, grid.pp_world_size)
         groups = {"F": (grid.pp_group, grid.pp_wrap_group), "B": (grid.pp_backward_group, grid.pp_wrap_backward_group)}
-        return grid.pp_ranks[stage] if 0 <= chunk < self.num_chunks else None, groups[action.kind][chunk != action.chunk]
+        rank = grid.pp_ranks[stage] if 0 <= chunk < self.num_chunks else None
+        return rank, groups[action.kind][chunk != action.chunk]
 
     def post_receive(self, action: Action) -> None:
         source, group = self.route(action, -1)
@@ -216,7 +217,7 @@ class StageCommunication:
             return
         tensor = tensor.detach().to(self.wire_device).contiguous()
         self.sending.append((dist.isend(tensor, destination, group=group), tensor))  # the tensor lives until it is sent
-        self.finish(2 * pgm.process_group_manager.pp_world_size * self.num_chunks)
+        self.finish(2 * pgm.process_group_manager.pp_world_size * self.num_chunks)  # more than are alive at once
 
     def finish(self, unfinished: int = 0) -> None:
         """Waits until no more than so many sends, the newest ones, are unfinished."""

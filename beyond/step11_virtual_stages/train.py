@@ -3,7 +3,6 @@
     torchrun --nproc_per_node 4 train.py --pp_size 4 --pp_engine interleaved --virtual_stages 2 --profile_batch 5
 """
 
-import functools
 import os
 import time
 
@@ -23,7 +22,7 @@ from utils import (
     make_scheduler, one_clear_error, positive_float, positive_int, recompute_layers, to_readable_format, zero_or_more,
     zero_or_more_float,
 )
-from virtual_stages import SCHEDULES, check_virtual_stages
+from virtual_stages import SCHEDULES, choose_schedule
 from weight_gradients import divide_backward
 
 
@@ -111,16 +110,21 @@ def print_parameters(model, device, dtype, learning_rate: float) -> None:
               f"learning rate {learning_rate:.2g}")
 
 
-def main():
-    args = parse_args()
+def join(args) -> tuple[torch.device, torch.dtype]:
+    """Joins the other processes as a grid of ranks. Returns this rank's device and the dtype of the activations."""
     device, dtype, backend = choose_device(args.device, args.dtype)
     pgm.init_process_group(backend, args.timeout)
     pgm.setup_process_group_manager(dp_size=args.dp_size, pp_size=args.pp_size, tp_size=args.tp_size)
-    grid = pgm.process_group_manager
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
+    return device, dtype
 
-    check_virtual_stages(args.virtual_stages, args.pp_size, args.pp_engine)
+
+def main():
+    args = parse_args()
+    device, dtype = join(args)
+    grid = pgm.process_group_manager
+    schedule = choose_schedule(args.pp_engine, args.virtual_stages, args.pp_size)
     config = load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,
         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
@@ -135,11 +139,8 @@ def main():
     if num_steps == 0:
         raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
     check_profile_batch(args.profile_batch, num_steps)
-    if args.pp_size > 1 and args.pp_engine.endswith("zb") and (args.compile or args.recompute):
-        raise UserError(f"--pp_engine {args.pp_engine} divides backward, but --compile leaves it in one piece, and --recompute would save "
-                        "no memory, as W keeps what it computed again: leave these out, or use --pp_engine 1f1b")
 
-    divide_backward()  # where the schedule has a W
+    divide_backward(args)  # where the schedule has a W
     data_loader = make_data_loader(args, config, device, num_steps * global_batch_size)
     init_weights(model, args.seed, device, split_over_tp)
     if args.recompute:
@@ -153,9 +154,6 @@ def main():
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
-    schedule = SCHEDULES[args.pp_engine]
-    if args.virtual_stages > 1:
-        schedule = functools.partial(schedule, num_chunks=args.virtual_stages)
     for step in range(1, num_steps + 1):
         if step == args.profile_batch:
             timeline.start()

@@ -25,6 +25,7 @@ chunks, as many as the first stage of 1F1B:
     rank 3   .  .  .  F0 F1 F2 F3 f0 b0 f1 b1 f2 b2 f3 b3 w0 B0 w1 B1 w2 B2 w3 B3 W0 W1 W2 W3
 """
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -77,10 +78,15 @@ def interleaved_zero_bubble(stage: int, num_stages: int, num_microbatches: int, 
 SCHEDULES = {**pipeline_parallel.SCHEDULES, "interleaved": interleaved, "interleaved_zb": interleaved_zero_bubble}
 
 
-def check_virtual_stages(virtual_stages: int, pp_size: int, pp_engine: str) -> None:
-    """Raises UserError where the schedule and the number of chunks per rank do not belong together."""
+def choose_schedule(pp_engine: str, virtual_stages: int, pp_size: int):
+    """The schedule of this name for so many chunks per rank: (stage, num_stages, num_microbatches) -> actions.
+
+    Raises UserError where they do not belong together.
+    """
     if virtual_stages > 1 and pp_size == 1:
         raise UserError(f"--virtual_stages {virtual_stages} divides the stages of a pipeline: use --pp_size 2 or more")
     if pp_size > 1 and (virtual_stages > 1) != pp_engine.startswith("interleaved"):
-        raise UserError(f"--virtual_stages {virtual_stages} with --pp_engine {pp_engine}: interleaved and interleaved_zb "
-                        "run 2 or more virtual stages per rank, the other schedules run 1")
+        raise UserError(f"--virtual_stages {virtual_stages} with --pp_engine {pp_engine}: interleaved and "
+                        "interleaved_zb run 2 or more virtual stages per rank, the other schedules run 1")
+    schedule = SCHEDULES[pp_engine]
+    return functools.partial(schedule, num_chunks=virtual_stages) if virtual_stages > 1 else schedule

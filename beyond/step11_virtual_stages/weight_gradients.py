@@ -16,6 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model as llama
+from utils import UserError
 
 Postponed = list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]  # weight (out, in), dy (..., out), x (..., in)
 postponed: Postponed | None = None  # since the last take()
@@ -27,15 +28,21 @@ def postpone(enabled: bool) -> None:
     postponed = [] if enabled else None
 
 
-def divide_backward() -> None:
-    """From now on the model's matrix products are those of this module."""
+def divide_backward(args) -> None:
+    """From now on the model's matrix products are those of this module. Raises UserError where W would gain nothing."""
+    if args.pp_size > 1 and args.pp_engine.endswith("zb") and (args.compile or args.recompute):
+        raise UserError(f"--pp_engine {args.pp_engine} divides backward, but --compile leaves it in one piece, and "
+                        "--recompute would save no memory, as W keeps what it computes again: leave these out, or use "
+                        "--pp_engine 1f1b")
     llama.linear = linear
 
 
 def linear(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
     """x W^T in the dtype of x: (..., in), (out, in) -> (..., out), as model.linear computes it."""
     copy = llama.cast(weight, x.dtype)
-    return F.linear(x, copy) if postponed is None else LinearInTwoParts.apply(x, copy.detach(), (weight,))
+    if postponed is None:
+        return F.linear(x, copy)
+    return LinearInTwoParts.apply(x, copy.detach(), (weight,))
 
 
 class LinearInTwoParts(torch.autograd.Function):

@@ -12,7 +12,8 @@ COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#cc
 GROUND, BUBBLE, INK, FAINT = "#fcfcfa", "#e3e3e0", "#222222", "#666666"
 COMPUTE = ("forward", "backward", "weight gradients")
 SCHEDULES = {"afab": "all forward, all backward (AFAB)", "1f1b": "one forward, one backward (1F1B)",
-             "zb": "zero bubble"}
+             "zb": "zero bubble", "interleaved": "interleaved 1F1B, two chunks per rank",
+             "interleaved_zb": "interleaved zero bubble, two chunks per rank"}
 
 
 class Span(NamedTuple):
@@ -24,6 +25,7 @@ class Span(NamedTuple):
     microbatch: int | None
     start: float
     end: float
+    chunk: int = 0
 
 
 def read_trace(path: pathlib.Path) -> list[Span]:
@@ -32,10 +34,9 @@ def read_trace(path: pathlib.Path) -> list[Span]:
               for event in events if event["ph"] == "M"}
     spans = [event for event in events if event["ph"] == "X"]
     origin = min(event["ts"] for event in spans if event["cat"] in COMPUTE)
-    numbers = [re.search(r"\d+$", event["name"]) for event in spans]  # as in "forward 3"
-    return [Span(event["pid"], places[event["pid"]], event["cat"], number and int(number[0]),
-                 (event["ts"] - origin) / 1e6, (event["ts"] + event["dur"] - origin) / 1e6)
-            for event, number in zip(spans, numbers)]
+    return [Span(event["pid"], places[event["pid"]], event["cat"], event["args"].get("microbatch"),
+                 (event["ts"] - origin) / 1e6, (event["ts"] + event["dur"] - origin) / 1e6,
+                 event["args"].get("chunk", 0)) for event in spans]
 
 
 def bubble_of(spans: list[Span]) -> float:
@@ -87,7 +88,7 @@ def draw_compute(axes, spans: list[Span], numbers: bool = True) -> None:
         axes.barh(row, end, height=0.72, color=BUBBLE)
     for span in compute:
         axes.barh(span.rank, span.end - span.start, left=span.start, height=0.72, color=COLOURS[span.kind],
-                  edgecolor=GROUND, linewidth=0.6)
+                  alpha=0.65 if span.chunk else 1, edgecolor=GROUND, linewidth=0.6)
         if numbers and span.end - span.start > 0.012 * end:
             axes.text((span.start + span.end) / 2, span.rank, span.microbatch, ha="center", va="center",
                       fontsize=9.5, color="white" if span.kind != "weight gradients" else INK)
@@ -105,9 +106,10 @@ def timelines(traces: dict[str, pathlib.Path], picture: pathlib.Path) -> None:
         seconds = max(span.end for span in spans if span.kind in COMPUTE)
         one.set_title(f"{SCHEDULES[engine]}: bubble {bubble_of(spans):.0%}, {seconds:.2f} s", loc="left", fontsize=13,
                       color=INK)
-    axes[-1, 0].set_xlabel("seconds; the number in a block is its micro-batch", fontsize=12)
+    lighter = "; the lighter blocks are chunk 1" if "interleaved" in traces else ""
+    axes[-1, 0].set_xlabel(f"seconds; the number in a block is its micro-batch{lighter}", fontsize=12)
     axes[-1, 0].set_xlim(0, None)
-    legend(figure, list(COMPUTE if "zb" in traces else COMPUTE[:2]), bubble=BUBBLE)
+    legend(figure, list(COMPUTE if {"zb", "interleaved_zb"} & traces.keys() else COMPUTE[:2]), bubble=BUBBLE)
     figure.savefig(picture)
 
 

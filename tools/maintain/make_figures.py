@@ -100,9 +100,11 @@ def traces(folder: pathlib.Path, runs: dict[str, list], groups: list[list[int]],
 
 @functools.cache
 def traces_of_schedules(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """AFAB and 1F1B of step 8, zero bubble of step 10: four stages with half a core each. Four figures share them."""
+    """The schedules of steps 8, 10 and 11 on four ranks with half a core each. Five figures share them."""
     runs = {engine: [step, "--pp_size", 4, "--pp_engine", engine]
             for engine, step in (("afab", "8"), ("1f1b", "8"), ("zb", "10"))}
+    runs |= {engine: ["11", "--pp_size", 4, "--virtual_stages", 2, "--pp_engine", engine]
+             for engine in ("interleaved", "interleaved_zb")}
     return traces(folder, runs, [[0, 2], [1, 3]], 4)
 
 
@@ -163,11 +165,12 @@ def plan(folder: pathlib.Path, picture: pathlib.Path) -> None:
 
 
 DRAWN = {name: getattr(figures_drawn, name) for name in ("grid", "collectives", "column_row")}
-COURSE, BEYOND = ("afab", "1f1b"), ("1f1b", "zb")
+COURSE, BEYOND, VIRTUAL = ("afab", "1f1b"), ("1f1b", "zb"), ("1f1b", "interleaved", "interleaved_zb")
 MEASURED = {
     "timelines": of_schedules(figures_measured.timelines, COURSE),
     "activations": of_schedules(figures_measured.activations, COURSE),
     "zero_bubble": of_schedules(figures_measured.timelines, BEYOND),
+    "virtual_stages": of_schedules(figures_measured.timelines, VIRTUAL),
     "zero_bubble_activations": of_schedules(figures_measured.activations, BEYOND),
     "buckets": buckets, "unlike": unlike, "memory": memory, "plan": plan,
 }
