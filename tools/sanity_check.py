@@ -1,4 +1,4 @@
-"""Every topology of steps 3 to 10 on the same samples: are its loss and gradient norm those of one process?
+"""Every topology of steps 3 to 13 on the same samples: are its loss and gradient norm those of one process?
 
     python tools/sanity_check.py                                     # the tiny Llama, 50 steps, minutes on two cores
     python tools/sanity_check.py --dtype float64 --steps 20
@@ -81,8 +81,12 @@ ROWS = {row.name: row for row in [
     Row("tp2pp2", "TP 2 x PP 2", 8, {"pp_size": 2, "tp_size": 2, "pp_engine": "1f1b"}),
     Row("3d", "3D 2x2x2", 8, {"dp_size": 2, "pp_size": 2, "tp_size": 2, "pp_engine": "1f1b"}),
     Row("unlike", "Unlike 8;5,3", 9, {"pipelines": "8;5,3", "num_microbatches": "5,3"}),
+    Row("pp4_interleaved", "PP 4 x 2", 11, {"pp_size": 4, "pp_engine": "interleaved", "virtual_stages": 2}),
+    Row("pp4_interleaved_zb", "PP 4 x 2 ZB", 11, {"pp_size": 4, "pp_engine": "interleaved_zb", "virtual_stages": 2}),
+    Row("dp4_zero2", "ZeRO 2", 12, {"dp_size": 4, "zero": 2}),
+    Row("dp4_fsdp", "FSDP", 13, {"dp_size": 4, "zero": 3}),
 ]}
-DEFAULT_ROWS = [name for name in ROWS if name != "tp2pp2"]  # which 3d contains
+DEFAULT_ROWS = [name for name, row in ROWS.items() if row.step < 11 and name != "tp2pp2"]  # 3d contains it
 
 
 @dataclasses.dataclass
