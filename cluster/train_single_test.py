@@ -27,7 +27,7 @@ from data.encoded import load_samples
 from dataloader import collate_batch
 from machine_facts import free_memory, gather, once_per_machine, say
 from metrics import peak_memory_gb
-from model import Llama, cross_entropy
+from model import Llama, check_config, cross_entropy
 from planning.module_memory import saved_bytes
 from process_group_manager import init_process_group
 from run_common import check_positions
@@ -119,6 +119,7 @@ def main():
     init_process_group(backend)
     print_banner(device, dtype)
     config = once_per_machine(lambda: load_config(args.model_name, num_attention_heads=None))
+    check_config(config)
     check_positions(config, args.seq_len)
     args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
     samples = load_samples(args, args.model_name, config.vocab_size, args.steps * args.batch_size)

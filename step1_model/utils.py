@@ -122,13 +122,11 @@ def load_config(model_name: str, **overrides: int | None):
     Returns a plain namespace. transformers is imported only where config.json is missing, incomplete or no Llama's.
     """
     config = types.SimpleNamespace(**read_config(model_name))
-    if (heads := overrides["num_attention_heads"]) is not None:
-        if config.hidden_size % heads:
-            raise UserError(f"--num_attention_heads {heads} does not divide the hidden size {config.hidden_size}")
-        config.head_dim = config.hidden_size // heads
     for name, value in overrides.items():
         if value is not None:
             setattr(config, name, value)
+    if overrides["num_attention_heads"] is not None:
+        config.head_dim = config.hidden_size // config.num_attention_heads
     return config
 
 
@@ -137,9 +135,13 @@ def read_config(model_name: str) -> dict:
     try:
         with open(os.path.join(model_name, "config.json"), encoding="utf-8") as file:
             fields = json.load(file)
+        # Files of older versions have no rope_parameters, but these two fields, and some have no head_dim.
+        rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+        rope = {"rope_theta": fields.get("rope_theta", 10000.0), "rope_type": rope.get("type", "default"), **rope}
+        fields = {"head_dim": fields["hidden_size"] // fields["num_attention_heads"], **fields, "rope_parameters": rope}
         if fields["model_type"] == "llama" and CONFIG_FIELDS <= fields.keys():
             return fields
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
         pass  # transformers says below what is wrong with the file
     from transformers import AutoConfig  # imported only where it is needed, because it takes seconds
 
@@ -148,7 +150,7 @@ def read_config(model_name: str) -> dict:
     try:
         return AutoConfig.from_pretrained(model_name).to_dict()
     except Exception as error:  # fields of a wrong type raise errors of the library's own classes
-        reason = str(error).splitlines()[0]
+        reason = " ".join(str(error).split())
         raise UserError(f"--model_name {model_name!r} holds no model configuration: {reason}") from None
 
 

@@ -24,13 +24,25 @@ from utils import UserError
 
 @functools.lru_cache(maxsize=4)
 def get_cos_sin(
-    seq_len: int, head_dim: int, base: float, dtype: torch.dtype, device: torch.device
+    seq_len: int, head_dim: int, dtype: torch.dtype, device: torch.device,
+    rope_theta: float, rope_type: str = "default", **scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, each (T, hd), of the angle position / base^(2i/hd) (RoFormer, Su et al. 2021).
+    """Cosines and sines, each (T, hd), of the angle position / rope_theta^(2i/hd) (RoFormer, Su et al. 2021).
 
-    Angles are computed in float32 whatever the dtype, as Hugging Face does.
+    The last arguments are a configuration's rope_parameters: by keyword, the cache can hash them. For longer texts,
+    `linear` divides all frequencies 1 / rope_theta^(2i/hd) by a factor, and `llama3` only the low ones (Llama 3.1).
+    Angles are computed in float32 whatever the dtype, and in the order of operations of Hugging Face.
     """
-    frequencies = 1.0 / base ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)  # (hd/2,)
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim  # (hd/2,)
+    frequencies = 1.0 / rope_theta**exponents
+    if rope_type == "linear":
+        frequencies = frequencies / scaling["factor"]
+    elif rope_type == "llama3":
+        # How often a pair turns in a text as long as those of the training before the stretch
+        turns = scaling["original_max_position_embeddings"] / (2 * torch.pi / frequencies)  # (hd/2,)
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        kept = ((turns - low) / (high - low)).clamp(0, 1)  # (hd/2,): 1 for high frequencies, 0 for low ones
+        frequencies = (1 - kept) * frequencies / scaling["factor"] + kept * frequencies
     angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), frequencies)  # (T, hd/2)
     angles = torch.cat([angles, angles], dim=-1)  # (T, hd)
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -173,9 +185,7 @@ class Llama(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> logits (B, T, V)
         x = self.embedding(input_ids).to(self.dtype)  # (B, T, D)
-        cos, sin = get_cos_sin(
-            x.size(1), self.config.head_dim, self.config.rope_parameters["rope_theta"], x.dtype, x.device
-        )
+        cos, sin = get_cos_sin(x.size(1), self.config.head_dim, x.dtype, x.device, **self.config.rope_parameters)
         for layer in self.decoder_layers:
             x = layer(x, cos, sin)
         return self.final_proj(self.final_norm(x))
@@ -189,19 +199,23 @@ def cross_entropy(logits: torch.Tensor, target_ids: torch.Tensor) -> torch.Tenso
 
 def check_config(config) -> None:
     """Raises UserError for a configuration that this model does not implement."""
+    numbers = ["rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+    rope_types = {"default": numbers[:1], "linear": numbers[:2], "llama3": numbers}  # and the numbers that each needs
     expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     found = {name: getattr(config, name, None) for name in expected}
-    rotary = getattr(config, "rope_parameters", None) or {}
-    expected["rope_type"], found["rope_type"] = "default", rotary.get("rope_type", "default")
     unlike = [f"{name}={found[name]!r} (needs {want!r})" for name, want in expected.items() if found[name] != want]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (rope_type := rope.get("rope_type", "default")) not in list(rope_types):
+        unlike.append(f"rope_type={rope_type!r} (needs {' or '.join(map(repr, rope_types))})")
     if unlike:
         raise UserError(f"this Llama does not implement {', '.join(unlike)}: choose another --model_name")
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads % kv_heads:
-        raise UserError(
-            f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}: "
-            "choose both so that every key/value head serves equally many query heads"
-        )
+    for name in rope_types[rope_type]:
+        above = "low_freq_factor" if name == "high_freq_factor" else 0
+        if type(value := rope.get(name)) not in (int, float) or not value > rope.get(above, 0):
+            raise UserError(f"rope_type={rope_type!r} with {name}={value!r}: set a number above {above} in config.json")
+    for whole, part in (("hidden_size", "num_attention_heads"), ("num_attention_heads", "num_key_value_heads")):
+        if (size := getattr(config, whole)) % (count := getattr(config, part)):
+            raise UserError(f"{whole}={size} is not a multiple of {part}={count}: choose a --{part} that divides it")
 
 
 @torch.no_grad()

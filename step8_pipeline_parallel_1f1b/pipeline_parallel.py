@@ -102,8 +102,7 @@ class PipelineParallel(nn.Module):
         """Token ids (B, T) or hidden states (B, T, D) -> hidden states, on the last stage logits (B, T, V/tp)."""
         if pgm.process_group_manager.pp_is_first_stage:
             x = self.embedding(x).to(self.dtype)
-        base = self.config.rope_parameters["rope_theta"]
-        cos, sin = get_cos_sin(x.size(1), self.config.head_dim, base, x.dtype, x.device)
+        cos, sin = get_cos_sin(x.size(1), self.config.head_dim, x.dtype, x.device, **self.config.rope_parameters)
         for layer in self.decoder_layers.values():
             x = layer(x, cos, sin)
         return x if self.final_proj is None else self.final_proj(self.final_norm(x))

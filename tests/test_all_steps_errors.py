@@ -16,6 +16,7 @@ import pytest
 
 from launch import ROOT, STEPS, environment, fork, modules_of, torchrun
 from processes import processes
+from recordings import LLAMA3
 
 TINY = ROOT / "assets" / "tiny_llama"
 SECONDS = 60  # what runs longer hangs
@@ -161,7 +162,7 @@ def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
     (8, 1, ["--device", "cuda"], ["--device cuda", "no GPU", "--device cpu"]),
     (8, 1, ["--pp_engine", "gpipe"], ["--pp_engine", "'gpipe'", "1f1b"]),
     (8, 1, ["--no_such_flag"], ["--no_such_flag", "--help"]),
-    (8, 1, ["--num_attention_heads", 7], ["--num_attention_heads 7", "128"]),
+    (8, 1, ["--num_attention_heads", 7], ["hidden_size=128", "num_attention_heads=7", "--num_attention_heads"]),
     (1, 1, ["--num_key_value_heads", 3], ["num_attention_heads=8", "num_key_value_heads=3"]),
     (8, 1, ["--tp_size", 2], ["dp_size=1 x pp_size=1 x tp_size=2", "2 processes", "1 run"]),
     (3, 1, ["--tp_size", 2], ["--tp_size 2", "step 4"]),
@@ -212,6 +213,8 @@ def test_unreachable_hub_is_found_out_quickly(tmp_path, step, flag):
     ({"attention_bias": True}, {}, ["attention_bias=True", "--model_name"]),
     ({"model_type": "t5"}, {}, ["--model_name"]),
     ({"model_type": "mistral"}, {}, ["model_type='mistral'", "--model_name"]),
+    ({"rope_parameters": {**LLAMA3, "factor": "32"}}, {}, ["factor='32'", "a number above 0 in config.json"]),
+    ({"hidden_size": 100}, {}, ["hidden_size=100", "num_attention_heads=8", "--num_attention_heads"]),
     ({"model_type": "no_such_type"}, {}, ["holds no model configuration"]),
 ], ids=str)
 def test_model_directories(fails, tmp_path, changes, files, expected):

@@ -19,16 +19,16 @@ CASES = [  # each idea of a step once
     Case(4, tp=3, accumulation=2, variant="thirds"),  # a vocabulary that three does not divide either
     Case(5, dp=3, samples=24, accumulation=4),
     Case(6, dp=3, samples=24, accumulation=4), Case(6, dp=2, tp=2, accumulation=2, max_grad_norm=0),
-    Case(7, pp=4, max_grad_norm=0), Case(7, pp=2, variant="tied", max_grad_norm=0.1),
+    Case(7, pp=4, variant="llama3"), Case(7, pp=2, variant="tied", max_grad_norm=0.1),
     Case(8, pp=3, engine="1f1b"), Case(8, pp=4, accumulation=2, engine="1f1b", max_grad_norm=0),
-    Case(8, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b"),
-    Case(10, pp=4, engine="zb"), Case(10, dp=2, pp=2, engine="zb", variant="tied", max_grad_norm=0.1),
+    Case(8, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b", variant="llama3"),
+    Case(10, pp=4, engine="zb", variant="llama3"), Case(10, dp=2, pp=2, engine="zb", variant="tied", max_grad_norm=0.1),
     Case(11, dp=2, pp=2, engine="interleaved", virtual_stages=2, variant="tied", max_grad_norm=0.1),
     Case(11, pp=2, engine="interleaved_zb", virtual_stages=2, variant="seven"),
     Case(9, pipelines="3,2;5", num_microbatches="6,2", variant="tied", max_grad_norm=0.1),
     Case(9, pipelines="5;5;2,3", num_microbatches="3,2,3"),
     Case(9, pipelines="1,3,1", num_microbatches="8", max_grad_norm=0),
-    Case(9, pipelines="1,4;5", num_microbatches="5,3", tp=2),
+    Case(9, pipelines="1,4;5", num_microbatches="5,3", tp=2, variant="llama3"),
 ]
 BFLOAT16 = [Case(step, num_steps=6, dtype="bfloat16", **sizes) for step, sizes in (
     (8, {"tp": 2, "accumulation": 2}), (8, {"dp": 2, "accumulation": 2}), (8, {"pp": 2, "engine": "1f1b"}),

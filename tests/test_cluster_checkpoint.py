@@ -13,7 +13,12 @@ from checkpoint_runs import (
     ROOT, SAVED, SCRIPT, SIZES, STEPS, TOPOLOGIES, checkpoint, flags_of, newest, write_corpus, write_model,
 )
 from huggingface import ExactRMSNorm, float64_throughout, their_name
-from launch import fork, losses, metrics, start_fork
+from launch import fork, losses, metrics, modules_of, start_fork
+from recordings import LLAMA3
+
+with modules_of(9):
+    from model import Llama
+    from utils import load_config
 
 TOLERANCE, OF_LOSSES = 1e-9, 1e-12  # the latter is what the page promises of losses
 TEXT = "It was"  # what samples begin with
@@ -26,7 +31,7 @@ SLOW = [("one", "2x2x2"), ("2x2x2", "1;1;2"), ("1;1;2", "one"), ("tp4", "3"), ("
 def runs(tmp_path_factory, selected):
     """The folder of all runs: those named like a topology save at step 7 and 12, "A>B" goes on at 7 under B."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    model = write_model(folder / "model")
+    model = write_model(folder / "model", rope_parameters=LLAMA3)
     write_corpus(folder)
 
     def start(name: str, topology: str, *more):
@@ -107,7 +112,7 @@ def test_the_directory(runs):
     assert "model.layers.3.self_attn.o_proj.weight" in load_file(path / shards["model"][1])
     config = json.loads((path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "float64"
-    assert {name: config[name] for name in SIZES} == SIZES
+    assert {name: config[name] for name in SIZES} == SIZES and config["rope_parameters"] == LLAMA3
     assert AutoTokenizer.from_pretrained(path)("times")["input_ids"]
 
 
@@ -124,7 +129,7 @@ def test_state_json(runs):
 
 
 def test_transformers_reads_what_a_pipeline_and_tp_ranks_saved(runs):
-    """The logits are those of the model that one process has trained, loaded by our own reader of weights."""
+    """The logits are those of the model that one process has trained, and our Llama's with its weights."""
     from huggingface import reference
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
@@ -133,13 +138,17 @@ def test_transformers_reads_what_a_pipeline_and_tp_ranks_saved(runs):
     path = checkpoint(folder, "2;1>tp2", STEPS)
     [alone] = checkpoint(folder, "one", STEPS).glob("model-*.safetensors")
     theirs = LlamaForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
-    ours = reference(theirs.config, load_file(alone))  # its names are theirs already
+    ours = reference(theirs.config, weights := load_file(alone))  # its names are theirs already
+    with torch.device("meta"):
+        llama = Llama(load_config(path, num_attention_heads=None), torch.float64)
+    llama.load_state_dict({name: weights[their_name(name)] for name in llama.state_dict()}, assign=True)
     for layer in theirs.model.layers:
         layer.input_layernorm = ExactRMSNorm(layer.input_layernorm)
         layer.post_attention_layernorm = ExactRMSNorm(layer.post_attention_layernorm)
     theirs.model.norm = ExactRMSNorm(theirs.model.norm)
     ids = torch.arange(32).view(2, 16)
     assert (theirs(ids).logits - ours(ids).logits).abs().max() <= TOLERANCE
+    assert (theirs(ids).logits - llama(ids)).abs().max() <= TOLERANCE
 
 
 def test_samples_and_generate_write_the_likeliest_words(runs):

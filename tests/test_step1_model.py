@@ -7,13 +7,17 @@ from unittest import mock
 import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from huggingface import reference, their_name
 from launch import ROOT, modules_of
+from recordings import LLAMA3
 
 with modules_of(1):
     import model as llama
-    from utils import CONFIG_FIELDS, load_config
+    from utils import CONFIG_FIELDS, UserError, load_config
+
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 
 
 def tiny_config(**changes):
@@ -34,9 +38,21 @@ def build(config, dtype=torch.float64, seed=1):
 @pytest.mark.parametrize("exact_norm, tolerance", [(True, 1e-9), (False, 1e-6)], ids=["float64-norm", "untouched"])
 def test_equals_huggingface(tied, kv_heads, exact_norm, tolerance):
     config = tiny_config(num_key_value_heads=kv_heads, tie_word_embeddings=tied)
+    compare(config, 48, tolerance, exact_norm)
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, LINEAR], ids=["llama3", "linear"])
+def test_stretched_angles_equal_huggingface(rope):
+    """Heads of Llama 3.2, and texts more than three times as long as those of the first training."""
+    compare(tiny_config(hidden_size=256, head_dim=64, tie_word_embeddings=True, max_position_embeddings=2048,
+                        rope_parameters=rope), 200, 1e-9)
+
+
+def compare(config, seq_len: int, tolerance: float, exact_norm: bool = True) -> None:
+    """Logits, loss and every gradient."""
     ours = build(config)
     theirs = reference(config, dict(ours.named_parameters()), exact_norm)
-    tokens = torch.randint(96, (2, 49), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(96, (2, seq_len + 1), generator=torch.Generator().manual_seed(0))
     input_ids, target_ids = tokens[:, :-1], tokens[:, 1:]
 
     logits = ours(input_ids)
@@ -52,6 +68,18 @@ def test_equals_huggingface(tied, kv_heads, exact_norm, tolerance):
     assert gradients.keys() == {their_name(name) for name, _ in ours.named_parameters()}
     for name, param in ours.named_parameters():
         assert (param.grad - gradients[their_name(name)]).abs().max() <= tolerance, name
+
+
+@pytest.mark.parametrize("head_dim, rope", [
+    (128, {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192}),  # Llama 3.1 and 3.3
+    *((size, {**LLAMA3, "original_max_position_embeddings": 8192}) for size in (64, 128)),  # Llama 3.2 1B and 3B
+    (128, LLAMA3), (96, LINEAR)], ids=str)
+def test_angles_have_the_bits_of_huggingface(head_dim, rope):
+    """Far from the beginning, where the smallest difference of a frequency has grown to a large one of an angle."""
+    config = tiny_config(head_dim=head_dim, max_position_embeddings=131072, rope_parameters=rope)
+    expected = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(20000)[None])
+    found = llama.get_cos_sin(20000, head_dim, torch.float32, torch.device("cpu"), **rope)
+    assert all(torch.equal(ours, theirs[0]) for ours, theirs in zip(found, expected, strict=True))
 
 
 def test_initial_weights_depend_on_seed_and_name_alone():
@@ -84,20 +112,52 @@ def test_bfloat16_activations_over_float32_masters():
 
 @pytest.mark.parametrize("changes", [
     {"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"}, {"num_key_value_heads": 3},
-    {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
 ])
 def test_what_it_does_not_do_is_an_error(changes):
-    with pytest.raises(ValueError, match=list(changes)[0] if "rope_parameters" not in changes else "rope_type"):
+    with pytest.raises(ValueError, match=list(changes)[0]):
         llama.Llama(tiny_config(**changes))
 
 
+def write_config(folder, style: str, rope: dict, **changes) -> None:
+    """The tiny Llama's, as transformers 5 writes it, as Llama 3.1 was published, or from before the field mlp_bias."""
+    fields = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text()) | {"rope_parameters": rope}
+    if style != "complete":
+        del fields["head_dim"], fields["rope_parameters"]
+        fields["rope_theta"], fields["rope_scaling"] = rope["rope_theta"], {**rope}
+        del fields["rope_scaling"]["rope_theta"]
+    if style == "oldest":  # this one is left to Hugging Face
+        del fields["mlp_bias"]
+    (folder / "config.json").write_text(json.dumps({**fields, **changes}))
+
+
 @pytest.mark.parametrize("style", ["complete", "older"])
-def test_configuration_is_what_hugging_face_reads(tmp_path, style):
-    fields = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
-    if style == "older":  # as before transformers 5: this one is left to Hugging Face
-        del fields["head_dim"]
-        fields["rope_theta"] = fields.pop("rope_parameters")["rope_theta"]
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+@pytest.mark.parametrize("changes, expected", [
+    *(({"rope_type": kind}, f"does not implement rope_type={kind!r} .needs 'default' or 'linear' or 'llama3'")
+      for kind in ("dynamic", "yarn", "longrope")),
+    *(({name: value}, f"rope_type='llama3' with {name}={value!r}: set a number above ")
+      for name in LLAMA3 if name not in ("rope_theta", "rope_type") for value in (None, 0, "8")),
+    ({"high_freq_factor": 1.0}, "high_freq_factor=1.0: set a number above low_freq_factor"),
+    ({"rope_type": "linear", "factor": -4.0}, "rope_type='linear' with factor=-4.0"),
+], ids=str)
+def test_rotary_parameters_that_are_refused(tmp_path, style, changes, expected):
+    rope = {name: value for name, value in {**LLAMA3, **changes}.items() if value is not None}  # None: it is missing
+    write_config(tmp_path, style, rope)
+    with pytest.raises(UserError, match=expected):
+        llama.Llama(load_config(str(tmp_path), num_attention_heads=None))
+
+
+@pytest.mark.parametrize("style", ["complete", "oldest"])
+def test_heads_that_do_not_divide_the_hidden_size(tmp_path, style):
+    write_config(tmp_path, style, LLAMA3, hidden_size=100, head_dim=16)
+    with pytest.raises(UserError, match="100.*is not a multiple of .*8"):
+        llama.Llama(load_config(str(tmp_path), num_attention_heads=None))
+
+
+@pytest.mark.parametrize("rope", [{"rope_theta": 1e4, "rope_type": "default"}, LLAMA3,
+                                  {"rope_theta": 1e4, "type": "linear", "factor": 4.0}], ids=str)
+@pytest.mark.parametrize("style", ["complete", "older", "oldest"])
+def test_configuration_is_what_hugging_face_reads(tmp_path, style, rope):
+    write_config(tmp_path, style, rope)
     ours, theirs = load_config(str(tmp_path), num_attention_heads=None), AutoConfig.from_pretrained(tmp_path)
     assert {name: getattr(ours, name) for name in CONFIG_FIELDS} == {
         name: theirs.to_dict()[name] for name in CONFIG_FIELDS}
@@ -110,7 +170,7 @@ def test_float32_heads_are_repeated_on_a_gpu(dtype, on_gpu, kv_heads):
     config = tiny_config()
     attention = build(config, dtype).decoder_layers[0].attention
     x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
-    cos, sin = llama.get_cos_sin(6, 8, 1e4, dtype, x.device)
+    cos, sin = llama.get_cos_sin(6, 8, dtype, x.device, rope_theta=1e4)
     expected, attend, seen = attention(x, cos, sin), torch.nn.functional.scaled_dot_product_attention, []
 
     def watch(q, k, v, is_causal, enable_gqa):

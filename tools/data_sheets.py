@@ -171,6 +171,9 @@ def read_shape(name: str, args) -> Shape:
     if missing := [name for name in MODEL if getattr(config, name, None) is None]:
         raise UserError(f"--model_name {name!r} has no {', '.join(missing)}: what_if.py counts what a Llama "
                         "multiplies, choose a model of that kind")
+    if heads and config.hidden_size % heads:
+        raise UserError(f"hidden_size={config.hidden_size} is not a multiple of --num_attention_heads {heads}: choose "
+                        "one that divides it")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Shape(*(getattr(config, name) for name in MODEL), head_dim)
 

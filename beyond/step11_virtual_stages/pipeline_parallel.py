@@ -141,8 +141,7 @@ class PipelineParallel(nn.Module):
         """Token ids (B, T) or hidden states (B, T, D) -> hidden states, on the last one logits (B, T, V/tp)."""
         if self.is_first(chunk):
             x = self.embedding(x).to(self.dtype)
-        base = self.config.rope_parameters["rope_theta"]
-        cos, sin = get_cos_sin(x.size(1), self.config.head_dim, base, x.dtype, x.device)
+        cos, sin = get_cos_sin(x.size(1), self.config.head_dim, x.dtype, x.device, **self.config.rope_parameters)
         for i in self.chunks[chunk]:
             x = self.decoder_layers[str(i)](x, cos, sin)
         return self.final_proj(self.final_norm(x)) if self.is_last(chunk) else x

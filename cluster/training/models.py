@@ -95,9 +95,11 @@ def is_ours(fields: dict) -> bool:
         return False
     if not all(type(value) in (int, float) for value in numbers):
         return False
+    if rotary.get("rope_type") in ("linear", "llama3"):  # our_llama says what is wrong with their numbers
+        rotary = {**rotary, "rope_type": "default"}
     try:
         with torch.device("meta"):
-            Llama(argparse.Namespace(**{**fields, "num_hidden_layers": 1}))
+            Llama(argparse.Namespace(**{**fields, "num_hidden_layers": 1, "rope_parameters": rotary}))
         return True
     except (UserError, AttributeError, TypeError, RuntimeError, OverflowError, ArithmeticError):  # read again below
         return False
@@ -105,12 +107,12 @@ def is_ours(fields: dict) -> bool:
 
 def our_llama(args, dtype: torch.dtype) -> Model:
     config = once_per_machine(lambda: load_config(args.model_name, **{name: getattr(args, name) for name in SIZES}))
+    with torch.device("meta"):  # shapes only; memory comes with the weights
+        model = Llama(config, dtype)
     if config.head_dim % 2:
         raise UserError(f"--num_attention_heads {config.num_attention_heads} leaves {config.head_dim} numbers a head, "
                         "and rotary embeddings need an even number: choose fewer heads")
     check_positions(config, args.seq_len)
-    with torch.device("meta"):  # shapes only; memory comes with the weights
-        model = Llama(config, dtype)
 
     def criterion(logits, batch):
         return cross_entropy(logits, batch["target_ids"], config.vocab_size)

@@ -17,10 +17,13 @@ from tokenizers import Tokenizer
 
 TOLERANCE = 1e-11  # splitting the batch of one process differently moves its losses by 1e-15
 SEQ_LEN, NUM_LAYERS = 8, 5  # five layers are unlike numbers of them on two, three and four stages
+LLAMA3 = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # Llama 3.2's, for a first training with shorter texts
 VARIANTS = {  # of the tiny Llama
     "plain": {}, "tied": {"tie_word_embeddings": True}, "vocab1022": {"vocab_size": 1022},
     "seven": {"num_hidden_layers": 7},  # over four virtual stages
     "thirds": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 264},
+    "llama3": {"rope_parameters": LLAMA3},
 }
 COLUMN_PARALLEL = ("embedding", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "final_proj")  # split along dim 0
 ROW_PARALLEL = ("out_proj", "down_proj")  # split along dim 1

@@ -203,8 +203,7 @@ class Stage(torch.nn.Module):
 
     def forward(self, x):
         x = x if self.embedding is None else self.embedding(x)
-        base = self.config.rope_parameters["rope_theta"]
-        cos, sin = get_cos_sin(x.size(1), self.config.head_dim, base, x.dtype, x.device)
+        cos, sin = get_cos_sin(x.size(1), self.config.head_dim, x.dtype, x.device, **self.config.rope_parameters)
         for layer in self.decoder_layers:
             x = layer(x, cos, sin)
         return x if self.final_proj is None else self.final_proj(self.final_norm(x))
