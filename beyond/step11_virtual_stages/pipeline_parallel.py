@@ -186,7 +186,8 @@ class StageCommunication:
         """The rank that needs the result of an action (direction 1) or that sends what it needs (-1), and the group.
 
         A forward's result goes to the next virtual stage, a backward's to the one before. Between the last rank and
-        the first one it is another group: with two ranks, both wait for messages of both kinds from the same rank.
+        the first one it is another group. With two ranks, each sends forward results to the other and receives some
+        from it: in a single group over NCCL, each one's send could wait behind its own receive.
         """
         grid, hop = pgm.process_group_manager, direction if action.kind == "F" else -direction
         chunk, stage = divmod(action.chunk * grid.pp_world_size + grid.pp_rank + hop, grid.pp_world_size)

@@ -8,13 +8,13 @@ Interleaved 1F1B with p = 4 ranks, v = 2 chunks and m = 4 micro-batches. Capital
 chunk 1, and a column is the time of one chunk, half as long as that of a stage without chunks:
 
     rank 0   F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0 .  b1 .  b2 .  b3 B0 B1 B2 B3
-    rank 1   .  F0 F1 F2 F3 f0 f1 f2 .  .  b0 f3 b1 .  b2 .  b3 B0 B1 B2 B3 .
-    rank 2   .  .  F0 F1 F2 F3 f0 f1 .  b0 f2 b1 f3 b2 .  b3 B0 B1 B2 B3 .  .
+    rank 1   .  F0 F1 F2 F3 f0 f1 f2 f3 .  b0 .  b1 .  b2 .  b3 B0 B1 B2 B3 .
+    rank 2   .  .  F0 F1 F2 F3 f0 f1 f2 b0 f3 b1 .  b2 .  b3 B0 B1 B2 B3 .  .
     rank 3   .  .  .  F0 F1 F2 F3 f0 b0 f1 b1 f2 b2 f3 b3 B0 B1 B2 B3 .  .  .
 
-Micro-batches proceed in rounds of about p: all of a round pass chunk 0, then chunk 1, and so on, before the next round
-starts. The idle time at both ends is that of p - 1 chunks instead of p - 1 stages, so the bubble is (p-1)/(v m + p-1).
-The price: v times as many messages, and the activations of more micro-batches.
+Micro-batches proceed in rounds of p: a whole round passes chunk 0, then chunk 1, and so on, before the next one starts.
+The idle time at both ends is that of p - 1 chunks instead of p - 1 stages, so the bubble is (p-1)/(v m + p-1). The
+price: messages cross v p - 1 boundaries instead of p - 1, and the activations of more micro-batches are alive.
 
 With backward in two parts (weight_gradients.py), W fills the gaps. If p divides m, a rank keeps the activations of v p
 chunks, as many as the first stage of 1F1B:
@@ -39,7 +39,7 @@ def rounds(kind: str, num_stages: int, num_microbatches: int, num_chunks: int) -
     """The forwards ("F") or backwards ("B") of a rank in their order, one list per round.
 
     A round has at least p micro-batches, so that the first one is back at rank 0 when rank 0 has forwarded the last
-    one. Where p does not divide m, the first rounds are longer; if m is less than p, there is a single round of m.
+    one. Where p does not divide m, rounds are longer, the first ones by one more. For m < p there is one round.
     """
     for round in torch.arange(num_microbatches).tensor_split(max(num_microbatches // num_stages, 1)):
         chunks = range(num_chunks) if kind == "F" else reversed(range(num_chunks))
@@ -61,8 +61,8 @@ def interleave(stage: int, num_stages: int, num_microbatches: int, num_chunks: i
 def interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Iterator[Action]:
     """Interleaved 1F1B (Narayanan et al. 2021). At most (v-1) p + 2 (p - stage) - 1 chunks are alive if p divides m.
 
-    The warm-up grows by two per stage: one because a forward arrives one unit later at each further stage, and one
-    because the gradient needs one unit more for its way back.
+    The warm-up shrinks by two forwards per stage. One would be enough if messages took no time: a stage has one forward
+    more under way than the next one. The second lets it compute while a message travels, and costs memory.
     """
     return interleave(stage, num_stages, num_microbatches, num_chunks, hops=2)
 
@@ -70,7 +70,7 @@ def interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
 def interleaved_zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Iterator[Action]:
     """Interleaved 1F1B with W (Qi et al. 2023): each W is done `stage` backwards after its B. At most v p are alive.
 
-    A stage starts with only one forward more than the next one, and does its first W instead of the others.
+    The warm-up shrinks by one forward per stage. While a message travels, a stage can do a W.
     """
     return postpone_weight_gradients(interleave(stage, num_stages, num_microbatches, num_chunks, hops=1), stage)
 
