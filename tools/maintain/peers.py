@@ -122,6 +122,25 @@ def data_parallel(model, args):
     return step, optimizer
 
 
+def fully_sharded(model, args):
+    """fully_shard on each layer and on the whole. The kind zero2 keeps the weights between forward and backward."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in (*model.decoder_layers, model):
+        fully_shard(layer, reshard_after_forward=args.kind == "fsdp")
+    optimizer, size = adamw(model.parameters()), dist.get_world_size()
+
+    def step(samples):
+        mine = samples.view(SAMPLES // size, size, -1)[:, dist.get_rank()]
+        optimizer.zero_grad()
+        total = accumulate(model, mine, args.microbatches)
+        dist.all_reduce(total)
+        optimizer.step()
+        return total / size
+
+    return step, optimizer
+
+
 def tensor_parallel(model, args):
     """torch.distributed.tensor.parallel as its tutorial shows: embedding, layers and projection, loss in parallel."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -237,8 +256,8 @@ def hugging_face(model, args):
     return step, optimizer
 
 
-PEERS = {"ddp": data_parallel, "dtensor": tensor_parallel, "hf": hugging_face, "hf-tp": hugging_face,
-         **dict.fromkeys(SCHEDULES, pipeline)}
+PEERS = {"ddp": data_parallel, "fsdp": fully_sharded, "zero2": fully_sharded, "dtensor": tensor_parallel,
+         "hf": hugging_face, "hf-tp": hugging_face, **dict.fromkeys(SCHEDULES, pipeline)}
 
 if __name__ == "__main__":
     main()
