@@ -23,6 +23,9 @@ CASES = [  # each idea of a step once
     Case(8, pp=3, engine="1f1b"), Case(8, pp=4, accumulation=2, engine="1f1b", max_grad_norm=0),
     Case(8, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b"),
     Case(10, pp=4, engine="zb"), Case(10, dp=2, pp=2, engine="zb", variant="tied", max_grad_norm=0.1),
+    Case(12, dp=3, samples=24, accumulation=4, zero=1, zero_shares="4,2,1", variant="tied", max_grad_norm=0.1),
+    Case(12, dp=2, tp=2, accumulation=2, zero=2, max_grad_norm=0.1),
+    Case(12, dp=2, pp=2, accumulation=4, engine="zb", zero=1, variant="tied", max_grad_norm=0.1),
     Case(9, pipelines="3,2;5", num_microbatches="6,2", variant="tied", max_grad_norm=0.1),
     Case(9, pipelines="5;5;2,3", num_microbatches="3,2,3"),
     Case(9, pipelines="1,3,1", num_microbatches="8", max_grad_norm=0),
@@ -40,6 +43,10 @@ LONGER = [dataclasses.replace(case, num_steps=10) for case in (  # further sizes
     Case(10, dp=2, pp=2, tp=2, accumulation=4, engine="zb", variant="tied", max_grad_norm=0.1),
     Case(8, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b"),
     Case(8, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b", variant="tied", max_grad_norm=0.1),
+    *(Case(12, dp=dp, samples=8 * dp, accumulation=4, zero=zero, variant=variant, max_grad_norm=0.1)
+      for zero in (1, 2) for dp, variant in ((2, "tied"), (3, "plain"), (4, "vocab1022"))),
+    Case(12, dp=2, tp=2, accumulation=4, zero=1, zero_shares="3,1", variant="tied", max_grad_norm=0.1),
+    Case(12, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b", zero=1, zero_shares="1,2", max_grad_norm=0),
     Case(9, pipelines="3,2;5", num_microbatches="6,2"),
     Case(9, pipelines="1,4;5", num_microbatches="5,3", tp=2, variant="tied", max_grad_norm=0.1),
 )]
@@ -98,7 +105,7 @@ def check_live_activations(case: Case, ranks: list[dict]) -> None:
     if case.pipelines:
         layers, counts = case.pipelines.split(";"), case.num_microbatches.split(",")
         shapes = [(len(stages.split(",")), int(m)) for stages, m in zip(layers, counts, strict=True)]
-    for rank in ranks if case.step >= 7 else []:
+    for rank in ranks if case.pp > 1 or case.pipelines else []:
         num_stages, m = shapes[rank["place"]["dp"]]
         engine = "afab" if case.step == 7 else case.engine
         limit = {"afab": m, "zb": min(m, num_stages)}.get(engine, min(m, num_stages - rank["place"]["pp"]))

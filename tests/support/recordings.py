@@ -47,6 +47,8 @@ class Case:
     dtype: str = "float64"
     max_grad_norm: float = 1.0  # the default of --max_grad_norm
     recompute: bool = False
+    zero: int = 0
+    zero_shares: str = ""
 
     @property
     def num_processes(self) -> int:
@@ -73,6 +75,7 @@ class Case:
                   "model_name": folder / f"model_{self.variant}", "max_grad_norm": self.max_grad_norm}
         if self.variant == "vocab1022":
             flags["dataset_name"] = folder / "small_vocabulary.txt"
+        flags |= {name: getattr(self, name) for name in ("zero", "zero_shares") if getattr(self, name)}
         if self.engine:
             flags["pp_engine"] = self.engine
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
@@ -83,7 +86,8 @@ class Case:
         counts = self.num_microbatches or self.accumulation
         words = [f"step{self.step}", self.pipelines, axes, f"m{counts}", f"{self.samples}samples", self.engine,
                  self.variant, f"{self.num_steps}steps", self.dtype * (self.dtype != "float64"),
-                 f"clip{self.max_grad_norm:g}" * (self.max_grad_norm != 1), "recompute" * self.recompute]
+                 f"clip{self.max_grad_norm:g}" * (self.max_grad_norm != 1), "recompute" * self.recompute,
+                 f"zero{self.zero}" * (self.zero > 0), self.zero_shares]
         return "-".join(filter(None, words))
 
 
