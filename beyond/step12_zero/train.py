@@ -23,7 +23,7 @@ from utils import (
     zero_or_more_float,
 )
 from weight_gradients import divide_backward
-from zero import Zero, check_zero, shares
+from zero import Zero, check_zero, share_list
 
 
 def parse_args():
@@ -59,9 +59,9 @@ def parse_args():
     # Parallelism
     parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
-    parser.add_argument("--zero", type=int, choices=[0, 1, 2], default=0,
+    parser.add_argument("--zero", type=zero_or_more, choices=[0, 1, 2], default=0,
                         help="divide over dp ranks 1: the optimizer's state, 2: gradients too")
-    parser.add_argument("--zero_shares", type=shares, help="whose parts are unequal, by dp rank, such as 4,2,1")
+    parser.add_argument("--zero_shares", type=share_list, help="whose parts are unequal, by dp rank, such as 4,2,1")
     parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
     parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="zb", help="the pipeline's schedule")
     parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")

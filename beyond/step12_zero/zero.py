@@ -203,7 +203,7 @@ class Zero(DataParallelBucket):
                 handle.wait()
 
 
-def shares(text: str) -> list[int]:
+def share_list(text: str) -> list[int]:
     """The type of --zero_shares."""
     return [positive_int(word) for word in text.split(",")]
 
