@@ -20,6 +20,8 @@ RUNS = {  # name -> step, ranks, flags
     "dp2-zero1": (12, 2, ["--dp_size", 2, "--zero", 1]),
     "dp3-zero1-shares": (12, 3, ["--dp_size", 3, "--zero", 1, "--zero_shares", "4,2,1"]),
     "dp3-zero2": (12, 3, ["--dp_size", 3, "--zero", 2]),
+    "dp3-zero3": (13, 3, ["--dp_size", 3, "--zero", 3]),
+    "dp2-zero3-bfloat16": (13, 2, ["--dp_size", 2, "--zero", 3, "--dtype", "bfloat16"]),
     "pp4": (7, 4, ["--pp_size", 4]),
     "3d": (8, 8, ["--dp_size", 2, "--pp_size", 2, "--tp_size", 2, "--dtype", "bfloat16"]),
     "three-stages": (9, 3, ["--pipelines", "3,2,3", "--wire_dtype", "bfloat16"]),
@@ -111,6 +113,21 @@ def test_zero_scatters_gradients_and_gathers_weights(counted, name, shares, time
         sums, weights = (4 * WHOLE * part for part in (times * others_too * own, 1 - own))
         back, ahead = (4 * WHOLE * part for part in (times * (1 - own), others_too * own))
         for function, expected in (("irecv", sums + weights), ("isend", back + ahead)):
+            calls = Counter({key: n for key, n in found.items() if key[:2] == (function, "dp_group")})
+            assert total_bytes(calls) == pytest.approx(expected, rel=1e-3), (rank, function)
+            found -= calls
+        assert not found, "nothing else"
+
+
+@pytest.mark.parametrize("name, ranks, itemsize", [("dp3-zero3", 3, 4), ("dp2-zero3-bfloat16", 2, 2)])
+def test_fsdp_gathers_weights_twice_a_micro_batch(counted, name, ranks, itemsize):
+    """The last layer's and the rest's once. Weights of layers travel in the activations' dtype, all else in float32."""
+    rest = WHOLE - LAYERS * LAYER
+    layers = itemsize * (2 * LAYERS - 1) * LAYER
+    expected = M * (ranks - 1) / ranks * (layers + 4 * rest + 4 * WHOLE)
+    assert itemsize < 4 or expected < 3 * M * (ranks - 1) / ranks * 4 * WHOLE
+    for rank, found in enumerate(counted(name)):
+        for function in ("irecv", "isend"):
             calls = Counter({key: n for key, n in found.items() if key[:2] == (function, "dp_group")})
             assert total_bytes(calls) == pytest.approx(expected, rel=1e-3), (rank, function)
             found -= calls

@@ -168,9 +168,9 @@ class Zero(DataParallelBucket):
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor:
         """The part of the gradient that lies in this rank's shard: flat, and often empty."""
-        shard = self.bucket_of[param].shard
-        start = param.storage_offset() - shard.storage_offset()
-        return shard.grad[max(start, 0) : max(start + param.numel(), 0)]
+        bucket = self.bucket_of[param]
+        start = param.storage_offset() - sum(bucket.sizes[: bucket.group.rank()])  # seen from the shard
+        return bucket.shard.grad[max(start, 0) : max(start + param.numel(), 0)]
 
     def named_shards(self) -> list[tuple[str, nn.Parameter]]:
         return [(f"shard {i}", bucket.shard) for i, bucket in enumerate(self.buckets)]
