@@ -17,6 +17,11 @@ RUNS = {  # name -> step, ranks, flags
     "tp4": (5, 4, ["--tp_size", 4]),
     "dp2-naive": (5, 2, ["--dp_size", 2]),
     "dp2-bucket": (6, 2, ["--dp_size", 2]),
+    "dp2-zero1": (12, 2, ["--dp_size", 2, "--zero", 1]),
+    "dp3-zero1-shares": (12, 3, ["--dp_size", 3, "--zero", 1, "--zero_shares", "4,2,1"]),
+    "dp3-zero2": (12, 3, ["--dp_size", 3, "--zero", 2]),
+    "dp3-zero3": (13, 3, ["--dp_size", 3, "--zero", 3]),
+    "dp2-zero3-bfloat16": (13, 2, ["--dp_size", 2, "--zero", 3, "--dtype", "bfloat16"]),
     "pp4": (7, 4, ["--pp_size", 4]),
     "3d": (8, 8, ["--dp_size", 2, "--pp_size", 2, "--tp_size", 2, "--dtype", "bfloat16"]),
     "three-stages": (9, 3, ["--pipelines", "3,2,3", "--wire_dtype", "bfloat16"]),
@@ -36,7 +41,7 @@ def counted(tmp_path_factory, selected):
         else:
             train = STEPS[str(step)] / "train.py"
             flags = [*flags, "--micro_batch_size", B, "--gradient_accumulation_steps", M,
-                     "--max_tokens", 2 * 2 * B * T * M]
+                     "--max_tokens", 2 * ranks * B * T * M]
         futures[name] = start_fork(step, ranks, folder / name, train, *flags, "--seq_len", T, "--log_dir", folder,
                                    "--run_name", name, script=SCRIPT)
 
@@ -94,6 +99,39 @@ def test_data_parallelism_sums_each_gradient_once(counted, name, number):
     for found in counted(name):
         gradients, others = split_by_group(found)
         assert not others and gradients.total() == number and total_bytes(gradients) == 4 * WHOLE
+
+
+@pytest.mark.parametrize("name, shares, times", [
+    ("dp2-zero1", [1, 1], 1), ("dp3-zero1-shares", [4, 2, 1], 1), ("dp3-zero2", [1, 1, 1], M)])
+def test_zero_scatters_gradients_and_gathers_weights(counted, name, shares, times):
+    """A rank with the share s of N ranks' total of 1 receives its shard's gradients from all others, (N-1) s, once or
+    after each micro-batch, and then the weights that it has not updated, 1 - s. What it sends is the other way round.
+    """
+    for rank, found in enumerate(counted(name)):
+        gradients, others = split_by_group(found)
+        own, others_too = shares[rank] / sum(shares), len(shares) - 1
+        sums, weights = (4 * WHOLE * part for part in (times * others_too * own, 1 - own))
+        back, ahead = (4 * WHOLE * part for part in (times * (1 - own), others_too * own))
+        for function, expected in (("irecv", sums + weights), ("isend", back + ahead)):
+            calls = Counter({key: n for key, n in found.items() if key[:2] == (function, "dp_group")})
+            assert total_bytes(calls) == pytest.approx(expected, rel=1e-3), (rank, function)
+            found -= calls
+        assert not found, "nothing else"
+
+
+@pytest.mark.parametrize("name, ranks, itemsize", [("dp3-zero3", 3, 4), ("dp2-zero3-bfloat16", 2, 2)])
+def test_fsdp_gathers_weights_twice_a_micro_batch(counted, name, ranks, itemsize):
+    """The last layer's and the rest's once. Weights of layers travel in the activations' dtype, all else in float32."""
+    rest = WHOLE - LAYERS * LAYER
+    layers = itemsize * (2 * LAYERS - 1) * LAYER
+    expected = M * (ranks - 1) / ranks * (layers + 4 * rest + 4 * WHOLE)
+    assert itemsize < 4 or expected < 3 * M * (ranks - 1) / ranks * 4 * WHOLE
+    for rank, found in enumerate(counted(name)):
+        for function in ("irecv", "isend"):
+            calls = Counter({key: n for key, n in found.items() if key[:2] == (function, "dp_group")})
+            assert total_bytes(calls) == pytest.approx(expected, rel=1e-3), (rank, function)
+            found -= calls
+        assert not found, "nothing else"
 
 
 @pytest.mark.parametrize("name, itemsize", [

@@ -22,11 +22,14 @@ CASES = {  # step, rank, world size, flags; the last rank of a grid computes the
     "step1": (1, 0, 1), "step2": (2, 0, 1), "step3": (3, 0, 1), "step4": (4, 1, 2, "--tp_size", 2),
     "step5": (5, 3, 4, "--dp_size", 2, "--tp_size", 2), "step6": (6, 3, 4, "--dp_size", 2, "--tp_size", 2),
     "step7": (7, 7, 8, *GRID), "step8": (8, 7, 8, *GRID, "--recompute"), "step9": (9, 2, 3, *UNLIKE),
+    "step12": (12, 3, 4, "--dp_size", 2, "--tp_size", 2, "--zero", 2),
+    "step13": (13, 3, 4, "--dp_size", 2, "--tp_size", 2, "--zero", 3),
     "cluster": (9, 2, 3, *UNLIKE), "cluster-int8": (9, 2, 3, *UNLIKE, *INT8),
 }
 OTHER_RANKS = {"step7-first-stage": (7, 0, 8, *GRID), "step8-first-stage": (8, 0, 8, *GRID),
                "step8-afab": (8, 7, 8, *GRID, "--pp_engine", "afab"), "step10": (10, 7, 8, *GRID),
                "step10-first-stage": (10, 0, 8, *GRID),
+               "step12-shares": (12, 3, 4, "--dp_size", 2, "--pp_size", 2, "--zero", 1, "--zero_shares", "2,1"),
                "cluster-int8-first-stage": (9, 1, 3, *UNLIKE, *INT8),
                "step9-one-stage": (9, 0, 3, *UNLIKE)}
 FAULTS = {  # in step 4: what it says -> what breaks it, and the complaint

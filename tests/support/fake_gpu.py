@@ -120,6 +120,11 @@ def all_gather_object(everyone: list, mine) -> None:
     everyone[:] = [mine] * len(everyone)
 
 
+def one_by_one(operations: list) -> list:
+    """A stand-in for dist.batch_isend_irecv, which would ask for the backend of the device."""
+    return [operation.op(operation.tensor, operation.peer, operation.group) for operation in operations]
+
+
 def join(rank: int, world_size: int):
     """A stand-in for dist.init_process_group."""
     init_process_group = dist.init_process_group
@@ -140,7 +145,7 @@ def main() -> None:
     del os.environ["RANK"]  # so that nobody looks for the other ranks
     fakes = [(dist, {"get_backend": lambda group=None: "nccl", "init_process_group": join(rank, world_size),
                      "all_gather_object": all_gather_object, "new_group": new_group(),
-                     "monitored_barrier": lambda group, timeout: None}),
+                     "monitored_barrier": lambda group, timeout: None, "batch_isend_irecv": one_by_one}),
              (dist.distributed_c10d, {"_get_default_store": dist.HashStore}),
              (torch.cuda, {"is_available": lambda: True, "device_count": lambda: 1, "set_device": lambda device: None}),
              (torch.Tensor, {"pin_memory": pin_memory}),

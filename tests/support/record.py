@@ -2,6 +2,7 @@
 
 Each rank writes OUT/rank<r>.pt: its place in the grid, its parameters before the first and after the last step, the
 gradients that the first step uses, and how many micro-batches' activations it held at most (None without a pipeline).
+Of a step that divides them over the dp ranks, each rank puts the whole together from all shards, see from_shards().
 """
 
 import gc
@@ -10,6 +11,7 @@ import runpy
 import sys
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 FIRST: dict = {}
@@ -20,13 +22,43 @@ def snapshot(optimizer, _args, _kwargs) -> None:
     if FIRST:
         return
     group = optimizer.param_groups[0]
-    names = [name.removeprefix("module.") for name in group["param_names"]]
-    FIRST["params"] = dict(zip(names, group["params"]))
-    FIRST["initial"] = {name: param.detach().clone() for name, param in FIRST["params"].items()}
-    FIRST["grads"] = {name: param.grad.clone() for name, param in FIRST["params"].items()}
     owner = group["params"][0]
-    FIRST["wrappers"] = [module for module in gc.get_objects() if type(module).__name__ == "DataParallelBucket"
-                         and any(param is owner for param in module.parameters())]
+    wrappers = [module for module in gc.get_objects() if isinstance(module, torch.nn.Module)
+                and any(each.__name__ == "DataParallelBucket" for each in type(module).__mro__)
+                and any(param is owner for param in parameters(module))]
+    if wrappers and owner is getattr(wrappers[0].buckets[0] if wrappers[0].buckets else None, "shard", None):
+        FIRST["read"] = lambda what: from_shards(wrappers[0], what)
+    else:
+        params = dict(zip((name.removeprefix("module.") for name in group["param_names"]), group["params"]))
+        FIRST["read"] = lambda what: {name: read(param, what).clone() for name, param in params.items()}
+    FIRST["initial"], FIRST["grads"] = FIRST["read"]("data"), FIRST["read"]("grad")
+    FIRST["wrappers"] = wrappers
+
+
+def parameters(wrapper: torch.nn.Module) -> list[torch.Tensor]:
+    """What the optimizer may update: the wrapper's parameters, or the shards of its buckets."""
+    return [*wrapper.parameters(), *(bucket.shard for bucket in wrapper.buckets if hasattr(bucket, "shard"))]
+
+
+def read(param: torch.Tensor, what: str) -> torch.Tensor:
+    return getattr(param, what).detach()
+
+
+def from_shards(wrapper: torch.nn.Module, what: str) -> dict[str, torch.Tensor]:
+    """The whole weights ("data") or gradients ("grad"), which all dp ranks put together from all shards.
+
+    A bucket's shards, one after the other in the order of ranks, are its parameters, flat and in their order.
+    Where ranks hold whole weights as well, these are read: they have to be equal on all ranks.
+    """
+    names, whole = {param: name for name, param in wrapper.module.named_parameters()}, {}
+    for bucket in wrapper.buckets:
+        if what == "data" and all(param.untyped_storage().nbytes() for param in bucket.params):
+            whole.update((names[param], param.detach().clone()) for param in bucket.params)
+            continue
+        dist.all_gather_object(parts := [None] * bucket.group.size(), read(bucket.shard, what), group=bucket.group)
+        pieces = torch.cat(parts).split([param.numel() for param in bucket.params])
+        whole.update((names[param], piece.view(param.shape)) for param, piece in zip(bucket.params, pieces))
+    return whole
 
 
 def run(out: str, script: str) -> None:
@@ -37,7 +69,7 @@ def run(out: str, script: str) -> None:
         return
     peaks = [getattr(module, "peak_live_activations", None) for module in FIRST.pop("wrappers")]
     place = {"dp": grid.dp_rank, "pp": grid.pp_rank, "tp": grid.tp_rank}
-    final = {name: param.detach().clone() for name, param in FIRST.pop("params").items()}
+    final = FIRST.pop("read")("data")
     os.makedirs(out, exist_ok=True)
     recording = {**FIRST, "final": final, "place": place, "peak": peaks[0] if peaks else None}
     torch.save(recording, os.path.join(out, f"rank{grid.global_rank}.pt"))

@@ -52,6 +52,8 @@ class Case:
     dtype: str = "float64"
     max_grad_norm: float = 1.0  # the default of --max_grad_norm
     recompute: bool = False
+    zero: int = 0
+    zero_shares: str = ""
 
     @property
     def num_processes(self) -> int:
@@ -78,6 +80,7 @@ class Case:
                   "model_name": folder / f"model_{self.variant}", "max_grad_norm": self.max_grad_norm}
         if self.variant == "vocab1022":
             flags["dataset_name"] = folder / "small_vocabulary.txt"
+        flags |= {name: getattr(self, name) for name in ("zero", "zero_shares") if getattr(self, name)}
         if self.engine:
             flags["pp_engine"] = self.engine
         if self.virtual_stages > 1:
@@ -91,7 +94,8 @@ class Case:
         words = [f"step{self.step}", self.pipelines, axes, f"m{counts}", f"{self.samples}samples", self.engine,
                  f"v{self.virtual_stages}" * (self.virtual_stages > 1),
                  self.variant, f"{self.num_steps}steps", self.dtype * (self.dtype != "float64"),
-                 f"clip{self.max_grad_norm:g}" * (self.max_grad_norm != 1), "recompute" * self.recompute]
+                 f"clip{self.max_grad_norm:g}" * (self.max_grad_norm != 1), "recompute" * self.recompute,
+                 f"zero{self.zero}" * (self.zero > 0), self.zero_shares]
         return "-".join(filter(None, words))
 
 
