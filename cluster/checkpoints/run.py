@@ -157,7 +157,8 @@ class Run:
             self.clear_folder()
         self.lock.write(self.run_id, self.launch)
         if self.loader:
-            self.loader.load_optimizer(optimizer, model.module)
+            with self.disks.together():
+                self.loader.load_optimizer(optimizer, model.module)
             with warnings.catch_warnings():  # of steps of the scheduler without the optimizer's
                 warnings.simplefilter("ignore")
                 for _ in range(self.start):  # so that --learning_rate and the other flags have their effect

@@ -42,6 +42,12 @@ def is_elastic() -> bool:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether it came of communicating with a rank that is gone."""
+    return (isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+            and bool(LOST.search(str(error))))
+
+
 class Watch:
     """Notes signals from now on and, in an elastic run, whether the other ranks are alive. All ranks make one together.
     """
@@ -157,7 +163,7 @@ class Watch:
         try:
             yield
         except RuntimeError as error:
-            if self.store is not None and not isinstance(error, torch.OutOfMemoryError) and LOST.search(str(error)):
+            if self.store is not None and is_lost_peer(error):
                 self.fail(f"a rank is lost ({str(error).splitlines()[0][:200]})")
             raise
 

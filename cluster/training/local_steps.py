@@ -101,16 +101,18 @@ def train_rounds(args, plugin, made, layout, run) -> None:
                         f"round of --local_steps {args.local_steps}: lower it, or add data")
     loader = plugin.prepare_dataloader(samples, shuffle=True, seed=args.seed, collate_fn=collate_batch)
     stage = PipelineStage(made.model, layout.templates[0], 0)
-    if made.initial:  # else the model has them, drawn by --seed
-        made.initial(stage)
-    stage.model.to(plugin.device)
+    with pgm.together():
+        if made.initial:  # else the model has them, drawn by --seed
+            made.initial(stage)
+        stage.model.to(plugin.device)
     if args.recompute:
         recompute_layers(stage.own_layers())
     optimizer = torch.optim.AdamW(stage.model.named_parameters(), lr=args.learning_rate, fused=True)
     run.begin(plugin, types.SimpleNamespace(module=stage), optimizer, types.SimpleNamespace(state_dict=dict),
               made.names, made.files, args.model_name, loader.steps_per_epoch)
     run.watch.let_signals_kill()
-    board = Board(os.path.join(args.log_dir, args.run_name), plugin.device)
+    with pgm.together():
+        board = Board(os.path.join(args.log_dir, args.run_name), plugin.device)
     rounds = train_locally(args, plugin, stage.model, optimizer, loader, made.criterion, layout.local_steps,
                            args.epochs * loader.steps_per_epoch)
     for step in print_epochs(rounds, loader.steps_per_epoch):
@@ -218,7 +220,8 @@ def train_locally(args, plugin, model: torch.nn.Module, optimizer: torch.optim.O
     over ranks. Where an epoch ends, all ranks have the same weights.
     """
     rank, tokens = pgm.process_group_manager.dp_rank, plugin.global_batch_size * args.seq_len
-    logger = RunLogger(args, pgm.process_group_manager, num_rounds * args.local_steps, tokens // args.local_steps)
+    with pgm.together():
+        logger = RunLogger(args, pgm.process_group_manager, num_rounds * args.local_steps, tokens // args.local_steps)
     num_microbatches = [count // own for count, own in zip(plugin.num_microbatches, steps)]  # of a local step
     own, pace = steps[rank], steps[rank] / args.local_steps
     outer = OuterOptimizer(args, plugin, model, num_microbatches[rank] / sum(num_microbatches))

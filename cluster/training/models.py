@@ -77,7 +77,7 @@ def find_published(args) -> Callable | None:
     directory = once_per_machine(lambda: local_directory(name, flag))
     has_files = any(once_per_machine(lambda: glob.glob(os.path.join(glob.escape(directory), "model*.safetensors*"))))
     if has_files or args.init_from:
-        return published_weights(directory)
+        return once_per_machine(lambda: published_weights(directory))
     if args.lora_rank:
         raise UserError(f"--model_name {name!r} has no weights (model.safetensors), and LoRA trains beside those of a "
                         "trained model: name one, or leave out --lora_rank")
