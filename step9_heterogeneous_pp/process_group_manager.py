@@ -119,20 +119,21 @@ def init_process_group(backend: str, timeout_seconds: float = 600) -> None:
 def together(group: dist.ProcessGroup | None = None):
     """Around what a rank does by itself, such as reading files: where it fails on one, all raise the error. Collective.
 
-    So do UserError, OSError, which becomes a UserError, and where a GPU's memory is too small. Any other error is a
-    fault of the program, and stays on its rank.
+    UserError and OSError become a UserError, a GPU's lack of memory stays what it is. Any other error is a fault of the
+    program, and stays on its rank.
     """
     error = None
     try:
         yield
-    except OSError as problem:
-        error = UserError(f"{problem.filename}: {problem.strerror}")
-    except (UserError, torch.OutOfMemoryError) as problem:
+    except (UserError, OSError) as problem:
+        error = str(problem)
+    except torch.OutOfMemoryError as problem:
         error = problem
     dist.all_gather_object(errors := [None] * dist.get_world_size(), error, group)
     for rank, error in enumerate(errors):
         if error:
-            raise type(error)(f"rank {rank}: {error}" if rank else str(error))
+            kind = UserError if isinstance(error, str) else torch.OutOfMemoryError
+            raise kind(f"rank {rank}: {error}" if rank else str(error))
 
 
 def setup_process_group_manager(stages_per_pipeline: list[int], tp_size: int) -> None:

@@ -44,8 +44,15 @@ def is_elastic() -> bool:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether it came of communicating with a rank that is gone."""
-    return (isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
-            and bool(LOST.search(str(error))))
+    is_ours = isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError)
+    return not is_ours and bool(LOST.search(str(error)))
+
+
+def let_signals_kill() -> None:
+    """For a training that can't end within a step: SIGTERM and Ctrl-C end the process, as they do by default."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Watch:
@@ -137,12 +144,6 @@ class Watch:
         if self.store is not None and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
 
-    def let_signals_kill(self) -> None:
-        """For a training that can't end within a step: SIGTERM and Ctrl-C end the process, as they do by default."""
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-
     def fail(self, reason: str) -> None:
         """Saves what can be saved, and ends this process. Does not return."""
         with self.lock:
@@ -215,10 +216,14 @@ class Watch:
 @contextlib.contextmanager
 def end_of_elastic_run():
     """Around main(): an error that starting anew would only repeat ends the agent as well, which started this process.
+
+    In another run a rank that waits with its error, for rank 0 to speak, ends where it is told to.
     """
     try:
         yield
     except Exception as error:
-        if is_elastic() and (isinstance(error, UserError) or not LOST.search(str(error))):
+        if not is_elastic():
+            let_signals_kill()
+        elif isinstance(error, UserError) or not LOST.search(str(error)):
             threading.Timer(1.0, os.kill, [os.getppid(), signal.SIGTERM]).start()  # after the message
         raise

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 import process_group_manager as pgm
-from checkpoints.survive import is_elastic
+from checkpoints.survive import is_elastic, let_signals_kill
 from data.encoded import load_samples
 from dataloader import collate_batch
 from metrics import RunLogger
@@ -39,7 +39,7 @@ from model import cast_weights_once
 from pipeline_stage import PipelineStage
 from timeline import timeline
 from training.compression import WIRE_DTYPES, CompressedAllReduce
-from training.loop import print_epochs
+from training.loop import print_epochs, warn_of_damage
 from training.record import Board, Step
 from training.times import StepTimes
 from utils import UserError, make_scheduler, number, positive_float, positive_int, recompute_layers, zero_or_more
@@ -110,7 +110,7 @@ def train_rounds(args, plugin, made, layout, run) -> None:
     optimizer = torch.optim.AdamW(stage.model.named_parameters(), lr=args.learning_rate, fused=True)
     run.begin(plugin, types.SimpleNamespace(module=stage), optimizer, types.SimpleNamespace(state_dict=dict),
               made.names, made.files, args.model_name, loader.steps_per_epoch)
-    run.watch.let_signals_kill()
+    let_signals_kill()
     with pgm.together():
         board = Board(os.path.join(args.log_dir, args.run_name), plugin.device)
     rounds = train_locally(args, plugin, stage.model, optimizer, loader, made.criterion, layout.local_steps,
@@ -118,6 +118,8 @@ def train_rounds(args, plugin, made, layout, run) -> None:
     for step in print_epochs(rounds, loader.steps_per_epoch):
         board.log(step, plugin.global_batch_size * args.seq_len)
         run.step = step.number
+        if step.number == 1:
+            warn_of_damage(step, made.source, config.vocab_size)
         if step.number % loader.steps_per_epoch == 0:
             run.checkpointer.save(step.number, is_last=True)
     run.end(was_stopped=False)

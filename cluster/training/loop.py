@@ -87,6 +87,13 @@ def print_epochs(steps: Iterator[Step], steps_per_epoch: int | None) -> Iterator
         yield step
 
 
+def warn_of_damage(first: Step, source: str | None, vocab_size: int) -> None:
+    """A line on rank 0 where weights that were read, from `source`, begin with far more than the loss of a guess."""
+    if source and first.loss > 3 * math.log(vocab_size):
+        say(f"warning: the loss begins with {first.loss:.4g}, where guessing among {vocab_size} tokens has "
+            f"{math.log(vocab_size):.2f}: the weights that were read from {source} may be damaged, or of another model")
+
+
 class FirstBadLoss:
     """The criterion, which also notes whether a micro-batch's loss is not finite: it says which rank had it first."""
 
@@ -104,8 +111,17 @@ class FirstBadLoss:
         if not any(everyone := gather(bad)):  # then it came with the gradients
             everyone = gather(any(not param.grad.isfinite().all() for param in model.parameters()
                                   if param.grad is not None))
-        ranks = ", ".join(str(rank) for rank, is_bad in enumerate(everyone) if is_bad) or "unknown"
+        ranks = ", ".join(str(rank) for rank, is_bad in enumerate(everyone) if is_bad)
+        first = f", first on rank {ranks}" * bool(ranks)  # no rank where only their sum is too large a number
         last = run.checkpointer.last()
-        return (f"step {step.number} has the loss {step.loss} and the gradient norm {step.grad_norm}, first on rank "
-                f"{ranks}: the training stops, and saves nothing. The last good checkpoint is "
-                f"{last or 'none, as none was saved'}. Lower --learning_rate, and go on with --resume auto")
+        if step.number == run.start + 1:  # no step has changed the weights
+            what_next = (f"Nothing was trained yet: the weights that were read from {run.source} may be damaged, get "
+                         "them anew or take others") if run.source else (
+                "Nothing was trained yet, and the weights were drawn at random: look at the sizes and at "
+                "initializer_range in config.json, and at --dtype")
+        elif last:
+            what_next = f"The last good checkpoint is {last}. Lower --learning_rate, and go on with --resume auto"
+        else:
+            what_next = "No checkpoint was saved yet. Lower --learning_rate, and begin anew"
+        return (f"step {step.number} has the loss {step.loss} and the gradient norm {step.grad_norm}{first}: the "
+                f"training stops, and saves nothing. {what_next}")

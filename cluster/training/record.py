@@ -65,9 +65,9 @@ class Record:
         rows, evaluations = [], []
         if before:  # the training that goes on may have had another name
             source = os.path.join(before["log_dir"], before["run_name"])
-        is_ours = not is_of_another_run(source, {flags.get("run_id") for flags in (vars(args), before or {})})
+        run_ids = {flags.get("run_id") for flags in (vars(args), before or {})}
         with disks.together():
-            if start and writes and is_ours:
+            if start and writes and not is_of_another_run(source, run_ids):
                 rows, evaluations = read_rows(source, start, BEFORE, METRICS), read_rows(source, start, EVALUATIONS)
                 if rows and os.path.realpath(source) == os.path.realpath(folder):  # room for a new metrics.jsonl
                     replace(os.path.join(folder, BEFORE), "".join(rows))
