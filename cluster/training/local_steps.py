@@ -111,8 +111,7 @@ def train_rounds(args, plugin, made, layout, run) -> None:
     run.begin(plugin, types.SimpleNamespace(module=stage), optimizer, types.SimpleNamespace(state_dict=dict),
               made.names, made.files, args.model_name, loader.steps_per_epoch)
     let_signals_kill()
-    with pgm.together():
-        board = Board(os.path.join(args.log_dir, args.run_name), plugin.device)
+    board = Board(os.path.join(args.log_dir, args.run_name), plugin.device)
     rounds = train_locally(args, plugin, stage.model, optimizer, loader, made.criterion, layout.local_steps,
                            args.epochs * loader.steps_per_epoch)
     for step in print_epochs(rounds, loader.steps_per_epoch):

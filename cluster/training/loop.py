@@ -119,9 +119,8 @@ class FirstBadLoss:
                          "them anew or take others") if run.source else (
                 "Nothing was trained yet, and the weights were drawn at random: look at the sizes and at "
                 "initializer_range in config.json, and at --dtype")
-        elif last:
-            what_next = f"The last good checkpoint is {last}. Lower --learning_rate, and go on with --resume auto"
         else:
-            what_next = "No checkpoint was saved yet. Lower --learning_rate, and begin anew"
+            saved = f"The last good checkpoint is {last}" if last else "No checkpoint was saved yet"
+            what_next = f"{saved}. Lower --learning_rate, and go on with --resume auto"
         return (f"step {step.number} has the loss {step.loss} and the gradient norm {step.grad_norm}{first}: the "
                 f"training stops, and saves nothing. {what_next}")

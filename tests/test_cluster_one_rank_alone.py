@@ -1,0 +1,111 @@
+"""What one rank alone finds before the first step, as a damaged file of its stage: all end with its error, in one line.
+
+Step 9 and train_distributed.py read the same directories, in two stages; what is damaged is that of the second stage.
+"""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from checkpoint_runs import ROOT, SCRIPT, TEXT, flags_of, newest, write_corpus, write_model
+from launch import MODELS, STEPS, modules_of, start_fork, torchrun
+from safetensors.torch import load_file, save_file
+
+with modules_of(9):
+    import process_group_manager as pgm
+    from checkpoints.disks import Disks
+    from utils import UserError
+
+SIZES = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+             num_key_value_heads=4, max_position_embeddings=32)
+OWN, INDEX = "model.layers.3.mlp.up_proj.weight", "model.safetensors.index.json"  # of the second stage
+
+
+def change_index(path, change) -> None:
+    index = json.loads((path.parent / INDEX).read_text())
+    change(index["weight_map"])
+    (path.parent / INDEX).write_text(json.dumps(index))
+
+
+def be_a_folder(path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES = {  # name -> what is done to the file, what the error has
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:20_000]), "incomplete metadata, file not fully covered"),
+    "emptied": (lambda path: path.write_bytes(b""), "header too small"),
+    "other content": (lambda path: path.write_bytes(TEXT.encode()), "header too large"),
+    "a folder": (be_a_folder, "can't be read ("),
+    "removed": (lambda path: path.unlink(), "No such file"),
+    "no entry in the index": (lambda path: change_index(path, lambda files: files.pop(OWN)), f"has no weights for "),
+    "another file in the index": (
+        lambda path: change_index(path, lambda files: files.update({OWN: files["model.embed_tokens.weight"]})),
+        f"does not contain tensor {OWN}"),
+}
+STEP9 = STEPS["9"] / "run_causal_lm.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    import transformers
+
+    folder = tmp_path_factory.mktemp("alone")
+    write_model(folder / "good", "llama", **SIZES)
+    config = transformers.AutoConfig.from_pretrained(folder / "good")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "good", max_shard_size="90KB")
+    write_corpus(folder)
+    return folder
+
+
+def damaged(folder, name: str, damage):
+    """A copy of the model, of whose file with OWN `damage` is called."""
+    shutil.copytree(folder / "good", folder / name)
+    damage(folder / name / json.loads((folder / "good" / INDEX).read_text())["weight_map"][OWN])
+    return folder / name
+
+
+def words(folder, script, name: str, model, **changes) -> list[str]:
+    changes = dict(max_steps=2, save_every=None, keep=None, dtype="float32", pipelines="2,2", num_microbatches=2) | changes
+    if script == SCRIPT:
+        return flags_of(folder, name, model, **changes)
+    changes |= dict(max_steps=None, steps=2, checkpoint_dir=None, batch_size=None, micro_batch_size=1)
+    return flags_of(folder, name, model, **changes)[1:]  # without --equal_shares
+
+
+def start(folder, script, *more, **changes):
+    return start_fork(9, 2, *words(folder, script, *more, **changes), script=script, check=False, modules=MODELS)
+
+
+def check(code: int, printed: str, *expected: str) -> None:
+    errors = [line for line in printed.splitlines() if "error: " in line]
+    assert code == 2 and len(errors) == 1 and "Traceback" not in printed, printed
+    assert all(text in errors[0] for text in expected), errors[0]
+
+
+@pytest.fixture(scope="module")
+def runs(folder, selected):
+    """(damage, script) -> the run, all at the same time."""
+    models = {name: damaged(folder, name, DAMAGES[name][0]) for name in selected("name")}
+    return {(name, script): start(folder, script, f"{name} {script.stem}", models[name])
+            for name in models for script in (STEP9, SCRIPT)}
+
+
+@pytest.mark.parametrize("script", [STEP9, SCRIPT], ids=lambda script: script.stem)
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_file_of_the_second_stage_is_damaged(runs, folder, name, script):
+    done = runs[name, script].result()
+    check(done.returncode, done.stderr, "error: rank 1: ", DAMAGES[name][1])
+    assert not (folder / "runs" / f"{name} {script.stem}").exists()
+
+
+@pytest.mark.parametrize("script", [STEP9, SCRIPT], ids=lambda script: script.stem)
+def test_under_torchrun_nobody_else_complains(command, folder, script):
+    """The ranks that wait for the second stage would end in "Connection closed by peer"."""
+    model = damaged(folder, f"torchrun {script.stem}", DAMAGES["cut"][0])
+    run = command(torchrun(2, script, *words(folder, script, f"torchrun {script.stem}", model)))
+    printed = run.end(90)
+    assert run.process.returncode == 1 and printed.count("error: ") == 1 and "error: rank 1: " in printed, printed
+    assert "onnection" not in printed and printed.count("Traceback (most recent call last)") == 1, printed  # torchrun's
