@@ -135,8 +135,7 @@ def train_together(args, plugin, made, run: Run) -> None:
                               args.eval_batches)
     steps = train(args, plugin, model, optimizer, loader, criterion, num_steps, run, ready, steps_per_epoch, evaluator)
     for step in print_epochs(steps, steps_per_epoch):
-        if step.number == run.start + 1:
-            warn_of_damage(step, run.source, made.model.config.vocab_size)
+        warn_of_damage(step, run.start, run.source, made.model.config.vocab_size)
 
 
 if __name__ == "__main__":

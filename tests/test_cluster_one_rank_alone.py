@@ -5,7 +5,6 @@ Step 9 and train_distributed.py read the same directories, in two stages; what i
 
 import json
 import shutil
-import sys
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ DAMAGES = {  # name -> what is done to the file, what the error has
     "other content": (lambda path: path.write_bytes(TEXT.encode()), "header too large"),
     "a folder": (be_a_folder, "can't be read ("),
     "removed": (lambda path: path.unlink(), "No such file"),
-    "no entry in the index": (lambda path: change_index(path, lambda files: files.pop(OWN)), f"has no weights for "),
+    "no entry in the index": (lambda path: change_index(path, lambda files: files.pop(OWN)), "has no weights for "),
     "another file in the index": (
         lambda path: change_index(path, lambda files: files.update({OWN: files["model.embed_tokens.weight"]})),
         f"does not contain tensor {OWN}"),
@@ -109,3 +108,75 @@ def test_under_torchrun_nobody_else_complains(command, folder, script):
     printed = run.end(90)
     assert run.process.returncode == 1 and printed.count("error: ") == 1 and "error: rank 1: " in printed, printed
     assert "onnection" not in printed and printed.count("Traceback (most recent call last)") == 1, printed  # torchrun's
+
+
+@pytest.mark.parametrize("script, flag, other, changes, expected", [
+    *((script, *case, {}, expected) for script in (STEP9, SCRIPT) for *case, expected in (
+        ("dataset_name", "nowhere", "there is no such path"), ("run_name", "taken", "can't write to "))),
+    (SCRIPT, "model_name", "broken", dict(lora_rank=4), "file not fully covered"),
+    (SCRIPT, "model_name", "broken", dict(local_steps=2, max_steps=None, pipelines=None, num_microbatches="1,1"),
+     "file not fully covered"),
+])
+def test_each_rank_is_a_host(run_code, folder, script, flag, other, changes, expected):
+    """Rank 1 has its data, its weights or its disk in another place."""
+    if not (folder / "broken").exists():
+        damaged(folder, "broken", DAMAGES["cut"][0])
+        (folder / "runs").mkdir(exist_ok=True)
+        (folder / "runs" / "taken").write_text("a file")
+    done = run_code("cluster" if script == SCRIPT else 9, 2, f"""
+import os, socket
+socket.gethostname = lambda: "host" + os.environ["RANK"]
+os.environ["LOCAL_RANK"] = "0"
+if os.environ["RANK"] == "1":
+    sys.argv[sys.argv.index("--{flag}") + 1] = {str(folder / other) if flag != "run_name" else other!r}
+""", *words(folder, script, "hosts", folder / "good", **changes), then=script.name, check=False, modules=MODELS)
+    check(done.returncode, done.stderr, "error: rank 1: ", expected)
+
+
+def test_errors_that_are_no_mistake_in_the_flags(run_code, world_of_one, tmp_path):
+    """A GPU without memory on one rank is an error of all. Of a lost rank nobody tells the others: they hear of it."""
+    done = run_code("cluster", 2, """
+import torch
+import process_group_manager as pgm
+from utils import one_clear_error
+with one_clear_error(out_of_memory="use less"):
+    pgm.init_process_group("gloo")
+    with pgm.together():
+        if pgm.dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+""", check=False)
+    check(done.returncode, done.stderr, "error: out of memory (rank 1: CUDA out of memory.): use less")
+    disks = Disks(str(tmp_path))
+    with pytest.raises(RuntimeError, match="^Connection closed by peer$"), disks.together():
+        raise RuntimeError("Connection closed by peer")
+    with pytest.raises(UserError, match="Traceback .*division by zero"), disks.together():
+        1 / 0
+
+
+def scaled(factor: float):
+    """What multiplies the numbers of the last norm, and so the logits."""
+    def scale(path) -> None:
+        tensors = load_file(path)
+        tensors["model.norm.weight"] *= factor
+        save_file(tensors, path, {"format": "pt"})
+
+    return scale
+
+
+def test_a_first_loss_that_no_step_has_made(folder):
+    """Weights that were read end the run, or get a warning, a resumed run too; and random ones are no damaged ones."""
+    huge, large = (damaged(folder, f"times {factor}", scaled(factor)) for factor in (1e20, 1e15))
+    wild = write_model(folder / "wild", "llama", **SIZES, initializer_range=1e30)
+    jobs = [start(folder, SCRIPT, name, model) for name, model in (("huge", huge), ("wild", wild))]
+    done = start(folder, SCRIPT, "large", large).result()
+    assert done.returncode == 0 and done.stdout.count("warning: the loss begins with 3.") == 1, done.stdout + done.stderr
+    assert f"guessing among 1024 tokens has 6.93: the weights that were read from {large} may" in done.stdout
+    jobs.append(start(folder, SCRIPT, "large", large, max_steps=3, resume="auto"))
+    for job, expected in zip(jobs, (f"read from {huge} may be damaged", "the weights were drawn at random")):
+        done = job.result()
+        check(done.returncode, done.stderr, "error: step 1 has the loss ", "Nothing was trained yet", expected)
+        assert "unknown" not in done.stderr and "as none was saved" not in done.stderr
+    more = jobs[-1].result().stdout
+    assert f"read from {newest(folder, 'large').parent / 'step_00000002'} may be damaged" in more, more
+    fine = start(folder, SCRIPT, "fine", folder / "good").result()
+    assert fine.returncode == 0 and "warning" not in fine.stdout

@@ -104,10 +104,13 @@ class Disks:
 
     def send(self, path: str, to: int) -> None:
         """Sends a file that is on this rank's disk. Rank `to` calls receive()."""
-        dist.send(torch.tensor(os.path.getsize(path)), to, group=self.group)
-        with open(path, "rb", buffering=0) as file:
-            while part := file.read(CHUNK):
-                dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), to, group=self.group)
+        try:
+            dist.send(torch.tensor(os.path.getsize(path)), to, group=self.group)
+            with open(path, "rb", buffering=0) as file:
+                while part := file.read(CHUNK):
+                    dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), to, group=self.group)
+        except OSError as error:  # no error to agree on: the other one waits for the rest, until this process ends
+            raise RuntimeError(f"{path} could not be sent: {error.strerror}") from None
 
     def receive(self, path: str, source: int) -> OSError | None:
         """Writes the file that rank `source` sends. Returns what went wrong, if the disk did not take it."""

@@ -216,14 +216,12 @@ class Watch:
 @contextlib.contextmanager
 def end_of_elastic_run():
     """Around main(): an error that starting anew would only repeat ends the agent as well, which started this process.
-
-    In another run a rank that waits with its error, for rank 0 to speak, ends where it is told to.
     """
     try:
         yield
     except Exception as error:
         if not is_elastic():
-            let_signals_kill()
+            let_signals_kill()  # a rank that waits for rank 0 to speak ends where it is told to
         elif isinstance(error, UserError) or not LOST.search(str(error)):
             threading.Timer(1.0, os.kill, [os.getppid(), signal.SIGTERM]).start()  # after the message
         raise

@@ -117,8 +117,7 @@ def train_rounds(args, plugin, made, layout, run) -> None:
     for step in print_epochs(rounds, loader.steps_per_epoch):
         board.log(step, plugin.global_batch_size * args.seq_len)
         run.step = step.number
-        if step.number == 1:
-            warn_of_damage(step, made.source, config.vocab_size)
+        warn_of_damage(step, 0, made.source, config.vocab_size)
         if step.number % loader.steps_per_epoch == 0:
             run.checkpointer.save(step.number, is_last=True)
     run.end(was_stopped=False)
