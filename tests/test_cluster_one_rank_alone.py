@@ -8,12 +8,11 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_runs import ROOT, SCRIPT, TEXT, flags_of, newest, write_corpus, write_model
+from checkpoint_runs import SCRIPT, TEXT, flags_of, newest, write_corpus, write_model
 from launch import MODELS, STEPS, modules_of, start_fork, torchrun
 from safetensors.torch import load_file, save_file
 
 with modules_of(9):
-    import process_group_manager as pgm
     from checkpoints.disks import Disks
     from utils import UserError
 
@@ -67,7 +66,8 @@ def damaged(folder, name: str, damage):
 
 
 def words(folder, script, name: str, model, **changes) -> list[str]:
-    changes = dict(max_steps=2, save_every=None, keep=None, dtype="float32", pipelines="2,2", num_microbatches=2) | changes
+    changes = {**dict(max_steps=2, save_every=None, keep=None, dtype="float32", pipelines="2,2", num_microbatches=2),
+               **changes}
     if script == SCRIPT:
         return flags_of(folder, name, model, **changes)
     changes |= dict(max_steps=None, steps=2, checkpoint_dir=None, batch_size=None, micro_batch_size=1)
@@ -149,7 +149,7 @@ with one_clear_error(out_of_memory="use less"):
     disks = Disks(str(tmp_path))
     with pytest.raises(RuntimeError, match="^Connection closed by peer$"), disks.together():
         raise RuntimeError("Connection closed by peer")
-    with pytest.raises(UserError, match="Traceback .*division by zero"), disks.together():
+    with pytest.raises(UserError, match="(?s)Traceback .*division by zero"), disks.together():
         1 / 0
 
 
@@ -166,10 +166,10 @@ def scaled(factor: float):
 def test_a_first_loss_that_no_step_has_made(folder):
     """Weights that were read end the run, or get a warning, a resumed run too; and random ones are no damaged ones."""
     huge, large = (damaged(folder, f"times {factor}", scaled(factor)) for factor in (1e20, 1e15))
-    wild = write_model(folder / "wild", "llama", **SIZES, initializer_range=1e30)
+    wild = write_model(folder / "wild", rms_norm_eps=-1.0)
     jobs = [start(folder, SCRIPT, name, model) for name, model in (("huge", huge), ("wild", wild))]
     done = start(folder, SCRIPT, "large", large).result()
-    assert done.returncode == 0 and done.stdout.count("warning: the loss begins with 3.") == 1, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("warning: the loss begins with 3.") == 1, done.stderr
     assert f"guessing among 1024 tokens has 6.93: the weights that were read from {large} may" in done.stdout
     jobs.append(start(folder, SCRIPT, "large", large, max_steps=3, resume="auto"))
     for job, expected in zip(jobs, (f"read from {huge} may be damaged", "the weights were drawn at random")):

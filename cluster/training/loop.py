@@ -117,8 +117,8 @@ class FirstBadLoss:
         if step.number == run.start + 1:  # no step has changed the weights
             what_next = (f"Nothing was trained yet: the weights that were read from {run.source} may be damaged, get "
                          "them anew or take others") if run.source else (
-                "Nothing was trained yet, and the weights were drawn at random: look at the sizes and at "
-                "initializer_range in config.json, and at --dtype")
+                "Nothing was trained yet, and the weights were drawn at random: look at config.json, rms_norm_eps and "
+                "initializer_range for instance, and at --dtype")
         else:
             saved = f"The last good checkpoint is {last}" if last else "No checkpoint was saved yet"
             what_next = f"{saved}. Lower --learning_rate, and go on with --resume auto"
