@@ -7,7 +7,6 @@ import json
 import shutil
 
 import pytest
-import torch
 from checkpoint_runs import SCRIPT, TEXT, flags_of, newest, write_corpus, write_model
 from launch import MODELS, STEPS, modules_of, start_fork, torchrun
 from safetensors.torch import load_file, save_file
