@@ -152,6 +152,20 @@ with one_clear_error(out_of_memory="use less"):
         1 / 0
 
 
+def test_a_rank_that_waits_with_its_error_ends_when_it_is_told(run_code):
+    """torchrun tells it as soon as rank 0 has said the same: else it would say it once more, after 8 seconds."""
+    run_code("cluster", 1, """
+import signal
+from checkpoints.survive import end_of_elastic_run
+signal.signal(signal.SIGTERM, lambda *_: None)  # as a Watch does
+try:
+    with end_of_elastic_run():
+        raise ValueError
+except ValueError:
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+""")
+
+
 def scaled(factor: float):
     """What multiplies the numbers of the last norm, and so the logits."""
     def scale(path) -> None:
