@@ -115,8 +115,8 @@ class FirstBadLoss:
         first = f", first on rank {ranks}" * bool(ranks)  # no rank where only their sum is too large a number
         last = run.checkpointer.last()
         if step.number == run.start + 1:  # no step has changed the weights
-            what_next = (f"Nothing was trained yet: the weights that were read from {run.source} may be damaged, get "
-                         "them anew or take others") if run.source else (
+            what_next = (f"Nothing was trained yet with the weights that were read from {run.source}: they may be "
+                         "damaged, get them anew or take others") if run.source else (
                 "Nothing was trained yet, and the weights were drawn at random: look at config.json, rms_norm_eps and "
                 "initializer_range for instance, and at --dtype")
         else:
