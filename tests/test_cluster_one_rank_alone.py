@@ -99,7 +99,7 @@ def test_a_file_of_the_second_stage_is_damaged(runs, folder, name, script):
     assert not (folder / "runs" / f"{name} {script.stem}").exists()
 
 
-@pytest.mark.parametrize("script", [STEP9, SCRIPT], ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", [STEP9, pytest.param(SCRIPT, marks=pytest.mark.slow)], ids=["step9", "cluster"])
 def test_under_torchrun_nobody_else_complains(command, folder, script):
     """The ranks that wait for the second stage would end in "Connection closed by peer"."""
     model = damaged(folder, f"torchrun {script.stem}", DAMAGES["cut"][0])
@@ -182,7 +182,7 @@ def test_a_first_loss_that_no_step_has_made(folder):
     wild = write_model(folder / "wild", rms_norm_eps=-1.0)
     jobs = [start(folder, SCRIPT, name, model) for name, model in (("huge", huge), ("wild", wild))]
     done = start(folder, SCRIPT, "large", large).result()
-    assert done.returncode == 0 and done.stdout.count("warning: the loss begins with 3.") == 1, done.stderr
+    assert done.returncode == 0 and done.stdout.count("warning: the loss begins with ") == 1, done.stderr
     assert f"guessing among 1024 tokens has 6.93: the weights that were read from {large} may" in done.stdout
     jobs.append(start(folder, SCRIPT, "large", large, max_steps=3, resume="auto"))
     for job, expected in zip(jobs, (f"read from {huge}: they may be damaged", "the weights were drawn at random")):
