@@ -31,6 +31,16 @@ def be_a_folder(path) -> None:
     path.mkdir()
 
 
+def scaled(factor: float):
+    """What multiplies the numbers of the last norm, and so the logits."""
+    def scale(path) -> None:
+        tensors = load_file(path)
+        tensors["model.norm.weight"] *= factor
+        save_file(tensors, path, {"format": "pt"})
+
+    return scale
+
+
 DAMAGES = {  # name -> what is done to the file, what the error has
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:20_000]), "incomplete metadata, file not fully covered"),
     "emptied": (lambda path: path.write_bytes(b""), "header too small"),
@@ -99,13 +109,16 @@ def test_a_file_of_the_second_stage_is_damaged(runs, folder, name, script):
     assert not (folder / "runs" / f"{name} {script.stem}").exists()
 
 
-@pytest.mark.parametrize("script", [STEP9, pytest.param(SCRIPT, marks=pytest.mark.slow)], ids=["step9", "cluster"])
-def test_under_torchrun_nobody_else_complains(command, folder, script):
+@pytest.mark.parametrize("script, damage, expected", [
+    (STEP9, DAMAGES["cut"][0], "rank 1: "), (STEP9, scaled(1e20), "diverged: step 1 has loss "),
+    pytest.param(SCRIPT, DAMAGES["cut"][0], "rank 1: ", marks=pytest.mark.slow),
+    pytest.param(SCRIPT, scaled(1e20), "step 1 has the loss ", marks=pytest.mark.slow)], ids=range(4))
+def test_under_torchrun_nobody_else_complains(command, folder, request, script, damage, expected):
     """The ranks that wait for the second stage would end in "Connection closed by peer"."""
-    model = damaged(folder, f"torchrun {script.stem}", DAMAGES["cut"][0])
-    run = command(torchrun(2, script, *words(folder, script, f"torchrun {script.stem}", model)))
+    name = request.node.name
+    run = command(torchrun(2, script, *words(folder, script, name, damaged(folder, name, damage))))
     printed = run.end(90)
-    assert run.process.returncode == 1 and printed.count("error: ") == 1 and "error: rank 1: " in printed, printed
+    assert run.process.returncode == 1 and printed.count("error: ") == 1 and f"error: {expected}" in printed, printed
     assert "onnection" not in printed and printed.count("Traceback (most recent call last)") == 1, printed  # torchrun's
 
 
@@ -164,16 +177,6 @@ try:
 except ValueError:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 """)
-
-
-def scaled(factor: float):
-    """What multiplies the numbers of the last norm, and so the logits."""
-    def scale(path) -> None:
-        tensors = load_file(path)
-        tensors["model.norm.weight"] *= factor
-        save_file(tensors, path, {"format": "pt"})
-
-    return scale
 
 
 def test_a_first_loss_that_no_step_has_made(folder):
