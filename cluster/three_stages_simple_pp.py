@@ -101,6 +101,6 @@ def main():
 
 
 if __name__ == "__main__":
-    remedy = "use --recompute, raise --microbatch_num, or lower --seq_len"
-    with one_clear_error(out_of_memory=remedy), end_of_elastic_run():
-        main()
+    with one_clear_error(out_of_memory="use --recompute, raise --microbatch_num, or lower --seq_len"):
+        with end_of_elastic_run():
+            main()
