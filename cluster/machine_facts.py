@@ -13,8 +13,8 @@ import uuid
 import torch
 import torch.distributed as dist
 
+import process_group_manager as pgm
 from launching.host_facts import HOME, available_memory, interface_towards, read_fields
-from utils import UserError
 
 M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
@@ -131,18 +131,12 @@ def once_per_machine(make):
     killed, on any machine, gloo's connections to it end, and so do all who wait.
     """
     first, outcome = machines().index(this_host()), None
-    waiting = dist.new_group(backend="gloo")
-    if dist.get_rank() == first:
-        try:
+    waiting = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
+    with pgm.together(waiting):
+        if dist.get_rank() == first:
             outcome = make()
-        except UserError as error:
-            outcome = error
-    dist.monitored_barrier(waiting, datetime.timedelta(days=30))
     dist.destroy_process_group(waiting)
-    for error in (outcomes := gather(outcome)):
-        if isinstance(error, UserError):
-            raise error
-    return outcomes[first]
+    return gather(outcome)[first]
 
 
 @functools.cache
@@ -163,15 +157,12 @@ def is_home() -> bool:
 
 
 def from_rank(rank: int, make):
-    """What make() returns on this rank, on every rank, or the ValueError that it raises there. Collective."""
+    """What make() returns on this rank, on every rank, or the UserError that it raises there. Collective."""
     outcome = None
-    try:
-        outcome = make() if dist.get_rank() == rank else None
-    except ValueError as error:
-        outcome = error
-    if isinstance(outcome := gather(outcome)[rank], ValueError):
-        raise outcome
-    return outcome
+    with pgm.together():
+        if dist.get_rank() == rank:
+            outcome = make()
+    return gather(outcome)[rank]
 
 
 def from_home(make):

@@ -46,6 +46,7 @@ import torch
 
 import train_distributed
 from checkpoints.run import add_checkpoint_flags
+from checkpoints.survive import end_of_elastic_run
 from machine_facts import once_per_machine
 from run_common import local_directory
 from training.common import add_flags, add_run_flags, from_environment
@@ -101,4 +102,5 @@ def main():
 
 if __name__ == "__main__":
     with one_clear_error(out_of_memory="use --recompute, raise --microbatch_num, or lower --seq_len"):
-        main()
+        with end_of_elastic_run():
+            main()

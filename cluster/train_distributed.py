@@ -30,7 +30,7 @@ from training.common import add_flags, add_run_flags, print_banner
 from training.evaluation import Evaluator
 from training.layout import add_layout_flags, check_layout_flags, choose_layout
 from training.local_steps import add_local_flags, check_local_flags, train_rounds
-from training.loop import print_epochs, train
+from training.loop import print_epochs, train, warn_of_damage
 from training.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, print_sizes
 from training.models import SIZES, make_model, with_weights
 from training.plan_file import find_plan, take_places
@@ -125,7 +125,7 @@ def train_together(args, plugin, made, run: Run) -> None:
         trained = [(name, param) for name, param in params if param.requires_grad]
         return torch.optim.AdamW(trained, lr=args.learning_rate, fused=True)
 
-    weights = run.weights(plugin.device, made.initial, made.lora)
+    weights = run.weights(plugin.device, made)
     model, optimizer, _ = plugin.configure(made.model, adamw, weights=weights, seed=args.seed)
     ready = functools.partial(run.begin, plugin, model, optimizer, names=made.names, files=made.files,
                               tokenizer=tokenizer, steps_per_epoch=steps_per_epoch)
@@ -134,8 +134,8 @@ def train_together(args, plugin, made, run: Run) -> None:
         evaluator = Evaluator(plugin, model, data.evaluation, data.collate_evaluation, made.criterion,
                               args.eval_batches)
     steps = train(args, plugin, model, optimizer, loader, criterion, num_steps, run, ready, steps_per_epoch, evaluator)
-    for _ in print_epochs(steps, steps_per_epoch):
-        pass
+    for step in print_epochs(steps, steps_per_epoch):
+        warn_of_damage(step, run.start, run.source, made.model.config.vocab_size)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+import process_group_manager as pgm
 from utils import UserError, require_reachable_hub
 
 BLOCK = 1 << 16  # characters that are read from a file at a time
@@ -135,12 +136,10 @@ def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: i
 
     Raises UserError for a corpus that can't be found, read or encoded with this model's vocabulary.
     """
-    waiting = dist.new_group(backend="gloo")  # NCCL would abort what takes minutes
-    try:
+    waiting = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))  # NCCL would abort it after minutes
+    with pgm.together(waiting):  # the others wait for it, however long; where it is killed, gloo notices, and they end
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine encodes
             encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir)
-    finally:  # the others wait for it, however long it takes; where it is killed, gloo notices, and they end
-        dist.monitored_barrier(waiting, datetime.timedelta(days=30))
     path = encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir)  # finds the file
     samples = TokenSamples(path, seq_len, num_samples)
     dist.all_gather_object(digests := [None] * dist.get_world_size(), hashlib.sha256(samples.tokens).hexdigest())

@@ -100,7 +100,8 @@ class HeterogeneousParallelPlugin:
         `weights`: a state dict, a directory with safetensors (each rank reads what it holds), or a function that gives
         a stage its parameters. By default they are those of rank 0's model. `seed` is that of dropout. `optimizer`
         keeps those of its parameters that this rank holds, or is a function that makes one of [(name, parameter), ...].
-        Raises what PipelineTemplate.check raises, on every rank, and UserError for an optimizer of another model.
+        Raises what PipelineTemplate.check raises and, for weights that one can't read, UserError, on every rank; and
+        UserError for an optimizer of another model.
         """
         self.require_pipelines("configure")
         for template in self.pipelines:  # every rank checks all of them, so that all ranks stop
@@ -117,11 +118,12 @@ class HeterogeneousParallelPlugin:
         model = apply_tensor_parallel(model)
         autocast = self.compute_dtype if self.compute_dtype == torch.bfloat16 and not is_ours else None
         stage = PipelineStage(model, self.template, pgm.process_group_manager.pp_rank, autocast)
-        if callable(weights):
-            weights(stage)
-        elif weights is not None:
-            load_weights(stage, weights, self.device)
-        stage.model.to(self.device)
+        with pgm.together():
+            if callable(weights):
+                weights(stage)
+            elif weights is not None:
+                load_weights(stage, weights, self.device)
+            stage.model.to(self.device)
         if self.recompute:
             recompute_layers(stage.own_layers())
         connect_neighbours()

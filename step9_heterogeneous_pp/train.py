@@ -131,16 +131,6 @@ def choose_pipelines(args, model, pipelines: Callable | None) -> tuple[list[Pipe
     return templates, args.num_microbatches or num_microbatches
 
 
-def count_steps(args, global_batch_size: int) -> int:
-    """The optimizer steps of the run."""
-    tokens_per_step = global_batch_size * args.seq_len
-    num_steps = args.steps or args.max_tokens // tokens_per_step
-    if num_steps == 0:
-        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
-    check_profile_batch(args.profile_batch, num_steps)
-    return num_steps
-
-
 def text(args, config, num_samples: int) -> tuple[Dataset, Callable]:
     """The samples of --dataset_name, and the function that makes a micro-batch of some of them. All ranks call it."""
     return load_samples(args.dataset_name, args.model_name or TINY_LLAMA, args.seq_len, config.vocab_size, num_samples,
@@ -180,33 +170,34 @@ def main(doc: str = __doc__, make_task: Callable = make_llama, **defaults):
     args = parse_args(doc, **defaults)
     plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, args.dtype, args.device,
                                          SCHEDULES[args.pp_engine], args.recompute, args.timeout)
-    task = make_task(args, plugin)
+    with pgm.together():
+        task = make_task(args, plugin)
     plugin.set_pipelines(*choose_pipelines(args, task.model, task.pipelines))
+    grid, device = pgm.process_group_manager, plugin.device
 
-    num_steps = count_steps(args, plugin.global_batch_size)
+    tokens_per_step = plugin.global_batch_size * args.seq_len
+    num_steps = args.steps or args.max_tokens // tokens_per_step
+    if num_steps == 0:
+        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
+    check_profile_batch(args.profile_batch, num_steps)
+
     samples, collate = task.data(args, task.model.config, num_steps * plugin.global_batch_size)
     data_loader = plugin.prepare_dataloader(samples, seed=args.seed, collate_fn=collate, num_workers=args.num_workers)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, data_loader = plugin.configure(task.model, adamw, data_loader, task.weights, args.seed)
-    training_loop(args, plugin, model, optimizer, data_loader, task.criterion, num_steps)
-    dist.destroy_process_group()
-
-
-def training_loop(args, plugin, model, optimizer, data_loader, criterion, num_steps) -> None:
-    """Trains what plugin.configure returned for `num_steps` optimizer steps, and logs each of them."""
-    grid, device, tokens_per_step = pgm.process_group_manager, plugin.device, plugin.global_batch_size * args.seq_len
-    if args.compile:
-        compile_layers(model.module.own_layers(), device)
+    with pgm.together():
+        if args.compile:
+            compile_layers(model.module.own_layers(), device)
+        logger = RunLogger(args, grid, num_steps, tokens_per_step)
     print_parameters(model, device, plugin.compute_dtype, args.learning_rate)
-    batches = iter(data_loader)
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
-    logger = RunLogger(args, grid, num_steps, tokens_per_step)
+    batches = iter(data_loader)
 
     for step in range(1, num_steps + 1):
         if step == args.profile_batch:
             timeline.start()
         start = time.perf_counter()
-        loss = plugin.execute_pipeline(batches, model, criterion, optimizer)
+        loss = plugin.execute_pipeline(batches, model, task.criterion, optimizer)
         with timeline.span("gradient norm"):
             grad_norm = plugin.clip_grad_norm(model, args.max_grad_norm)
         with timeline.span("optimizer"):
@@ -216,6 +207,7 @@ def training_loop(args, plugin, model, optimizer, data_loader, criterion, num_st
         if step == args.profile_batch:
             timeline.write(os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json"), grid)
     logger.close()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Run:
     ask_all, after_step, end = lambda self: False, lambda self, *_: None, lambda self, was_stopped: None
     watch, check, begin = property(lambda self: self), lambda self, *_: None, lambda self, *_, **__: None
     check_data = check
-    weights = lambda self, device, initial, lora: initial
+    weights, source = lambda self, device, made: made.initial, None
 
 
 class Record(metrics.RunLogger):

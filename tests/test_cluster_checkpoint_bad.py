@@ -191,7 +191,7 @@ ERRORS = {  # name -> flags, what is done before, what the message has
     "other": (dict(model="other"), None, "has the shape"),
     "deeper": (dict(model="deeper"), None, "is of another model"),
     "shallower": (dict(model="shallower"), None, "layers"),
-    "pickled": ({}, pickle_with_its_checksum, "is no safetensors file"),
+    "pickled": ({}, pickle_with_its_checksum, "can't be read"),
     "truncated": ({}, lambda path: damage(path, "truncated"), "has 1000 bytes instead of"),
     "batch": (dict(batch_size=3), None, "--batch_size 3 does not divide the 2 samples of a step"),
     "seq_len": (dict(seq_len=8), None, "seq_len=16, but this run has 8"),
@@ -228,13 +228,13 @@ def test_no_directory_to_write(saved):
     (saved / "file").write_text("")
     done = start(saved, "nowhere", checkpoint_dir=saved / "file" / "checkpoints").result()
     assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
-    assert f"can't write {saved / 'file' / 'checkpoints'}: Not a directory on rank 0: " in done.stderr
+    assert f"can't write {saved / 'file' / 'checkpoints'}: Not a directory: " in done.stderr
     assert "choose another --checkpoint_dir" in done.stderr
 
 
 def test_a_lock_that_cant_be_opened(disks, tmp_path):
     (tmp_path / ".lock").mkdir()
-    with pytest.raises(UserError, match="can't write .*lock: Is a directory on rank 0: make room, or choose another"):
+    with pytest.raises(UserError, match="can't write .*lock: Is a directory: make room, or choose another"):
         Lock(disks(tmp_path))
 
 

@@ -1,6 +1,7 @@
 """How far a run is: the bar on a terminal, lines elsewhere; evaluations and samples in the files that a run leaves."""
 
 import argparse
+import contextlib
 import io
 import json
 import re
@@ -47,7 +48,8 @@ def a_record(folder, start: int = 0, num_steps: int = 4) -> Record:
     """Of one rank, whose disk is its own."""
     args = argparse.Namespace(log_dir=str(folder), run_name="run", use_wandb=False)
     grid = types.SimpleNamespace(is_logging_rank=True, world_size=1, topology={})
-    disks = types.SimpleNamespace(gather=lambda value: [value], leads=True, mine=types.SimpleNamespace(ranks=[0]))
+    disks = types.SimpleNamespace(gather=lambda value: [value], leads=True, mine=types.SimpleNamespace(ranks=[0]),
+                                  together=contextlib.nullcontext)
     before = {"log_dir": str(folder), "run_name": "run"} if start else None
     return Record(args, grid, disks, torch.device("cpu"), num_steps, 100, start, before)
 

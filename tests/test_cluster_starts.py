@@ -159,6 +159,7 @@ def test_no_start_is_misled_by_what_another_left(monkeypatch, tmp_path):
                                                              new_group=lambda backend: None))
     monkeypatch.setattr(disks, "home_rank", lambda: 0)
     monkeypatch.setattr(disks.Disks, "gather", lambda self, value: gathered.append(value) or [value])
+    monkeypatch.setattr(disks.pgm, "together", lambda group: contextlib.nullcontext())
     with monkeypatch.context() as killed:
         killed.setattr(os, "remove", left.append)
         for _ in range(2):

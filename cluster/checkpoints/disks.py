@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+import process_group_manager as pgm
 from checkpoints.files import CHUNK, File, set_latest, step_of
-from checkpoints.survive import is_elastic
+from checkpoints.survive import is_elastic, is_lost_peer
 from machine_facts import home_rank
 from utils import UserError
 
@@ -69,21 +70,21 @@ class Disks:
 
     @contextlib.contextmanager
     def together(self, message: str = "{}"):
-        """Around what a rank does by itself. Where it fails on one, this raises UserError on every rank. Collective.
+        """As pgm.together: where it fails on one rank, this raises UserError on every rank. Collective.
 
-        `message`: what it says, with the first rank's error in it.
+        `message`: what it says, with the rank's error in it. Of a rank that is lost the others hear by themselves.
         """
-        error = None
-        try:
-            yield
-        except OSError as problem:
-            error = f"{problem.filename or self.folder}: {problem.strerror} on rank {self.rank}"
-        except UserError as problem:
-            error = str(problem)
-        except Exception:  # a fault of ours: the others wait to hear of it
-            error = traceback.format_exc()
-        if errors := list(filter(None, self.gather(error))):
-            raise UserError(message.format(errors[0]))
+        with pgm.together(self.group):
+            try:
+                yield
+            except OSError as problem:
+                raise UserError(message.format(f"{problem.filename or self.folder}: {problem.strerror}")) from None
+            except UserError as problem:
+                raise UserError(message.format(problem)) from None
+            except Exception as problem:
+                if isinstance(problem, torch.OutOfMemoryError) or is_lost_peer(problem):
+                    raise
+                raise UserError(message.format(traceback.format_exc())) from None  # a fault of ours: the others wait
 
     def copy(self, folder: str, copies: Iterable[tuple[str, int, int]], message: str = "{}") -> None:
         """Copies files of `folder` between disks: (name, from, to), by the disks' leaders, the same list on all ranks.
@@ -103,10 +104,13 @@ class Disks:
 
     def send(self, path: str, to: int) -> None:
         """Sends a file that is on this rank's disk. Rank `to` calls receive()."""
-        dist.send(torch.tensor(os.path.getsize(path)), to, group=self.group)
-        with open(path, "rb", buffering=0) as file:
-            while part := file.read(CHUNK):
-                dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), to, group=self.group)
+        try:
+            dist.send(torch.tensor(os.path.getsize(path)), to, group=self.group)
+            with open(path, "rb", buffering=0) as file:
+                while part := file.read(CHUNK):
+                    dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), to, group=self.group)
+        except OSError as error:  # no error to agree on: the other one waits for the rest, until this process ends
+            raise RuntimeError(f"{path} could not be sent: {error.strerror}") from None
 
     def receive(self, path: str, source: int) -> OSError | None:
         """Writes the file that rank `source` sends. Returns what went wrong, if the disk did not take it."""

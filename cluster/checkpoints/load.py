@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from checkpoints.disks import Disks
 from checkpoints.files import (
@@ -19,7 +18,7 @@ from checkpoints.files import (
 )
 from checkpoints.pieces import name_function, peft_name, their_name, trained_alone
 from machine_facts import is_home
-from stage_weights import load_weights
+from stage_weights import load_weights, look_into
 from tensor_parallel import split_parameter
 from utils import UserError
 
@@ -198,7 +197,7 @@ def published_weights(directory: str) -> Callable:
     if os.path.isfile(index):
         weight_map = read_index(index)
     elif os.path.isfile(single):
-        weight_map = dict.fromkeys(open_tensors(single).keys(), os.path.basename(single))
+        weight_map = look_into(single, lambda file: dict.fromkeys(file.keys(), os.path.basename(single)))
     else:
         raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json: name a directory "
                         "that save_pretrained wrote, a checkpoint, or one from the Hub")
@@ -218,22 +217,9 @@ def load_stage(folder: str, weight_map: dict[str, str], stage, device: torch.dev
         raise UserError(f"the weights in {folder}: {error}") from None
 
 
-def open_tensors(path: str):
-    """A safetensors file. Raises UserError where it is none.
+def get_slice(folder: str, weight_map: dict[str, str], name: str):
+    """A tensor of the safetensors files in a folder, which reads when it is indexed. Raises UserError.
 
     What stays open stays mapped into memory, and each page that was read counts as the process's: keep it for a moment.
     """
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} is no safetensors file ({error}): take one that save_pretrained, or this script, "
-                        "wrote") from None
-
-
-def get_slice(folder: str, weight_map: dict[str, str], name: str):
-    """A tensor of the safetensors files in a folder, which reads when it is indexed. Raises UserError."""
-    path = os.path.join(folder, weight_map[name])
-    try:
-        return open_tensors(path).get_slice(name)
-    except SafetensorError as error:
-        raise UserError(f"{path} has no tensor {name} ({error}): take the index and the files from one place") from None
+    return look_into(os.path.join(folder, weight_map[name]), lambda file: file.get_slice(name))

@@ -27,7 +27,6 @@ from checkpoints.survive import Watch, is_elastic
 from data.encoded import require_same_data
 from machine_facts import from_home, is_home
 from training.evaluation import Sampler
-from training.lora import Lora
 from utils import ROOT, UserError, positive_int, zero_or_more
 
 FLAGS = "lora_rank", "lora_alpha", "lora_targets", "validation_split", "packing"  # that a resume does not change
@@ -115,17 +114,18 @@ class Run:
                 if run_of(state) and not name.endswith(SURVIVORS):
                     write_state(os.path.join(self.folder, name, STATE), {**state, "run_id": self.run_id})
 
-    def weights(self, device: torch.device, initial, lora: Lora | None = None) -> Callable | dict | None:
-        """What plugin.configure takes as `weights`: the checkpoint's, or `initial` in a new run.
+    def weights(self, device: torch.device, made) -> Callable | dict | None:
+        """What plugin.configure takes as `weights`: the checkpoint's, or those of `made`, a Model, in a new run.
 
-        With LoRA `initial` gives the frozen weights, and a checkpoint the adapters.
+        With LoRA these are the frozen weights, and a checkpoint has the adapters. `source`: where they are read from.
         """
+        self.source = self.found.path if self.found else made.source
         if self.found:
             self.clear_folder()
             self.loader = Loader(self.found, self.disks, device)
-        if lora:
-            return lora.weights(initial, self.loader, device)
-        return self.loader.weights if self.found else initial
+        if made.lora:
+            return made.lora.weights(made.initial, self.loader, device)
+        return self.loader.weights if self.found else made.initial
 
     def check(self, names: list[str], global_batch: int, seq_len: int) -> None:
         """Raises UserError where a resumed run has another model, or would read other samples than before."""
@@ -157,7 +157,8 @@ class Run:
             self.clear_folder()
         self.lock.write(self.run_id, self.launch)
         if self.loader:
-            self.loader.load_optimizer(optimizer, model.module)
+            with self.disks.together():
+                self.loader.load_optimizer(optimizer, model.module)
             with warnings.catch_warnings():  # of steps of the scheduler without the optimizer's
                 warnings.simplefilter("ignore")
                 for _ in range(self.start):  # so that --learning_rate and the other flags have their effect

@@ -42,6 +42,19 @@ def is_elastic() -> bool:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether it came of communicating with a rank that is gone."""
+    is_ours = isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError)
+    return not is_ours and bool(LOST.search(str(error)))
+
+
+def let_signals_kill() -> None:
+    """For a training that can't end within a step: SIGTERM and Ctrl-C end the process, as they do by default."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Watch:
     """Notes signals from now on and, in an elastic run, whether the other ranks are alive. All ranks make one together.
     """
@@ -131,12 +144,6 @@ class Watch:
         if self.store is not None and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
 
-    def let_signals_kill(self) -> None:
-        """For a training that can't end within a step: SIGTERM and Ctrl-C end the process, as they do by default."""
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-
     def fail(self, reason: str) -> None:
         """Saves what can be saved, and ends this process. Does not return."""
         with self.lock:
@@ -157,7 +164,7 @@ class Watch:
         try:
             yield
         except RuntimeError as error:
-            if self.store is not None and not isinstance(error, torch.OutOfMemoryError) and LOST.search(str(error)):
+            if self.store is not None and is_lost_peer(error):
                 self.fail(f"a rank is lost ({str(error).splitlines()[0][:200]})")
             raise
 
@@ -213,6 +220,8 @@ def end_of_elastic_run():
     try:
         yield
     except Exception as error:
-        if is_elastic() and (isinstance(error, UserError) or not LOST.search(str(error))):
+        if not is_elastic():
+            let_signals_kill()  # a rank that waits for rank 0 to speak ends where it is told to
+        elif isinstance(error, UserError) or not LOST.search(str(error)):
             threading.Timer(1.0, os.kill, [os.getppid(), signal.SIGTERM]).start()  # after the message
         raise

@@ -86,9 +86,10 @@ class Sampler:
 
     def __init__(self, plugin, model, tokenizer_name: str, prompt: str, seq_len: int, num_tokens: int = 24):
         self.plugin, self.model, self.tokenizer, ids = plugin, model, None, None
-        if is_home():
-            self.tokenizer = load_tokenizer(tokenizer_name)
-            ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        with pgm.together():
+            if is_home():
+                self.tokenizer = load_tokenizer(tokenizer_name)
+                ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         box = [ids]
         dist.broadcast_object_list(box, home_rank())
         self.ids, self.num_tokens = box[0], min(num_tokens, seq_len - len(box[0]))

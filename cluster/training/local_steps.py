@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 import process_group_manager as pgm
-from checkpoints.survive import is_elastic
+from checkpoints.survive import is_elastic, let_signals_kill
 from data.encoded import load_samples
 from dataloader import collate_batch
 from metrics import RunLogger
@@ -39,7 +39,7 @@ from model import cast_weights_once
 from pipeline_stage import PipelineStage
 from timeline import timeline
 from training.compression import WIRE_DTYPES, CompressedAllReduce
-from training.loop import print_epochs
+from training.loop import print_epochs, warn_of_damage
 from training.record import Board, Step
 from training.times import StepTimes
 from utils import UserError, make_scheduler, number, positive_float, positive_int, recompute_layers, zero_or_more
@@ -101,21 +101,23 @@ def train_rounds(args, plugin, made, layout, run) -> None:
                         f"round of --local_steps {args.local_steps}: lower it, or add data")
     loader = plugin.prepare_dataloader(samples, shuffle=True, seed=args.seed, collate_fn=collate_batch)
     stage = PipelineStage(made.model, layout.templates[0], 0)
-    if made.initial:  # else the model has them, drawn by --seed
-        made.initial(stage)
-    stage.model.to(plugin.device)
+    with pgm.together():
+        if made.initial:  # else the model has them, drawn by --seed
+            made.initial(stage)
+        stage.model.to(plugin.device)
     if args.recompute:
         recompute_layers(stage.own_layers())
     optimizer = torch.optim.AdamW(stage.model.named_parameters(), lr=args.learning_rate, fused=True)
     run.begin(plugin, types.SimpleNamespace(module=stage), optimizer, types.SimpleNamespace(state_dict=dict),
               made.names, made.files, args.model_name, loader.steps_per_epoch)
-    run.watch.let_signals_kill()
+    let_signals_kill()
     board = Board(os.path.join(args.log_dir, args.run_name), plugin.device)
     rounds = train_locally(args, plugin, stage.model, optimizer, loader, made.criterion, layout.local_steps,
                            args.epochs * loader.steps_per_epoch)
     for step in print_epochs(rounds, loader.steps_per_epoch):
         board.log(step, plugin.global_batch_size * args.seq_len)
         run.step = step.number
+        warn_of_damage(step, 0, made.source, config.vocab_size)
         if step.number % loader.steps_per_epoch == 0:
             run.checkpointer.save(step.number, is_last=True)
     run.end(was_stopped=False)
@@ -218,7 +220,8 @@ def train_locally(args, plugin, model: torch.nn.Module, optimizer: torch.optim.O
     over ranks. Where an epoch ends, all ranks have the same weights.
     """
     rank, tokens = pgm.process_group_manager.dp_rank, plugin.global_batch_size * args.seq_len
-    logger = RunLogger(args, pgm.process_group_manager, num_rounds * args.local_steps, tokens // args.local_steps)
+    with pgm.together():
+        logger = RunLogger(args, pgm.process_group_manager, num_rounds * args.local_steps, tokens // args.local_steps)
     num_microbatches = [count // own for count, own in zip(plugin.num_microbatches, steps)]  # of a local step
     own, pace = steps[rank], steps[rank] / args.local_steps
     outer = OuterOptimizer(args, plugin, model, num_microbatches[rank] / sum(num_microbatches))

@@ -87,6 +87,13 @@ def print_epochs(steps: Iterator[Step], steps_per_epoch: int | None) -> Iterator
         yield step
 
 
+def warn_of_damage(step: Step, start: int, source: str | None, vocab_size: int) -> None:
+    """A line on rank 0 where the first step after `start` has far more than a guess's loss, by weights of `source`."""
+    if source and step.number == start + 1 and step.loss > 3 * math.log(vocab_size):
+        say(f"warning: the loss begins with {step.loss:.4g}, where guessing among {vocab_size} tokens has "
+            f"{math.log(vocab_size):.2f}: the weights that were read from {source} may be damaged, or of another model")
+
+
 class FirstBadLoss:
     """The criterion, which also notes whether a micro-batch's loss is not finite: it says which rank had it first."""
 
@@ -104,8 +111,16 @@ class FirstBadLoss:
         if not any(everyone := gather(bad)):  # then it came with the gradients
             everyone = gather(any(not param.grad.isfinite().all() for param in model.parameters()
                                   if param.grad is not None))
-        ranks = ", ".join(str(rank) for rank, is_bad in enumerate(everyone) if is_bad) or "unknown"
+        ranks = ", ".join(str(rank) for rank, is_bad in enumerate(everyone) if is_bad)
+        first = f", first on rank {ranks}" * bool(ranks)  # no rank where only their sum is too large a number
         last = run.checkpointer.last()
-        return (f"step {step.number} has the loss {step.loss} and the gradient norm {step.grad_norm}, first on rank "
-                f"{ranks}: the training stops, and saves nothing. The last good checkpoint is "
-                f"{last or 'none, as none was saved'}. Lower --learning_rate, and go on with --resume auto")
+        if step.number == run.start + 1:  # no step has changed the weights
+            what_next = (f"Nothing was trained yet with the weights that were read from {run.source}: they may be "
+                         "damaged, get them anew or take others") if run.source else (
+                "Nothing was trained yet, and the weights were drawn at random: look at config.json, rms_norm_eps and "
+                "initializer_range for instance, and at --dtype")
+        else:
+            saved = f"The last good checkpoint is {last}" if last else "No checkpoint was saved yet"
+            what_next = f"{saved}. Lower --learning_rate, and go on with --resume auto"
+        return (f"step {step.number} has the loss {step.loss} and the gradient norm {step.grad_norm}{first}: the "
+                f"training stops, and saves nothing. {what_next}")

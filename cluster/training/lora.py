@@ -25,6 +25,7 @@ from zlib import crc32
 import torch
 import torch.nn as nn
 
+import process_group_manager as pgm
 from checkpoints.pieces import peft_name
 from machine_facts import gather, say
 from pipeline_template import listed_modules
@@ -130,9 +131,10 @@ class Lora:
         """What plugin.configure takes as `weights`: `base` gives a stage the frozen ones, `loader` (of a checkpoint, or
         None) the adapters."""
         def give(stage) -> None:
-            self.prepare(stage)
-            base(stage)
-            self.apply(stage, device)
+            with pgm.together():
+                self.prepare(stage)
+                base(stage)
+                self.apply(stage, device)
             if loader:
                 loader.load_adapters(stage)
 

@@ -31,7 +31,8 @@ class Model(NamedTuple):
 
     `names`: of the parameters that are saved, as files have them. `files`: what checkpoints have beside these: the
     content of config.json, or of adapter_config.json. `learning_rate`: its default. `draw`: makes the model once more,
-    with random weights. `initial`: as plugin.configure(weights=...), once with_weights has looked for them.
+    with random weights. `initial`: as plugin.configure(weights=...), once with_weights has looked for them; `source`:
+    where they are read from, None where they are drawn.
     """
 
     model: nn.Module
@@ -42,6 +43,7 @@ class Model(NamedTuple):
     draw: Callable | None = None
     lora: Lora | None = None
     initial: Callable | None = None
+    source: str | None = None
 
 
 def make_model(args, dtype: torch.dtype, toy: dict | None = None) -> Model:
@@ -59,7 +61,7 @@ def with_weights(made: Model, args, device: torch.device, has_weights: bool) -> 
     """The model with what gives a stage its initial weights. `has_weights`: a checkpoint gives them. Collective."""
     published = find_published(args) if made.lora or not has_weights else None
     if published:
-        return made._replace(initial=lambda stage: published(stage, device))
+        return made._replace(initial=lambda stage: published(stage, device), source=args.init_from or args.model_name)
     if has_weights:
         return made
     if made.draw:
@@ -77,7 +79,7 @@ def find_published(args) -> Callable | None:
     directory = once_per_machine(lambda: local_directory(name, flag))
     has_files = any(once_per_machine(lambda: glob.glob(os.path.join(glob.escape(directory), "model*.safetensors*"))))
     if has_files or args.init_from:
-        return published_weights(directory)
+        return once_per_machine(lambda: published_weights(directory))
     if args.lora_rank:
         raise UserError(f"--model_name {name!r} has no weights (model.safetensors), and LoRA trains beside those of a "
                         "trained model: name one, or leave out --lora_rank")

@@ -65,29 +65,32 @@ class Record:
         rows, evaluations = [], []
         if before:  # the training that goes on may have had another name
             source = os.path.join(before["log_dir"], before["run_name"])
-        if start and writes and not is_of_another_run(source, {flags.get("run_id") for flags in (vars(args), before)}):
-            rows, evaluations = read_rows(source, start, BEFORE, METRICS), read_rows(source, start, EVALUATIONS)
-            if rows and os.path.realpath(source) == os.path.realpath(folder):  # room for a new metrics.jsonl
-                replace(os.path.join(folder, BEFORE), "".join(rows))
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(os.path.join(folder, METRICS))
+        run_ids = {flags.get("run_id") for flags in (vars(args), before or {})}
+        with disks.together():
+            if start and writes and not is_of_another_run(source, run_ids):
+                rows, evaluations = read_rows(source, start, BEFORE, METRICS), read_rows(source, start, EVALUATIONS)
+                if rows and os.path.realpath(source) == os.path.realpath(folder):  # room for a new metrics.jsonl
+                    replace(os.path.join(folder, BEFORE), "".join(rows))
+                    with contextlib.suppress(FileNotFoundError):
+                        os.remove(os.path.join(folder, METRICS))
         rows, evaluations = (max(disks.gather(each), key=len) if start else [] for each in (rows, evaluations))
-        self.logger, self.tokens_per_step = RunLogger(args, grid, num_steps, tokens_per_step), tokens_per_step
-        self.logger.memory = torch.tensor(peak_memory_gb())  # of this rank, until a step takes that of all
-        self.file = None
-        if writes:
-            self.file = self.logger.metrics if grid.is_logging_rank else open_metrics(folder)
-            if not grid.is_logging_rank:
-                with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
-                    json.dump({**vars(args), "topology": grid.topology}, file, indent=2)
-            elif start and not rows:
-                print(f"the metrics of the steps up to {start} are on none of these hosts", flush=True)
-            self.file.writelines(rows)
-            if start and os.path.exists(path := os.path.join(folder, BEFORE)):
-                os.remove(path)
-            self.evaluations = os.path.join(folder, EVALUATIONS)
-            if evaluations or os.path.exists(self.evaluations):  # those of later steps are made again
-                replace(self.evaluations, "".join(evaluations))
+        with disks.together():
+            self.logger, self.tokens_per_step = RunLogger(args, grid, num_steps, tokens_per_step), tokens_per_step
+            self.logger.memory = torch.tensor(peak_memory_gb())  # of this rank, until a step takes that of all
+            self.file = None
+            if writes:
+                self.file = self.logger.metrics if grid.is_logging_rank else open_metrics(folder)
+                if not grid.is_logging_rank:
+                    with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
+                        json.dump({**vars(args), "topology": grid.topology}, file, indent=2)
+                elif start and not rows:
+                    print(f"the metrics of the steps up to {start} are on none of these hosts", flush=True)
+                self.file.writelines(rows)
+                if start and os.path.exists(path := os.path.join(folder, BEFORE)):
+                    os.remove(path)
+                self.evaluations = os.path.join(folder, EVALUATIONS)
+                if evaluations or os.path.exists(self.evaluations):  # those of later steps are made again
+                    replace(self.evaluations, "".join(evaluations))
         self.progress, self.board = Progress(num_steps, start, grid.is_logging_rank), None
         self.device, self.start = device, start
 

@@ -116,7 +116,7 @@ def pin_memory(tensor: torch.Tensor, device=None) -> torch.Tensor:
     return tensor
 
 
-def all_gather_object(everyone: list, mine) -> None:
+def all_gather_object(everyone: list, mine, group=None) -> None:
     everyone[:] = [mine] * len(everyone)
 
 

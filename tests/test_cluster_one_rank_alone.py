@@ -1,0 +1,198 @@
+"""What one rank alone finds before the first step, as a damaged file of its stage: all end with its error, in one line.
+
+Step 9 and train_distributed.py read the same directories, in two stages; what is damaged is that of the second stage.
+"""
+
+import json
+import shutil
+
+import pytest
+from checkpoint_runs import SCRIPT, TEXT, flags_of, newest, write_corpus, write_model
+from launch import MODELS, STEPS, modules_of, start_fork, torchrun
+from safetensors.torch import load_file, save_file
+
+with modules_of(9):
+    from checkpoints.disks import Disks
+    from utils import UserError
+
+SIZES = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+             num_key_value_heads=4, max_position_embeddings=32)
+OWN, INDEX = "model.layers.3.mlp.up_proj.weight", "model.safetensors.index.json"  # of the second stage
+
+
+def change_index(path, change) -> None:
+    index = json.loads((path.parent / INDEX).read_text())
+    change(index["weight_map"])
+    (path.parent / INDEX).write_text(json.dumps(index))
+
+
+def be_a_folder(path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def scaled(factor: float):
+    """What multiplies the numbers of the last norm, and so the logits."""
+    def scale(path) -> None:
+        tensors = load_file(path)
+        tensors["model.norm.weight"] *= factor
+        save_file(tensors, path, {"format": "pt"})
+
+    return scale
+
+
+DAMAGES = {  # name -> what is done to the file, what the error has
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:20_000]), "incomplete metadata, file not fully covered"),
+    "emptied": (lambda path: path.write_bytes(b""), "header too small"),
+    "other content": (lambda path: path.write_bytes(TEXT.encode()), "header too large"),
+    "a folder": (be_a_folder, "can't be read ("),
+    "removed": (lambda path: path.unlink(), "No such file"),
+    "no entry in the index": (lambda path: change_index(path, lambda files: files.pop(OWN)), "has no weights for "),
+    "another file in the index": (
+        lambda path: change_index(path, lambda files: files.update({OWN: files["model.embed_tokens.weight"]})),
+        f"does not contain tensor {OWN}"),
+}
+STEP9 = STEPS["9"] / "run_causal_lm.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    import transformers
+
+    folder = tmp_path_factory.mktemp("alone")
+    write_model(folder / "good", "llama", **SIZES)
+    config = transformers.AutoConfig.from_pretrained(folder / "good")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "good", max_shard_size="90KB")
+    write_corpus(folder)
+    return folder
+
+
+def damaged(folder, name: str, damage):
+    """A copy of the model, of whose file with OWN `damage` is called."""
+    shutil.copytree(folder / "good", folder / name)
+    damage(folder / name / json.loads((folder / "good" / INDEX).read_text())["weight_map"][OWN])
+    return folder / name
+
+
+def words(folder, script, name: str, model, **changes) -> list[str]:
+    changes = {**dict(max_steps=2, save_every=None, keep=None, dtype="float32", pipelines="2,2", num_microbatches=2),
+               **changes}
+    if script == SCRIPT:
+        return flags_of(folder, name, model, **changes)
+    changes |= dict(max_steps=None, steps=2, checkpoint_dir=None, batch_size=None, micro_batch_size=1)
+    return flags_of(folder, name, model, **changes)[1:]  # without --equal_shares
+
+
+def start(folder, script, *more, **changes):
+    return start_fork(9, 2, *words(folder, script, *more, **changes), script=script, check=False, modules=MODELS)
+
+
+def check(code: int, printed: str, *expected: str) -> None:
+    errors = [line for line in printed.splitlines() if "error: " in line]
+    assert code == 2 and len(errors) == 1 and "Traceback" not in printed, printed
+    assert all(text in errors[0] for text in expected), errors[0]
+
+
+@pytest.fixture(scope="module")
+def runs(folder, selected):
+    """(damage, script) -> the run, all at the same time."""
+    models = {name: damaged(folder, name, DAMAGES[name][0]) for name in selected("name")}
+    return {(name, script): start(folder, script, f"{name} {script.stem}", models[name])
+            for name in models for script in (STEP9, SCRIPT)}
+
+
+@pytest.mark.parametrize("script", [STEP9, SCRIPT], ids=lambda script: script.stem)
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_file_of_the_second_stage_is_damaged(runs, folder, name, script):
+    done = runs[name, script].result()
+    check(done.returncode, done.stderr, "error: rank 1: ", DAMAGES[name][1])
+    assert not (folder / "runs" / f"{name} {script.stem}").exists()
+
+
+@pytest.mark.parametrize("script, damage, expected", [
+    (STEP9, DAMAGES["cut"][0], "rank 1: "), (STEP9, scaled(1e20), "diverged: step 1 has loss "),
+    pytest.param(SCRIPT, DAMAGES["cut"][0], "rank 1: ", marks=pytest.mark.slow),
+    pytest.param(SCRIPT, scaled(1e20), "step 1 has the loss ", marks=pytest.mark.slow)], ids=range(4))
+def test_under_torchrun_nobody_else_complains(command, folder, request, script, damage, expected):
+    """The ranks that wait for the second stage would end in "Connection closed by peer"."""
+    name = request.node.name
+    run = command(torchrun(2, script, *words(folder, script, name, damaged(folder, name, damage))))
+    printed = run.end(300)
+    assert run.process.returncode == 1 and printed.count("error: ") == 1 and f"error: {expected}" in printed, printed
+    assert "onnection" not in printed and printed.count("Traceback (most recent call last)") == 1, printed  # torchrun's
+
+
+@pytest.mark.parametrize("script, flag, other, changes, expected", [
+    *((script, *case, {}, expected) for script in (STEP9, SCRIPT) for *case, expected in (
+        ("dataset_name", "nowhere", "there is no such path"), ("run_name", "taken", "can't write to "))),
+    (SCRIPT, "model_name", "broken", dict(lora_rank=4), "file not fully covered"),
+    (SCRIPT, "model_name", "broken", dict(local_steps=2, max_steps=None, pipelines=None, num_microbatches="1,1"),
+     "file not fully covered"),
+])
+def test_each_rank_is_a_host(run_code, folder, script, flag, other, changes, expected):
+    """Rank 1 has its data, its weights or its disk in another place."""
+    if not (folder / "broken").exists():
+        damaged(folder, "broken", DAMAGES["cut"][0])
+        (folder / "runs").mkdir(exist_ok=True)
+        (folder / "runs" / "taken").write_text("a file")
+    done = run_code("cluster" if script == SCRIPT else 9, 2, f"""
+import os, socket
+socket.gethostname = lambda: "host" + os.environ["RANK"]
+os.environ["LOCAL_RANK"] = "0"
+if os.environ["RANK"] == "1":
+    sys.argv[sys.argv.index("--{flag}") + 1] = {str(folder / other) if flag != "run_name" else other!r}
+""", *words(folder, script, "hosts", folder / "good", **changes), then=script.name, check=False, modules=MODELS)
+    check(done.returncode, done.stderr, "error: rank 1: ", expected)
+
+
+def test_errors_that_are_no_mistake_in_the_flags(run_code, world_of_one, tmp_path):
+    """A GPU without memory on one rank is an error of all. Of a lost rank nobody tells the others: they hear of it."""
+    done = run_code("cluster", 2, """
+import torch
+import process_group_manager as pgm
+from utils import one_clear_error
+with one_clear_error(out_of_memory="use less"):
+    pgm.init_process_group("gloo")
+    with pgm.together():
+        if pgm.dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+""", check=False)
+    check(done.returncode, done.stderr, "error: out of memory (rank 1: CUDA out of memory.): use less")
+    disks = Disks(str(tmp_path))
+    with pytest.raises(RuntimeError, match="^Connection closed by peer$"), disks.together():
+        raise RuntimeError("Connection closed by peer")
+    with pytest.raises(UserError, match="(?s)Traceback .*division by zero"), disks.together():
+        1 / 0
+
+
+def test_a_rank_that_waits_with_its_error_ends_when_it_is_told(run_code):
+    """torchrun tells it as soon as rank 0 has said the same: else it would say it once more, after 8 seconds."""
+    run_code("cluster", 1, """
+import signal
+from checkpoints.survive import end_of_elastic_run
+signal.signal(signal.SIGTERM, lambda *_: None)  # as a Watch does
+try:
+    with end_of_elastic_run():
+        raise ValueError
+except ValueError:
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+""")
+
+
+def test_a_first_loss_that_no_step_has_made(folder):
+    """Weights that were read end the run, or get a warning, a resumed run too; and random ones are no damaged ones."""
+    huge, large = (damaged(folder, f"times {factor}", scaled(factor)) for factor in (1e20, 1e15))
+    wild = write_model(folder / "wild", rms_norm_eps=-1.0)
+    jobs = [start(folder, SCRIPT, name, model) for name, model in (("huge", huge), ("wild", wild))]
+    done = start(folder, SCRIPT, "large", large).result()
+    assert done.returncode == 0 and done.stdout.count("warning: the loss begins with ") == 1, done.stderr
+    assert f"guessing among 1024 tokens has 6.93: the weights that were read from {large} may" in done.stdout
+    jobs.append(start(folder, SCRIPT, "large", large, max_steps=3, resume="auto"))
+    for job, expected in zip(jobs, (f"read from {huge}: they may be damaged", "the weights were drawn at random")):
+        done = job.result()
+        check(done.returncode, done.stderr, "error: step 1 has the loss ", "Nothing was trained yet", expected)
+        assert "unknown" not in done.stderr and "as none was saved" not in done.stderr
+    more = jobs[-1].result().stdout
+    assert f"read from {newest(folder, 'large').parent / 'step_00000002'} may be damaged" in more, more
+    fine = start(folder, SCRIPT, "fine", folder / "good").result()
+    assert fine.returncode == 0 and "warning" not in fine.stdout
