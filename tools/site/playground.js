@@ -12,6 +12,7 @@
   const LIMITS = {
     p: [1, 8],
     m: [1, 16],
+    v: [2, 4],
     F: [0, 100],
     B: [0, 100],
     W: [0, 100],
@@ -46,16 +47,19 @@
   function read() {
     const values = {};
     for (const [name, limits] of Object.entries(LIMITS))
-      values[name] = number(name, limits, name === "p" || name === "m");
+      values[name] = number(name, limits, ["p", "m", "v"].includes(name));
     fillSpeeds(values.p);
-    const { p, m, transfer, latency, ...costs } = values;
+    const { p, m, v, transfer, latency, ...costs } = values,
+      schedule = form.elements.schedule.value;
+    form.elements.v.disabled = !schedule.startsWith("interleaved");
     return {
       p,
       m,
+      v: chunksOf(schedule, v),
       transfer,
       latency,
       costs,
-      schedule: form.elements.schedule.value,
+      schedule,
       speeds: Array.from({ length: p }, (_, s) => number(`speed${s}`, [0.1, 10])),
     };
   }
@@ -64,12 +68,13 @@
   const times = ({ start, end }) => `from ${short(start)} to ${short(end)}`;
 
   function tellFacts(options, result) {
-    const { p, m, schedule } = options;
-    const ideal = schedule === "zb" ? (p - 1) / (3 * m + p - 1) : (p - 1) / (m + p - 1);
+    const { m, v } = options,
+      most = Math.max(...result.live);
+    const ideal = simulate({ ...options, costs: { F: 1, B: 1, W: 1 }, transfer: 0, latency: 0, speeds: null }).bubble;
     const rows = [
       ["Step time", short(result.makespan), `${short(result.makespan / m)} a micro-batch`],
-      ["Bubble", `${(100 * result.bubble).toFixed(1)} %`, `${(100 * ideal).toFixed(1)} % if all costs were equal`],
-      ["Activations alive", Math.max(...result.live), "micro-batches, on the stage that keeps most"],
+      ["Bubble", `${(100 * result.bubble).toFixed(1)} %`, `${(100 * ideal).toFixed(1)} % if all costs were equal, messages free`],
+      ["Activations alive", short(most / v), `micro-batches${v > 1 ? ` (${most} chunks)` : ""}, on the stage that keeps most`],
       [
         "Messages",
         result.transfers.length,
@@ -87,15 +92,17 @@
   }
 
   function draw(options, result) {
-    const isDivided = options.schedule === "zb";
+    const isDivided = result.spans.some(({ kind }) => kind === "W");
     const bars = result.spans.map((span) => ({
       row: span.stage,
       track: 0,
       start: span.start,
       end: span.end,
       kind: { F: "forward", B: "backward", W: "weights" }[span.kind],
-      label: span.microbatch,
-      text: `Stage ${span.stage}: ${NAMES[span.kind]} of micro-batch ${span.microbatch}, ${times(span)}`,
+      label: span.microbatch + "′".repeat(span.chunk),
+      text:
+        `Stage ${span.stage}: ${NAMES[span.kind]} of micro-batch ${span.microbatch}` +
+        `${options.v > 1 ? ` in chunk ${span.chunk}` : ""}, ${times(span)}`,
     }));
     for (const { source, destination, kind, microbatch, start, end } of result.transfers) {
       if (end > start) {
@@ -131,7 +138,7 @@
         const row = htmlElement("tr", {});
         htmlElement("th", { scope: "row" }, row, String(s));
         const idle = result.makespan ? 100 * (1 - busy / result.makespan) : 0;
-        for (const text of [live, short(busy), `${idle.toFixed(1)} %`]) htmlElement("td", {}, row, String(text));
+        for (const text of [short(live / options.v), short(busy), `${idle.toFixed(1)} %`]) htmlElement("td", {}, row, String(text));
         return row;
       }),
     );

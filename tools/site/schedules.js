@@ -1,8 +1,8 @@
-// The schedules of step 9's pipeline_parallel.py, and the event simulation of cluster/planning/simulate.py,
-// for the playground. tests/test_tool_site_scripts.py holds both equal to the Python functions.
+// The schedules of the steps, ZB-V, and the event simulation of cluster/planning/simulate.py, for the playground.
+// tests/test_tool_site_scripts.py holds them equal to the Python functions.
 //
-// An action is [kind, microbatch]: F forward, B gradient of the input, W gradients of the weights. A stage that has no
-// W computes both gradients in B, so its B takes the time of B and W.
+// An action is [kind, microbatch, chunk]: F forward, B gradient of the input, W gradients of the weights. A stage that
+// has no W computes both gradients in B, so its B takes the time of B and W. Schedules without chunks leave these out.
 "use strict";
 
 /** All forward, all backward. */
@@ -24,14 +24,79 @@ function oneFOneB(stage, numStages, numMicrobatches, ahead = 1) {
   return actions;
 }
 
+/** Divides each backward: its W comes after as many further B as `delay` says. */
+function postponeWeightGradients(actions, delay) {
+  const waiting = [],
+    divided = [];
+  for (const action of actions) {
+    divided.push(action);
+    if (action[0] === "B") waiting.push(["W", ...action.slice(1)]);
+    if (action[0] === "B" && waiting.length > delay) divided.push(waiting.shift());
+  }
+  return [...divided, ...waiting];
+}
+
 /** ZB-H1: 1F1B, each W `stage` micro-batches after its B, and on stage 0 in its B. */
 function zeroBubble(stage, numStages, numMicrobatches) {
-  const actions = [];
-  for (const [kind, i] of oneFOneB(stage, numStages, numMicrobatches)) {
-    actions.push([kind, i]);
-    if (kind === "B" && stage > 0 && i >= stage) actions.push(["W", i - stage]);
+  const actions = oneFOneB(stage, numStages, numMicrobatches);
+  return stage > 0 ? postponeWeightGradients(actions, stage) : actions;
+}
+
+/** The forwards or backwards of a rank in their order, one list a round of about p micro-batches. */
+function rounds(kind, p, m, v) {
+  const count = Math.max(Math.floor(m / p), 1),
+    lists = [];
+  for (let k = 0, i = 0; k < count; k++) {
+    const size = Math.floor(m / count) + (k < m % count),
+      list = [];
+    for (let c = 0; c < v; c++)
+      for (let j = i; j < i + size; j++) list.push([kind, j, kind === "F" ? c : v - 1 - c]);
+    lists.push(list);
+    i += size;
   }
-  for (let i = Math.max(numMicrobatches - stage, 0); i < numMicrobatches; i++) actions.push(["W", i]);
+  return lists;
+}
+
+/** 1F1B over the rank's v chunks. A stage's warm-up is longer than the next one's by `hops` forwards. */
+function interleave(stage, p, m, v, hops) {
+  const [first] = rounds("F", p, m, v),
+    backwards = rounds("B", p, m, v).flat();
+  const warmUp = (first.length / v) * (v - 1) + hops * (p - 1 - stage);
+  const actions = rounds("F", p, m, v).flat(),
+    last = actions.splice(warmUp);
+  last.forEach((forward, k) => actions.push(forward, backwards[k]));
+  return [...actions, ...backwards.slice(last.length)];
+}
+
+const interleaved = (stage, p, m, v = 2) => interleave(stage, p, m, v, 2);
+
+const interleavedZeroBubble = (stage, p, m, v = 2) =>
+  postponeWeightGradients(interleave(stage, p, m, v, 1), stage);
+
+/**
+ * ZB-V (Qi et al. 2023): rank r holds the virtual stages r and 2p - 1 - r, so the last one is on rank 0. The order is
+ * that of 2p - 1 or more micro-batches; of fewer, the actions of those that there are.
+ */
+function zeroBubbleV(rank, p, m) {
+  const actions = [],
+    count = {},
+    n = Math.max(m, 2 * p - 1);
+  const repeat = (times, names) => {
+    for (let k = 0; k < times; k++) {
+      for (const name of names.split(" ")) {
+        const i = (count[name] = (count[name] ?? -1) + 1);
+        if (i < m) actions.push([name[0], i, Number(name[1])]);
+      }
+    }
+  };
+  repeat(2 * (p - rank) - 1, "F0"); // until the first micro-batch is back in chunk 1
+  repeat(rank, "F1 F0");
+  repeat(p - rank, "F1 B1 W1"); // until its gradient is back in chunk 0
+  repeat(n - p, "F0 B0 W0 F1 B1 W1");
+  repeat(rank, "B0 B1"); // cool-down: others wait for B
+  repeat(p - rank, "B0 W0");
+  repeat(rank, "W1");
+  repeat(rank, "W0");
   return actions;
 }
 
@@ -39,12 +104,19 @@ const SCHEDULES = {
   afab,
   "1f1b": oneFOneB,
   zb: zeroBubble,
+  interleaved,
+  interleaved_zb: interleavedZeroBubble,
+  zbv: zeroBubbleV,
   "1f1b-2": (s, p, m) => oneFOneB(s, p, m, 2),
   "1f1b-3": (s, p, m) => oneFOneB(s, p, m, 3),
   "1f1b-4": (s, p, m) => oneFOneB(s, p, m, 4),
 };
 
-/** Micro-batches at most whose activations a stage holds: until its W, or until its B where it has no W. */
+/** The number of chunks a rank: 1 where the schedule has none. */
+const chunksOf = (schedule, v = 2) => (schedule === "zbv" ? 2 : schedule.startsWith("interleaved") ? v : 1);
+
+/** Micro-batches at most whose activations a stage holds, each of its chunks counted separately: until their W, or
+ * until their B where it has no W. */
 function liveMicrobatches(actions) {
   const last = actions.some(([kind]) => kind === "W") ? "W" : "B";
   let live = 0,
@@ -105,14 +177,16 @@ class EventQueue {
 
 /** One pipeline's micro-batches, as PipelineSimulation in Python: the names of its methods are the same. */
 class PipelineSimulation {
-  /** `options`: p, m, schedule, costs {F, B, W}, transfer and latency of a message, speeds of the p machines. */
+  /** `options`: p, m, schedule, v chunks a rank, costs {F, B, W} of all its chunks together, transfer and latency of a
+   * message, speeds of the p machines. */
   constructor(options) {
-    const { p, m, schedule, costs, transfer = 0, latency = 0, speeds } = options;
-    Object.assign(this, { p, transfer, latency });
-    this.actions = Array.from({ length: p }, (_, s) => SCHEDULES[schedule](s, p, m));
+    const { p, m, schedule, costs, transfer = 0, latency = 0, speeds } = options,
+      v = chunksOf(schedule, options.v);
+    Object.assign(this, { p, v, transfer, latency, isV: schedule === "zbv" });
+    this.actions = Array.from({ length: p }, (_, s) => SCHEDULES[schedule](s, p, m, v > 1 ? v : undefined));
     this.durations = this.actions.map((actions, s) => {
       const isDivided = actions.some(([kind]) => kind === "W"),
-        speed = speeds ? speeds[s] : 1;
+        speed = v * (speeds ? speeds[s] : 1);
       return { F: costs.F / speed, B: (isDivided ? costs.B : costs.B + costs.W) / speed, W: costs.W / speed };
     });
     this.queue = new EventQueue();
@@ -157,33 +231,33 @@ class PipelineSimulation {
     const actions = this.actions[s];
     for (let k = 0; k < actions.length; k++) {
       for (const upcoming of actions.slice(k, k + 3)) this.postReceive(s, upcoming);
-      const [kind, microbatch] = actions[k],
-        source = this.neighbour(s, kind, -1);
-      while (source !== null && !this.arrived.has(this.message(source, s, actions[k]).key)) yield null;
+      const [kind, microbatch, chunk = 0] = actions[k],
+        needed = this.message(s, actions[k], -1);
+      while (needed && !this.arrived.has(needed.key)) yield null;
       const start = this.queue.now;
       yield this.durations[s][kind];
-      this.spans.push({ stage: s, kind, microbatch, start, end: this.queue.now });
+      this.spans.push({ stage: s, kind, microbatch, chunk, start, end: this.queue.now });
       this.ends[s] = this.queue.now;
       this.send(s, actions[k]);
-      while (this.outstanding[s] > 2 * this.p) yield null;
+      while (this.outstanding[s] > 2 * this.p * this.v) yield null;
     }
   }
 
-  /** The stage that an action of this kind sends to (step 1) or receives from (step -1); null: none. */
-  neighbour(s, kind, step) {
-    if (kind === "W") return null;
-    const other = kind === "F" ? s + step : s - step;
-    return other >= 0 && other < this.p ? other : null;
-  }
-
-  message(source, destination, [kind, microbatch]) {
-    return { key: `${source} ${destination} ${kind}${microbatch}`, source, destination, kind, microbatch };
+  /** The message that an action of rank s sends (step 1) or needs (step -1), named by what needs it; null: none. */
+  message(s, [kind, microbatch, chunk = 0], step) {
+    const { p, v, isV } = this,
+      hop = kind === "F" ? step : -step;
+    const other = (isV && chunk ? 2 * p - 1 - s : chunk * p + s) + hop; // a virtual stage
+    if (kind === "W" || other < 0 || other >= v * p) return null;
+    const otherChunk = Math.floor(other / p),
+      rank = isV && otherChunk ? 2 * p - 1 - other : other % p;
+    const [source, destination, receiving] = step > 0 ? [s, rank, otherChunk] : [rank, s, chunk];
+    return { key: `${destination} ${kind}${microbatch} ${receiving}`, source, destination, kind, microbatch };
   }
 
   postReceive(s, action) {
-    const source = this.neighbour(s, action[0], -1);
-    if (source === null) return;
-    const message = this.message(source, s, action);
+    const message = this.message(s, action, -1);
+    if (!message || message.source === s) return;
     if (this.posted.has(message.key)) return;
     this.posted.set(message.key, this.queue.now);
     if (this.sent.has(message.key)) {
@@ -193,9 +267,12 @@ class PipelineSimulation {
   }
 
   send(s, action) {
-    const destination = this.neighbour(s, action[0], 1);
-    if (destination === null) return;
-    const message = this.message(s, destination, action);
+    const message = this.message(s, action, 1);
+    if (!message) return;
+    if (message.destination === s) {
+      this.arrived.add(message.key); // at the bottom of the V
+      return;
+    }
     this.outstanding[s]++;
     if (this.posted.has(message.key)) {
       const heard = this.posted.get(message.key) + this.latency;
@@ -231,9 +308,7 @@ class PipelineSimulation {
     this.outstanding[source]--;
     this.queue.at(this.queue.now + this.latency, () => this.arrives(message));
     if (this.isWaiting[source]) this.resume(source);
-    for (const sender of [destination - 1, destination + 1]) {
-      if (sender >= 0 && sender < this.p) this.useUplink(sender);
-    }
+    for (const sender of [destination - 1, destination + 1]) this.useUplink((sender + this.p) % this.p);
   }
 
   arrives(message) {
@@ -247,4 +322,4 @@ function simulate(options) {
   return new PipelineSimulation(options).run();
 }
 
-if (typeof module !== "undefined") module.exports = { SCHEDULES, liveMicrobatches, simulate };
+if (typeof module !== "undefined") module.exports = { SCHEDULES, chunksOf, liveMicrobatches, simulate };
