@@ -54,7 +54,7 @@ class SimulationWithWeights(PipelineSimulation):
 
 def node(script: str, argument) -> object:
     """What `script`, the body of a JavaScript function of `input` and `schedules`, returns for `argument`."""
-    load = f"const schedules = require({json.dumps(str(SCRIPTS / 'schedules'))});"
+    load = f"const schedules = require({json.dumps(str(SCRIPTS / 'simulation'))});"
     program = (f"{load} const input = JSON.parse(require('fs').readFileSync(0));"
                f"process.stdout.write(JSON.stringify((() => {{ {script} }})()))")
     done = subprocess.run(["node", "-e", program], input=json.dumps(argument), capture_output=True, text=True)

@@ -1,4 +1,4 @@
-// The page on which schedules are tried out: reads the form, simulates, draws. See schedules.js and figure.js.
+// The page on which schedules are tried out: reads the form, simulates, draws. See simulation.js and figure.js.
 "use strict";
 
 (() => {
@@ -33,21 +33,10 @@
     }
   }
 
-  /** A field's number. Throws an Error that says what it may be. */
-  function number(name, [lowest, highest], isWhole) {
-    const field = form.elements[name],
-      value = field.valueAsNumber;
-    if (!(value >= lowest && value <= highest) || (isWhole && !Number.isInteger(value))) {
-      const label = field.parentElement.firstChild.textContent.trim();
-      throw new Error(`${label}: choose ${isWhole ? "a whole number" : "a number"} from ${lowest} to ${highest}.`);
-    }
-    return value;
-  }
-
   function read() {
     const values = {};
     for (const [name, limits] of Object.entries(LIMITS))
-      values[name] = number(name, limits, ["p", "m", "v"].includes(name));
+      values[name] = fieldNumber(form, name, limits, ["p", "m", "v"].includes(name));
     fillSpeeds(values.p);
     const { p, m, v, transfer, latency, ...costs } = values,
       schedule = form.elements.schedule.value;
@@ -60,7 +49,7 @@
       latency,
       costs,
       schedule,
-      speeds: Array.from({ length: p }, (_, s) => number(`speed${s}`, [0.1, 10])),
+      speeds: Array.from({ length: p }, (_, s) => fieldNumber(form, `speed${s}`, [0.1, 10])),
     };
   }
 
@@ -81,14 +70,7 @@
         `${short(result.transfers.length * options.transfer)} of time on the links`,
       ],
     ];
-    facts.replaceChildren(
-      ...rows.map(([name, value, more]) => {
-        const row = htmlElement("div", {});
-        htmlElement("dt", {}, row, name);
-        htmlElement("small", {}, htmlElement("dd", {}, row, value), more);
-        return row;
-      }),
-    );
+    showFacts(facts, rows);
   }
 
   function draw(options, result) {
@@ -144,16 +126,10 @@
     );
   }
 
-  /** The form as the address's fragment, so that a setting can be kept as a link. */
-  function remember() {
-    const words = [...new FormData(form)].map(([name, value]) => `${name}=${value}`);
-    history.replaceState(null, "", `#${words.join("&")}`);
-  }
-
   function recall() {
     const words = new URLSearchParams(location.hash.slice(1));
     if (words.has("p")) fillSpeeds(Math.min(Math.max(Number(words.get("p")) || 1, 1), 8));
-    for (const [name, value] of words) if (form.elements[name]) form.elements[name].value = value;
+    recallForm(form);
   }
 
   function update(event) {
@@ -163,7 +139,7 @@
       problem.textContent = "";
       tellFacts(options, result);
       draw(options, result);
-      if (event) remember();
+      if (event) rememberForm(form);
     } catch (error) {
       problem.textContent = error.message;
     }
