@@ -200,7 +200,7 @@ def choose(job: Job) -> tuple[list[Row], list[Row], Counter]:
             refused[reason] += 1
         else:
             rows.append(price(job, split))
-    fitting = sorted((row for row in rows if row.memory <= job.memory), key=lambda row: row.lost)
+    fitting = sorted((row for row in rows if row.memory <= job.memory), key=lambda row: (row.lost, row.memory))
     return fitting, sorted((row for row in rows if row.memory > job.memory), key=lambda row: row.memory), refused
 
 
@@ -208,8 +208,8 @@ def line(job: Job, row: Row) -> str:
     dp, tp, pp, engine, zero = row.split
     engine += f" {job.virtual_stages}" * engine.startswith("interleaved")
     numbers = [row.memory, *row.held.values(), *row.sent.values()]
-    return (f"{dp:4}{tp:4}{pp:4}  {engine:17}{zero:4}{row.microbatches:5}"
-            + "".join(f"{number / 1e9:8.3g}" for number in numbers) + f"{row.bubble:8.1%}{row.lost:8.2f}")
+    return (f"{dp:4}{tp:4}{pp:4}  {engine:16}{zero:5}{row.microbatches:5}{row.lost:8.2f}{row.bubble:8.1%}"
+            + "".join(f"{number / 1e9:8.1f}" for number in numbers))
 
 
 def report(job: Job, top: int) -> str:
@@ -219,9 +219,10 @@ def report(job: Job, top: int) -> str:
         least = f": the least needy of {len(others)} needs {others[0].memory / 1e9:.3g} GB" if others else ""
         raise UserError(f"no split of {job.ranks} ranks fits into {job.memory / 1e9:.3g} GB{least}; take more ranks, "
                         f"{'' if job.recompute else '--recompute, '}a smaller --micro_batch_size or --seq_len")
-    lines = ["                                        GB held                                GB sent by a rank",
-             "  dp  tp  pp  schedule         zero    m     all weights   grads   AdamW activ.      dp      tp      pp"
-             "  bubble  lost s", *(line(job, row) for row in fitting[:top]), "",
+    lines = ["                                                           GB of the fullest rank"
+             "                  GB sent by a rank",
+             "  dp  tp  pp  schedule         ZeRO    m  lost s  bubble     all weights   grads   AdamW activ.      dp"
+             "      tp      pp", *(line(job, row) for row in fitting[:top]), "",
              f"{len(fitting)} splits fit, {len(others)} do not, {refused.total()} are not to be had:"]
     return "\n".join(lines + [f"{count:6}  {reason}" for reason, count in refused.most_common()])
 

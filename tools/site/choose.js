@@ -128,7 +128,7 @@ function choose(job) {
     else rows.push(price(job, split));
   }
   return [
-    rows.filter((row) => row.memory <= job.memory).sort((a, b) => a.lost - b.lost),
+    rows.filter((row) => row.memory <= job.memory).sort((a, b) => a.lost - b.lost || a.memory - b.memory),
     rows.filter((row) => row.memory > job.memory).sort((a, b) => a.memory - b.memory),
     [...refused].sort((a, b) => b[1] - a[1]),
   ];
@@ -146,8 +146,8 @@ function showChoice() {
   };
   const SIZES = ["hidden", "width", "layers", "heads", "kv_heads", "vocab", "tied"],
     UNITS = { memory: 1e9, inside: 1e9, between: 1e9, flops: 1e12 };
-  const COLUMNS = ["dp", "tp", "pp", "schedule", "ZeRO", "m", "GB held", "weights", "gradients", "AdamW", "activations"];
-  COLUMNS.push("GB sent, dp", "GB sent, tp", "GB sent, pp", "bubble", "seconds lost");
+  const COLUMNS = ["dp", "tp", "pp", "schedule", "ZeRO", "m", "seconds lost", "bubble", "GB held", "weights"];
+  COLUMNS.push("gradients", "AdamW", "activations", "GB sent, dp", "GB sent, tp", "GB sent, pp");
   const form = document.getElementById("choose"),
     fields = form.elements,
     place = (id) => document.getElementById(id);
@@ -172,7 +172,7 @@ function showChoice() {
       const { dp, tp, pp, engine, zero } = split;
       const name = engine.startsWith("interleaved") ? `${engine} ${job.virtual_stages}` : engine;
       const volumes = [memory, ...Object.values(held), ...Object.values(sent)].map(gb);
-      const texts = [dp, tp, pp, name, zero, microbatches, ...volumes, `${(100 * bubble).toFixed(1)} %`, lost.toFixed(2)];
+      const texts = [dp, tp, pp, name, zero, microbatches, lost.toFixed(2), `${(100 * bubble).toFixed(1)} %`, ...volumes];
       const row = htmlElement("tr", {}, body);
       for (const text of texts) htmlElement("td", {}, row, String(text));
     }
