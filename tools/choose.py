@@ -3,15 +3,17 @@
     python tools/choose.py --cluster 64xH100:8 --model_name llama-70b --seq_len 4096 --global_batch 512
 
 A split is dp x tp x pp ranks, a schedule with v chunks a rank, and a level of ZeRO. Those that fit are sorted by the
-seconds that a step loses: the bubble, and all messages, as if none was hidden behind computation. Seconds of a whole
-step are the business of what_if.py, which simulates them. The formulas, each of a rank with P parameters, of N
-replicas, p stages and m micro-batches of B samples of T tokens:
+seconds that a step loses: to the bubble, to recomputing, and to all messages, as if none was hidden behind computation.
+Seconds of a whole step are the business of what_if.py, which simulates them. The formulas, each of a rank with P
+parameters, of N replicas, p stages and m micro-batches of B samples of T tokens:
 
     bytes     weights 4 P, in bfloat16 2 P more for their copies; gradients 4 P; AdamW 8 P. ZeRO 1 divides the last of
-              them by N, ZeRO 2 the last two, ZeRO 3 all three
+              these by N, and ZeRO 2 the last two, but for the gradient of the largest parameter. ZeRO 3 keeps 16 P / N,
+              two layers' weights and gradients, and those of the rest: the embedding, the final norm and projection
     alive     chunks of activations, see alive(); a layer's and the head's are those of data_sheets.Costs
-    dp        2 (N-1)/N of S = 4 P bytes: an all-reduce, or the reduce-scatter and all-gather of ZeRO 1; ZeRO 2
-              (m+1) (N-1)/N S, as it scatters gradients m times; ZeRO 3 3 m (N-1)/N S, as it gathers weights 2 m times
+    dp        2 (N-1)/N of 4 P bytes: an all-reduce, or the reduce-scatter and all-gather of ZeRO 1; ZeRO 2 (m+1) (N-1)/N,
+              as it scatters gradients m times; ZeRO 3 about 3 m (N-1)/N, as it gathers layers twice a micro-batch, in
+              the activations' dtype and the last one once, and the rest once
     tp        2 (tp-1)/tp of each sum: 4 of (B, T, D) a layer and micro-batch, one each for the embedding and the head,
               and 12 bytes a token for the loss; --recompute repeats the first one of a layer's forward
     pp        (B, T, D) a micro-batch, chunk and direction; a tied embedding's gradient
@@ -65,7 +67,7 @@ class Split(NamedTuple):
 
 class Row(NamedTuple):
     """`held`: bytes of the fullest rank by what they are for; `sent`: of the rank that sends most along each axis.
-    `lost`: seconds of the bubble and of all messages."""
+    `lost`: seconds of the bubble, of recomputing and of all messages."""
 
     split: Split
     microbatches: int
@@ -129,12 +131,12 @@ def layers_of(job: Job, split: Split, rank: int) -> int:
     return sum(job.shape.layers // stages + (s < job.shape.layers % stages) for s in range(rank, stages, split.pp))
 
 
-def parameters(job: Job, split: Split, rank: int) -> float:
-    shape, (embedding, layer, *_, norm, table) = job.shape, Costs(job.shape, NODE, split.tp, 1, job.dtype, 1).describe()
-    first, last = rank == 0, rank == split.pp - 1
-    tables = (first or last) if shape.tied else first + last
-    return (layers_of(job, split, rank) * layer["parameters"] + tables * table["parameters"]
-            + last * norm["parameters"])
+def parameters(job: Job, split: Split, rank: int) -> tuple[float, float]:
+    """Those of all layers of a rank, and those of the rest: embedding, final norm and projection."""
+    modules, first, last = Costs(job.shape, NODE, split.tp, 1, job.dtype, 1).describe(), rank == 0, rank == split.pp - 1
+    tables = (first or last) if job.shape.tied else first + last
+    rest = tables * modules[0]["parameters"] + last * modules[-2]["parameters"]
+    return layers_of(job, split, rank) * modules[1]["parameters"], rest
 
 
 def activations(job: Job, split: Split, rank: int, m: int) -> float:
@@ -160,19 +162,30 @@ def activations(job: Job, split: Split, rank: int, m: int) -> float:
 
 
 def held(job: Job, split: Split, rank: int, m: int) -> dict[str, float]:
-    owned, n, zero = parameters(job, split, rank), split.dp, split.zero
-    copies = 2 if job.dtype == "bfloat16" else 0
-    return {"weights": (4 + copies) * owned / (n if zero > 2 else 1), "gradients": 4 * owned / (n if zero > 1 else 1),
-            "AdamW": 8 * owned / (n if zero > 0 else 1), "activations": activations(job, split, rank, m)}
+    (layers, rest), (n, tp, _, _, zero), shape = parameters(job, split, rank), split, job.shape
+    owned, table, layer = layers + rest, shape.hidden * shape.vocab / tp, layers / layers_of(job, split, rank)
+    number = NUMBER_BYTES[job.dtype]
+    copies = number if number < 4 else 0
+    weights, gradients = (4 + copies) * owned, 4 * owned / (n if zero > 1 else 1)
+    if zero == 2:
+        gradients += 4 * max(table, shape.hidden * shape.width / tp)
+    if zero == 3:
+        weights = 4 * owned / n + 2 * number * layer + 4 * rest + copies * table
+        gradients += 2 * 4 * layer + 4 * rest
+    return {"weights": weights, "gradients": gradients, "AdamW": 8 * owned / (n if zero > 0 else 1),
+            "activations": activations(job, split, rank, m)}
 
 
 def sent(job: Job, split: Split, rank: int, m: int) -> dict[str, float]:
     (dp, tp, pp, _, zero), v, shape = split, chunks(job, split), job.shape
     tokens, first, last = m * job.micro_batch * job.seq_len, rank == 0, rank == pp - 1
-    hidden, times = tokens * shape.hidden * NUMBER_BYTES[job.dtype], (2, 2, m + 1, 3 * m)[zero]
-    sums = (5 if job.recompute else 4) * layers_of(job, split, rank) + first + last
+    (layers, rest), count, number = parameters(job, split, rank), layers_of(job, split, rank), NUMBER_BYTES[job.dtype]
+    hidden, sums = tokens * shape.hidden * number, (5 if job.recompute else 4) * count + first + last
+    exchanged = (2, 2, m + 1, m)[zero] * 4 * (layers + rest)
+    if zero == 3:
+        exchanged += m * (number * (2 - 1 / count) * layers + 4 * rest)
     tied = 4 * shape.vocab * shape.hidden / tp if shape.tied and pp > 1 and (first or last) else 0.0
-    return {"dp": times * (dp - 1) / dp * 4 * parameters(job, split, rank),
+    return {"dp": (dp - 1) / dp * exchanged,
             "tp": 2 * (tp - 1) / tp * (sums * hidden + last * 12 * tokens),
             "pp": (2 * v - first - last) * hidden + tied if pp > 1 else 0.0}
 
@@ -187,8 +200,8 @@ def price(job: Job, split: Split) -> Row:
     bubble = (pp - 1) / ((3 if engine.endswith("zb") else 1) * v * m + pp - 1)
     spans = {"tp": tp, "pp": tp * pp, "dp": job.ranks}  # consecutive ranks among which an axis's groups lie
     seconds = sum(most[axis] / (job.inside if job.per_machine % spans[axis] == 0 else job.between) for axis in AXES)
-    flops = (8 if job.recompute else 6) * job.shape.parameters * job.global_batch * job.seq_len
-    return Row(split, m, fullest, most, bubble, flops / job.ranks / job.flops * bubble / (1 - bubble) + seconds)
+    passes = 6 * job.shape.parameters * job.global_batch * job.seq_len / job.ranks / job.flops  # seconds of computing
+    return Row(split, m, fullest, most, bubble, passes * ((4 / 3 if job.recompute else 1) / (1 - bubble) - 1) + seconds)
 
 
 def choose(job: Job) -> tuple[list[Row], list[Row], Counter]:

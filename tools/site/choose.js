@@ -50,15 +50,17 @@ function layersOf(job, split, rank) {
   return sum(range(chunks(job, split)).map((c) => of(c * split.pp + rank)));
 }
 
+/** Those of all layers of a rank, and those of the rest: embedding, final norm and projection. */
 function parameters(job, split, rank) {
   const { hidden, width, heads, kv_heads, head_dim, vocab } = job;
   const matrices = 2 * hidden * head_dim * (heads + kv_heads) + 3 * hidden * width;
   const [first, last] = [rank === 0, rank === split.pp - 1],
     tables = job.tied ? first || last : first + last;
-  return (
-    layersOf(job, split, rank) * (matrices / split.tp + 2 * hidden) + (tables * hidden * vocab) / split.tp + last * hidden
-  );
+  const layers = layersOf(job, split, rank) * (matrices / split.tp + 2 * hidden);
+  return [layers, (tables * hidden * vocab) / split.tp + last * hidden];
 }
+
+const allParameters = (job) => sum(parameters(job, { tp: 1, pp: 1, engine: "-" }, 0));
 
 function activations(job, split, rank, m) {
   const { tp, pp } = split,
@@ -79,25 +81,37 @@ function activations(job, split, rank, m) {
 }
 
 function held(job, split, rank, m) {
-  const { dp, zero } = split,
-    owned = parameters(job, split, rank);
-  return {
-    weights: ((job.dtype === "bfloat16" ? 6 : 4) * owned) / (zero > 2 ? dp : 1),
-    gradients: (4 * owned) / (zero > 1 ? dp : 1),
-    AdamW: (8 * owned) / (zero > 0 ? dp : 1),
-    activations: activations(job, split, rank, m),
-  };
+  const { dp, tp, zero } = split,
+    [layers, rest] = parameters(job, split, rank),
+    owned = layers + rest;
+  const table = (job.hidden * job.vocab) / tp,
+    layer = layers / layersOf(job, split, rank),
+    number = numberBytes(job),
+    copies = number < 4 ? number : 0;
+  let weights = (4 + copies) * owned,
+    gradients = (4 * owned) / (zero > 1 ? dp : 1);
+  if (zero === 2) gradients += 4 * Math.max(table, (job.hidden * job.width) / tp);
+  if (zero === 3) {
+    weights = (4 * owned) / dp + 2 * number * layer + 4 * rest + copies * table;
+    gradients += 2 * 4 * layer + 4 * rest;
+  }
+  return { weights, gradients, AdamW: (8 * owned) / (zero > 0 ? dp : 1), activations: activations(job, split, rank, m) };
 }
 
 function sent(job, split, rank, m) {
   const { dp, tp, pp, zero } = split,
     [first, last] = [rank === 0, rank === pp - 1];
   const tokens = m * job.micro_batch * job.seq_len,
-    hidden = tokens * job.hidden * numberBytes(job);
-  const sums = (job.recompute ? 5 : 4) * layersOf(job, split, rank) + first + last;
+    number = numberBytes(job),
+    hidden = tokens * job.hidden * number,
+    count = layersOf(job, split, rank);
+  const sums = (job.recompute ? 5 : 4) * count + first + last,
+    [layers, rest] = parameters(job, split, rank);
+  const exchanged = [2, 2, m + 1, m][zero] * 4 * (layers + rest),
+    gathered = zero === 3 ? m * (number * (2 - 1 / count) * layers + 4 * rest) : 0;
   const tied = job.tied && (first || last) ? (4 * job.vocab * job.hidden) / tp : 0;
   return {
-    dp: (([2, 2, m + 1, 3 * m][zero] * (dp - 1)) / dp) * 4 * parameters(job, split, rank),
+    dp: ((dp - 1) / dp) * (exchanged + gathered),
     tp: ((2 * (tp - 1)) / tp) * (sums * hidden + last * 12 * tokens),
     pp: pp > 1 ? (2 * chunks(job, split) - first - last) * hidden + tied : 0,
   };
@@ -113,8 +127,9 @@ function price(job, split) {
   const bubble = (pp - 1) / ((engine.endsWith("zb") ? 3 : 1) * chunks(job, split) * m + pp - 1);
   const spans = { tp, pp: tp * pp, dp: job.ranks };
   const seconds = AXES.map((axis) => volume[axis] / (job.per_machine % spans[axis] === 0 ? job.inside : job.between));
-  const flops = (job.recompute ? 8 : 6) * parameters(job, { tp: 1, pp: 1, engine: "-" }, 0) * job.global_batch * job.seq_len;
-  const lost = ((flops / job.ranks / job.flops) * bubble) / (1 - bubble) + sum(seconds);
+  const flops = 6 * allParameters(job) * job.global_batch * job.seq_len,
+    passes = flops / job.ranks / job.flops;
+  const lost = passes * ((job.recompute ? 4 / 3 : 1) / (1 - bubble) - 1) + sum(seconds);
   return { split, microbatches: m, held: fullest, memory: sum(fullest), sent: volume, bubble, lost };
 }
 
@@ -185,9 +200,8 @@ function showChoice() {
     const gb = (row) => `${(row.memory / 1e9).toFixed(1)} GB`,
       [best, least] = [fitting[0], [...fitting, ...others].sort((a, b) => a.memory - b.memory)[0]];
     const grid = ({ split: { dp, tp, pp, zero } }) => `dp ${dp} x tp ${tp} x pp ${pp}${zero ? `, ZeRO ${zero}` : ""}`;
-    const whole = parameters(job, { tp: 1, pp: 1, engine: "-" }, 0);
     showFacts(place("facts"), [
-      ["Parameters", `${(whole / 1e9).toPrecision(3)} billion`, `${job.global_batch * job.seq_len} tokens a step`],
+      ["Parameters", `${(allParameters(job) / 1e9).toPrecision(3)} billion`, `${job.global_batch * job.seq_len} tokens a step`],
       ["Splits that fit", fitting.length, `of ${fitting.length + others.length + refusals}`],
       ["Loses least time", best ? `${best.lost.toFixed(2)} s` : "none", best ? grid(best) : "take more ranks or memory"],
       ["Holds least", least ? gb(least) : "none", least ? grid(least) : ""],
