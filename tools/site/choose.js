@@ -192,6 +192,7 @@ function showChoice() {
       for (const text of texts) htmlElement("td", {}, row, String(text));
     }
     table.replaceChildren(head.parentElement, body);
+    table.parentElement.tabIndex = 0; // it scrolls sideways, and site.js has seen it empty
   }
 
   function show(job) {
