@@ -1,4 +1,4 @@
-"""How to split: every way to divide a Llama over the ranks of steps 4 to 13, what the fullest rank then holds and sends.
+"""How to split: every way to divide a Llama over ranks with steps 4 to 13, and what a rank then holds and sends.
 
     python tools/choose.py --cluster 64xH100:8 --model_name llama-70b --seq_len 4096 --global_batch 512
 
@@ -11,9 +11,9 @@ parameters, of N replicas, p stages and m micro-batches of B samples of T tokens
               these by N, and ZeRO 2 the last two, but for the gradient of the largest parameter. ZeRO 3 keeps 16 P / N,
               two layers' weights and gradients, and those of the rest: the embedding, the final norm and projection
     alive     chunks of activations, see alive(); a layer's and the head's are those of data_sheets.Costs
-    dp        2 (N-1)/N of 4 P bytes: an all-reduce, or the reduce-scatter and all-gather of ZeRO 1; ZeRO 2 (m+1) (N-1)/N,
-              as it scatters gradients m times; ZeRO 3 about 3 m (N-1)/N, as it gathers layers twice a micro-batch, in
-              the activations' dtype and the last one once, and the rest once
+    dp        2 (N-1)/N of 4 P bytes: an all-reduce, or the reduce-scatter and all-gather of ZeRO 1; ZeRO 2
+              (m+1) (N-1)/N, as it scatters gradients m times; ZeRO 3 about 3 m (N-1)/N, as it also gathers layers twice
+              a micro-batch, in the activations' dtype and the last one once, and the rest once
     tp        2 (tp-1)/tp of each sum: 4 of (B, T, D) a layer and micro-batch, one each for the embedding and the head,
               and 12 bytes a token for the loss; --recompute repeats the first one of a layer's forward
     pp        (B, T, D) a micro-batch, chunk and direction; a tied embedding's gradient

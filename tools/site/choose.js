@@ -70,7 +70,8 @@ function activations(job, split, rank, m) {
   const hidden = tokens * number * job.hidden,
     isLast = rank === pp - 1;
   const attention = 2 * job.head_dim * (job.heads + job.kv_heads);
-  const layer = 2 * tokens * number * (3 * job.hidden + 1) + (tokens * number * (attention + job.heads + 4 * job.width)) / tp;
+  const divided = (tokens * number * (attention + job.heads + 4 * job.width)) / tp,
+    layer = 2 * tokens * number * (3 * job.hidden + 1) + divided;
   const weights = 4 * hidden + (tokens * number * (attention + 3 * job.width)) / tp;
   const head = isLast * (3 * hidden + (12 * tokens * job.vocab) / tp),
     headW = isLast * (hidden + (tokens * number * job.vocab) / tp);
@@ -95,7 +96,8 @@ function held(job, split, rank, m) {
     weights = (4 * owned) / dp + 2 * number * layer + 4 * rest + copies * table;
     gradients += 2 * 4 * layer + 4 * rest;
   }
-  return { weights, gradients, AdamW: (8 * owned) / (zero > 0 ? dp : 1), activations: activations(job, split, rank, m) };
+  const AdamW = (8 * owned) / (zero > 0 ? dp : 1);
+  return { weights, gradients, AdamW, activations: activations(job, split, rank, m) };
 }
 
 function sent(job, split, rank, m) {
@@ -161,8 +163,9 @@ function showChoice() {
   };
   const SIZES = ["hidden", "width", "layers", "heads", "kv_heads", "vocab", "tied"],
     UNITS = { memory: 1e9, inside: 1e9, between: 1e9, flops: 1e12 };
-  const COLUMNS = ["dp", "tp", "pp", "schedule", "ZeRO", "m", "seconds lost", "bubble", "GB held", "weights"];
-  COLUMNS.push("gradients", "AdamW", "activations", "GB sent, dp", "GB sent, tp", "GB sent, pp");
+  const COLUMNS = ["dp", "tp", "pp", "schedule", "ZeRO", "m", "seconds lost", "bubble", "GB held", "weights"].concat(
+    ["gradients", "AdamW", "activations", "GB sent, dp", "GB sent, tp", "GB sent, pp"],
+  );
   const form = document.getElementById("choose"),
     fields = form.elements,
     place = (id) => document.getElementById(id);
@@ -187,9 +190,10 @@ function showChoice() {
       const { dp, tp, pp, engine, zero } = split;
       const name = engine.startsWith("interleaved") ? `${engine} ${job.virtual_stages}` : engine;
       const volumes = [memory, ...Object.values(held), ...Object.values(sent)].map(gb);
-      const texts = [dp, tp, pp, name, zero, microbatches, lost.toFixed(2), `${(100 * bubble).toFixed(1)} %`, ...volumes];
-      const row = htmlElement("tr", {}, body);
-      for (const text of texts) htmlElement("td", {}, row, String(text));
+      const shares = [lost.toFixed(2), `${(100 * bubble).toFixed(1)} %`],
+        row = htmlElement("tr", {}, body);
+      for (const text of [dp, tp, pp, name, zero, microbatches, ...shares, ...volumes])
+        htmlElement("td", {}, row, String(text));
     }
     table.replaceChildren(head.parentElement, body);
     table.parentElement.tabIndex = 0; // it scrolls sideways, and site.js has seen it empty
@@ -201,10 +205,11 @@ function showChoice() {
     const gb = (row) => `${(row.memory / 1e9).toFixed(1)} GB`,
       [best, least] = [fitting[0], [...fitting, ...others].sort((a, b) => a.memory - b.memory)[0]];
     const grid = ({ split: { dp, tp, pp, zero } }) => `dp ${dp} x tp ${tp} x pp ${pp}${zero ? `, ZeRO ${zero}` : ""}`;
+    const tokens = (job.global_batch * job.seq_len).toLocaleString("en");
     showFacts(place("facts"), [
-      ["Parameters", `${(allParameters(job) / 1e9).toPrecision(3)} billion`, `${job.global_batch * job.seq_len} tokens a step`],
+      ["Parameters", `${(allParameters(job) / 1e9).toPrecision(3)} billion`, `${tokens} tokens a step`],
       ["Splits that fit", fitting.length, `of ${fitting.length + others.length + refusals}`],
-      ["Loses least time", best ? `${best.lost.toFixed(2)} s` : "none", best ? grid(best) : "take more ranks or memory"],
+      ["Loses least time", best ? `${best.lost.toFixed(2)} s` : "none", best ? grid(best) : "take more ranks"],
       ["Holds least", least ? gb(least) : "none", least ? grid(least) : ""],
     ]);
     fill(place("fitting"), fitting.slice(0, 20), job);

@@ -54,16 +54,18 @@
   }
 
   const short = (value) => String(Number(value.toPrecision(4)));
+  const percent = (share) => `${(100 * share).toFixed(1)} %`;
   const times = ({ start, end }) => `from ${short(start)} to ${short(end)}`;
 
   function tellFacts(options, result) {
     const { m, v } = options,
-      most = Math.max(...result.live);
+      most = Math.max(...result.live),
+      ofChunks = v > 1 ? ` (${most} chunks)` : "";
     const ideal = simulate({ ...options, costs: { F: 1, B: 1, W: 1 }, transfer: 0, latency: 0, speeds: null }).bubble;
     const rows = [
       ["Step time", short(result.makespan), `${short(result.makespan / m)} a micro-batch`],
-      ["Bubble", `${(100 * result.bubble).toFixed(1)} %`, `${(100 * ideal).toFixed(1)} % if all costs were equal, messages free`],
-      ["Activations alive", short(most / v), `micro-batches${v > 1 ? ` (${most} chunks)` : ""}, on the stage that keeps most`],
+      ["Bubble", percent(result.bubble), `${percent(ideal)} if all costs were equal, messages free`],
+      ["Activations alive", short(most / v), `micro-batches${ofChunks}, on the stage that keeps most`],
       [
         "Messages",
         result.transfers.length,
@@ -119,8 +121,8 @@
           .reduce((sum, span) => sum + span.end - span.start, 0);
         const row = htmlElement("tr", {});
         htmlElement("th", { scope: "row" }, row, String(s));
-        const idle = result.makespan ? 100 * (1 - busy / result.makespan) : 0;
-        for (const text of [short(live / options.v), short(busy), `${idle.toFixed(1)} %`]) htmlElement("td", {}, row, String(text));
+        const idle = result.makespan ? 1 - busy / result.makespan : 0;
+        for (const text of [short(live / options.v), short(busy), percent(idle)]) htmlElement("td", {}, row, text);
         return row;
       }),
     );
