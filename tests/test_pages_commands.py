@@ -19,7 +19,7 @@ from launch import ROOT, environment
 from tours import Scene, find_tours, read_tour
 
 READMES = [path.relative_to(ROOT) for path in [
-    ROOT / "README.md", *sorted(ROOT.glob("step*/README.md")), *sorted(ROOT.glob("beyond/*/README.md")),
+    ROOT / "README.md", *sorted(ROOT.glob("step*/README.md")), *sorted(ROOT.glob("beyond/**/README.md")),
     *sorted(ROOT.glob("cluster/*.md")), *sorted(ROOT.glob("docs/*.md")), ROOT / "tools" / "README.md",
     ROOT / "CONTRIBUTING.md"]
     if path.name not in ("FINE_TUNING.md", "RASPBERRY_PI.md", "TOUR.md")]  # the first two change the machine

@@ -12,12 +12,12 @@ SECONDS = {"F": 1.0, "B": 2.0, "W": 0.0}
 both = pytest.mark.parametrize("schedule", [afab, one_f_one_b])
 
 
-def simulate(actions: list[list[Action]], seconds: dict[str, float] = SECONDS) -> list[float]:
+def simulate(actions: list[list[Action]], seconds: dict[str, float] = SECONDS, stage_of=None) -> list[float]:
     """Seconds at which each rank ends, transfers free. AssertionError where no rank can go on, with what each awaits.
 
     A forward needs the previous stage's, a backward the next stage's (on the last stage: its own forward), and the
     gradients of weights need the stage's own backward. Where a rank has no W, its B takes W's seconds, too. A rank whose
-    actions have chunks holds as many stages: rank r the stages r, r + p, ... of p ranks.
+    actions have chunks holds as many stages: rank r the stages r, r + p, ... of p ranks, or stage_of(r, chunk).
     """
     num_ranks, todo = len(actions), [[(*action, 0)[:3] for action in rank] for rank in actions]
     split = [any(kind == "W" for kind, _, _ in rank) for rank in todo]
@@ -28,7 +28,7 @@ def simulate(actions: list[list[Action]], seconds: dict[str, float] = SECONDS) -
         for r, rank in enumerate(todo):
             while rank:
                 kind, i, chunk = rank[0]
-                s = chunk * num_ranks + r
+                s = stage_of(r, chunk) if stage_of else chunk * num_ranks + r
                 needs = {"F": [], "B": [(s, "F", i)], "W": [(s, "B", i)]}[kind]
                 if kind == "F" and s > 0:
                     needs.append((s - 1, "F", i))

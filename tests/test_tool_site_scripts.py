@@ -7,9 +7,12 @@ import subprocess
 import pytest
 from clusters import made_up_cluster
 from launch import ROOT, modules_of
+from test_step8_schedules import simulate
 
 with modules_of(10):
     from pipeline_parallel import zero_bubble
+with modules_of(11):
+    from virtual_stages import SCHEDULES as OF_STEP_11
 with modules_of(9):
     from planning.machines import Cluster, Pipeline, Setting
     from planning.schedules import SCHEDULES
@@ -51,7 +54,7 @@ class SimulationWithWeights(PipelineSimulation):
 
 def node(script: str, argument) -> object:
     """What `script`, the body of a JavaScript function of `input` and `schedules`, returns for `argument`."""
-    load = f"const schedules = require({json.dumps(str(SCRIPTS / 'schedules'))});"
+    load = f"const schedules = require({json.dumps(str(SCRIPTS / 'simulation'))});"
     program = (f"{load} const input = JSON.parse(require('fs').readFileSync(0));"
                f"process.stdout.write(JSON.stringify((() => {{ {script} }})()))")
     done = subprocess.run(["node", "-e", program], input=json.dumps(argument), capture_output=True, text=True)
@@ -88,13 +91,42 @@ def test_simulation_is_that_of_python(costs):
 
 
 @needs_node
+def test_interleaved_schedules_are_those_of_step_11():
+    cases = [(name, p, m, v) for name in ("interleaved", "interleaved_zb") for p, m in SIZES for v in (2, 3, 4)]
+    found = node("""return input.map(([name, p, m, v]) => Array.from({ length: p }, (_, s) =>
+                        schedules.SCHEDULES[name](s, p, m, v)));""", cases)
+    for (name, p, m, v), stages in zip(cases, found, strict=True):
+        assert stages == [[list(action) for action in OF_STEP_11[name](s, p, m, v)] for s in range(p)], (name, p, m, v)
+
+
+@needs_node
+def test_zb_v_is_legal_and_as_long_as_the_page_says():
+    """In units of half a stage, F = B = W = 1: no rank waits but for its first micro-batch, if m is large enough."""
+    cases = [*SIZES, (8, 24)]
+    found = node("""return input.map(([p, m]) => ({ lists: Array.from({ length: p }, (_, s) =>
+                        schedules.SCHEDULES.zbv(s, p, m)), ...schedules.simulate(
+                        { p, m, schedule: "zbv", costs: { F: 2, B: 2, W: 2 } }) }));""", cases)
+    for (p, m), result in zip(cases, found, strict=True):
+        everything = sorted((kind, i, chunk) for kind in "FBW" for i in range(m) for chunk in (0, 1))
+        assert all(sorted(map(tuple, rank)) == everything for rank in result["lists"]), (p, m)
+        units = max(simulate(result["lists"], dict.fromkeys("FBW", 1.0), lambda r, chunk: (r, 2 * p - 1 - r)[chunk]))
+        assert units == result["makespan"] == max(6 * m + p - 1, 4 * m + 4 * p - 2), (p, m)
+        assert (units == 6 * m + p - 1) == (2 * m >= 3 * p - 1)
+        assert max(result["live"]) == 2 * min(p, m), (p, m)
+        assert len(result["transfers"]) == 4 * m * (p - 1)
+
+
+@needs_node
 def test_bubble_and_live_microbatches_of_the_textbook():
-    """Where F, B and W take a unit each and messages nothing: the formulas of step 8."""
-    cases = [(name, p, m) for name in ("afab", "1f1b", "zb") for p in (1, 2, 4, 8) for m in (8, 16)]
-    found = node("""return input.map(([schedule, p, m]) => schedules.simulate(
-                        { p, m, schedule, costs: { F: 1, B: 1, W: 1 }, speeds: Array(p).fill(1) }));""", cases)
-    for (name, p, m), result in zip(cases, found, strict=True):
-        ideal = (p - 1) / (3 * m + p - 1) if name == "zb" else (p - 1) / (m + p - 1)
-        assert result["bubble"] == pytest.approx(ideal, abs=1e-12), (name, p, m)
-        live = {"afab": [m] * p, "1f1b": [p - s for s in range(p)], "zb": [p] * p}[name]
+    """Where F, B and W take a unit each and messages nothing: the formulas of steps 8, 10 and 11."""
+    cases = [(name, p, m, v) for name in OF_STEP_11 for p in (1, 2, 4, 8) for m in (8, 16)
+             for v in ((2, 3) if name.startswith("interleaved") else (1,))]
+    found = node("""return input.map(([schedule, p, m, v]) => schedules.simulate(
+                        { p, m, v, schedule, costs: { F: v, B: v, W: v }, speeds: Array(p).fill(1) }));""", cases)
+    for (name, p, m, v), result in zip(cases, found, strict=True):
+        ideal = (p - 1) / ((3 if name.endswith("zb") else 1) * v * m + p - 1)
+        assert result["bubble"] == pytest.approx(ideal, abs=1e-12), (name, p, m, v)
+        live = {"afab": [m] * p, "1f1b": [p - s for s in range(p)], "zb": [p] * p, "interleaved_zb": [v * p] * p,
+                "interleaved": [min((v - 1) * p + 2 * (p - s) - 1, v * m) for s in range(p)]}[name]
+        assert len(result["transfers"]) == 2 * m * (v * p - 1) * (p > 1), (name, p, m, v)
         assert result["live"] == live, (name, p, m)

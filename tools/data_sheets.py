@@ -103,6 +103,17 @@ def parse_nodes(spec: str) -> list[Node]:
     return nodes
 
 
+def add_device_flags(parser, title: str) -> None:
+    """What read_nodes() reads besides --cluster."""
+    group = parser.add_argument_group(title, "where they are left out, the data sheets count")
+    group.add_argument("--peak_tflops", type=float, default=None, help="of a device, in this --dtype, dense")
+    group.add_argument("--efficiency", type=float, default=EFFICIENCY, help="share of it that matrix products reach")
+    group.add_argument("--device_memory", type=float, default=None, help="GB of a device")
+    group.add_argument("--intra_bandwidth", metavar="450GB", help="a second, between devices of a node, one direction")
+    group.add_argument("--inter_bandwidth", metavar="400gbit", help="a second, of a node, one direction; as after @")
+    group.add_argument("--latency", type=float, default=None, help="seconds from node to node")
+
+
 def read_nodes(args) -> tuple[list[Node], str]:
     """The nodes, with what the flags say instead of the data sheets, and the dtype: auto is bfloat16 where all can."""
     nodes = parse_nodes(args.cluster)

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from data_sheets import (  # before the modules of cluster/, which it makes known
-    EFFICIENCY, LINK_SHARE, PRESETS, Costs, Node, Shape, link, read_nodes, read_shape, synthetic_cluster,
+    EFFICIENCY, LINK_SHARE, PRESETS, Costs, Node, Shape, add_device_flags, link, read_nodes, read_shape,
+    synthetic_cluster,
 )
 from plan import add_model_flags, add_search_flags
 from planning.machines import Candidate, Cluster, Link, Pipeline, Setting, model_facts
@@ -261,13 +262,7 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--cards", nargs="*", metavar="16+12+8", help="GB of each card")
     add_model_flags(parser, f"a directory with a config.json, a Hub id, or one of {', '.join(PRESETS)}")
     add_search_flags(parser)
-    group = parser.add_argument_group("with --cluster", "where they are left out, the data sheets count")
-    group.add_argument("--peak_tflops", type=float, default=None, help="of a device, in this --dtype, dense")
-    group.add_argument("--efficiency", type=float, default=EFFICIENCY, help="share of it that matrix products reach")
-    group.add_argument("--device_memory", type=float, default=None, help="GB of a device")
-    group.add_argument("--intra_bandwidth", metavar="450GB", help="a second, between devices of a node, one direction")
-    group.add_argument("--inter_bandwidth", metavar="400gbit", help="a second, of a node, one direction; as after @")
-    group.add_argument("--latency", type=float, default=None, help="seconds from node to node")
+    add_device_flags(parser, "with --cluster")
     parser.add_argument("--lora_rank", type=positive_int, default=16, help="with --cards")
     args = parser.parse_args(argv)
     if (args.cluster is None) == (args.cards is None):

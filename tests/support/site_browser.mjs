@@ -40,6 +40,7 @@ const found = {
   keyboard: {},
   figure: {},
   playground: {},
+  choose: {},
   fold: {},
   tour: {},
 };
@@ -162,6 +163,22 @@ async function usePlayground() {
   found.playground.wrong = await read();
 }
 
+async function useChoice() {
+  await open("choose.html");
+  const read = async () => ({
+    facts: await page.locator("#facts dd").evaluateAll((all) => all.map((dd) => dd.firstChild.textContent)),
+    best: await page.locator("#fitting tbody tr").first().locator("td").allTextContents(),
+    problem: await page.locator("#problem").textContent(),
+  });
+  await page.selectOption("[name=model]", "llama-70b");
+  await page.check("[name=recompute]");
+  found.choose.changed = await read();
+  await page.reload();
+  found.choose.reloaded = await read();
+  await page.fill("[name=heads]", "60");
+  found.choose.wrong = await read();
+}
+
 /** A link to a line that is folded opens the fold. */
 async function openFold() {
   await open("step5.html");
@@ -226,11 +243,12 @@ await page.emulateMedia({ colorScheme: "light", reducedMotion: "reduce" });
 await turnPages();
 await useFigure();
 await usePlayground();
+await useChoice();
 await openFold();
 await playTour("tour-4.html");
 if (screenshots) {
   mkdirSync(screenshots, { recursive: true });
-  const views = ["index.html", "step4.html", "step5.html#diff", "playground.html"];
+  const views = ["index.html", "step4.html", "step5.html#diff", "playground.html", "choose.html"];
   for (const name of views) {
     for (const viewport of [WIDE, PHONE]) {
       for (const colorScheme of ["light", "dark"]) {

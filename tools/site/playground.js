@@ -1,4 +1,4 @@
-// The page on which schedules are tried out: reads the form, simulates, draws. See schedules.js and figure.js.
+// The page on which schedules are tried out: reads the form, simulates, draws. See simulation.js and figure.js.
 "use strict";
 
 (() => {
@@ -12,6 +12,7 @@
   const LIMITS = {
     p: [1, 8],
     m: [1, 16],
+    v: [2, 4],
     F: [0, 100],
     B: [0, 100],
     W: [0, 100],
@@ -32,70 +33,60 @@
     }
   }
 
-  /** A field's number. Throws an Error that says what it may be. */
-  function number(name, [lowest, highest], isWhole) {
-    const field = form.elements[name],
-      value = field.valueAsNumber;
-    if (!(value >= lowest && value <= highest) || (isWhole && !Number.isInteger(value))) {
-      const label = field.parentElement.firstChild.textContent.trim();
-      throw new Error(`${label}: choose ${isWhole ? "a whole number" : "a number"} from ${lowest} to ${highest}.`);
-    }
-    return value;
-  }
-
   function read() {
     const values = {};
     for (const [name, limits] of Object.entries(LIMITS))
-      values[name] = number(name, limits, name === "p" || name === "m");
+      values[name] = fieldNumber(form, name, limits, ["p", "m", "v"].includes(name));
     fillSpeeds(values.p);
-    const { p, m, transfer, latency, ...costs } = values;
+    const { p, m, v, transfer, latency, ...costs } = values,
+      schedule = form.elements.schedule.value;
+    form.elements.v.disabled = !schedule.startsWith("interleaved");
     return {
       p,
       m,
+      v: chunksOf(schedule, v),
       transfer,
       latency,
       costs,
-      schedule: form.elements.schedule.value,
-      speeds: Array.from({ length: p }, (_, s) => number(`speed${s}`, [0.1, 10])),
+      schedule,
+      speeds: Array.from({ length: p }, (_, s) => fieldNumber(form, `speed${s}`, [0.1, 10])),
     };
   }
 
   const short = (value) => String(Number(value.toPrecision(4)));
+  const percent = (share) => `${(100 * share).toFixed(1)} %`;
   const times = ({ start, end }) => `from ${short(start)} to ${short(end)}`;
 
   function tellFacts(options, result) {
-    const { p, m, schedule } = options;
-    const ideal = schedule === "zb" ? (p - 1) / (3 * m + p - 1) : (p - 1) / (m + p - 1);
+    const { m, v } = options,
+      most = Math.max(...result.live),
+      ofChunks = v > 1 ? ` (${most} chunks)` : "";
+    const ideal = simulate({ ...options, costs: { F: 1, B: 1, W: 1 }, transfer: 0, latency: 0, speeds: null }).bubble;
     const rows = [
       ["Step time", short(result.makespan), `${short(result.makespan / m)} a micro-batch`],
-      ["Bubble", `${(100 * result.bubble).toFixed(1)} %`, `${(100 * ideal).toFixed(1)} % if all costs were equal`],
-      ["Activations alive", Math.max(...result.live), "micro-batches, on the stage that keeps most"],
+      ["Bubble", percent(result.bubble), `${percent(ideal)} if all costs were equal, messages free`],
+      ["Activations alive", short(most / v), `micro-batches${ofChunks}, on the stage that keeps most`],
       [
         "Messages",
         result.transfers.length,
         `${short(result.transfers.length * options.transfer)} of time on the links`,
       ],
     ];
-    facts.replaceChildren(
-      ...rows.map(([name, value, more]) => {
-        const row = htmlElement("div", {});
-        htmlElement("dt", {}, row, name);
-        htmlElement("small", {}, htmlElement("dd", {}, row, value), more);
-        return row;
-      }),
-    );
+    showFacts(facts, rows);
   }
 
   function draw(options, result) {
-    const isDivided = options.schedule === "zb";
+    const isDivided = result.spans.some(({ kind }) => kind === "W");
     const bars = result.spans.map((span) => ({
       row: span.stage,
       track: 0,
       start: span.start,
       end: span.end,
       kind: { F: "forward", B: "backward", W: "weights" }[span.kind],
-      label: span.microbatch,
-      text: `Stage ${span.stage}: ${NAMES[span.kind]} of micro-batch ${span.microbatch}, ${times(span)}`,
+      label: span.microbatch + "′".repeat(span.chunk),
+      text:
+        `Stage ${span.stage}: ${NAMES[span.kind]} of micro-batch ${span.microbatch}` +
+        `${options.v > 1 ? ` in chunk ${span.chunk}` : ""}, ${times(span)}`,
     }));
     for (const { source, destination, kind, microbatch, start, end } of result.transfers) {
       if (end > start) {
@@ -130,23 +121,17 @@
           .reduce((sum, span) => sum + span.end - span.start, 0);
         const row = htmlElement("tr", {});
         htmlElement("th", { scope: "row" }, row, String(s));
-        const idle = result.makespan ? 100 * (1 - busy / result.makespan) : 0;
-        for (const text of [live, short(busy), `${idle.toFixed(1)} %`]) htmlElement("td", {}, row, String(text));
+        const idle = result.makespan ? 1 - busy / result.makespan : 0;
+        for (const text of [short(live / options.v), short(busy), percent(idle)]) htmlElement("td", {}, row, text);
         return row;
       }),
     );
   }
 
-  /** The form as the address's fragment, so that a setting can be kept as a link. */
-  function remember() {
-    const words = [...new FormData(form)].map(([name, value]) => `${name}=${value}`);
-    history.replaceState(null, "", `#${words.join("&")}`);
-  }
-
   function recall() {
     const words = new URLSearchParams(location.hash.slice(1));
     if (words.has("p")) fillSpeeds(Math.min(Math.max(Number(words.get("p")) || 1, 1), 8));
-    for (const [name, value] of words) if (form.elements[name]) form.elements[name].value = value;
+    recallForm(form);
   }
 
   function update(event) {
@@ -156,7 +141,7 @@
       problem.textContent = "";
       tellFacts(options, result);
       draw(options, result);
-      if (event) remember();
+      if (event) rememberForm(form);
     } catch (error) {
       problem.textContent = error.message;
     }

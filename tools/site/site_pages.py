@@ -50,7 +50,7 @@ class Repository:
         self.tours = {path.relative_to(root): f"tour-{name}.html" for name, path in find_tours(root).items()}
         self.documents |= {folder.relative_to(root) / "README.md": f"step{n}.html" for n, folder in self.steps.items()}
         self.documents |= self.tours
-        rooms = [page for room in ("cluster", "docs", "tools", "step9_heterogeneous_pp") for page in sorted(
+        rooms = [page for room in ("beyond", "cluster", "docs", "tools", "step9_heterogeneous_pp") for page in sorted(
             root.glob(f"{room}/*.md"), key=lambda page: (page.stem != "README", page.name))]
         for path in filter(pathlib.Path.is_file, [*rooms, root / "CONTRIBUTING.md"]):
             place = path.relative_to(root)

@@ -1,0 +1,202 @@
+// The event simulation of cluster/planning/simulate.py, for the playground; with chunks, which Python's does not know.
+// tests/test_tool_site_scripts.py holds it equal to the Python functions. It needs schedules.js.
+"use strict";
+
+/** Handles events in the order of their time and, at the same time, of their entry. */
+class EventQueue {
+  constructor() {
+    this.heap = [];
+    this.count = 0;
+    this.now = 0;
+  }
+
+  at(time, handle) {
+    const heap = this.heap,
+      event = { time, order: this.count++, handle };
+    let k = heap.length;
+    heap.push(event);
+    for (let parent; k > 0 && EventQueue.isBefore(event, heap[(parent = (k - 1) >> 1)]); k = parent)
+      heap[k] = heap[parent];
+    heap[k] = event;
+  }
+
+  static isBefore(a, b) {
+    return a.time < b.time || (a.time === b.time && a.order < b.order);
+  }
+
+  pop() {
+    const heap = this.heap,
+      first = heap[0],
+      last = heap.pop();
+    if (heap.length) {
+      let k = 0;
+      for (let child; (child = 2 * k + 1) < heap.length; k = child) {
+        if (child + 1 < heap.length && EventQueue.isBefore(heap[child + 1], heap[child])) child++;
+        if (!EventQueue.isBefore(heap[child], last)) break;
+        heap[k] = heap[child];
+      }
+      heap[k] = last;
+    }
+    return first;
+  }
+
+  run() {
+    while (this.heap.length) {
+      const event = this.pop();
+      this.now = event.time;
+      event.handle();
+    }
+  }
+}
+
+/** One pipeline's micro-batches, as PipelineSimulation in Python: the names of its methods are the same. */
+class PipelineSimulation {
+  /** `options`: p, m, schedule, v chunks a rank, costs {F, B, W} of all its chunks together, transfer and latency of a
+   * message, speeds of the p machines. */
+  constructor(options) {
+    const { p, m, schedule, costs, transfer = 0, latency = 0, speeds } = options,
+      v = chunksOf(schedule, options.v);
+    Object.assign(this, { p, v, transfer, latency, isV: schedule === "zbv" });
+    this.actions = Array.from({ length: p }, (_, s) => SCHEDULES[schedule](s, p, m, v > 1 ? v : undefined));
+    this.durations = this.actions.map((actions, s) => {
+      const isDivided = actions.some(([kind]) => kind === "W"),
+        speed = v * (speeds ? speeds[s] : 1);
+      return { F: costs.F / speed, B: (isDivided ? costs.B : costs.B + costs.W) / speed, W: costs.W / speed };
+    });
+    this.queue = new EventQueue();
+    this.stages = this.actions.map((_, s) => this.runStage(s));
+    this.isWaiting = Array(p).fill(false);
+    this.posted = new Map(); // message -> when its receive was
+    this.sent = new Set(); // before its receive was posted
+    this.arrived = new Set();
+    this.outstanding = Array(p).fill(0);
+    this.uplinkBusy = Array(p).fill(false);
+    this.downlinkBusy = Array(p).fill(false);
+    this.leaving = Array.from({ length: p }, () => []);
+    this.spans = [];
+    this.transfers = [];
+    this.ends = Array(p).fill(0);
+  }
+
+  run() {
+    for (let s = 0; s < this.p; s++) this.queue.at(0, () => this.resume(s));
+    this.queue.run();
+    if (this.isWaiting.some(Boolean)) throw new Error(`deadlock: the stages that wait are ${this.isWaiting}`);
+    const makespan = Math.max(...this.ends);
+    const busy = this.spans.reduce((sum, span) => sum + span.end - span.start, 0);
+    return {
+      spans: this.spans,
+      transfers: this.transfers,
+      ends: this.ends,
+      makespan,
+      bubble: makespan > 0 ? 1 - busy / (this.p * makespan) : 0,
+      live: this.actions.map(liveMicrobatches),
+    };
+  }
+
+  /** Lets a stage go on until it computes or waits. */
+  resume(s) {
+    const { value, done } = this.stages[s].next();
+    this.isWaiting[s] = !done && value === null;
+    if (!done && value !== null) this.queue.at(this.queue.now + value, () => this.resume(s));
+  }
+
+  *runStage(s) {
+    const actions = this.actions[s];
+    for (let k = 0; k < actions.length; k++) {
+      for (const upcoming of actions.slice(k, k + 3)) this.postReceive(s, upcoming);
+      const [kind, microbatch, chunk = 0] = actions[k],
+        needed = this.message(s, actions[k], -1);
+      while (needed && !this.arrived.has(needed.key)) yield null;
+      const start = this.queue.now;
+      yield this.durations[s][kind];
+      this.spans.push({ stage: s, kind, microbatch, chunk, start, end: this.queue.now });
+      this.ends[s] = this.queue.now;
+      this.send(s, actions[k]);
+      while (this.outstanding[s] > 2 * this.p * this.v) yield null;
+    }
+  }
+
+  /** The message that an action of rank s sends (step 1) or needs (step -1), named by what needs it; null: none. */
+  message(s, [kind, microbatch, chunk = 0], step) {
+    const { p, v, isV } = this,
+      hop = kind === "F" ? step : -step;
+    const other = (isV && chunk ? 2 * p - 1 - s : chunk * p + s) + hop; // a virtual stage
+    if (kind === "W" || other < 0 || other >= v * p) return null;
+    const otherChunk = Math.floor(other / p),
+      rank = isV && otherChunk ? 2 * p - 1 - other : other % p;
+    const [source, destination, receiving] = step > 0 ? [s, rank, otherChunk] : [rank, s, chunk];
+    return { key: `${destination} ${kind}${microbatch} ${receiving}`, source, destination, kind, microbatch };
+  }
+
+  postReceive(s, action) {
+    const message = this.message(s, action, -1);
+    if (!message || message.source === s) return;
+    if (this.posted.has(message.key)) return;
+    this.posted.set(message.key, this.queue.now);
+    if (this.sent.has(message.key)) {
+      // its sender has to learn of the receive
+      this.queue.at(this.queue.now + this.latency, () => this.mayLeave(message));
+    }
+  }
+
+  send(s, action) {
+    const message = this.message(s, action, 1);
+    if (!message) return;
+    if (message.destination === s) {
+      this.arrived.add(message.key); // at the bottom of the V
+      return;
+    }
+    this.outstanding[s]++;
+    if (this.posted.has(message.key)) {
+      const heard = this.posted.get(message.key) + this.latency;
+      this.queue.at(Math.max(this.queue.now, heard), () => this.mayLeave(message));
+    } else {
+      this.sent.add(message.key);
+    }
+  }
+
+  mayLeave(message) {
+    this.leaving[message.source].push(message);
+    this.useUplink(message.source);
+  }
+
+  /** Starts the first message whose receiver can take it, if the uplink is free. */
+  useUplink(source) {
+    if (this.uplinkBusy[source]) return;
+    const i = this.leaving[source].findIndex((message) => !this.downlinkBusy[message.destination]);
+    if (i < 0) return;
+    const [message] = this.leaving[source].splice(i, 1),
+      { destination, kind, microbatch } = message;
+    this.uplinkBusy[source] = this.downlinkBusy[destination] = true;
+    const start = this.queue.now,
+      end = start + this.transfer;
+    this.transfers.push({ source, destination, kind, microbatch, start, end: end + this.latency });
+    this.queue.at(end, () => this.messageLeft(message));
+  }
+
+  messageLeft(message) {
+    const { source, destination } = message;
+    this.uplinkBusy[source] = this.downlinkBusy[destination] = false;
+    this.ends[source] = Math.max(this.ends[source], this.queue.now);
+    this.outstanding[source]--;
+    this.queue.at(this.queue.now + this.latency, () => this.arrives(message));
+    if (this.isWaiting[source]) this.resume(source);
+    for (const sender of [destination - 1, destination + 1]) this.useUplink((sender + this.p) % this.p);
+  }
+
+  arrives(message) {
+    this.arrived.add(message.key);
+    if (this.isWaiting[message.destination]) this.resume(message.destination);
+  }
+}
+
+/** What the simulation of these options finds: spans, transfers, ends, makespan, bubble and live. */
+function simulate(options) {
+  return new PipelineSimulation(options).run();
+}
+
+if (typeof module !== "undefined") {
+  Object.assign(globalThis, require("./schedules"));
+  module.exports = { SCHEDULES, simulate };
+}
