@@ -168,7 +168,7 @@ def read_config(model_name: str) -> dict:
     try:
         return AutoConfig.from_pretrained(model_name).to_dict()
     except Exception as error:  # fields of a wrong type raise errors of the library's own classes
-        reason = str(error).splitlines()[0]
+        reason = " ".join(str(error).split())
         raise UserError(f"--model_name {model_name!r} holds no model configuration: {reason}") from None
 
 
