@@ -2,9 +2,9 @@
 
 As a script, `checkpoint_runs.py OUT SCRIPT FLAGS...`, it runs SCRIPT with norms, softmax and routers in float64, too,
 and each rank writes its parameters into OUT/rank<r>.pt in the end, and the gradients of the last step into
-OUT/grads<r>.pt. With POISON=1:5 in the environment nothing is different, but that rank 1's weights are NaN after its
-fifth step; with STOP=1:5:15 rank 1, or each one with STOP=-1:5:15, gets signal 15 in the middle of it; with LOSE=1:5 it is gone after it; with SLOW=10
-each step takes ten seconds longer. With HOSTS=FOLDER each rank is a host of its own, whose disk is FOLDER/host<rank>, and
+OUT/grads<r>.pt. With STOP=1:5:15 in the environment rank 1 (with STOP=-1:5:15 each rank) gets signal 15 in the middle of
+its fifth step. With POISON=1:5 nothing is different, but that rank 1's weights are NaN after its fifth step; with LOSE=1:5
+it is gone after it; with SLOW=10 each step takes ten seconds longer. With HOSTS=FOLDER each rank is a host of its own, whose disk is FOLDER/host<rank>, and
 the last one has started the run. With DISKS=a,b rank 0 runs in OUT/a and rank 1 in OUT/b: relative paths are then on
 disks of their own.
 """
@@ -97,7 +97,7 @@ def put_nan(numbers, rank: int, step: int, optimizer, _args, _kwargs) -> None:
 
 
 def stop(numbers, rank: int, step: int, number: int, _optimizer, _args, _kwargs) -> None:
-    """The signal `number` to `rank`, -1 for each one, before the optimizer's step `step`."""
+    """The signal `number` to `rank`, or with -1 to each rank, before the optimizer's step `step`."""
     if next(numbers) == step and rank in (-1, int(os.environ["RANK"])):
         os.kill(os.getpid(), number)
         time.sleep(0.2)  # until it is noted
@@ -165,11 +165,11 @@ def main() -> None:
     if disks or slow or lost or fault == "POISON":
         runpy.run_path(script, run_name="__main__")
         return
-    runpy.run_path(script, run_name="imported")  # its modules see both dtypes, for the files
+    imported = runpy.run_path(script, run_name="imported")  # its modules see both dtypes, for the files
     held = {}
     register_optimizer_step_post_hook(lambda optimizer, *_: held.update(optimizer.param_groups[0]))
     with float64_throughout():
-        runpy.run_path(script, run_name="__main__")
+        imported["main"]()
     os.makedirs(out, exist_ok=True)
     final = {name: param.detach().clone() for name, param in zip(held["param_names"], held["params"])}
     grads = {name: param.grad.clone() for name, param in zip(held["param_names"], held["params"])
