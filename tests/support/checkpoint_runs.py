@@ -2,11 +2,11 @@
 
 As a script, `checkpoint_runs.py OUT SCRIPT FLAGS...`, it runs SCRIPT with norms, softmax and routers in float64, too,
 and each rank writes its parameters into OUT/rank<r>.pt in the end, and the gradients of the last step into
-OUT/grads<r>.pt. With STOP=1:5:15 in the environment rank 1 (with STOP=-1:5:15 each rank) gets signal 15 in the middle of
-its fifth step. With POISON=1:5 nothing is different, but that rank 1's weights are NaN after its fifth step; with LOSE=1:5
-it is gone after it; with SLOW=10 each step takes ten seconds longer. With HOSTS=FOLDER each rank is a host of its own, whose disk is FOLDER/host<rank>, and
-the last one has started the run. With DISKS=a,b rank 0 runs in OUT/a and rank 1 in OUT/b: relative paths are then on
-disks of their own.
+OUT/grads<r>.pt. With STOP=1:5:15 in the environment rank 1 (with STOP=-1:5:15 each rank) gets signal 15 in the middle
+of its fifth step. With POISON=1:5 nothing is different, but that rank 1's weights are NaN after its fifth step; with
+LOSE=1:5 it is gone after it; with SLOW=10 each step takes ten seconds longer. With HOSTS=FOLDER each rank is a host of
+its own, whose disk is FOLDER/host<rank>, and the last one has started the run. With DISKS=a,b rank 0 runs in OUT/a and
+rank 1 in OUT/b: relative paths are then on disks of their own.
 """
 
 import functools
