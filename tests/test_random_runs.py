@@ -23,7 +23,7 @@ from launch import fork_server, metrics, start_fork
 from processes import eventually, left_behind
 from recordings import assert_same_math, record
 
-QUICK = {"topology": len(random_runs.STEPS), "chain": 4}  # kind of a case -> how many every run has
+QUICK = {"topology": len(random_runs.STEPS), "chain": 3}  # kind of a case -> how many every run has
 SEEDS = max(12, int(os.environ.get("FUZZ", 0)))  # the other ones of 12 are for `slow`
 CASES = [pytest.param((kind, seed), marks=pytest.mark.slow if seed >= quick else (), id=f"{kind}-{seed}-")
          for kind, quick in QUICK.items() for seed in range(SEEDS)]

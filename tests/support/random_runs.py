@@ -69,14 +69,14 @@ def chain(seed: int) -> tuple[str | None, dict, dict, dict, list]:
     links: the ranks, flags and end of a run, and the rank that gets Ctrl-C then (-1: each rank; None: --max_steps)."""
     rng = random.Random(f"chain {seed}")  # numbers that are near each other begin alike
     lora, layers, num_steps, samples = rng.random() < 0.4, rng.randint(3, 5), rng.randint(3, 6), 8
-    family = rng.choice((*DECODERS, *(() if lora else 5 * (None,))))  # our Llama has no adapters
+    family = rng.choice((*DECODERS, *(() if lora else 9 * (None,))))  # our Llama has no adapters
     model = {**(TOYS[family][1] if family else SIZES), "vocab_size": WORDS, "initializer_range": 0.1,
              "tie_word_embeddings": family != "mixtral" and rng.random() < 0.5,
              "n_layer" if family == "gpt2" else "num_hidden_layers": layers}
-    ends, links = [*sorted(rng.sample(range(1, num_steps), rng.choice((0, 1, 1, 1, 2, 2)))), num_steps], []
+    ends, links = [*sorted(rng.sample(range(1, num_steps), rng.choice((0, 1, 1, 2, 2)))), num_steps], []
     for end in ends:
-        ranks = 5
-        while ranks > 4:  # the loss of Mixtral's router depends on what a micro-batch is
+        ranks = 0
+        while not rng.choice((1, 2, 2)) <= ranks <= 4:  # the loss of Mixtral's router depends on what a micro-batch is
             size, tp = 2 if family == "mixtral" else rng.choice((1, 2)), 1 if lora else rng.choice((1, 1, 2))
             stages, flags = unlike(rng, layers, rng.randint(1, 3), 3, samples // size)
             ranks = tp * stages
