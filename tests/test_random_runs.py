@@ -12,7 +12,6 @@ fails prints what was drawn; its folder stays there.
 import json
 import os
 import shutil
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -27,12 +26,11 @@ QUICK = {"topology": len(random_runs.STEPS), "chain": 3}  # kind of a case -> ho
 SEEDS = max(12, int(os.environ.get("FUZZ", 0)))  # the other ones of 12 are for `slow`
 CASES = [pytest.param((kind, seed), marks=pytest.mark.slow if seed >= quick else (), id=f"{kind}-{seed}-")
          for kind, quick in QUICK.items() for seed in range(SEEDS)]
-GENERATOR = threading.Lock()  # of torch, which all threads share
 
 
-def check_topology(folder, step, ranks, flags, alone, shape) -> list:
-    where = ["--model_name", write_model(folder / "model", **shape), "--dataset_name", folder.parent / "corpus",
-             "--log_dir", folder, "--run_name"]
+def check_topology(folder, _, step, ranks, flags, alone) -> list:
+    where = ["--model_name", folder / "model", "--dataset_name", folder.parent / "corpus", "--log_dir", folder,
+             "--run_name"]
     jobs = [record(folder / "one", 3, 1, [*alone, *where, "one"]),
             record(folder / "many", step, ranks, [*flags, *where, "many"])]
     done = [job.result() for job in jobs]
@@ -40,13 +38,10 @@ def check_topology(folder, step, ranks, flags, alone, shape) -> list:
     return done
 
 
-def check_chain(folder, family, shape, flags, alone, links) -> list:
-    kind, has_weights = family and family.replace("-", "_"), bool(flags["lora_rank"])
-    with GENERATOR:
-        torch.manual_seed(0)
-        write_model(folder / "model", kind, "float64" if has_weights else None, **shape)
+def check_chain(folder, model, flags, alone, links) -> list:
     flags["dataset_name"] = folder.parent / flags["dataset_name"]
-    modules = [f"transformers.models.{kind}.modeling_{kind}"] * bool(kind) + ["peft"] * has_weights
+    modules = ["peft"] * bool(flags["lora_rank"])
+    modules += [f"transformers.models.{kind}.modeling_{kind}" for kind in [model["kind"]] if kind]
 
     def run(name: str, ranks: int, changes: dict, *more, env=None):
         words = flags_of(folder, name, folder / "model", **flags | changes)
@@ -81,6 +76,8 @@ def jobs(selected, tmp_path_factory):
         jobs = {}
         for kind, seed in selected("case"):
             folder, drawn = root / f"{kind}{seed}", getattr(random_runs, kind)(seed)
+            torch.manual_seed(seed)  # for weights to add adapters to
+            write_model(folder / "model", **drawn[0])
             jobs[kind, seed] = folder, drawn, pool.submit(check[kind], folder, *drawn)
         yield jobs
 

@@ -35,8 +35,8 @@ def words(flags: dict) -> list:
             for word in (f"--{name}", value)[: 1 + (value is not True)]]
 
 
-def topology(seed: int) -> tuple[int, int, list, list, dict]:
-    """The step, its ranks and flags, those of one process that computes the same, and the shape of the model."""
+def topology(seed: int) -> tuple[dict, int, int, list, list]:
+    """The shape of the model, the step, its ranks and flags, and those of one process that computes the same."""
     rng, step, ranks = random.Random(f"topology {seed}"), list(STEPS)[seed % len(STEPS)], 0
     while not 2 <= ranks <= 8:
         flags = {name: rng.choice(values) for name, values in STEPS[step].items()}
@@ -60,17 +60,18 @@ def topology(seed: int) -> tuple[int, int, list, list, dict]:
             "lr_decay": rng.choice(("none", "cosine"))}
     both["max_tokens"] = num_steps * count * size * both["seq_len"] + rng.randrange(count * size)
     flags |= {**both, "micro_batch_size": size, "num_workers": rng.choice((0,) * 9 + (1,))}
-    return step, ranks, words(flags), words({**both, "micro_batch_size": count * size,
-                                             "gradient_accumulation_steps": 1}), model
+    alone = {**both, "micro_batch_size": count * size, "gradient_accumulation_steps": 1}
+    return model, step, ranks, words(flags), words(alone)
 
 
-def chain(seed: int) -> tuple[str | None, dict, dict, dict, list]:
-    """The family of transformers (None: our Llama), the model's shape, flags of all runs, those of one process, and
-    links: the ranks, flags and end of a run, and the rank that gets Ctrl-C then (-1: each rank; None: --max_steps)."""
+def chain(seed: int) -> tuple[dict, dict, dict, list]:
+    """The kind and shape of the model, flags of all runs, those of one process, and links: the ranks, flags and end of
+    a run, and the rank that gets Ctrl-C then (-1: each rank; None: --max_steps)."""
     rng = random.Random(f"chain {seed}")  # numbers that are near each other begin alike
     lora, layers, num_steps, samples = rng.random() < 0.4, rng.randint(3, 5), rng.randint(3, 6), 8
     family = rng.choice((*DECODERS, *(() if lora else 9 * (None,))))  # our Llama has no adapters
-    model = {**(TOYS[family][1] if family else SIZES), "vocab_size": WORDS, "initializer_range": 0.1,
+    model = {**(TOYS[family][1] if family else SIZES), "kind": family and family.replace("-", "_"),
+             "dtype": "float64" if lora else None, "vocab_size": WORDS, "initializer_range": 0.1,
              "tie_word_embeddings": family != "mixtral" and rng.random() < 0.5,
              "n_layer" if family == "gpt2" else "num_hidden_layers": layers}
     ends, links = [*sorted(rng.sample(range(1, num_steps), rng.choice((0, 1, 1, 2, 2)))), num_steps], []
@@ -92,4 +93,4 @@ def chain(seed: int) -> tuple[str | None, dict, dict, dict, list]:
             "eval_every": rng.choice((0, 1, 2)), "packing": rng.choice(("auto", "on")),
             "lora_rank": 2 if lora else None}
     size = 2 if family == "mixtral" else samples
-    return family, model, both, {"num_microbatches": samples // size, "batch_size": size, "eval_every": 1}, links
+    return model, both, {"num_microbatches": samples // size, "batch_size": size, "eval_every": 1}, links
