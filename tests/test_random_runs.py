@@ -45,7 +45,7 @@ def check_chain(folder, model, flags, alone, links) -> list:
 
     def run(name: str, ranks: int, changes: dict, *more, env=None):
         words = flags_of(folder, name, folder / "model", **flags | changes)
-        return start_fork(9, ranks, folder / "out", SCRIPT, *words, *more, env=env, modules=modules,
+        return start_fork(9, ranks, folder / f"out_{name}", SCRIPT, *words, *more, env=env, modules=modules,
                           script=ROOT / "tests" / "support" / "checkpoint_runs.py")
 
     one, done, start, resume = run("one", 1, alone), [], 0, []
