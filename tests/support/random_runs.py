@@ -8,8 +8,8 @@ from families import DECODERS, TOYS
 
 WORDS = 1024  # of the tokenizer
 TP = {"tp_size": (1, 1, 1, 2, 2, 3, 4)}
-DP = {**TP, "dp_size": (1, 1, 1, 2, 2, 3, 4)}
-PP = {**DP, "pp_size": (1, 1, 2, 2, 3, 4)}
+DP = {**TP, "dp_size": (1, 2, 2, 3, 4)}
+PP = {**DP, "pp_size": (1, 2, 2, 3, 4)}
 EIGHT = {**PP, "pp_engine": ("afab", "1f1b"), "recompute": (True, False)}
 STEPS = {4: TP, 5: DP, 6: DP, 7: PP, 8: EIGHT, 9: EIGHT,  # step -> values of its flags; a size multiplies the ranks
          10: {**EIGHT, "pp_engine": ("afab", "1f1b", "zb", "zb")}}
