@@ -129,7 +129,7 @@ def load_tokenizer(model_name: str):
     try:
         return AutoTokenizer.from_pretrained(model_name)
     except Exception as error:  # the tokenizers' library raises errors of many classes
-        raise UserError(f"--model_name {model_name!r} holds no tokenizer: {str(error).splitlines()[0]}") from None
+        raise UserError(f"--model_name {model_name!r} holds no tokenizer: {' '.join(str(error).split())}") from None
 
 
 def corpus_path(dataset_name: str) -> str:

@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import sys
+from collections import Counter, defaultdict
 
 import pytest
 from launch import ROOT, STEPS, environment, fork
@@ -67,6 +68,14 @@ def selected(request):
         return list(dict.fromkeys(item.callspec.params[name] for item in items if name in item.callspec.params))
 
     return selected
+
+
+@pytest.fixture(scope="module")
+def ended():
+    """kind of a case that chance has made -> how many of them ended how, which is printed in the end."""
+    counts = defaultdict(Counter)
+    yield counts
+    print("".join(f"\n{kind}: {sum(each.values())} cases, {dict(each)}" for kind, each in counts.items()))
 
 
 @pytest.fixture(scope="session")

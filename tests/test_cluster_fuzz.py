@@ -14,7 +14,6 @@ import random
 import re
 import shlex
 import shutil
-from collections import Counter
 
 import fuzz
 import pytest
@@ -36,14 +35,6 @@ QUICK = {"words": 5, "file": 5}  # kind of a case -> how many every run has
 SEEDS = max(30, int(os.environ.get("FUZZ", 0)))  # the other ones of 30 are for `slow`
 CASES = [pytest.param((kind, seed), marks=pytest.mark.slow if seed >= quick else (), id=f"{kind}-{seed}-")
          for kind, quick in QUICK.items() for seed in range(SEEDS)]
-
-
-@pytest.fixture(scope="module")
-def ended():
-    """Counts how cases ended, and prints it."""
-    counts = {kind: Counter() for kind in QUICK}
-    yield counts
-    print("".join(f"\n{kind}: {sum(each.values())} cases, {dict(each)}" for kind, each in counts.items() if each))
 
 
 @pytest.fixture(scope="module")

@@ -160,17 +160,6 @@ def read(path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-def test_a_run_goes_on_under_another_topology(folder):
-    """Saved at step 2 by one topology, gone on by another: the third step is that of the run that was not stopped."""
-    run(folder, "whole", "llama", "pairs", "one")
-    run(folder, "first", "llama", "pairs", "3;1,2", max_steps=2)
-    run(folder, "second", "llama", "pairs", "shares", "--resume", checkpoint(folder, "first", 2))
-    a, b = (read(newest(folder, name) / "adapter_model.safetensors") for name in ("whole", "second"))
-    assert all((a[name] - b[name]).abs().max() <= TOLERANCE for name in a)
-    assert [row["loss"] for row in metrics(folder / "runs", "second")] == pytest.approx(
-        [row["loss"] for row in metrics(folder / "runs", "whole")], abs=TOLERANCE)
-
-
 PLAIN = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM

@@ -20,9 +20,9 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 
     `loader`: of the whole run's samples, unshuffled; what was trained before a resume is skipped. `run`: see run.py of
     checkpoints/; make_run_ready(scheduler) calls run.begin(). `evaluator`: an Evaluator, used before the first step,
-    after the last one, and after every args.eval_every ones. Writes metrics, and the timeline of step profile_batch.
-    In the end rank 0 prints where the time of each rank went. Raises UserError for a --profile_batch that is no step,
-    and for a loss that is not finite.
+    after the last one, and after every args.eval_every ones: where a stop comes then, when the run goes on. Writes
+    metrics, and the timeline of step profile_batch. In the end rank 0 prints where the time of each rank went. Raises
+    UserError for a --profile_batch that is no step, and for a loss that is not finite.
     """
     grid = pgm.process_group_manager
     if not -1 <= args.profile_batch < num_steps:
@@ -37,8 +37,8 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     del loader.microbatches[: run.start * plugin.own_num_microbatches]
     batches, times, first_bad = iter(loader), StepTimes(plugin.device), FirstBadLoss(criterion)
     stops = is_last = False
-    if evaluator and run.start == 0:
-        record.evaluated(0, evaluator.evaluate())
+    if evaluator and record.is_evaluation_due(run.start, args.eval_every):
+        record.evaluated(run.start, evaluator.evaluate())
     for batch in range(run.start, num_steps):
         with run.watch.lost_peers():
             with record.progress.bar():
@@ -60,7 +60,7 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
             if batch == args.profile_batch:
                 write_timeline(args, times.clock)
             stops, is_last = run.watch.ask_all(), step.number == num_steps
-            if evaluator and not stops and (is_last or args.eval_every and step.number % args.eval_every == 0):
+            if evaluator and not stops and record.is_evaluation_due(step.number, args.eval_every):
                 step = step._replace(evaluation=evaluator.evaluate())
                 record.evaluated(step.number, step.evaluation)
                 stops = run.watch.ask_all()  # an evaluation may take longer than a step

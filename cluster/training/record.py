@@ -74,6 +74,7 @@ class Record:
                     with contextlib.suppress(FileNotFoundError):
                         os.remove(os.path.join(folder, METRICS))
         rows, evaluations = (max(disks.gather(each), key=len) if start else [] for each in (rows, evaluations))
+        self.evaluated_before = {json.loads(row)["step"] for row in evaluations}
         with disks.together():
             self.logger, self.tokens_per_step = RunLogger(args, grid, num_steps, tokens_per_step), tokens_per_step
             self.logger.memory = torch.tensor(peak_memory_gb())  # of this rank, until a step takes that of all
@@ -92,7 +93,7 @@ class Record:
                 if evaluations or os.path.exists(self.evaluations):  # those of later steps are made again
                     replace(self.evaluations, "".join(evaluations))
         self.progress, self.board = Progress(num_steps, start, grid.is_logging_rank), None
-        self.device, self.start = device, start
+        self.device, self.start, self.num_steps = device, start, num_steps
 
     def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float) -> None:
         with contextlib.redirect_stdout(io.StringIO()) if self.progress.is_bar else contextlib.nullcontext():
@@ -102,6 +103,11 @@ class Record:
             row = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
                    "trained_tokens": step * self.tokens_per_step, "step_seconds": seconds}
             self.file.write(json.dumps(row) + "\n")
+
+    def is_evaluation_due(self, step: int, every: int) -> bool:
+        """Before the first step, after the last one, and after `every` ones (0: never), where none is recorded yet."""
+        is_time = step in (0, self.num_steps) or every and step % every == 0
+        return bool(is_time) and step not in self.evaluated_before
 
     def evaluated(self, step: int, loss: float) -> None:
         """Records the evaluation after that step; `loss` is the mean over the evaluation's target tokens."""

@@ -2,11 +2,11 @@
 
 As a script, `checkpoint_runs.py OUT SCRIPT FLAGS...`, it runs SCRIPT with norms, softmax and routers in float64, too,
 and each rank writes its parameters into OUT/rank<r>.pt in the end, and the gradients of the last step into
-OUT/grads<r>.pt. With POISON=1:5 in the environment nothing is different, but that rank 1's weights are NaN after its
-fifth step; with STOP=1:5:15 rank 1 gets signal 15 in the middle of it; with LOSE=1:5 it is gone after it; with SLOW=10
-each step takes ten seconds longer. With HOSTS=FOLDER each rank is a host of its own, whose disk is FOLDER/host<rank>, and
-the last one has started the run. With DISKS=a,b rank 0 runs in OUT/a and rank 1 in OUT/b: relative paths are then on
-disks of their own.
+OUT/grads<r>.pt. With STOP=1:5:15 in the environment rank 1 (with STOP=-1:5:15 each rank) gets signal 15 in the middle
+of its fifth step. With POISON=1:5 nothing is different, but that rank 1's weights are NaN after its fifth step; with
+LOSE=1:5 it is gone after it; with SLOW=10 each step takes ten seconds longer. With HOSTS=FOLDER each rank is a host of
+its own, whose disk is FOLDER/host<rank>, and the last one has started the run. With DISKS=a,b rank 0 runs in OUT/a and
+rank 1 in OUT/b: relative paths are then on disks of their own.
 """
 
 import functools
@@ -97,8 +97,8 @@ def put_nan(numbers, rank: int, step: int, optimizer, _args, _kwargs) -> None:
 
 
 def stop(numbers, rank: int, step: int, number: int, _optimizer, _args, _kwargs) -> None:
-    """The signal `number` to `rank`, before the optimizer's step `step`."""
-    if next(numbers) == step and int(os.environ["RANK"]) == rank:
+    """The signal `number` to `rank`, or with -1 to each rank, before the optimizer's step `step`."""
+    if next(numbers) == step and rank in (-1, int(os.environ["RANK"])):
         os.kill(os.getpid(), number)
         time.sleep(0.2)  # until it is noted
 
@@ -162,7 +162,7 @@ def main() -> None:
     if fault := next((name for name in faults if name in os.environ), None):
         register, act = faults[fault]
         register(functools.partial(act, itertools.count(1), *map(int, os.environ[fault].split(":"))))
-    if disks or slow or lost or fault:
+    if disks or slow or lost or fault == "POISON":
         runpy.run_path(script, run_name="__main__")
         return
     imported = runpy.run_path(script, run_name="imported")  # its modules see both dtypes, for the files

@@ -27,6 +27,16 @@ def processes(marker: str) -> dict[int, int | None]:
     return found
 
 
+def left_behind(group: int) -> list[int]:
+    """Processes of a process group, but for its leader, of which whoever started them has ended."""
+    parents = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            _, parent, its_group, *_ = path.read_text().rpartition(")")[2].split()
+            parents.update({int(path.parent.name): int(parent)} if int(its_group) == group else {})
+    return [pid for pid, parent in parents.items() if pid != group and parent not in parents]
+
+
 def eventually(condition, seconds: float = 60) -> bool:
     """Whether the condition becomes true within `seconds`."""
     deadline = time.monotonic() + seconds
