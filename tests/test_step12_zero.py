@@ -24,9 +24,10 @@ for shares in ([1, 1], [3, 2]):
         torch.nn.init.normal_(param, generator=torch.Generator().manual_seed(param.numel()))
     whole, divided = copy.deepcopy(model), Zero(model, 1, shares)
     one, many = (torch.optim.AdamW(params, lr=1e-2, fused=True) for params in (
-        whole.parameters(), divided.named_shards()))
+        whole.parameters(), divided.named_parameters()))
     for step in range(3):
         torch.manual_seed(step)
+        divided.zero_grad()
         for param, twin in zip(model.parameters(), whole.parameters()):
             gradients = torch.randn(2, *param.shape)
             twin.grad, param.grad = gradients.sum(0) / 2, gradients[pgm.process_group_manager.dp_rank].clone()

@@ -22,7 +22,6 @@ import torch.nn as nn
 import model as llama
 import process_group_manager as pgm
 from timeline import timeline
-from utils import UserError
 from zero import ShardedBucket, Zero, all_gather
 
 
@@ -114,12 +113,3 @@ class FullyShardedDataParallel(Zero):
 
     def gather_weights(self) -> None:
         """Nothing: the next forward gathers what the optimizer has updated."""
-        for unit in self.buckets:
-            unit.shard.grad = None
-
-
-def check_fsdp(args) -> None:
-    """Raises UserError for flags that can't be had together."""
-    if args.zero == 3 and args.compile:
-        raise UserError("--zero 3 gathers weights in hooks of the layers, which --compile would compile with them: "
-                        "leave one of the two out")

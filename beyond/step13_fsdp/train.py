@@ -12,7 +12,7 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from data_parallel import DataParallelBucket, all_reduce_loss_across_dp_ranks
 from dataloader import MicroBatchDataLoader, load_samples
-from fsdp import FullyShardedDataParallel, check_fsdp
+from fsdp import FullyShardedDataParallel
 from metrics import RunLogger
 from model import Llama, cast_weights_once, init_weights
 from pipeline_parallel import SCHEDULES, PipelineParallel, run_schedule
@@ -73,7 +73,7 @@ def parse_args():
     parser.add_argument("--wandb_project", default="picotron_tutorial")
     parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
     parser.add_argument("--profile_batch", type=zero_or_more, default=0, help="write this step's timeline (0: none)")
-    return parser.parse_args()
+    return check_zero(parser.parse_args())
 
 
 def train_step(model, data_loader) -> torch.Tensor:
@@ -92,6 +92,26 @@ def train_step(model, data_loader) -> torch.Tensor:
         total_loss += loss.detach()
     model.finish_gradient_sync()
     return total_loss
+
+
+def wrap_model(args, model) -> DataParallelBucket:
+    if args.zero == 3:
+        return FullyShardedDataParallel(model)
+    return Zero(model, args.zero, args.zero_shares) if args.zero else DataParallelBucket(model)
+
+
+def update_weights(args, model, optimizer) -> torch.Tensor:
+    """Clips the gradients and updates the weights. Returns the norm of the gradients before."""
+    with timeline.span("gradient norm"):
+        if args.zero:
+            grad_norm = model.clip_grad_norm(args.max_grad_norm)
+        else:
+            grad_norm = clip_grad_norm(model.module, args.max_grad_norm)
+    with timeline.span("optimizer"):
+        optimizer.step()
+    if args.zero:
+        model.gather_weights()
+    return grad_norm
 
 
 def make_data_loader(args, config, device, num_samples: int) -> MicroBatchDataLoader:
@@ -115,8 +135,6 @@ def print_parameters(model, device, dtype, learning_rate: float) -> None:
 
 def main():
     args = parse_args()
-    check_zero(args)
-    check_fsdp(args)
     device, dtype, backend = choose_device(args.device, args.dtype)
     pgm.init_process_group(backend, args.timeout)
     pgm.setup_process_group_manager(dp_size=args.dp_size, pp_size=args.pp_size, tp_size=args.tp_size)
@@ -146,14 +164,10 @@ def main():
         recompute_layers(model.decoder_layers.children())
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)
-    if args.zero == 3:
-        model = FullyShardedDataParallel(model)
-    else:
-        model = Zero(model, args.zero, args.zero_shares) if args.zero else DataParallelBucket(model)
+    model = wrap_model(args, model)
     args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
-    updated = model.named_shards() if args.zero else model.named_parameters()
-    optimizer = torch.optim.AdamW(updated, lr=args.learning_rate, fused=True)
-    print_parameters(model, device, dtype, args.learning_rate)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
+    print_parameters(model.module, device, dtype, args.learning_rate)
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
@@ -169,15 +183,7 @@ def main():
             else:
                 loss = train_step(model, data_loader)
         loss = all_reduce_loss_across_dp_ranks(loss)
-        with timeline.span("gradient norm"):
-            if args.zero:
-                grad_norm = model.clip_grad_norm(args.max_grad_norm)
-            else:
-                grad_norm = clip_grad_norm(model.module, args.max_grad_norm)
-        with timeline.span("optimizer"):
-            optimizer.step()
-        if args.zero:
-            model.gather_weights()
+        grad_norm = update_weights(args, model, optimizer)
         logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start)
         scheduler.step()
         if step == args.profile_batch:
