@@ -165,7 +165,7 @@ def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
     (12, 1, ["--zero", 1], ["--zero 1", "--dp_size 1", "raise --dp_size"]),
     (12, 2, ["--pp_size", 2, "--dp_size", 2, "--zero", 2], ["--zero 2", "--pp_size 2", "use --zero 1"]),
     (12, 2, ["--dp_size", 2, "--zero", 2, "--zero_shares", "2,1"], ["--zero_shares", "--zero is 2", "use --zero 1"]),
-    (12, 2, ["--dp_size", 2, "--zero", 1, "--zero_shares", "4,2,1"], ["3 replicas", "--dp_size 2", "a number for each"]),
+    (12, 2, ["--dp_size", 2, "--zero", 1, "--zero_shares", "4,2,1"], ["3 replicas", "--dp_size 2", "number for each"]),
     (12, 1, ["--zero_shares", "2,0"], ["--zero_shares", "at least 1, got 0"]),
     (12, 1, ["--zero_shares", "2,x"], ["--zero_shares", "2,x"]),
     (13, 2, ["--pp_size", 2, "--dp_size", 2, "--zero", 3], ["--zero 3", "--pp_size 2", "use --zero 1"]),

@@ -1,10 +1,11 @@
 """ZeRO: AdamW on shards is AdamW on whole parameters, to the last bit; sums of unequal and of empty shards; a timeline.
 
-Its gradients, norms and weights: test_all_steps_same_math.py. Its messages: test_all_steps_messages.py.
+The memory of steps 12 and 13. Their gradients, norms and weights: test_all_steps_same_math.py. Their messages: test_all_steps_messages.py.
 """
 
 import pytest
 from launch import fork
+from memory_of_shards import SETTINGS, measure
 from test_step8_timeline import read_trace
 
 
@@ -24,9 +25,10 @@ for shares in ([1, 1], [3, 2]):
         torch.nn.init.normal_(param, generator=torch.Generator().manual_seed(param.numel()))
     whole, divided = copy.deepcopy(model), Zero(model, 1, shares)
     one, many = (torch.optim.AdamW(params, lr=1e-2, fused=True) for params in (
-        whole.parameters(), divided.named_shards()))
+        whole.parameters(), divided.named_parameters()))
     for step in range(3):
         torch.manual_seed(step)
+        divided.zero_grad()
         for param, twin in zip(model.parameters(), whole.parameters()):
             gradients = torch.randn(2, *param.shape)
             twin.grad, param.grad = gradients.sum(0) / 2, gradients[pgm.process_group_manager.dp_rank].clone()
@@ -69,3 +71,13 @@ def test_timeline_has_the_transfers_in_the_background(tmp_path, level, scattered
         count = {kind: sum(event.get("cat") == kind and event["tid"] > 0 for event in events)
                  for kind in ("reduce-scatter", "all-gather", "all-reduce")}
         assert count == {"reduce-scatter": scattered * count["all-gather"], "all-gather": 6, "all-reduce": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero 0", "zero 1", "zero 2", "zero 1, shares 4,2,1,1", "zero 3", "zero 3, bfloat16"])
+def test_what_is_divided_is_not_held(name):
+    """Of 26 million parameters. Buckets under way come on top, before the optimizer's step there are none."""
+    step, flags, most, before = SETTINGS[name]
+    found = measure(step, flags, layers=2)
+    assert found["before"] == pytest.approx(before, rel=0.01)
+    assert most <= found["most"] < most + 5 * 4 * 0.46, "five layers, of which each is 46 % of the parameters"

@@ -21,7 +21,6 @@ import torch.nn as nn
 
 import model as llama
 import process_group_manager as pgm
-from data_parallel import DataParallelBucket
 from timeline import timeline
 from zero import ShardedBucket, Zero, all_gather
 
@@ -114,12 +113,3 @@ class FullyShardedDataParallel(Zero):
 
     def gather_weights(self) -> None:
         """Nothing: the next forward gathers what the optimizer has updated."""
-        for unit in self.buckets:
-            unit.shard.grad = None
-
-
-def wrap(model: nn.Module, args) -> DataParallelBucket:
-    """The model with the kind of data parallelism that --zero names."""
-    if args.zero == 3:
-        return FullyShardedDataParallel(model)
-    return Zero(model, args.zero, args.zero_shares) if args.zero else DataParallelBucket(model)

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from data_parallel import all_reduce_loss_across_dp_ranks
+from data_parallel import DataParallelBucket, all_reduce_loss_across_dp_ranks
 from dataloader import MicroBatchDataLoader, load_samples
-from fsdp import wrap
+from fsdp import FullyShardedDataParallel
 from metrics import RunLogger
 from model import Llama, cast_weights_once, init_weights
 from pipeline_parallel import PipelineParallel, run_schedule
-from tensor_parallel import apply_tensor_parallel, cross_entropy, split_over_tp
+from tensor_parallel import apply_tensor_parallel, clip_grad_norm, cross_entropy, split_over_tp
 from timeline import check_profile_batch, timeline
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
@@ -25,7 +25,7 @@ from utils import (
 )
 from virtual_stages import SCHEDULES, choose_schedule
 from weight_gradients import divide_backward
-from zero import check_zero, clip_grad_norm, share_list
+from zero import Zero, check_zero, share_list
 
 
 def parse_args():
@@ -75,7 +75,7 @@ def parse_args():
     parser.add_argument("--wandb_project", default="picotron_tutorial")
     parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
     parser.add_argument("--profile_batch", type=zero_or_more, default=0, help="write this step's timeline (0: none)")
-    return parser.parse_args()
+    return check_zero(parser.parse_args())
 
 
 def train_step(model, data_loader) -> torch.Tensor:
@@ -94,6 +94,26 @@ def train_step(model, data_loader) -> torch.Tensor:
         total_loss += loss.detach()
     model.finish_gradient_sync()
     return total_loss
+
+
+def wrap_model(args, model) -> DataParallelBucket:
+    if args.zero == 3:
+        return FullyShardedDataParallel(model)
+    return Zero(model, args.zero, args.zero_shares) if args.zero else DataParallelBucket(model)
+
+
+def update_weights(args, model, optimizer) -> torch.Tensor:
+    """Clips the gradients and updates the weights. Returns the norm of the gradients before."""
+    with timeline.span("gradient norm"):
+        if args.zero:
+            grad_norm = model.clip_grad_norm(args.max_grad_norm)
+        else:
+            grad_norm = clip_grad_norm(model.module, args.max_grad_norm)
+    with timeline.span("optimizer"):
+        optimizer.step()
+    if args.zero:
+        model.gather_weights()
+    return grad_norm
 
 
 def make_data_loader(args, config, device, num_samples: int) -> MicroBatchDataLoader:
@@ -127,7 +147,6 @@ def join(args) -> tuple[torch.device, torch.dtype]:
 
 def main():
     args = parse_args()
-    check_zero(args)
     device, dtype = join(args)
     grid = pgm.process_group_manager
     schedule = choose_schedule(args.pp_engine, args.virtual_stages, args.pp_size)
@@ -153,11 +172,10 @@ def main():
         recompute_layers(model.decoder_layers.children())
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)
-    model = wrap(model, args)
+    model = wrap_model(args, model)
     args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
-    updated = model.named_shards() if args.zero else model.named_parameters()
-    optimizer = torch.optim.AdamW(updated, lr=args.learning_rate, fused=True)
-    print_parameters(model, device, dtype, args.learning_rate)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
+    print_parameters(model.module, device, dtype, args.learning_rate)
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
 
@@ -173,12 +191,7 @@ def main():
             else:
                 loss = train_step(model, data_loader)
         loss = all_reduce_loss_across_dp_ranks(loss)
-        with timeline.span("gradient norm"):
-            grad_norm = clip_grad_norm(model, args.max_grad_norm)
-        with timeline.span("optimizer"):
-            optimizer.step()
-        if args.zero:
-            model.gather_weights()
+        grad_norm = update_weights(args, model, optimizer)
         logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start)
         scheduler.step()
         if step == args.profile_batch:

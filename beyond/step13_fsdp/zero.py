@@ -14,18 +14,15 @@ An all-reduce is a reduce-scatter and an all-gather, so this sends as many bytes
 
     --zero 1   Gradients add up on each rank. After the last micro-batch, they are scattered and given up.
     --zero 2   They are scattered after each micro-batch and add up in the shard, so no rank ever holds all of them.
-
-Shards may be unequal: with --zero_shares 4,2,1 rank 0 keeps and updates 4/7 of the weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 import process_group_manager as pgm
-import tensor_parallel
 from data_parallel import Bucket, DataParallelBucket
 from timeline import timeline
 from utils import UserError, positive_int
@@ -128,11 +125,7 @@ class ShardedBucket:
 
 
 class Zero(DataParallelBucket):
-    """Wraps a model. `level` is 1 or 2, see above (3: see fsdp.py); `shares`: one positive number for each dp rank.
-
-    A training step: zero_grad(), forward and backward of all micro-batches, finish_gradient_sync(), clip_grad_norm(),
-    the optimizer's step on named_shards(), gather_weights().
-    """
+    """Wraps a model. `level` is 1 or 2, see above (3: see fsdp.py); `shares`: one positive number for each dp rank."""
 
     def __init__(self, module: nn.Module, level: int, shares: list[int] | None = None):
         self.level, self.shares = level, shares or [1] * pgm.process_group_manager.dp_world_size
@@ -173,37 +166,32 @@ class Zero(DataParallelBucket):
         start = param.storage_offset() - sum(bucket.sizes[: bucket.group.rank()])  # seen from the shard
         return bucket.shard.grad[max(start, 0) : max(start + param.numel(), 0)]
 
-    def named_shards(self) -> list[tuple[str, nn.Parameter]]:
-        return [(f"shard {i}", bucket.shard) for i, bucket in enumerate(self.buckets)]
+    def named_parameters(self, *args, **options) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards: they are what zero_grad(), clipping and the optimizer are for."""
+        return ((f"shard {i}", bucket.shard) for i, bucket in enumerate(self.buckets))
+
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        """As tensor_parallel.clip_grad_norm. Of replicas, each counts its own shards."""
+        grid, norms = pgm.process_group_manager, []
+        split = {getattr(module, name) for module in self.modules() for name in getattr(module, "tp_dims", ())}
+        for name, param in self.module.named_parameters():
+            if (grid.pp_is_first_stage or name != "embedding.weight") and (grid.tp_rank == 0 or param in split):
+                part = self.gradient(param)
+                rows = part[: len(part) // 1024 * 1024].view(-1, 1024)  # float32 loses digits in sums of millions
+                norms += [torch.linalg.vector_norm(rows, dim=-1), part[rows.numel() :]]
+        squares = torch.nn.utils.get_total_norm(norms) ** 2
+        dist.all_reduce(squares)
+        if max_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, squares.sqrt())
+        return squares.sqrt()
 
     def gather_weights(self) -> None:
-        """After the optimizer's step: each rank sends the shards that it has updated, and drops their gradients."""
-        handles = []
-        for bucket in self.buckets:
-            bucket.shard.grad = None
-            handle = all_gather(bucket.weights, bucket.sizes, bucket.group)
-            handles.append(timeline.background(handle, "all-gather"))
+        """After the optimizer's step: each rank sends the shards that it has updated to all others."""
+        handles = [timeline.background(all_gather(bucket.weights, bucket.sizes, bucket.group), "all-gather")
+                   for bucket in self.buckets]
         with timeline.span("wait"):
             for handle in handles:
                 handle.wait()
-
-
-def clip_grad_norm(model: DataParallelBucket, max_norm: float) -> torch.Tensor:
-    """As tensor_parallel.clip_grad_norm, for a model that is wrapped. Of replicas, each counts its own shards."""
-    if not isinstance(model, Zero):
-        return tensor_parallel.clip_grad_norm(model.module, max_norm)
-    grid, norms = pgm.process_group_manager, []
-    split = {getattr(module, name) for module in model.modules() for name in getattr(module, "tp_dims", ())}
-    for name, param in model.module.named_parameters():
-        if (grid.pp_is_first_stage or name != "embedding.weight") and (grid.tp_rank == 0 or param in split):
-            part = model.gradient(param)
-            rows = part[: len(part) // 1024 * 1024].view(-1, 1024)  # float32 loses digits in sums of millions
-            norms += [torch.linalg.vector_norm(rows, dim=-1), part[rows.numel() :]]
-    squares = torch.nn.utils.get_total_norm(norms) ** 2
-    dist.all_reduce(squares)
-    if max_norm:
-        torch.nn.utils.clip_grads_with_norm_([shard for _, shard in model.named_shards()], max_norm, squares.sqrt())
-    return squares.sqrt()
 
 
 def share_list(text: str) -> list[int]:
@@ -211,8 +199,8 @@ def share_list(text: str) -> list[int]:
     return [positive_int(word) for word in text.split(",")]
 
 
-def check_zero(args) -> None:
-    """Raises UserError for flags that can't be had together."""
+def check_zero(args):
+    """Returns the flags. Raises UserError for some that can't be had together."""
     if args.zero and args.dp_size == 1:
         raise UserError(f"--zero {args.zero} divides what the replicas hold, and --dp_size 1 is only one: "
                         "raise --dp_size, or leave --zero out")
@@ -225,3 +213,4 @@ def check_zero(args) -> None:
     if args.zero == 3 and args.compile:
         raise UserError("--zero 3 gathers weights in hooks of the layers, which --compile would compile with them: "
                         "leave one of the two out")
+    return args

@@ -25,19 +25,14 @@ def snapshot(optimizer, _args, _kwargs) -> None:
     owner = group["params"][0]
     wrappers = [module for module in gc.get_objects() if isinstance(module, torch.nn.Module)
                 and any(each.__name__ == "DataParallelBucket" for each in type(module).__mro__)
-                and any(param is owner for param in parameters(module))]
-    if wrappers and owner is getattr(wrappers[0].buckets[0] if wrappers[0].buckets else None, "shard", None):
+                and any(param is owner for param in module.parameters())]
+    if wrappers and any(getattr(bucket, "shard", None) is owner for bucket in wrappers[0].buckets):
         FIRST["read"] = lambda what: from_shards(wrappers[0], what)
     else:
         params = dict(zip((name.removeprefix("module.") for name in group["param_names"]), group["params"]))
         FIRST["read"] = lambda what: {name: read(param, what).clone() for name, param in params.items()}
     FIRST["initial"], FIRST["grads"] = FIRST["read"]("data"), FIRST["read"]("grad")
     FIRST["wrappers"] = wrappers
-
-
-def parameters(wrapper: torch.nn.Module) -> list[torch.Tensor]:
-    """What the optimizer may update: the wrapper's parameters, or the shards of its buckets."""
-    return [*wrapper.parameters(), *(bucket.shard for bucket in wrapper.buckets if hasattr(bucket, "shard"))]
 
 
 def read(param: torch.Tensor, what: str) -> torch.Tensor:

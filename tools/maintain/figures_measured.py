@@ -8,7 +8,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#ccbb44", "all-reduce": "#ee7733",
-           "wait": "#aa3377"}
+           "wait": "#aa3377", "optimizer": "#777777", "reduce-scatter": "#ee7733", "all-gather": "#66ccee"}
 GROUND, BUBBLE, INK, FAINT = "#fcfcfa", "#e3e3e0", "#222222", "#666666"
 COMPUTE = ("forward", "backward", "weight gradients")
 SCHEDULES = {"afab": "all forward, all backward (AFAB)", "1f1b": "one forward, one backward (1F1B)",
@@ -169,6 +169,26 @@ def buckets(trace: pathlib.Path, picture: pathlib.Path) -> None:
     one.invert_yaxis()
     one.set_xlabel("seconds since the last micro-batch's backward began", fontsize=12)
     legend(figure, ["backward", "all-reduce", "wait"])
+    figure.savefig(picture)
+
+
+def transfers(trace: pathlib.Path, picture: pathlib.Path) -> None:
+    """A step on each rank: its passes, its waits and its optimizer, and below it what is gathered and scattered."""
+    spans = read_trace(trace)
+    ranks = sorted({span.rank for span in spans})
+    figure, axes = panels(10, 4.2, 1)
+    one, kinds = axes[0, 0], ["forward", "backward", "wait", "optimizer", "all-gather", "reduce-scatter"]
+    for span in spans:
+        if span.kind in kinds:
+            row = 4 * span.rank + max(0, kinds.index(span.kind) - 3)
+            one.barh(row, span.end - span.start, left=span.start, height=0.8, color=COLOURS[span.kind],
+                     alpha=1.0 if row == 4 * span.rank else 0.6, linewidth=0)
+    one.set_yticks([4 * rank + row for rank in ranks for row in range(3)],
+                   [text for rank in ranks for text in (f"rank {rank}", "all-gathers", "reduce-scatters")])
+    one.set(xlim=(min(span.start for span in spans), 1.01 * seconds_of(spans)))
+    one.invert_yaxis()
+    one.set_xlabel("seconds since the step's first forward began", fontsize=12)
+    legend(figure, kinds)
     figure.savefig(picture)
 
 

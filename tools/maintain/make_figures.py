@@ -120,6 +120,16 @@ def buckets(folder: pathlib.Path, picture: pathlib.Path) -> None:
     figures_measured.buckets(trace, picture)
 
 
+def sharded(step: str, level: int):
+    """A figure of a step of two micro-batches on two ranks."""
+    def draw(folder: pathlib.Path, picture: pathlib.Path) -> None:
+        runs = {f"zero{level}": [step, "--dp_size", 2, "--zero", level, "--gradient_accumulation_steps", 2,
+                                 "--micro_batch_size", 8]}
+        figures_measured.transfers(traces(folder, runs, [], 2)[f"zero{level}"], picture)
+
+    return draw
+
+
 def trace_of_unlike_pipelines(folder: pathlib.Path) -> pathlib.Path:
     """The machine that holds the whole model is three times as fast as each of the two others."""
     runs = {"unlike": ["9", "--pipelines", "8;5,3", "--num_microbatches", "6,2"]}
@@ -172,6 +182,7 @@ MEASURED = {
     "zero_bubble": of_schedules(figures_measured.timelines, BEYOND),
     "virtual_stages": of_schedules(figures_measured.timelines, VIRTUAL),
     "zero_bubble_activations": of_schedules(figures_measured.activations, BEYOND),
+    "zero": sharded("12", 2), "fsdp": sharded("13", 3),
     "buckets": buckets, "unlike": unlike, "memory": memory, "plan": plan,
 }
 OTHERS = {"sanity_check": ["--steps", "20"]}  # other tools, and their flags
