@@ -76,9 +76,10 @@ def measure(step: int, flags: str, layers: int) -> dict[str, float]:
         model = pathlib.Path(shutil.copytree(ROOT / "assets" / "tiny_llama", pathlib.Path(folder, "model")))
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps({**config, **MODEL, "num_hidden_layers": layers}))
-        launch(step, RANKS, folder, STEPS[str(step)] / "train.py", "--dp_size", RANKS, *flags.split(), "--model_name",
-               model, "--micro_batch_size", 1, "--gradient_accumulation_steps", ACCUMULATION, "--seq_len", SEQ_LEN,
-               "--max_tokens", 2 * RANKS * ACCUMULATION * SEQ_LEN, "--log_dir", folder, script=__file__, timeout=580)
+        words = ["--dp_size", RANKS, "--model_name", model, "--log_dir", folder, "--micro_batch_size", 1,
+                 "--gradient_accumulation_steps", ACCUMULATION, "--seq_len", SEQ_LEN,
+                 "--max_tokens", 2 * RANKS * ACCUMULATION * SEQ_LEN, *flags.split()]
+        launch(step, RANKS, "one_rank", folder, STEPS[str(step)] / "train.py", *words, script=__file__, timeout=580)
         ranks = [json.loads(pathlib.Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
     return {what: max(rank[what] for rank in ranks) / num_params(config["vocab_size"], layers) for what in ranks[0]}
 
@@ -104,8 +105,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        sys.argv = sys.argv[1:]
+    if sys.argv[1:2] == ["one_rank"]:
+        sys.argv = sys.argv[2:]
         run_rank(sys.argv.pop(0), sys.argv[0])
     else:
         main()
