@@ -103,6 +103,7 @@ def load(args, base: str, tokenizer: str, adapter: str | None):
     device, _, _ = choose_device(args.device, "float32")
     try:
         words = AutoTokenizer.from_pretrained(tokenizer)
+        words("")  # fields of a wrong type raise only here
         model = AutoModelForCausalLM.from_pretrained(base, dtype=args.dtype)
     except Exception as error:  # of many classes: transformers', safetensors', tokenizers'
         raise UserError(f"{base} can't be loaded: {' '.join(str(error).split())[:300]}") from None

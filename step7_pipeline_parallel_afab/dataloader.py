@@ -140,7 +140,7 @@ def load_tokenizer(model_name: str):
     if not os.path.isdir(model_name):
         require_reachable_hub(model_name, "--model_name")
     try:
-        return AutoTokenizer.from_pretrained(model_name)
+        return AutoTokenizer.from_pretrained(model_name, model_max_length=None)  # a corpus is longer
     except Exception as error:  # the tokenizers' library raises errors of many classes
         raise UserError(f"--model_name {model_name!r} holds no tokenizer: {' '.join(str(error).split())}") from None
 

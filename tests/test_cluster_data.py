@@ -188,6 +188,7 @@ BAD = {  # name -> rows, changes of the flags, chat template, words of the error
                 ["has 2 samples, fewer than the 3"]),
     "no target": ([{"prompt": "a " * 99, "completion": "b"}], {}, None, ["no sample with a target", "--seq_len 32"]),
     "no rows": ([], {}, None, ["data.jsonl"]),
+    "null": ([None], {}, None, ["data.jsonl", "begins with null"]),
 }
 
 

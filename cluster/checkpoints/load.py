@@ -183,7 +183,7 @@ class Loader:
                 piece = get_slice(self.found.path, weight_map, entry)
                 is_split = len(piece.get_shape()) == param.dim() > 0
                 value = split_parameter(stage.model.get_submodule(module), key, piece) if is_split else piece[...]
-                if is_split and value.shape != param.shape:
+                if (is_split or not entry.endswith(".step")) and value.shape != param.shape:
                     raise UserError(f"{entry} has the shape {tuple(value.shape)} in {self.found.path}, but {name} of "
                                     f"the model {tuple(param.shape)}: is this a checkpoint of this model?")
                 place = param.device if is_split or param.is_cuda else "cpu"

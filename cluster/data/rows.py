@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataloader import READERS, corpus_path, files_at, read_texts
+from dataloader import BLOCK, READERS, corpus_path, files_at, read_texts
 from utils import UserError, require_reachable_hub
 
 KINDS = {"messages": ("messages",), "prompt/completion": ("prompt", "completion"), "text": ("text",)}
@@ -66,6 +66,9 @@ def read_rows(source: Source) -> Iterator[tuple[str, dict]]:
     try:
         for file in source.files or [None]:
             if file:
+                with open(file, "rb") as content:
+                    if content.read(BLOCK).lstrip().startswith(b"null"):  # of rows that are all null, Arrow would crash
+                        raise ValueError(f"{file} begins with null")
                 rows = load_dataset(READERS[source.suffix], data_files=[file], split="train", streaming=True)
             else:
                 rows = load_dataset(source.path, source.config, split="train", streaming=True)
