@@ -35,8 +35,8 @@ def order(events: list[dict]) -> str:
     """What a rank computed, as in "F0 F1 B0 B1"; F0' is chunk 1's."""
     letters = {"forward": "F", "backward": "B", "weight gradients": "W"}
     computed = sorted((event for event in events if event.get("cat") in letters), key=lambda event: event["ts"])
-    names = [(event["cat"], event["args"]["microbatch"], event["args"].get("chunk", 0)) for event in computed]
-    return " ".join(f"{letters[kind]}{i}" + "'" * chunk for kind, i, chunk in names)
+    names = [re.search(r"(\d+)(?: chunk (\d))?$", event["name"]) for event in computed]
+    return " ".join(letters[event["cat"]] + name[1] + "'" * int(name[2] or 0) for event, name in zip(computed, names))
 
 
 def spans(events: list[dict], kind: str) -> dict:

@@ -68,7 +68,7 @@ def interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
 
 
 def interleaved_zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Iterator[Action]:
-    """Interleaved 1F1B with W (Qi et al. 2023): each W is done `stage` backwards after its B. At most v p are alive.
+    """Interleaved 1F1B with W (Qi et al. 2023): each W comes `stage` B after its own. At most v p are alive if p | m.
 
     The warm-up shrinks by one forward per stage. While a message travels, a stage can do a W.
     """

@@ -10,7 +10,7 @@ and updates them. A shard begins and ends anywhere inside of a parameter, becaus
                                    |        |        |        all-gather: rank r sends shard r to all others
     weights of the bucket     | rank 0   rank 1   rank 2 |    on each rank
 
-An all-reduce is a reduce-scatter and an all-gather, so this sends as many bytes as data parallelism.
+An all-reduce is a reduce-scatter and an all-gather, so level 1 sends as many bytes as data parallelism.
 
     --zero 1   Gradients add up on each rank. After the last micro-batch, they are scattered and given up.
     --zero 2   They are scattered after each micro-batch and add up in the shard, so no rank ever holds all of them.

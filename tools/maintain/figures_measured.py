@@ -34,9 +34,10 @@ def read_trace(path: pathlib.Path) -> list[Span]:
               for event in events if event["ph"] == "M"}
     spans = [event for event in events if event["ph"] == "X"]
     origin = min(event["ts"] for event in spans if event["cat"] in COMPUTE)
-    return [Span(event["pid"], places[event["pid"]], event["cat"], event["args"].get("microbatch"),
+    numbers = [re.search(r"(\d+)(?: chunk (\d+))?$", event["name"]) for event in spans]  # as in "forward 3 chunk 1"
+    return [Span(event["pid"], places[event["pid"]], event["cat"], number and int(number[1]),
                  (event["ts"] - origin) / 1e6, (event["ts"] + event["dur"] - origin) / 1e6,
-                 event["args"].get("chunk", 0)) for event in spans]
+                 int(number[2] or 0) if number else 0) for event, number in zip(spans, numbers)]
 
 
 def bubble_of(spans: list[Span]) -> float:
