@@ -56,6 +56,7 @@ class Unit(ShardedBucket):
             self.gathering = None
 
     def free(self) -> None:
+        assert self.gathering is None, "the weights are still arriving"
         self.weights.untyped_storage().resize_(0)
         if llama.casts:
             llama.casts.clear()  # copies of the rest's weights: autograd keeps them for as long as it needs them
@@ -103,7 +104,8 @@ class FullyShardedDataParallel(Zero):
         """After a layer's forward. When backward arrives at the layer, it has the gradient of the output."""
         if layer in self.following:
             self.units[layer].free()
-        output.register_hook(lambda gradient: self.before_backward(layer))
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.before_backward(layer))
 
     def before_backward(self, layer: nn.Module) -> None:
         """Before a layer's backward: its weights are there, and those of the layer before it on their way."""
@@ -112,4 +114,6 @@ class FullyShardedDataParallel(Zero):
             self.units[self.previous[layer]].start_gather()
 
     def gather_weights(self) -> None:
-        """Nothing: the next forward gathers what the optimizer has updated."""
+        """The next forward gathers what the optimizer has updated. Weights that are still there are the old ones."""
+        for unit in self.buckets:
+            unit.free()
