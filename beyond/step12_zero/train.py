@@ -194,5 +194,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error(out_of_memory="use --zero or --recompute, lower --micro_batch_size, or raise --tp_size, --pp_size"):
+    with one_clear_error(out_of_memory="use --zero, --recompute, a smaller --micro_batch_size or a larger --tp_size"):
         main()
