@@ -126,12 +126,12 @@ def together(group: dist.ProcessGroup | None = None):
     try:
         yield
     except (UserError, OSError) as problem:
-        error = str(problem)
+        error = str(problem) or repr(problem)
     except torch.OutOfMemoryError as problem:
         error = problem
     dist.all_gather_object(errors := [None] * dist.get_world_size(), error, group)
     for rank, error in enumerate(errors):
-        if error:
+        if error is not None:
             kind = UserError if isinstance(error, str) else torch.OutOfMemoryError
             raise kind(f"rank {rank}: {error}" if rank else str(error))
 

@@ -189,6 +189,7 @@ BAD = {  # name -> rows, changes of the flags, chat template, words of the error
     "no target": ([{"prompt": "a " * 99, "completion": "b"}], {}, None, ["no sample with a target", "--seq_len 32"]),
     "no rows": ([], {}, None, ["data.jsonl"]),
     "null": ([None], {}, None, ["data.jsonl", "begins with null"]),
+    "null in a list": ([[None, {"text": "a"}]], {}, None, ["data.jsonl", "begins with null"]),
 }
 
 

@@ -166,7 +166,8 @@ def read_config(model_name: str) -> dict:
         # Files of older versions have no rope_parameters, but these two fields, and some have no head_dim.
         rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
         rope = {"rope_theta": fields.get("rope_theta", 10000.0), "rope_type": rope.get("type", "default"), **rope}
-        fields = {"head_dim": fields["hidden_size"] // fields["num_attention_heads"], **fields, "rope_parameters": rope}
+        head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+        fields = {**fields, "head_dim": head_dim, "rope_parameters": rope}
         if fields["model_type"] == "llama" and CONFIG_FIELDS <= fields.keys():
             return fields
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):

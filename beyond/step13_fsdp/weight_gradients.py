@@ -33,7 +33,7 @@ def divide_backward(args) -> None:
     if args.pp_size > 1 and args.pp_engine.endswith("zb") and (args.compile or args.recompute):
         raise UserError(f"--pp_engine {args.pp_engine} divides backward, but --compile leaves it in one piece, and "
                         "--recompute would save no memory, as W keeps what it computes again: leave these out, or use "
-                        "--pp_engine 1f1b")
+                        "another --pp_engine")
     llama.linear = linear
 
 

@@ -66,8 +66,8 @@ def read_rows(source: Source) -> Iterator[tuple[str, dict]]:
     try:
         for file in source.files or [None]:
             if file:
-                with open(file, "rb") as content:
-                    if content.read(BLOCK).lstrip().startswith(b"null"):  # of rows that are all null, Arrow would crash
+                with open(file, "rb") as content:  # of rows that are null, Arrow would crash
+                    if content.read(BLOCK).lstrip(b" \t\r\n[").startswith(b"null"):
                         raise ValueError(f"{file} begins with null")
                 rows = load_dataset(READERS[source.suffix], data_files=[file], split="train", streaming=True)
             else:
