@@ -6,6 +6,7 @@ and looks whose files are there. What an earlier start has left there has other 
 """
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -89,28 +90,43 @@ class Disks:
     def copy(self, folder: str, copies: Iterable[tuple[str, int, int]], message: str = "{}") -> None:
         """Copies files of `folder` between disks: (name, from, to), by the disks' leaders, the same list on all ranks.
 
-        A file appears under its name when it is whole. Collective. Raises UserError where a disk does not take one.
+        A file appears under its name when it is whole. Collective. Raises UserError where one can't be read, or
+        a disk does not take it.
         """
         error = None
         for name, source, target in copies:
             path = os.path.join(folder, name)
             if self.rank == source:
-                self.send(path, target)
+                error = self.send(path, target) or error
             elif self.rank == target:
                 error = self.receive(path, source) or error
         with self.together(message):
             if error:
                 raise error
 
-    def send(self, path: str, to: int) -> None:
-        """Sends a file that is on this rank's disk. Rank `to` calls receive()."""
-        try:
-            dist.send(torch.tensor(os.path.getsize(path)), to, group=self.group)
-            with open(path, "rb", buffering=0) as file:
-                while part := file.read(CHUNK):
-                    dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), to, group=self.group)
-        except OSError as error:  # no error to agree on: the other one waits for the rest, until this process ends
-            raise RuntimeError(f"{path} could not be sent: {error.strerror}") from None
+    def send(self, path: str, to: int) -> OSError | None:
+        """Sends a file that is on this rank's disk. Rank `to` calls receive(). Returns what went wrong.
+
+        The other rank waits for as many bytes as it was told, so zeros come in place of what can't be read.
+        """
+        left, file, error = 0, None, None
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(open(path, "rb", buffering=0))
+                left = os.path.getsize(path)
+            except OSError as problem:
+                error = problem
+            dist.send(torch.tensor(left), to, group=self.group)
+            while left:
+                part = torch.zeros(min(CHUNK, left), dtype=torch.uint8)
+                try:
+                    if error is None and file.readinto(part.numpy()) < len(part):
+                        raise OSError(errno.EIO, "has become shorter", path)
+                except OSError as problem:
+                    error = problem
+                dist.send(part, to, group=self.group)
+                left -= len(part)
+        return error
 
     def receive(self, path: str, source: int) -> OSError | None:
         """Writes the file that rank `source` sends. Returns what went wrong, if the disk did not take it."""
