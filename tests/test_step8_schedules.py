@@ -41,7 +41,8 @@ def simulate(actions: list[list[Action]], seconds: dict[str, float] = SECONDS, s
                 clock[r] = done[s, kind, i] = start + seconds[kind] + (seconds["W"] if whole else 0.0)
                 rank.pop(0)
                 moved = True
-        assert moved, f"deadlock, the ranks wait for {[rank[:1] for rank in todo]}"
+        waits = [[action[: 2 + (last_stage >= num_ranks)] for action in rank[:1]] for rank in todo]
+        assert moved, f"deadlock, the stages wait for {waits}"
     return clock
 
 

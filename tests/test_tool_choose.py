@@ -1,6 +1,7 @@
 """choose.py: its formulas against the schedules, the planner and real runs of the steps; the page computes the same."""
 
 import json
+import types
 
 import pytest
 import torch
@@ -78,10 +79,10 @@ def test_activations_of_real_runs(tmp_path, flags):
 
 def test_what_waits_for_w_is_what_the_step_keeps():
     layer = DecoderLayer(load_config(TINY_LLAMA, num_attention_heads=None))
-    weight_gradients.divide_backward()
+    weight_gradients.divide_backward(types.SimpleNamespace(pp_size=1))
     weight_gradients.postpone(True)
     x, grad = torch.randn(2, 16, 128), torch.randn(2, 16, 128)
-    layer(x.requires_grad_(), *get_cos_sin(16, 16, 1e4, torch.float32, "cpu")).backward(grad)
+    layer(x.requires_grad_(), *get_cos_sin(16, 16, torch.float32, "cpu", rope_theta=1e4)).backward(grad)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
                 for _, *tensors in weight_gradients.take() for tensor in tensors}
     job, split = JOB._replace(global_batch=64, shape=TINY._replace(layers=4)), Split(1, 1, 4, "zb", 0)

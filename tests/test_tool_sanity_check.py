@@ -151,7 +151,7 @@ def test_rows_read_the_same_samples_and_a_failing_one_stops_no_other(check, tmp_
     code, printed = check("--log_dir", tmp_path / "runs", "--max_tokens", 81920, "3d=40960")
     assert code == 1 and "TP 2 did not run" in printed and "out of paper" in printed
     configs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("runs/*/config.json")}
-    assert set(configs) == set(sanity_check.ROWS) - {"tp2", "tp2pp2"}
+    assert set(configs) == set(sanity_check.DEFAULT_ROWS) - {"tp2"}
     for name, config in configs.items():
         samples = config["micro_batch_size"] * config["gradient_accumulation_steps"] * config["topology"]["dp_size"]
         assert samples == 32 and config["gradient_accumulation_steps"] > 1, name
