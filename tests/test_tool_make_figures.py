@@ -28,9 +28,9 @@ def test_what_is_read_out_of_a_trace(trace, tmp_path):
     assert figures_measured.bubble_of(spans) == pytest.approx(1 - 12 / 18)
     assert figures_measured.alive(spans, 0) == ([0, 0, 1, 7, 9], [0, 1, 2, 1, 0])
     assert max(figures_measured.alive(spans, 1)[1]) == 2
-    traces = dict.fromkeys(figures_measured.SCHEDULES, trace)
-    for draw in (figures_measured.timelines, figures_measured.activations):
-        draw(traces, tmp_path / "figure.png")
+    for draw, engines in ((figures_measured.timelines, figures_measured.SCHEDULES),
+                          (figures_measured.activations, ("afab", "1f1b", "zb"))):
+        draw(dict.fromkeys(engines, trace), tmp_path / "figure.png")
         assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
