@@ -48,19 +48,11 @@ GROUPS = {
         Run("torch Schedule1F1B, pp 2, 8 micro-batches", None, 2, "1f1b"),
         Run("torch zero bubble, pp 2, 8 micro-batches", None, 2, "zb",
             (("torch Schedule1F1B, pp 2, 8 micro-batches", None),)),
-        Run("step 11, pp 2, interleaved", 11, 2, PP_2 + INTERLEAVED, (("torch interleaved 1F1B, pp 2", 1.0),)),
-        Run("torch interleaved 1F1B, pp 2", None, 2, "interleaved-1f1b"),
-        Run("step 11, pp 2, interleaved_zb", 11, 2, PP_2 + INTERLEAVED + "_zb",
-            (("torch interleaved zero bubble, pp 2", 1.0),)),
-        Run("torch interleaved zero bubble, pp 2", None, 2, "interleaved-zb"),
     ],
     "Four stages, or twice four": [
         Run("step 10, pp 4, zb", 10, 4, PP_4 + " --pp_engine zb",
             (("torch Schedule1F1B", 1.03), ("torch zero bubble", 1.03), ("torch interleaved zero bubble", 1.03),
              ("torch zero bubble V", 1.03), (BASELINE, 1.77))),
-        Run("step 11, pp 4, interleaved", 11, 4, PP_4 + INTERLEAVED, (("torch interleaved 1F1B", 1.0),)),
-        Run("step 11, pp 4, interleaved_zb", 11, 4, PP_4 + INTERLEAVED + "_zb",
-            (("torch interleaved zero bubble", 1.0),)),
         Run("step 8, pp 4, 1F1B", 8, 4, PP_4, (("torch Schedule1F1B", 1.05), (BASELINE, 1.8))),
         Run("torch Schedule1F1B", None, 4, "1f1b", ((BASELINE, None),)),
         Run("torch interleaved 1F1B", None, 4, "interleaved-1f1b", ((BASELINE, None),)),
@@ -74,11 +66,6 @@ GROUPS = {
     "Data parallel": [
         Run("step 6, dp 4", 6, 4, DP_4, (("torch DDP", 1.0), (BASELINE, 1.45))),
         Run("torch DDP", None, 4, "ddp", ((BASELINE, None),)),
-        Run("step 12, dp 4, ZeRO 1", 12, 4, DP_4 + " --zero 1", (("step 6, dp 4", 0.97),)),
-        Run("step 12, dp 4, ZeRO 2", 12, 4, DP_4 + " --zero 2", (("torch fully_shard, weights kept", 1.0),)),
-        Run("torch fully_shard, weights kept", None, 4, "zero2"),
-        Run("step 13, dp 4, FSDP", 13, 4, DP_4 + " --zero 3", (("torch fully_shard", 1.0),)),
-        Run("torch fully_shard", None, 4, "fsdp"),
     ],
     "Tensor parallel": [
         Run("step 8, tp 2", 8, 2, TP_2, (("DTensor, tp 2", 1.6), ("Hugging Face, tp 2", None), (BASELINE, 1.15))),
@@ -100,6 +87,25 @@ GROUPS = {
             (("step 8, pp 4, 1F1B", None), (COMPILED, None))),
         Run("step 6, dp 4, --compile", 6, 4, DP_4 + " --compile", (("step 6, dp 4", None), (COMPILED, None))),
         Run("step 8, tp 2, --compile", 8, 2, TP_2 + " --compile", (("step 8, tp 2", None), (COMPILED, None))),
+    ],
+    "Virtual stages on two ranks": [
+        Run("step 11, pp 2, interleaved", 11, 2, PP_2 + INTERLEAVED, (("torch interleaved 1F1B, pp 2", 1.0),)),
+        Run("torch interleaved 1F1B, pp 2", None, 2, "interleaved-1f1b"),
+        Run("step 11, pp 2, interleaved_zb", 11, 2, PP_2 + INTERLEAVED + "_zb",
+            (("torch interleaved zero bubble, pp 2", 1.0),)),
+        Run("torch interleaved zero bubble, pp 2", None, 2, "interleaved-zb"),
+    ],
+    "Virtual stages on four ranks": [
+        Run("step 11, pp 4, interleaved", 11, 4, PP_4 + INTERLEAVED, (("torch interleaved 1F1B", 1.0),)),
+        Run("step 11, pp 4, interleaved_zb", 11, 4, PP_4 + INTERLEAVED + "_zb",
+            (("torch interleaved zero bubble", 1.0),)),
+    ],
+    "Shards": [
+        Run("step 12, dp 4, ZeRO 1", 12, 4, DP_4 + " --zero 1", (("step 6, dp 4", 0.97),)),
+        Run("step 12, dp 4, ZeRO 2", 12, 4, DP_4 + " --zero 2", (("torch fully_shard, weights kept", 1.0),)),
+        Run("torch fully_shard, weights kept", None, 4, "zero2"),
+        Run("step 13, dp 4, FSDP", 13, 4, DP_4 + " --zero 3", (("torch fully_shard", 1.0),)),
+        Run("torch fully_shard", None, 4, "fsdp"),
     ],
 }
 RUNS = [run for runs in GROUPS.values() for run in runs]
