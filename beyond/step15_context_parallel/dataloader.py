@@ -49,9 +49,9 @@ class TokenSamples(Dataset):
 
 
 class MicroBatchDataLoader(DataLoader):
-    """next() gives a micro-batch {"input_ids": (B, T/cp), "target_ids": (B, T/cp)} on `device`, of this dp rank's.
+    """next() gives a micro-batch {"input_ids": (B, T/cp), "target_ids": (B, T/cp)} on `device`, of those of this dp rank.
 
-    `position_ids` (T/cp,): which tokens of each text this cp rank holds. They are kept on `device`, for the model.
+    `position_ids` (T/cp,) says which tokens of each text this cp rank holds. The model needs them as well.
     """
 
     def __init__(self, samples: Dataset, micro_batch_size: int, gradient_accumulation_steps: int,
@@ -71,10 +71,7 @@ class MicroBatchDataLoader(DataLoader):
 
 
 def collate_batch(samples: list[torch.Tensor], position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Samples of T + 1 tokens -> inputs and targets, (B, T/cp) each. The target of a token is the one after it.
-
-    It often is the first token of another rank, so targets are looked up in the whole text.
-    """
+    """Samples of T + 1 tokens -> the inputs at these positions and their targets, the tokens after: (B, T/cp) each."""
     tokens = torch.stack(samples)  # (B, T + 1)
     return {"input_ids": tokens[:, position_ids], "target_ids": tokens[:, position_ids + 1]}
 

@@ -83,7 +83,9 @@ class FullyShardedDataParallel(Zero):
         for layer in reversed(layers):
             self.units[layer] = Unit([*layer.parameters()], self.module.dtype)
         in_layers = {param for layer in layers for param in layer.parameters()}
-        self.rest = Unit([param for param in params if param not in in_layers], params[0].dtype)
+        rest = [param for param in params if param not in in_layers]
+        rest.sort(key=torch.Tensor.dim)  # the norm comes first: tp ranks sum its gradient, so its shards are alike
+        self.rest = Unit(rest, params[0].dtype)
         self.buckets = [*self.units.values(), self.rest]
         self.bucket_of = {param: unit for unit in self.buckets for param in unit.params}
         self.following = dict(zip(layers, layers[1:]))  # layer -> the next one

@@ -138,7 +138,7 @@ class PipelineParallel(nn.Module):
             self.final_proj.weight = self.embedding.weight
 
     def forward(self, x: torch.Tensor, chunk: int, position_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids (B, T) or hidden states (B, T, D) -> hidden states, on the last one logits (B, T, V/tp)."""
+        """Token ids (B, T) or hidden states -> hidden states (B, T or T/tp, D), on the last one logits (B, T, V/tp)."""
         if self.is_first(chunk):
             x = self.embedding(x).to(self.dtype)
         cos, sin = get_cos_sin(position_ids, self.config.head_dim, x.dtype, x.device, **self.config.rope_parameters)
@@ -230,7 +230,7 @@ class StageCommunication:
 def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: torch.device) -> torch.Tensor:
     """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
 
-    `tensor_shape` is that of the hidden states, (B, T, D). Returns the mean loss on the last stage, zero on the others.
+    `tensor_shape` is that of the hidden states, (B, T or T/tp, D). Returns the mean loss on the last stage, zero on the others.
     Afterwards `model.peak_live_activations` is the largest number of micro-batches whose activations were alive at
     once, in each chunk counted separately.
     """

@@ -40,10 +40,8 @@ class ProcessGroupManager:
             raise UserError(f"dp_size={dp_size} x pp_size={pp_size} x cp_size={cp_size} x tp_size={tp_size} needs "
                             f"{needed} processes, but {self.world_size} run: use torchrun --nproc_per_node {needed}, "
                             "or change the sizes")
-        # ranks[dp, pp, cp, tp]: a global rank
-        self.ranks = torch.arange(self.world_size).view(dp_size, pp_size, cp_size, tp_size)
-        place = (self.ranks == self.global_rank).nonzero().flatten().tolist()
-        self.dp_rank, self.pp_rank, self.cp_rank, self.tp_rank = place
+        self.ranks = torch.arange(self.world_size).view(dp_size, pp_size, cp_size, tp_size)  # [dp, pp, cp, tp]: a rank
+        self.dp_rank, self.pp_rank, self.cp_rank, self.tp_rank = (self.ranks == self.global_rank).nonzero()[0].tolist()
         self.dp_world_size, self.pp_world_size, self.tp_world_size = dp_size, pp_size, tp_size
         self.cp_world_size, self.cp_dp_world_size = cp_size, cp_size * dp_size
         self.topology = {"dp_size": dp_size, "pp_size": pp_size, "cp_size": cp_size, "tp_size": tp_size,
@@ -70,8 +68,7 @@ class ProcessGroupManager:
         self.is_logging_rank = self.dp_rank == self.cp_rank == self.tp_rank == 0 and self.pp_is_last_stage
 
     def __str__(self) -> str:
-        return (f"DP({self.dp_world_size})-PP({self.pp_world_size})-CP({self.cp_world_size})-TP({self.tp_world_size})-"
-                f"Rank({self.global_rank})")
+        return "DP({})-PP({})-CP({})-TP({})-Rank({})".format(*self.ranks.shape, self.global_rank)
 
     def describe(self) -> str:
         """One line per rank (of the first 16): its coordinates and the groups that it belongs to."""
@@ -79,11 +76,10 @@ class ProcessGroupManager:
         lines = [f"{self.world_size} {'rank' if self.world_size == 1 else 'ranks'} = {sizes}"]
         for rank in range(min(self.world_size, 16)):
             dp, pp, cp, tp = (self.ranks == rank).nonzero().flatten().tolist()
-            groups = [self.ranks[:, pp, :, tp].flatten(), self.ranks[dp, :, cp, tp], self.ranks[dp, pp, :, tp],
-                      self.ranks[dp, pp, cp, :]]
-            names = zip(("dp x cp", "pp", "cp", "tp"), groups)
+            groups = {"dp x cp": self.ranks[:, pp, :, tp].flatten(), "pp": self.ranks[dp, :, cp, tp],
+                      "cp": self.ranks[dp, pp, :, tp], "tp": self.ranks[dp, pp, cp, :]}
             lines.append(f"rank {rank}: dp {dp} pp {pp} cp {cp} tp {tp} | "
-                         + " ".join(f"{name} group {group.tolist()}" for name, group in names))
+                         + " ".join(f"{name} group {ranks.tolist()}" for name, ranks in groups.items()))
         return "\n".join(lines)
 
 

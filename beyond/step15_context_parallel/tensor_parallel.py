@@ -84,7 +84,7 @@ class Reduce(torch.autograd.Function):
 class ColumnParallelLinear(nn.Module):
     """y = x W^T with the rows of W (out/tp, in) split: each rank makes out/tp of the outputs.
 
-    f comes in front of it, see copy_input: layers that read the same input (q, k and v) share one.
+    f comes in front of it, see apply_f: layers that read the same input (q, k and v) share one.
     """
 
     tp_dims = {"weight": 0}
@@ -102,12 +102,12 @@ class RowParallelLinear(nn.Module):
 
     tp_dims = {"weight": 1}
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, linear: nn.Linear, g):
         super().__init__()
-        self.weight = nn.Parameter(split_over_tp(linear.weight, 1))
+        self.weight, self.g = nn.Parameter(split_over_tp(linear.weight, 1)), g
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in/tp) -> (..., out)
-        return Reduce.apply(llama.linear(x, self.weight))
+        return self.g.apply(llama.linear(x, self.weight))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -115,15 +115,15 @@ class VocabParallelEmbedding(nn.Module):
 
     tp_dims = {"weight": 0}
 
-    def __init__(self, embedding: nn.Embedding, dtype: torch.dtype):
+    def __init__(self, embedding: nn.Embedding, dtype: torch.dtype, g):
         super().__init__()
         self.weight = nn.Parameter(split_over_tp(embedding.weight, 0))
-        self.vocab_size, self.dtype = embedding.num_embeddings, dtype
+        self.vocab_size, self.dtype, self.g = embedding.num_embeddings, dtype, g
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> (B, T, D)
         local_ids, elsewhere = to_local_ids(input_ids, self.vocab_size)
         x = F.embedding(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return Reduce.apply(x.to(self.dtype))  # exact in any dtype: all but one summand are zero
+        return self.g.apply(x.to(self.dtype))  # exact in any dtype: all but one summand are zero
 
 
 def to_local_ids(ids: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,14 +187,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     return squares.sqrt()
 
 
-def copy_input(module: nn.Module, args: tuple) -> tuple:
-    """A hook that applies f to the input x (B, T, D) of a module, once for all column-parallel layers inside it."""
-    return Copy.apply(args[0]), *args[1:]
-
-
-def apply_tensor_parallel(model: nn.Module) -> nn.Module:
+def apply_tensor_parallel(model: nn.Module, f=Copy, g=Reduce) -> nn.Module:
     """Splits a Llama over the tp group, in place, while it is on the meta device and has no weights yet.
 
+    `f` and `g` say what the ranks hold between the blocks: all tokens, or those of sequence_parallel.py.
     Raises UserError where tp_size does not divide the heads, the key/value heads or the MLP's width.
     """
     tp_size = pgm.process_group_manager.tp_world_size
@@ -203,19 +199,24 @@ def apply_tensor_parallel(model: nn.Module) -> nn.Module:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (size := getattr(model.config, name)) % tp_size:
             raise UserError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides {size}")
-    model.embedding = VocabParallelEmbedding(model.embedding, model.dtype)
+
+    def apply_f(module: nn.Module, args: tuple) -> tuple:
+        """A hook: f for the input x (B, T, D) of a module, once for all column-parallel layers inside it."""
+        return f.apply(args[0]), *args[1:]
+
+    model.embedding = VocabParallelEmbedding(model.embedding, model.dtype, g)
     for layer in model.decoder_layers:
         attention, mlp = layer.attention, layer.mlp
-        attention.register_forward_pre_hook(copy_input)
+        attention.register_forward_pre_hook(apply_f)
         attention.q_proj = ColumnParallelLinear(attention.q_proj)
         attention.k_proj = ColumnParallelLinear(attention.k_proj)
         attention.v_proj = ColumnParallelLinear(attention.v_proj)
-        attention.out_proj = RowParallelLinear(attention.out_proj)
-        mlp.register_forward_pre_hook(copy_input)
+        attention.out_proj = RowParallelLinear(attention.out_proj, g)
+        mlp.register_forward_pre_hook(apply_f)
         mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj)
         mlp.up_proj = ColumnParallelLinear(mlp.up_proj)
-        mlp.down_proj = RowParallelLinear(mlp.down_proj)
+        mlp.down_proj = RowParallelLinear(mlp.down_proj, g)
     model.final_proj = ColumnParallelLinear(model.final_proj)
-    model.final_proj.register_forward_pre_hook(copy_input)
+    model.final_proj.register_forward_pre_hook(apply_f)
     model.tie_weights()
     return model

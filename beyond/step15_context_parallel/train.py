@@ -1,6 +1,6 @@
-"""Step 13, fully sharded data parallelism: the weights are divided, too, and gathered when a layer needs them.
+"""Step 15, context parallelism: each rank holds a part of every text, and keys and values go around a ring.
 
-    torchrun --nproc_per_node 4 train.py --dp_size 4 --zero 3
+    torchrun --nproc_per_node 4 train.py --cp_size 4 --seq_len 512
 """
 
 import os
@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from context_parallel import LAYOUTS, apply_context_parallel, local_positions
+from context_parallel import apply_context_parallel, local_positions
 from data_parallel import DataParallelBucket, all_reduce_loss_across_dp_ranks
 from dataloader import MicroBatchDataLoader, load_samples
 from fsdp import FullyShardedDataParallel
 from metrics import RunLogger
 from model import Llama, cast_weights_once, init_weights
 from pipeline_parallel import PipelineParallel, run_schedule
-from tensor_parallel import apply_tensor_parallel, clip_grad_norm, cross_entropy, split_over_tp
+from sequence_parallel import Gather, Scatter, check_sequence_parallel, sum_norm_gradients
+from tensor_parallel import Copy, Reduce, apply_tensor_parallel, clip_grad_norm, cross_entropy, split_over_tp
 from timeline import check_profile_batch, timeline
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
@@ -61,8 +62,9 @@ def parse_args():
     parser.add_argument("--max_tokens", type=positive_int, default=204800, help="tokens to train on")
     # Parallelism
     parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--sequence_parallel", action="store_true", help="divide the tokens over tp ranks as well")
     parser.add_argument("--cp_size", type=positive_int, default=1, help="context-parallel ranks, each with T/cp tokens")
-    parser.add_argument("--cp_layout", choices=LAYOUTS, default="zigzag", help="which tokens of a text these are")
+    parser.add_argument("--cp_layout", choices=["zigzag", "contiguous"], default="zigzag", help="which these are")
     parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
     parser.add_argument("--zero", type=zero_or_more, choices=[0, 1, 2, 3], default=0,
                         help="divide over dp ranks 1: the optimizer's state, 2: gradients too, 3: weights too")
@@ -78,7 +80,7 @@ def parse_args():
     parser.add_argument("--wandb_project", default="picotron_tutorial")
     parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
     parser.add_argument("--profile_batch", type=zero_or_more, default=0, help="write this step's timeline (0: none)")
-    return check_zero(parser.parse_args())
+    return check_sequence_parallel(check_zero(parser.parse_args()))
 
 
 def train_step(model, data_loader) -> torch.Tensor:
@@ -107,6 +109,8 @@ def wrap_model(args, model) -> DataParallelBucket:
 
 def update_weights(args, model, optimizer) -> torch.Tensor:
     """Clips the gradients and updates the weights. Returns the norm of the gradients before."""
+    if args.sequence_parallel:
+        sum_norm_gradients(model)
     with timeline.span("gradient norm"):
         if args.zero:
             grad_norm = model.clip_grad_norm(args.max_grad_norm)
@@ -158,7 +162,8 @@ def main():
         args.model_name, num_hidden_layers=args.num_hidden_layers,
         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
-        model = apply_tensor_parallel(Llama(config, dtype))
+        f, g = (Gather, Scatter) if args.sequence_parallel else (Copy, Reduce)
+        model = apply_tensor_parallel(Llama(config, dtype), f, g)
         model = apply_context_parallel(model, args.cp_layout, args.seq_len, device)
         if args.pp_size > 1:
             model = PipelineParallel(model, args.virtual_stages)
@@ -191,7 +196,8 @@ def main():
         model.zero_grad()
         with cast_weights_once():
             if args.pp_size > 1:
-                tensor_shape = (args.micro_batch_size, args.seq_len // args.cp_size, config.hidden_size)
+                divisor = args.cp_size * (args.tp_size if args.sequence_parallel else 1)
+                tensor_shape = (args.micro_batch_size, args.seq_len // divisor, config.hidden_size)
                 loss = run_schedule(schedule, model, data_loader, tensor_shape, device)
             else:
                 loss = train_step(model, data_loader)

@@ -35,15 +35,13 @@ all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_
 class Exchange:
     """Messages in the background: sent[i] goes to rank i of the group, received[i] comes from it, but for this rank's.
 
-    None is no message. gloo sends from and to host memory only, so on CUDA over gloo the tensors are copied there and
-    back.
+    None is no message. gloo sends from and to host memory only, so on CUDA over gloo tensors are copied there and back.
     """
 
     def __init__(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup):
         rank, size = group.rank(), group.size()
         wire_device = "cpu" if dist.get_backend() == "gloo" else "cuda"
-        self.received = received
-        self.arriving = [None if tensor is None else tensor.to(wire_device) for tensor in received]
+        self.received, self.arriving = received, [each if each is None else each.to(wire_device) for each in received]
         self.operations = []  # they keep the tensors
         for other in (*range(rank + 1, size), *range(rank)):  # the ranks don't all send to the same one first
             for call, tensor in ((dist.isend, sent[other]), (dist.irecv, self.arriving[other])):
@@ -136,10 +134,14 @@ class Zero(DataParallelBucket):
         super().__init__(module)
 
     def initialize_buckets(self, params: list[nn.Parameter], limit: float) -> None:
-        """A pipeline's first and last stage sum the gradients of a tied embedding, so its shards are alike on both."""
+        """Gradients that further ranks sum need shards that are alike on them, so they have buckets of their own.
+
+        A pipeline's first and last stage sum those of a tied embedding, and tp ranks those of the norms.
+        """
         alone = {param for name, param in self.module.named_parameters()
                  if name == "embedding.weight" and pgm.process_group_manager.pp_world_size > 1}
-        super().initialize_buckets([param for param in params if param not in alone], limit)
+        super().initialize_buckets([param for param in params if param not in alone and param.dim() > 1], limit)
+        super().initialize_buckets([param for param in params if param.dim() == 1], limit)
         super().initialize_buckets([*alone], limit)
 
     def make_bucket(self, params: list[nn.Parameter]) -> ShardedBucket:
