@@ -185,7 +185,8 @@ class Llama(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> logits (B, T, V)
         x = self.embedding(input_ids).to(self.dtype)  # (B, T, D)
-        cos, sin = get_cos_sin(input_ids.size(1), self.config.head_dim, x.dtype, x.device, **self.config.rope_parameters)
+        seq_len = input_ids.size(1)
+        cos, sin = get_cos_sin(seq_len, self.config.head_dim, x.dtype, x.device, **self.config.rope_parameters)
         for layer in self.decoder_layers:
             x = layer(x, cos, sin)
         return self.final_proj(self.final_norm(x))

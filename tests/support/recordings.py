@@ -54,6 +54,8 @@ class Case:
     recompute: bool = False
     zero: int = 0
     zero_shares: str = ""
+    sequence_parallel: bool = False
+    seq_len: int = SEQ_LEN
 
     @property
     def num_processes(self) -> int:
@@ -64,7 +66,7 @@ class Case:
     def baseline(self) -> "Case":
         """One process that takes the same optimizer steps."""
         return Case(3, accumulation=2, samples=self.samples, variant=self.variant, num_steps=self.num_steps,
-                    dtype=self.dtype, max_grad_norm=self.max_grad_norm)
+                    dtype=self.dtype, max_grad_norm=self.max_grad_norm, seq_len=self.seq_len)
 
     def flags(self, folder: pathlib.Path) -> list:
         if self.pipelines:
@@ -75,8 +77,8 @@ class Case:
             assert micro_batch_size * self.accumulation * self.dp == self.samples
             flags = {"dp_size": self.dp, "pp_size": self.pp, "tp_size": self.tp,
                      "gradient_accumulation_steps": self.accumulation}
-        flags |= {"micro_batch_size": micro_batch_size, "seq_len": SEQ_LEN, "dtype": self.dtype,
-                  "max_tokens": self.num_steps * self.samples * SEQ_LEN, "log_dir": folder, "run_name": self,
+        flags |= {"micro_batch_size": micro_batch_size, "seq_len": self.seq_len, "dtype": self.dtype,
+                  "max_tokens": self.num_steps * self.samples * self.seq_len, "log_dir": folder, "run_name": self,
                   "model_name": folder / f"model_{self.variant}", "max_grad_norm": self.max_grad_norm}
         if self.variant == "vocab1022":
             flags["dataset_name"] = folder / "small_vocabulary.txt"
@@ -86,7 +88,7 @@ class Case:
         if self.virtual_stages > 1:
             flags["virtual_stages"] = self.virtual_stages
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
-        return words + ["--recompute"] * self.recompute
+        return words + ["--recompute"] * self.recompute + ["--sequence_parallel"] * self.sequence_parallel
 
     def __str__(self):
         axes = "-".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "tp") if getattr(self, axis) > 1)
@@ -95,7 +97,8 @@ class Case:
                  f"v{self.virtual_stages}" * (self.virtual_stages > 1),
                  self.variant, f"{self.num_steps}steps", self.dtype * (self.dtype != "float64"),
                  f"clip{self.max_grad_norm:g}" * (self.max_grad_norm != 1), "recompute" * self.recompute,
-                 f"zero{self.zero}" * (self.zero > 0), self.zero_shares]
+                 f"zero{self.zero}" * (self.zero > 0), self.zero_shares, "sp" * self.sequence_parallel,
+                 f"T{self.seq_len}" * (self.seq_len != SEQ_LEN)]
         return "-".join(filter(None, words))
 
 
