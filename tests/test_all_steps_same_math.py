@@ -35,6 +35,9 @@ CASES = [  # each idea of a step once
     Case(14, tp=4, accumulation=2, sequence_parallel=True, variant="vocab1022", max_grad_norm=0.1),
     Case(14, pp=2, tp=2, engine="zb", sequence_parallel=True, variant="tied", max_grad_norm=0.1),
     Case(14, dp=2, tp=2, accumulation=2, zero=3, sequence_parallel=True, recompute=True, max_grad_norm=0.1),
+    Case(15, cp=3, accumulation=2, seq_len=24, variant="tied", max_grad_norm=0.1),
+    Case(15, cp=2, tp=2, accumulation=2, seq_len=24, sequence_parallel=True, cp_layout="contiguous", max_grad_norm=0.1),
+    Case(15, cp=2, pp=2, engine="1f1b", accumulation=4, seq_len=24, variant="tied", max_grad_norm=0.1),
     Case(9, pipelines="3,2;5", num_microbatches="6,2", variant="tied", max_grad_norm=0.1),
     Case(9, pipelines="5;5;2,3", num_microbatches="3,2,3"),
     Case(9, pipelines="1,3,1", num_microbatches="8", max_grad_norm=0),
@@ -70,6 +73,29 @@ LONGER = [dataclasses.replace(case, num_steps=10) for case in (  # further sizes
         {"dp": 2, "tp": 4, "accumulation": 2, "zero": 3, "variant": "vocab1022"},
         {"dp": 4, "tp": 2, "accumulation": 2, "zero": 3, "variant": "tied"},  # two ranks' shards hold no norm
         {"dp": 2, "tp": 3, "samples": 12, "accumulation": 2, "zero": 1, "variant": "thirds", "seq_len": 9})),
+    *(Case(15, seq_len=24, max_grad_norm=0.1, **sizes) for sizes in (
+        {"cp": 2, "accumulation": 2, "variant": "llama3"}, {"cp": 4, "accumulation": 2, "variant": "thirds"},
+        {"cp": 2, "accumulation": 2, "cp_layout": "contiguous", "variant": "vocab1022"},
+        {"cp": 3, "accumulation": 2, "cp_layout": "contiguous"}, {"cp": 4, "cp_layout": "contiguous"},
+        {"cp": 2, "accumulation": 2, "recompute": True, "variant": "tied"},
+        {"cp": 2, "tp": 2, "accumulation": 2, "variant": "tied"},
+        {"cp": 2, "tp": 2, "accumulation": 4, "sequence_parallel": True, "variant": "vocab1022"},
+        {"cp": 4, "tp": 3, "accumulation": 2, "sequence_parallel": True, "variant": "thirds"},
+        {"cp": 2, "dp": 2, "accumulation": 4, "variant": "tied"}, {"cp": 3, "dp": 2, "accumulation": 2},
+        {"cp": 2, "pp": 2, "engine": "afab", "accumulation": 4}, {"cp": 2, "pp": 3, "engine": "zb"},
+        {"cp": 2, "pp": 2, "engine": "1f1b", "recompute": True, "cp_layout": "contiguous", "variant": "tied"},
+        {"cp": 2, "pp": 2, "engine": "interleaved", "virtual_stages": 2, "variant": "tied"},
+        {"cp": 3, "pp": 2, "engine": "interleaved_zb", "virtual_stages": 2, "variant": "seven"},
+        *({"cp": 2, "accumulation": 4, "zero": zero, "variant": variant}
+          for zero, variant in ((1, "tied"), (2, "plain"), (3, "tied"))),
+        {"cp": 2, "zero": 1, "zero_shares": "3,1", "accumulation": 2}, {"cp": 3, "dp": 2, "zero": 3, "accumulation": 2},
+        {"cp": 2, "dp": 2, "zero": 1, "zero_shares": "1,2,3,4", "accumulation": 2},
+        {"cp": 2, "dp": 2, "tp": 2, "zero": 2, "accumulation": 2, "sequence_parallel": True, "variant": "tied"},
+        {"cp": 2, "tp": 2, "zero": 3, "accumulation": 2, "sequence_parallel": True, "recompute": True},
+        {"cp": 2, "pp": 2, "zero": 1, "engine": "interleaved_zb", "virtual_stages": 2, "variant": "tied"},
+        {"dp": 2, "pp": 2, "cp": 2, "tp": 2, "engine": "1f1b", "accumulation": 4, "zero": 1, "variant": "tied",
+         "sequence_parallel": True},
+        {"dp": 2, "pp": 2, "cp": 2, "tp": 2, "engine": "1f1b", "accumulation": 4})),
 )] + BFLOAT16[7:]
 OFF = 0.02  # of losses around 7. One process in bfloat16 is 0.009 from one in float64
 OFF_GRADIENT = {1: 0.01, 2: 0.06}  # tp_size -> of a gradient's norm: tp adds partial sums that were rounded

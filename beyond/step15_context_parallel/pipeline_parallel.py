@@ -230,9 +230,9 @@ class StageCommunication:
 def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: torch.device) -> torch.Tensor:
     """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
 
-    `tensor_shape` is that of the hidden states, (B, T or T/tp, D). Returns the mean loss on the last stage, zero on the others.
-    Afterwards `model.peak_live_activations` is the largest number of micro-batches whose activations were alive at
-    once, in each chunk counted separately.
+    `tensor_shape` is that of the hidden states, (B, T or T/tp, D). Returns the mean loss on the last stage, zero on the
+    others. Afterwards `model.peak_live_activations` is the largest number of micro-batches whose activations were alive
+    at once, in each chunk counted separately.
     """
     grid, num_microbatches = pgm.process_group_manager, data_loader.gradient_accumulation_steps
     actions = list(schedule(grid.pp_rank, grid.pp_world_size, num_microbatches))

@@ -16,6 +16,7 @@ An all-reduce is a reduce-scatter and an all-gather, so level 1 sends as many by
     --zero 2   They are scattered after each micro-batch and add up in the shard, so no rank ever holds all of them.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -141,7 +142,7 @@ class Zero(DataParallelBucket):
         alone = {param for name, param in self.module.named_parameters()
                  if name == "embedding.weight" and pgm.process_group_manager.pp_world_size > 1}
         super().initialize_buckets([param for param in params if param not in alone and param.dim() > 1], limit)
-        super().initialize_buckets([param for param in params if param.dim() == 1], limit)
+        super().initialize_buckets([param for param in params if param.dim() == 1], math.inf)
         super().initialize_buckets([*alone], limit)
 
     def make_bucket(self, params: list[nn.Parameter]) -> ShardedBucket:

@@ -56,10 +56,12 @@ class Case:
     zero_shares: str = ""
     sequence_parallel: bool = False
     seq_len: int = SEQ_LEN
+    cp: int = 1
+    cp_layout: str = "zigzag"
 
     @property
     def num_processes(self) -> int:
-        stages = self.pipelines.replace(";", ",").split(",") if self.pipelines else self.dp * self.pp * [1]
+        stages = self.pipelines.replace(";", ",").split(",") if self.pipelines else self.dp * self.pp * self.cp * [1]
         return len(stages) * self.tp
 
     @property
@@ -83,6 +85,8 @@ class Case:
         if self.variant == "vocab1022":
             flags["dataset_name"] = folder / "small_vocabulary.txt"
         flags |= {name: getattr(self, name) for name in ("zero", "zero_shares") if getattr(self, name)}
+        if self.cp > 1:
+            flags |= {"cp_size": self.cp, "cp_layout": self.cp_layout}
         if self.engine:
             flags["pp_engine"] = self.engine
         if self.virtual_stages > 1:
@@ -91,14 +95,14 @@ class Case:
         return words + ["--recompute"] * self.recompute + ["--sequence_parallel"] * self.sequence_parallel
 
     def __str__(self):
-        axes = "-".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "tp") if getattr(self, axis) > 1)
+        axes = "-".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "cp", "tp") if getattr(self, axis) > 1)
         counts = self.num_microbatches or self.accumulation
         words = [f"step{self.step}", self.pipelines, axes, f"m{counts}", f"{self.samples}samples", self.engine,
                  f"v{self.virtual_stages}" * (self.virtual_stages > 1),
                  self.variant, f"{self.num_steps}steps", self.dtype * (self.dtype != "float64"),
                  f"clip{self.max_grad_norm:g}" * (self.max_grad_norm != 1), "recompute" * self.recompute,
                  f"zero{self.zero}" * (self.zero > 0), self.zero_shares, "sp" * self.sequence_parallel,
-                 f"T{self.seq_len}" * (self.seq_len != SEQ_LEN)]
+                 self.cp_layout * (self.cp_layout != "zigzag"), f"T{self.seq_len}" * (self.seq_len != SEQ_LEN)]
         return "-".join(filter(None, words))
 
 
