@@ -163,10 +163,10 @@ def tensor_parallel(model, args):
         if args.kind == "dtensor-sp":
             for name in ("input_layernorm", "post_attention_layernorm"):
                 plan[f"decoder_layers.{i}.{name}"] = plan["final_norm"] = SequenceParallel()
-            for name, others in (("attention", 2), ("mlp", 0)):  # cos and sin, which the model has made for local tokens
+            for name, others in (("attention", 2), ("mlp", 0)):  # cos and sin
                 plan[f"decoder_layers.{i}.{name}"] = PrepareModuleInput(
                     input_layouts=(between, *others * [None]), desired_input_layouts=(Replicate(), *others * [None]))
-    if args.kind == "dtensor-sp":
+    if args.kind == "dtensor-sp":  # the model makes these for as many tokens as it sees
         angles = get_cos_sin(SEQ_LEN, model.config.head_dim, torch.float32, torch.device("cpu"),
                              **model.config.rope_parameters)
         for layer in model.decoder_layers:
