@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Every topology of steps 3 to 15 on the same samples: are its loss and gradient norm those of one process?
-=======
 """Every topology of steps 3 to 16 on the same samples: are its loss and gradient norm those of one process?
->>>>>>> h_sp
 
     python tools/sanity_check.py                                     # the tiny Llama, 50 steps, minutes on two cores
     python tools/sanity_check.py --dtype float64 --steps 20
