@@ -48,7 +48,7 @@ BFLOAT16 = [Case(step, num_steps=6, dtype="bfloat16", **sizes) for step, sizes i
     (10, {"pp": 2, "engine": "zb"}), (12, {"dp": 2, "accumulation": 2, "zero": 2}),
     (13, {"dp": 2, "accumulation": 2, "zero": 3}), (14, {"tp": 2, "accumulation": 2, "sequence_parallel": True}),
     (8, {"dp": 2, "pp": 2, "tp": 2, "accumulation": 4, "engine": "1f1b"}),
-    (9, {"pipelines": "3,2;5", "num_microbatches": "6,2"}))]
+    (9, {"pipelines": "3,2;5", "num_microbatches": "6,2"}), (15, {"cp": 3, "accumulation": 2, "seq_len": 24}))]
 LONGER = [dataclasses.replace(case, num_steps=10) for case in (  # further sizes, and more steps
     *(Case(11, pp=2, engine=engine, virtual_stages=2, variant="seven", samples=12, accumulation=m)
       for engine in ("interleaved", "interleaved_zb") for m in (1, 2, 3, 6)),
