@@ -32,7 +32,7 @@ CASES = [  # each idea of a step once
          max_grad_norm=0.1),
     Case(13, dp=3, samples=24, accumulation=4, zero=3, variant="tied", max_grad_norm=0.1),
     Case(13, dp=2, tp=2, accumulation=2, zero=3, recompute=True, max_grad_norm=0.1),
-    Case(14, tp=4, accumulation=2, sequence_parallel=True, variant="vocab1022", max_grad_norm=0.1),
+    Case(14, tp=4, accumulation=2, sequence_parallel=True, variant="vocab1022", max_grad_norm=0),
     Case(14, pp=2, tp=2, engine="zb", sequence_parallel=True, variant="tied", max_grad_norm=0.1),
     Case(14, dp=2, tp=2, accumulation=2, zero=3, sequence_parallel=True, recompute=True, max_grad_norm=0.1),
     Case(9, pipelines="3,2;5", num_microbatches="6,2", variant="tied", max_grad_norm=0.1),
