@@ -15,6 +15,20 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 FIRST: dict = {}
+GAPS: list[float] = []  # between the k-th score and the next one, the smallest of each choice of experts
+
+
+def watch_choices() -> None:
+    """A choice jumps where two scores are equal. Rounding, which differs between runs, must not decide any."""
+    topk = torch.Tensor.topk
+
+    def watched(scores, k, *args, **kwargs):
+        if k < scores.size(-1):
+            values = topk(scores.detach(), k + 1).values
+            GAPS.append((values[..., k - 1] - values[..., k]).min().item())
+        return topk(scores, k, *args, **kwargs)
+
+    torch.Tensor.topk = watched
 
 
 def snapshot(optimizer, _args, _kwargs) -> None:
@@ -66,12 +80,14 @@ def run(out: str, script: str) -> None:
     place = {"dp": grid.dp_rank, "pp": grid.pp_rank, "tp": grid.tp_rank}
     final = FIRST.pop("read")("data")
     os.makedirs(out, exist_ok=True)
-    recording = {**FIRST, "final": final, "place": place, "peak": peaks[0] if peaks else None}
+    recording = {**FIRST, "final": final, "place": place, "peak": peaks[0] if peaks else None,
+                 "gap": min(GAPS, default=None)}
     torch.save(recording, os.path.join(out, f"rank{grid.global_rank}.pt"))
 
 
 if __name__ == "__main__":
     register_optimizer_step_pre_hook(snapshot)
+    watch_choices()
     out, script = sys.argv[1:3]
     sys.argv = sys.argv[2:]
     run(out, script)

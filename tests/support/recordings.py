@@ -54,6 +54,11 @@ class Case:
     recompute: bool = False
     zero: int = 0
     zero_shares: str = ""
+    ep: int = 1
+    num_experts: int = 0
+    experts_per_token: int = 2
+    balance_loss: float = 0.0
+    balance_bias: float = 0.0
 
     @property
     def num_processes(self) -> int:
@@ -62,7 +67,12 @@ class Case:
 
     @property
     def baseline(self) -> "Case":
-        """One process that takes the same optimizer steps."""
+        """One process that takes the same optimizer steps; with experts, step 16's, and the balance loss is one of
+        micro-batches, which then have the same size."""
+        if self.num_experts:
+            accumulation = self.dp * self.accumulation if self.balance_loss else 2
+            return dataclasses.replace(self, dp=1, pp=1, tp=1, ep=1, accumulation=accumulation, engine=None,
+                                       virtual_stages=1, recompute=False)
         return Case(3, accumulation=2, samples=self.samples, variant=self.variant, num_steps=self.num_steps,
                     dtype=self.dtype, max_grad_norm=self.max_grad_norm)
 
@@ -81,6 +91,9 @@ class Case:
         if self.variant == "vocab1022":
             flags["dataset_name"] = folder / "small_vocabulary.txt"
         flags |= {name: getattr(self, name) for name in ("zero", "zero_shares") if getattr(self, name)}
+        if self.num_experts:
+            flags |= {"ep_size": self.ep} | {name: getattr(self, name) for name in (
+                "num_experts", "experts_per_token", "balance_loss", "balance_bias")}
         if self.engine:
             flags["pp_engine"] = self.engine
         if self.virtual_stages > 1:
@@ -89,13 +102,16 @@ class Case:
         return words + ["--recompute"] * self.recompute
 
     def __str__(self):
-        axes = "-".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "pp", "tp") if getattr(self, axis) > 1)
+        axes = "-".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "ep", "pp", "tp") if getattr(self, axis) > 1)
         counts = self.num_microbatches or self.accumulation
         words = [f"step{self.step}", self.pipelines, axes, f"m{counts}", f"{self.samples}samples", self.engine,
                  f"v{self.virtual_stages}" * (self.virtual_stages > 1),
                  self.variant, f"{self.num_steps}steps", self.dtype * (self.dtype != "float64"),
                  f"clip{self.max_grad_norm:g}" * (self.max_grad_norm != 1), "recompute" * self.recompute,
-                 f"zero{self.zero}" * (self.zero > 0), self.zero_shares]
+                 f"zero{self.zero}" * (self.zero > 0), self.zero_shares,
+                 f"{self.experts_per_token}of{self.num_experts}experts" * (self.num_experts > 0),
+                 f"loss{self.balance_loss:g}" * (self.balance_loss > 0),
+                 f"bias{self.balance_bias:g}" * (self.balance_bias > 0)]
         return "-".join(filter(None, words))
 
 
