@@ -12,7 +12,7 @@ import dataclasses
 import pytest
 import torch
 from launch import losses, metrics
-from recordings import Case, assemble, assert_same_math, load, record
+from recordings import NUM_LAYERS, Case, assemble, assert_same_math, load, record
 
 CASES = [  # each idea of a step once
     Case(4, tp=4, accumulation=2, variant="vocab1022", max_grad_norm=0),
@@ -35,7 +35,7 @@ CASES = [  # each idea of a step once
     Case(16, dp=4, ep=2, accumulation=2, num_experts=8, variant="tied", max_grad_norm=0.1),
     Case(16, dp=2, ep=2, tp=2, accumulation=2, num_experts=8, balance_loss=0.1, max_grad_norm=0.1),
     Case(16, dp=2, ep=2, pp=2, accumulation=2, num_experts=4, engine="1f1b", balance_bias=0.01, recompute=True),
-    Case(16, dp=2, ep=2, samples=2, accumulation=1, num_experts=8, experts_per_token=1),  # some reach no expert
+    Case(16, dp=2, ep=2, samples=2, accumulation=1, num_experts=8, experts_per_token=1, variant="llama3"),
     Case(9, pipelines="3,2;5", num_microbatches="6,2", variant="tied", max_grad_norm=0.1),
     Case(9, pipelines="5;5;2,3", num_microbatches="3,2,3"),
     Case(9, pipelines="1,3,1", num_microbatches="8", max_grad_norm=0),
@@ -83,6 +83,7 @@ def test_topology_equals_one_process(case, runs, models):
         return
     assert_same_math(models / str(case.baseline), models / str(case), case.num_steps)
     check_clipping(case, models / str(case.baseline))
+    check_experts(case, load(models / str(case.baseline)) + load(models / str(case)))
     check_live_activations(case, load(models / str(case)))
 
 
@@ -104,6 +105,17 @@ def check_clipping(case: Case, folder) -> None:
     assert first > 1.5 * case.max_grad_norm
     seen = torch.cat([grad.flatten() for grad in rank["grads"].values()]).norm().item()
     assert seen == pytest.approx(case.max_grad_norm or first, rel=2e-6), "torch divides by the norm plus 1e-6"
+
+
+def check_experts(case: Case, ranks: list[dict]) -> None:
+    """No choice was decided by rounding. With 16 rows for 8 experts of a layer, two or more get none: zero gradients."""
+    if not case.num_experts:
+        return
+    assert min(rank["gap"] for rank in ranks) >= 1e-9
+    sums = [ranks[0]["grads"][f"decoder_layers.{layer}.mlp.experts.{expert}.down_proj.weight"].abs().sum()
+            for layer in range(NUM_LAYERS) for expert in range(case.num_experts)]
+    unreached = [sums[i : i + case.num_experts].count(0) for i in range(0, len(sums), case.num_experts)]
+    assert max(unreached) >= 2 if case.samples == 2 else max(unreached) == 0, unreached
 
 
 def check_live_activations(case: Case, ranks: list[dict]) -> None:

@@ -1,0 +1,85 @@
+"""Step 16's experts against Hugging Face's Mixtral, and what is particular to them."""
+
+import types
+
+import pytest
+import torch
+from transformers import LlamaConfig, MixtralConfig, MixtralForCausalLM
+
+from huggingface import ExactRMSNorm, their_name
+from launch import modules_of
+
+with modules_of(16):
+    import expert_parallel
+    import model as llama
+    import process_group_manager as pgm
+    from tensor_parallel import split_over_tp
+
+SIZES = dict(vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, initializer_range=0.2)
+
+
+def build(num_experts: int = 8, experts_per_token: int = 2) -> torch.nn.Module:
+    config = LlamaConfig(**SIZES, num_experts=num_experts, experts_per_token=experts_per_token)
+    with torch.device("meta"):
+        model = llama.Llama(config, torch.float64)
+    llama.init_weights(model, 1, torch.device("cpu"), lambda full, dim: full)
+    return model
+
+
+class ExactRouter(torch.nn.Module):
+    """Mixtral's router without its cast to float32."""
+
+    def __init__(self, router):
+        super().__init__()
+        self.weight, self.k = router.weight, router.top_k
+
+    def forward(self, x):
+        logits = torch.nn.functional.linear(x.flatten(0, -2), self.weight)
+        weights, chosen = logits.softmax(-1).topk(self.k)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+
+def mixtral(ours: torch.nn.Module, k: int, fused) -> MixtralForCausalLM:
+    """Hugging Face's, in float64 throughout, with our weights. `fused`: tensors of ours by our names -> by theirs."""
+    config = MixtralConfig(**SIZES, num_local_experts=ours.config.num_experts, num_experts_per_tok=k,
+                           rope_parameters=ours.config.rope_parameters)
+    config._attn_implementation, config._experts_implementation = "sdpa", "eager"
+    model = MixtralForCausalLM(config).double()
+    model.load_state_dict(fused)
+    for name, module in list(model.named_modules()):
+        if exact := {"MixtralRMSNorm": ExactRMSNorm, "MixtralTopKRouter": ExactRouter}.get(type(module).__name__):
+            parent, _, key = name.rpartition(".")
+            setattr(model.get_submodule(parent), key, exact(module))
+    return model
+
+
+def fuse(ours: dict[str, torch.Tensor], num_experts: int) -> dict[str, torch.Tensor]:
+    """Mixtral keeps a layer's experts as (E, 2 I, D), gate over up, and (E, D, I)."""
+    fused = {their_name(name).replace("mlp.router", "mlp.gate"): tensor for name, tensor in ours.items()
+             if ".experts." not in name}
+    for layer in range(SIZES["num_hidden_layers"]):
+        gate, up, down = (torch.stack([ours[f"decoder_layers.{layer}.mlp.experts.{e}.{part}_proj.weight"]
+                                       for e in range(num_experts)]) for part in ("gate", "up", "down"))
+        fused[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        fused[f"model.layers.{layer}.mlp.experts.down_proj"] = down
+    return fused
+
+
+@pytest.mark.parametrize("num_experts, k", [(8, 2), (4, 1), (4, 4)])
+def test_equals_mixtral(num_experts, k):
+    """Logits, loss and every gradient. Its balance loss couples the layers: it is left out."""
+    ours = build(num_experts, k)
+    tokens = torch.randint(96, (2, 49), generator=torch.Generator().manual_seed(0))
+    input_ids, target_ids = tokens[:, :-1], tokens[:, 1:]
+    logits = ours(input_ids)
+    llama.cross_entropy(logits, target_ids).backward()
+    theirs = mixtral(ours, k, fuse({n: p.detach() for n, p in ours.named_parameters()}, num_experts))
+    expected = theirs(input_ids, use_cache=False).logits
+    torch.nn.functional.cross_entropy(expected.flatten(0, 1), target_ids.flatten()).backward()
+    assert (logits - expected).abs().max() <= 1e-9 * logits.abs().max()
+    gradients = fuse({name: param.grad for name, param in ours.named_parameters()}, num_experts)
+    found = {name: param.grad for name, param in theirs.named_parameters()}
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (gradient - found[name]).abs().max() <= 1e-9, name
