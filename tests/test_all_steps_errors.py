@@ -171,6 +171,8 @@ def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
     (13, 2, ["--pp_size", 2, "--dp_size", 2, "--zero", 3], ["--zero 3", "--pp_size 2", "use --zero 1"]),
     (13, 2, ["--dp_size", 2, "--zero", 3, "--compile"], ["--zero 3", "--compile", "leave one of the two out"]),
     (13, 2, ["--dp_size", 2, "--zero", 3, "--zero_shares", "2,1"], ["--zero_shares", "--zero is 3", "use --zero 1"]),
+    (14, 1, ["--sequence_parallel"], ["--sequence_parallel", "--tp_size 1", "raise --tp_size"]),
+    (14, 2, ["--tp_size", 2, "--sequence_parallel", "--seq_len", 5], ["5 tokens", "--tp_size 2", "multiple of 2"]),
     (8, 1, ["--num_attention_heads", 7], ["hidden_size=128", "num_attention_heads=7", "--num_attention_heads"]),
     (1, 1, ["--num_key_value_heads", 3], ["num_attention_heads=8", "num_key_value_heads=3"]),
     (8, 1, ["--tp_size", 2], ["dp_size=1 x pp_size=1 x tp_size=2", "2 processes", "1 run"]),

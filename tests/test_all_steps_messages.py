@@ -22,6 +22,9 @@ RUNS = {  # name -> step, ranks, flags
     "dp3-zero2": (12, 3, ["--dp_size", 3, "--zero", 2]),
     "dp3-zero3": (13, 3, ["--dp_size", 3, "--zero", 3]),
     "dp2-zero3-bfloat16": (13, 2, ["--dp_size", 2, "--zero", 3, "--dtype", "bfloat16"]),
+    "tp2-sp": (14, 2, ["--tp_size", 2, "--sequence_parallel"]),
+    "tp4-sp": (14, 4, ["--tp_size", 4, "--sequence_parallel"]),
+    "pp2-tp2-sp": (14, 4, ["--pp_size", 2, "--tp_size", 2, "--sequence_parallel"]),
     "pp4": (7, 4, ["--pp_size", 4]),
     "3d": (8, 8, ["--dp_size", 2, "--pp_size", 2, "--tp_size", 2, "--dtype", "bfloat16"]),
     "three-stages": (9, 3, ["--pipelines", "3,2,3", "--wire_dtype", "bfloat16"]),
@@ -66,14 +69,30 @@ def tensor_parallel(partners: list[int], first: bool, last: bool, layers: int, i
     return Counter({(*call, size): count for size, count in sums.items() if count for call in calls})
 
 
-def pipeline(previous: int | None, following: int | None, itemsize: int) -> Counter:
+def sequence_parallel(place: int, tp_ranks: list[int], first: bool, last: bool, layers: int) -> Counter:
+    """Eight half-collectives a layer and micro-batch, two for the embedding and two for the projection's input: in
+    each, a rank sends the tokens of T/tp to each other one. The loss's two sums are those of tensor_parallel(), and
+    once a step there is one for the norms.
+    """
+    size = HIDDEN // len(tp_ranks) * 4
+    calls = {(function, "tp_group", other, size): M * (8 * layers + 2 * first + 2 * last)
+             for other in tp_ranks if other != tp_ranks[place] for function in ("isend", "irecv")}
+    norms = (2 * layers + last) * D * 4
+    sums = {B * T * 4: M * last, 2 * B * T * 4: M * last, norms: 1}
+    partners = [tp_ranks[place ^ distance] for distance in (1, 2, 4)[: len(tp_ranks).bit_length() - 1]]
+    calls |= {(function, "tp_group", partner, size): count for partner in partners for size, count in sums.items()
+              if count for function in ("isend", "recv")}
+    return Counter(calls)
+
+
+def pipeline(previous: int | None, following: int | None, itemsize: int, hidden: int = HIDDEN) -> Counter:
     """One message a micro-batch in each direction between neighbours."""
     messages = {}
     if previous is not None:
         messages |= {("irecv", "pp_group", previous): M, ("isend", "pp_backward_group", previous): M}
     if following is not None:
         messages |= {("isend", "pp_group", following): M, ("irecv", "pp_backward_group", following): M}
-    return Counter({(*key, HIDDEN * itemsize): count for key, count in messages.items()})
+    return Counter({(*key, hidden * itemsize): count for key, count in messages.items()})
 
 
 def split_by_group(found: Counter) -> tuple[Counter, Counter]:
@@ -91,6 +110,25 @@ def total_bytes(messages: Counter) -> int:
 def test_tensor_parallelism_sums_four_times_a_layer(counted, name, partners):
     for rank, found in enumerate(counted(name)):
         assert found == tensor_parallel(partners[rank], True, True, LAYERS), rank
+
+
+@pytest.mark.parametrize("name, tp", [("tp2-sp", 2), pytest.param("tp4-sp", 4, marks=pytest.mark.slow)])
+def test_sequence_parallelism_sends_as_many_bytes(counted, name, tp):
+    """As tensor parallelism by the ring: 2 (tp-1)/tp for each of its sums, and the sum of the norms' gradients."""
+    for rank, found in enumerate(counted(name)):
+        assert found == sequence_parallel(rank, list(range(tp)), True, True, LAYERS), rank
+        sent = total_bytes(Counter({key: count for key, count in found.items() if key[0] == "isend"}))
+        sums = M * (4 * LAYERS + 2) * HIDDEN * 4  # without the loss's
+        assert sent == pytest.approx(2 * (tp - 1) / tp * sums, rel=0.02), rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pp2-tp2-sp"])
+def test_stages_send_each_other_a_part_of_the_tokens(counted, name):
+    for rank, found in enumerate(counted(name)):
+        first, pair = rank < 2, [0, 1] if rank < 2 else [2, 3]
+        stages = pipeline(None, rank + 2, 4, HIDDEN // 2) if first else pipeline(rank - 2, None, 4, HIDDEN // 2)
+        assert found == stages + sequence_parallel(rank % 2, pair, first, not first, LAYERS // 2), rank
 
 
 @pytest.mark.parametrize("name, number", [("dp2-naive", 75), ("dp2-bucket", 8)])

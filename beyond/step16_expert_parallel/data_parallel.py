@@ -64,7 +64,7 @@ class DataParallelBucket(nn.Module):
         params = list(reversed(list(module.parameters())))  # roughly the order of backward
         num_bytes = sum(param.numel() * param.element_size() for param in params)
         limit = min(25e6, num_bytes / 8) if bucket_cap_mb is None else bucket_cap_mb * 1e6
-        if pgm.process_group_manager.dp_world_size == 1:
+        if pgm.process_group_manager.cp_dp_world_size == 1:
             return
         self.initialize_buckets(params, limit)
         for param in params:
@@ -82,7 +82,7 @@ class DataParallelBucket(nn.Module):
                 members, size = [], 0
 
     def make_bucket(self, params: list[nn.Parameter]) -> Bucket:
-        return Bucket(params, pgm.process_group_manager.dp_group)
+        return Bucket(params, pgm.process_group_manager.cp_dp_group)
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -118,9 +118,9 @@ class DataParallelBucket(nn.Module):
 
 
 def all_reduce_loss_across_dp_ranks(loss: torch.Tensor) -> torch.Tensor:
-    """The mean over the global batch, of which each dp rank has computed its own share."""
+    """The mean over the global batch, of whose tokens each dp and cp rank has its own, equally many."""
     grid = pgm.process_group_manager
-    if grid.dp_world_size > 1:
-        dist.all_reduce(loss, group=grid.dp_group)
-        loss /= grid.dp_world_size
+    if grid.cp_dp_world_size > 1:
+        dist.all_reduce(loss, group=grid.cp_dp_group)
+        loss /= grid.cp_dp_world_size
     return loss

@@ -8,6 +8,7 @@ gradient_accumulation_steps * dp_size. Within it, the dp ranks take turns, one m
 """
 
 import datetime
+import functools
 import glob
 import hashlib
 import importlib.util
@@ -48,14 +49,19 @@ class TokenSamples(Dataset):
 
 
 class MicroBatchDataLoader(DataLoader):
-    """next() gives a micro-batch {"input_ids": (B, T), "target_ids": (B, T)} on `device`, of those of this dp rank."""
+    """next() gives a micro-batch {"input_ids": (B, T/cp), "target_ids": (B, T/cp)} on `device`, of those of this dp rank.
+
+    `position_ids` (T/cp,) says which tokens of each text this cp rank holds. The model needs them as well.
+    """
 
     def __init__(self, samples: Dataset, micro_batch_size: int, gradient_accumulation_steps: int,
-                 device: torch.device, num_workers: int = 0):
+                 device: torch.device, num_workers: int, position_ids: torch.Tensor):
         self.gradient_accumulation_steps, self.device = gradient_accumulation_steps, device
+        self.position_ids = position_ids.to(device)
         grid = pgm.process_group_manager
         first_samples = range(grid.dp_rank * micro_batch_size, len(samples), grid.dp_world_size * micro_batch_size)
-        super().__init__(samples, num_workers=num_workers, pin_memory=device.type == "cuda", collate_fn=collate_batch,
+        super().__init__(samples, num_workers=num_workers, pin_memory=device.type == "cuda",
+                         collate_fn=functools.partial(collate_batch, position_ids=position_ids),
                          batch_sampler=[range(first, first + micro_batch_size) for first in first_samples])
         self.batches = iter(self)
 
@@ -64,10 +70,10 @@ class MicroBatchDataLoader(DataLoader):
         return {name: ids.to(self.device, non_blocking=True) for name, ids in batch.items()}
 
 
-def collate_batch(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Samples of T + 1 tokens -> inputs and targets, (B, T) each. The target of a token is the one after it."""
+def collate_batch(samples: list[torch.Tensor], position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Samples of T + 1 tokens -> the inputs at these positions and their targets, the tokens after: (B, T/cp) each."""
     tokens = torch.stack(samples)  # (B, T + 1)
-    return {"input_ids": tokens[:, :-1].contiguous(), "target_ids": tokens[:, 1:].contiguous()}
+    return {"input_ids": tokens[:, position_ids], "target_ids": tokens[:, position_ids + 1]}
 
 
 def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: int, num_samples: int,

@@ -188,7 +188,7 @@ class ExpertBalance:
     def finish_step(self) -> float:
         """Updates the biases. Returns the largest load of an expert in this step, relative to the mean of its layer."""
         loads = torch.stack([router.balance.load for router in self.routers])  # (layers, E)
-        dist.all_reduce(loads, group=pgm.process_group_manager.dp_group)  # of the global batch, equal on all ranks
+        dist.all_reduce(loads, group=pgm.process_group_manager.cp_dp_group)  # of the global batch, equal on all ranks
         mean = loads.sum(dim=1, keepdim=True) / loads.size(1)
         for router, load, direction in zip(self.routers, loads, (mean - loads).sign()):
             router.balance.load.zero_()

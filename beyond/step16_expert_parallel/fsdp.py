@@ -30,7 +30,7 @@ class Unit(ShardedBucket):
 
     def __init__(self, params: list[nn.Parameter], dtype: torch.dtype):
         grid = pgm.process_group_manager
-        super().__init__(params, grid.dp_group, [1] * grid.dp_world_size)
+        super().__init__(params, grid.cp_dp_group, [1] * grid.cp_dp_world_size)
         self.shard, self.gathering = nn.Parameter(self.shard.detach().clone()), None
         self.weights = self.weights.to(dtype, copy=True)
         for param, part in zip(params, self.weights.split([param.numel() for param in params])):

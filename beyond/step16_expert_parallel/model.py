@@ -24,11 +24,12 @@ from utils import UserError
 
 @functools.lru_cache(maxsize=4)
 def get_cos_sin(
-    seq_len: int, head_dim: int, dtype: torch.dtype, device: torch.device,
+    position_ids: torch.Tensor, head_dim: int, dtype: torch.dtype, device: torch.device,
     rope_theta: float, rope_type: str = "default", **scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines, each (T, hd), of the angle position / rope_theta^(2i/hd) (RoFormer, Su et al. 2021).
 
+    `position_ids` (T,) are the positions of the tokens in their text.
     The last arguments are a configuration's rope_parameters: by keyword, the cache can hash them. For longer texts,
     `linear` divides all frequencies 1 / rope_theta^(2i/hd) by a factor, and `llama3` only the low ones (Llama 3.1).
     Angles are computed in float32 whatever the dtype, and in the order of operations of Hugging Face.
@@ -43,7 +44,7 @@ def get_cos_sin(
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         kept = ((turns - low) / (high - low)).clamp(0, 1)  # (hd/2,): 1 for high frequencies, 0 for low ones
         frequencies = (1 - kept) * frequencies / scaling["factor"] + kept * frequencies
-    angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), frequencies)  # (T, hd/2)
+    angles = torch.outer(position_ids.float(), frequencies)  # (T, hd/2)
     angles = torch.cat([angles, angles], dim=-1)  # (T, hd)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -128,12 +129,16 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(batch, seq_len, -1, self.head_dim).transpose(1, 2)  # (B, K, T, hd)
         v = self.v_proj(x).view(batch, seq_len, -1, self.head_dim).transpose(1, 2)  # (B, K, T, hd)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        out = self.attend(q, k, v)  # (B, H, T, hd)
+        return self.out_proj(out.transpose(1, 2).reshape(batch, seq_len, -1))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Each query sees the keys up to its own: (B, H, T, hd), (B, K, T, hd) twice -> (B, H, T, hd)."""
         is_grouped = q.size(1) != k.size(1)
         if is_grouped and q.is_cuda and q.dtype == torch.float32:  # only the kernel that stores all T x T scores shares
             k, v = (heads.repeat_interleave(q.size(1) // k.size(1), dim=1) for heads in (k, v))  # float32 heads
             is_grouped = False
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)  # (B, H, T, hd)
-        return self.out_proj(out.transpose(1, 2).reshape(batch, seq_len, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
 
 
 class MLP(nn.Module):
@@ -233,9 +238,9 @@ class Llama(nn.Module):
         if self.config.tie_word_embeddings:
             self.final_proj.weight = self.embedding.weight
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> logits (B, T, V)
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:  # (B, T), (T,) -> (B, T, V)
         x = self.embedding(input_ids).to(self.dtype)  # (B, T, D)
-        cos, sin = get_cos_sin(input_ids.size(1), self.config.head_dim, x.dtype, x.device, **self.config.rope_parameters)
+        cos, sin = get_cos_sin(position_ids, self.config.head_dim, x.dtype, x.device, **self.config.rope_parameters)
         for layer in self.decoder_layers:
             x = layer(x, cos, sin)
         return self.final_proj(self.final_norm(x))

@@ -137,18 +137,18 @@ class PipelineParallel(nn.Module):
         if self.embedding is not None and self.final_proj is not None:
             self.final_proj.weight = self.embedding.weight
 
-    def forward(self, x: torch.Tensor, chunk: int, seq_len: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, chunk: int, position_ids: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T) or hidden states -> hidden states (B, T or T/tp, D), on the last one logits (B, T, V/tp)."""
         if self.is_first(chunk):
             x = self.embedding(x).to(self.dtype)
-        cos, sin = get_cos_sin(seq_len, self.config.head_dim, x.dtype, x.device, **self.config.rope_parameters)
+        cos, sin = get_cos_sin(position_ids, self.config.head_dim, x.dtype, x.device, **self.config.rope_parameters)
         for i in self.chunks[chunk]:
             x = self.decoder_layers[str(i)](x, cos, sin)
         return self.final_proj(self.final_norm(x)) if self.is_last(chunk) else x
 
 
 def connect_neighbours(num_chunks: int) -> None:
-    """Opens the connections between neighbouring stages, one pair after the other, and those between replicas.
+    """Opens the connections between neighbouring stages, one pair after the other, between replicas and in rings.
 
     NCCL opens a connection when it is first used. Both sides then wait for each other and for their GPUs. If the
     first use were a receive that is posted early, two neighbours could each wait for the other for ever. With chunks
@@ -166,7 +166,8 @@ def connect_neighbours(num_chunks: int) -> None:
         elif grid.global_rank == receiver:
             dist.recv(token, sender, group=group)
             dist.send(token, sender, group=backward_group)
-    dist.all_reduce(token, group=grid.dp_group)
+    for group in (grid.cp_dp_group, grid.cp_group):
+        dist.all_reduce(token, group=group)
 
 
 class StageCommunication:
@@ -229,9 +230,9 @@ class StageCommunication:
 def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: torch.device) -> torch.Tensor:
     """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
 
-    `tensor_shape` is that of the hidden states, (B, T or T/tp, D). Returns the mean loss on the last stage, zero on the others.
-    Afterwards `model.peak_live_activations` is the largest number of micro-batches whose activations were alive at
-    once, in each chunk counted separately.
+    `tensor_shape` is that of the hidden states, (B, T or T/tp, D). Returns the mean loss on the last stage, zero on the
+    others. Afterwards `model.peak_live_activations` is the largest number of micro-batches whose activations were alive
+    at once, in each chunk counted separately.
     """
     grid, num_microbatches = pgm.process_group_manager, data_loader.gradient_accumulation_steps
     actions = list(schedule(grid.pp_rank, grid.pp_world_size, num_microbatches))
@@ -251,7 +252,7 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
             batch = next(data_loader) if stage.is_first(chunk) or stage.is_last(chunk) else None
             x = batch["input_ids"] if stage.is_first(chunk) else received.requires_grad_()
             with timeline.span("forward", i, chunk):
-                out = model(x, chunk, data_loader.dataset.seq_len)
+                out = model(x, chunk, data_loader.position_ids)
                 if stage.is_last(chunk):
                     out = cross_entropy(out, batch["target_ids"], stage.config.vocab_size) / num_microbatches
                     total_loss = total_loss + out.detach()

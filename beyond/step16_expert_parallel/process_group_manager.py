@@ -1,7 +1,7 @@
-"""The ranks as a grid: data parallel (DP) x pipeline parallel (PP) x tensor parallel (TP).
+"""The ranks as a grid: data parallel (DP) x pipeline parallel (PP) x context parallel (CP) x tensor parallel (TP).
 
-A rank is the number of one process. Along each axis of the grid, the ranks that share the other two coordinates form a
-process group: they are the ones that communicate for that kind of parallelism. With 8 ranks and all three sizes 2:
+A rank is the number of one process. Along each axis of the grid, the ranks that share the other coordinates form a
+process group: they are the ones that communicate for that kind of parallelism. With 8 ranks, cp 1, the others 2:
 
                  tp 0   tp 1                 a tp group is a row            [0, 1] [2, 3] [4, 5] [6, 7]
     dp 0  pp 0      0      1                 a pp group is a column         [0, 2] [1, 3] [4, 6] [5, 7]
@@ -28,24 +28,29 @@ timeout = datetime.timedelta(seconds=600)  # how long a rank waits for the other
 class ProcessGroupManager:
     """The coordinates of this rank in the grid, and a process group along each axis through it.
 
-    For each axis (tp, pp, dp): `<axis>_group` to communicate in, `<axis>_world_size`, and `<axis>_rank`, the position
-    of this rank in the group. All ranks make one together.
+    For each axis (tp, cp, pp, dp): `<axis>_world_size` and `<axis>_rank`, the position of this rank along the axis. For
+    tp, cp and pp: `<axis>_group` to communicate in. The ranks that differ in dp and cp only hold the same weights, and
+    compute gradients of other tokens: they are `cp_dp_group`. All ranks make one together.
     Raises UserError where the product of the sizes is not the number of processes.
     """
 
-    def __init__(self, dp_size: int, pp_size: int, tp_size: int, ep_size: int = 1):
+    def __init__(self, dp_size: int, pp_size: int, tp_size: int, cp_size: int = 1, ep_size: int = 1):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        if (needed := dp_size * pp_size * tp_size) != self.world_size:
-            raise UserError(f"dp_size={dp_size} x pp_size={pp_size} x tp_size={tp_size} needs {needed} processes, but "
-                            f"{self.world_size} run: use torchrun --nproc_per_node {needed}, or change the sizes")
-        self.ranks = torch.arange(self.world_size).view(dp_size, pp_size, tp_size)  # ranks[dp, pp, tp]: a global rank
-        self.dp_rank, self.pp_rank, self.tp_rank = (self.ranks == self.global_rank).nonzero().flatten().tolist()
+        if (needed := dp_size * pp_size * cp_size * tp_size) != self.world_size:
+            raise UserError(f"dp_size={dp_size} x pp_size={pp_size} x cp_size={cp_size} x tp_size={tp_size} needs "
+                            f"{needed} processes, but {self.world_size} run: use torchrun --nproc_per_node {needed}, "
+                            "or change the sizes")
+        self.ranks = torch.arange(self.world_size).view(dp_size, pp_size, cp_size, tp_size)  # [dp, pp, cp, tp]: a rank
+        self.dp_rank, self.pp_rank, self.cp_rank, self.tp_rank = (self.ranks == self.global_rank).nonzero()[0].tolist()
         self.dp_world_size, self.pp_world_size, self.tp_world_size = dp_size, pp_size, tp_size
-        self.topology = {"dp_size": dp_size, "pp_size": pp_size, "tp_size": tp_size, "world_size": self.world_size}
+        self.cp_world_size, self.cp_dp_world_size = cp_size, cp_size * dp_size
+        self.topology = {"dp_size": dp_size, "pp_size": pp_size, "cp_size": cp_size, "tp_size": tp_size,
+                         "world_size": self.world_size}
 
         # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
-        rows, replicas = self.ranks.reshape(-1, tp_size), self.ranks.permute(1, 2, 0).reshape(-1, dp_size)
-        columns = self.ranks.transpose(1, 2).reshape(-1, pp_size).tolist()
+        rows, rings = self.ranks.reshape(-1, tp_size), self.ranks.transpose(2, 3).reshape(-1, cp_size)
+        columns = self.ranks.transpose(1, 3).reshape(-1, pp_size).tolist()
+        replicas = self.ranks.permute(1, 3, 0, 2).reshape(-1, self.cp_dp_world_size)
         self.tp_group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout)
         self.pp_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
         self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)  # for gradients: they go back
@@ -53,33 +58,35 @@ class ProcessGroupManager:
         self.pp_wrap_backward_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
         ends = [ranks[:: max(pp_size - 1, 1)] for ranks in columns]  # these stages share a tied embedding
         self.pp_ends_group, _ = dist.new_subgroups_by_enumeration(ends, timeout)
-        self.dp_group, _ = dist.new_subgroups_by_enumeration(replicas.tolist(), timeout)
-        # Consecutive dp ranks hold different experts (ep); every ep_size-th one holds the same.
+        self.cp_group, _ = dist.new_subgroups_by_enumeration(rings.tolist(), timeout)
+        self.cp_dp_group, _ = dist.new_subgroups_by_enumeration(replicas.tolist(), timeout)
+        # Consecutive dp ranks hold different experts (ep_group), every ep_size-th one the same (expert_dp_group).
         self.ep_world_size, self.ep_rank = ep_size, self.dp_rank % ep_size
         if ep_size > 1:
-            together = replicas.reshape(-1, ep_size)
-            copies = replicas.unflatten(1, (-1, ep_size)).transpose(1, 2).reshape(-1, dp_size // ep_size)
-            self.ep_group, _ = dist.new_subgroups_by_enumeration(together.tolist(), timeout)
+            replicas = replicas.reshape(-1, dp_size // ep_size, ep_size)
+            self.ep_group, _ = dist.new_subgroups_by_enumeration(replicas.flatten(0, 1).tolist(), timeout)
+            copies = replicas.transpose(1, 2).flatten(0, 1)
             self.expert_dp_group, _ = dist.new_subgroups_by_enumeration(copies.tolist(), timeout)
 
         self.pp_is_first_stage = self.pp_rank == 0
         self.pp_is_last_stage = self.pp_rank == pp_size - 1
-        self.pp_ranks = self.ranks[self.dp_rank, :, self.tp_rank].tolist()  # of this rank's pipeline
+        self.pp_ranks = self.ranks[self.dp_rank, :, self.cp_rank, self.tp_rank].tolist()  # of this rank's pipeline
         # One rank of all logs. Only the last stage of a pipeline computes the loss, so it is a last stage.
-        self.is_logging_rank = self.dp_rank == 0 and self.tp_rank == 0 and self.pp_is_last_stage
+        self.is_logging_rank = self.dp_rank == self.cp_rank == self.tp_rank == 0 and self.pp_is_last_stage
 
     def __str__(self) -> str:
-        return f"DP({self.dp_world_size})-PP({self.pp_world_size})-TP({self.tp_world_size})-Rank({self.global_rank})"
+        return "DP({})-PP({})-CP({})-TP({})-Rank({})".format(*self.ranks.shape, self.global_rank)
 
     def describe(self) -> str:
         """One line per rank (of the first 16): its coordinates and the groups that it belongs to."""
-        sizes = f"dp {self.dp_world_size} x pp {self.pp_world_size} x tp {self.tp_world_size}"
+        sizes = "dp {} x pp {} x cp {} x tp {}".format(*self.ranks.shape)
         lines = [f"{self.world_size} {'rank' if self.world_size == 1 else 'ranks'} = {sizes}"]
         for rank in range(min(self.world_size, 16)):
-            dp, pp, tp = (self.ranks == rank).nonzero().flatten().tolist()
-            groups = [self.ranks[:, pp, tp].tolist(), self.ranks[dp, :, tp].tolist(), self.ranks[dp, pp, :].tolist()]
-            lines.append(f"rank {rank}: dp {dp} pp {pp} tp {tp} | "
-                         "dp group {} pp group {} tp group {}".format(*groups))
+            dp, pp, cp, tp = (self.ranks == rank).nonzero().flatten().tolist()
+            groups = {"dp x cp": self.ranks[:, pp, :, tp].flatten(), "pp": self.ranks[dp, :, cp, tp],
+                      "cp": self.ranks[dp, pp, :, tp], "tp": self.ranks[dp, pp, cp, :]}
+            lines.append(f"rank {rank}: dp {dp} pp {pp} cp {cp} tp {tp} | "
+                         + " ".join(f"{name} group {ranks.tolist()}" for name, ranks in groups.items()))
         return "\n".join(lines)
 
 
@@ -102,8 +109,8 @@ def init_process_group(backend: str, timeout_seconds: float = 600) -> None:
                             timeout=timeout)
 
 
-def setup_process_group_manager(dp_size: int, pp_size: int, tp_size: int, ep_size: int = 1) -> None:
+def setup_process_group_manager(dp_size: int, pp_size: int, tp_size: int, cp_size: int = 1, ep_size: int = 1) -> None:
     global process_group_manager
-    process_group_manager = ProcessGroupManager(dp_size, pp_size, tp_size, ep_size)
+    process_group_manager = ProcessGroupManager(dp_size, pp_size, tp_size, cp_size, ep_size)
     if dist.get_rank() == 0:
         print(process_group_manager.describe(), flush=True)

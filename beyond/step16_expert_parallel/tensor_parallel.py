@@ -173,7 +173,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
 
     It is the norm of all gradients of the whole model: the root of the sum of their squares, over all ranks. What
     several ranks hold is counted once: a parameter that is not split on tp rank 0, a tied embedding on the first stage,
-    and replicas on dp rank 0. Of experts, each rank of the first ep group counts its own.
+    and replicas on dp rank 0 and cp rank 0. Of experts, each rank of the first ep group counts its own.
     """
     grid = pgm.process_group_manager
     split = {getattr(module, name) for module in model.modules() for name in getattr(module, "tp_dims", ())}
@@ -181,7 +181,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     rows = [torch.linalg.vector_norm(param.grad, dim=-1) * (grid.dp_rank == (grid.ep_rank if ".experts." in name else 0))
             for name, param in params.items()
             if (grid.pp_is_first_stage or name != "embedding.weight") and (grid.tp_rank == 0 or param in split)]
-    squares = torch.nn.utils.get_total_norm(rows) ** 2
+    squares = torch.nn.utils.get_total_norm(rows) ** 2 * (grid.cp_rank == 0)
     dist.all_reduce(squares)
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(params.values(), max_norm, squares.sqrt())

@@ -71,7 +71,7 @@ class Timeline:
         def by_clock(moment) -> int:
             return moment if isinstance(moment, int) else self.zero_at + round(self.zero.elapsed_time(moment) * 1e6)
 
-        place = (grid.global_rank, grid.dp_rank, grid.pp_rank, grid.tp_rank)
+        place = (grid.global_rank, grid.dp_rank, grid.pp_rank, grid.cp_rank, grid.tp_rank)
         spans = [span._replace(start=by_clock(span.start), end=by_clock(span.end)) for span in self.spans]
         everyone = [None] * grid.world_size
         dist.all_gather_object(everyone, (place, spans))
@@ -81,7 +81,7 @@ class Timeline:
                 json.dump({"traceEvents": trace_events(everyone), "displayTimeUnit": "ms"}, file)
             print(f"timeline: {path}", flush=True)
             for pipeline in range(grid.dp_world_size):
-                stages = {pp: spans for (_, dp, pp, _), spans in everyone if dp == pipeline}
+                stages = {pp: spans for (_, dp, pp, _, _), spans in everyone if dp == pipeline}
                 name = f"pipeline {pipeline}: " if grid.dp_world_size > 1 else ""
                 print(name + describe_bubble([*stages.values()]), flush=True)
 
@@ -117,7 +117,7 @@ def trace_events(ranks: list[tuple[tuple[int, ...], list[Span]]]) -> list[dict]:
     """Chrome trace events, in microseconds since the first span. What runs in the background takes a free track."""
     events, origin = [], min(span.start for _, spans in ranks for span in spans)
     for (rank, *place), spans in ranks:
-        name = "rank {}: dp {} pp {} tp {}".format(rank, *place)
+        name = "rank {}: dp {} pp {} cp {} tp {}".format(rank, *place)
         events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}})
         free_at: list[int] = []  # when each background track becomes free
         for span in sorted(spans, key=lambda span: span.start):

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from context_parallel import apply_context_parallel, local_positions
 from data_parallel import DataParallelBucket, all_reduce_loss_across_dp_ranks
 from dataloader import MicroBatchDataLoader, load_samples
-from expert_parallel import (
-    ExpertBalance, ExpertDataParallel, apply_expert_parallel, check_experts,
-)
+from expert_parallel import ExpertBalance, ExpertDataParallel, apply_expert_parallel, check_experts
 from fsdp import FullyShardedDataParallel
 from metrics import RunLogger
 from model import Llama, cast_weights_once, init_weights
@@ -69,6 +68,8 @@ def parse_args():
     # Parallelism
     parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--sequence_parallel", action="store_true", help="divide the tokens over tp ranks as well")
+    parser.add_argument("--cp_size", type=positive_int, default=1, help="context-parallel ranks, each with T/cp tokens")
+    parser.add_argument("--cp_layout", choices=["zigzag", "contiguous"], default="zigzag", help="which these are")
     parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
     parser.add_argument("--ep_size", type=positive_int, default=1, help="dp ranks that divide the experts")
     parser.add_argument("--zero", type=zero_or_more, choices=[0, 1, 2, 3], default=0,
@@ -96,7 +97,7 @@ def train_step(model, data_loader) -> torch.Tensor:
         model.require_backward_grad_sync = i == num_microbatches - 1
         batch = next(data_loader)
         with timeline.span("forward", i):
-            logits = model(batch["input_ids"])  # (B, T, V/tp)
+            logits = model(batch["input_ids"], data_loader.position_ids)  # (B, T/cp, V/tp)
             loss = cross_entropy(logits, batch["target_ids"], model.module.config.vocab_size) / num_microbatches
             del logits  # the largest tensor of all, and backward does not need it
         with timeline.span("backward", i):
@@ -131,13 +132,14 @@ def update_weights(args, model, optimizer) -> torch.Tensor:
 
 
 def make_data_loader(args, config, device, num_samples: int) -> MicroBatchDataLoader:
-    """This dp rank's micro-batches."""
+    """This dp rank's micro-batches, of which this cp rank holds a part of each text."""
     os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
     os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
     samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size, num_samples,
                            os.path.join(args.log_dir, "token_cache"))
     return MicroBatchDataLoader(
-        samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
+        samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers,
+        local_positions(args.cp_layout, args.seq_len))
 
 
 def print_parameters(model, device, dtype, learning_rate: float) -> None:
@@ -153,8 +155,7 @@ def join(args) -> tuple[torch.device, torch.dtype]:
     """Joins the other processes as a grid of ranks. Returns this rank's device and the dtype of the activations."""
     device, dtype, backend = choose_device(args.device, args.dtype)
     pgm.init_process_group(backend, args.timeout)
-    pgm.setup_process_group_manager(dp_size=args.dp_size, pp_size=args.pp_size, tp_size=args.tp_size,
-                                    ep_size=args.ep_size)
+    pgm.setup_process_group_manager(args.dp_size, args.pp_size, args.tp_size, args.cp_size, args.ep_size)
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
     return device, dtype
@@ -171,7 +172,9 @@ def main():
         num_experts=args.num_experts, experts_per_token=args.experts_per_token)
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
         f, g = (Gather, Scatter) if args.sequence_parallel else (Copy, Reduce)
-        model = apply_expert_parallel(apply_tensor_parallel(Llama(config, dtype), f, g))
+        model = apply_tensor_parallel(Llama(config, dtype), f, g)
+        model = apply_context_parallel(model, args.cp_layout, args.seq_len, device)
+        model = apply_expert_parallel(model)
         if args.pp_size > 1:
             model = PipelineParallel(model, args.virtual_stages)
 
@@ -204,7 +207,7 @@ def main():
         model.zero_grad()
         with cast_weights_once():
             if args.pp_size > 1:
-                divisor = args.tp_size if args.sequence_parallel else 1
+                divisor = args.cp_size * (args.tp_size if args.sequence_parallel else 1)
                 tensor_shape = (args.micro_batch_size, args.seq_len // divisor, config.hidden_size)
                 loss = run_schedule(schedule, model, data_loader, tensor_shape, device)
             else:

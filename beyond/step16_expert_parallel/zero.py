@@ -16,6 +16,7 @@ An all-reduce is a reduce-scatter and an all-gather, so level 1 sends as many by
     --zero 2   They are scattered after each micro-batch and add up in the shard, so no rank ever holds all of them.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -35,17 +36,18 @@ all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_
 class Exchange:
     """Messages in the background: sent[i] goes to rank i of the group, received[i] comes from it, but for this rank's.
 
-    gloo sends from and to host memory only, so on CUDA over gloo the tensors are copied there and back.
+    None is no message. gloo sends from and to host memory only, so on CUDA over gloo tensors are copied there and back.
     """
 
     def __init__(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup):
         rank, size = group.rank(), group.size()
-        wire_device = "cpu" if dist.get_backend() == "gloo" else received[rank].device
-        self.received, self.arriving = received, [tensor.to(wire_device) for tensor in received]
+        wire_device = "cpu" if dist.get_backend() == "gloo" else "cuda"
+        self.received, self.arriving = received, [each if each is None else each.to(wire_device) for each in received]
         self.operations = []  # they keep the tensors
         for other in (*range(rank + 1, size), *range(rank)):  # the ranks don't all send to the same one first
-            self.operations += [dist.P2POp(dist.isend, sent[other].to(wire_device), group=group, group_peer=other),
-                                dist.P2POp(dist.irecv, self.arriving[other], group=group, group_peer=other)]
+            for call, tensor in ((dist.isend, sent[other]), (dist.irecv, self.arriving[other])):
+                if tensor is not None:
+                    self.operations.append(dist.P2POp(call, tensor.to(wire_device), group=group, group_peer=other))
         self.handles = dist.batch_isend_irecv(self.operations)
 
     def wait(self) -> None:
@@ -125,10 +127,10 @@ class ShardedBucket:
 
 
 class Zero(DataParallelBucket):
-    """Wraps a model. `level` is 1 or 2, see above (3: see fsdp.py); `shares`: one positive number for each dp rank."""
+    """Wraps a model. `level` is 1 or 2, see above (3: see fsdp.py); `shares`: one positive number for each replica."""
 
     def __init__(self, module: nn.Module, level: int, shares: list[int] | None = None):
-        self.level, self.shares = level, shares or [1] * pgm.process_group_manager.dp_world_size
+        self.level, self.shares = level, shares or [1] * pgm.process_group_manager.cp_dp_world_size
         self.next_bucket, self.in_flight = 0, None
         super().__init__(module)
 
@@ -140,11 +142,11 @@ class Zero(DataParallelBucket):
         alone = {param for name, param in self.module.named_parameters()
                  if name == "embedding.weight" and pgm.process_group_manager.pp_world_size > 1}
         super().initialize_buckets([param for param in params if param not in alone and param.dim() > 1], limit)
-        super().initialize_buckets([param for param in params if param.dim() == 1], limit)
+        super().initialize_buckets([param for param in params if param.dim() == 1], math.inf)
         super().initialize_buckets([*alone], limit)
 
     def make_bucket(self, params: list[nn.Parameter]) -> ShardedBucket:
-        return ShardedBucket(params, pgm.process_group_manager.dp_group, self.shares)
+        return ShardedBucket(params, pgm.process_group_manager.cp_dp_group, self.shares)
 
     def mark_param_as_ready(self, param: nn.Parameter) -> None:
         """Called by backward when `param.grad` holds the sum over the micro-batches that are not scattered yet."""
@@ -205,15 +207,16 @@ def share_list(text: str) -> list[int]:
 
 def check_zero(args):
     """Returns the flags. Raises UserError for some that can't be had together."""
-    if args.zero and args.dp_size == 1:
+    replicas = args.dp_size * args.cp_size
+    if args.zero and replicas == 1:
         raise UserError(f"--zero {args.zero} divides what the replicas hold, and --dp_size 1 is only one: "
-                        "raise --dp_size, or leave --zero out")
+                        "raise --dp_size or --cp_size, or leave --zero out")
     if args.zero >= 2 and args.pp_size > 1:
         raise UserError(f"--zero {args.zero} scatters the gradients of one micro-batch after the other, but --pp_size "
                         f"{args.pp_size} has several under way: use --zero 1 with a pipeline")
-    if args.zero_shares and (args.zero != 1 or len(args.zero_shares) != args.dp_size):
+    if args.zero_shares and (args.zero != 1 or len(args.zero_shares) != replicas):
         raise UserError(f"--zero_shares names the parts of {len(args.zero_shares)} replicas, in what --zero 1 divides, "
-                        f"but --zero is {args.zero} and --dp_size {args.dp_size}: use --zero 1 and a number for each")
+                        f"but --zero is {args.zero} and there are {replicas}: use --zero 1 and a number for each")
     if args.zero == 3 and args.compile:
         raise UserError("--zero 3 gathers weights in hooks of the layers, which --compile would compile with them: "
                         "leave one of the two out")

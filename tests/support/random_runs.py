@@ -16,7 +16,9 @@ STEPS = {4: TP, 5: DP, 6: DP, 7: PP, 8: EIGHT, 9: EIGHT,  # step -> values of it
          11: {**PP, "pp_size": (2, 2, 3, 4), "virtual_stages": (2, 2, 3),
               "pp_engine": ("interleaved", "interleaved_zb")},
          12: {**PP, "dp_size": (2, 3, 4), "pp_engine": ("1f1b", "zb"), "zero": (1, 1, 2)},
-         13: {**DP, "dp_size": (2, 3, 4), "zero": (1, 2, 3, 3), "recompute": (True, False)}}
+         13: {**DP, "dp_size": (2, 3, 4), "zero": (1, 2, 3, 3), "recompute": (True, False)},
+         14: {**PP, "tp_size": (2, 2, 3, 4), "pp_engine": ("1f1b", "zb"), "zero": (1, 2, 3),
+              "sequence_parallel": (True,)}}
 
 
 def parts(rng: random.Random, total: int, count: int) -> list[int]:
@@ -45,9 +47,11 @@ def topology(seed: int) -> tuple[dict, int, int, list, list]:
     while not 2 <= ranks <= 8:
         flags = {name: rng.choice(values) for name, values in STEPS[step].items()}
         tp, dp, pp = (flags.get(f"{axis}_size", 1) for axis in ("tp", "dp", "pp"))
+        if dp == 1:
+            flags.pop("zero", None)
         if flags.get("zero") == 1 and rng.random() < 0.5:
             flags["zero_shares"] = ",".join(str(rng.randint(1, 5)) for _ in range(dp))
-        elif flags.get("zero") == 2:
+        elif flags.get("zero", 0) > 1:
             flags["pp_size"] = pp = 1
         layers = pp * flags.get("virtual_stages", 1) + rng.randint(1, 3)
         count, ranks = dp * rng.choice((1, 2, 2, 3, 4, 5)), 1
@@ -64,7 +68,8 @@ def topology(seed: int) -> tuple[dict, int, int, list, list]:
              "intermediate_size": tp * rng.randint(3, 12), "vocab_size": rng.randrange(WORDS, WORDS + 9),
              "tie_word_embeddings": rng.random() < 0.5}
     size, num_steps = rng.choice((1, 2, 3)), rng.randint(2, 4)
-    both = {"seq_len": rng.choice((1, 3, 8, 13)), "seed": rng.randrange(1000), "dtype": "float64",
+    seq_len = rng.choice((1, 3, 8, 13)) * (tp if "sequence_parallel" in flags else 1)
+    both = {"seq_len": seq_len, "seed": rng.randrange(1000), "dtype": "float64",
             "max_grad_norm": rng.choice((0, 0.1, 1, 100)), "warmup_steps": rng.choice((0, 0, 1, 9)),
             "lr_decay": rng.choice(("none", "cosine"))}
     both["max_tokens"] = num_steps * count * size * both["seq_len"] + rng.randrange(count * size)

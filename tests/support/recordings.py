@@ -54,6 +54,10 @@ class Case:
     recompute: bool = False
     zero: int = 0
     zero_shares: str = ""
+    sequence_parallel: bool = False
+    seq_len: int = SEQ_LEN
+    cp: int = 1
+    cp_layout: str = "zigzag"
     ep: int = 1
     num_experts: int = 0
     experts_per_token: int = 2
@@ -62,7 +66,7 @@ class Case:
 
     @property
     def num_processes(self) -> int:
-        stages = self.pipelines.replace(";", ",").split(",") if self.pipelines else self.dp * self.pp * [1]
+        stages = self.pipelines.replace(";", ",").split(",") if self.pipelines else self.dp * self.pp * self.cp * [1]
         return len(stages) * self.tp
 
     @property
@@ -74,7 +78,7 @@ class Case:
             return dataclasses.replace(self, dp=1, pp=1, tp=1, ep=1, accumulation=accumulation, engine=None,
                                        virtual_stages=1, recompute=False)
         return Case(3, accumulation=2, samples=self.samples, variant=self.variant, num_steps=self.num_steps,
-                    dtype=self.dtype, max_grad_norm=self.max_grad_norm)
+                    dtype=self.dtype, max_grad_norm=self.max_grad_norm, seq_len=self.seq_len)
 
     def flags(self, folder: pathlib.Path) -> list:
         if self.pipelines:
@@ -85,12 +89,14 @@ class Case:
             assert micro_batch_size * self.accumulation * self.dp == self.samples
             flags = {"dp_size": self.dp, "pp_size": self.pp, "tp_size": self.tp,
                      "gradient_accumulation_steps": self.accumulation}
-        flags |= {"micro_batch_size": micro_batch_size, "seq_len": SEQ_LEN, "dtype": self.dtype,
-                  "max_tokens": self.num_steps * self.samples * SEQ_LEN, "log_dir": folder, "run_name": self,
+        flags |= {"micro_batch_size": micro_batch_size, "seq_len": self.seq_len, "dtype": self.dtype,
+                  "max_tokens": self.num_steps * self.samples * self.seq_len, "log_dir": folder, "run_name": self,
                   "model_name": folder / f"model_{self.variant}", "max_grad_norm": self.max_grad_norm}
         if self.variant == "vocab1022":
             flags["dataset_name"] = folder / "small_vocabulary.txt"
         flags |= {name: getattr(self, name) for name in ("zero", "zero_shares") if getattr(self, name)}
+        if self.cp > 1:
+            flags |= {"cp_size": self.cp, "cp_layout": self.cp_layout}
         if self.num_experts:
             flags |= {"ep_size": self.ep} | {name: getattr(self, name) for name in (
                 "num_experts", "experts_per_token", "balance_loss", "balance_bias")}
@@ -99,16 +105,18 @@ class Case:
         if self.virtual_stages > 1:
             flags["virtual_stages"] = self.virtual_stages
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
-        return words + ["--recompute"] * self.recompute
+        return words + ["--recompute"] * self.recompute + ["--sequence_parallel"] * self.sequence_parallel
 
     def __str__(self):
-        axes = "-".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "ep", "pp", "tp") if getattr(self, axis) > 1)
+        axes = "-".join(f"{axis}{getattr(self, axis)}" for axis in ("dp", "ep", "pp", "cp", "tp")
+                        if getattr(self, axis) > 1)
         counts = self.num_microbatches or self.accumulation
         words = [f"step{self.step}", self.pipelines, axes, f"m{counts}", f"{self.samples}samples", self.engine,
                  f"v{self.virtual_stages}" * (self.virtual_stages > 1),
                  self.variant, f"{self.num_steps}steps", self.dtype * (self.dtype != "float64"),
                  f"clip{self.max_grad_norm:g}" * (self.max_grad_norm != 1), "recompute" * self.recompute,
-                 f"zero{self.zero}" * (self.zero > 0), self.zero_shares,
+                 f"zero{self.zero}" * (self.zero > 0), self.zero_shares, "sp" * self.sequence_parallel,
+                 self.cp_layout * (self.cp_layout != "zigzag"), f"T{self.seq_len}" * (self.seq_len != SEQ_LEN),
                  f"{self.experts_per_token}of{self.num_experts}experts" * (self.num_experts > 0),
                  f"loss{self.balance_loss:g}" * (self.balance_loss > 0),
                  f"bias{self.balance_bias:g}" * (self.balance_bias > 0)]
