@@ -1,24 +1,21 @@
-"""Expert parallelism: the experts of a layer live on different data-parallel ranks, and tokens travel to them and back
+"""Expert parallelism: a layer's experts live on different data-parallel ranks, and tokens travel to them and back
 (GShard, Lepikhin et al. 2020).
 
-Consecutive dp ranks form an ep group. Rank j of a group of N holds the experts [j E/N, (j+1) E/N) of each layer, and all
+Consecutive dp ranks form an ep group. Rank j of its N ranks holds the experts [j E/N, (j+1) E/N) of each layer, and all
 of the rest of the model. Each rank routes the tokens of its own samples, k rows for each token, sorted by expert:
 
     rows of rank 0  | expert 0 | 1 | 2 | 3 |   -> all-to-all ->   rank 0 holds experts 0 and 1: their rows of all ranks
     rows of rank 1  | expert 0 | 1 | 2 | 3 |                      rank 1 holds experts 2 and 3: their rows of all ranks
 
-In an all-to-all each rank sends a part to each other rank: here as many rows as its tokens chose, which it tells first.
-The results go the same way back. Backward sends gradients along the same two ways, with the numbers of rows swapped.
+In an all-to-all, each rank sends a part to each other rank: as many rows as have chosen its experts. The results return
+the same way. In backward, gradients go both ways, with the numbers of rows swapped.
 
-An expert has sum the gradients of all tokens of its ep group, so data parallelism adds up only those of the ranks that
-hold the same expert, one in each group. Everything else is averaged over all dp ranks, as before.
+Tokens may choose as they like, so some experts can get most of them, and the ranks of the others wait. Two remedies:
 
-Balance: tokens may choose as they like, so some experts may get most of them, and the other ranks wait. Two remedies:
-
-    --balance_loss  Switch's loss E * sum_e f_e P_e of a layer and micro-batch, with the fraction f_e of the rows that
-                    expert e got and its mean score P_e, is added to the loss (Fedus et al. 2021)
-    --balance_bias  DeepSeek-V3's bias: it is added to the scores for the choice alone, and after each step raised for
-                    the experts with less than the mean load and lowered for the others (Liu et al. 2024)
+    --balance_loss  adds Switch's loss E sum_e f_e P_e of each layer and micro-batch to the loss: f_e is the fraction of
+                    the rows that expert e got, P_e its mean score (Fedus et al. 2021)
+    --balance_bias  adds a bias to the scores, for the choice alone. After each step it is raised for the experts with
+                    less than the mean load, and lowered for the others (DeepSeek-V3, Liu et al. 2024)
 """
 
 import torch
@@ -28,26 +25,20 @@ import torch.nn as nn
 import model as llama
 import process_group_manager as pgm
 from data_parallel import Bucket, DataParallelBucket
-from tensor_parallel import ColumnParallelLinear, Copy, Reduce, RowParallelLinear
 from timeline import timeline
 from utils import UserError
 
 
 def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-    """Sends the first sent[0] rows (numbers, D) to rank 0 of the ep group, the next sent[1] to rank 1, and so on.
-
-    Returns received[0] rows of rank 0, then received[1] of rank 1, and so on. gloo sends from host memory only.
-    """
-    wire_device = "cpu" if dist.get_backend() == "gloo" else rows.device
-    arrived = torch.empty(sum(received), *rows.shape[1:], dtype=rows.dtype, device=wire_device)
+    """Sends the first sent[0] rows to rank 0 of the ep group, and so on. Returns received[0] rows of rank 0, ..."""
+    group, arrived = pgm.process_group_manager.ep_group, rows.new_empty(sum(received), *rows.shape[1:])
     with timeline.span("all-to-all"):
-        dist.all_to_all_single(arrived, rows.to(wire_device).contiguous(), received, sent,
-                               group=pgm.process_group_manager.ep_group)
-    return arrived.to(rows.device)
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows go to other ranks; in backward their gradients come back, so the numbers of rows are swapped."""
+    """Rows go to other ranks. In backward their gradients come back."""
 
     @staticmethod
     def forward(ctx, rows, sent, received):  # (sum of sent, D) -> (sum of received, D)
@@ -60,84 +51,44 @@ class AllToAll(torch.autograd.Function):
 
 
 class ExpertParallel(llama.Experts):
-    """The experts of this rank, E/N of them. It runs the rows of all ranks of its ep group that have chosen one."""
-
-    def __init__(self, experts: llama.Experts):
-        grid = pgm.process_group_manager
-        count = len(experts) // grid.ep_world_size
-        names = [*experts][grid.ep_rank * count : (grid.ep_rank + 1) * count]
-        super().__init__({name: experts[name] for name in names}, experts.num_experts)
+    """This rank's E/N experts of a layer. They run the rows of all ranks of the ep group that have chosen them."""
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """(N k, D) rows of this rank, sorted by expert, counts[e] for expert e -> their results in the same order."""
+        """This rank's rows (N k, D), sorted by expert, counts[e] for expert e -> their results in the same order."""
         size = pgm.process_group_manager.ep_world_size
         equal = [len(self)] * size
-        here = exchange(counts, equal, equal).view(size, -1)  # (N, E/N): how many rows each rank has for each expert
-        sent, received = counts.view(size, -1).sum(1).tolist(), here.sum(1).tolist()
-        rows = AllToAll.apply(rows, sent, received)  # sorted by rank and then by expert
-        experts = torch.arange(len(self), device=rows.device).repeat(size)
-        order = experts.repeat_interleave(here.flatten()).argsort(stable=True)  # sorts them by expert
-        rows = super().run(rows.index_select(0, order), here.sum(0))
-        rows = torch.empty_like(rows).index_copy(0, order, rows)
-        return AllToAll.apply(rows, received, sent)
-
-
-class Partial:
-    """Takes the place of g behind a single expert: the partial sums of all experts are added up together."""
-
-    apply = staticmethod(lambda x: x)
-
-
-def split_experts(experts: llama.Experts) -> None:
-    """Splits each expert over the tp group, as an MLP is, with one f in front of all of them and one g behind them.
-
-    The router is not split, so f is not in front of it: each tp rank has all of its gradient. What the tp ranks have
-    parts of is the gradient of what goes into the experts, and of the weights, by which partial sums are multiplied.
-    """
-    for expert in experts.values():
-        expert.gate_proj = ColumnParallelLinear(expert.gate_proj)
-        expert.up_proj = ColumnParallelLinear(expert.up_proj)
-        expert.down_proj = RowParallelLinear(expert.down_proj, Partial)
-
-    def apply_f(module: nn.Module, args: tuple) -> tuple:
-        x, weights, chosen = args
-        return Copy.apply(x), Copy.apply(weights), chosen
-
-    def apply_g(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        return Reduce.apply(output)
-
-    experts.register_forward_pre_hook(apply_f)
-    experts.register_forward_hook(apply_g)
+        here = exchange(counts, equal, equal).view(size, -1)  # (ranks, own experts): the rows that arrive
+        sent, received = counts.view(size, -1).sum(dim=1).tolist(), here.sum(dim=1).tolist()
+        rows = AllToAll.apply(rows, sent, received)  # those of rank 0 come first
+        experts = torch.arange(len(self), device=rows.device).repeat(size).repeat_interleave(here.flatten())
+        order = experts.argsort(stable=True)
+        results = super().run(rows.index_select(0, order), here.sum(dim=0))
+        return AllToAll.apply(torch.empty_like(results).index_copy(0, order, results), received, sent)
 
 
 def apply_expert_parallel(model: nn.Module) -> nn.Module:
-    """Keeps of each layer's experts those of this rank, in place, while the model is on the meta device.
-
-    Experts are split over the tp group as well.
-    """
+    """Keeps this rank's experts of each layer, in place, while the model is on the meta device and has no weights."""
     grid = pgm.process_group_manager
-    for layer in model.decoder_layers if model.config.num_experts else ():
-        if grid.ep_world_size > 1:
-            layer.mlp.experts = ExpertParallel(layer.mlp.experts)
-        if grid.tp_world_size > 1:
-            split_experts(layer.mlp.experts)
+    for layer in model.decoder_layers if grid.ep_world_size > 1 else ():
+        experts = layer.mlp.experts
+        count = len(experts) // grid.ep_world_size
+        own = [*experts.items()][grid.ep_rank * count : (grid.ep_rank + 1) * count]
+        layer.mlp.experts = ExpertParallel(dict(own), experts.num_experts)
     return model
 
 
-def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
-    return {param for module in model.modules() if isinstance(module, ExpertParallel) for param in module.parameters()}
-
-
 class ExpertDataParallel(DataParallelBucket):
-    """Wraps a model with expert parallelism. Experts have buckets of their own, over the ranks with the same experts.
+    """Wraps a model. Experts have buckets of their own, which are summed over the ranks that hold the same experts.
 
-    The gradient of an expert is the sum over the tokens of its ep group, so the divisor is the number of all dp ranks.
+    An expert's gradient has summands of all tokens of its ep group. So the sum has those of all dp ranks' tokens, and
+    is divided by the number of dp ranks, as all other gradients are.
     """
 
     def initialize_buckets(self, params: list[nn.Parameter], limit: float) -> None:
-        self.experts, position = expert_parameters(self.module), {param: i for i, param in enumerate(params)}
+        self.experts = {param for name, param in self.module.named_parameters() if ".experts." in name}
         super().initialize_buckets([param for param in params if param in self.experts], limit)
         super().initialize_buckets([param for param in params if param not in self.experts], limit)
+        position = {param: i for i, param in enumerate(params)}
         self.buckets.sort(key=lambda bucket: position[bucket.params[-1]])  # in the order in which backward fills them
 
     def make_bucket(self, params: list[nn.Parameter]) -> Bucket:
@@ -147,80 +98,49 @@ class ExpertDataParallel(DataParallelBucket):
         return bucket
 
 
-class AddBalanceLoss(torch.autograd.Function):
-    """The scores as they are. Backward adds to their gradient that of Switch's loss, times `weight`.
-
-    Its derivative by the score of expert e is E f_e / N for each of the N tokens. The fractions f_e are constants.
-    """
-
-    @staticmethod
-    def forward(ctx, scores, fractions, weight):  # (N, E), (E,) -> (N, E)
-        ctx.grad = fractions * (weight * scores.size(1) / scores.size(0))
-        return scores.view_as(scores)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad + ctx.grad, None, None
-
-
-class Balance:
-    """Counts the rows that each expert of a layer gets, `load` (E,), and adds the layer's balance loss to the loss."""
-
-    def __init__(self, num_experts: int, weight: float, device: torch.device):
-        self.load, self.weight = torch.zeros(num_experts, dtype=torch.int64, device=device), weight
-
-    def __call__(self, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        counts = chosen.flatten().bincount(minlength=len(self.load))
-        self.load += counts  # with --recompute, all are counted twice
-        return AddBalanceLoss.apply(scores, counts.to(scores.dtype) / chosen.numel(), self.weight)
-
-
 class ExpertBalance:
-    """Balances the experts of the stage `model`."""
+    """Counts the rows that each expert of a step gets, and makes them even by --balance_loss and --balance_bias."""
 
     def __init__(self, args, model: nn.Module, device: torch.device):
-        self.routers, self.bias_step = [layer.mlp.router for layer in model.decoder_layers.children()], args.balance_bias
-        for router in self.routers:
-            # backward adds up the gradients of all micro-batches, as with the loss
-            weight = args.balance_loss / args.gradient_accumulation_steps
-            router.balance = Balance(args.num_experts, weight, device)
+        self.loss_weight, self.bias_step = args.balance_loss / args.gradient_accumulation_steps, args.balance_bias
+        self.loads = {}  # router -> (E,)
+        for layer in model.decoder_layers.children():
+            self.loads[layer.mlp.router] = torch.zeros(args.num_experts, dtype=torch.int64, device=device)
+            layer.mlp.router.register_forward_hook(self.after_choice)
+
+    def after_choice(self, router: nn.Module, args: tuple, output: tuple) -> None:
+        """After a router's forward. The gradient of the scores gets that of the balance loss when backward has it."""
+        scores, chosen = output  # (N, E), (N, k)
+        counts = chosen.flatten().bincount(minlength=scores.size(1))
+        self.loads[router] += counts  # with --recompute twice, all of them
+        if self.loss_weight and scores.requires_grad:
+            fractions = counts.to(scores.dtype) / chosen.numel()  # f_e: constants. A score's derivative is E f_e / N
+            scores.register_hook(lambda other: other + self.loss_weight * scores.size(1) / len(scores) * fractions)
 
     def finish_step(self) -> float:
-        """Updates the biases. Returns the largest load of an expert in this step, relative to the mean of its layer."""
-        loads = torch.stack([router.balance.load for router in self.routers])  # (layers, E)
-        dist.all_reduce(loads, group=pgm.process_group_manager.cp_dp_group)  # of the global batch, equal on all ranks
+        """Moves the biases. Returns the largest load of an expert in this step, relative to the mean of its layer."""
+        grid, loads = pgm.process_group_manager, torch.stack([*self.loads.values()])  # (layers, E)
+        dist.all_reduce(loads, group=grid.cp_dp_group)  # of the global batch, so the biases stay equal on all ranks
         mean = loads.sum(dim=1, keepdim=True) / loads.size(1)
-        for router, load, direction in zip(self.routers, loads, (mean - loads).sign()):
-            router.balance.load.zero_()
-            if self.bias_step:
-                router.choice_bias = router.choice_bias + self.bias_step * direction
+        for (router, load), direction in zip(self.loads.items(), (mean - loads).sign()):
+            router.bias_of_choice = router.bias_of_choice + self.bias_step * direction
+            load.zero_()
         largest = (loads / mean).max()
-        dist.all_reduce(largest, dist.ReduceOp.MAX)  # over the stages of a pipeline
+        dist.all_reduce(largest, dist.ReduceOp.MAX)  # stages of a pipeline have other layers
         return largest.item()
 
 
 def check_experts(args):
     """Returns the flags. Raises UserError for some that can't be had together."""
-    if args.ep_size > 1 and not args.num_experts:
-        raise UserError(f"--ep_size {args.ep_size} divides experts, and there are none: use --num_experts")
-    for name, size in (("num_experts", args.num_experts), ("dp_size", args.dp_size)):
-        if size % args.ep_size:
-            raise UserError(f"--ep_size {args.ep_size} has to divide --{name} {size}: change one of the two")
-    if not args.num_experts:
-        if args.balance_loss or args.balance_bias:
-            raise UserError("--balance_loss and --balance_bias balance experts, and there are none: use --num_experts")
-        return args
-    if args.experts_per_token > args.num_experts:
-        raise UserError(f"--experts_per_token {args.experts_per_token} of --num_experts {args.num_experts}: a token can "
-                        "choose each expert only once, lower it")
-    if args.pp_size > 1 and args.pp_engine.endswith("zb"):
-        raise UserError(f"--num_experts {args.num_experts} with --pp_engine {args.pp_engine}: the W of an expert has as "
-                        "many rows as chose it, so it does not fill the time of the schedule: use 1f1b or interleaved")
-    reasons = {
-        "sequence_parallel": "the router has to see all tokens on each tp rank",
-        "cp_size": "the gradients of experts are summed over dp ranks alone",
-        "zero": "it divides the same parameters over all dp ranks, which hold different experts"}
-    for name, reason in reasons.items():
-        if (value := getattr(args, name, 0)) > (name == "cp_size"):
-            raise UserError(f"--num_experts {args.num_experts} with --{name} {value}: {reason}, leave one of them out")
+    experts, is_zb = f"--num_experts {args.num_experts}", args.pp_size > 1 and args.pp_engine.endswith("zb")
+    if not args.num_experts and (args.ep_size > 1 or args.balance_loss or args.balance_bias):
+        raise UserError("--ep_size, --balance_loss and --balance_bias are for experts: use --num_experts with them")
+    if args.num_experts % args.ep_size or args.dp_size % args.ep_size:
+        raise UserError(f"--ep_size {args.ep_size} has to divide {experts} and --dp_size {args.dp_size}: change it")
+    if 0 < args.num_experts < args.experts_per_token:
+        raise UserError(f"--experts_per_token {args.experts_per_token} is more than {experts}: lower it")
+    for other, is_used in {f"--pp_engine {args.pp_engine}": is_zb, "--sequence_parallel": args.sequence_parallel,
+                           f"--cp_size {args.cp_size}": args.cp_size > 1, f"--zero {args.zero}": args.zero}.items():
+        if args.num_experts and is_used:
+            raise UserError(f"{experts} with {other}: experts go with dp, tp and, by 1f1b or interleaved, pp, no more")
     return args

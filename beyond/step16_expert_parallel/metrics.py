@@ -39,7 +39,7 @@ class RunLogger:
             json.dump(config, file, indent=2)
         self.wandb = start_wandb(f"{args.run_name}_{grid}", config, folder) if args.use_wandb else None
 
-    def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float, **more: float) -> None:
+    def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float, **more) -> None:
         """Records optimizer step `step`, counted from 1. All ranks call it. Raises UserError for a loss of NaN."""
         if step < 3 or step % 10 == 0:  # not in each step: it costs time
             self.memory = torch.tensor(peak_memory_gb(), device="cuda" if dist.get_backend() == "nccl" else "cpu")

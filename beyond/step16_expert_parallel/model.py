@@ -155,20 +155,15 @@ class MLP(nn.Module):
 
 
 class Router(Linear):
-    """Chooses k experts for each token, and their weights, whose sum is 1 (Mixtral, Jiang et al. 2024)."""
+    """Scores of a token's E experts, in float32 or better, and the k that it chooses: (N, D) -> (N, E), (N, k)."""
 
     def __init__(self, config):
         super().__init__(config.hidden_size, config.num_experts, bias=False)
-        self.k = config.experts_per_token
-        self.choice_bias, self.balance = 0.0, None  # see expert_parallel.py
+        self.k, self.bias_of_choice = config.experts_per_token, 0.0  # see expert_parallel.py
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # (N, D) -> weights, experts (N, k)
-        scores = super().forward(x).softmax(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))  # (N, E)
-        chosen = (scores + self.choice_bias).topk(self.k).indices  # (N, k)
-        if self.balance:
-            scores = self.balance(scores, chosen)
-        weights = scores.gather(-1, chosen)
-        return (weights / weights.sum(dim=-1, keepdim=True)).to(x.dtype), chosen
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = super().forward(x).softmax(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        return scores, (scores + self.bias_of_choice).topk(self.k).indices
 
 
 class Experts(nn.ModuleDict):
@@ -178,7 +173,8 @@ class Experts(nn.ModuleDict):
         super().__init__(experts)
         self.num_experts = num_experts  # E, of the whole layer
 
-    def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:  # (N, D) twice
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Tokens (N, D), weights and numbers of their experts (N, k) -> the weighted sums of the results (N, D)."""
         order = chosen.flatten().argsort(stable=True)  # (N k,): the rows of expert 0 come first
         rows = x.index_select(0, order // chosen.size(1))  # (N k, D)
         rows = self.run(rows, chosen.flatten().bincount(minlength=self.num_experts))
@@ -186,13 +182,13 @@ class Experts(nn.ModuleDict):
         return (rows * weights.unsqueeze(-1)).sum(dim=1)
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Each expert computes its counts[e] rows. One without rows does so, too: its gradients are zeros, not None."""
+        """Expert e computes counts[e] rows. One without rows does so, too, and its gradients are zeros, not None."""
         parts = rows.split(counts.tolist())
         return torch.cat([expert(part) for expert, part in zip(self.values(), parts, strict=True)])
 
 
 class MixtureOfExperts(nn.Module):
-    """Takes the place of a layer's MLP: each token passes the k of E MLPs that the router chooses for it."""
+    """In place of an MLP: each token passes the k of E MLPs that it chooses (Mixtral, Jiang et al. 2024)."""
 
     def __init__(self, config):
         super().__init__()
@@ -201,7 +197,9 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
         tokens = x.flatten(0, 1)  # (N, D), N = B T
-        return self.experts(tokens, *self.router(tokens)).view_as(x)
+        scores, chosen = self.router(tokens)
+        weights = F.normalize(scores.gather(-1, chosen), p=1, dim=-1).to(x.dtype)  # (N, k), of sum 1
+        return self.experts(tokens, weights, chosen).view_as(x)
 
 
 class DecoderLayer(nn.Module):

@@ -107,7 +107,8 @@ class RowParallelLinear(nn.Module):
         self.weight, self.g = nn.Parameter(split_over_tp(linear.weight, 1)), g
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., in/tp) -> (..., out)
-        return self.g.apply(llama.linear(x, self.weight))
+        y = llama.linear(x, self.weight)
+        return self.g.apply(y) if self.g else y  # experts have one g for all of them
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -173,12 +174,13 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
 
     It is the norm of all gradients of the whole model: the root of the sum of their squares, over all ranks. What
     several ranks hold is counted once: a parameter that is not split on tp rank 0, a tied embedding on the first stage,
-    and replicas on dp rank 0 and cp rank 0. Of experts, each rank of the first ep group counts its own.
+    and replicas on dp rank 0 and cp rank 0; experts in the first ep group.
     """
     grid = pgm.process_group_manager
     split = {getattr(module, name) for module in model.modules() for name in getattr(module, "tp_dims", ())}
     params = {name: param for name, param in model.named_parameters() if param.grad is not None}
-    rows = [torch.linalg.vector_norm(param.grad, dim=-1) * (grid.dp_rank == (grid.ep_rank if ".experts." in name else 0))
+    dp_rank = {True: grid.ep_rank, False: 0}  # that counts experts, and what all dp ranks hold
+    rows = [torch.linalg.vector_norm(param.grad, dim=-1) * (grid.dp_rank == dp_rank[".experts." in name])
             for name, param in params.items()
             if (grid.pp_is_first_stage or name != "embedding.weight") and (grid.tp_rank == 0 or param in split)]
     squares = torch.nn.utils.get_total_norm(rows) ** 2 * (grid.cp_rank == 0)
@@ -205,6 +207,11 @@ def apply_tensor_parallel(model: nn.Module, f=Copy, g=Reduce) -> nn.Module:
         """A hook: f for the input x (B, T, D) of a module, once for all column-parallel layers inside it."""
         return f.apply(args[0]), *args[1:]
 
+    def apply_f_to_experts(module: nn.Module, args: tuple) -> tuple:
+        """A hook: f behind the router, which is whole on each rank. The weights need it: they multiply partial sums."""
+        x, weights, chosen = args
+        return f.apply(x), f.apply(weights), chosen
+
     model.embedding = VocabParallelEmbedding(model.embedding, model.dtype, g)
     for layer in model.decoder_layers:
         attention, mlp = layer.attention, layer.mlp
@@ -213,12 +220,15 @@ def apply_tensor_parallel(model: nn.Module, f=Copy, g=Reduce) -> nn.Module:
         attention.k_proj = ColumnParallelLinear(attention.k_proj)
         attention.v_proj = ColumnParallelLinear(attention.v_proj)
         attention.out_proj = RowParallelLinear(attention.out_proj, g)
-        if isinstance(mlp, llama.MixtureOfExperts):
-            continue  # see expert_parallel.py
-        mlp.register_forward_pre_hook(apply_f)
-        mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj)
-        mlp.up_proj = ColumnParallelLinear(mlp.up_proj)
-        mlp.down_proj = RowParallelLinear(mlp.down_proj, g)
+        if experts := getattr(mlp, "experts", None):
+            experts.register_forward_pre_hook(apply_f_to_experts)
+            experts.register_forward_hook(lambda module, args, output: g.apply(output))
+        else:
+            mlp.register_forward_pre_hook(apply_f)
+        for each in experts.values() if experts else [mlp]:
+            each.gate_proj = ColumnParallelLinear(each.gate_proj)
+            each.up_proj = ColumnParallelLinear(each.up_proj)
+            each.down_proj = RowParallelLinear(each.down_proj, None if experts else g)
     model.final_proj = ColumnParallelLinear(model.final_proj)
     model.final_proj.register_forward_pre_hook(apply_f)
     model.tie_weights()

@@ -172,9 +172,8 @@ def main():
         num_experts=args.num_experts, experts_per_token=args.experts_per_token)
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
         f, g = (Gather, Scatter) if args.sequence_parallel else (Copy, Reduce)
-        model = apply_tensor_parallel(Llama(config, dtype), f, g)
+        model = apply_tensor_parallel(apply_expert_parallel(Llama(config, dtype)), f, g)
         model = apply_context_parallel(model, args.cp_layout, args.seq_len, device)
-        model = apply_expert_parallel(model)
         if args.pp_size > 1:
             model = PipelineParallel(model, args.virtual_stages)
 
@@ -214,9 +213,8 @@ def main():
                 loss = train_step(model, data_loader)
         loss = all_reduce_loss_across_dp_ranks(loss)
         grad_norm = update_weights(args, model, optimizer)
-        expert_load = {"expert_load": balance.finish_step()} if balance else {}
-        logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start,
-                   **expert_load)
+        more = {"expert_load": balance.finish_step()} if balance else {}
+        logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start, **more)
         scheduler.step()
         if step == args.profile_batch:
             timeline.write(os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json"), grid)
