@@ -63,9 +63,8 @@ class ProcessGroupManager:
         # Consecutive dp ranks hold different experts (ep_group), every ep_size-th one the same (expert_dp_group).
         self.ep_world_size, self.ep_rank = ep_size, self.dp_rank % ep_size
         replicas = replicas.reshape(-1, self.cp_dp_world_size // ep_size, ep_size)
-        copies = replicas.transpose(1, 2).flatten(0, 1).tolist()
         self.ep_group, _ = dist.new_subgroups_by_enumeration(replicas.flatten(0, 1).tolist(), timeout)
-        self.expert_dp_group, _ = dist.new_subgroups_by_enumeration(copies, timeout)
+        self.expert_dp_group, _ = dist.new_subgroups_by_enumeration(replicas.mT.flatten(0, 1).tolist(), timeout)
 
         self.pp_is_first_stage = self.pp_rank == 0
         self.pp_is_last_stage = self.pp_rank == pp_size - 1

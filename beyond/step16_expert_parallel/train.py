@@ -110,9 +110,7 @@ def train_step(model, data_loader) -> torch.Tensor:
 def wrap_model(args, model) -> DataParallelBucket:
     if args.zero == 3:
         return FullyShardedDataParallel(model)
-    if args.ep_size > 1:
-        return ExpertDataParallel(model)
-    return Zero(model, args.zero, args.zero_shares) if args.zero else DataParallelBucket(model)
+    return Zero(model, args.zero, args.zero_shares) if args.zero else ExpertDataParallel(model)
 
 
 def update_weights(args, model, optimizer) -> torch.Tensor:
