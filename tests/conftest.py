@@ -5,6 +5,7 @@
     pytest -m "slow or hosts or tools"      what the first leaves out
 """
 
+import gc
 import os
 import pathlib
 import re
@@ -51,7 +52,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """A run that takes long begins now, and goes on beside the tests before its own."""
+    """A run that takes long begins now, and goes on beside the tests before its own.
+
+    What was imported to collect the tests stays until the end, so the garbage collector need not look at it any more.
+    """
+    gc.freeze()
     for item in [] if session.config.option.collectonly else session.items:
         if start_early := getattr(item.function, "start_early", None):
             start_early(item)

@@ -102,7 +102,8 @@ def runs(folder, selected):
 
 
 @pytest.mark.parametrize("script", [STEP9, SCRIPT], ids=lambda script: script.stem)
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("cut", "removed", "another file in the index")
+                                               else pytest.mark.slow) for name in DAMAGES])
 def test_a_file_of_the_second_stage_is_damaged(runs, folder, name, script):
     done = runs[name, script].result()
     check(done.returncode, done.stderr, "error: rank 1: ", DAMAGES[name][1])

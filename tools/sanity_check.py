@@ -1,4 +1,4 @@
-"""Every topology of steps 3 to 14 on the same samples: are its loss and gradient norm those of one process?
+"""Every topology of steps 3 to 16 on the same samples: are its loss and gradient norm those of one process?
 
     python tools/sanity_check.py                                     # the tiny Llama, 50 steps, minutes on two cores
     python tools/sanity_check.py --dtype float64 --steps 20

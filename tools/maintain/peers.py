@@ -142,20 +142,35 @@ def fully_sharded(model, args):
 
 
 def tensor_parallel(model, args):
-    """torch.distributed.tensor.parallel as its tutorial shows: embedding, layers and projection, loss in parallel."""
+    """torch.distributed.tensor.parallel as its tutorial shows: embedding, layers and projection, loss in parallel.
+
+    The kind dtensor-sp divides the tokens between them, too.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
-        ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module)
+        ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, loss_parallel, parallelize_module)
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    plan = {"embedding": RowwiseParallel(input_layouts=Replicate()),
-            "final_proj": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    between = Shard(1) if args.kind == "dtensor-sp" else Replicate()
+    plan = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+            "final_proj": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)}
     for i in range(len(model.decoder_layers)):
         for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj"):
             plan[f"decoder_layers.{i}.{name}"] = ColwiseParallel()
         for name in ("attention.out_proj", "mlp.down_proj"):
-            plan[f"decoder_layers.{i}.{name}"] = RowwiseParallel()
+            plan[f"decoder_layers.{i}.{name}"] = RowwiseParallel(output_layouts=between)
+        if args.kind == "dtensor-sp":
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                plan[f"decoder_layers.{i}.{name}"] = plan["final_norm"] = SequenceParallel()
+            for name, others in (("attention", 2), ("mlp", 0)):  # cos and sin
+                plan[f"decoder_layers.{i}.{name}"] = PrepareModuleInput(
+                    input_layouts=(between, *others * [None]), desired_input_layouts=(Replicate(), *others * [None]))
+    if args.kind == "dtensor-sp":  # the model makes these for as many tokens as it sees
+        angles = get_cos_sin(SEQ_LEN, model.config.head_dim, torch.float32, torch.device("cpu"),
+                             **model.config.rope_parameters)
+        for layer in model.decoder_layers:
+            layer.register_forward_pre_hook(lambda layer, args: (args[0], *angles))
     parallelize_module(model, mesh, plan)
     optimizer = adamw(by_kind(model.parameters()))
 
@@ -257,7 +272,7 @@ def hugging_face(model, args):
 
 
 PEERS = {"ddp": data_parallel, "fsdp": fully_sharded, "zero2": fully_sharded, "dtensor": tensor_parallel,
-         "hf": hugging_face, "hf-tp": hugging_face, **dict.fromkeys(SCHEDULES, pipeline)}
+         "dtensor-sp": tensor_parallel, "hf": hugging_face, "hf-tp": hugging_face, **dict.fromkeys(SCHEDULES, pipeline)}
 
 if __name__ == "__main__":
     main()
