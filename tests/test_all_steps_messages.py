@@ -25,6 +25,8 @@ RUNS = {  # name -> step, ranks, flags
     "tp2-sp": (14, 2, ["--tp_size", 2, "--sequence_parallel"]),
     "tp4-sp": (14, 4, ["--tp_size", 4, "--sequence_parallel"]),
     "pp2-tp2-sp": (14, 4, ["--pp_size", 2, "--tp_size", 2, "--sequence_parallel"]),
+    "cp3": (15, 3, ["--cp_size", 3, "--seq_len", 24]),
+    "cp2-bfloat16": (15, 2, ["--cp_size", 2, "--cp_layout", "contiguous", "--dtype", "bfloat16"]),
     "pp4": (7, 4, ["--pp_size", 4]),
     "3d": (8, 8, ["--dp_size", 2, "--pp_size", 2, "--tp_size", 2, "--dtype", "bfloat16"]),
     "three-stages": (9, 3, ["--pipelines", "3,2,3", "--wire_dtype", "bfloat16"]),
@@ -45,7 +47,7 @@ def counted(tmp_path_factory, selected):
             train = STEPS[str(step)] / "train.py"
             flags = [*flags, "--micro_batch_size", B, "--gradient_accumulation_steps", M,
                      "--max_tokens", 2 * ranks * B * T * M]
-        futures[name] = start_fork(step, ranks, folder / name, train, *flags, "--seq_len", T, "--log_dir", folder,
+        futures[name] = start_fork(step, ranks, folder / name, train, "--seq_len", T, *flags, "--log_dir", folder,
                                    "--run_name", name, script=SCRIPT)
 
     def counted(name: str) -> list[Counter]:
@@ -129,6 +131,22 @@ def test_stages_send_each_other_a_part_of_the_tokens(counted, name):
         first, pair = rank < 2, [0, 1] if rank < 2 else [2, 3]
         stages = pipeline(None, rank + 2, 4, HIDDEN // 2) if first else pipeline(rank - 2, None, 4, HIDDEN // 2)
         assert found == stages + sequence_parallel(rank % 2, pair, first, not first, LAYERS // 2), rank
+
+
+@pytest.mark.parametrize("name, size, seq_len, itemsize", [("cp3", 3, 24, 4), ("cp2-bfloat16", 2, T, 2)])
+def test_context_parallelism_sends_keys_and_values_around(counted, name, size, seq_len, itemsize):
+    """In a layer, P - 1 hops forward and as many backward, and P of the gradients, which are float32."""
+    numbers = 2 * B * seq_len // size * KV
+    for rank, found in enumerate(counted(name)):
+        expected = Counter()
+        for function, peer in (("isend", (rank + 1) % size), ("irecv", (rank - 1) % size)):
+            expected[function, "cp_group", peer, numbers * itemsize] += LAYERS * M * 2 * (size - 1)
+            expected[function, "cp_group", peer, numbers * 4] += LAYERS * M * size
+        ring = Counter({key: count for key, count in found.items() if key[1] == "cp_group"})
+        assert ring == expected, rank
+        gradients = found - ring
+        assert {key[:2] for key in gradients} == {("all_reduce", "cp_dp_group")}
+        assert total_bytes(gradients) == 4 * WHOLE
 
 
 @pytest.mark.parametrize("name, number", [("dp2-naive", 75), ("dp2-bucket", 8)])

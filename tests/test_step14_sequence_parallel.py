@@ -1,4 +1,4 @@
-"""Sequence parallelism: what its ranks keep for backward. (That it computes the same: test_all_steps_same_math.py.)"""
+"""Sequence and context parallelism: what ranks keep for backward. (That it computes the same: test_all_steps_same_math.py.)"""
 
 import pytest
 

@@ -58,7 +58,8 @@ test_compiled_losses_are_those_of_the_eager_run.start_early = (  # see conftest.
 @pytest.mark.parametrize("step, ranks, grid", [
     (8, 8, ["--tp_size", 2, "--dp_size", 2, "--pp_size", 2, "--gradient_accumulation_steps", 2]),
     (9, 3, ["--pipelines", "1,1;2", "--num_microbatches", "3,1"]),
-], ids=["step8-3d", "step9-unlike"])
+    (15, 4, ["--tp_size", 2, "--cp_size", 2, "--sequence_parallel", "--gradient_accumulation_steps", 4]),
+], ids=["step8-3d", "step9-unlike", "step15"])
 def test_compiled_layers_in_every_topology(step, ranks, grid, tmp_path):
     common = [*COMMON, "--max_tokens", 4 * 8 * 32, "--log_dir", tmp_path, "--run_name"]
     fork(3, 1, *common, "eager", "--gradient_accumulation_steps", 4)

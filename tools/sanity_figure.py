@@ -11,7 +11,7 @@ PANELS = {"loss": ("loss", "|loss - baseline|"),
           "grad_norm": ("gradient norm", "|gradient norm - baseline| / baseline")}
 COLOURS = ["#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#004d40", "#1fa187", "#999933", "#aa4499", "#882255",
            "#666666", "#f0a3c6", "#a65628", "#4daf4a", "#5e3c99",
-           "#c0ca33"]  # by row of sanity_check.py, but for the baseline
+           "#c0ca33", "#00bcd4"]  # by row of sanity_check.py, but for the baseline
 
 
 def draw(runs: list, picture: pathlib.Path, dtype: str, tolerance: dict) -> None:

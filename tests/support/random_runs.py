@@ -18,7 +18,9 @@ STEPS = {4: TP, 5: DP, 6: DP, 7: PP, 8: EIGHT, 9: EIGHT,  # step -> values of it
          12: {**PP, "dp_size": (2, 3, 4), "pp_engine": ("1f1b", "zb"), "zero": (1, 1, 2)},
          13: {**DP, "dp_size": (2, 3, 4), "zero": (1, 2, 3, 3), "recompute": (True, False)},
          14: {**PP, "tp_size": (2, 2, 3, 4), "pp_engine": ("1f1b", "zb"), "zero": (1, 2, 3),
-              "sequence_parallel": (True,)}}
+              "sequence_parallel": (True,)},
+         15: {**PP, "cp_size": (2, 2, 3, 4), "cp_layout": ("zigzag", "zigzag", "contiguous"), "pp_size": (1, 1, 2),
+              "pp_engine": ("1f1b", "zb"), "zero": (0, 1, 2, 3), "sequence_parallel": (True, False)}}
 
 
 def parts(rng: random.Random, total: int, count: int) -> list[int]:
@@ -46,11 +48,13 @@ def topology(seed: int) -> tuple[dict, int, int, list, list]:
     rng, step, ranks = random.Random(f"topology {seed}"), list(STEPS)[seed % len(STEPS)], 0
     while not 2 <= ranks <= 8:
         flags = {name: rng.choice(values) for name, values in STEPS[step].items()}
-        tp, dp, pp = (flags.get(f"{axis}_size", 1) for axis in ("tp", "dp", "pp"))
-        if dp == 1:
+        tp, dp, pp, cp = (flags.get(f"{axis}_size", 1) for axis in ("tp", "dp", "pp", "cp"))
+        if dp * cp == 1:
             flags.pop("zero", None)
+        if tp == 1:
+            flags.pop("sequence_parallel", None)
         if flags.get("zero") == 1 and rng.random() < 0.5:
-            flags["zero_shares"] = ",".join(str(rng.randint(1, 5)) for _ in range(dp))
+            flags["zero_shares"] = ",".join(str(rng.randint(1, 5)) for _ in range(dp * cp))
         elif flags.get("zero", 0) > 1:
             flags["pp_size"] = pp = 1
         layers = pp * flags.get("virtual_stages", 1) + rng.randint(1, 3)
@@ -68,7 +72,7 @@ def topology(seed: int) -> tuple[dict, int, int, list, list]:
              "intermediate_size": tp * rng.randint(3, 12), "vocab_size": rng.randrange(WORDS, WORDS + 9),
              "tie_word_embeddings": rng.random() < 0.5}
     size, num_steps = rng.choice((1, 2, 3)), rng.randint(2, 4)
-    seq_len = rng.choice((1, 3, 8, 13)) * (tp if "sequence_parallel" in flags else 1)
+    seq_len = rng.choice((1, 3, 8, 13)) * (2 * cp * tp if cp > 1 else tp if "sequence_parallel" in flags else 1)
     both = {"seq_len": seq_len, "seed": rng.randrange(1000), "dtype": "float64",
             "max_grad_norm": rng.choice((0, 0.1, 1, 100)), "warmup_steps": rng.choice((0, 0, 1, 9)),
             "lr_decay": rng.choice(("none", "cosine"))}

@@ -27,26 +27,30 @@ H, HD = CONFIG["num_attention_heads"], CONFIG["head_dim"]
 Q, K = H * HD, CONFIG["num_key_value_heads"] * HD  # widths of all query heads, and of all key/value heads
 
 
-def layer(tp: int = 1, sequence: bool = False) -> float:
-    """Numbers a token that a rank keeps of a decoder layer."""
+def layer(tp: int = 1, sequence: bool = False, cp: int = 1) -> float:
+    """Numbers a token of the text that a rank keeps of a decoder layer."""
     norms = 2 * (2 * D + 1) / (tp if sequence else 1)  # input, normalised input, 1 / root mean square
     inputs = 2 * D  # what q, k, v and what gate, up multiply: gathered, so whole
     attention = (Q + K + K + Q + H) / tp  # q and k after the rotation, v, the output, the log-sum-exp of each head
     mlp = 4 * I / tp  # gate, silu(gate), up, and their product
-    return norms + inputs + attention + mlp
+    return (norms + inputs + attention + mlp) / cp
 
 
-def rest(tp: int = 1, sequence: bool = False) -> float:
-    """Numbers a token that a rank keeps beyond its layers."""
-    ids = 2 * (2 + 1 / 4) if tp > 1 else 2  # int64; over tp, tokens and targets with a mask each, else in one tensor
+def rest(tp: int = 1, sequence: bool = False, cp: int = 1) -> float:
+    """Numbers a token of the text that a rank keeps beyond its layers."""
+    ids = 2 * (2 + 1 / 4) if tp > 1 else 4 if cp > 1 else 2  # int64, tokens and targets: each with a mask, or in one
     final_norm = (2 * D + 1) / (tp if sequence else 1) + D  # and what the projection multiplies
-    return ids + 2 * HD + final_norm + V / tp  # 2 HD: cos and sin; V / tp: the softmax
+    return (ids + 2 * HD + final_norm + V / tp) / cp  # 2 HD: cos and sin; V / tp: the softmax
 
 
 SETTINGS = {  # name -> step, flags, sizes that the formulas need
     "one process": (14, "", {}),
     "tensor parallelism, tp 4": (14, "--tp_size 4", {"tp": 4}),
     "sequence parallelism, tp 4": (14, "--tp_size 4 --sequence_parallel", {"tp": 4, "sequence": True}),
+    "context parallelism, cp 2": (15, "--cp_size 2", {"cp": 2}),
+    "context parallelism, cp 4": (15, "--cp_size 4", {"cp": 4}),
+    "context and sequence parallelism, cp 2, tp 2": (15, "--cp_size 2 --tp_size 2 --sequence_parallel",
+                                                     {"cp": 2, "tp": 2, "sequence": True}),
 }
 
 
@@ -60,7 +64,8 @@ def measure(step: int, flags: str, seq_len: int) -> dict[str, float]:
             words = ["--num_hidden_layers", layers, "--seq_len", seq_len, "--micro_batch_size", 1, "--log_dir", folder,
                      "--gradient_accumulation_steps", 1, "--max_tokens", seq_len, "--dtype", "float32", *flags.split()]
             launch(step, ranks, out, STEPS[str(step)] / "train.py", *words, script=SCRIPT, timeout=580)
-            kept.append(max(json.loads(path.read_text())["others"] for path in out.glob("rank*.json")))
+            found = [json.loads(path.read_text()) for path in out.glob("rank*.json")]  # in float32, no weight is copied:
+            kept.append(max(rank["others"] + rank.get("weights", 0) for rank in found))  # these have the shape of one
     return {"layer": (kept[1] - kept[0]) / (LAYERS[1] - LAYERS[0]), "whole": kept[1]}
 
 

@@ -1,0 +1,122 @@
+"""Context parallelism: ring attention is whole attention, its work is balanced, and a timeline shows the ring.
+
+Losses, norms and every gradient of train.py: test_all_steps_same_math.py. Its messages: test_all_steps_messages.py.
+"""
+
+import types
+
+import pytest
+import torch
+from launch import fork, modules_of
+from test_step8_timeline import read_trace
+
+LAYOUTS = ("zigzag", "contiguous")
+with modules_of(15):
+    import context_parallel
+    import process_group_manager as pgm
+    from utils import UserError
+
+WHOLE_AND_RING = """
+import torch
+import torch.nn.functional as F
+import process_group_manager as pgm
+from context_parallel import RingAttention, local_positions
+
+pgm.init_process_group("gloo")
+size, dtype, tolerance = int(sys.argv[1]), getattr(torch, sys.argv[2]), float(sys.argv[3])
+pgm.setup_process_group_manager(1, 1, 1, size)
+B, H, K, T, hd = 2, 4, 2, 24, 8
+for layout in ("zigzag", "contiguous"):
+    here = local_positions(layout, T)
+    for scale in (1, 1e4):  # of the scores: exp(1e4) is no number
+        generator = torch.Generator().manual_seed(1)
+        q, k, v, grad = (torch.randn(B, heads, T, hd, generator=generator, dtype=dtype) for heads in (H, K, K, H))
+        q *= scale / 3
+        whole, ring = ([tensor[:, :, places].clone().requires_grad_() for tensor in (q, k, v)]
+                       for places in (torch.arange(T), here))
+        expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+        found = RingAttention.apply(layout, *ring)
+        expected.backward(grad)
+        found.backward(grad[:, :, here])
+        assert found.dtype == dtype
+        pairs = [(expected, found), *((one.grad, many.grad) for one, many in zip(whole, ring))]
+        worst = max((one[:, :, here] - many).abs().max().item() for one, many in pairs)
+        assert all(many.isfinite().all() for _, many in pairs) and worst <= scale * tolerance, (layout, scale, worst)
+"""
+
+
+@pytest.mark.parametrize("size, dtype, tolerance", [
+    (3, "float64", 1e-13), (4, "bfloat16", 5e-2),
+    *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in (
+        (2, "float64", 1e-13), (4, "float64", 1e-13), (2, "float32", 2e-5)))])
+def test_ring_attention_is_whole_attention(run_code, size, dtype, tolerance):
+    """Its outputs and all gradients, of grouped queries, in both layouts, with small and with very large scores."""
+    run_code(15, size, WHOLE_AND_RING, size, dtype, tolerance)
+
+
+def grid(rank: int, size: int, tp_size: int = 1) -> types.SimpleNamespace:
+    return types.SimpleNamespace(cp_rank=rank, cp_world_size=size, tp_world_size=tp_size)
+
+
+def positions(monkeypatch, layout: str, size: int, seq_len: int) -> list[torch.Tensor]:
+    """Of each rank's tokens."""
+    found = []
+    for rank in range(size):
+        monkeypatch.setattr(pgm, "process_group_manager", grid(rank, size))
+        found.append(context_parallel.local_positions(layout, seq_len))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_each_pair_of_query_and_earlier_key_is_computed_once(monkeypatch, layout, size):
+    seq_len = 4 * size
+    places, computed = positions(monkeypatch, layout, size, seq_len), torch.zeros(seq_len, seq_len, dtype=torch.int64)
+    for rank in range(size):
+        for source in range(size):
+            if block := context_parallel.visible(layout, rank, source, seq_len // size):
+                queries, keys, is_causal = block
+                scores = torch.ones(len(places[rank][queries]), len(places[source][keys]), dtype=torch.int64)
+                computed[places[rank][queries][:, None], places[source][keys]] += scores.tril() if is_causal else scores
+    assert torch.equal(computed, torch.ones_like(computed).tril())
+
+
+@pytest.mark.parametrize("layout, efficiency", [("zigzag", 1), ("contiguous", 8 / 15)])
+def test_work_of_eight_ranks(layout, efficiency):
+    """Pairs of query and key at each hop, for which the slowest rank lets the others wait. Contiguous: P/(2P-1)."""
+    size, length, total, slowest = 8, 1024, 0, 0
+    for hop in range(size):
+        work = []
+        for rank in range(size):
+            block = context_parallel.visible(layout, rank, (rank - hop) % size, length)
+            queries, keys, is_causal = block or (slice(0), slice(0), False)
+            pairs = len(range(length)[queries]) * len(range(length)[keys])
+            work.append(pairs - length * (length - 1) // 2 if is_causal else pairs)
+        if layout == "zigzag":
+            assert max(work) == min(work)
+        total, slowest = total + sum(work), slowest + max(work)
+    assert total == size * length * (size * length + 1) // 2
+    assert total / (size * slowest) == pytest.approx(efficiency, rel=0.02)
+
+
+@pytest.mark.parametrize("seq_len, device, dtype, expected", [
+    (36, "cpu", torch.float32, r"--seq_len 36 can't be cut into 2 x cp_size=2 x tp_size=2 .* multiple of 8"),
+    (32, "cuda", torch.float32, r"--cp_size 2 on CUDA .* bfloat16, but not for torch.float32: use --dtype bfloat16"),
+])
+def test_what_it_refuses(monkeypatch, seq_len, device, dtype, expected):
+    monkeypatch.setattr(pgm, "process_group_manager", grid(0, 2, 2))
+    model = types.SimpleNamespace(dtype=dtype, decoder_layers=[])
+    with pytest.raises(UserError, match=expected):
+        context_parallel.apply_context_parallel(model, "zigzag", seq_len, torch.device(device))
+
+
+def test_timeline_has_the_ring_in_the_background(tmp_path):
+    """Of three ranks with two layers: keys and values hop twice in each pass, their gradients three times."""
+    fork(15, 3, "--seq_len", 24, "--micro_batch_size", 1, "--num_hidden_layers", 2, "--gradient_accumulation_steps", 2,
+         "--cp_size", 3, "--max_tokens", 96, "--log_dir", tmp_path, "--profile_batch", 2)
+    ranks = read_trace(tmp_path / "default_run" / "timeline_batch2_all.json")
+    for rank, events in ranks.items():
+        assert events[0]["args"]["name"] == f"rank {rank}: dp 0 pp 0 cp {rank} tp 0"
+        count = {kind: sum(event.get("cat") == kind and event["tid"] > 0 for event in events)
+                 for kind in ("keys and values", "gradients of keys and values")}
+        assert count == {"keys and values": 2 * 2 * 2 * 2, "gradients of keys and values": 2 * 2 * 3}
