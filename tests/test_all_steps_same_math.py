@@ -41,7 +41,7 @@ CASES = [  # each idea of a step once
     Case(16, dp=4, ep=2, accumulation=2, num_experts=8, variant="tied", max_grad_norm=0.1),
     Case(16, dp=2, ep=2, tp=2, accumulation=2, num_experts=8, balance_loss=0.1, max_grad_norm=0.1),
     Case(16, dp=2, ep=2, pp=2, accumulation=2, num_experts=4, engine="1f1b", balance_bias=0.01, recompute=True),
-    Case(16, dp=2, ep=2, samples=2, accumulation=1, num_experts=8, experts_per_token=1, variant="llama3"),
+    Case(16, dp=2, ep=2, samples=2, accumulation=1, num_experts=8, experts_per_token=1, variant="llama3"),  # unreached
     Case(9, pipelines="3,2;5", num_microbatches="6,2", variant="tied", max_grad_norm=0.1),
     Case(9, pipelines="5;5;2,3", num_microbatches="3,2,3"),
     Case(9, pipelines="1,3,1", num_microbatches="8", max_grad_norm=0),
@@ -59,6 +59,12 @@ LONGER = [dataclasses.replace(case, num_steps=10) for case in (  # further sizes
     Case(11, dp=2, pp=2, tp=2, accumulation=4, engine="interleaved_zb", virtual_stages=2, variant="tied"),
     Case(11, tp=2, pp=2, engine="interleaved", virtual_stages=2), Case(11, dp=2, pp=2, engine="1f1b"),
     Case(11, pp=3, engine="interleaved_zb", virtual_stages=2, variant="seven"),
+    Case(16, dp=4, ep=4, accumulation=2, num_experts=8, balance_loss=0.1, balance_bias=0.01, max_grad_norm=0.1),
+    Case(16, dp=3, ep=3, samples=24, accumulation=4, num_experts=6, experts_per_token=3, variant="vocab1022"),
+    Case(16, dp=2, pp=2, tp=2, ep=2, accumulation=4, engine="1f1b", num_experts=8, variant="tied", max_grad_norm=0.1),
+    Case(16, dp=2, ep=2, pp=2, accumulation=4, engine="interleaved", virtual_stages=2, num_experts=4, variant="seven"),
+    Case(16, dp=2, tp=2, accumulation=2, num_experts=4, balance_bias=0.01, recompute=True, max_grad_norm=0.1),
+    Case(16, tp=3, accumulation=2, num_experts=4, experts_per_token=1, balance_loss=0.1, variant="thirds"),
     *(Case(max(12, 10 + zero), dp=dp, samples=8 * dp, accumulation=4, zero=zero, variant=variant, max_grad_norm=0.1)
       for zero in (1, 2, 3) for dp, variant in ((2, "tied"), (3, "plain"), (4, "vocab1022"))),
     Case(12, dp=2, tp=2, accumulation=4, zero=1, zero_shares="3,1", variant="tied", max_grad_norm=0.1),
@@ -126,7 +132,8 @@ def test_topology_equals_one_process(case, runs, models):
         return
     assert_same_math(models / str(case.baseline), models / str(case), case.num_steps)
     check_clipping(case, models / str(case.baseline))
-    check_experts(case, load(models / str(case.baseline)) + load(models / str(case)))
+    if case.num_experts and case.samples == 2:
+        check_unreached(case, *load(models / str(case.baseline)))
     check_live_activations(case, load(models / str(case)))
 
 
@@ -150,15 +157,11 @@ def check_clipping(case: Case, folder) -> None:
     assert seen == pytest.approx(case.max_grad_norm or first, rel=2e-6), "torch divides by the norm plus 1e-6"
 
 
-def check_experts(case: Case, ranks: list[dict]) -> None:
-    """No choice was decided by rounding. With 16 rows for 8 experts of a layer, two or more get none: zero gradients."""
-    if not case.num_experts:
-        return
-    assert min(rank["gap"] for rank in ranks) >= 1e-9
-    sums = [ranks[0]["grads"][f"decoder_layers.{layer}.mlp.experts.{expert}.down_proj.weight"].abs().sum()
-            for layer in range(NUM_LAYERS) for expert in range(case.num_experts)]
-    unreached = [sums[i : i + case.num_experts].count(0) for i in range(0, len(sums), case.num_experts)]
-    assert max(unreached) >= 2 if case.samples == 2 else max(unreached) == 0, unreached
+def check_unreached(case: Case, base: dict) -> None:
+    """Of some layer at least two experts get none of the step's 16 rows: their gradients are zeros."""
+    reached = [[base["grads"][f"decoder_layers.{layer}.mlp.experts.{expert}.down_proj.weight"].any()
+                for expert in range(case.num_experts)] for layer in range(NUM_LAYERS)]
+    assert max(layer.count(False) for layer in reached) >= 2, reached
 
 
 def check_live_activations(case: Case, ranks: list[dict]) -> None:

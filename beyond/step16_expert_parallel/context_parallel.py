@@ -39,10 +39,9 @@ def local_positions(layout: str, seq_len: int) -> torch.Tensor:
 
 
 def visible(layout: str, rank: int, source: int, length: int) -> tuple[slice, slice, bool] | None:
-    """Which queries of cp rank `rank` see which keys of `source`, of `length` tokens each, and whether causally.
+    """Which queries of cp rank `rank` see which keys of `source`, `length` tokens each, and whether causally; or None.
 
-    None where all keys are later. Zigzag: of a lower rank, the first chunk is before both own ones, and the second one
-    is after them. Of a higher rank, both chunks are between the own ones.
+    Zigzag: a lower rank's first chunk is before both own ones and its second after; a higher rank's are between them.
     """
     everything, half = slice(None), length // 2
     if source == rank:
@@ -122,8 +121,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q, own, out, lse = ctx.saved_tensors
-        grad_q, gradients = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, own))
-        message = None
+        message, grad_q, gradients = None, torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(own, dtype=lse.dtype)
         for (k, v), block in go_around(own, ctx.layout):
             if block:
                 queries, keys, is_causal = block
@@ -138,19 +136,16 @@ class RingAttention(torch.autograd.Function):
         return None, grad_q.to(q.dtype), *message.wait().to(own.dtype)
 
 
-def apply_context_parallel(model: nn.Module, layout: str, seq_len: int, device: torch.device) -> nn.Module:
+def apply_context_parallel(model: nn.Module, layout: str, seq_len: int, device: torch.device) -> None:
     """Replaces each layer's attention. Raises UserError for texts that can't be cut, and where a kernel is missing."""
     grid = pgm.process_group_manager
-    if grid.cp_world_size == 1:
-        return model
     if seq_len % (parts := 2 * grid.cp_world_size * grid.tp_world_size):
         raise UserError(f"--seq_len {seq_len} can't be cut into 2 x cp_size={grid.cp_world_size} x tp_size="
                         f"{grid.tp_world_size} equal parts: use a multiple of {parts}")
     if device.type == "cuda" and model.dtype != torch.bfloat16:
-        raise UserError(f"--cp_size {grid.cp_world_size} with activations in {model.dtype}: on CUDA, the kernel that "
-                        "returns lse needs bfloat16, use --dtype bfloat16")
+        raise UserError(f"--cp_size {grid.cp_world_size} on CUDA has a kernel for bfloat16, but not for {model.dtype}: "
+                        "use --dtype bfloat16")
 
     attend_around = torch.compiler.disable(RingAttention.apply)  # messages can't be compiled
     for layer in model.decoder_layers:
         layer.attention.attend = functools.partial(attend_around, layout)
-    return model

@@ -49,9 +49,8 @@ class TokenSamples(Dataset):
 
 
 class MicroBatchDataLoader(DataLoader):
-    """next() gives a micro-batch {"input_ids": (B, T/cp), "target_ids": (B, T/cp)} on `device`, of those of this dp rank.
-
-    `position_ids` (T/cp,) says which tokens of each text this cp rank holds. The model needs them as well.
+    """next() gives a micro-batch of this dp rank's on `device`: {"input_ids": (B, T/cp), "target_ids": (B, T/cp)}, the
+    tokens at `position_ids` (T/cp,) of each text, and those after them.
     """
 
     def __init__(self, samples: Dataset, micro_batch_size: int, gradient_accumulation_steps: int,

@@ -130,7 +130,7 @@ def update_weights(args, model, optimizer) -> torch.Tensor:
 
 
 def make_data_loader(args, config, device, num_samples: int) -> MicroBatchDataLoader:
-    """This dp rank's micro-batches, of which this cp rank holds a part of each text."""
+    """This dp rank's micro-batches."""
     os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
     os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
     samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size, num_samples,
@@ -171,7 +171,8 @@ def main():
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
         f, g = (Gather, Scatter) if args.sequence_parallel else (Copy, Reduce)
         model = apply_tensor_parallel(apply_expert_parallel(Llama(config, dtype)), f, g)
-        model = apply_context_parallel(model, args.cp_layout, args.seq_len, device)
+        if args.cp_size > 1:
+            apply_context_parallel(model, args.cp_layout, args.seq_len, device)
         if args.pp_size > 1:
             model = PipelineParallel(model, args.virtual_stages)
 
