@@ -15,20 +15,19 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 FIRST: dict = {}
-GAPS: list[float] = []  # between the k-th score and the next one, the smallest of each choice of experts
+GAPS: list[float] = []  # between the value of the k-th expert and of the next one, the smallest of each micro-batch and layer
 
 
-def watch_choices() -> None:
-    """A choice jumps where two scores are equal. Rounding, which differs between runs, must not decide any."""
-    topk = torch.Tensor.topk
+def watch_choice(module, _args, output) -> None:
+    """A choice jumps where two values are equal. Rounding, which differs between runs, must not decide any.
 
-    def watched(scores, k, *args, **kwargs):
-        if k < scores.size(-1):
-            values = topk(scores.detach(), k + 1).values
-            GAPS.append((values[..., k - 1] - values[..., k]).min().item())
-        return topk(scores, k, *args, **kwargs)
-
-    torch.Tensor.topk = watched
+    Without a bias, experts are chosen by their logits, of which scores are softmax: logarithms differ as these do.
+    """
+    if type(module).__name__ == "Router" and module.k < output[0].size(-1):
+        scores, bias = output[0].detach(), module.bias_of_choice
+        values = scores + bias if torch.is_tensor(bias) and bias.any() else scores.log()
+        values = values.topk(module.k + 1).values
+        GAPS.append((values[:, -2] - values[:, -1]).min().item())
 
 
 def snapshot(optimizer, _args, _kwargs) -> None:
@@ -87,7 +86,7 @@ def run(out: str, script: str) -> None:
 
 if __name__ == "__main__":
     register_optimizer_step_pre_hook(snapshot)
-    watch_choices()
+    torch.nn.modules.module.register_module_forward_hook(watch_choice)
     out, script = sys.argv[1:3]
     sys.argv = sys.argv[2:]
     run(out, script)

@@ -180,7 +180,8 @@ def assert_same_math(one: pathlib.Path, many: pathlib.Path, num_steps: int) -> N
         off = [abs(a[what] - b[what]) for a, b in zip(expected, found)]
         assert max(off) <= TOLERANCE, f"{what} of the steps: {', '.join(f'{each:.1e}' for each in off)} apart"
     [base], ranks = load(one), load(many)
-    assert all(rank["gap"] is None or rank["gap"] >= 1e-9 for rank in [base, *ranks]), "rounding may choose an expert"
+    gap = min((rank["gap"] for rank in [base, *ranks] if rank["gap"] is not None), default=1)
+    assert gap >= 1e-9, f"rounding may choose an expert: {gap:.1e} to the next one"
     for what in ("initial", "grads", "final"):
         full = assemble(ranks, what)
         if "final_proj.weight" not in base[what] and "final_proj.weight" in full:  # tied, on the first and last stage
