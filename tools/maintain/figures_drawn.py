@@ -1,4 +1,4 @@
-"""Figures that need no run: the grid of ranks, the collectives, the column and the row split. See make_figures.py."""
+"""Figures that need no run: the grid of ranks, the collectives, how tensors are split. See make_figures.py."""
 
 import matplotlib.patches as patches
 from matplotlib.figure import Figure
@@ -116,4 +116,36 @@ def column_row(picture) -> None:
     for line, y in zip(lines, (0.1, -0.35)):
         one.text(2.45, y, line, fontsize=12.5, color=INK)
     one.set(xlim=(-0.1, 12.2), ylim=(-0.5, 5.2), aspect="equal")
+    figure.savefig(picture)
+
+
+def sequence_parallel(picture) -> None:
+    """An attention block over two ranks: which tokens (rows) and which columns each rank holds at each point."""
+    figure, axes = canvas(10, 4.3)
+    one, high, wide, apart = axes[0, 0], 1.5, 0.8, 1.62
+    points = ["x", "norm(x)", "input of\nq, k, v", "heads", "partial sums\nof out", "their sum", "+ x"]
+    for rank, y in enumerate((2.55, 0.35)):
+        part = (rank / 2, rank / 2 + 0.5)
+        tokens, columns, whole = (*part, 0, 1), (0, 1, *part), (0, 1, 0, 1)  # of the rows, and of the columns: from, to
+        one.text(-0.25, y + high / 2, f"rank {rank}", ha="right", va="center", fontsize=13, weight="bold",
+                 color=RANKS[rank])
+        for k, (top, bottom, left, right) in enumerate((tokens, tokens, whole, columns, whole, tokens, tokens)):
+            x = apart * k
+            one.add_patch(patches.Rectangle((x, y), wide, high, facecolor="#f2f2f0", edgecolor=FAINT, linewidth=0.8))
+            one.add_patch(patches.Rectangle((x + left * wide, y + high * (1 - bottom)), (right - left) * wide,
+                                            (bottom - top) * high, facecolor=LIGHT[rank], edgecolor=INK, linewidth=1,
+                                            hatch="//" if k == 4 else None))
+            if k + 1 < len(points):
+                arrow(one, (x + wide + 0.08, y + high / 2), (x + apart - 0.08, y + high / 2), (FAINT, INK)[k in (1, 4)])
+    for k, text in enumerate(points):
+        one.text(apart * k + wide / 2, 4.2, text, ha="center", va="bottom", fontsize=12, color=INK)
+    for k, letter, forward, backward in ((1, "f", "all-gather", "reduce-scatter"),
+                                         (4, "g", "reduce-scatter", "all-gather")):
+        x = apart * k + wide + 0.41
+        one.plot((x, x), (1.1, 3.3), color=INK, linewidth=1.6, zorder=0)
+        one.add_patch(patches.Circle((x, 2.2), 0.24, facecolor="#ffffff", edgecolor=INK, linewidth=1.4, zorder=3))
+        one.text(x, 2.2, letter, ha="center", va="center", fontsize=15, style="italic", color=INK, zorder=4)
+        one.text(x, 0.12, f"forward: {forward}\nbackward: {backward}", ha="center", va="top", fontsize=11.5, color=INK)
+    one.text(-1.15, 0.12, "rows: 8 tokens\ncolumns: D", va="top", fontsize=11.5, color="#666666")
+    one.set(xlim=(-1.2, 10.7), ylim=(-0.5, 4.8), aspect="equal")
     figure.savefig(picture)
