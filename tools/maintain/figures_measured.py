@@ -198,7 +198,8 @@ def expert_load(runs: dict[str, list[dict]], picture: pathlib.Path) -> None:
     figure, axes = panels(10, 4.2, 1, 2)
     for one, what, title in zip(axes[0], ("expert_load", "loss"), ("largest load of an expert, mean = 1", "loss")):
         for (name, rows), colour in zip(runs.items(), ("#aa3377", "#4477aa", "#228833")):
-            one.plot([row["step"] for row in rows], [row[what] for row in rows], color=colour, label=name, linewidth=1.6)
+            steps, values = [row["step"] for row in rows], [row[what] for row in rows]
+            one.plot(steps, values, color=colour, label=name, linewidth=1.6)
         one.set_title(title, loc="left", fontsize=13, color=INK)
         one.set_xlabel("optimizer step", fontsize=12)
     axes[0, 0].set_ylim(bottom=1)
