@@ -46,8 +46,9 @@ def main() -> None:
         loads = {name: [row["expert_load"] for row in metrics(folder, name)] for name in RUNS}
     for i, name in enumerate(RUNS):
         ratios = statistics.quantiles([seconds[0] / seconds[i] for seconds in rounds], n=4)
-        print(f"{name}: {statistics.median(seconds[i] for seconds in rounds):.2f} s a step, {ratios[1]:.2f} times as fast"
-              f" as one process ({ratios[0]:.2f} to {ratios[2]:.2f}), largest load {statistics.mean(loads[name]):.2f}")
+        middle = statistics.median(seconds[i] for seconds in rounds)
+        print(f"{name}: {middle:.2f} s a step, {ratios[1]:.2f} times as fast as one process ({ratios[0]:.2f} to "
+              f"{ratios[2]:.2f}), largest load {statistics.mean(loads[name]):.2f}")
 
 
 if __name__ == "__main__":
