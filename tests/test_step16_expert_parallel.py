@@ -1,7 +1,9 @@
 """Step 16's experts against Hugging Face's Mixtral, and what is particular to them."""
 
+import gc
 import re
 import types
+import weakref
 
 import pytest
 import torch
@@ -104,6 +106,21 @@ def test_balance_loss_is_added_to_the_gradient():
     for (name, param), other in zip(found.named_parameters(), plain.parameters(), strict=True):
         assert (param.grad - other.grad).abs().max() <= 1e-14, name
     assert (found.decoder_layers[0].mlp.router.weight.grad).abs().max() > 1e-4
+
+
+def test_activations_do_not_outlive_backward():
+    """A hook that holds the tensor which holds the hook would keep the graph until Python's garbage collection."""
+    model, scores = build(), []
+    args = types.SimpleNamespace(num_experts=8, balance_loss=0.3, balance_bias=0.0, gradient_accumulation_steps=2)
+    expert_parallel.ExpertBalance(args, model, torch.device("cpu"))
+    for layer in model.decoder_layers:
+        layer.mlp.router.register_forward_hook(lambda module, args, output: scores.append(weakref.ref(output[0])))
+    gc.disable()
+    try:
+        model(torch.arange(8).view(1, 8), torch.arange(8)).sum().backward()
+        assert [ref() for ref in scores] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_bias_moves_against_the_load_and_not_into_the_weights(world_of_one):

@@ -114,8 +114,8 @@ class ExpertBalance:
         counts = chosen.flatten().bincount(minlength=scores.size(1))
         self.loads[router] += counts  # with --recompute twice, all of them
         if self.loss_weight and scores.requires_grad:
-            fractions = counts.to(scores.dtype) / chosen.numel()  # f_e: constants. A score's derivative is E f_e / N
-            scores.register_hook(lambda other: other + self.loss_weight * scores.size(1) / len(scores) * fractions)
+            gradient = self.loss_weight * scores.size(1) / chosen.numel() / len(scores) * counts.to(scores.dtype)
+            scores.register_hook(lambda other: other + gradient)  # without `scores`, or it would keep itself alive
 
     def finish_step(self) -> float:
         """Moves the biases. Returns the largest load of an expert in this step, relative to the mean of its layer."""
@@ -142,5 +142,5 @@ def check_experts(args):
     for other, is_used in {f"--pp_engine {args.pp_engine}": is_zb, "--sequence_parallel": args.sequence_parallel,
                            f"--cp_size {args.cp_size}": args.cp_size > 1, f"--zero {args.zero}": args.zero}.items():
         if args.num_experts and is_used:
-            raise UserError(f"{experts} with {other}: experts go with dp, tp and, by 1f1b or interleaved, pp, no more")
+            raise UserError(f"{experts} with {other}: experts go only with dp, tp, and pp by 1f1b, afab or interleaved")
     return args
