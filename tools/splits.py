@@ -1,4 +1,4 @@
-"""Every way to divide a Llama, or one with experts, over ranks with steps 4 to 16, and what a rank then holds and sends.
+"""Every way to divide a Llama, also with experts, over ranks with steps 4 to 16, and what a rank then holds and sends.
 
 A split is dp x pp x cp x tp ranks, a schedule with v chunks a rank, a level of ZeRO and, for experts, ep of the dp
 ranks among which these are divided. The formulas, each of a rank with P parameters, of N = dp cp ranks with the same
