@@ -52,7 +52,7 @@ BFLOAT16 = [Case(step, num_steps=6, dtype="bfloat16", **sizes) for step, sizes i
     (10, {"pp": 2, "engine": "zb"}), (12, {"dp": 2, "accumulation": 2, "zero": 2}),
     (13, {"dp": 2, "accumulation": 2, "zero": 3}), (14, {"tp": 2, "accumulation": 2, "sequence_parallel": True}),
     (8, {"dp": 2, "pp": 2, "tp": 2, "accumulation": 4, "engine": "1f1b"}),
-    (9, {"pipelines": "3,2;5", "num_microbatches": "6,2"}))]
+    (9, {"pipelines": "3,2;5", "num_microbatches": "6,2"}), (15, {"cp": 2, "accumulation": 2, "seq_len": 24}))]
 LONGER = [dataclasses.replace(case, num_steps=10) for case in (  # further sizes, and more steps
     *(Case(11, pp=2, engine=engine, virtual_stages=2, variant="seven", samples=12, accumulation=m)
       for engine in ("interleaved", "interleaved_zb") for m in (1, 2, 3, 6)),
@@ -109,7 +109,9 @@ LONGER = [dataclasses.replace(case, num_steps=10) for case in (  # further sizes
         {"dp": 2, "pp": 2, "cp": 2, "tp": 2, "engine": "1f1b", "accumulation": 4})),
 )] + BFLOAT16[7:]
 OFF = 0.02  # of losses around 7. One process in bfloat16 is 0.009 from one in float64
-OFF_GRADIENT = {1: 0.01, 2: 0.06}  # tp_size -> of a gradient's norm: tp adds partial sums that were rounded
+# tp_size or cp_size -> of a gradient's norm: tp adds rounded sums, cp rounds probabilities of other blocks. One process
+# is 0.024 from one in float64, and cp 0.025.
+OFF_GRADIENT = {1: 0.01, 2: 0.06}
 
 
 def start(case: Case, folder):
@@ -146,7 +148,7 @@ def check_nearness(case: Case, models) -> None:
     gradients = assemble(ranks, "grads")
     for name, expected in base["grads"].items():
         off = (gradients[name] - expected).norm() / expected.norm()
-        assert off < OFF_GRADIENT[case.tp], (name, off)
+        assert off < OFF_GRADIENT[max(case.tp, case.cp)], (name, off)
     assert assemble(ranks, "final").keys() == base["final"].keys()
 
 

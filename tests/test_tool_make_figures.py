@@ -36,7 +36,7 @@ def test_what_is_read_out_of_a_trace(trace, tmp_path):
 
 def test_drawn_figures(tmp_path, capsys):
     make_figures.main([*make_figures.DRAWN, "--out", str(tmp_path)])
-    assert len(list(tmp_path.glob("figure_*.png"))) == len(make_figures.DRAWN) == 4
+    assert len(list(tmp_path.glob("figure_*.png"))) == len(make_figures.DRAWN) == 5
     assert figures_drawn.grid is make_figures.DRAWN["grid"] and "column_row: " in capsys.readouterr().out
 
 

@@ -1,6 +1,11 @@
-"""Figures that need no run: the grid of ranks, the collectives, how tensors are split. See make_figures.py."""
+"""Figures that need no run: the grid of ranks, the collectives, how tensors are split, who computes which scores in
+ring attention. See make_figures.py.
+"""
+
+import types
 
 import matplotlib.patches as patches
+from launch import modules_of
 from matplotlib.figure import Figure
 
 INK, FAINT = "#222222", "#8a8a8a"
@@ -148,4 +153,53 @@ def sequence_parallel(picture) -> None:
         one.text(x, 0.12, f"forward: {forward}\nbackward: {backward}", ha="center", va="top", fontsize=11.5, color=INK)
     one.text(-1.15, 0.12, "rows: 8 tokens\ncolumns: D", va="top", fontsize=11.5, color="#666666")
     one.set(xlim=(-1.2, 10.7), ylim=(-0.5, 4.8), aspect="equal")
+    figure.savefig(picture)
+
+
+def ring(picture) -> None:
+    """The scores of a text of eight chunks on four ranks: who computes which at which hop, and how long it takes."""
+    size, chunk = 4, 60
+    half, length = chunk // 2, 2 * chunk  # of a chunk, of a rank's tokens
+    with modules_of(15):
+        import context_parallel
+        import process_group_manager as pgm
+    figure, axes = canvas(10, 7.2, 2, 2, height_ratios=(2.6, 1))
+    for column, layout in enumerate(("contiguous", "zigzag")):
+        mask, times = axes[:, column]
+        mask.set_title(layout, fontsize=14, color=INK, weight="bold")
+        places = []
+        for rank in range(size):
+            pgm.process_group_manager = types.SimpleNamespace(cp_rank=rank, cp_world_size=size)
+            places.append(context_parallel.local_positions(layout, size * length))
+        start = 0
+        for hop in range(size):
+            work = []
+            for rank in range(size):
+                block = context_parallel.visible(layout, rank, (rank - hop) % size, length)
+                queries, keys, is_causal = block or (slice(0), slice(0), False)
+                rows, columns = places[rank][queries], places[(rank - hop) % size][keys]
+                for y in rows[half::chunk].tolist():
+                    for x in columns[half::chunk].tolist():
+                        if x <= y:
+                            mask.add_patch(patches.Rectangle((x - half, y - half), chunk, chunk, facecolor=LIGHT[rank],
+                                                             edgecolor="#ffffff"))
+                            mask.text(x, y, hop, ha="center", va="center", fontsize=11.5, color=INK)
+                work.append(len(rows) * len(columns) * (0.5 if is_causal else 1) / length**2)
+            for rank, units in enumerate(work):
+                times.barh(rank, units, left=start, height=0.75, color=RANKS[rank], edgecolor="#fcfcfa", linewidth=2)
+                if units:
+                    times.text(start + units / 2, rank, hop, ha="center", va="center", fontsize=11, color="#ffffff")
+            start += max(work)
+        for i in range(2 * size):
+            mask.text(-10, chunk * i + half, i, ha="right", va="center", fontsize=11.5, color=FAINT)
+            mask.text(chunk * i + half, -10, i, ha="center", va="bottom", fontsize=11.5, color=FAINT)
+        mask.text(-55, size * chunk, "chunk of the queries", rotation=90, ha="center", va="center", fontsize=12,
+                  color=INK)
+        mask.text(size * chunk, -45, "chunk of the keys", ha="center", va="bottom", fontsize=12, color=INK)
+        mask.set(xlim=(-75, 2 * size * chunk + 5), ylim=(2 * size * chunk + 5, -75), aspect="equal")
+        for rank in range(size):
+            times.text(-0.1, rank, f"rank {rank}", ha="right", va="center", fontsize=12, color=RANKS[rank])
+        times.text(start, size - 0.2, f"{start:g}", ha="center", va="top", fontsize=12, color=INK)
+        times.text(0, size - 0.2, "0", ha="center", va="top", fontsize=12, color=INK)
+        times.set(xlim=(-0.7, 3.9), ylim=(size + 0.2, -0.6))
     figure.savefig(picture)

@@ -184,7 +184,8 @@ def plan(folder: pathlib.Path, picture: pathlib.Path) -> None:
     figures_measured.plan({"seconds": seconds}, chosen, spans, picture)
 
 
-DRAWN = {name: getattr(figures_drawn, name) for name in ("grid", "collectives", "column_row", "sequence_parallel")}
+DRAWN = {name: getattr(figures_drawn, name)
+         for name in ("grid", "collectives", "column_row", "sequence_parallel", "ring")}
 COURSE, BEYOND, VIRTUAL = ("afab", "1f1b"), ("1f1b", "zb"), ("1f1b", "interleaved", "interleaved_zb")
 MEASURED = {
     "timelines": of_schedules(figures_measured.timelines, COURSE),

@@ -64,8 +64,9 @@ def measure(step: int, flags: str, seq_len: int) -> dict[str, float]:
             words = ["--num_hidden_layers", layers, "--seq_len", seq_len, "--micro_batch_size", 1, "--log_dir", folder,
                      "--gradient_accumulation_steps", 1, "--max_tokens", seq_len, "--dtype", "float32", *flags.split()]
             launch(step, ranks, out, STEPS[str(step)] / "train.py", *words, script=SCRIPT, timeout=580)
-            found = [json.loads(path.read_text()) for path in out.glob("rank*.json")]  # in float32, no weight is copied:
-            kept.append(max(rank["others"] + rank.get("weights", 0) for rank in found))  # these have the shape of one
+            found = [json.loads(path.read_text()) for path in out.glob("rank*.json")]
+            # In float32 no weight has a copy. What counts as one has the shape of one by chance.
+            kept.append(max(rank["others"] + rank.get("weights", 0) for rank in found))
     return {"layer": (kept[1] - kept[0]) / (LAYERS[1] - LAYERS[0]), "whole": kept[1]}
 
 
