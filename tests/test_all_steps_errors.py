@@ -62,6 +62,7 @@ def title(value):
     return " ".join(map(str, value[:4])) or None if isinstance(value, list) and str(value[0])[:2] == "--" else None
 
 
+EXPERTS = ["--num_experts", 4]
 UNREACHABLE = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # port 9 of this machine is nobody's
 
 
@@ -177,6 +178,16 @@ def test_an_error_that_rank_0_does_not_meet(fails, tmp_path):
     (15, 2, ["--cp_size", 2, "--zero", 1, "--zero_shares", "4,2,1"], ["3 replicas", "there are 2", "number for each"]),
     (15, 2, ["--cp_size", 2, "--seq_len", 30], ["--seq_len 30", "cp_size=2", "multiple of 4"]),
     (15, 2, ["--cp_size", 3], ["cp_size=3 x tp_size=1 needs 3", "2 run", "--nproc_per_node 3"]),
+    (16, 2, ["--dp_size", 2, "--ep_size", 2], ["--ep_size", "are for experts", "use --num_experts"]),
+    (16, 1, ["--balance_loss", 0.1], ["--balance_loss", "are for experts", "use --num_experts"]),
+    (16, 2, [*EXPERTS, "--dp_size", 2, "--ep_size", 4], ["--ep_size 4 has to divide", "--dp_size 2"]),
+    (16, 3, [*EXPERTS, "--dp_size", 3, "--ep_size", 3], ["--ep_size 3 has to divide --num_experts 4"]),
+    (16, 1, [*EXPERTS, "--experts_per_token", 5], ["--experts_per_token 5 is more than --num_experts 4", "lower it"]),
+    *((16, 2, [*EXPERTS, *more], ["--num_experts 4 with", expected, "1f1b"]) for expected, more in (
+        ("--pp_engine zb", ["--pp_size", 2]),
+        ("--pp_engine interleaved_zb", ["--pp_size", 2, "--pp_engine", "interleaved_zb", "--virtual_stages", 2]),
+        ("--sequence_parallel", ["--tp_size", 2, "--sequence_parallel"]), ("--cp_size 2", ["--cp_size", 2]),
+        *((f"--zero {level}", ["--dp_size", 2, "--zero", level]) for level in (1, 2, 3)))),
     (8, 1, ["--num_attention_heads", 7], ["hidden_size=128", "num_attention_heads=7", "--num_attention_heads"]),
     (1, 1, ["--num_key_value_heads", 3], ["num_attention_heads=8", "num_key_value_heads=3"]),
     (8, 1, ["--tp_size", 2], ["dp_size=1 x pp_size=1 x tp_size=2", "2 processes", "1 run"]),

@@ -27,6 +27,7 @@ RUNS = {  # name -> step, ranks, flags
     "pp2-tp2-sp": (14, 4, ["--pp_size", 2, "--tp_size", 2, "--sequence_parallel"]),
     "cp3": (15, 3, ["--cp_size", 3, "--seq_len", 24]),
     "cp2-bfloat16": (15, 2, ["--cp_size", 2, "--cp_layout", "contiguous", "--dtype", "bfloat16"]),
+    "dp4-ep2": (16, 4, ["--dp_size", 4, "--ep_size", 2, "--num_experts", 4, "--experts_per_token", 4]),
     "pp4": (7, 4, ["--pp_size", 4]),
     "3d": (8, 8, ["--dp_size", 2, "--pp_size", 2, "--tp_size", 2, "--dtype", "bfloat16"]),
     "three-stages": (9, 3, ["--pipelines", "3,2,3", "--wire_dtype", "bfloat16"]),
@@ -188,6 +189,26 @@ def test_fsdp_gathers_weights_twice_a_micro_batch(counted, name, ranks, itemsize
             assert total_bytes(calls) == pytest.approx(expected, rel=1e-3), (rank, function)
             found -= calls
         assert not found, "nothing else"
+
+
+@pytest.mark.parametrize("name", ["dp4-ep2"])
+def test_rows_travel_to_experts_and_back(counted, name):
+    """Each token chooses all four experts, so half of its rows leave: there and back, forward and backward.
+
+    Experts are summed over two ranks of four, and the rest over all.
+    """
+    loads = ("all_reduce", "cp_dp_group", None, 8 * LAYERS * 4)  # how many rows each expert got, in int64
+    for rank, found in enumerate(counted(name)):
+        travelling = Counter({key: n for key, n in found.items() if key[:2] == ("all_to_all_single", "ep_group")})
+        assert total_bytes(travelling) == LAYERS * M * 4 * (2 - 1) / 2 * B * T * 4 * D * 4, rank
+        found -= travelling
+        mlps = LAYERS * 3 * D * I
+        others = WHOLE - mlps + LAYERS * 4 * D  # and the routers
+        for group, numbers in (("expert_dp_group", mlps * 4 // 2), ("cp_dp_group", others)):
+            sums = Counter({key: n for key, n in found.items() if key[:2] == ("all_reduce", group) and key != loads})
+            assert total_bytes(sums) == 4 * numbers, (rank, group)
+            found -= sums
+        assert found == Counter({loads: 1}), rank
 
 
 @pytest.mark.parametrize("name, itemsize", [

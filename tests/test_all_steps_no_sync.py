@@ -26,6 +26,7 @@ CASES = {  # step, rank, world size, flags; the last rank of a grid computes the
     "step13": (13, 3, 4, "--dp_size", 2, "--tp_size", 2, "--zero", 3),
     "step14": (14, 7, 8, *GRID, "--sequence_parallel"),
     "step15": (15, 15, 16, *GRID, "--cp_size", 2, "--sequence_parallel"),
+    "step16": (16, 3, 4, "--dp_size", 2, "--tp_size", 2),  # with experts the host has to know their numbers of rows
     "cluster": (9, 2, 3, *UNLIKE), "cluster-int8": (9, 2, 3, *UNLIKE, *INT8),
 }
 OTHER_RANKS = {"step7-first-stage": (7, 0, 8, *GRID), "step8-first-stage": (8, 0, 8, *GRID),

@@ -12,7 +12,7 @@ import dataclasses
 import pytest
 import torch
 from launch import losses, metrics
-from recordings import Case, assemble, assert_same_math, load, record
+from recordings import NUM_LAYERS, Case, assemble, assert_same_math, load, record
 
 CASES = [  # each idea of a step once
     Case(4, tp=4, accumulation=2, variant="vocab1022", max_grad_norm=0),
@@ -38,6 +38,10 @@ CASES = [  # each idea of a step once
     Case(15, cp=3, accumulation=2, seq_len=24, variant="tied", max_grad_norm=0.1),
     Case(15, cp=2, tp=2, accumulation=2, seq_len=24, sequence_parallel=True, cp_layout="contiguous", max_grad_norm=0.1),
     Case(15, cp=2, pp=2, engine="1f1b", accumulation=4, seq_len=24, variant="tied", max_grad_norm=0.1),
+    Case(16, dp=4, ep=2, accumulation=2, num_experts=8, variant="tied", max_grad_norm=0.1),
+    Case(16, dp=2, ep=2, tp=2, accumulation=2, num_experts=8, balance_loss=0.1, max_grad_norm=0.1),
+    Case(16, dp=2, ep=2, pp=2, accumulation=2, num_experts=4, engine="1f1b", balance_bias=0.01, recompute=True),
+    Case(16, dp=2, ep=2, samples=2, accumulation=1, num_experts=8, experts_per_token=1, variant="llama3"),  # unreached
     Case(9, pipelines="3,2;5", num_microbatches="6,2", variant="tied", max_grad_norm=0.1),
     Case(9, pipelines="5;5;2,3", num_microbatches="3,2,3"),
     Case(9, pipelines="1,3,1", num_microbatches="8", max_grad_norm=0),
@@ -55,6 +59,12 @@ LONGER = [dataclasses.replace(case, num_steps=10) for case in (  # further sizes
     Case(11, dp=2, pp=2, tp=2, accumulation=4, engine="interleaved_zb", virtual_stages=2, variant="tied"),
     Case(11, tp=2, pp=2, engine="interleaved", virtual_stages=2), Case(11, dp=2, pp=2, engine="1f1b"),
     Case(11, pp=3, engine="interleaved_zb", virtual_stages=2, variant="seven"),
+    Case(16, dp=4, ep=4, accumulation=2, num_experts=8, balance_loss=0.1, balance_bias=0.01, max_grad_norm=0.1),
+    Case(16, dp=3, ep=3, samples=24, accumulation=4, num_experts=6, experts_per_token=3, variant="vocab1022"),
+    Case(16, dp=2, pp=2, tp=2, ep=2, accumulation=4, engine="1f1b", num_experts=8, variant="tied", max_grad_norm=0.1),
+    Case(16, dp=2, ep=2, pp=2, accumulation=4, engine="interleaved", virtual_stages=2, num_experts=4, variant="seven"),
+    Case(16, dp=2, tp=2, accumulation=2, num_experts=4, balance_bias=0.01, recompute=True, max_grad_norm=0.1),
+    Case(16, tp=3, accumulation=2, num_experts=4, experts_per_token=1, balance_loss=0.1, variant="thirds"),
     *(Case(max(12, 10 + zero), dp=dp, samples=8 * dp, accumulation=4, zero=zero, variant=variant, max_grad_norm=0.1)
       for zero in (1, 2, 3) for dp, variant in ((2, "tied"), (3, "plain"), (4, "vocab1022"))),
     Case(12, dp=2, tp=2, accumulation=4, zero=1, zero_shares="3,1", variant="tied", max_grad_norm=0.1),
@@ -125,6 +135,8 @@ def test_topology_equals_one_process(case, runs, models):
         return
     assert_same_math(models / str(case.baseline), models / str(case), case.num_steps)
     check_clipping(case, models / str(case.baseline))
+    if case.num_experts and case.samples == 2:
+        check_unreached(case, *load(models / str(case.baseline)))
     check_live_activations(case, load(models / str(case)))
 
 
@@ -146,6 +158,13 @@ def check_clipping(case: Case, folder) -> None:
     assert first > 1.5 * case.max_grad_norm
     seen = torch.cat([grad.flatten() for grad in rank["grads"].values()]).norm().item()
     assert seen == pytest.approx(case.max_grad_norm or first, rel=2e-6), "torch divides by the norm plus 1e-6"
+
+
+def check_unreached(case: Case, base: dict) -> None:
+    """Of some layer at least two experts get none of the step's 16 rows: their gradients are zeros."""
+    reached = [[base["grads"][f"decoder_layers.{layer}.mlp.experts.{expert}.down_proj.weight"].any()
+                for expert in range(case.num_experts)] for layer in range(NUM_LAYERS)]
+    assert max(layer.count(False) for layer in reached) >= 2, reached
 
 
 def check_live_activations(case: Case, ranks: list[dict]) -> None:

@@ -31,7 +31,7 @@ CASES = [pytest.param((kind, seed), marks=pytest.mark.slow if seed >= quick else
 def check_topology(folder, _, step, ranks, flags, alone) -> list:
     where = ["--model_name", folder / "model", "--dataset_name", folder.parent / "corpus", "--log_dir", folder,
              "--run_name"]
-    jobs = [record(folder / "one", 3, 1, [*alone, *where, "one"]),
+    jobs = [record(folder / "one", 16 if "--num_experts" in alone else 3, 1, [*alone, *where, "one"]),
             record(folder / "many", step, ranks, [*flags, *where, "many"])]
     done = [job.result() for job in jobs]
     assert_same_math(folder / "one", folder / "many", len(metrics(folder, "one")))

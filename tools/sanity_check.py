@@ -86,7 +86,6 @@ ROWS = {row.name: row for row in [
     Row("dp4_zero2", "ZeRO 2", 12, {"dp_size": 4, "zero": 2}),
     Row("dp4_fsdp", "FSDP", 13, {"dp_size": 4, "zero": 3}),
     Row("tp4_sequence", "TP 4 SP", 14, {"tp_size": 4, "sequence_parallel": True}),
-    Row("cp4", "CP 4", 15, {"cp_size": 4}),
 ]}
 DEFAULT_ROWS = [name for name, row in ROWS.items() if row.step < 11 and name != "tp2pp2"]  # 3d contains it
 

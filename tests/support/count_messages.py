@@ -35,8 +35,11 @@ def counted(name: str, function):
         if name in ("isend", "irecv", "send", "recv"):
             in_group = kwargs.get("group_dst", kwargs.get("group_src"))
             peer = args[0] if in_group is None else dist.get_global_rank(kwargs["group"], in_group)
-        if payload.nbytes > LOGGED:
-            COUNTS[name, group, peer, payload.nbytes] += 1
+        size = payload.nbytes
+        if name == "all_to_all_single":  # but for what a rank sends to itself
+            size -= args[2][kwargs["group"].rank()] * payload[:1].nbytes
+        if size > LOGGED:
+            COUNTS[name, group, peer, size] += 1
         inside = True
         try:
             return function(tensor, *args, **kwargs)

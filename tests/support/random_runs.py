@@ -20,7 +20,10 @@ STEPS = {4: TP, 5: DP, 6: DP, 7: PP, 8: EIGHT, 9: EIGHT,  # step -> values of it
          14: {**PP, "tp_size": (2, 2, 3, 4), "pp_engine": ("1f1b", "zb"), "zero": (1, 2, 3),
               "sequence_parallel": (True,)},
          15: {**PP, "cp_size": (2, 2, 3, 4), "cp_layout": ("zigzag", "zigzag", "contiguous"), "pp_size": (1, 1, 2),
-              "pp_engine": ("1f1b", "zb"), "zero": (0, 1, 2, 3), "sequence_parallel": (True, False)}}
+              "pp_engine": ("1f1b", "zb"), "zero": (0, 1, 2, 3), "sequence_parallel": (True, False)},
+         16: {**PP, "tp_size": (1, 1, 1, 2), "dp_size": (1, 2, 3, 4), "pp_size": (1, 1, 2), "pp_engine": ("afab", "1f1b"),
+              "recompute": (True, False), "num_experts": (4, 6, 12, 12), "experts_per_token": (1, 2),
+              "balance_bias": (0, 0.01)}}
 
 
 def parts(rng: random.Random, total: int, count: int) -> list[int]:
@@ -66,6 +69,10 @@ def topology(seed: int) -> tuple[dict, int, int, list, list]:
         else:
             flags["gradient_accumulation_steps"] = count // dp
         ranks *= math.prod(value for name, value in flags.items() if name.endswith("_size"))
+    experts = {name: flags[name] for name in ("num_experts", "experts_per_token", "balance_bias") if name in flags}
+    if experts:
+        divisors = [size for size in (1, 2, 3, 4) if math.gcd(dp, flags["num_experts"]) % size == 0]
+        flags["ep_size"] = rng.choice(divisors + 2 * divisors[-1:])
     heads, groups = tp * rng.choice((1, 2, 3)), rng.choice((1, 1, 2))
     model = {"num_hidden_layers": layers, "num_attention_heads": heads * groups, "num_key_value_heads": heads,
              "head_dim": rng.choice((2, 4, 6)), "hidden_size": heads * groups * rng.randint(1, 6),
@@ -78,7 +85,7 @@ def topology(seed: int) -> tuple[dict, int, int, list, list]:
             "lr_decay": rng.choice(("none", "cosine"))}
     both["max_tokens"] = num_steps * count * size * both["seq_len"] + rng.randrange(count * size)
     flags |= {**both, "micro_batch_size": size, "num_workers": rng.choice((0,) * 9 + (1,))}
-    alone = {**both, "micro_batch_size": count * size, "gradient_accumulation_steps": 1}
+    alone = {**both, **experts, "micro_batch_size": count * size, "gradient_accumulation_steps": 1}
     return model, step, ranks, words(flags), words(alone)
 
 

@@ -15,6 +15,19 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 FIRST: dict = {}
+GAPS: list[float] = []  # between the value of the k-th expert and of the next one, the smallest of each micro-batch and layer
+
+
+def watch_choice(module, _args, output) -> None:
+    """A choice jumps where two values are equal. Rounding, which differs between runs, must not decide any.
+
+    Without a bias, experts are chosen by their logits, of which scores are softmax: logarithms differ as these do.
+    """
+    if type(module).__name__ == "Router" and module.k < output[0].size(-1):
+        scores, bias = output[0].detach(), module.bias_of_choice
+        values = scores + bias if torch.is_tensor(bias) and bias.any() else scores.log()
+        values = values.topk(module.k + 1).values
+        GAPS.append((values[:, -2] - values[:, -1]).min().item())
 
 
 def snapshot(optimizer, _args, _kwargs) -> None:
@@ -66,12 +79,14 @@ def run(out: str, script: str) -> None:
     place = {"dp": grid.dp_rank, "pp": grid.pp_rank, "tp": grid.tp_rank}
     final = FIRST.pop("read")("data")
     os.makedirs(out, exist_ok=True)
-    recording = {**FIRST, "final": final, "place": place, "peak": peaks[0] if peaks else None}
+    recording = {**FIRST, "final": final, "place": place, "peak": peaks[0] if peaks else None,
+                 "gap": min(GAPS, default=None)}
     torch.save(recording, os.path.join(out, f"rank{grid.global_rank}.pt"))
 
 
 if __name__ == "__main__":
     register_optimizer_step_pre_hook(snapshot)
+    torch.nn.modules.module.register_module_forward_hook(watch_choice)
     out, script = sys.argv[1:3]
     sys.argv = sys.argv[2:]
     run(out, script)

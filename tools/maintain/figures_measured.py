@@ -193,6 +193,20 @@ def transfers(trace: pathlib.Path, picture: pathlib.Path) -> None:
     figure.savefig(picture)
 
 
+def expert_load(runs: dict[str, list[dict]], picture: pathlib.Path) -> None:
+    """The largest load of an expert and the loss, step by step, of runs by their names: rows of metrics.jsonl."""
+    figure, axes = panels(10, 4.2, 1, 2)
+    for one, what, title in zip(axes[0], ("expert_load", "loss"), ("largest load of an expert, mean = 1", "loss")):
+        for (name, rows), colour in zip(runs.items(), ("#aa3377", "#4477aa", "#228833")):
+            steps, values = [row["step"] for row in rows], [row[what] for row in rows]
+            one.plot(steps, values, color=colour, label=name, linewidth=1.6)
+        one.set_title(title, loc="left", fontsize=13, color=INK)
+        one.set_xlabel("optimizer step", fontsize=12)
+    axes[0, 0].set_ylim(bottom=1)
+    axes[0, 1].legend(frameon=False, fontsize=11.5)
+    figure.savefig(picture)
+
+
 def unlike(trace: pathlib.Path, picture: pathlib.Path) -> None:
     """Pipelines of unlike shapes: a row a rank, and the bubble of each pipeline."""
     spans = read_trace(trace)

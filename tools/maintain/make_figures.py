@@ -130,6 +130,16 @@ def sharded(step: str, level: int):
     return draw
 
 
+def expert_load(folder: pathlib.Path, picture: pathlib.Path) -> None:
+    """Eight experts of which a token passes two: without balance, and with each of the two remedies."""
+    runs = {"no balance": [], "--balance_loss 0.01": ["--balance_loss", 0.01],
+            "--balance_bias 0.01": ["--balance_bias", 0.01]}
+    for name, flags in runs.items():
+        launch(16, 2, "--num_experts", 8, "--dp_size", 2, "--ep_size", 2, "--micro_batch_size", 2, "--max_tokens",
+               100 * 32 * 128, "--log_dir", folder, "--run_name", name, *flags, timeout=1800)
+    figures_measured.expert_load({name: metrics(folder, name) for name in runs}, picture)
+
+
 def trace_of_unlike_pipelines(folder: pathlib.Path) -> pathlib.Path:
     """The machine that holds the whole model is three times as fast as each of the two others."""
     runs = {"unlike": ["9", "--pipelines", "8;5,3", "--num_microbatches", "6,2"]}
@@ -184,7 +194,7 @@ MEASURED = {
     "virtual_stages": of_schedules(figures_measured.timelines, VIRTUAL),
     "zero_bubble_activations": of_schedules(figures_measured.activations, BEYOND),
     "zero": sharded("12", 2), "fsdp": sharded("13", 3),
-    "buckets": buckets, "unlike": unlike, "memory": memory, "plan": plan,
+    "expert_load": expert_load, "buckets": buckets, "unlike": unlike, "memory": memory, "plan": plan,
 }
 OTHERS = {"sanity_check": ["--steps", "20"]}  # other tools, and their flags
 NAMES = [*DRAWN, *MEASURED, *OTHERS]

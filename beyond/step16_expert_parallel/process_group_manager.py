@@ -1,0 +1,114 @@
+"""The ranks as a grid: data parallel (DP) x pipeline parallel (PP) x context parallel (CP) x tensor parallel (TP).
+
+A rank is the number of one process. Along each axis of the grid, the ranks that share the other coordinates form a
+process group: they are the ones that communicate for that kind of parallelism. With 8 ranks, cp 1, the others 2:
+
+                 tp 0   tp 1                 a tp group is a row            [0, 1] [2, 3] [4, 5] [6, 7]
+    dp 0  pp 0      0      1                 a pp group is a column         [0, 2] [1, 3] [4, 6] [5, 7]
+          pp 1      2      3                     within one block
+    dp 1  pp 0      4      5                 a dp group is the same place   [0, 4] [1, 5] [2, 6] [3, 7]
+          pp 1      6      7                     in every block
+
+Consecutive ranks differ in tp first: tensor-parallel ranks communicate most, and consecutive ranks are usually in the
+same machine (Narayanan et al. 2021).
+"""
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+from utils import UserError
+
+process_group_manager = None
+timeout = datetime.timedelta(seconds=600)  # how long a rank waits for the others before it ends with an error
+
+
+class ProcessGroupManager:
+    """The coordinates of this rank in the grid, and a process group along each axis through it.
+
+    For each axis (tp, cp, pp, dp): `<axis>_world_size` and `<axis>_rank`, the position of this rank along the axis. For
+    tp, cp and pp: `<axis>_group` to communicate in. The ranks that differ in dp and cp only hold the same weights, and
+    compute gradients of other tokens: they are `cp_dp_group`. All ranks make one together.
+    Raises UserError where the product of the sizes is not the number of processes.
+    """
+
+    def __init__(self, dp_size: int, pp_size: int, tp_size: int, cp_size: int = 1, ep_size: int = 1):
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if (needed := dp_size * pp_size * cp_size * tp_size) != self.world_size:
+            raise UserError(f"dp_size={dp_size} x pp_size={pp_size} x cp_size={cp_size} x tp_size={tp_size} needs "
+                            f"{needed} processes, but {self.world_size} run: use torchrun --nproc_per_node {needed}, "
+                            "or change the sizes")
+        self.ranks = torch.arange(self.world_size).view(dp_size, pp_size, cp_size, tp_size)  # [dp, pp, cp, tp]: a rank
+        self.dp_rank, self.pp_rank, self.cp_rank, self.tp_rank = (self.ranks == self.global_rank).nonzero()[0].tolist()
+        self.dp_world_size, self.pp_world_size, self.tp_world_size = dp_size, pp_size, tp_size
+        self.cp_world_size, self.cp_dp_world_size = cp_size, cp_size * dp_size
+        self.topology = {"dp_size": dp_size, "pp_size": pp_size, "cp_size": cp_size, "tp_size": tp_size,
+                         "world_size": self.world_size}
+
+        # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
+        rows, rings = self.ranks.reshape(-1, tp_size), self.ranks.transpose(2, 3).reshape(-1, cp_size)
+        columns = self.ranks.transpose(1, 3).reshape(-1, pp_size).tolist()
+        replicas = self.ranks.permute(1, 3, 0, 2).reshape(-1, self.cp_dp_world_size)
+        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout)
+        self.pp_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
+        self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)  # for gradients: they go back
+        self.pp_wrap_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)  # from the last rank to the first
+        self.pp_wrap_backward_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
+        ends = [ranks[:: max(pp_size - 1, 1)] for ranks in columns]  # these stages share a tied embedding
+        self.pp_ends_group, _ = dist.new_subgroups_by_enumeration(ends, timeout)
+        self.cp_group, _ = dist.new_subgroups_by_enumeration(rings.tolist(), timeout)
+        self.cp_dp_group, _ = dist.new_subgroups_by_enumeration(replicas.tolist(), timeout)
+        # Consecutive dp ranks hold different experts (ep_group), every ep_size-th one the same (expert_dp_group).
+        self.ep_world_size, self.ep_rank = ep_size, self.dp_rank % ep_size
+        replicas = replicas.reshape(-1, self.cp_dp_world_size // ep_size, ep_size)
+        self.ep_group, _ = dist.new_subgroups_by_enumeration(replicas.flatten(0, 1).tolist(), timeout)
+        self.expert_dp_group, _ = dist.new_subgroups_by_enumeration(replicas.mT.flatten(0, 1).tolist(), timeout)
+
+        self.pp_is_first_stage = self.pp_rank == 0
+        self.pp_is_last_stage = self.pp_rank == pp_size - 1
+        self.pp_ranks = self.ranks[self.dp_rank, :, self.cp_rank, self.tp_rank].tolist()  # of this rank's pipeline
+        # One rank of all logs. Only the last stage of a pipeline computes the loss, so it is a last stage.
+        self.is_logging_rank = self.dp_rank == self.cp_rank == self.tp_rank == 0 and self.pp_is_last_stage
+
+    def __str__(self) -> str:
+        return "DP({})-PP({})-CP({})-TP({})-Rank({})".format(*self.ranks.shape, self.global_rank)
+
+    def describe(self) -> str:
+        """One line per rank (of the first 16): its coordinates and the groups that it belongs to."""
+        sizes = "dp {} x pp {} x cp {} x tp {}".format(*self.ranks.shape)
+        lines = [f"{self.world_size} {'rank' if self.world_size == 1 else 'ranks'} = {sizes}"]
+        for rank in range(min(self.world_size, 16)):
+            dp, pp, cp, tp = (self.ranks == rank).nonzero().flatten().tolist()
+            groups = {"dp x cp": self.ranks[:, pp, :, tp].flatten(), "pp": self.ranks[dp, :, cp, tp],
+                      "cp": self.ranks[dp, pp, :, tp], "tp": self.ranks[dp, pp, cp, :]}
+            lines.append(f"rank {rank}: dp {dp} pp {pp} cp {cp} tp {tp} | "
+                         + " ".join(f"{name} group {ranks.tolist()}" for name, ranks in groups.items()))
+        return "\n".join(lines)
+
+
+def init_process_group(backend: str, timeout_seconds: float = 600) -> None:
+    """Joins the processes that torchrun describes in the environment. Without torchrun, this process is the only one.
+
+    Raises UserError where ranks choose different backends, as machines with and without a GPU do.
+    """
+    global timeout
+    timeout = datetime.timedelta(seconds=min(timeout_seconds, 1e9))  # a timedelta has a limit
+    store, rank, world_size = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store.set(f"backend/{rank}", backend)
+    backends = [store.get(f"backend/{other}").decode() for other in range(world_size)]
+    if len(set(backends)) > 1:
+        raise UserError("all ranks have to communicate over one backend, but these differ, by rank: "
+                        f"{', '.join(backends[:16])}: give all the same --device, for instance --device cpu")
+    dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
+                            timeout=timeout)
+
+
+def setup_process_group_manager(dp_size: int, pp_size: int, tp_size: int, cp_size: int = 1, ep_size: int = 1) -> None:
+    global process_group_manager
+    process_group_manager = ProcessGroupManager(dp_size, pp_size, tp_size, cp_size, ep_size)
+    if dist.get_rank() == 0:
+        print(process_group_manager.describe(), flush=True)
