@@ -31,10 +31,11 @@ from utils import UserError
 
 def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
     """Sends the first sent[0] rows to rank 0 of the ep group, and so on. Returns received[0] rows of rank 0, ..."""
-    group, arrived = pgm.process_group_manager.ep_group, rows.new_empty(sum(received), *rows.shape[1:])
+    on_wire = rows.contiguous().to("cpu" if dist.get_backend() == "gloo" else "cuda")  # gloo sends host memory only
+    arrived = on_wire.new_empty(sum(received), *rows.shape[1:])
     with timeline.span("all-to-all"):
-        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-    return arrived
+        dist.all_to_all_single(arrived, on_wire, received, sent, group=pgm.process_group_manager.ep_group)
+    return arrived.to(rows.device)
 
 
 class AllToAll(torch.autograd.Function):

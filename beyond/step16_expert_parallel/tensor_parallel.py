@@ -179,8 +179,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     grid = pgm.process_group_manager
     split = {getattr(module, name) for module in model.modules() for name in getattr(module, "tp_dims", ())}
     params = {name: param for name, param in model.named_parameters() if param.grad is not None}
-    dp_rank = {True: grid.ep_rank, False: 0}  # of those that hold the same expert, and the same of all else
-    rows = [torch.linalg.vector_norm(param.grad, dim=-1) * (grid.dp_rank == dp_rank[".experts." in name])
+    rows = [torch.linalg.vector_norm(param.grad, dim=-1) * (grid.dp_rank == grid.ep_rank * (".experts." in name))
             for name, param in params.items()
             if (grid.pp_is_first_stage or name != "embedding.weight") and (grid.tp_rank == 0 or param in split)]
     squares = torch.nn.utils.get_total_norm(rows) ** 2 * (grid.cp_rank == 0)
