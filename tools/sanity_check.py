@@ -173,7 +173,7 @@ def make_1b_model(folder: pathlib.Path) -> pathlib.Path:
 
 def train(row: Row, flags: dict, log_dir: pathlib.Path) -> bool:
     """Runs one row, its output in <log_dir>/<name>.log; False, and the output's end printed, where it fails."""
-    sizes = {axis: row.flags.get(axis, 1) for axis in ("tp_size", "dp_size", "pp_size")}
+    sizes = {axis: row.flags.get(axis, 1) for axis in ("tp_size", "cp_size", "dp_size", "pp_size")}
     stages = len(row.flags.get("pipelines", "").replace(";", ",").split(","))  # 1 where they are all alike
     ranks, output = math.prod(sizes.values()) * stages, log_dir / f"{row.name}.log"
     flags = {"micro_batch_size": GLOBAL_BATCH // ACCUMULATION // sizes["dp_size"], "run_name": row.name,
