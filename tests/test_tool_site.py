@@ -235,8 +235,8 @@ def test_playground_follows_its_fields(browsed):
 @pytest.mark.slow
 def test_how_to_split_follows_its_fields(browsed):
     found = browsed["choose"]
-    assert found["changed"]["facts"][:2] == ["70.6 billion", "32"] and found["reloaded"] == found["changed"]
-    assert found["changed"]["best"][:7] == ["4", "2", "8", "interleaved 2", "1", "128", "10.21"]
+    assert found["changed"]["facts"][:2] == ["70.6 billion", "86"] and found["reloaded"] == found["changed"]
+    assert found["changed"]["best"][:9] == ["1", "1", "4", "16", "1", "1f1b", "1", "512", "9.20"]
     assert "divides the hidden size" in found["wrong"]["problem"]
 
 
