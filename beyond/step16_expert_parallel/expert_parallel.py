@@ -1,5 +1,4 @@
-"""Expert parallelism: a layer's experts live on different data-parallel ranks, and tokens travel to them and back
-(GShard, Lepikhin et al. 2020).
+"""Expert parallelism (GShard, Lepikhin et al. 2020): experts live on different dp ranks, and tokens travel to them.
 
 Consecutive dp ranks form an ep group. Rank j of its N ranks holds the experts [j E/N, (j+1) E/N) of each layer, and all
 of the rest of the model. Each rank routes the tokens of its own samples, k rows for each token, sorted by expert:

@@ -174,14 +174,14 @@ def assert_same_math(one: pathlib.Path, many: pathlib.Path, num_steps: int) -> N
 
     The gradients are those that the optimizer sees, after clipping. A norm is that before.
     """
+    [base], ranks = load(one), load(many)
+    gap = min((rank["gap"] for rank in [base, *ranks] if rank["gap"] is not None), default=1)
+    assert gap >= 1e-9, f"rounding may choose an expert: {gap:.1e} to the next one"
     expected, found = metrics(one.parent, one.name), metrics(many.parent, many.name)
     assert len(expected) == len(found) == num_steps
     for what in ("grad_norm", "loss"):
         off = [abs(a[what] - b[what]) for a, b in zip(expected, found)]
         assert max(off) <= TOLERANCE, f"{what} of the steps: {', '.join(f'{each:.1e}' for each in off)} apart"
-    [base], ranks = load(one), load(many)
-    gap = min((rank["gap"] for rank in [base, *ranks] if rank["gap"] is not None), default=1)
-    assert gap >= 1e-9, f"rounding may choose an expert: {gap:.1e} to the next one"
     for what in ("initial", "grads", "final"):
         full = assemble(ranks, what)
         if "final_proj.weight" not in base[what] and "final_proj.weight" in full:  # tied, on the first and last stage
