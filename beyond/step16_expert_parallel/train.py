@@ -222,5 +222,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error(out_of_memory="use --zero or --ep_size, --recompute, a larger --tp_size, smaller micro-batches"):
+    with one_clear_error(out_of_memory="use --zero or --ep_size, --recompute, larger --tp_size, smaller micro-batches"):
         main()
