@@ -117,7 +117,7 @@ def compile_layers(layers, device: torch.device) -> None:
     if device.type == "cpu" and not shutil.which(compiler := os.environ.get("CXX", "g++")):
         raise UserError(f"--compile needs a C++ compiler, and {compiler!r} is not found: install one, or set CXX")
     for layer in layers:
-        layer.compile()
+        layer.forward = torch.compile(layer.forward)
 
 
 def require_reachable_hub(name: str, kind: str) -> None:

@@ -31,7 +31,7 @@ from pipeline_template import PipelineTemplate
 from process_group_manager import Mismatch
 from stage_weights import load_weights, share_weights
 from tensor_parallel import clip_grad_norm
-from utils import UserError, choose_device, recompute_layers
+from utils import UserError, choose_device, compile_layers, recompute_layers
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # older names of the precision -> --dtype's
 
@@ -42,16 +42,18 @@ class HeterogeneousParallelPlugin:
     `precision` and `device` are as --dtype and --device of train.py: "auto", "float32", "bfloat16" or "float64" of the
     computation, whatever the model says. With "bfloat16", parameters and optimizer state stay float32.
     `schedule` is one of pipeline_parallel. With `recompute`, backward computes decoder layers once more and so needs
-    less memory. Joins the process group, if the script has not done so: ranks wait `timeout` seconds for each other.
-    Raises UserError for an unknown precision, and where choose_device and init_process_group do.
+    less memory. With `compile`, they are compiled. Joins the process group, if the script has not done so: ranks wait
+    `timeout` seconds for each other.
+    Raises UserError for an unknown precision, and where choose_device, init_process_group and compile_layers do.
     """
 
     def __init__(self, tp_size: int = 1, microbatch_size: int = 1, precision: str = "float32", device: str = "auto",
-                 schedule: Callable = one_f_one_b, recompute: bool = False, timeout: float = 600):
+                 schedule: Callable = one_f_one_b, recompute: bool = False, timeout: float = 600,
+                 compile: bool = False):
         if precision not in (*DTYPES, *DTYPES.values(), "auto"):
             raise UserError(f"precision={precision!r} is none of auto, {', '.join(DTYPES.values())}")
         self.tp_size, self.microbatch_size = tp_size, microbatch_size
-        self.schedule, self.recompute = schedule, recompute
+        self.schedule, self.recompute, self.compile = schedule, recompute, compile
         self.communication, self.bucket_class = StageCommunication, Bucket  # a script may set others
         self.device, self.compute_dtype, backend = choose_device(device, DTYPES.get(precision, precision))
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
@@ -124,7 +126,9 @@ class HeterogeneousParallelPlugin:
             elif weights is not None:
                 load_weights(stage, weights, self.device)
             stage.model.to(self.device)
-        if self.recompute:
+            if self.compile:
+                compile_layers(stage.own_layers(), self.device)
+        if self.recompute:  # after that: what is computed again is compiled, too
             recompute_layers(stage.own_layers())
         connect_neighbours()
         grid = pgm.process_group_manager

@@ -26,7 +26,7 @@ from pipeline_template import PipelineTemplate
 from tensor_parallel import cross_entropy, split_over_tp
 from timeline import check_profile_batch, timeline
 from utils import (
-    ROOT, TINY_LLAMA, ArgumentParser, UserError, compile_layers, default_learning_rate, load_config,
+    ROOT, TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, load_config,
     make_scheduler, one_clear_error, positive_float, positive_int, to_readable_format, zero_or_more,
     zero_or_more_float,
 )
@@ -169,7 +169,7 @@ def main(doc: str = __doc__, make_task: Callable = make_llama, **defaults):
     """Trains the task that make_task(args, plugin) returns. `defaults` are other values of flags than those above."""
     args = parse_args(doc, **defaults)
     plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, args.dtype, args.device,
-                                         SCHEDULES[args.pp_engine], args.recompute, args.timeout)
+                                         SCHEDULES[args.pp_engine], args.recompute, args.timeout, args.compile)
     with pgm.together():
         task = make_task(args, plugin)
     plugin.set_pipelines(*choose_pipelines(args, task.model, task.pipelines))
@@ -186,8 +186,6 @@ def main(doc: str = __doc__, make_task: Callable = make_llama, **defaults):
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, data_loader = plugin.configure(task.model, adamw, data_loader, task.weights, args.seed)
     with pgm.together():
-        if args.compile:
-            compile_layers(model.module.own_layers(), device)
         logger = RunLogger(args, grid, num_steps, tokens_per_step)
     print_parameters(model, device, plugin.compute_dtype, args.learning_rate)
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)

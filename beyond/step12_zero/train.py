@@ -161,10 +161,10 @@ def main():
     divide_backward(args)  # where the schedule has a W
     data_loader = make_data_loader(args, config, device, num_steps * global_batch_size)
     init_weights(model, args.seed, device, split_over_tp)
-    if args.recompute:
-        recompute_layers(model.decoder_layers.children())
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)
+    if args.recompute:  # after that: what is computed again is compiled, too
+        recompute_layers(model.decoder_layers.children())
     model = Zero(model, args.zero, args.zero_shares) if args.zero else DataParallelBucket(model)
     args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)

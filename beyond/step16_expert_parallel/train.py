@@ -186,10 +186,10 @@ def main():
     divide_backward(args)  # where the schedule has a W
     data_loader = make_data_loader(args, config, device, num_steps * global_batch_size)
     init_weights(model, args.seed, device, split_over_tp)
-    if args.recompute:
-        recompute_layers(model.decoder_layers.children())
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)
+    if args.recompute:  # after that: what is computed again is compiled, too
+        recompute_layers(model.decoder_layers.children())
     balance = ExpertBalance(args, model, device) if args.num_experts else None
     model = wrap_model(args, model)
     args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)

@@ -121,7 +121,7 @@ def compile_layers(layers, device: torch.device) -> None:
     for layer in layers:
         if experts := getattr(layer.mlp, "experts", None):  # their numbers of rows change, and each would be compiled
             experts.forward = torch.compiler.disable(experts.forward)
-        layer.compile()
+        layer.forward = torch.compile(layer.forward)
 
 
 def recompute_layers(layers) -> None:
