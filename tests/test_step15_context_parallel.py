@@ -40,8 +40,9 @@ for layout in ("zigzag", "contiguous"):
         found.backward(grad[:, :, here])
         assert found.dtype == dtype
         pairs = [(expected, found), *((one.grad, many.grad) for one, many in zip(whole, ring))]
-        worst = max((one[:, :, here] - many).abs().max().item() for one, many in pairs)
-        assert all(many.isfinite().all() for _, many in pairs) and worst <= scale * tolerance, (layout, scale, worst)
+        for (one, many), size in zip(pairs, (scale**0.5, scale**0.5, scale, scale**0.5)):  # k's gradient grows with q
+            off = (one[:, :, here] - many).abs().max().item()
+            assert many.isfinite().all() and off <= size * tolerance, (layout, scale, off)
 """
 
 

@@ -48,7 +48,8 @@ def price(job: Job, split: Split) -> Row:
     most = {axis: max(volume[axis] for volume in volumes) for axis in AXES}
     bubble = (pp - 1) / ((3 if engine.endswith("zb") else 1) * v * m + pp - 1)
     # Consecutive ranks among which an axis's groups lie
-    spans = {"tp": tp, "cp": tp * cp, "pp": tp * cp * pp, "ep": tp * cp * pp * ep, "dp": job.ranks}
+    spans = {"tp": tp, "cp": tp * cp, "pp": tp * cp * pp, "ep": tp * cp * pp * ep}
+    spans["dp"] = job.ranks if dp > 1 else tp * cp  # replicas, and ranks that hold the same weights for other tokens
     seconds = sum(most[axis] / (job.inside if job.per_machine % spans[axis] == 0 else job.between) for axis in AXES)
     active = all_parameters(job._replace(experts=job.experts and job.experts_per_token))  # a token's
     passes = 6 * active * job.global_batch * job.seq_len / job.ranks / job.flops  # seconds of computing

@@ -7,7 +7,7 @@ buckets. As soon as all gradients of a bucket are there, its all-reduce starts a
     all-reduce                | bucket 0          | bucket 1          | ...                       | bucket n | wait
 
 `param.grad` is a view into its bucket: autograd adds to the very memory that is sent and that the optimizer reads.
-Buffers need not be set to zero, because the first micro-batch's gradient is copied in. A bucket is divided by dp_size
+Buffers need not be set to zero, because the first micro-batch's gradient is copied in. A bucket is divided by dp x cp
 once, before its all-reduce.
 With gradient accumulation only the last micro-batch communicates, and it sends the accumulated gradient.
 Buckets have the dtype of the parameters: gradients are summed in float32 even where activations are bfloat16.
@@ -43,7 +43,7 @@ class Bucket:
         self.handle = timeline.background(handle, "all-reduce")
 
     def wait(self) -> None:
-        """Waits for the all-reduce. Each rank divided by dp_size first, so the sum is the mean."""
+        """Waits for the all-reduce. Each rank divided by their number first, so the sum is the mean."""
         with timeline.span("wait"):
             self.handle.wait()
         self.awaited, self.handle = set(self.params), None

@@ -113,9 +113,8 @@ class RingAttention(torch.autograd.Function):
                 queries, keys, is_causal = block
                 part = attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], is_causal)
                 merge(out[:, :, queries], lse[:, :, queries], *part)
-        out = out.to(q.dtype)
+        ctx.layout, out = layout, out.to(q.dtype)
         ctx.save_for_backward(q, own, out, lse)
-        ctx.layout = layout
         return out
 
     @staticmethod

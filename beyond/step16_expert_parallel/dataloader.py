@@ -49,14 +49,12 @@ class TokenSamples(Dataset):
 
 
 class MicroBatchDataLoader(DataLoader):
-    """next() gives a micro-batch of this dp rank's on `device`: {"input_ids": (B, T/cp), "target_ids": (B, T/cp)}, the
-    tokens at `position_ids` (T/cp,) of each text, and those after them.
-    """
+    """next() gives a micro-batch {"input_ids": (B, T/cp), "target_ids": (B, T/cp)} on `device`, of this dp, cp rank."""
 
     def __init__(self, samples: Dataset, micro_batch_size: int, gradient_accumulation_steps: int,
                  device: torch.device, num_workers: int, position_ids: torch.Tensor):
         self.gradient_accumulation_steps, self.device = gradient_accumulation_steps, device
-        self.position_ids = position_ids.to(device)
+        self.position_ids = position_ids.to(device)  # (T/cp,): this cp rank's tokens of each sample, for the model, too
         grid = pgm.process_group_manager
         first_samples = range(grid.dp_rank * micro_batch_size, len(samples), grid.dp_world_size * micro_batch_size)
         super().__init__(samples, num_workers=num_workers, pin_memory=device.type == "cuda",

@@ -1,6 +1,7 @@
 """Tensor parallelism: each matrix is split over the tp group, and so is the work (Megatron-LM, Shoeybi et al. 2019).
 
-All ranks of a tp group read the same samples and hold the same activations (B, T, D) between blocks. Inside a block:
+All ranks of a tp group read the same samples. Between blocks they hold the same activations (B, T, D), unless
+sequence_parallel.py divides these. Inside a block:
 
     x -> f -> column-parallel (q, k, v; gate, up): each rank computes some of the heads, or a part of the MLP's width
            -> row-parallel (out; down): each rank computes a partial sum of the whole output  -> g -> x

@@ -154,7 +154,7 @@ function price(job, split) {
   const volumes = range(pp).map((rank) => sent(job, split, rank, m));
   const volume = Object.fromEntries(AXES.map((axis) => [axis, Math.max(...volumes.map((each) => each[axis]))]));
   const bubble = (pp - 1) / ((engine.endsWith("zb") ? 3 : 1) * chunks(job, split) * m + pp - 1);
-  const spans = { tp, cp: tp * cp, pp: tp * cp * pp, ep: tp * cp * pp * ep, dp: job.ranks };
+  const spans = { tp, cp: tp * cp, pp: tp * cp * pp, ep: tp * cp * pp * ep, dp: dp > 1 ? job.ranks : tp * cp };
   const seconds = AXES.map((axis) => volume[axis] / (job.per_machine % spans[axis] === 0 ? job.inside : job.between));
   const active = allParameters({ ...job, experts: job.experts && job.experts_per_token }),
     passes = (6 * active * job.global_batch * job.seq_len) / job.ranks / job.flops;
