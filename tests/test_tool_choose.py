@@ -24,6 +24,7 @@ with modules_of(11):
 TINY = Shape(128, 352, 8, 8, 4, 1024, False, 16)
 JOB = Job(TINY, seq_len=16, global_batch=8, micro_batch=2, dtype="float32", ranks=4, per_machine=8, memory=72e9,
           inside=360e9, between=40e9, flops=692e12)
+EXPERTS = ["--num_experts", 2, "--experts_per_token", 2]
 LARGE = JOB._replace(shape=PRESETS["llama-70b"], seq_len=4096, global_batch=512, micro_batch=1, dtype="bfloat16",
                      ranks=64)
 
@@ -68,7 +69,8 @@ def test_bytes_a_parameter():
 
 @pytest.mark.parametrize("step, split, more", [
     (11, Split(1, 2, 2, "1f1b", 0), []), (11, Split(1, 2, 2, "interleaved", 0), ["--virtual_stages", 2]),
-    (14, Split(1, 2, 2, "1f1b", 0, sp=True), ["--sequence_parallel"])], ids=str)
+    (14, Split(1, 2, 2, "1f1b", 0, sp=True), ["--sequence_parallel"]),
+    (16, Split(1, 2, 2, "1f1b", 0), ["--num_experts", 4])], ids=str)
 def test_activations_of_real_runs(tmp_path, step, split, more):
     """The first stage of two, over two tp ranks: what autograd keeps, within 2 %. No activation is shaped as a weight.
     """
@@ -76,7 +78,7 @@ def test_activations_of_real_runs(tmp_path, step, split, more):
          split.engine, *more, "--seq_len", 24, "--micro_batch_size", 2, "--gradient_accumulation_steps", 4,
          "--max_tokens", 192, "--log_dir", tmp_path, script=ROOT / "tests" / "support" / "saved_for_backward.py")
     kept = json.loads((tmp_path / "out" / "rank0.json").read_text())["others"]
-    found = splits.activations(JOB._replace(seq_len=24), split, 0, 4)
+    found = splits.activations(JOB._replace(seq_len=24, experts=4 if step == 16 else 0), split, 0, 4)
     messages = 4 * 2 * 24 * 128 * 4 / (2 if split.sp else 1)
     assert kept == pytest.approx(found - messages, rel=0.02)
 
@@ -98,22 +100,27 @@ def test_what_waits_for_w_is_what_the_step_keeps():
     (11, Split(1, 2, 2, "interleaved", 0), ["--virtual_stages", 2, "--recompute"]), (11, Split(2, 1, 2, "zb", 0), []),
     (14, Split(1, 2, 2, "1f1b", 0, sp=True), ["--sequence_parallel"]),
     (14, Split(1, 2, 2, "1f1b", 0, sp=True), ["--sequence_parallel", "--recompute"]),
+    (15, Split(1, 2, 1, "-", 0, cp=2, sp=True), ["--sequence_parallel", "--recompute"]),
+    (15, Split(1, 1, 2, "1f1b", 0, cp=2), []), (15, Split(2, 1, 1, "-", 1, cp=2), ["--zero", 1]),
+    (16, Split(1, 2, 2, "1f1b", 0), EXPERTS), (16, Split(2, 1, 2, "1f1b", 0, ep=2), [*EXPERTS, "--recompute"]),
     *((12 + zero // 3, Split(4, 1, 1, "-", zero), ["--zero", zero, "--dtype", "bfloat16"]) for zero in (1, 2, 3))],
     ids=str)
 def test_bytes_sent_by_real_runs(tmp_path, step, split, more):
     engine = ["--pp_engine", split.engine] if split.pp > 1 else []
+    further = [word for axis in ("cp", "ep") if (size := getattr(split, axis)) > 1 for word in (f"--{axis}_size", size)]
     fork(step, 4, tmp_path / "out", STEPS[str(step)] / "train.py", "--dp_size", split.dp, "--tp_size", split.tp,
-         "--pp_size", split.pp, *engine, *more, "--seq_len", 16, "--micro_batch_size", 2, "--max_tokens",
+         "--pp_size", split.pp, *further, *engine, *more, "--seq_len", 16, "--micro_batch_size", 2, "--max_tokens",
          256 * split.dp, "--gradient_accumulation_steps", 4, "--log_dir", tmp_path,
          script=ROOT / "tests" / "support" / "count_messages.py")
-    job = JOB._replace(recompute="--recompute" in more, dtype="bfloat16" if "bfloat16" in more else "float32")
+    job = JOB._replace(recompute="--recompute" in more, dtype="bfloat16" if "bfloat16" in more else "float32",
+                       experts=2 if step == 16 else 0)  # of which a token takes both: as many rows leave as on average
     for rank in range(4):
         found = dict.fromkeys(splits.AXES, 0)
         for function, group, _, size, count in json.loads((tmp_path / "out" / f"rank{rank}.json").read_text()):
-            if function in ("isend", "all_reduce"):  # an all-reduce of two ranks sends each number once
-                found[group[:2]] += size * count
-        expected = splits.sent(job, split, rank // split.tp % split.pp, 4)
-        assert found == pytest.approx(expected, rel=1e-4), rank  # shards differ by a number
+            if function in ("isend", "all_reduce", "all_to_all_single") and group != "expert_dp_group":  # of one rank
+                found["dp" if group == "cp_dp_group" else group[:2]] += size * count  # an all-reduce of two: each once
+        expected = splits.sent(job, split, rank // split.tp // split.cp % split.pp, 4)
+        assert found == pytest.approx(expected, rel=2e-4), rank  # shards differ by a number
 
 
 @needs_node

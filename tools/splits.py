@@ -15,7 +15,7 @@ weights, p stages and m micro-batches of B samples, of which a rank has T tokens
               dp / ep ranks that hold it
     tp        2 (tp-1)/tp of each sum: 4 of (B, T, D) a layer and micro-batch, one each for the embedding and the head,
               and 12 bytes a token for the loss; --recompute repeats the first one of a layer's forward, with sequence
-              parallelism three halves. The sums in front of and behind experts are of all rows that they get
+              parallelism three halves. With experts, the weights of a token's results have gradients to sum, too
     cp        keys and values of (B, T) go cp-1 hops forward and cp-1 backward, their gradients in float32 cp hops
     pp        (B, T, D) a micro-batch, chunk and direction, with sequence parallelism 1/tp; a tied embedding's gradient
     ep        four times, (ep-1)/ep of the rows that a layer's experts get: there and back, forward and backward
@@ -188,15 +188,15 @@ def sent(job: Job, split: Split, rank: int, m: int) -> dict[str, float]:
     (layers, experts, rest), count = parameters(job, split, rank), layers_of(job, split, rank)
     number = NUMBER_BYTES[job.dtype]
     hidden, rows = tokens * shape.hidden * number, job.experts_per_token if job.experts else 1
-    sums = (2 + 2 * rows + job.recompute * (1.5 if sp else 1 + rows if job.experts else 1)) * count + first + last
+    sums = (4 + job.recompute * (1.5 if sp else 1)) * count + first + last
     exchanged = (2, 2, m + 1, m)[zero] * 4 * (layers + rest)
     if zero == 3:
         exchanged += m * (number * (2 - 1 / count) * layers + 4 * rest)
-    norms = sp * 4 * (2 * count + last) * shape.hidden
+    norms, weights = sp * 4 * (2 * count + last) * shape.hidden, count * tokens * job.experts_per_token * number
     tied = 4 * shape.vocab * shape.hidden / tp if shape.tied and pp > 1 and (first or last) else 0.0
     keys = 2 * count * tokens * shape.kv_heads * shape.head_dim / tp  # numbers of all layers' keys and values
     return {"dp": (n - 1) / n * exchanged + 2 * (dp - ep) / dp * 4 * experts,
-            "tp": 2 * (tp - 1) / tp * (sums * hidden + last * 12 * tokens + norms),
+            "tp": 2 * (tp - 1) / tp * (sums * hidden + last * 12 * tokens + norms + (job.experts > 0) * weights),
             "cp": (cp > 1) * keys * ((2 + job.recompute) * (cp - 1) * number + 4 * cp),
             "pp": (2 * v - first - last) * hidden / (tp if sp else 1) + tied if pp > 1 else 0.0,
             "ep": (6 if job.recompute else 4) * (ep - 1) / ep * count * rows * hidden}

@@ -63,7 +63,7 @@ class ExpertParallel(llama.Experts):
         experts = torch.arange(len(self), device=rows.device).repeat(size).repeat_interleave(here.flatten())
         order = experts.argsort(stable=True)
         results = super().run(rows.index_select(0, order), here.sum(dim=0))
-        return AllToAll.apply(torch.empty_like(results).index_copy(0, order, results), received, sent)
+        return AllToAll.apply(results.index_select(0, order.argsort()), received, sent)
 
 
 def apply_expert_parallel(model: nn.Module) -> nn.Module:

@@ -178,7 +178,7 @@ class Experts(nn.ModuleDict):
         order = chosen.flatten().argsort(stable=True)  # (N k,): the rows of expert 0 come first
         rows = x.index_select(0, order // chosen.size(1))  # (N k, D)
         rows = self.run(rows, chosen.flatten().bincount(minlength=self.num_experts))
-        rows = torch.empty_like(rows).index_copy(0, order, rows).view(*chosen.shape, -1)  # (N, k, D)
+        rows = rows.index_select(0, order.argsort()).view(*chosen.shape, -1)  # (N, k, D)
         return (rows * weights.unsqueeze(-1)).sum(dim=1)
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

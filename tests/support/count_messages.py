@@ -36,7 +36,7 @@ def counted(name: str, function):
             in_group = kwargs.get("group_dst", kwargs.get("group_src"))
             peer = args[0] if in_group is None else dist.get_global_rank(kwargs["group"], in_group)
         size = payload.nbytes
-        if name == "all_to_all_single":  # but for what a rank sends to itself
+        if name == "all_to_all_single" and len(args) > 2:  # but for what a rank sends to itself
             size -= args[2][kwargs["group"].rank()] * payload[:1].nbytes
         if size > LOGGED:
             COUNTS[name, group, peer, size] += 1

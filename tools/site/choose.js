@@ -1,4 +1,5 @@
-// How to split a model over ranks: what tools/choose.py and tools/splits.py compute, with their names, and the page that asks and shows it.
+// How to split a model over ranks: what tools/choose.py and splits.py compute, with their names, and the page that asks
+// and shows it.
 // tests/test_tool_choose.py holds the numbers equal.
 "use strict";
 
@@ -129,9 +130,10 @@ function sent(job, split, rank, m) {
     hidden = tokens * job.hidden * number,
     rows = job.experts ? job.experts_per_token : 1,
     count = layersOf(job, split, rank);
-  const again = job.recompute ? (sp ? 1.5 : job.experts ? 1 + rows : 1) : 0,
-    sums = (2 + 2 * rows + again) * count + first + last,
-    norms = sp ? 4 * (2 * count + last) * job.hidden : 0;
+  const again = job.recompute ? (sp ? 1.5 : 1) : 0,
+    sums = (4 + again) * count + first + last,
+    norms = sp ? 4 * (2 * count + last) * job.hidden : 0,
+    weights = job.experts ? count * tokens * rows * number : 0;
   const [layers, experts, rest] = parameters(job, split, rank),
     exchanged = [2, 2, m + 1, m][zero] * 4 * (layers + rest),
     gathered = zero === 3 ? m * (number * (2 - 1 / count) * layers + 4 * rest) : 0;
@@ -139,7 +141,7 @@ function sent(job, split, rank, m) {
     keys = (2 * count * tokens * job.kv_heads * job.head_dim) / tp;
   return {
     dp: ((n - 1) / n) * (exchanged + gathered) + ((2 * (dp - ep)) / dp) * 4 * experts,
-    tp: ((2 * (tp - 1)) / tp) * (sums * hidden + last * 12 * tokens + norms),
+    tp: ((2 * (tp - 1)) / tp) * (sums * hidden + last * 12 * tokens + norms + weights),
     cp: cp > 1 ? keys * ((job.recompute ? 3 : 2) * (cp - 1) * number + 4 * cp) : 0,
     pp: pp > 1 ? ((2 * chunks(job, split) - first - last) * hidden) / (sp ? tp : 1) + tied : 0,
     ep: (((job.recompute ? 6 : 4) * (ep - 1)) / ep) * count * rows * hidden,
