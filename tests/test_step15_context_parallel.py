@@ -40,7 +40,7 @@ for layout in ("zigzag", "contiguous"):
         found.backward(grad[:, :, here])
         assert found.dtype == dtype
         pairs = [(expected, found), *((one.grad, many.grad) for one, many in zip(whole, ring))]
-        for (one, many), size in zip(pairs, (scale**0.5, scale**0.5, scale, scale**0.5)):  # k's gradient grows with q
+        for (one, many), size in zip(pairs, (scale**0.75, scale**0.75, scale, scale**0.75)):  # as q is
             off = (one[:, :, here] - many).abs().max().item()
             assert many.isfinite().all() and off <= size * tolerance, (layout, scale, off)
 """
@@ -49,7 +49,7 @@ for layout in ("zigzag", "contiguous"):
 @pytest.mark.parametrize("size, dtype, tolerance", [
     (3, "float64", 1e-13), (4, "bfloat16", 5e-2),
     *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in (
-        (2, "float64", 1e-13), (4, "float64", 1e-13), (2, "float32", 2e-4)))])
+        (2, "float64", 1e-13), (4, "float64", 1e-13), (2, "float32", 2e-5)))])
 def test_ring_attention_is_whole_attention(run_code, size, dtype, tolerance):
     """Its outputs and all gradients, of grouped queries, in both layouts, with small and with very large scores."""
     run_code(15, size, WHOLE_AND_RING, size, dtype, tolerance)
