@@ -1,0 +1,167 @@
+"""Threads that take turns: one for each rank, of which exactly one runs at a time, so a program always runs alike.
+
+Rank 0 runs first, until it has to wait for another rank. Then the next rank that can go on gets the baton. Where none
+can, the ranks are in a deadlock, and the error says who waits for whom, and where. ranks.py adds the messages.
+"""
+
+import linecache
+import pathlib
+import sys
+import threading
+import types
+from collections.abc import Callable
+
+from launch import ROOT
+
+OWN = (str(ROOT / "tools" / "baton.py"), str(ROOT / "tools" / "ranks.py"))
+
+
+class Violation(Exception):
+    """The ranks did what does not work between processes. The message is a sentence, and a picture where it helps."""
+
+
+class Ended(BaseException):
+    """Ends the thread of a rank after another one has failed."""
+
+
+class Handle:
+    """What a rank can wait for: it goes on when `ready()`, and then calls `finish()`, once.
+
+    `describe` says in words what it is, and `waits_for()` which ranks have to act.
+    """
+
+    def __init__(self, baton: "Baton", describe: str, waits_for: Callable, ready: Callable, finish: Callable):
+        self.baton, self.describe, self.waits_for = baton, describe, waits_for
+        self.ready, self.finish, self.waited, self.place = ready, finish, False, place()
+
+    def wait(self) -> bool:
+        if not self.waited:
+            self.baton.block(self)
+            self.waited = True
+            self.finish()
+        return True
+
+    def is_completed(self) -> bool:
+        return self.waited or self.ready()
+
+
+def place(frame: types.FrameType | None = None) -> str:
+    """Where a program is, in words: the innermost frame in exercises/mine/, else the innermost one of a step."""
+    frame, frames = frame or sys._getframe(1), []
+    while frame:
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    frames = [each for each in frames if each[0].startswith(str(ROOT)) and each[0] not in OWN]
+    for path, line in [each for each in frames if "/mine/" in each[0]] or frames:
+        return f"{pathlib.Path(path).relative_to(ROOT)}, line {line}: {linecache.getline(path, line).strip()}"
+    return "outside of this repository"
+
+
+class Baton:
+    """Runs a program on `size` ranks that take turns."""
+
+    def __init__(self, size: int):
+        self.size, self.failure = size, None
+        self.local = threading.local()
+        self.batons = [threading.Semaphore(0) for _ in range(size)]
+        self.waiting: list[Handle | None] = [None] * size
+        self.done: set[int] = set()
+        self.all_done = threading.Event()
+
+    @property
+    def rank(self) -> int:
+        """That of the calling thread."""
+        return self.local.rank
+
+    def run(self, program: Callable[[int], object], timeout: float = 60) -> list:
+        """What program(rank) returns, by rank. Raises Violation, or the first error of a rank, whose number is its
+        attribute `rank`.
+
+        A rank that has not ended after `timeout` seconds is a Violation as well.
+        """
+        results: list = [None] * self.size
+        threads = [threading.Thread(target=self.live, args=(rank, program, results), daemon=True)
+                   for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        self.batons[0].release()
+        if not self.all_done.wait(timeout):
+            rank = next(rank for rank in range(self.size) if rank not in self.done and self.waiting[rank] is None)
+            where = place(sys._current_frames().get(threads[rank].ident))
+            self.fail(Violation(f"rank {rank} does not end. After {timeout:.0f} seconds it is at {where}"))
+        if self.failure:
+            raise self.failure
+        return results
+
+    def live(self, rank: int, program: Callable, results: list) -> None:
+        """The life of a rank's thread."""
+        self.local.rank = rank
+        self.batons[rank].acquire()
+        try:
+            if self.failure is None:
+                results[rank] = program(rank)
+                self.check_end_of_rank(rank)
+        except Ended:
+            pass
+        except BaseException as error:
+            error.rank = rank
+            self.fail(error)
+        self.done.add(rank)
+        if self.failure is None and len(self.done) < self.size:
+            self.pass_on(rank)
+        elif self.failure is None:
+            self.failure = self.check_end()
+            self.all_done.set()
+
+    def check_end_of_rank(self, rank: int) -> None:
+        """Raises Violation where this rank must not end now."""
+
+    def check_end(self) -> Violation | None:
+        """What is wrong after all ranks have ended."""
+
+    def fail(self, error: BaseException) -> None:
+        """The first failure is that of the run. All other ranks end."""
+        self.failure = self.failure or error
+        for baton in self.batons:
+            baton.release()
+        self.all_done.set()
+
+    def pass_on(self, rank: int) -> bool:
+        """Gives the baton to the next rank that can go on. False where this is the calling rank itself."""
+        for other in (*range(rank + 1, self.size), *range(rank + 1)):
+            if other not in self.done and (self.waiting[other] is None or self.waiting[other].ready()):
+                if other != rank:
+                    self.batons[other].release()
+                return other != rank
+        self.fail(Violation(self.picture()))
+        return True
+
+    def block(self, handle: Handle) -> None:
+        """Lets other ranks run until the handle is ready."""
+        rank = self.rank
+        if self.failure is None and not handle.ready():
+            handle.place, self.waiting[rank] = place(), handle
+            if self.pass_on(rank):
+                self.batons[rank].acquire()
+            self.waiting[rank] = None
+        if self.failure is not None:
+            raise Ended
+
+    def picture(self) -> str:
+        """Who waits for whom: all ranks, an arrow to those that a rank waits for, and a circle where there is one."""
+        lines, blocked = ["deadlock: no rank can go on.", ""], {}
+        for rank, handle in enumerate(self.waiting):
+            if handle is None:
+                lines.append(f"  rank {rank}             has ended")
+                continue
+            blocked[rank] = handle.waits_for()
+            arrow = f"--> rank {', '.join(map(str, blocked[rank]))}"
+            lines += [f"  rank {rank} {arrow:14} {handle.describe}", f"{'':25}{handle.place}"]
+        for start in blocked:
+            path = [start]
+            while (following := next((rank for rank in blocked[path[-1]] if rank in blocked), None)) is not None:
+                if following in path:
+                    circle = [f"rank {rank}" for rank in (*path[path.index(following) :], following)]
+                    return "\n".join([*lines, "", f"  They wait in a circle: {' -> '.join(circle)}"])
+                path.append(following)
+        return "\n".join([*lines, "", "  What they wait for can't come: those ranks have ended."])
