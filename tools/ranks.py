@@ -241,8 +241,8 @@ class World(Baton):
             tensor.detach().copy_(total)
 
         signature = (str(op).rpartition(".")[2], list(tensor.shape), tensor.dtype)
-        rounds = 2 * (size - 1)
-        return self.meet("all_reduce", group, signature, content, rounds * tensor.nbytes // size, rounds, take, async_op)
+        hops = 2 * (size - 1)
+        return self.meet("all_reduce", group, signature, content, hops * tensor.nbytes // size, hops, take, async_op)
 
     def all_gather(self, tensors: list, tensor: torch.Tensor, group: Group | None = None, async_op: bool = False):
         def take(given: dict[int, torch.Tensor]) -> None:

@@ -10,9 +10,7 @@ train() runs a step's train.py on all ranks. The files stay as they are: `change
 """
 
 import builtins
-import contextlib
 import functools
-import io
 import json
 import pathlib
 import sys
@@ -60,7 +58,7 @@ class StepModules:
 
     def __init__(self, source: StepSource):
         self._source, self._loaded = source, {}
-        self._builtins = {**vars(builtins), "__import__": self._import}
+        self._builtins = {**vars(builtins), "__import__": self._import, "print": self._print}
 
     def __getattr__(self, name: str) -> types.ModuleType:
         if name.startswith("_") or self._source.path(name) is None:
@@ -70,6 +68,11 @@ class StepModules:
             module.__file__, module.__builtins__ = str(self._source.path(name)), self._builtins
             exec(self._source.code(name), vars(module))
         return self._loaded[name]
+
+    def _print(self, *args, **kwargs) -> None:
+        """What a step itself prints is dropped, such as the grid of its ranks."""
+        if pathlib.Path(sys._getframe(1).f_code.co_filename).parent not in self._source.folders:
+            print(*args, **kwargs)
 
     def _import(self, name: str, *args, **kwargs):
         return builtins.__import__(name, *args, **kwargs) if self._source.path(name) is None else getattr(self, name)
@@ -103,8 +106,8 @@ def load_random_samples(dataset_name, model_name, seq_len, vocab_size, num_sampl
 def train(source: StepSource, size: int, flags: tuple[str, ...], prepare: Callable | None = None) -> Training:
     """Runs train.py of a step on `size` ranks in this process, on random samples and a small model, in float64.
 
-    `flags` come after SMALL, so they override it. prepare(modules, rank) is called on each rank before main(). What the
-    ranks print is dropped. Raises what a rank raises, SystemExit among it for a flag that train.py refuses.
+    `flags` come after SMALL, so they override it. prepare(modules, rank) is called on each rank before main(). Raises
+    what a rank raises, SystemExit among it for a flag that train.py refuses.
     """
     world, modules = World(size), [source.load() for _ in range(size)]
     gradients, weights = [[] for _ in range(size)], [[] for _ in range(size)]
@@ -124,7 +127,7 @@ def train(source: StepSource, size: int, flags: tuple[str, ...], prepare: Callab
     before = register_optimizer_step_pre_hook(lambda optimizer, *_: note(gradients, "grad", optimizer))
     after = register_optimizer_step_post_hook(lambda optimizer, *_: note(weights, "data", optimizer))
     try:
-        with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()),
+        with (tempfile.TemporaryDirectory() as folder,
               mock.patch.object(sys, "argv", ["train.py", *SMALL, *flags, "--log_dir", folder, "--run_name", "run"])):
             world.run(program)
             lines = pathlib.Path(folder, "run", "metrics.jsonl").read_text().splitlines()

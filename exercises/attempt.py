@@ -1,0 +1,158 @@
+"""What an exercise's check works with: the reader's version inside of the course's modules, and ways to judge it."""
+
+import itertools
+import pathlib
+import traceback
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from blanks import find, put_in
+from launch import ROOT, STEPS
+from ranks import World
+from step_modules import StepModules, StepSource, Training, train
+
+FOLDERS = {"references": (ROOT / "exercises",), "cluster": (ROOT / "cluster" / "planning", ROOT / "cluster" / "training")}
+SECONDS = 20  # that a check may take: ours take 5 at most
+
+
+class Wrong(Exception):
+    """The reader's version does something else than it should. The message says what, in one screen."""
+
+
+class Score(NamedTuple):
+    """A number that can be proved to have an optimum. Three stars are for the optimum, two for half as good."""
+
+    what: str
+    value: float
+    best: float
+
+    @property
+    def stars(self) -> int:
+        return 3 if self.value <= self.best * (1 + 1e-9) else 2 if self.value <= 2 * self.best else 1
+
+
+class Attempt:
+    """One check of an exercise with the reader's file `path`. `theirs` and `ours` are the step with and without it."""
+
+    def __init__(self, exercise, path: pathlib.Path):
+        folder, module = exercise.folder, exercise.module
+        folders = FOLDERS.get(folder) or (STEPS[folder],)
+        if folder == "cluster":
+            folders += (STEPS["9"],)
+        self.ours = StepSource(folder, folders=folders)
+        self.place = find(self.ours.path(module), exercise.name_in_module)
+        self.theirs = StepSource(folder, {module: put_in(self.place, path)}, folders)
+        self.scores: list[Score] = []
+        self.module, self.name = module, exercise.name_in_module
+
+    def function(self, source: StepSource | None = None):
+        """The reader's function, or that of `source`, for exercises without ranks."""
+        found = getattr((source or self.theirs).load(), self.module)
+        for part in self.name.split("."):
+            found = getattr(found, part)
+        return found
+
+    def run(self, size: int, program: Callable[[StepModules, int], object], ours: bool = False) -> tuple[list, World]:
+        """What program(modules, rank) returns on each of `size` ranks, and the world with its log of messages."""
+        world, source = World(size), self.ours if ours else self.theirs
+        return world.run(lambda rank: program(source.load(), rank), SECONDS / 2), world
+
+    def both(self, size: int, program: Callable[[StepModules, int], object], what: str,
+             tolerance: float = 1e-9) -> World:
+        """Runs a program with the reader's version and with ours, and compares what it returns, rank by rank."""
+        expected, _ = self.run(size, program, ours=True)
+        got, world = self.run(size, program)
+        for rank in range(size):
+            self.same(got[rank], expected[rank], what, rank if size > 1 else None, tolerance)
+        return world
+
+    def grid(self, modules: StepModules, dp: int = 1, pp: int = 1, tp: int = 1, **sizes: int):
+        """Sets up the process groups of a step, and returns its ProcessGroupManager. To be called on all ranks."""
+        modules.process_group_manager.setup_process_group_manager(dp, pp, tp, **sizes)
+        return modules.process_group_manager.process_group_manager
+
+    def train(self, size: int, flags: str, ours: bool = False) -> Training:
+        """train.py of the step, with these flags, on `size` ranks; see step_modules.train."""
+        return train(self.ours if ours else self.theirs, size, tuple(flags.split()))
+
+    def same(self, got, expected, what: str, rank: int | None = None, tolerance: float = 1e-9) -> None:
+        """Raises Wrong where two tensors, numbers, lists or dictionaries of them differ, with the first place."""
+        who = "" if rank is None else f"rank {rank}: "
+        if isinstance(expected, dict):
+            for key in expected:
+                self.same(got.get(key), expected[key], f"{what}, {key}", rank, tolerance)
+        elif isinstance(expected, (list, tuple)) and not isinstance(got, type(None)):
+            if not isinstance(got, (list, tuple)) or len(got) != len(expected):
+                raise Wrong(f"{who}{what}\n  expected  {shorten(expected)}\n  got       {shorten(got)}")
+            for i, (one, other) in enumerate(zip(got, expected)):
+                self.same(one, other, f"{what}, [{i}]", rank, tolerance)
+        elif isinstance(expected, torch.Tensor):
+            self.same_tensor(got, expected, who + what, tolerance)
+        elif isinstance(expected, float) and isinstance(got, (int, float)):
+            if not abs(got - expected) <= tolerance * max(1.0, abs(expected)):
+                raise Wrong(f"{who}{what}\n  expected  {expected:.10g}\n  got       {got:.10g}{ratio(got, expected)}")
+        elif got != expected:
+            raise Wrong(f"{who}{what}\n  expected  {shorten(expected)}\n  got       {shorten(got)}")
+
+    def same_tensor(self, got, expected: torch.Tensor, what: str, tolerance: float) -> None:
+        if not isinstance(got, torch.Tensor):
+            raise Wrong(f"{what} is {shorten(got)}, but has to be a tensor of shape {list(expected.shape)}")
+        if got.shape != expected.shape:
+            raise Wrong(f"{what} has shape {list(got.shape)}, but has to have {list(expected.shape)}")
+        error = (got.detach().double() - expected.detach().double()).abs()
+        wrong = ~(error <= tolerance * expected.detach().double().abs().max().clamp(min=1.0))
+        if not wrong.any():
+            return
+        first = tuple(wrong.nonzero()[0].tolist())
+        one, other = got[first].item(), expected[first].item()
+        hint = ""
+        if one != one:
+            hint = "\n  NaN is what a tensor holds before its message has arrived."
+        where = f"element {list(first)}" if first else "it"
+        raise Wrong(f"{what}: {int(wrong.sum())} of {wrong.numel()} numbers are wrong. The first, {where}\n"
+                    f"  expected  {other:.10g}\n  got       {one:.10g}{ratio(one, other)}{hint}")
+
+    def require(self, condition: bool, sentence: str) -> None:
+        if not condition:
+            raise Wrong(sentence)
+
+    def score(self, what: str, value: float, best: float) -> None:
+        """Notes a number with its proved optimum. An exercise that has scores gets the stars of the worst of them."""
+        self.scores.append(Score(what, value, best))
+
+    def some(self, generator: Iterable, most: int, what: str) -> list:
+        """A list of what a generator yields. Raises Wrong where that is more than `most`."""
+        items = list(itertools.islice(generator, most + 1))
+        self.require(len(items) <= most, f"{what} yields more than {most} items, the last one {items[-1]}")
+        return items
+
+
+def shorten(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 160 else f"{text[:150]} ... ({len(text)} characters)"
+
+
+def ratio(got: float, expected: float) -> str:
+    """A remark on a whole ratio, which is often a sum where a mean is meant, or the other way around."""
+    for one, other, words in ((got, expected, "{:.0f} times as large"), (expected, got, "1/{:.0f} of it")):
+        if other and 1.5 < (quotient := one / other) < 100 and abs(quotient - round(quotient)) < 1e-6:
+            return f"   ({words.format(quotient)})"
+    return ""
+
+
+def describe_error(error: BaseException, path: pathlib.Path) -> str:
+    """One line for an error in the reader's function, or in the course's code that works with its result."""
+    rank = f"rank {error.rank}: " if hasattr(error, "rank") else ""
+    said = f"{rank}{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if frame.filename == str(path):
+            return f"{said}\n  in exercises/mine/{path.name}, line {frame.lineno}: {frame.line}"
+    for frame in reversed(frames):
+        if pathlib.Path(frame.filename).parent in STEPS.values():
+            where = pathlib.Path(frame.filename).relative_to(ROOT)
+            return (f"{said}\n  in the course's code, which calls your function or uses its result:\n"
+                    f"  {where}, line {frame.lineno}: {frame.line}")
+    return said

@@ -1,0 +1,148 @@
+"""Write the parts of the course yourself, and have them checked.
+
+    python exercises/try.py                        # the exercises, and which are solved
+    python exercises/try.py start ring_all_reduce  # writes exercises/mine/ring_all_reduce.py, for you to fill in
+    python exercises/try.py check ring_all_reduce  # runs it, and says what is wrong
+    python exercises/try.py check ring_all_reduce --torchrun  # where that makes sense: on processes, too
+    python exercises/try.py hint ring_all_reduce   # the next of up to three hints
+    python exercises/try.py solution ring_all_reduce  # ours, where it stands in the course
+    python exercises/try.py reset ring_all_reduce  # begins again; your version is kept as ring_all_reduce.py.1
+    python exercises/try.py check --all            # all that are started, for teachers
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "exercises"), str(ROOT / "tools")]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from blanks import Unwritten, find  # noqa: E402
+from catalogue import MINE, Exercise, Verdict, judge, load, source_path, stub  # noqa: E402
+
+SOLVED = MINE / ".solved.json"  # name -> stars and hints seen
+
+
+def read_state() -> dict:
+    return json.loads(SOLVED.read_text()) if SOLVED.is_file() else {}
+
+
+def note(name: str, **fields) -> None:
+    """Remembers what happened to an exercise."""
+    state = read_state()
+    state[name] = {**state.get(name, {}), **fields}
+    MINE.mkdir(exist_ok=True)
+    SOLVED.write_text(json.dumps(state, indent=1))
+
+
+def show_list(exercises: dict[str, Exercise]) -> int:
+    state, chapter = read_state(), None
+    for one in exercises.values():
+        if one.chapter != chapter:
+            chapter = one.chapter
+            print(f"\n{'step ' + chapter if chapter.isdigit() else chapter}")
+        stars = state.get(one.name, {}).get("stars", 0)
+        mark = "*" * stars or ("..." if one.path.is_file() else "")
+        print(f"  {mark:3} {one.name:28} {one.title}")
+    solved = sum(bool(each.get("stars")) for each in state.values())
+    print(f"\n{solved} of {len(exercises)} solved. Begin one with: python exercises/try.py start NAME")
+    return 0
+
+
+def start(one: Exercise) -> int:
+    if one.path.exists():
+        raise Unwritten(f"you have begun it already: {shown(one.path)}; `reset {one.name}` begins again")
+    MINE.mkdir(exist_ok=True)
+    one.path.write_text(stub(one), encoding="utf-8")
+    print(f"{one.title}\n\nwrite it in {shown(one.path)}, then: python exercises/try.py check {one.name}")
+    return 0
+
+
+def reset(one: Exercise) -> int:
+    if one.path.exists():
+        kept = next(path for i in range(1, 1000) if not (path := one.path.with_suffix(f".py.{i}")).exists())
+        one.path.rename(kept)
+        print(f"your version is now {shown(kept)}")
+    note(one.name, stars=0, hints=0)
+    return start(one)
+
+
+def check(one: Exercise) -> int:
+    verdict = judge(one, one.path)
+    if not verdict.is_right:
+        print(f"{one.name}: not yet\n\n{verdict.message}")
+        return 1
+    note(one.name, stars=max(verdict.stars, read_state().get(one.name, {}).get("stars", 0)))
+    print(f"{one.name}: right" + (f", {'*' * verdict.stars}" if verdict.scores else ""))
+    for score in verdict.scores:
+        print(f"  {score.what}: {score.value:g}; {score.best:g} {'is the least' if score.stars == 3 else 'is possible'}")
+    return 0
+
+
+def check_all(exercises: dict[str, Exercise]) -> int:
+    """One line for each exercise that is started."""
+    failed = 0
+    for one in exercises.values():
+        if not one.path.is_file():
+            continue
+        try:
+            verdict = judge(one, one.path)
+        except Unwritten as error:
+            verdict = Verdict(False, str(error), [])
+        first = verdict.message.splitlines()[0] if verdict.message else ""
+        print(f"{'right' if verdict.is_right else 'wrong':6} {'*' * verdict.stars:4} {one.name:28} {first}", flush=True)
+        failed += not verdict.is_right
+    return min(failed, 1)
+
+
+def hint(one: Exercise) -> int:
+    number = min(read_state().get(one.name, {}).get("hints", 0), len(one.hints) - 1)
+    print("\n".join(f"hint {i + 1} of {len(one.hints)}: {text}" for i, text in enumerate(one.hints[: number + 1])))
+    note(one.name, hints=number + 1)
+    return 0
+
+
+def solution(one: Exercise) -> int:
+    """Ours, with the lines around it."""
+    place = find(source_path(one), one.name_in_module)
+    lines = place.path.read_text(encoding="utf-8").splitlines()
+    print(f"{shown(place.path)}, lines {place.first} to {place.last}:\n")
+    for number in range(max(1, place.first - 3), min(len(lines), place.last + 3) + 1):
+        print(f"{'>' if place.first <= number <= place.last else ' '} {number:3}  {lines[number - 1]}".rstrip())
+    return 0
+
+
+def shown(path: pathlib.Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def main(argv: list[str] | None = None) -> int:
+    commands = {"start": start, "check": check, "hint": hint, "solution": solution, "reset": reset}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("command", nargs="?", choices=["list", *commands], default="list", metavar="COMMAND")
+    parser.add_argument("name", nargs="?", metavar="EXERCISE")
+    parser.add_argument("--all", action="store_true", help="check all exercises that are started")
+    parser.add_argument("--torchrun", action="store_true", help="check on processes, too")
+    args = parser.parse_args(argv)
+    exercises = load()
+    if args.command == "list":
+        return show_list(exercises)
+    if args.all and args.command == "check":
+        return check_all(exercises)
+    try:
+        if args.name not in exercises:
+            raise Unwritten(f"there is no exercise {args.name!r}: python exercises/try.py lists them")
+        return commands[args.command](exercises[args.name])
+    except Unwritten as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a check that did not end still runs in a thread
