@@ -13,8 +13,14 @@ from launch import ROOT, STEPS
 from ranks import World
 from step_modules import StepModules, StepSource, Training, train
 
-FOLDERS = {"references": (ROOT / "exercises",), "cluster": (ROOT / "cluster" / "planning", ROOT / "cluster" / "training")}
 SECONDS = 20  # that a check may take: ours take 5 at most
+
+
+def folders_of(folder: str) -> tuple[pathlib.Path, ...]:
+    """Where the modules of a step, of "references" or of "cluster" are."""
+    if folder == "cluster":
+        return ROOT / "cluster" / "planning", ROOT / "cluster" / "training", STEPS["9"]
+    return (ROOT / "exercises",) if folder == "references" else (STEPS[folder],)
 
 
 class Wrong(Exception):
@@ -37,14 +43,12 @@ class Attempt:
     """One check of an exercise with the reader's file `path`. `theirs` and `ours` are the step with and without it."""
 
     def __init__(self, exercise, path: pathlib.Path):
-        folder, module = exercise.folder, exercise.module
-        folders = FOLDERS.get(folder) or (STEPS[folder],)
-        if folder == "cluster":
-            folders += (STEPS["9"],)
+        folder, module, folders = exercise.folder, exercise.module, folders_of(exercise.folder)
         self.ours = StepSource(folder, folders=folders)
         self.place = find(self.ours.path(module), exercise.name_in_module)
         self.theirs = StepSource(folder, {module: put_in(self.place, path)}, folders)
         self.scores: list[Score] = []
+        self.most_ranks = 0
         self.module, self.name = module, exercise.name_in_module
 
     def function(self, source: StepSource | None = None):
@@ -57,6 +61,7 @@ class Attempt:
     def run(self, size: int, program: Callable[[StepModules, int], object], ours: bool = False) -> tuple[list, World]:
         """What program(modules, rank) returns on each of `size` ranks, and the world with its log of messages."""
         world, source = World(size), self.ours if ours else self.theirs
+        self.most_ranks = max(self.most_ranks, size)
         return world.run(lambda rank: program(source.load(), rank), SECONDS / 2), world
 
     def both(self, size: int, program: Callable[[StepModules, int], object], what: str,

@@ -18,14 +18,14 @@ import inspect
 import pathlib
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-from attempt import SECONDS, Attempt, Score, Wrong, describe_error
+from attempt import SECONDS, Attempt, Score, Wrong, describe_error, folders_of
 from baton import Violation, place
-from blanks import Unwritten, find, take_out
-from launch import ROOT, STEPS
+from blanks import find, take_out
+from launch import ROOT
+from step_modules import StepSource
 
 MINE = ROOT / "exercises" / "mine"
 CHAPTERS = [path.stem for path in sorted((ROOT / "exercises" / "chapters").glob("*.py"), key=lambda path: (
@@ -42,7 +42,6 @@ class Exercise(NamedTuple):
     hints: tuple[str, ...]
     blank: tuple[str, ...]
     check: Callable[[Attempt], None]
-    torchrun: str  # flags of train.py with which the reader's version runs on real processes; "" if it has none
 
     @property
     def module(self) -> str:
@@ -65,6 +64,7 @@ class Verdict(NamedTuple):
     is_right: bool
     message: str  # what is wrong
     scores: list[Score]
+    most_ranks: int  # of those that the check ran on
 
     @property
     def stars(self) -> int:
@@ -72,14 +72,14 @@ class Verdict(NamedTuple):
         return min([score.stars for score in self.scores], default=3) if self.is_right else 0
 
 
-def exercise(chapter: str, where: str, hints: tuple[str, ...], blank: tuple[str, ...] = (), torchrun: str = ""):
+def exercise(chapter: str, where: str, hints: tuple[str, ...], blank: tuple[str, ...] = ()):
     """Enters the decorated check into EXERCISES. `where` is "module.function", behind "references:" or "cluster:" if
     that is not in the chapter's step."""
     folder, _, inside = where.rpartition(":")
 
     def enter(check: Callable[[Attempt], None]) -> Callable:
         EXERCISES[check.__name__] = Exercise(check.__name__, chapter, folder or chapter, inside,
-                                             inspect.cleandoc(check.__doc__), hints, blank, check, torchrun)
+                                             inspect.cleandoc(check.__doc__), hints, blank, check)
         return check
 
     return enter
@@ -94,10 +94,7 @@ def load() -> dict[str, Exercise]:
 
 def source_path(one: Exercise) -> pathlib.Path:
     """The file in which our solution stands."""
-    from attempt import FOLDERS
-
-    folders = FOLDERS.get(one.folder) or (STEPS[one.folder],)
-    return next(path for folder in folders if (path := folder / f"{one.module}.py").is_file())
+    return StepSource(one.folder, folders=folders_of(one.folder)).path(one.module)
 
 
 def stub(one: Exercise) -> str:
@@ -108,9 +105,9 @@ def stub(one: Exercise) -> str:
         take_out(where, one.blank))
 
 
-def judge(one: Exercise, path: pathlib.Path) -> Verdict:
+def judge(one: Exercise, path: pathlib.Path, kind: type[Attempt] = Attempt) -> Verdict:
     """Checks the file `path` as a solution of an exercise. Raises Unwritten where it is none yet."""
-    attempt, problems = Attempt(one, path), []
+    attempt, problems = kind(one, path), []
 
     def run() -> None:
         try:
@@ -126,4 +123,4 @@ def judge(one: Exercise, path: pathlib.Path) -> Verdict:
     if thread.is_alive():
         where = place(sys._current_frames()[thread.ident])
         problems.append(f"it does not end: after {SECONDS} seconds it is at {where}")
-    return Verdict(not problems, "".join(problems[:1]), attempt.scores)
+    return Verdict(not problems, "".join(problems[:1]), attempt.scores, attempt.most_ranks)

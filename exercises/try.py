@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import pathlib
+import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -22,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from blanks import Unwritten, find  # noqa: E402
 from catalogue import MINE, Exercise, Verdict, judge, load, source_path, stub  # noqa: E402
+from launch import torchrun as torchrun_command  # noqa: E402
 
 SOLVED = MINE / ".solved.json"  # name -> stars and hints seen
 
@@ -70,10 +72,25 @@ def reset(one: Exercise) -> int:
     return start(one)
 
 
-def check(one: Exercise) -> int:
+def on_processes(one: Exercise, size: int) -> bool:
+    """Runs the check on as many processes. Raises Unwritten where it needs one only."""
+    if size < 2:
+        raise Unwritten(f"{one.name} is right, and there is nothing to run with torchrun: its check needs one process")
+    script = ROOT / "exercises" / "on_processes.py"
+    print(f"torchrun --nproc_per_node {size} {shown(script)} {one.name}", flush=True)
+    done = subprocess.run(torchrun_command(size, script, one.name), capture_output=True, text=True)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
+    print("right on processes, too" if done.returncode == 0 else f"{one.name}: not yet\n\n{lines[0]}" if lines else
+          done.stderr[-2000:])
+    return done.returncode == 0
+
+
+def check(one: Exercise, torchrun: bool = False) -> int:
     verdict = judge(one, one.path)
     if not verdict.is_right:
         print(f"{one.name}: not yet\n\n{verdict.message}")
+        return 1
+    if torchrun and not on_processes(one, min(verdict.most_ranks, 4)):
         return 1
     note(one.name, stars=max(verdict.stars, read_state().get(one.name, {}).get("stars", 0)))
     print(f"{one.name}: right" + (f", {'*' * verdict.stars}" if verdict.scores else ""))
@@ -91,7 +108,7 @@ def check_all(exercises: dict[str, Exercise]) -> int:
         try:
             verdict = judge(one, one.path)
         except Unwritten as error:
-            verdict = Verdict(False, str(error), [])
+            verdict = Verdict(False, str(error), [], 0)
         first = verdict.message.splitlines()[0] if verdict.message else ""
         print(f"{'right' if verdict.is_right else 'wrong':6} {'*' * verdict.stars:4} {one.name:28} {first}", flush=True)
         failed += not verdict.is_right
@@ -120,10 +137,10 @@ def shown(path: pathlib.Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    commands = {"start": start, "check": check, "hint": hint, "solution": solution, "reset": reset}
+    commands = {"start": start, "hint": hint, "solution": solution, "reset": reset}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument("command", nargs="?", choices=["list", *commands], default="list", metavar="COMMAND")
+    parser.add_argument("command", nargs="?", choices=["list", "check", *commands], default="list", metavar="COMMAND")
     parser.add_argument("name", nargs="?", metavar="EXERCISE")
     parser.add_argument("--all", action="store_true", help="check all exercises that are started")
     parser.add_argument("--torchrun", action="store_true", help="check on processes, too")
@@ -136,6 +153,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.name not in exercises:
             raise Unwritten(f"there is no exercise {args.name!r}: python exercises/try.py lists them")
+        if args.command == "check":
+            return check(exercises[args.name], args.torchrun)
         return commands[args.command](exercises[args.name])
     except Unwritten as error:
         print(error, file=sys.stderr)

@@ -88,7 +88,7 @@ class Baton:
         if not self.all_done.wait(timeout):
             rank = next(rank for rank in range(self.size) if rank not in self.done and self.waiting[rank] is None)
             where = place(sys._current_frames().get(threads[rank].ident))
-            self.fail(Violation(f"rank {rank} does not end. After {timeout:.0f} seconds it is at {where}"))
+            self.fail(Violation(f"rank {rank} does not end. After {timeout:g} seconds it is at {where}"))
         if self.failure:
             raise self.failure
         return results

@@ -9,7 +9,7 @@ from catalogue import exercise
     "In each round, exchange with one partner, and add: `dist.isend`, `dist.recv`, then wait for the send.",
     "The partner at distance d (1, 2, 4, ...) is tp_rank ^ d: the rank whose number differs in one bit.",
     "Combine with torch.add or torch.maximum, with out=tensor: the sum is needed in place."),
-    blank=("received = ", "for distance"), torchrun="--tp_size 4")
+    blank=("received = ", "for distance"))
 def recursive_doubling(attempt):
     """Sum a tensor over the tp ranks in log2(n) rounds instead of 2 (n - 1).
 

@@ -1,0 +1,172 @@
+"""Ranks in one process: what works between processes works there, and what does not ends with a sentence."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from baton import Violation
+from launch import fork, metrics
+from ranks import World
+from step_modules import SMALL, StepSource, train
+
+
+def violation(size: int, program, timeout: float = 20) -> str:
+    with pytest.raises(Violation) as found:
+        World(size).run(program, timeout)
+    return str(found.value)
+
+
+def exchange(rank: int, size: int) -> torch.Tensor:
+    received = torch.empty(3)
+    sending = dist.isend(torch.full((3,), float(rank)), (rank + 1) % size)
+    dist.recv(received, (rank - 1) % size)
+    sending.wait()
+    return received
+
+
+def test_messages_arrive_and_are_logged():
+    world = World(3)
+    assert [received[0].item() for received in world.run(lambda rank: exchange(rank, 3))] == [2.0, 0.0, 1.0]
+    assert [(event.rank, event.kind, event.peer, event.num_bytes) for event in world.events] == [
+        (0, "send", 1, 12), (1, "send", 2, 12), (1, "receive", 0, 12), (2, "send", 0, 12), (2, "receive", 1, 12),
+        (0, "receive", 2, 12)]
+    assert world.rounds == 1 and world.num_bytes() == 36 and world.num_bytes(1) == 12
+    assert dist.isend is not world.isend  # the functions are torch's again
+
+
+def test_same_order_each_time():
+    logs = []
+    for _ in range(3):
+        world = World(4)
+        world.run(lambda rank: exchange(rank, 4))
+        logs.append(world.events)
+    assert logs[0] == logs[1] == logs[2]
+
+
+def test_rounds_count_one_message_a_rank_and_round():
+    def from_rank_0(rank: int) -> None:  # its three sends take a round each
+        if rank == 0:
+            for peer in (1, 2, 3):
+                dist.send(torch.ones(1), peer)
+        else:
+            dist.recv(torch.ones(1), 0)
+
+    def chain(rank: int) -> None:
+        if rank:
+            dist.recv(torch.ones(1), rank - 1)
+        if rank < 3:
+            dist.send(torch.ones(1), rank + 1)
+
+    def to_rank_0(rank: int) -> None:  # and receiving takes one each, too
+        if rank:
+            dist.send(torch.ones(1), 0)
+        else:
+            for peer in (1, 2, 3):
+                dist.recv(torch.ones(1), peer)
+
+    for program in (from_rank_0, chain, to_rank_0):
+        world = World(4)
+        world.run(program)
+        assert world.rounds == 3, program
+
+
+def test_deadlock_shows_who_waits_for_whom():
+    def program(rank: int) -> None:
+        if rank < 2:
+            dist.recv(torch.empty(1), 1 - rank)
+
+    message = violation(3, program)
+    assert "rank 0 --> rank 1" in message and "rank 2             has ended" in message
+    assert "rank 0 -> rank 1 -> rank 0" in message and f"{dist.recv.__name__}(torch.empty(1), 1 - rank)" in message
+
+
+def test_all_send_first():
+    def program(rank: int) -> None:
+        dist.send(torch.ones(1), 1 - rank)
+        dist.recv(torch.ones(1), 1 - rank)
+
+    assert "deadlock" in violation(2, program)
+
+
+def test_rank_that_leaves_out_a_collective():
+    message = violation(2, lambda rank: dist.all_reduce(torch.ones(1)) if rank else None)
+    assert "rank 0             has ended" in message and "rank 1 --> rank 0" in message
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_tensor_that_changes_while_it_is_sent(late):
+    def program(rank: int) -> None:
+        if rank == 0:
+            tensor = torch.ones(2)
+            sending = dist.isend(tensor, 1)
+            if late:  # the other side has posted its receive, but the sender has not waited
+                dist.recv(torch.empty(1), 1)
+            tensor += 1
+            sending.wait()
+        else:
+            receiving = dist.irecv(torch.empty(2), 0)
+            if late:
+                dist.send(torch.ones(1), 0)
+            receiving.wait()
+
+    assert "rank 0 changed a tensor while it was being sent" in violation(2, program)
+
+
+def test_all_reduce_of_a_tensor_that_changes():
+    def program(rank: int) -> None:
+        handle = dist.all_reduce(tensor := torch.ones(2), async_op=True)
+        tensor += rank
+        handle.wait()
+
+    assert "rank 1 changed a tensor during its all_reduce" in violation(2, program)
+
+
+def test_nothing_is_there_before_wait():
+    def program(rank: int) -> bool:
+        if rank == 0:
+            dist.send(torch.ones(2), 1)
+            return True
+        handle = dist.irecv(tensor := torch.zeros(2), 0)
+        before = tensor.isnan().all().item()
+        handle.wait()
+        return before and tensor.tolist() == [1.0, 1.0]
+
+    assert World(2).run(program) == [True, True]
+
+
+@pytest.mark.parametrize("program, words", [
+    (lambda rank: dist.send(torch.ones(2), 1) if rank == 0 else dist.recv(torch.ones(3), 0), "sends 2 numbers"),
+    (lambda rank: dist.all_reduce(torch.ones(2 + rank)), "do not match"),
+    (lambda rank: dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM), "do not match"),
+    (lambda rank: dist.all_reduce(torch.ones(2)) if rank else dist.barrier(), "do not match"),
+    (lambda rank: dist.isend(torch.ones(2), 1) and None if rank == 0 else None, "were not received"),
+    (lambda rank: dist.irecv(torch.ones(2), 1) and None if rank == 0 else None, "has not come"),
+    (lambda rank: dist.send(torch.ones(2), rank), "choose another of these ranks"),
+    (lambda rank: dist.send(torch.ones(2), 7), "choose another of these ranks"),
+])
+def test_what_does_not_work_between_processes(program, words):
+    assert words in violation(2, program)
+
+
+def test_rank_that_does_not_end():
+    message = violation(2, lambda rank: dist.barrier() or time.sleep(2), timeout=0.5)
+    assert "rank 1 does not end. After 0.5 seconds" in message and "time.sleep(2)" in message
+
+
+def test_errors_are_those_of_the_rank():
+    with pytest.raises(ZeroDivisionError) as found:
+        World(3).run(lambda rank: dist.barrier() or 1 // (rank - 2))
+    assert found.value.rank == 2
+
+
+@pytest.mark.parametrize("step, size, flags", [
+    ("8", 4, ("--pp_size", "2", "--tp_size", "2")), ("15", 2, ("--cp_size", "2"))])
+def test_a_step_trains_as_in_processes(step, size, flags, tmp_path):
+    flags = (*flags, "--gradient_accumulation_steps", "4", "--max_tokens", "128")
+    here = train(StepSource(step), size, flags, lambda modules, rank: setattr(
+        modules.train, "load_samples", modules.dataloader.load_samples))
+    fork(step, size, *SMALL, *flags, "--log_dir", tmp_path, "--run_name", "run")
+    for one, other in zip(here.rows, metrics(tmp_path, "run"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-12)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-12)
