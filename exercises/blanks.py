@@ -26,7 +26,8 @@ class Place(NamedTuple):
 
     def source(self) -> str:
         """The lines, as they are at the left margin of a file."""
-        return textwrap.dedent("".join(self.path.read_text(encoding="utf-8").splitlines(True)[self.first - 1 : self.last]))
+        lines = self.path.read_text(encoding="utf-8").splitlines(True)
+        return textwrap.dedent("".join(lines[self.first - 1 : self.last]))
 
 
 def nodes_of(tree: ast.Module, name: str) -> list[ast.AST]:
@@ -70,7 +71,7 @@ def take_out(place: Place, statements: tuple[str, ...]) -> str:
         for text in statements:
             begin = {node.lineno: node for node in inside if lines[node.lineno - 1].strip().startswith(text)}
             if len(begin) != 1:
-                raise ValueError(f"{place.path.name}, {place.name}: {len(begin)} statements begin with {text!r}, not one")
+                raise ValueError(f"{place.path.name}, {place.name}: {len(begin)} statements begin with {text!r}, not 1")
             gaps += [(node, node) for node in begin.values()]
     for first, last in sorted(gaps, key=lambda gap: -gap[0].lineno):
         above = first.lineno - 1

@@ -95,7 +95,8 @@ def check(one: Exercise, torchrun: bool = False) -> int:
     note(one.name, stars=max(verdict.stars, read_state().get(one.name, {}).get("stars", 0)))
     print(f"{one.name}: right" + (f", {'*' * verdict.stars}" if verdict.scores else ""))
     for score in verdict.scores:
-        print(f"  {score.what}: {score.value:g}; {score.best:g} {'is the least' if score.stars == 3 else 'is possible'}")
+        print(f"  {score.what}: {score.value:g}; "
+              f"{'nothing better is possible' if score.stars == 3 else f'{score.best:g} is possible'}")
     return 0
 
 

@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, default=root / "site", help="the folder to write (default: site/)")
     parser.add_argument("--films", nargs="*", metavar="TOUR", help="draw these tours as films, too; none named: all")
     args = parser.parse_args()
-    sys.path.append(str(root / "tools" / "site"))
+    sys.path += [str(root / "tools" / "site"), str(root / "exercises")]
     try:
         from site_build import build
         from site_films import find_programs

@@ -5,6 +5,7 @@ import shutil
 
 import jinja2
 from markupsafe import Markup
+from site_exercises import exercise_pages
 from site_films import captions_address, make_film
 from site_pages import Page, Repository, document_page, source_page, step_page, tour_page
 from tours import file_stem
@@ -39,7 +40,7 @@ def build(root: pathlib.Path, out: pathlib.Path, films=()) -> list[str]:
               if not address.startswith("step") and place not in repository.tours]
     tours = [tour_page(repository, place) for place in repository.tours]
     pages = [others[0], *steps, *FORMS, *others[1:]]
-    sources, done = [], set()
+    sources, done = exercise_pages(repository), set()
     while len(done) < len(repository.sources):  # the page of a folder links to further files
         for place in [place for place in repository.sources if place not in done]:
             sources.append(source_page(repository, place))

@@ -50,12 +50,13 @@ class Repository:
         self.tours = {path.relative_to(root): f"tour-{name}.html" for name, path in find_tours(root).items()}
         self.documents |= {folder.relative_to(root) / "README.md": f"step{n}.html" for n, folder in self.steps.items()}
         self.documents |= self.tours
-        rooms = [page for room in ("beyond", "cluster", "docs", "tools", "step9_heterogeneous_pp") for page in sorted(
-            root.glob(f"{room}/*.md"), key=lambda page: (page.stem != "README", page.name))]
+        rooms = [page for room in ("beyond", "exercises", "cluster", "docs", "tools", "step9_heterogeneous_pp")
+                 for page in sorted(root.glob(f"{room}/*.md"), key=lambda page: (page.stem != "README", page.name))]
         for path in filter(pathlib.Path.is_file, [*rooms, root / "CONTRIBUTING.md"]):
             place = path.relative_to(root)
             name = place.parent.name if place.stem == "README" else place.stem
             self.documents.setdefault(place, f"{name.lower()}.html")
+        self.exercises = find_exercises(root)
         self.sources: dict[pathlib.Path, str] = {}  # files and folders that have been linked to -> address
 
     def address(self, target: str, folder: pathlib.Path) -> str:
@@ -78,6 +79,10 @@ class Repository:
             return f"step{number}.html#{place.name}-{line[1]}" if line else f"step{number}.html#file-{place.name}"
         return self.source(place) + mark + anchor.partition("-")[0]
 
+    def exercise_address(self, name: str) -> str | None:
+        """The address of an exercise's page, None where there is no exercise of this name."""
+        return f"exercise-{name}.html" if name in self.exercises else None
+
     def source(self, place: pathlib.Path) -> str:
         """The address of a file or folder, which gets a page of its own."""
         return self.sources.setdefault(place, f"source-{'-'.join(place.parts)}.html")
@@ -99,10 +104,20 @@ class Repository:
         return Links(lambda target: self.address(target, folder), lambda target: self.picture(target, folder), name)
 
 
+def find_exercises(root: pathlib.Path) -> dict:
+    """The exercises of the repository at `root` by name; none where it has no such folder."""
+    if not (root / "exercises" / "catalogue.py").is_file():
+        return {}
+    from catalogue import load
+
+    return load()
+
+
 def document_page(repository: Repository, place: pathlib.Path) -> Page:
     """The page of a Markdown file that is no chapter."""
     folder, address = (repository.root / place).parent, repository.documents[place]
-    document = Document((repository.root / place).read_text(encoding="utf-8"), repository.links(folder))
+    document = Document((repository.root / place).read_text(encoding="utf-8"),
+                        repository.links(folder, repository.exercise_address))
     label = "Start" if address == "index.html" else address.removesuffix(".html").capitalize()
     return Page(address, label, document.title, document.headings, "document.html", {"body": document.html})
 
@@ -133,7 +148,8 @@ def step_page(repository: Repository, number: int) -> Page:
 
     def name(text: str) -> str | None:
         place = find(text)
-        return f"#file-{text}" if text in names else f"#{place[0]}-{place[1]}" if place else None
+        address = f"#file-{text}" if text in names else f"#{place[0]}-{place[1]}" if place else None
+        return address or repository.exercise_address(text)
 
     document = Document((folder / "README.md").read_text(encoding="utf-8"), repository.links(folder, name))
     remarks = place_remarks(document.remarks(REMARKED), find)
@@ -146,6 +162,8 @@ def step_page(repository: Repository, number: int) -> Page:
     place = folder.relative_to(repository.root)
     content = {"body": document.html, "number": number, "files": files, "before": before and before.name,
                "unchanged": [(name, repository.source(place / name)) for name in unchanged]}
+    content["exercises"] = [(repository.exercise_address(name), name) for name, one in repository.exercises.items()
+                            if one.chapter == str(number)]
     content["tours"] = [address for tour, address in repository.tours.items() if tour.parent == place]
     return Page(f"step{number}.html", str(number), document.title, headings, "step.html", content)
 
