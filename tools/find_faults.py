@@ -1,0 +1,230 @@
+"""The checks that find a fault of a step without starting a process: a few optimizer steps on ranks in this one.
+
+    norm        loss and gradient norm of each step beside those of one process, in float64
+    checksum    the weights after each step, between all ranks that hold the same ones, to the last bit
+    bytes       what a rank sends in a step beside the formulas of splits.py
+    replay      the messages: a deadlock, collectives that do not match, a tensor changed while it is sent (ranks.py)
+    simulation  the schedules, without ranks: do all micro-batches get through, and once each?
+
+break_it.py NAME --find runs the check that a fault names, and --find --healthy all five on TOPOLOGIES.
+"""
+
+import argparse
+import functools
+import itertools
+import pathlib
+import sys
+from typing import NamedTuple
+
+from break_faults import Edit
+from launch import ROOT, STEPS
+from ranks import Violation
+from step_modules import StepModules, StepSource, train
+
+STEPS_RUN = 3
+TOLERANCE = 1e-9  # relative; in float64 a sum in another order differs by about 1e-15
+AXES = {"dp_size": 1, "pp_size": 1, "tp_size": 1, "cp_size": 1, "ep_size": 1, "zero": 0}
+LOGGED = 64  # bytes a step of numbers for the log: the loss, the norm, the balance of experts
+TAKEN = ("--max_tokens", "--num_hidden_layers")  # a fault's flag for torchrun, which the checks choose for themselves
+
+
+class Finding(NamedTuple):
+    alarm: bool
+    saw: str
+
+
+class Case(NamedTuple):
+    """A step on `size` ranks with `flags` of train.py: a fault's `edits`, and `besides`, which one process has, too."""
+
+    step: str
+    size: int
+    flags: tuple[str, ...] = ()
+    besides: tuple[Edit, ...] = ()
+    edits: tuple[Edit, ...] = ()
+
+
+class Run(NamedTuple):
+    """What a case leaves. `sums`: by rank and step, for each parameter its numbers and their sum."""
+
+    rows: list[dict]
+    sums: list[list[dict[str, tuple[int, float]]]]
+    tp_ranks: list[int]
+    num_bytes: list[int]  # by rank
+
+
+def sizes(flags: tuple[str, ...]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name, default in AXES.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--gradient_accumulation_steps", type=int, default=8)
+    parser.add_argument("--num_experts", type=int, default=0)
+    parser.add_argument("--pp_engine", default="1f1b")
+    parser.add_argument("--sequence_parallel", action="store_true")
+    return parser.parse_known_args(list(flags))[0]
+
+
+def without(flags: tuple[str, ...], names: tuple[str, ...], switches: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The flags but for these, of which `switches` have no value."""
+    kept, words = [], iter(flags)
+    for word in words:
+        if word in names:
+            next(words)
+        elif word not in switches:
+            kept.append(word)
+    return tuple(kept)
+
+
+def one_process(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Flags of one process that computes the same: it does the micro-batches of all replicas."""
+    found = sizes(flags)
+    names = (*(f"--{axis}" for axis in AXES), "--gradient_accumulation_steps", "--zero_shares")
+    return (*without(flags, names, ("--sequence_parallel",)), "--dp_size", "1", "--pp_size", "1", "--tp_size", "1",
+            "--gradient_accumulation_steps", str(found.dp_size * found.gradient_accumulation_steps))
+
+
+def source(case: Case) -> StepSource:
+    """The modules of the case's step, with its edits."""
+    texts: dict[str, str] = {}
+    for file, old, new in case.besides + case.edits:
+        texts[file] = texts.get(file, (STEPS[case.step] / file).read_text(encoding="utf-8")).replace(old, new)
+    return StepSource(case.step, {pathlib.Path(file).stem: compile(text, str(STEPS[case.step] / file), "exec")
+                                  for file, text in texts.items()})
+
+
+def num_layers(flags: tuple[str, ...]) -> int:
+    """Two, or one for each stage; also in one process, whose flags name no stages."""
+    return 4
+
+
+@functools.cache
+def run(case: Case, steps: int = STEPS_RUN, dtype: str = "float64") -> Run:
+    """Trains for a few steps. Raises what a rank raises."""
+    found = sizes(case.flags)
+    tokens = 16 * found.dp_size * found.gradient_accumulation_steps
+    flags = ("--num_hidden_layers", str(num_layers(case.flags)), *without(case.flags, TAKEN), "--dtype", dtype,
+             "--max_tokens", str(steps * tokens))
+    done = train(source(case), case.size, flags)
+    sums = [[{name: (weight.numel(), weight.double().sum().item()) for name, weight in step.items()} for step in rank]
+            for rank in done.weights]
+    tp_ranks = [modules.process_group_manager.process_group_manager.tp_rank for modules in done.modules]
+    return Run(done.rows, sums, tp_ranks, [done.world.num_bytes(rank) for rank in range(case.size)])
+
+
+def in_one_process(case: Case) -> Run:
+    """The same steps without the fault, in one process."""
+    return run(Case(case.step, 1, one_process(case.flags), case.besides))
+
+
+def norm(case: Case) -> Finding:
+    largest, right = 0.0, in_one_process(case).rows
+    for row, one in zip(run(case).rows, right, strict=True):
+        for name, words in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
+            difference = abs(row[name] - one[name]) / abs(one[name])
+            if not difference <= TOLERANCE:
+                return Finding(True, f"step {row['step']}: {words} is {row[name]:.6f}, in one process "
+                                     f"{one[name]:.6f}: {row[name] / one[name]:.6g} times as large")
+            largest = max(largest, difference)
+    return Finding(False, f"{len(right)} losses and gradient norms are those of one process, to {largest:.0e} of them")
+
+
+def checksum(case: Case) -> Finding:
+    """Compares what ranks hold of the same name: all of them, or those of one tp rank where it is a part."""
+    done, whole, compared = run(case), in_one_process(case).sums[0], 0
+    for step, names in enumerate(whole):
+        for name, (numel, _) in names.items():
+            held: dict[int, dict[int, float]] = {}  # tp rank, or -1 for all -> rank -> sum
+            for rank, sums in enumerate(done.sums):
+                if name in sums[step]:
+                    key = -1 if sums[step][name][0] == numel else done.tp_ranks[rank]
+                    held.setdefault(key, {})[rank] = sums[step][name][1]
+            for ranks in held.values():
+                compared += len(ranks) > 1
+                if len(set(ranks.values())) > 1:
+                    (first, a), (other, b) = next(pair for pair in itertools.combinations(ranks.items(), 2)
+                                                  if pair[0][1] != pair[1][1])
+                    return Finding(True, f"after step {step + 1}: the sums of {name} are {a:.9f} on rank {first} and "
+                                         f"{b:.9f} on rank {other}")
+    return Finding(False, f"{compared} comparisons between ranks that hold the same weights found no difference")
+
+
+def num_bytes(case: Case) -> Finding:
+    """Compares the bytes of a step, without those of the start and of numbers for the log, with splits.sent()."""
+    from data_sheets import Shape  # it knows more about models than the other checks need
+    from splits import Job, Split, sent
+
+    found, flags = sizes(case.flags), case.flags
+    is_pipeline, v = found.pp_size > 1, 2
+    split = Split(found.dp_size, found.tp_size, found.pp_size, found.pp_engine if is_pipeline else "-", found.zero,
+                  found.cp_size, found.ep_size, found.sequence_parallel)
+    m = found.gradient_accumulation_steps
+    job = Job(Shape(128, 352, num_layers(flags), 8, 4, 1024, bool(case.besides), 16), 16, m * found.dp_size, 1,
+              "float32", case.size, case.size, 0, 0, 0, 0, v, "--recompute" in flags, found.num_experts, 2)
+    long, short = (run(case, steps, "float32").num_bytes for steps in (3, 2))
+    saw = []
+    for rank, (all_bytes, before) in enumerate(zip(long, short)):
+        pp_rank = rank // found.tp_size // found.cp_size % found.pp_size
+        expected, sent_bytes = sum(sent(job, split, pp_rank, m).values()), all_bytes - before
+        saw.append(f"rank {rank} sends {sent_bytes:,} bytes a step, and the formulas say {expected:,.0f}")
+        if abs(sent_bytes - expected) > 1e-3 * expected + LOGGED:
+            return Finding(True, f"{saw[-1]}: {sent_bytes / max(expected, 1):.3g} times as many")
+    return Finding(False, saw[0])
+
+
+def replay(case: Case) -> Finding:
+    try:
+        done = run(case)
+    except Violation as violation:
+        return Finding(True, str(violation))
+    return Finding(False, f"{sum(done.num_bytes):,} bytes in {STEPS_RUN} steps, all received, none changed on the way")
+
+
+def simulation(case: Case) -> Finding:
+    lines = check_schedules(source(case).load())
+    wrong = [line for line in lines if "legal" not in line]
+    return Finding(bool(wrong), "; ".join(wrong or lines))
+
+
+def check_schedules(modules: StepModules) -> list[str]:
+    """For each schedule of a step one line: legal, or the least size at which its stages are stuck or leave work out.
+
+    They run in the simulation of tests/test_step8_schedules.py, with up to 8 stages and 16 micro-batches.
+    """
+    sys.path.append(str(ROOT / "tests"))
+    from test_step8_schedules import simulate
+
+    if not hasattr(modules, "pipeline_parallel"):
+        return ["no schedule, so legal"]
+    module = modules.virtual_stages if hasattr(modules, "virtual_stages") else modules.pipeline_parallel
+    lines = []
+    for schedule in module.SCHEDULES.values():
+        chunks = 2 if schedule.__name__.startswith("interleaved") else 1
+        for p, m in itertools.product(range(1, 9), range(1, 17)):
+            actions = [list(schedule(stage, p, m, *[chunks] * (chunks > 1))) for stage in range(p)]
+            try:
+                simulate([list(stage) for stage in actions])
+                left_out = missing(actions, m, chunks)
+            except AssertionError as error:
+                left_out = str(error).splitlines()[0].replace("Action(kind=", "(").replace(" microbatch=", " ")
+            except (IndexError, KeyError):
+                left_out = "an action of a micro-batch that there is not"
+            if left_out:
+                lines.append(f"{schedule.__name__}: {p} stages, {m} micro-batches: {left_out}")
+                break
+        else:
+            lines.append(f"{schedule.__name__}: legal with up to 8 stages and 16 micro-batches")
+    return lines
+
+
+def missing(actions: list[list[tuple]], m: int, chunks: int) -> str:
+    """What a stage does not do exactly once for each micro-batch, in words. A stage with a W divides all backwards."""
+    for stage, todo in enumerate(actions):
+        kinds = "FBW" if any(kind == "W" for kind, *_ in todo) else "FB"
+        found = sorted((*action, 0)[:3] for action in todo)
+        wanted = sorted(itertools.product(kinds, range(m), range(chunks)))
+        if found != wanted:
+            kind, i, _ = sorted(set(wanted) ^ set(found) or set(wanted))[0]
+            return f"stage {stage} does not do {kind} of micro-batch {i} exactly once"
+    return ""
+
+
+CHECKS = {"norm": norm, "checksum": checksum, "bytes": num_bytes, "replay": replay, "simulation": simulation}
