@@ -123,6 +123,12 @@ class Attempt:
         if not condition:
             raise Wrong(sentence)
 
+    def messages_only(self, world: World) -> None:
+        """Raises Wrong where torch's own collectives were called instead of sends and receives."""
+        for event in world.events:
+            self.require(event.kind in ("send", "receive"),
+                         f"rank {event.rank} calls {event.kind}: write it with sends and receives")
+
     def score(self, what: str, value: float, best: float) -> None:
         """Notes a number with its proved optimum. An exercise that has scores gets the stars of the worst of them."""
         self.scores.append(Score(what, value, best))

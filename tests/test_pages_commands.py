@@ -20,8 +20,8 @@ from tours import Scene, find_tours, read_tour
 
 READMES = [path.relative_to(ROOT) for path in [
     ROOT / "README.md", *sorted(ROOT.glob("step*/README.md")), *sorted(ROOT.glob("beyond/**/README.md")),
-    *sorted(ROOT.glob("cluster/*.md")), *sorted(ROOT.glob("docs/*.md")), ROOT / "tools" / "README.md",
-    ROOT / "CONTRIBUTING.md"]
+    *sorted(ROOT.glob("cluster/*.md")), *sorted(ROOT.glob("docs/*.md")), ROOT / "exercises" / "README.md",
+    ROOT / "tools" / "README.md", ROOT / "CONTRIBUTING.md"]
     if path.name not in ("FINE_TUNING.md", "RASPBERRY_PI.md", "TOUR.md")]  # the first two change the machine
 TOURS = find_tours(ROOT)
 BLOCK = re.compile(r"^( *)```bash\n(.*?)^\1```\n(?:\s*(?:<details>(?:(?!</summary>|```).)*</summary>\s*)?^\1```\n(.*?)"
@@ -40,7 +40,7 @@ SHORTER = {  # program -> flags that cut a run short, and what tells that it is 
     r"--max_steps 5000": ("--max_steps 20", r"--max_steps \d\d\b"),
     r"^pytest|&& pytest": ("--collect-only -q", "--collect-only"),
 }
-FAILS = re.compile(r"break_it\.py (hang|sizes|deadlock|order)|--timeout \d")  # commands that are to end with an error
+FAILS = re.compile(r"try\.py check|break_it\.py (hang|sizes|deadlock|order)|--timeout \d")  # these end with an error
 STEP = re.compile(r"step (\d+)/\d+ \| loss ([\d.]+) \| grad norm ([\d.]+)")
 TOLERANCE = 2e-3  # relative, of losses and norms of float32 runs
 

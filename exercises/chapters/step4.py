@@ -32,4 +32,5 @@ def recursive_doubling(attempt):
             return {"the sum": one, "the maximum": two}
 
         world = attempt.both(size, program, f"{size} ranks")
+        attempt.messages_only(world)
     attempt.score("rounds of two all-reduces over 8 ranks", world.rounds, 6)
