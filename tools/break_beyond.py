@@ -16,7 +16,7 @@ FAULTS = break_faults.FAULTS | {
         (Edit("zero.py", "        dist.all_reduce(squares)\n", ""),),
         2, (*DP2, "--zero", "1"), "norm", ("pytorch/xla#4796",)),
     "norms": Fault(
-        "14", "Under sequence parallelism the norms' gradients are not summed: each tp rank's norms see its own tokens.",
+        "14", "The gradients of the norms, which see a tp rank's own tokens, are not summed: the norms drift apart.",
         (Edit("train.py", "        sum_norm_gradients(model)\n", "        pass\n"),),
         2, (*TP2, "--sequence_parallel"), "checksum", ("NVIDIA/Megatron-LM#1446", "EleutherAI/gpt-neox#1257")),
     "targets": Fault(
@@ -48,6 +48,7 @@ FAULTS = break_faults.FAULTS | {
         ("pytorch/pytorch#160285", "NVIDIA/Megatron-LM#5956", "deepspeedai/DeepSpeed#6546")),
     "router": Fault(
         "16", "Each tp rank draws from a seed of its own, also the router, which all of them hold whole.",
-        (Edit("train.py", "init_weights(model, args.seed, device", "init_weights(model, args.seed + grid.tp_rank, device"),),
+        (Edit("train.py", "init_weights(model, args.seed, device",
+              "init_weights(model, args.seed + grid.tp_rank, device"),),
         2, (*TP2, *EXPERTS), "checksum", ("NVIDIA-NeMo/Automodel#1291",)),
 }

@@ -105,7 +105,7 @@ FAULTS = {
         (Edit("tensor_parallel.py", "        all_reduce(grad)\n", ""),),
         2, TP2, "norm", ("pytorch/torchtitan#1805",)),
     "double": Fault(
-        "4", "g sums in backward as well, where each rank has the whole gradient already: tp times too much, per layer.",
+        "4", "g sums in backward as well, where each rank has the whole gradient already: tp times too much at each.",
         (Edit("tensor_parallel.py", '''\
         all_reduce(x)
         return x
@@ -167,7 +167,7 @@ FAULTS = {
               "    dist.all_reduce(squares, group=grid.tp_group)\n"),),
         2, PP2, "norm", ("pytorch/torchtitan#596",)),
     "tied": Fault(
-        "8", "The gradients of a tied embedding are not summed between the first and the last stage: it is two weights.",
+        "8", "The gradients of a tied embedding are not summed between first and last stage: it becomes two weights.",
         (Edit("pipeline_parallel.py", "    model.finish_gradient_sync()\n    sum_tied_gradients(stage)\n",
               "    model.finish_gradient_sync()\n"),),
         2, PP2, "checksum", ("uw-syfi/piper#13", "NVIDIA/Megatron-LM#844"),

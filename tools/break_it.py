@@ -119,8 +119,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
                         "of all; with --healthy and no NAME all checks on healthy steps")
     args = parser.parse_args(own)
     args.further = further
-    if unlike := [f"--{word}" for word in ("checksums", "sgd", "compare", "check") if args.find and getattr(args, word)]:
-        raise ValueError(f"--find chooses the check itself: leave {unlike[0]} out, or --find")
+    others = [f"--{word}" for word in ("checksums", "sgd", "compare", "check") if getattr(args, word)]
+    if args.find and others:
+        raise ValueError(f"--find chooses the check itself: leave {others[0]} out, or --find")
     if args.find and further:
         raise ValueError(f"--find trains a small model and chooses its flags: leave {' '.join(further)} out")
     if args.list or args.find and not args.name:
@@ -130,7 +131,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         raise ValueError(f"{what}choose one of {', '.join(FAULTS)} (--list says what each does)")
     fault = FAULTS[args.name]
     if args.check and not (STEPS[fault.step] / "pipeline_parallel.py").exists():
-        raise ValueError(f"--check simulates schedules, and {args.name!r} is a fault of step {fault.step}, which has none")
+        raise ValueError(f"--check simulates schedules, and {args.name!r} is one of step {fault.step}, which has none")
     if args.checksums and (sizes(fault.flags).dp_size == 1 or sizes(fault.flags).zero):
         raise ValueError(f"--checksums compares replicas that hold all weights, and {args.name!r} runs without: "
                          "use --find, which compares other ranks, too")

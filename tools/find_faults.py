@@ -11,9 +11,11 @@ break_it.py NAME --find runs the check that a fault names, and --find --healthy 
 
 import functools
 import itertools
+import linecache
 import math
 import pathlib
 import sys
+import textwrap
 from typing import NamedTuple
 
 import torch
@@ -63,8 +65,12 @@ def source(case: Case) -> StepSource:
     texts: dict[str, str] = {}
     for file, old, new in case.besides + case.edits:
         texts[file] = texts.get(file, (STEPS[case.step] / file).read_text(encoding="utf-8")).replace(old, new)
-    return StepSource(case.step, {pathlib.Path(file).stem: compile(text, str(STEPS[case.step] / file), "exec")
-                                  for file, text in texts.items()})
+    code = {}
+    for file, text in texts.items():
+        name = f"{STEPS[case.step] / file}, changed"
+        linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name  # for the lines of messages
+        code[pathlib.Path(file).stem] = compile(text, name, "exec")
+    return StepSource(case.step, code)
 
 
 def num_layers(flags: tuple[str, ...]) -> int:
@@ -129,8 +135,8 @@ def checksum(case: Case) -> Finding:
                 if len(set(ranks.values())) > 1:
                     (first, a), (other, b) = next(pair for pair in itertools.combinations(ranks.items(), 2)
                                                   if pair[0][1] != pair[1][1])
-                    return Finding(True, f"{'after' if k % 2 else 'before'} step {k // 2 + 1}: the sums of {name} are {a:.9f} on rank {first} and "
-                                         f"{b:.9f} on rank {other}")
+                    when = f"{'after' if k % 2 else 'before'} step {k // 2 + 1}"
+                    return Finding(True, f"{when}: {name} sums to {a:.6f} on rank {first} and {b:.6f} on rank {other}")
     return Finding(False, f"{compared} comparisons between ranks that hold the same weights found no difference")
 
 
@@ -234,7 +240,8 @@ TOPOLOGIES = (  # healthy ones: a step, its ranks and flags
     ("15", 2, "--cp_size 2 --cp_layout contiguous"), ("15", 4, "--cp_size 4"), ("15", 4, "--cp_size 2 --dp_size 2"),
     ("15", 4, "--cp_size 2 --pp_size 2"), ("15", 4, "--cp_size 2 --tp_size 2 --sequence_parallel"),
     ("15", 4, "--cp_size 2 --dp_size 2 --zero 3"), ("16", 2, "--dp_size 2 --num_experts 4"),
-    ("16", 2, "--dp_size 2 --ep_size 2 --num_experts 4"), ("16", 4, "--dp_size 4 --ep_size 2 --num_experts 4 --balance_loss 0.01"),
+    ("16", 2, "--dp_size 2 --ep_size 2 --num_experts 4"),
+    ("16", 4, "--dp_size 4 --ep_size 2 --num_experts 4 --balance_loss 0.01"),
     ("16", 4, "--dp_size 2 --ep_size 2 --tp_size 2 --num_experts 4"),
     ("16", 4, "--dp_size 2 --ep_size 2 --pp_size 2 --pp_engine 1f1b --num_experts 4"),
 )
@@ -263,9 +270,9 @@ def find_all(faults: dict[str, Fault]) -> int:
     for name, fault in faults.items():
         healthy, broken = find(fault, healthy=True), find(fault)
         caught, false_alarms = caught + broken.alarm, false_alarms + healthy.alarm
-        first = broken.saw.split("\n")[0]
+        saw = " ".join([line for i, line in enumerate(broken.saw.split("\n")) if i == 0 or line.startswith("  rank")])
         print(ROW.format(name, fault.step, fault.check, "ALARM" if healthy.alarm else "no alarm",
-                         f"alarm: {first}" if broken.alarm else "NO ALARM"), flush=True)
+                         textwrap.shorten(saw, 120) if broken.alarm else "NO ALARM"), flush=True)
     print(f"{caught} of {len(faults)} caught, {false_alarms or 'no'} alarms without a fault")
     return int(caught < len(faults) or false_alarms > 0)
 
