@@ -93,11 +93,12 @@ def read_metrics(flags: list[str]) -> list[dict]:
 
 def compare(script: pathlib.Path, right: pathlib.Path, num_processes: int, flags: list[str]) -> int:
     """Trains `right` in one process, then `script`, and prints the losses and gradient norms of both, step by step."""
-    for processes, path, words in ((1, right, one_process(flags)), (num_processes, script, flags)):
+    alone = [*one_process(flags), "--run_name", "one_process"]
+    for processes, path, words in ((1, right, alone), (num_processes, script, flags)):
         if code := run(processes, path, words, stdout=subprocess.DEVNULL):
             return code
     print(PER_STEP.format("step", "one process", "loss", "difference", "norm, one process", "norm", "ratio"))
-    for row, other in zip(read_metrics(one_process(flags)), read_metrics(flags), strict=True):
+    for row, other in zip(read_metrics(alone), read_metrics(flags), strict=True):
         print(PER_STEP.format(
             row["step"], f"{row['loss']:.4f}", f"{other['loss']:.4f}", f"{other['loss'] - row['loss']:.1e}",
             f"{row['grad_norm']:.4f}", f"{other['grad_norm']:.4f}", f"{other['grad_norm'] / row['grad_norm']:.3f}"))
@@ -132,7 +133,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     fault = FAULTS[args.name]
     if args.check and not (STEPS[fault.step] / "pipeline_parallel.py").exists():
         raise ValueError(f"--check simulates schedules, and {args.name!r} is one of step {fault.step}, which has none")
-    if args.checksums and (sizes(fault.flags).dp_size == 1 or sizes(fault.flags).zero):
+    found = sizes(fault.flags)
+    if args.checksums and (found.dp_size == 1 or found.zero or found.num_experts):
         raise ValueError(f"--checksums compares replicas that hold all weights, and {args.name!r} runs without: "
                          "use --find, which compares other ranks, too")
     return args
