@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from baton import shown
 from blanks import find, put_in
 from launch import ROOT, STEPS
 from ranks import World
@@ -160,10 +161,9 @@ def describe_error(error: BaseException, path: pathlib.Path) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         if frame.filename == str(path):
-            return f"{said}\n  in exercises/mine/{path.name}, line {frame.lineno}: {frame.line}"
+            return f"{said}\n  in {shown(path)}, line {frame.lineno}: {frame.line}"
     for frame in reversed(frames):
         if pathlib.Path(frame.filename).parent in STEPS.values():
-            where = pathlib.Path(frame.filename).relative_to(ROOT)
             return (f"{said}\n  in the course's code, which calls your function or uses its result:\n"
-                    f"  {where}, line {frame.lineno}: {frame.line}")
+                    f"  {shown(frame.filename)}, line {frame.lineno}: {frame.line}")
     return said

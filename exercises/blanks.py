@@ -9,6 +9,8 @@ import textwrap
 import types
 from typing import NamedTuple
 
+from baton import shown
+
 EMPTY = "...  # write this"
 
 
@@ -84,22 +86,21 @@ def take_out(place: Place, statements: tuple[str, ...]) -> str:
 
 def read_answer(path: pathlib.Path, name: str) -> ast.Module:
     """The reader's file. Raises Unwritten where it is no Python, lacks the function, or still has an empty place."""
-    shown = f"exercises/mine/{path.name}"
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), shown)
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except SyntaxError as error:
-        raise Unwritten(f"{shown}, line {error.lineno}, is no Python: {error.msg}") from None
+        raise Unwritten(f"{shown(path)}, line {error.lineno}, is no Python: {error.msg}") from None
     except FileNotFoundError:
-        raise Unwritten(f"there is no {shown} yet: python exercises/try.py start {path.stem}") from None
+        raise Unwritten(f"there is no {shown(path)} yet: python exercises/try.py start {path.stem}") from None
     last = name.rpartition(".")[2]
     try:
         (node,) = nodes_of(tree, last)
     except ValueError:
-        raise Unwritten(f"{shown} has no {last}, which the course calls: keep its name, or begin again with "
+        raise Unwritten(f"{shown(path)} has no {last}, which the course calls: keep its name, or begin again with "
                         f"python exercises/try.py reset {path.stem}") from None
     for part in ast.walk(node):
         if isinstance(part, ast.Expr) and getattr(part.value, "value", None) is ...:
-            raise Unwritten(f"{shown}, line {part.lineno}, is still empty: replace the three dots by your lines")
+            raise Unwritten(f"{shown(path)}, line {part.lineno}, is still empty: replace the three dots by your lines")
     return tree
 
 

@@ -21,13 +21,13 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+import baton
 from attempt import SECONDS, Attempt, Score, Wrong, describe_error, folders_of
-from baton import Violation, place
+from baton import Violation, place, shown
 from blanks import find, take_out
 from launch import ROOT
 from step_modules import StepSource
 
-MINE = ROOT / "exercises" / "mine"
 CHAPTERS = [path.stem for path in sorted((ROOT / "exercises" / "chapters").glob("*.py"), key=lambda path: (
     not path.stem.startswith("step"), int("0" + path.stem[4:].split("_")[0]) if path.stem.startswith("step") else 0))]
 EXERCISES: dict[str, "Exercise"] = {}
@@ -57,7 +57,8 @@ class Exercise(NamedTuple):
 
     @property
     def path(self) -> pathlib.Path:
-        return MINE / f"{self.name}.py"
+        """The reader's file."""
+        return baton.READER / f"{self.name}.py"
 
 
 class Verdict(NamedTuple):
@@ -100,7 +101,7 @@ def source_path(one: Exercise) -> pathlib.Path:
 def stub(one: Exercise) -> str:
     """What the reader's file contains at the start."""
     where = find(source_path(one), one.name_in_module)
-    place_in = f"Its place: {where.path.relative_to(ROOT)}, {one.name_in_module}"
+    place_in = f"Its place: {shown(where.path)}, {one.name_in_module}"
     return f'"""{one.name}: {one.task}\n\n{place_in}\nCheck it:  python exercises/try.py check {one.name}\n"""\n\n' + (
         take_out(where, one.blank))
 

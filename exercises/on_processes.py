@@ -1,6 +1,6 @@
 """The same check on real processes, which torchrun starts: try.py check NAME --torchrun.
 
-    torchrun --nproc_per_node 4 exercises/on_processes.py NAME
+    torchrun --nproc_per_node 4 exercises/on_processes.py exercises/mine/NAME.py
 
 What the check runs on as many ranks as there are processes, these processes do over gloo. What it runs on other numbers
 of ranks stays in one process.
@@ -32,16 +32,16 @@ class AttemptOnProcesses(Attempt):
         return results, World(size)  # without a log: messages are counted in one process
 
 
-def main(name: str) -> int:
-    one = load()[name]
+def main(path: pathlib.Path) -> int:
+    one = load()[path.stem]
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    verdict = judge(one, one.path, AttemptOnProcesses)
+    verdict = judge(one, path, AttemptOnProcesses)
     if not verdict.is_right:
         print(f"rank {dist.get_rank()} of the processes: {verdict.message}", file=sys.stderr, flush=True)
     return int(not verdict.is_right)
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1])
+    code = main(pathlib.Path(sys.argv[1]))
     sys.stdout.flush()
     os._exit(code)  # without waiting for ranks that have failed

@@ -7,7 +7,7 @@
     python exercises/try.py hint ring_all_reduce   # the next of up to three hints
     python exercises/try.py solution ring_all_reduce  # ours, where it stands in the course
     python exercises/try.py reset ring_all_reduce  # begins again; your version is kept as ring_all_reduce.py.1
-    python exercises/try.py check --all            # all that are started, for teachers
+    python exercises/try.py check --all --folder DIR  # all in a folder, for teachers
 """
 
 import argparse
@@ -21,23 +21,28 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "exercises"), str(ROOT / "tools")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import baton  # noqa: E402
+from baton import shown  # noqa: E402
 from blanks import Unwritten, find  # noqa: E402
-from catalogue import MINE, Exercise, Verdict, judge, load, source_path, stub  # noqa: E402
+from catalogue import Exercise, Verdict, judge, load, source_path, stub  # noqa: E402
 from launch import torchrun as torchrun_command  # noqa: E402
 
-SOLVED = MINE / ".solved.json"  # name -> stars and hints seen
+
+def state_path() -> pathlib.Path:
+    """A file with the stars and the hints seen of each exercise."""
+    return baton.READER / ".solved.json"
 
 
 def read_state() -> dict:
-    return json.loads(SOLVED.read_text()) if SOLVED.is_file() else {}
+    return json.loads(state_path().read_text()) if state_path().is_file() else {}
 
 
 def note(name: str, **fields) -> None:
     """Remembers what happened to an exercise."""
     state = read_state()
     state[name] = {**state.get(name, {}), **fields}
-    MINE.mkdir(exist_ok=True)
-    SOLVED.write_text(json.dumps(state, indent=1))
+    baton.READER.mkdir(parents=True, exist_ok=True)
+    state_path().write_text(json.dumps(state, indent=1))
 
 
 def show_list(exercises: dict[str, Exercise]) -> int:
@@ -57,7 +62,7 @@ def show_list(exercises: dict[str, Exercise]) -> int:
 def start(one: Exercise) -> int:
     if one.path.exists():
         raise Unwritten(f"you have begun it already: {shown(one.path)}; `reset {one.name}` begins again")
-    MINE.mkdir(exist_ok=True)
+    baton.READER.mkdir(parents=True, exist_ok=True)
     one.path.write_text(stub(one), encoding="utf-8")
     print(f"{one.title}\n\nwrite it in {shown(one.path)}, then: python exercises/try.py check {one.name}")
     return 0
@@ -78,7 +83,7 @@ def on_processes(one: Exercise, size: int) -> bool:
         raise Unwritten(f"{one.name} is right, and there is nothing to run with torchrun: its check needs one process")
     script = ROOT / "exercises" / "on_processes.py"
     print(f"torchrun --nproc_per_node {size} {shown(script)} {one.name}", flush=True)
-    done = subprocess.run(torchrun_command(size, script, one.name), capture_output=True, text=True)
+    done = subprocess.run(torchrun_command(size, script, one.path), capture_output=True, text=True)
     lines = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
     print("right on processes, too" if done.returncode == 0 else f"{one.name}: not yet\n\n{lines[0]}" if lines else
           done.stderr[-2000:])
@@ -133,10 +138,6 @@ def solution(one: Exercise) -> int:
     return 0
 
 
-def shown(path: pathlib.Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
 def main(argv: list[str] | None = None) -> int:
     commands = {"start": start, "hint": hint, "solution": solution, "reset": reset}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -145,7 +146,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", metavar="EXERCISE")
     parser.add_argument("--all", action="store_true", help="check all exercises that are started")
     parser.add_argument("--torchrun", action="store_true", help="check on processes, too")
+    parser.add_argument("--folder", type=pathlib.Path, help="where your files are (default: exercises/mine)")
     args = parser.parse_args(argv)
+    if args.folder:
+        baton.READER = args.folder.resolve()
     exercises = load()
     if args.command == "list":
         return show_list(exercises)

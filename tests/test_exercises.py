@@ -1,11 +1,16 @@
-"""The exercises: the course's own solution is right and has all stars, wrong answers are not, and another right one is."""
+"""The exercises: the course's own solution is right and has all stars, wrong answers are not, another right one is."""
 
 import importlib
+import importlib.util
+import sys
 import time
 
+import attempt
+import baton
 import pytest
 from blanks import Unwritten, find
 from catalogue import EXERCISES, Exercise, judge, load, source_path, stub
+from launch import ROOT
 
 load()
 SECONDS = 5.0  # of a check; twice that here, where other tests run beside it
@@ -28,6 +33,9 @@ def verdict(one: Exercise, source: str, folder):
 
 def test_there_are_thirty_or_more():
     assert len(EXERCISES) >= 30
+    lines = [len(path.read_text("utf-8").splitlines()) for path in (ROOT / "exercises").rglob("*.*")
+             if path.suffix in (".py", ".md") and path.parent.name != "mine"]
+    assert sum(lines) <= 2500
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -64,3 +72,66 @@ def test_wrong_answers_are_refused(name, tmp_path):
 def test_another_right_answer_is_accepted(name, tmp_path):
     found = verdict(EXERCISES[name], versions(name).right, tmp_path)
     assert found.is_right and found.stars >= 1, found.message
+
+
+@pytest.fixture(scope="module")
+def commands():
+    """try.py as a module: its main(), whose folder is given with each command."""
+    spec = importlib.util.spec_from_file_location("try_it", ROOT / "exercises" / "try.py")
+    module = importlib.util.module_from_spec(spec)
+    before, readers = list(sys.path), baton.READER
+    spec.loader.exec_module(module)
+    yield module
+    sys.path[:], baton.READER = before, readers
+
+
+def test_an_exercise_from_start_to_reset(commands, tmp_path, capsys):
+    def call(*words) -> tuple[int, str]:
+        code = commands.main([*words, "--folder", str(tmp_path)])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    name, path = "ring_all_reduce", tmp_path / "ring_all_reduce.py"
+    code, printed = call()
+    assert code == 0 and f"0 of {len(EXERCISES)} solved" in printed
+    assert call("check", name) == (2, f"there is no {path} yet: python exercises/try.py start {name}\n")
+    assert call("start", name)[0] == 0 and path.read_text() == stub(EXERCISES[name])
+    assert call("start", name)[0] == 2, "a second start must not write over what the reader has written"
+    code, printed = call("check", name)
+    assert code == 2 and "is still empty" in printed
+    for seen in (1, 2, 3, 3):
+        assert [line[:6] for line in call("hint", name)[1].splitlines()] == [f"hint {i}" for i in range(1, seen + 1)]
+
+    path.write_text("def ring_all_reduce(tensor):\n    tensor[99]\n")
+    code, printed = call("check", name)
+    assert code == 1 and "rank 0: IndexError" in printed and f"in {path}, line 2: tensor[99]" in printed
+    path.write_text("def ring_all_reduce(tensor):\n    dist.send(tensor, 1 - dist.get_rank())\n")
+    code, printed = call("check", name)
+    assert code == 1 and "rank 0 -> rank 1 -> rank 0" in printed and f"{path}, line 2: dist.send" in printed
+    path.write_text("def ring_all_reduce(tensor)\n")
+    assert call("check", name)[0] == 2
+    path.write_text("def other(tensor):\n    pass\n")
+    assert "has no ring_all_reduce" in call("check", name)[1]
+
+    path.write_text(solution(EXERCISES[name]))
+    code, printed = call("check", name)
+    assert code == 0 and f"{name}: right, ***" in printed and "***" in call()[1]
+    assert f">  {find(source_path(EXERCISES[name]), name).first}" in call("solution", name)[1].replace("   ", " ")
+    assert call("check", "--all")[1].startswith("right  ***")
+    assert call("reset", name)[0] == 0 and path.with_suffix(".py.1").is_file() and "0 of" in call()[1]
+    assert call("check", "nothing")[0] == 2
+
+
+def test_an_answer_that_does_not_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(attempt, "SECONDS", 1)
+    one = EXERCISES["ring_all_reduce"]
+    found = verdict(one, "def ring_all_reduce(tensor):\n    import time\n    time.sleep(3)\n", tmp_path)
+    assert "does not end" in found.message
+
+
+@pytest.mark.slow
+def test_on_processes(commands, tmp_path, capfd):
+    one = EXERCISES["ring_all_reduce"]
+    (tmp_path / f"{one.name}.py").write_text(versions(one.name).right)
+    assert commands.main(["check", one.name, "--torchrun", "--folder", str(tmp_path)]) == 0
+    assert "right on processes, too" in capfd.readouterr().out

@@ -10,9 +10,11 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from typing import NamedTuple
 
 from launch import ROOT
 
+READER = ROOT / "exercises" / "mine"  # where readers write, see exercises/try.py
 OWN = (str(ROOT / "tools" / "baton.py"), str(ROOT / "tools" / "ranks.py"))
 
 
@@ -45,16 +47,34 @@ class Handle:
         return self.waited or self.ready()
 
 
-def place(frame: types.FrameType | None = None) -> str:
-    """Where a program is, in words: the innermost frame in exercises/mine/, else the innermost one of a step."""
-    frame, frames = frame or sys._getframe(1), []
+class Where(NamedTuple):
+    """A line of a program. As a string it is its file, number and text."""
+
+    path: str
+    line: int
+
+    def __str__(self) -> str:
+        linecache.checkcache(self.path)
+        return f"{shown(self.path)}, line {self.line}: {linecache.getline(self.path, self.line).strip()}"
+
+
+def place(frame: types.FrameType | None = None) -> Where:
+    """Where a program is: the innermost frame in READER, else the innermost one of this repository, or the outermost."""
+    frame, found = frame or sys._getframe(1), None
     while frame:
-        frames.append((frame.f_code.co_filename, frame.f_lineno))
+        path, line = frame.f_code.co_filename, frame.f_lineno
+        if path.startswith(str(READER)):
+            return Where(path, line)
+        if found is None and path.startswith(str(ROOT)) and path not in OWN:
+            found = Where(path, line)
         frame = frame.f_back
-    frames = [each for each in frames if each[0].startswith(str(ROOT)) and each[0] not in OWN]
-    for path, line in [each for each in frames if "/mine/" in each[0]] or frames:
-        return f"{pathlib.Path(path).relative_to(ROOT)}, line {line}: {linecache.getline(path, line).strip()}"
-    return "outside of this repository"
+    return found or Where(path, line)
+
+
+def shown(path: str | pathlib.Path) -> str:
+    """A path as messages name it: from the repository's folder on, where it is in there."""
+    path = pathlib.Path(path)
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 class Baton:
@@ -86,12 +106,14 @@ class Baton:
             thread.start()
         self.batons[0].release()
         if not self.all_done.wait(timeout):
-            rank = next(rank for rank in range(self.size) if rank not in self.done and self.waiting[rank] is None)
+            rank = next((rank for rank in range(self.size) if rank not in self.done and self.waiting[rank] is None), 0)
             where = place(sys._current_frames().get(threads[rank].ident))
             self.fail(Violation(f"rank {rank} does not end. After {timeout:g} seconds it is at {where}"))
         for thread in threads:  # one that is alive when the interpreter ends would abort it
             thread.join(timeout=1)
         if self.failure:
+            for thread in threads:
+                thread.join(1)  # one that does not end is left behind
             raise self.failure
         return results
 
