@@ -109,8 +109,6 @@ class Baton:
             rank = next((rank for rank in range(self.size) if rank not in self.done and self.waiting[rank] is None), 0)
             where = place(sys._current_frames().get(threads[rank].ident))
             self.fail(Violation(f"rank {rank} does not end. After {timeout:g} seconds it is at {where}"))
-        for thread in threads:  # one that is alive when the interpreter ends would abort it
-            thread.join(timeout=1)
         if self.failure:
             for thread in threads:
                 thread.join(1)  # one that does not end is left behind

@@ -127,7 +127,7 @@ FAULTS = {
         (Edit("tensor_parallel.py", " for param in params if is_first or param in split]", " for param in params]"),),
         2, TP2, "norm", ("NVIDIA-NeMo/RL#3788", "ROCm/TransformerEngine#715")),
     "crossed": Fault(
-        "4", "Partners both send first, and then receive: it works as long as a message fits into a buffer.",
+        "4", "Partners both send first and then receive: each waits until the other one receives.",
         (Edit("tensor_parallel.py", "        sending = dist.isend(tensor, group", "        dist.send(tensor, group"),
          Edit("tensor_parallel.py", "        sending.wait()\n", "")),
         2, TP2, "replay", ("NVIDIA/nccl#479",)),

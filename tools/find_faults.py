@@ -33,7 +33,6 @@ TOLERANCE = 1e-9  # relative; in float64 a sum in another order differs by about
 BYTES_TOLERANCE = 0.1  # relative; of tokens that travel to experts, the formulas know the average
 LOGGED = 64  # bytes a step of numbers for the log: the loss, the norm, the balance of experts
 ROW = "{:10} {:>4}  {:10}  {:10}  {}"
-TAKEN = ("--max_tokens", "--num_hidden_layers")  # a fault's flag for torchrun, which the checks choose for themselves
 
 
 class Finding(NamedTuple):
@@ -73,18 +72,12 @@ def source(case: Case) -> StepSource:
     return StepSource(case.step, code)
 
 
-def num_layers(flags: tuple[str, ...]) -> int:
-    """Two, or one for each stage; also in one process, whose flags name no stages."""
-    return 4
-
-
 @functools.cache
 def run(case: Case, steps: int = STEPS_RUN, dtype: str = "float64") -> Run:
     """Trains for a few steps. Raises what a rank raises."""
     found = sizes(case.flags)
     tokens = 16 * found.dp_size * found.gradient_accumulation_steps
-    flags = ("--num_hidden_layers", str(num_layers(case.flags)), *without(case.flags, TAKEN), "--dtype", dtype,
-             "--max_tokens", str(steps * tokens))
+    flags = (*without(case.flags, ("--max_tokens",)), "--dtype", dtype, "--max_tokens", str(steps * tokens))
     sums: list[list] = [[] for _ in range(case.size)]
 
     def note(optimizer: torch.optim.Optimizer, *_) -> None:
@@ -150,7 +143,7 @@ def num_bytes(case: Case) -> Finding:
     split = Split(found.dp_size, found.tp_size, found.pp_size, found.pp_engine if is_pipeline else "-", found.zero,
                   found.cp_size, found.ep_size, found.sequence_parallel)
     m = found.gradient_accumulation_steps
-    job = Job(Shape(128, 352, num_layers(flags), 8, 4, 1024, bool(case.besides), 16), 16, m * found.dp_size, 1,
+    job = Job(Shape(128, 352, 4, 8, 4, 1024, bool(case.besides), 16), 16, m * found.dp_size, 1,  # that of SMALL
               "float32", case.size, case.size, 0, 0, 0, 0, v, "--recompute" in flags, found.num_experts, 2)
     long, short = (run(case, steps, "float32").num_bytes for steps in (3, 2))
     saw = []
@@ -283,7 +276,8 @@ def find_healthy() -> int:
     for step, ranks, flags in TOPOLOGIES:
         saw = healthy_alarms(step, ranks, flags)
         alarms += len(saw)
-        print(f"step {step:>2}, {ranks} ranks, {flags or 'no flags'}: {'; '.join(saw) or 'no alarm'}", flush=True)
+        topology = f"step {step:>2}, {ranks} rank{'s' * (ranks > 1)}, {flags or 'no flags'}"
+        print(f"{topology}: {'; '.join(saw) or 'no alarm'}", flush=True)
     print(f"{alarms or 'no'} alarms: {len(CHECKS)} checks, {len(TOPOLOGIES)} healthy topologies")
     return int(alarms > 0)
 
