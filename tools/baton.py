@@ -59,7 +59,7 @@ class Where(NamedTuple):
 
 
 def place(frame: types.FrameType | None = None) -> Where:
-    """Where a program is: the innermost frame in READER, else the innermost one of this repository, or the outermost."""
+    """Where a program is: the innermost frame in READER, else the innermost one of this repository."""
     frame, found = frame or sys._getframe(1), None
     while frame:
         path, line = frame.f_code.co_filename, frame.f_lineno
