@@ -4,9 +4,10 @@
     FUZZ=200 pytest tests/test_random_runs.py -m "" -s              200 of each, and how they ended
     FUZZ=200 pytest tests/test_random_runs.py -m "" -k "chain-17-"  one of them again
 
-A topology: train.py of a step, with any sizes, flags and shape of the model. A chain: up to three runs of
-train_distributed.py with unlike topologies. Each ends by Ctrl-C or at its --max_steps, and the next one goes on. What
-fails prints what was drawn; its folder stays there.
+A topology: train.py of a step, with any sizes, flags and shape of the model; most of them on ranks in one process
+(tools/ranks.py), a tenth of a second each. A chain: up to three runs of train_distributed.py with unlike topologies.
+Each ends by Ctrl-C or at its --max_steps, and the next one goes on. What fails prints what was drawn; its folder stays
+there.
 """
 
 import json
@@ -21,9 +22,11 @@ from checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, write_corpus, wr
 from launch import fork_server, metrics, start_fork
 from processes import eventually, left_behind
 from recordings import assert_same_math, record
+from step_modules import StepSource, train
 
-QUICK = {"topology": len(random_runs.STEPS), "chain": 3}  # kind of a case -> how many every run has
+QUICK = {"topology": 4, "chain": 3}  # kind of a case -> how many every run has
 SEEDS = max(12, int(os.environ.get("FUZZ", 0)))  # the other ones of 12 are for `slow`
+IN_ONE_PROCESS = {"quick": range(26), "slow": range(26, max(130, 10 * SEEDS))}  # seeds: twice each step, and more
 CASES = [pytest.param((kind, seed), marks=pytest.mark.slow if seed >= quick else (), id=f"{kind}-{seed}-")
          for kind, quick in QUICK.items() for seed in range(SEEDS)]
 
@@ -63,6 +66,20 @@ def check_chain(folder, model, flags, alone, links) -> list:
         for step, name in ((step, name) for step in many for name in names):
             assert many[step][name] == pytest.approx(one[step][name], rel=0, abs=1e-9), f"{name} of step {step}"
     return done
+
+
+@pytest.mark.parametrize("seed", [*IN_ONE_PROCESS["quick"], *(pytest.param(seed, marks=pytest.mark.slow)
+                                                              for seed in IN_ONE_PROCESS["slow"])])
+def test_a_topology_on_ranks_in_one_process(seed, tmp_path):
+    """Losses and gradient norms are those of one process. Messages all arrive, and none changes while it is sent."""
+    model, step, ranks, flags, alone = random_runs.topology(seed)
+    write_model(tmp_path / "model", **model)
+    here = ["--model_name", tmp_path / "model", "--num_hidden_layers", model["num_hidden_layers"], "--num_workers", 0]
+    runs = [train(StepSource(step), ranks, [*flags, *here]),
+            train(StepSource(16 if "--num_experts" in alone else 3), 1, [*alone, *here])]
+    for many, one in zip(*(run.rows for run in runs), strict=True):
+        for name in ("loss", "grad_norm", "learning_rate"):
+            assert many[name] == pytest.approx(one[name], rel=0, abs=1e-11), (name, one["step"], step, ranks, flags)
 
 
 @pytest.fixture(scope="module")

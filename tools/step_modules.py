@@ -16,7 +16,7 @@ import pathlib
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from unittest import mock
 
@@ -103,7 +103,7 @@ def load_random_samples(dataset_name, model_name, seq_len, vocab_size, num_sampl
     return RandomSamples(seq_len=seq_len, vocab_size=vocab_size, num_samples=num_samples)
 
 
-def train(source: StepSource, size: int, flags: tuple[str, ...], prepare: Callable | None = None) -> Training:
+def train(source: StepSource, size: int, flags: Sequence, prepare: Callable | None = None) -> Training:
     """Runs train.py of a step on `size` ranks in this process, on random samples and a small model, in float64.
 
     `flags` come after SMALL, so they override it. prepare(modules, rank) is called on each rank before main(). Raises
@@ -127,8 +127,8 @@ def train(source: StepSource, size: int, flags: tuple[str, ...], prepare: Callab
     before = register_optimizer_step_pre_hook(lambda optimizer, *_: note(gradients, "grad", optimizer))
     after = register_optimizer_step_post_hook(lambda optimizer, *_: note(weights, "data", optimizer))
     try:
-        with (tempfile.TemporaryDirectory() as folder,
-              mock.patch.object(sys, "argv", ["train.py", *SMALL, *flags, "--log_dir", folder, "--run_name", "run"])):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(
+                sys, "argv", ["train.py", *SMALL, *map(str, flags), "--log_dir", folder, "--run_name", "run"]):
             world.run(program)
             lines = pathlib.Path(folder, "run", "metrics.jsonl").read_text().splitlines()
     finally:
