@@ -182,7 +182,7 @@ FAULTS = {
               "        tensor = self.outgoing.copy_(tensor.detach())\n")),
         2, PP2, "replay", ("NVIDIA/Megatron-LM#4047",)),
     "few": Fault(
-        "8", "1F1B's warm-up may be longer than the step has micro-batches: with fewer of these than stages it hangs.",
+        "8", "1F1B's warm-up may be longer than the step has micro-batches: wrong with fewer of these than stages.",
         (Edit("pipeline_parallel.py", "warm_up = min(num_stages - stage - 1, num_microbatches)",
               "warm_up = num_stages - stage - 1"),),
         4, ("--pp_size", "4", "--gradient_accumulation_steps", "2", "--max_tokens", "10240"),
