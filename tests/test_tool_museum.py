@@ -1,5 +1,7 @@
 """The museum of faults: each is published, small, and found by the check that it names; a healthy step is no alarm."""
 
+import contextlib
+import itertools
 import re
 
 import break_it
@@ -65,6 +67,17 @@ def test_no_alarm_on_a_healthy_topology(step, ranks, flags):
 @pytest.mark.parametrize("step, ranks, flags", [each for each in TOPOLOGIES if each not in FIRST.values()])
 def test_no_alarm_on_further_healthy_topologies(step, ranks, flags):
     assert find_faults.healthy_alarms(step, ranks, flags) == []
+
+
+@pytest.mark.slow
+def test_how_many_faults_each_check_finds():
+    counts = dict.fromkeys(CHECKS, 0)
+    for fault, (name, check) in itertools.product(FAULTS.values(), CHECKS.items()):
+        with contextlib.suppress(find_faults.Violation, KeyError):  # it stops before there is anything to compare
+            counts[name] += check(Case(fault.step, fault.num_processes, fault.flags, fault.besides, fault.edits)).alarm
+    first, *others, last = (f"{name} {count}" for name, count in counts.items())
+    words = f"{first.replace(' ', ' finds ')} of these {len(FAULTS)}, {', '.join(others)} and {last}"
+    assert words in PAGE, words
 
 
 def test_topologies_cover_all_steps_and_axes():
