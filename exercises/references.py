@@ -24,3 +24,34 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
             incoming += received
         else:
             incoming.copy_(received)
+
+
+def rms_norm_backward(
+    x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of y = x / sqrt(mean(x^2) + eps) * weight with respect to x (..., D) and weight (D,).
+
+    `grad` (..., D) is the gradient with respect to y.
+    """
+    rms_inverse = (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()  # (..., 1)
+    normalised = x * rms_inverse
+    grad_normalised = grad * weight
+    common = (grad_normalised * normalised).mean(-1, keepdim=True)  # what x changes through the root mean square
+    grad_x = rms_inverse * (grad_normalised - normalised * common)
+    return grad_x, (grad * normalised).flatten(0, -2).sum(0)
+
+
+def broadcast(tensor: torch.Tensor, source: int) -> None:
+    """Gives all n ranks what rank `source` has in `tensor`, in place, in ceil(log2 n) rounds.
+
+    No way has fewer rounds: in a round, each rank sends at most one message, so the number of ranks that have the
+    tensor can at most double. It begins with one, so after k rounds at most 2^k have it.
+    """
+    size = dist.get_world_size()
+    number, distance = (dist.get_rank() - source) % size, 1  # a binomial tree, in which the source is number 0
+    while distance < size:
+        if number < distance and number + distance < size:
+            dist.send(tensor, (number + distance + source) % size)
+        elif distance <= number < 2 * distance:
+            dist.recv(tensor, (number - distance + source) % size)
+        distance *= 2
