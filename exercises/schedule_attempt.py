@@ -11,13 +11,14 @@ def play_schedule(attempt, schedule: Callable, num_stages: int, num_microbatches
     """What schedule(stage, p, m, *v) yields for all stages, timed. Raises Wrong where stages can't run it."""
     chunks, actions = num_chunks[0] if num_chunks else 1, []
     for stage in range(num_stages):
-        call = f"for {'rank' if chunks > 1 else 'stage'} {stage} of {num_stages}, {num_microbatches} micro-batches"
+        call = f"{'rank' if chunks > 1 else 'stage'} {stage} of {num_stages}, {count(num_microbatches, 'micro-batch')}"
         yielded = schedule(stage, num_stages, num_microbatches, *num_chunks)
         if not hasattr(yielded, "__iter__"):
             raise Wrong(f"{call}: it returns {yielded!r}, but has to yield actions: yield Action(\"F\", i)")
         actions.append(attempt.some(yielded, 3 * chunks * num_microbatches, f"{call}: the schedule"))
     if said := problem(actions, num_microbatches, chunks, seconds, stage_of):
-        raise Wrong(f"{num_stages} {'ranks' if chunks > 1 else 'stages'}, {num_microbatches} micro-batches: {said}")
+        size = f"{count(num_stages, 'rank' if chunks > 1 else 'stage')}, {count(num_microbatches, 'micro-batch')}"
+        raise Wrong(f"{size}: {said}")
     return play(actions, seconds, stage_of)
 
 
@@ -30,3 +31,7 @@ def score_time_and_memory(attempt, played: Played, units: float, alive: list[int
 
 def picture(played: Played) -> str:
     return f"\n{draw(played)}"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'e' * noun.endswith('h')}s"

@@ -157,7 +157,7 @@ def wrong_action(rank: list, num_microbatches: int, num_chunks: int) -> str | No
             return f"does {show(action)}, but the micro-batches are 0 to {num_microbatches - 1}{where}"
     for action in wanted:
         if counts[action] != 1:
-            return f"{'never does' if not counts[action] else f'does {counts[action]} times'} {show(action)}"
+            return f"does {show(action)} {counts[action]} times" if counts[action] else f"never does {show(action)}"
     return None
 
 
