@@ -15,7 +15,7 @@ def play_schedule(attempt, schedule: Callable, num_stages: int, num_microbatches
         yielded = schedule(stage, num_stages, num_microbatches, *num_chunks)
         if not hasattr(yielded, "__iter__"):
             raise Wrong(f"{call}: it returns {yielded!r}, but has to yield actions: yield Action(\"F\", i)")
-        actions.append(attempt.some(yielded, 3 * chunks * num_microbatches, f"{call}: the schedule"))
+        actions.append(attempt.some(yielded, 6 * chunks * num_microbatches, f"{call}: the schedule"))
     if said := problem(actions, num_microbatches, chunks, seconds, stage_of):
         size = f"{count(num_stages, 'rank' if chunks > 1 else 'stage')}, {count(num_microbatches, 'micro-batch')}"
         raise Wrong(f"{size}: {said}")

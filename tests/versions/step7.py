@@ -98,8 +98,8 @@ def run_schedule(schedule, model, data_loader, tensor_shape, device):
                   'source, group = self.source[action.kind], self.group["F"]', "deadlock"),
             Wrong("the message is changed under way", "isend(tensor, destination, group=group), tensor))",
                   "isend(tensor, destination, group=group), tensor.zero_()))", "changed a tensor while it was being sent"),
-            Wrong("a blocking send", "dist.isend(tensor, destination, group=group), tensor",
-                  "dist.send(tensor, destination, group=group), tensor", "deadlock"),
+            Wrong("a blocking send", "self.sending.append((dist.isend(tensor, destination, group=group), tensor))",
+                  "dist.send(tensor, destination, group=group)", "deadlock"),
         ],
         right='''
 class StageCommunication:
