@@ -31,8 +31,8 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
 def cut_layers(costs: list[float], speeds: list[float]) -> list[int]:
     """How many consecutive layers each stage gets, one or more, so that the slowest stage is as fast as possible.
 
-    Layer i takes costs[i] / speeds[s] seconds on stage s. Dynamic programming: the best cut of the first k layers into s
-    stages ends with some last stage, and what is before it is itself cut as well as possible.
+    Layer i takes costs[i] / speeds[s] seconds on stage s. Dynamic programming: the best cut of the first k layers into
+    s stages ends with some last stage, and what is before it is itself cut as well as possible.
     """
     @functools.cache
     def best(stages: int, layers: int) -> tuple[float, list[int]]:

@@ -4,10 +4,10 @@
     played.end, played.peaks  # units of time; micro-batches that are alive at once, stage by stage
     print(draw(played))       # in columns, as the steps' docstrings show schedules
 
-An action is (kind, micro-batch) or (kind, micro-batch, chunk). A forward F needs the F of the stage before, a backward B
-the B of the stage after (on the last stage: its own F), and W, the gradients of weights, the stage's own B. Where a rank
-has no W, its B takes W's time, too. A rank whose actions have chunks holds as many stages: rank r of p the stages r,
-r + p, ..., or stage_of(r, chunk). Messages take no time.
+An action is (kind, micro-batch) or (kind, micro-batch, chunk). A forward F needs the F of the stage before, a backward
+B the B of the stage after (on the last stage: its own F), and W, the gradients of weights, the stage's own B. Where a
+rank has no W, its B takes W's time, too. A rank whose actions have chunks holds as many stages: rank r of p the stages
+r, r + p, ..., or stage_of(r, chunk). Messages take no time.
 """
 
 from collections import defaultdict
@@ -97,7 +97,7 @@ def simulate(actions: list[list], seconds: dict[str, float] = SECONDS, stage_of:
 
 def name(played: Played, kind: str, microbatch: int, chunk: int) -> str:
     """F2 is a forward of chunk 0, f2 of chunk 1. Where there are more chunks, F2'' is one of chunk 2."""
-    return f"{kind.lower() if chunk else kind}{microbatch}" if played.num_chunks < 3 else f"{kind}{microbatch}{chunk * chr(39)}"
+    return f"{kind.lower() if chunk else kind}{microbatch}" if played.num_chunks < 3 else show((kind, microbatch, chunk))
 
 
 def draw(played: Played) -> str:
@@ -134,7 +134,8 @@ def problem(actions: list[list], num_microbatches: int, num_chunks: int = 1, sec
 
 
 def show(action) -> str:
-    return f"{action[0]}{action[1]}" + "'" * (action[2] if len(action) > 2 else 0) if is_action(action) else repr(action)
+    """F2'' is a forward of micro-batch 2 and chunk 2."""
+    return "{}{}{}".format(*action[:2], "'" * (*action, 0)[2]) if is_action(action) else repr(action)
 
 
 def is_action(action) -> bool:

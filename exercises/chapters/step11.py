@@ -33,11 +33,12 @@ def micro_batches_in_rounds(attempt):
             attempt.require(len(got) == len(expected), f"{what}: there are {len(got)} rounds, and {len(expected)} are "
                                                        f"possible with {p} or more in each{shown}")
             for k, line in enumerate(got):
-                attempt.require(line == expected[k], f"{what}: round {k} is\n    {line}\nand has to be\n    {expected[k]}")
+                attempt.require(line == expected[k],
+                                f"{what}: round {k} is\n    {line}\nand has to be\n    {expected[k]}")
 
 
 @exercise("11", "virtual_stages.interleave", hints=(
-    "As in step 8: warm-up, steady state, cool-down, with the forwards and backwards of all rounds, one after the other.",
+    "As in step 8: warm-up, steady state, cool-down, with the forwards and backwards of all rounds in a row.",
     "The warm-up of the last rank is the first round but for its last chunk: len(first round) // num_chunks * "
     "(num_chunks - 1) forwards. Rank s does hops * (num_stages - 1 - s) more.",
     "zip(forwards[warm_up:], backwards) are the pairs; what is left of backwards comes last. A slice that is longer "
@@ -45,9 +46,9 @@ def micro_batches_in_rounds(attempt):
 def interleaved(attempt):
     """Order the forwards and backwards of a rank that holds several chunks.
 
-    rounds(kind, num_stages, num_microbatches, num_chunks) yields a list of actions for each round; the forwards ("F") of
-    all rounds, one after the other, are the forwards of a rank in their order, and so are the backwards ("B"). Yield
-    them as in 1F1B: a warm-up of forwards, pairs of a forward and a backward, and the backwards that are left.
+    rounds(kind, num_stages, num_microbatches, num_chunks) yields a list of actions for each round; the forwards ("F")
+    of all rounds, one after the other, are the forwards of a rank in their order, and so are the backwards ("B").
+    Yield them as in 1F1B: a warm-up of forwards, pairs of a forward and a backward, and the backwards that are left.
 
         rank 0   F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0 .  b1 .  b2 .  b3 B0 B1 B2 B3      p = 4, m = 4, two chunks;
         rank 3   .  .  .  F0 F1 F2 F3 f0 b0 f1 b1 f2 b2 f3 b3 B0 B1 B2 B3 .  .  .       small letters: chunk 1

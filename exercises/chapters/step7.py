@@ -10,7 +10,7 @@ from schedule_attempt import count, picture, play_schedule
 from step_modules import SMALL, StepSource, train
 
 
-def check_gradients(attempt, stages: int, microbatches: int, schedule=None, order: str = "", late: bool = False) -> None:
+def check_gradients(attempt, stages: int, microbatches: int, schedule=None, order: str = "", late=False) -> None:
     """Two optimizer steps on so many stages, against one process: losses and all gradients.
 
     With `late` the executor posts no receive ahead of time.
@@ -46,8 +46,8 @@ def check_gradients(attempt, stages: int, microbatches: int, schedule=None, orde
 def afab(attempt):
     """Order the micro-batches of a stage: all forward, then all backward.
 
-    `yield Action("F", i)` for the forward of micro-batch i, and `yield Action("B", i)` for its backward, in the order in
-    which stage `stage` of `num_stages` does them. Three stages and four micro-batches:
+    `yield Action("F", i)` for the forward of micro-batch i, and `yield Action("B", i)` for its backward, in the order
+    in which stage `stage` of `num_stages` does them. Three stages and four micro-batches:
 
         stage 0   F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
         stage 1   .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
@@ -64,9 +64,10 @@ def afab(attempt):
             order = [(span.kind, span.microbatch) for span in spans]
             wanted = [(kind, i) for kind in "FB" for i in range(m)]
             k = next((k for k in range(2 * m) if order[k] != wanted[k]), None)
-            attempt.require(k is None, f"{count(p, 'stage')}, {count(m, 'micro-batch')}: action {k} of stage {stage} is "
-                                       f"{'%s%d' % order[k or 0]}, but has to be {'%s%d' % wanted[k or 0]}: all forward "
-                                       f"in their order, then all backward.{picture(played)}")
+            got, must = ("%s%d" % each[k or 0] for each in (order, wanted))
+            attempt.require(k is None, f"{count(p, 'stage')}, {count(m, 'micro-batch')}: action {k} of stage {stage} "
+                                       f"is {got}, but has to be {must}: all forward in their order, then all backward."
+                                       f"{picture(played)}")
 
 
 @exercise("7", "pipeline_parallel.PipelineParallel.__init__", hints=(
@@ -89,8 +90,8 @@ def layers_of_a_stage(attempt):
         stage 2               layers "5" "6"      final_norm  final_proj
 
     Where model.config.tie_word_embeddings is True, the projection has the weight of the embedding, so the last stage
-    holds an embedding, too. `grid` has pp_rank, pp_world_size, pp_is_first_stage and pp_is_last_stage. The slowest stage
-    sets the pace: stars are for the largest number of layers on a stage.
+    holds an embedding, too. `grid` has pp_rank, pp_world_size, pp_is_first_stage and pp_is_last_stage. The slowest
+    stage sets the pace: stars are for the largest number of layers on a stage.
     """
     largest, best = 0, 0
     for p, num_layers, tied in ((1, 3, False), (3, 7, False), (4, 7, True), (4, 4, False), (4, 10, False)):
@@ -109,8 +110,8 @@ def layers_of_a_stage(attempt):
         shown = "".join(f"\n    stage {s}   layers {' '.join(layers)}" for s, (layers, _) in enumerate(stages))
         numbers = [number for layers, _ in stages for number in layers]
         for i in map(str, range(num_layers)):
-            attempt.require(numbers.count(i) == 1, f"{situation}: layer {i} is on {numbers.count(i)} stages, and has to "
-                                                   f"be on one{shown}")
+            attempt.require(numbers.count(i) == 1, f"{situation}: layer {i} is on {numbers.count(i)} stages, and has "
+                                                   f"to be on one{shown}")
         attempt.require(numbers == [str(i) for i in range(num_layers)],
                         f"{situation}: a stage needs consecutive layers, in order, and so do stages{shown}")
         for s, (layers, ends) in enumerate(stages):
@@ -163,8 +164,8 @@ def gradient_across_processes(attempt):
 def executor(attempt):
     """Receive early and send in the background, so that no stage waits without need.
 
-    The executor calls post_receive(action) for an action and up to two later ones, receive(action) when it needs the tensor,
-    then computes, and calls send(action, result):
+    The executor calls post_receive(action) for an action and up to two later ones, then receive(action), which waits
+    for its tensor, computes, and calls send(action, result):
 
         now:          F2                                       post_receive(F2), (B0), (F3): those not posted yet
         then:         receive(F2) --> compute --> send(F2, out): the message travels while F3 is computed
@@ -174,8 +175,9 @@ def executor(attempt):
     self.group[kind] the process group. A tensor is of self.shape and self.dtype, on self.wire_device.
 
     self.receiving: action -> (handle, buffer). self.sending: a deque of pairs (handle, tensor), because a tensor must
-    not be freed before it is sent. You may call dist.irecv(buffer, rank, group=...), dist.isend(tensor, rank, group=...)
-    and timeline.background(handle, "receive", action.microbatch, source), which returns a handle that is timed.
+    not be freed before it is sent. You may call dist.irecv(buffer, rank, group=...), dist.isend(tensor, rank,
+    group=...) and timeline.background(handle, "receive", action.microbatch, source), which returns a handle that is
+    timed.
     """
     alternate = StepSource("8").load().pipeline_parallel.one_f_one_b
     check_gradients(attempt, 2, 1)

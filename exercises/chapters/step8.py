@@ -31,7 +31,8 @@ def one_f_one_b(attempt):
     for p, m in ((1, 3), (2, 4), (3, 5), (4, 2), (4, 12)):
         played = play_schedule(attempt, schedule, p, m)
     # The last stage waits p - 1 units, works 2 m, and its last gradient passes p - 1 stages. In the 2 (m + p - 1 - s)
-    # units of stage s, each of m micro-batches is alive for 2 (p - s): with p = 4, m = 12 on average more than p - s - 1.
+    # units of stage s, each of m micro-batches is alive for 2 (p - s) at least: with p = 4 and m = 12, on average more
+    # than p - s - 1 are.
     score_time_and_memory(attempt, played, 2 * (m + p - 1), [p - s for s in range(p)], "4 stages, 12 micro-batches")
 
 

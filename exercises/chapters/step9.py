@@ -16,8 +16,8 @@ def deal_micro_batches(attempt):
     """Deal the micro-batches of a step to pipelines that take unlike numbers of them.
 
     num_microbatches[k] is how many pipeline k takes. The micro-batches of the step are 0 to sum(num_microbatches) - 1,
-    and they are dealt in rounds, as cards are: in each round, every pipeline that lacks some of its number gets the next
-    one, pipeline 0 first. Return, for each pipeline, the list of its micro-batches. With [3, 2, 3]:
+    and they are dealt in rounds, as cards are: in each round, every pipeline that lacks some of its number gets the
+    next one, pipeline 0 first. Return, for each pipeline, the list of its micro-batches. With [3, 2, 3]:
 
         micro-batch     0  1  2  3  4  5  6  7
         pipeline        0  1  2  0  1  2  0  2        -->  [[0, 3, 6], [1, 4], [2, 5, 7]]
@@ -91,8 +91,8 @@ def owners_of_a_module(attempt):
 def cut_layers(attempt):
     """Cut layers of unlike cost into stages for machines of unlike speed.
 
-    Layer i takes costs[i] / speeds[s] seconds on stage s. Stages are in the order of `speeds`, and each gets one or more
-    consecutive layers. Return how many each gets. The slowest stage sets the pace of the whole pipeline:
+    Layer i takes costs[i] / speeds[s] seconds on stage s. Stages are in the order of `speeds`, and each gets one or
+    more consecutive layers. Return how many each gets. The slowest stage sets the pace of the whole pipeline:
 
         costs    4 1 1 1 1 4     speeds   2  1  2
         [2, 2, 2]    4 1 | 1 1 | 1 4      2.5   2   2.5    seconds: a micro-batch leaves every 2.5 seconds
