@@ -1,5 +1,7 @@
 """Solutions of what no step holds: the exercises whose place is in this file."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 
@@ -55,3 +57,41 @@ def broadcast(tensor: torch.Tensor, source: int) -> None:
         elif distance <= number < 2 * distance:
             dist.recv(tensor, (number - distance + source) % size)
         distance *= 2
+
+
+def cut_layers(costs: list[float], speeds: list[float]) -> list[int]:
+    """How many consecutive layers each stage gets, one or more, so that the slowest stage is as fast as possible.
+
+    Layer i takes costs[i] / speeds[s] seconds on stage s. Dynamic programming: the best cut of the first k layers into
+    s stages ends with some last stage, and what is before it is itself cut as well as possible.
+    """
+    @functools.cache
+    def best(stages: int, layers: int) -> tuple[float, list[int]]:
+        if stages == 1:
+            return sum(costs[:layers]) / speeds[0], [layers]
+        cuts = []
+        for first in range(stages - 1, layers):  # of the last stage
+            slowest, sizes = best(stages - 1, first)
+            cuts.append((max(slowest, sum(costs[first:layers]) / speeds[stages - 1]), [*sizes, layers - first]))
+        return min(cuts)
+
+    return best(len(speeds), len(costs))[1]
+
+
+def v_shape(rank: int, num_ranks: int, num_microbatches: int) -> list[tuple[str, int, int]]:
+    """The actions (kind, micro-batch, chunk) of a rank that holds the virtual stages rank and 2 p - 1 - rank.
+
+    Every four units of time a new micro-batch starts, and it goes through all 2p stages and back without a stop. The
+    four actions of a micro-batch on a rank then come at four different times modulo 4 if p is odd; if p is even, all
+    backwards come two units later. The whole takes 4 (m + p - 1) units, or two more.
+
+    A micro-batch's activations are alive for 4p + 2 units on each rank, its two chunks together: 4p - 2s on stage s at
+    the least. So no schedule that is as quick keeps fewer than m (4p + 2) / (4 (m + p - 1)) alive. This comes close to
+    p + 1/2, and p + 1 are alive here if p is odd (Qi et al. 2024, Pipeline Parallelism with Controllable Memory).
+    """
+    last, pause, times = 2 * num_ranks - 1, 2 * (num_ranks % 2 == 0), []
+    for chunk, stage in enumerate((rank, last - rank)):
+        for i in range(num_microbatches):
+            times.append((4 * i + stage, "F", i, chunk))
+            times.append((4 * i + 2 * last + 1 - stage + pause, "B", i, chunk))
+    return [(kind, i, chunk) for _, kind, i, chunk in sorted(times)]

@@ -25,8 +25,7 @@ def check_contiguous(attempt, tensor_parallel) -> None:
 @exercise("4", "tensor_parallel.Copy", hints=(
     "forward returns x.view_as(x), because autograd wants a new tensor object from it, even on the same numbers.",
     "backward gets dY and returns dX: the sum of all ranks' gradients.",
-    "all_reduce works in place: clone the gradient first, with memory_format=torch.contiguous_format."),
-    torchrun="--tp_size 2")
+    "all_reduce works in place: clone the gradient first, with memory_format=torch.contiguous_format."))
 def f(attempt):
     """Write f, which stands in front of column-parallel layers.
 
@@ -61,7 +60,7 @@ def f(attempt):
 @exercise("4", "tensor_parallel.Reduce", hints=(
     "forward calls all_reduce and returns the result.",
     "The derivative of a sum with respect to each of its terms is 1: backward returns the gradient as it is.",
-    "If forward changes x itself, ctx.mark_dirty(x) says so to autograd. Or change a copy."), torchrun="--tp_size 2")
+    "If forward changes x itself, ctx.mark_dirty(x) says so to autograd. Or change a copy."))
 def g(attempt):
     """Write g, which stands behind row-parallel layers.
 

@@ -43,7 +43,7 @@ def samples_of_a_replica(attempt):
     "Which of the two hooks is called when param.grad holds the sum over all micro-batches so far?",
     "param.register_post_accumulate_grad_hook(self.allreduce_grad), for each parameter in module.parameters().",
     "In allreduce_grad: only if self.require_backward_grad_sync, dist.all_reduce(param.grad, group=grid.dp_group), and "
-    "divide param.grad by grid.dp_world_size in place."), blank=("if pgm.", "if self.require"), torchrun="--dp_size 2")
+    "divide param.grad by grid.dp_world_size in place."), blank=("if pgm.", "if self.require"))
 def average_at_the_right_time(attempt):
     """Average the gradients over the replicas, once for each optimizer step.
 
