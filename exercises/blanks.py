@@ -76,7 +76,7 @@ def take_out(place: Place, statements: tuple[str, ...]) -> str:
                 raise ValueError(f"{place.path.name}, {place.name}: {len(begin)} statements begin with {text!r}, not 1")
             gaps += [(node, node) for node in begin.values()]
     for first, last in sorted(gaps, key=lambda gap: -gap[0].lineno):
-        above = first.lineno - 1
+        above = min([first.lineno, *(each.lineno for each in getattr(first, "decorator_list", ()))]) - 1
         while lines[above - 1].strip().startswith("#"):  # a comment that explains them
             above -= 1
         lines[above : last.end_lineno] = [" " * first.col_offset + EMPTY]

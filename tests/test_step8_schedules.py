@@ -3,47 +3,13 @@
 import pytest
 
 from launch import modules_of
+from schedule_check import play, problem, simulate
 
 with modules_of(8):
     from pipeline_parallel import Action, afab, one_f_one_b
 
 SIZES = [(p, m) for p in range(1, 9) for m in range(1, 17)]
-SECONDS = {"F": 1.0, "B": 2.0, "W": 0.0}
 both = pytest.mark.parametrize("schedule", [afab, one_f_one_b])
-
-
-def simulate(actions: list[list[Action]], seconds: dict[str, float] = SECONDS, stage_of=None) -> list[float]:
-    """Seconds at which each rank ends, transfers free. AssertionError where no rank can go on, with what each awaits.
-
-    A forward needs the previous stage's, a backward the next stage's (on the last stage: its own forward), and the
-    gradients of weights need the stage's own backward. Where a rank has no W, its B takes W's seconds, too. A rank whose
-    actions have chunks holds as many stages: rank r the stages r, r + p, ... of p ranks, or stage_of(r, chunk).
-    """
-    num_ranks, todo = len(actions), [[(*action, 0)[:3] for action in rank] for rank in actions]
-    split = [any(kind == "W" for kind, _, _ in rank) for rank in todo]
-    last_stage = max(chunk for rank in todo for _, _, chunk in rank) * num_ranks + num_ranks - 1
-    done, clock = {}, [0.0] * num_ranks
-    while any(todo):
-        moved = False
-        for r, rank in enumerate(todo):
-            while rank:
-                kind, i, chunk = rank[0]
-                s = stage_of(r, chunk) if stage_of else chunk * num_ranks + r
-                needs = {"F": [], "B": [(s, "F", i)], "W": [(s, "B", i)]}[kind]
-                if kind == "F" and s > 0:
-                    needs.append((s - 1, "F", i))
-                if kind == "B" and s < last_stage:
-                    needs.append((s + 1, "B", i))
-                if any(need not in done for need in needs):
-                    break
-                start = max([clock[r], *(done[need] for need in needs)])
-                whole = kind == "B" and not split[r]
-                clock[r] = done[s, kind, i] = start + seconds[kind] + (seconds["W"] if whole else 0.0)
-                rank.pop(0)
-                moved = True
-        waits = [[action[: 2 + (last_stage >= num_ranks)] for action in rank[:1]] for rank in todo]
-        assert moved, f"deadlock, the stages wait for {waits}"
-    return clock
 
 
 def actions_of(schedule, p: int, m: int, *v: int) -> list[list[Action]]:
@@ -66,12 +32,8 @@ def test_legal_and_bubble(schedule, p):
 @both
 def test_live_activations(schedule):
     for p, m in SIZES:
-        for s, stage in enumerate(actions_of(schedule, p, m)):
-            alive = peak = 0
-            for action in stage:
-                alive += 1 if action.kind == "F" else -1
-                peak = max(peak, alive)
-            assert alive == 0 and peak == (m if schedule is afab else min(p - s, m)), (p, m, s)
+        peaks = play(actions_of(schedule, p, m)).peaks
+        assert peaks == [m if schedule is afab else min(p - s, m) for s in range(p)], (p, m)
 
 
 @both
@@ -95,3 +57,19 @@ def test_a_deadlock_is_found():
     actions[1][0], actions[1][1] = actions[1][1], actions[1][0]
     with pytest.raises(AssertionError, match="deadlock"):
         simulate(actions)
+
+
+@both
+def test_the_course_has_no_problem(schedule):
+    assert not any(problem(actions_of(schedule, p, m), m) for p, m in SIZES)
+
+
+@pytest.mark.parametrize("stage, order, said", [
+    (0, "F0 B0 B1 F1", "deadlock: no stage can go on"), (1, "F0 B0 F1", "stage 1 never does B1"),
+    (1, "F0 B0 F1 B1 B1", "stage 1 does B1 2 times"),
+    (1, "F0 B0 F1 B1 F2", "does F2, but the micro-batches are 0 to 1"),
+    (1, "F0 F1 B1 B0", "stage 1 sends stage 0 the result of B1 as message 1")])
+def test_a_problem_is_said(stage, order, said):
+    actions = actions_of(afab, 2, 2)
+    actions[stage] = [Action(word[0], int(word[1])) for word in order.split()]
+    assert said in problem(actions, 2)

@@ -1,8 +1,114 @@
 """Step 2: ranks, groups and the first collectives."""
 
+import itertools
+import math
+
 import torch
 
 from catalogue import exercise
+
+
+@exercise("2", "process_group_manager.ProcessGroupManager.__init__", hints=(
+    "torch.arange(n) has the ranks in order; view gives them three dimensions.",
+    "A view of shape (dp_size, pp_size, tp_size) counts the last dimension first, as the rank does.",
+    "(self.ranks == self.global_rank).nonzero() has the coordinates of this rank; or divide: divmod(rank, tp_size)."),
+    blank=("self.ranks = ", "self.dp_rank, "))
+def rank_to_coordinates(attempt):
+    """Find the place of this rank in the grid.
+
+    The ranks 0 to world_size - 1 fill a grid of dp_size x pp_size x tp_size places. Consecutive ranks differ in the tp
+    coordinate first, then in pp, then in dp:
+
+        dp 2 x pp 3 x tp 2        dp 0:  tp 0  tp 1         dp 1:  tp 0  tp 1
+                          pp 0              0     1                   6     7
+                          pp 1              2     3                   8     9
+                          pp 2              4     5                  10    11
+
+    Set self.ranks, a tensor of shape (dp_size, pp_size, tp_size): self.ranks[dp, pp, tp] is the rank at that place. And
+    set the coordinates of this rank, self.dp_rank, self.pp_rank and self.tp_rank, which are whole numbers (int). The
+    rank of this process is self.global_rank. What follows makes the groups out of self.ranks.
+    """
+    for sizes in ((1, 1, 1), (2, 1, 3), (2, 3, 2)):
+        def program(modules, rank):
+            grid = attempt.grid(modules, *sizes)
+            coordinates = grid.dp_rank, grid.pp_rank, grid.tp_rank
+            attempt.require(all(type(each) is int for each in coordinates), f"rank {rank}: dp_rank, pp_rank and tp_rank "
+                            f"are {coordinates}: they have to be whole numbers (int)")
+            return str(coordinates), str(torch.as_tensor(grid.ranks).tolist())
+
+        name = "dp {} x pp {} x tp {}".format(*sizes)
+        places = list(itertools.product(*map(range, sizes)))  # in the order of ranks
+        got, _ = attempt.run(math.prod(sizes), program)
+        for rank, (coordinates, ranks) in enumerate(got):
+            attempt.same(coordinates, str(places[rank]), f"its (dp_rank, pp_rank, tp_rank) with {name}", rank)
+            attempt.same(ranks, str(torch.arange(len(got)).view(sizes).tolist()), f"self.ranks with {name}", rank)
+
+
+@exercise("2", "process_group_manager.ProcessGroupManager.__init__", hints=(
+    "For each axis, a list of lists: which ranks form which group. All other coordinates are the same within a group.",
+    "The last dimension of self.ranks runs along a tp group, so self.ranks.reshape(-1, tp_size).tolist() are the tp "
+    "groups.",
+    "For the other axes, first bring their dimension to the end: transpose or permute, then reshape and tolist."),
+    blank=("rows, ", "columns = ", "self.tp_group, ", "self.pp_group, ", "self.dp_group, "))
+def groups_of_an_axis(attempt):
+    """Make a process group along each axis of the grid.
+
+    A group along an axis has the ranks that share the other two coordinates, in the order of their coordinate:
+
+                     tp 0   tp 1                 a tp group is a row            [0, 1] [2, 3] [4, 5] [6, 7]
+        dp 0  pp 0      0      1                 a pp group is a column         [0, 2] [1, 3] [4, 6] [5, 7]
+              pp 1      2      3                     within one block
+        dp 1  pp 0      4      5                 a dp group is the same place   [0, 4] [1, 5] [2, 6] [3, 7]
+              pp 1      6      7                     in every block
+
+    Set self.tp_group, self.pp_group and self.dp_group to the three groups that this rank belongs to. All ranks have to
+    make all groups, in the same order, those without themselves too. You may call
+
+        group, all_groups = dist.new_subgroups_by_enumeration(lists, timeout)   lists of ranks, such as [[0, 1], [2, 3]]:
+                                            makes all these groups, and returns the one that the calling rank is in
+        group = dist.new_group(ranks, timeout)                            makes one; None for a rank that is not in it
+
+    `timeout` is a global of the module. self.ranks[dp, pp, tp] is the rank at each place of the grid.
+    """
+    for sizes in ((1, 1, 1), (2, 1, 3), (2, 2, 2), (2, 3, 2)):
+        name = "dp {} x pp {} x tp {}".format(*sizes)
+        ranks = torch.arange(math.prod(sizes)).view(sizes)
+        got, world = attempt.run(ranks.numel(), lambda modules, rank: attempt.grid(modules, *sizes))
+        made = [[list(each[1]) for each in world.counts if each[0] == rank] for rank in range(len(got))]
+        for rank, (dp, pp, tp) in enumerate(itertools.product(*map(range, sizes))):
+            for axis, expected in (("tp", ranks[dp, pp]), ("pp", ranks[dp, :, tp]), ("dp", ranks[:, pp, tp])):
+                group = getattr(getattr(got[rank], f"{axis}_group"), "ranks", ())
+                attempt.same(str([*group]), str(expected.tolist()), f"its {axis} group with {name}", rank)
+            attempt.require(made[rank] == made[0], f"the ranks do not make the same groups in the same order, with "
+                            f"{name}:\n  rank 0 makes {made[0]}\n  rank {rank} makes {made[rank]}")
+
+
+@exercise("2", "references:references.broadcast", hints=(
+    "A rank that has received the tensor can send it on, while the source sends to the next one.",
+    "Number the ranks from the source on: (rank - source) % size. Before round k, the first 2^k of them have the tensor.",
+    "In that round, number i < 2^k sends to number i + 2^k, if that is less than size."))
+def broadcast(attempt):
+    """Give all ranks the tensor of one of them, in as few rounds as possible.
+
+    Each rank has a tensor of the same shape. Afterwards all hold what `source` (a rank) had, in their own tensor.
+
+        source 0, four ranks       0 --> 1  0 --> 2  0 --> 3       three rounds: one after the other
+                                   or fewer, if others help
+
+    In a round, each rank can send one message and receive one. You may call dist.send(tensor, rank), which returns when
+    the other side receives, dist.recv(tensor, rank), dist.get_rank() and dist.get_world_size().
+    """
+    for size, source in ((2, 0), (3, 2), (5, 1), (6, 5), (8, 3)):
+        def program(modules, rank):
+            tensor = torch.arange(3.0) + 10 * rank
+            modules.references.broadcast(tensor, source)
+            return tensor
+
+        got, world = attempt.run(size, program)
+        for rank in range(size):
+            attempt.same(got[rank], torch.arange(3.0) + 10 * source, f"its tensor, with {size} ranks, source {source}",
+                         rank)
+    attempt.score("rounds over 8 ranks", world.rounds, 3)
 
 
 @exercise("2", "references:references.ring_all_reduce", hints=(

@@ -1,8 +1,231 @@
 """Step 4: tensor parallelism."""
 
 import torch
+import torch.nn.functional as F
 
 from catalogue import exercise
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def check_contiguous(attempt, tensor_parallel) -> None:
+    """From now on, all_reduce refuses a tensor that is not contiguous, as the backends do."""
+    all_reduce = tensor_parallel.all_reduce
+
+    def checked(tensor: torch.Tensor, *op) -> None:
+        attempt.require(tensor.is_contiguous(), f"all_reduce is given a tensor of shape {list(tensor.shape)} whose "
+                        "numbers do not lie one behind the other (is_contiguous() is False): make it contiguous first")
+        all_reduce(tensor, *op)
+
+    tensor_parallel.all_reduce = checked
+
+
+@exercise("4", "tensor_parallel.Copy", hints=(
+    "forward returns x.view_as(x), because autograd wants a new tensor object from it, even on the same numbers.",
+    "backward gets dY and returns dX: the sum of all ranks' gradients.",
+    "all_reduce works in place: clone the gradient first, with memory_format=torch.contiguous_format."))
+def f(attempt):
+    """Write f, which stands in front of column-parallel layers.
+
+    x is the same on all tp ranks. Each of them goes on with a part of the matrix, so in backward each has only its own
+    term of the gradient with respect to x, and all need the sum:
+
+        forward     x ------ f ------ x                    ctx keeps what backward needs (nothing here)
+        backward    sum <--- f <----- this rank's term
+
+    A torch.autograd.Function computes in `forward(ctx, ...)` and gets in `backward(ctx, grad)` the gradient with
+    respect to its output. It returns that with respect to its input. You may call all_reduce(tensor), which sums over
+    the tp group, in place; the tensor has to be contiguous. Autograd may use the tensor `grad` elsewhere, so it must
+    stay as it is. And forward must not return the very object x: x.view_as(x) is another one, with the same numbers.
+    """
+    for dp, tp in ((1, 2), (2, 2), (1, 3)):
+        def program(modules, rank):
+            attempt.grid(modules, dp=dp, tp=tp)
+            check_contiguous(attempt, modules.tensor_parallel)
+            x, grad = random(2, 3).requires_grad_(), random(2, 3, seed=1 + rank)
+            given = grad.clone()
+            y = modules.tensor_parallel.Copy.apply(x)
+            y.backward(grad)
+            attempt.require(torch.equal(grad, given), f"rank {rank}: backward changes the tensor that it is given. "
+                            "Autograd may use it elsewhere, too: work on a copy.")
+            z = random(2, 3).requires_grad_()
+            (modules.tensor_parallel.Copy.apply(z).t() * random(3, 2, seed=1 + rank)).sum().backward()  # strides (1, 2)
+            return {"the output": y, "the gradient of the input": x.grad, "the gradient of a transposed output": z.grad}
+
+        attempt.both(dp * tp, program, f"dp {dp} x tp {tp}")
+
+
+@exercise("4", "tensor_parallel.Reduce", hints=(
+    "forward calls all_reduce and returns the result.",
+    "The derivative of a sum with respect to each of its terms is 1: backward returns the gradient as it is.",
+    "If forward changes x itself, ctx.mark_dirty(x) says so to autograd. Or change a copy."))
+def g(attempt):
+    """Write g, which stands behind row-parallel layers.
+
+    x is a partial sum on each tp rank. The output is the sum of all of them, and everything behind g is computed by all
+    tp ranks alike. So each rank gets the same gradient with respect to the sum:
+
+        forward     this rank's term ------ g ------ sum
+        backward    ?                <----- g <----- the gradient with respect to the sum
+
+    A torch.autograd.Function computes in `forward(ctx, ...)` and gets in `backward(ctx, grad)` the gradient with
+    respect to its output. It returns that with respect to its input, which is this rank's term. You may call
+    all_reduce(tensor), which sums over the tp group, in place; where forward changes its own input, it has to say so by
+    ctx.mark_dirty(x), and return x.
+    """
+    for dp, tp in ((1, 2), (2, 2), (1, 3)):
+        def program(modules, rank):
+            attempt.grid(modules, dp=dp, tp=tp)
+            term = random(2, 3, seed=1 + rank).requires_grad_()
+            y = modules.tensor_parallel.Reduce.apply(term * 2)
+            y.backward(random(2, 3))
+            return {"the output": y, "the gradient of this rank's term": term.grad / 2}
+
+        attempt.both(dp * tp, program, f"dp {dp} x tp {tp}")
+
+
+@exercise("4", "tensor_parallel.to_local_ids", hints=(
+    "divmod(vocab_size, grid.tp_world_size) gives the rows that each rank has at least, and how many ranks have one more.",
+    "The first row of rank r is r * rows, and one more for each rank before it that has an additional row.",
+    "ids are elsewhere where (ids < first) | (ids >= end). (ids - first).masked_fill(elsewhere, 0) is the rest."))
+def local_ids(attempt):
+    """Find the rows of a table that is split over the ranks.
+
+    A table has one row for each of `vocab_size` ids. Its rows are split over the tp ranks in order. If they cannot have
+    equally many, the first ranks have one row more than the others, as in torch.tensor_split:
+
+        vocab_size 10, tp 3       ids    0  1  2  3 | 4  5  6 | 7  8  9
+                                  rank   0          | 1       | 2
+                                  row    0  1  2  3 | 0  1  2 | 0  1  2
+
+    `ids` is a tensor of ids of any shape. Return two tensors of that shape: the row of each id in this rank's part, or 0
+    for an id that is in another rank's part, and a mask (bool), which is True for the ids in other ranks' parts.
+    grid = pgm.process_group_manager has grid.tp_rank, this rank's number, and grid.tp_world_size, the number of ranks.
+    """
+    for size, vocab_size in ((2, 8), (3, 10), (4, 6), (4, 7)):
+        def program(modules, rank):
+            attempt.grid(modules, tp=size)
+            ids = torch.arange(vocab_size).view(-1, 1)
+            rows, elsewhere = modules.tensor_parallel.to_local_ids(ids, vocab_size)
+            attempt.require(all(each.shape == ids.shape for each in (rows, elsewhere)) and elsewhere.dtype == torch.bool,
+                            f"rank {rank}: rows and mask have to have the shape of ids, and the mask the dtype bool")
+            return [str(each.flatten().tolist()) for each in (elsewhere.int(), rows)]
+
+        parts = torch.arange(vocab_size).tensor_split(size)
+        for rank, (elsewhere, rows) in enumerate(attempt.run(size, program)[0]):
+            mask = [int(id not in parts[rank].tolist()) for id in range(vocab_size)]
+            what = f"of the ids 0 to {vocab_size - 1}, with {size} ranks"
+            attempt.same(elsewhere, str(mask), f"the mask {what} (1: elsewhere)", rank)
+            expected = [0 if mask[id] else id - int(parts[rank][0]) for id in range(vocab_size)]
+            attempt.same(rows, str(expected), f"the rows {what}", rank)
+
+
+def check_cross_entropy(attempt, with_loss: bool) -> None:
+    """The loss of four tokens and its gradient with respect to each rank's logits, against those of one process."""
+    for size, vocab_size, scale in ((2, 6, 1.0), (3, 7, 1.0), (4, 8, 1000.0)):
+        logits, targets = scale * random(4, vocab_size), torch.tensor([0, vocab_size - 1, 2, 1])
+
+        def program(modules, rank):
+            attempt.grid(modules, tp=size)
+            mine = logits.tensor_split(size, dim=-1)[rank].clone().requires_grad_()
+            loss = modules.tensor_parallel.VocabParallelCrossEntropy.apply(mine * 1, targets, vocab_size)
+            (3 * loss).backward()
+            return float(loss.detach()), mine.grad
+
+        whole = logits.clone().requires_grad_()
+        expected = F.cross_entropy(whole, targets)
+        (3 * expected).backward()
+        grads = whole.grad.tensor_split(size, dim=-1)
+        situation = f"4 tokens, a vocabulary of {vocab_size}, {size} ranks, logits up to {logits.max():.0f}"
+        for rank, (loss, grad) in enumerate(attempt.run(size, program)[0]):
+            if with_loss:
+                attempt.same(loss, expected.item(), f"the loss of {situation}", rank)
+            attempt.same(grad, grads[rank], f"the gradient of 3 * loss with respect to its logits, {situation}", rank)
+
+
+@exercise("4", "tensor_parallel.VocabParallelCrossEntropy.forward", hints=(
+    "First the largest logit of each token: logits.amax(dim=-1), then all_reduce(..., dist.ReduceOp.MAX). Subtract it.",
+    "The target's logit is there on one rank only: gather it at local_ids, and masked_fill(elsewhere, 0.0) on the others.",
+    "Stack the sums of exp and the target's logits, all_reduce(both), and the loss is (sum_exp.log() - target_logit)"
+    ".mean(). The softmax that backward needs is exp / sum_exp."))
+def vocab_parallel_cross_entropy(attempt):
+    """Compute the loss from logits that are split along the vocabulary.
+
+    Each tp rank has the logits (N, V/tp) of N tokens for its part of the vocabulary, and all have the targets (N,),
+    which are ids of the whole vocabulary. Return the mean of log(sum_v exp(z_v)) - z_target over the tokens, on all
+    ranks. No rank may need the logits of the others, and exp must not overflow, however large a logit is:
+
+        rank 0   logits [1, 3]     largest 3     sum of exp(z - 3) = 1.135     z_target - 3 = 0 (it is elsewhere)
+        rank 1   logits [2, 0]                                       0.418                    2 - 3 = -1
+        together                         3                           1.553                   -1     loss 1.440
+
+    You may call all_reduce(tensor, dist.ReduceOp.MAX) and all_reduce(tensor), which work in place, and
+
+        local_ids, elsewhere = to_local_ids(target_ids, vocab_size)
+
+    both (N,): the column of each target in this rank's logits (0 if it is elsewhere), and whether it is elsewhere. The
+    backward is written already. For it, call ctx.save_for_backward(softmax, local_ids, elsewhere), with this rank's
+    part (N, V/tp) of the softmax over the whole vocabulary.
+    """
+    check_cross_entropy(attempt, with_loss=True)
+
+
+@exercise("4", "tensor_parallel.VocabParallelCrossEntropy.backward", hints=(
+    "The loss is a mean over N tokens, and the gradient `grad` of what follows multiplies it: grad / N.",
+    "Subtract 1 from the softmax at local_ids, but only in the rows whose target is on this rank.",
+    "softmax.scatter_add(-1, local_ids.unsqueeze(-1), minus) adds minus (N, 1) at these columns: -1 where the target is "
+    "here, 0 where it is elsewhere."))
+def cross_entropy_backward(attempt):
+    """Compute the gradient of the loss with respect to split logits.
+
+    Forward has returned the mean over N tokens of log(sum_v exp(z_v)) - z_target. It has saved three tensors:
+
+        softmax     (N, V/tp)   this rank's part of the softmax over the whole vocabulary
+        local_ids   (N,)        the column of each token's target in this rank's part, or 0 if it is elsewhere
+        elsewhere   (N,)        True for the tokens whose target is in another rank's part
+
+    `grad` is the gradient of the final loss with respect to what forward has returned, a single number: 1 if nothing
+    follows, or for example 1/8 where the loss is divided by 8 micro-batches. Return the gradient with respect to each
+    of the three inputs of forward: that of the logits (N, V/tp), and None for target_ids and for vocab_size. Without a
+    message, since each rank has all that it needs. `ctx.saved_tensors` must stay as it is.
+    """
+    check_cross_entropy(attempt, with_loss=False)
+
+
+@exercise("4", "tensor_parallel.clip_grad_norm", hints=(
+    "Sum up squares, not norms: the norm of all is the root of the sum of the squares.",
+    "A parameter in `split` counts on every rank. One that is not split has the same gradient on all, so only tp rank 0 "
+    "counts it.",
+    "all_reduce(squares), then squares.sqrt(). Clip by torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm) if "
+    "max_norm is not 0."), blank=("is_first = ", "rows = ", "squares = ", "all_reduce(squares", "if max_norm", "return "))
+def norm_over_tp(attempt):
+    """Compute the gradient norm of a model that is split over the tp ranks, and clip.
+
+    The norm is the root of the sum of the squares of all gradients of the whole model. `params` are the parameters that
+    this rank has, with their gradients in param.grad, and `split` is the set of those that are only a part:
+
+        in `split`           rank 0 has rows 0 to 255, rank 1 rows 256 to 511, ...    the matrices
+        not in `split`       all ranks have the whole, with the same gradient         the weights of the norms
+
+    Return the norm before clipping, a tensor with one number that is the same on all tp ranks. If max_norm is not 0 and
+    the norm is larger, multiply all gradients by max_norm / norm, in place. max_norm = 0 means: do not clip.
+
+    You may call all_reduce(tensor), which sums a contiguous tensor over the tp group, in place, and
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm), which clips. grid = pgm.process_group_manager has
+    grid.tp_rank.
+    """
+    flags = "--max_tokens 16 --gradient_accumulation_steps 1 --num_hidden_layers 1 --max_grad_norm"
+    whole = attempt.train(1, f"{flags} 0", ours=True).rows[0]["grad_norm"]
+    for size in (2, 4):
+        for max_norm in (0, 0.5, 1000):
+            got, expected = (attempt.train(size, f"{flags} {max_norm} --tp_size {size}", ours) for ours in (False, True))
+            situation = f"with tp_size {size} and max_grad_norm {max_norm}"
+            attempt.same(got.rows[0]["grad_norm"], whole, f"the gradient norm {situation}")
+            for rank in range(size):
+                attempt.same(got.gradients[rank][0], expected.gradients[rank][0],
+                             f"the gradients that the optimizer gets, {situation}", rank, tolerance=1e-5)
 
 
 @exercise("4", "tensor_parallel.all_reduce", hints=(
@@ -20,9 +243,12 @@ def recursive_doubling(attempt):
         d = 1    a+b   a+b   c+d   c+d
         d = 2     a+b+c+d on each
 
-    `op` is dist.ReduceOp.SUM or MAX. You may call dist.isend(tensor, group=grid.tp_group, group_dst=partner) and
-    dist.recv(tensor, group=grid.tp_group, group_src=partner), whose partner is a tp rank.
+    `tensor` has to hold the result afterwards, and `op` is dist.ReduceOp.SUM or MAX. You may call
+    dist.isend(tensor, group=grid.tp_group, group_dst=partner), which returns a handle to wait() for, and
+    dist.recv(tensor, group=grid.tp_group, group_src=partner), whose partner is a tp rank. grid.tp_rank is that of this
+    rank, and grid.tp_world_size their number n.
     """
+    # After k rounds a rank can know the values of at most 2^k ranks, so no way has fewer than log2(n) rounds.
     for size in (2, 4, 8):
         def program(modules, rank):
             attempt.grid(modules, tp=size)

@@ -3,6 +3,141 @@
 from exercise_versions import Versions, Wrong
 
 VERSIONS = {
+    "f": Versions(
+        wrong=[
+            Wrong("the gradient is handed on", "        all_reduce(grad)\n", "", "the gradient of the input"),
+            Wrong("the gradient is summed in place", "grad = grad.clone(memory_format=torch.contiguous_format)",
+                  "grad = grad.contiguous()", "Autograd may use it elsewhere"),
+            Wrong("the copy has the strides of the gradient", "grad.clone(memory_format=torch.contiguous_format)",
+                  "grad.clone()", "is_contiguous()"),
+            Wrong("forward sums, too", "return x.view_as(x)", "x = x.clone(); all_reduce(x); return x", "the output"),
+            Wrong("the sum is over all ranks", "all_reduce(grad)", "dist.all_reduce(grad)", "dp 2 x tp 2"),
+        ],
+        right='''
+class Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = torch.zeros(grad.shape, dtype=grad.dtype) + grad
+        dist.all_reduce(total, group=pgm.process_group_manager.tp_group)
+        return total
+'''),
+    "g": Versions(
+        wrong=[
+            Wrong("backward sums, too", "        return grad\n", "        grad = grad.clone()\n        all_reduce(grad)\n"
+                  "        return grad\n", "the gradient of this rank's term"),
+            Wrong("nothing is summed", "        all_reduce(x)\n", "", "the output"),
+            Wrong("the mean instead of the sum", "        return x\n",
+                  "        x /= pgm.process_group_manager.tp_world_size\n        return x\n", "(1/2 of it)"),
+            Wrong("the gradient is shared out", "return grad", "return grad / pgm.process_group_manager.tp_world_size",
+                  "the gradient of this rank's term"),
+        ],
+        right='''
+class Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        total = x.clone()
+        all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clone()
+'''),
+    "local_ids": Versions(
+        wrong=[
+            Wrong("the rows that are left over are forgotten", "grid.tp_rank * rows + min(grid.tp_rank, left_over)",
+                  "grid.tp_rank * rows", "the mask of the ids 0 to 9, with 3 ranks"),
+            Wrong("all ranks have one row more", "(grid.tp_rank < left_over)", "1", "the mask of the ids 0 to 7"),
+            Wrong("ids of other ranks keep their distance", "(ids - first).masked_fill(elsewhere, 0)", "ids - first",
+                  "the rows of the ids"),
+            Wrong("the mask is the wrong way around", "masked_fill(elsewhere, 0), elsewhere",
+                  "masked_fill(elsewhere, 0), ~elsewhere", "(1: elsewhere)"),
+        ],
+        right='''
+def to_local_ids(ids, vocab_size):
+    grid = pgm.process_group_manager
+    rows = torch.zeros(vocab_size, dtype=torch.int64)
+    elsewhere = torch.ones(vocab_size, dtype=torch.bool)
+    mine = torch.arange(vocab_size).tensor_split(grid.tp_world_size)[grid.tp_rank]
+    rows[mine] = torch.arange(len(mine))
+    elsewhere[mine] = False
+    return rows[ids], elsewhere[ids]
+'''),
+    "vocab_parallel_cross_entropy": Versions(
+        wrong=[
+            Wrong("each rank subtracts its own largest logit", "all_reduce(largest, dist.ReduceOp.MAX)", "pass",
+                  "the loss of 4 tokens"),
+            Wrong("nothing is subtracted", "logits = logits - largest.unsqueeze(-1)", "logits = logits.clone()",
+                  "logits up to 2"),
+            Wrong("other ranks count column 0 as the target", ".squeeze(-1).masked_fill(elsewhere, 0.0)", ".squeeze(-1)",
+                  "the loss of 4 tokens"),
+            Wrong("the sums of the ranks are not added", "all_reduce(sums)", "pass", "the loss of 4 tokens"),
+            Wrong("the softmax is that of this rank alone", "exp.div_(sum_exp.unsqueeze(-1))",
+                  "exp.div_(exp.sum(dim=-1, keepdim=True))", "the gradient of 3 * loss"),
+        ],
+        right='''
+def forward(ctx, logits, target_ids, vocab_size):
+    grid = pgm.process_group_manager
+    own = torch.logsumexp(logits, dim=-1)  # each rank's own; then the log of the sum of the ranks' exp
+    all_own = [torch.empty_like(own) for _ in range(grid.tp_world_size)]
+    dist.all_gather(all_own, own, group=grid.tp_group)
+    total = torch.logsumexp(torch.stack(all_own), dim=0)
+    local_ids, elsewhere = to_local_ids(target_ids, vocab_size)
+    target = torch.where(elsewhere, 0.0, logits[torch.arange(len(logits)), local_ids])
+    all_reduce(target)
+    ctx.save_for_backward((logits - total[:, None]).exp(), local_ids, elsewhere)
+    return (total - target).mean()
+'''),
+    "cross_entropy_backward": Versions(
+        wrong=[
+            Wrong("the mean is forgotten", "(grad / local_ids.numel())", "grad", "(4 times as large)"),
+            Wrong("column 0 counts as the target of other ranks' tokens", "(~elsewhere).to(softmax.dtype)",
+                  "torch.ones_like(elsewhere, dtype=softmax.dtype)", "the gradient of 3 * loss"),
+            Wrong("what follows the loss is forgotten", "(grad / local_ids.numel())", "(1 / local_ids.numel())",
+                  "(1/3 of it)"),
+            Wrong("the target is added", "-is_target)", "is_target)", "the gradient of 3 * loss"),
+        ],
+        right='''
+def backward(ctx, grad):
+    softmax, local_ids, elsewhere = ctx.saved_tensors
+    result = softmax.clone()
+    for token in range(len(local_ids)):
+        if not elsewhere[token]:
+            result[token, local_ids[token]] -= 1
+    return result * grad / len(local_ids), None, None
+'''),
+    "norm_over_tp": Versions(
+        wrong=[
+            Wrong("what is not split counts on every rank", "if is_first or param in split", "",
+                  "the gradient norm with tp_size 2"),
+            Wrong("each rank has the norm of its part", "all_reduce(squares)", "pass", "the gradient norm with tp_size 2"),
+            Wrong("norms are summed instead of squares", "get_total_norm(rows) ** 2\n", "get_total_norm(rows)\n",
+                  "the gradient norm with tp_size 2"),
+            Wrong("each rank clips by its own norm", "squares.sqrt())\n", "torch.nn.utils.get_total_norm(rows))\n",
+                  "the gradients that the optimizer gets, with tp_size 2 and max_grad_norm 0.5"),
+            Wrong("0 clips everything away", "if max_norm:", "if True:",
+                  "the gradients that the optimizer gets, with tp_size 2 and max_grad_norm 0"),
+        ],
+        right='''
+def clip_grad_norm(model, max_norm):
+    split = {getattr(module, name) for module in model.modules() for name in getattr(module, "tp_dims", ())}
+    params = [param for param in model.parameters() if param.grad is not None]
+    grid = pgm.process_group_manager
+    squares = torch.zeros((), dtype=params[0].grad.dtype)
+    for param in params:
+        own = param.grad.pow(2).sum()
+        squares += own if param in split else own / grid.tp_world_size  # a share from each of the equal ones
+    all_reduce(squares)
+    norm = squares.sqrt()
+    if max_norm and norm > max_norm:
+        for param in params:
+            param.grad *= max_norm / norm
+    return norm
+'''),
     "recursive_doubling": Versions(
         wrong=[
             Wrong("the partner is the next rank", "grid.tp_rank ^ distance", "(grid.tp_rank + distance) % grid.tp_world_size",

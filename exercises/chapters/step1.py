@@ -1,0 +1,130 @@
+"""Step 1: the parts of a Llama."""
+
+import types
+
+import torch
+
+from catalogue import exercise
+from step_modules import StepSource
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@exercise("1", "model.Attention.forward", hints=(
+    "F.scaled_dot_product_attention(q, k, v, is_causal=True) needs as many key/value heads as query heads. Which "
+    "key/value head does query head 0 read, which query head 1?",
+    "H/K consecutive query heads share a key/value head: repeat_interleave(H // K, dim=1), not repeat.",
+    "The heads (B, H, T, hd) have to become one vector of a token: transpose(1, 2), then reshape, then out_proj."),
+    blank=("is_grouped = q", "if is_grouped", "out = ", "return "))
+def grouped_query_attention(attempt):
+    """Let the query heads read from the key/value heads that they share.
+
+    The queries, keys and values are there, already rotated: q (B, H, T, hd), k and v (B, K, T, hd). K divides H, and
+    H/K consecutive query heads share one key/value head. Each token reads from itself and from earlier tokens:
+
+        query heads      0   1   2   3   4   5   6   7         score(i, j) = q_i . k_j / sqrt(hd)   for j <= i
+        read from        [ 0 ]   [ 1 ]   [ 2 ]   [ 3 ]         out_i = sum over j of softmax_j(score(i, j)) * v_j
+        key/value head                                         (H = 8, K = 4)
+
+    Return what self.out_proj makes of the heads' outputs: it is a linear layer from H hd to D, and expects the vectors
+    of all heads of a token one behind the other, (B, T, H hd). You may write the softmax yourself, or call
+    F.scaled_dot_product_attention(q, k, v, is_causal=True), which wants equally many heads of all three.
+    """
+    size, seq_len = 4, 5
+    for heads, shared in ((2, 2), (6, 2), (4, 1), (8, 4)):
+        config = types.SimpleNamespace(hidden_size=heads * size, num_attention_heads=heads, head_dim=size,
+                                       num_key_value_heads=shared)
+
+        def program(modules, rank):
+            attention = modules.model.Attention(config).double()
+            for i, projection in enumerate((attention.q_proj, attention.k_proj, attention.v_proj)):
+                projection.weight.data = random(*projection.weight.shape, seed=i) / 2
+            attention.out_proj.weight.data = torch.eye(heads * size, dtype=torch.float64)  # so heads can be told apart
+            x = random(2, seq_len, heads * size, seed=3)
+            angles = modules.model.get_cos_sin(seq_len, size, x.dtype, x.device, rope_theta=10000.0)
+            out, later = attention(x, *angles), x.clone()
+            later[:, -1] += 1
+            changed = attention(later, *angles)
+            attempt.require(isinstance(out, torch.Tensor) and out.shape == x.shape,
+                            f"it has to return a tensor of shape (B, T, D) = {list(x.shape)}")
+            attempt.require(torch.equal(out[:, :-1], changed[:, :-1]), "the outputs of earlier tokens change with the "
+                            "last token.\n  A token must not read from later ones, and the dimensions of heads and "
+                            "tokens must not\n  be in each other's place when the heads become one vector.")
+            return {f"query head {head}": out[..., head * size : (head + 1) * size] for head in range(heads)}
+
+        attempt.both(1, program, f"the output (B, T, hd) with {heads} query and {shared} key/value heads")
+
+
+@exercise("1", "model.apply_rotary", hints=(
+    "Cut x into two halves with chunk(2, dim=-1). Pair p is element p of both.",
+    "The rotation of (a, b) by an angle is (a cos - b sin, a sin + b cos). Both halves of the result use the same cosine.",
+    "x * cos + (the halves of x exchanged, the one that is now first with a minus) * sin"))
+def rotary(attempt):
+    """Rotate the pairs of a query or key by the angles of its positions.
+
+    x has the shape (B, heads, T, hd). Its hd components form hd/2 pairs: pair p is component p and component p + hd/2.
+    `cos` and `sin` (T, hd) hold the cosine and sine of each angle: row i is for position i, and column p and column
+    p + hd/2 both hold those of the angle by which pair p has to turn. Return the rotated x, in its shape.
+
+        component of x             0     1     2     3     4     5          hd = 6: three pairs, (x0, x3), (x1, x4)
+        it belongs to pair         0     1     2     0     1     2          and (x2, x5)
+        columns of cos and sin     c0    c1    c2    c0    c1    c2
+
+    A positive angle turns from the first component of a pair to the second one: (1, 0) by 90 degrees becomes (0, 1).
+    """
+    model = attempt.theirs.load().model
+    for batch, heads, seq_len, size in ((1, 1, 4, 2), (2, 3, 7, 6)):
+        cos, sin = model.get_cos_sin(seq_len, size, torch.float64, torch.device("cpu"), rope_theta=10000.0)
+        x = random(batch, heads, seq_len, size)
+        got = model.apply_rotary(x.clone(), cos, sin)
+        situation = f"x of shape {list(x.shape)}"
+        attempt.require(isinstance(got, torch.Tensor) and got.shape == x.shape,
+                        f"{situation}: the result has to be a tensor of the same shape")
+        before, after = (torch.complex(*each.chunk(2, dim=-1)) for each in (x, got))  # (B, heads, T, hd/2)
+        angles = torch.complex(cos, sin)[:, : size // 2]
+        wrong = (after - before * angles).abs() > 1e-9
+        attempt.require(not wrong[:, :, 0].any(), f"{situation}: at position 0 all angles are 0, but x changes there")
+        attempt.require(((after.abs() - before.abs()).abs() < 1e-5).all(),
+                        f"{situation}: the length of a pair (x[p], x[p + hd/2]) changes. A rotation keeps it.")
+        attempt.require(not torch.allclose(after, before * angles.conj()), f"{situation}: the pairs turn the other way")
+        for b, h, i, p in wrong.nonzero()[:1].tolist():
+            numbers = [f"({each.real:.6f}, {each.imag:.6f})" for each in (
+                before[b, h, i, p], before[b, h, i, p] * angles[i, p], after[b, h, i, p])]
+            attempt.require(False, f"{situation}: pair {p} of position {i} is {numbers[0]}, before the rotation\n  "
+                            f"expected  {numbers[1]}\n  got       {numbers[2]}")
+
+
+@exercise("1", "references:references.rms_norm_backward", hints=(
+    "Compute n = x / sqrt(mean(x^2) + eps) first. The weight's gradient is the sum over all tokens of grad * n.",
+    "x enters y twice: directly, and through the root mean square, which is the same number for all D outputs. "
+    "Differentiate r = 1 / sqrt(mean(x^2) + eps): dr/dx_j = -r^3 x_j / D.",
+    "With h = grad * weight: grad_x = r * (h - n * mean(h * n)), where the mean is over D."))
+def rms_norm_backward(attempt):
+    """Compute the gradients of RMSNorm by hand, without autograd.
+
+    Forward is  y = x / sqrt(mean(x^2) + eps) * weight.  Given are x (..., D), weight (D,), the gradient `grad` (..., D)
+    of the loss with respect to y, and the number eps. Return the gradients with respect to x (..., D) and to weight
+    (D,), in this order.
+
+        forward   x (..., D) ---> y (..., D)          each x_j changes y_j directly, and the root mean
+        backward  grad_x     <--- grad                square of its token, and by that all of the token's D numbers
+
+    The mean and the root are taken for each token (all but the last dimension) by itself, but all tokens share the
+    weight. You may use any arithmetic of tensors, such as x.pow(2).mean(-1, keepdim=True) and rsqrt().
+    """
+    function = attempt.function()
+    for shape, eps in (((3, 4), 0.0), ((2, 3, 5), 1e-5), ((2, 3, 5), 0.5)):
+        norm = StepSource("1").load().model.RMSNorm(shape[-1], eps)
+        norm.weight.data = random(shape[-1], seed=1)
+        x, grad = random(*shape).requires_grad_(), random(*shape, seed=2)
+        norm(x).backward(grad)
+        got = function(x.detach().clone(), norm.weight.detach().clone(), grad.clone(), eps)
+        attempt.require(isinstance(got, tuple) and len(got) == 2, "it has to return two tensors: grad_x, grad_weight")
+        situation = f"for x of shape {list(shape)} and eps = {eps:g}"
+        attempt.same(got[1], norm.weight.grad, f"the gradient of the weight {situation}")
+        along = float((got[0] * x.detach()).sum(-1).abs().max()) if got[0].shape == x.shape and not eps else 0.0
+        attempt.require(along < 1e-9, f"the gradient of x {situation}, has the product {along:.4g} with x.\n  Without "
+                        "eps, y stays the same if x becomes 1 % longer, so this product has to be 0.")
+        attempt.same(got[0], x.grad, f"the gradient of x {situation}")

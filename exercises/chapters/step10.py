@@ -1,0 +1,126 @@
+"""Step 10: backward in two parts, and the zero-bubble schedule."""
+
+import torch
+
+from catalogue import exercise
+from schedule_attempt import play_schedule
+
+FBW = {"F": 1, "B": 1, "W": 1}
+
+
+class Buckets:
+    """Stands for a DataParallelBucket: it notes which weights are ready."""
+
+    def __init__(self, weights):
+        self.bucket_of, self.ready = dict.fromkeys(weights), []
+
+    def mark_param_as_ready(self, weight):
+        self.ready.append(weight)
+
+
+def matrices(*shapes, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@exercise("10", "weight_gradients.LinearInTwoParts.backward", hints=(
+    "y = x W^T, so dx = dy W. `copy` is W, and grad is dy.",
+    "What W's part needs later is the weight, dy and x: postponed.append((ctx.weight, grad, x)).",
+    "Return one value for each argument of forward but ctx: dx, and None for copy and weight."))
+def backward_of_the_input(attempt):
+    """Compute only the gradient of a linear layer's input, and keep what the weight's needs.
+
+    forward has computed y = x W^T of x (..., in) and W (out, in). Here `grad` is dy, the gradient of y (..., out):
+
+        B   dx = dy W      now, because the stage before waits for it
+        W   dW = dy^T x    later: put the triple (weight, dy, x) into the list `postponed`
+
+    `x, copy = ctx.saved_tensors` are x and W, as forward has saved them. ctx.weight is the parameter W itself, for the
+    triple. `postponed` is a list of this module. forward(ctx, x, copy, weight) has three arguments beside ctx, and
+    backward returns as many values: the gradient of each, None where it has none.
+    """
+    def program(modules, rank):
+        module, found = modules.weight_gradients, {}
+        for shape in ((7, 4), (2, 3, 4)):
+            x, weight, dy = matrices(shape, (5, 4), (*shape[:-1], 5))
+            x, weight = x.requires_grad_(), torch.nn.Parameter(weight)
+            module.postpone(True)
+            y = module.linear(x, weight)
+            y.backward(dy)
+            attempt.require(weight.grad is None, "backward fills the weight's gradient, which W is to do")
+            entries = module.take()
+            attempt.require(len(entries) == 1 and len(entries[0]) == 3 and entries[0][0] is weight,
+                            f"backward puts {len(entries)} entries into `postponed`, and has to put one there: "
+                            "(ctx.weight, dy, x)")
+            attempt.same(list(entries[0][1:]), [dy, x.detach()], f"dy and x in the entry, x of shape {list(shape)}")
+            expected = torch.autograd.grad(torch.nn.functional.linear(x, weight), x, dy)[0]
+            attempt.same(x.grad, expected, f"the gradient of x, of shape {list(shape)}")
+        return found
+
+    attempt.run(1, program)
+
+
+@exercise("10", "weight_gradients.add_weight_gradients", hints=(
+    "Flatten all dimensions but the last: x (N, in) and dy (N, out). dW has the shape (out, in).",
+    "dW = dy.t() @ x, in the dtype of the activations. The first one becomes weight.grad, later ones are added to it.",
+    "Afterwards, if weight is in model.bucket_of: model.mark_param_as_ready(weight)."))
+def weight_half_of_backward(attempt):
+    """Compute the gradients of the weights that backward has postponed.
+
+    `entries` are triples of a weight (out, in), dy (..., out) and x (..., in), one for each linear layer that a
+    micro-batch has passed. The gradient of y = x W^T is a sum over all N tokens:
+
+        dW  =  dy^T       x            (out, in) = (out, N) (N, in)
+
+    Add it to weight.grad, which is None before the first micro-batch of a step. The activations may be bfloat16; the
+    gradient has the dtype of the weight. Autograd's hooks don't run here, so tell the data parallelism yourself: where
+    `weight in model.bucket_of`, call model.mark_param_as_ready(weight) after its gradient is complete.
+    """
+    def program(modules, rank):
+        add = modules.weight_gradients.add_weight_gradients
+        for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 0.02)):
+            weights = [torch.nn.Parameter(weight) for weight in matrices((5, 4), (3, 4))]
+            model, total = Buckets(weights[:1]), [0, 0]
+            for microbatch in range(3):
+                entries = [(weight, *matrices((2, 7, len(weight)), (2, 7, 4), dtype=dtype)) for weight in weights]
+                add(entries, model)
+                for k, (weight, dy, x) in enumerate(entries):
+                    total[k] = total[k] + torch.einsum("bto,bti->oi", dy.double(), x.double())
+                    what = f"the gradient of weight {k} after micro-batch {microbatch}, activations in {dtype}"
+                    attempt.same(weight.grad, total[k], what, tolerance=tolerance)
+                    attempt.require(weight.grad.dtype == weight.dtype, f"{what} is {weight.grad.dtype}")
+            attempt.require(len(model.ready) == 3 and model.ready[0] is weights[0],
+                            f"mark_param_as_ready was called {len(model.ready)} times in 3 micro-batches, for the "
+                            "weights in model.bucket_of, of which there is 1")
+
+    attempt.run(1, program)
+
+
+@exercise("10", "pipeline_parallel.postpone_weight_gradients", hints=(
+    "Yield each action of the schedule unchanged. After a B, its W has to wait in a queue.",
+    "action._replace(kind=\"W\") is the W of a B. Take the oldest one out when more than `delay` are waiting.",
+    "At the end, the rest of the queue."))
+def zero_bubble(attempt):
+    """Fill the bubble with W, the second half of backward.
+
+    `actions` are the F and B of a stage. Yield them all, in this order, and for each B a W of the same micro-batch: the
+    W comes `delay` further B later, and those that are left come at the end. Stage s of 1F1B is given delay = s. With
+    three stages and four micro-batches, F, B and W of one unit each (stage 0 does W as part of its B, two units):
+
+        stage 0   F0 F1 F2 .  .  B0 -- F3 B1 -- B2 -- B3 --
+        stage 1   .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3       W0 after B1: one B later
+        stage 2   .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3       W0 after B2: two B later
+
+    An action is a tuple (kind, microbatch): `action.kind`, and `action._replace(kind="W")` for a copy. Stars are for
+    the time of the whole and the activations that are alive, which is from F to W.
+    """
+    schedule = attempt.theirs.load().pipeline_parallel.zero_bubble
+    for p, m in ((2, 2), (2, 1), (4, 6), (3, 8)):
+        played = play_schedule(attempt, schedule, p, m, seconds=FBW)
+        for stage, spans in enumerate(played.spans[1:], 1):
+            attempt.require(any(span.kind == "W" for span in spans), f"stage {stage} of {p} yields no W: only stage 0 "
+                                                                     "does it as a part of B")
+    # The last stage waits p - 1 units, and has 3 m of work. A micro-batch is alive on stage 0 for 2 p + 1 units at
+    # least: with p = 3 and m = 8 on average 56 / 26, so more than 2 at some time.
+    attempt.score("units of time, 3 stages, 8 micro-batches", played.end, 3 * m + p - 1)
+    attempt.score("activations alive at most on a stage", max(max(played.peaks), p), p)

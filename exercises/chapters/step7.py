@@ -1,0 +1,185 @@
+"""Step 7: pipeline parallelism, all forward, all backward."""
+
+import itertools
+
+import torch
+
+from attempt import Wrong
+from catalogue import exercise
+from schedule_attempt import count, picture, play_schedule
+from step_modules import SMALL, StepSource, train
+
+
+def check_gradients(attempt, stages: int, microbatches: int, schedule=None, order: str = "", late=False) -> None:
+    """Two optimizer steps on so many stages, against one process: losses and all gradients.
+
+    With `late` the executor posts no receive ahead of time.
+    """
+    flags = (f"--gradient_accumulation_steps {microbatches} --max_tokens {2 * 16 * microbatches} --max_grad_norm 0 "
+             "--num_hidden_layers 3 --pp_size").split()
+
+    def prepare(modules, rank):
+        if schedule:
+            modules.pipeline_parallel.afab = schedule  # the executor runs any order
+        if late:
+            init = modules.pipeline_parallel.StageCommunication.__init__
+            modules.pipeline_parallel.StageCommunication.__init__ = lambda self, *args: (
+                init(self, *args), setattr(self, "receives_ahead", 0))[0]
+
+    one, ours = (train(attempt.ours, size, (*flags, str(size))) for size in (1, stages))
+    got = train(attempt.theirs, stages, (*flags, str(stages)), prepare)
+    situation = f"{count(stages, 'stage')}, {count(microbatches, 'micro-batch')}{order}"
+    for step, rank in itertools.product(range(2), range(stages)):
+        for name in ours.gradients[rank][step]:
+            what = f"{situation}: the gradient of {name} in step {step + 1}"
+            if name not in got.gradients[rank][step]:
+                raise Wrong(f"rank {rank}: {what} is missing: no backward has reached it")
+            attempt.same(got.gradients[rank][step][name], one.gradients[0][step][name], what, rank)
+    for step in range(2):
+        attempt.same(got.rows[step]["loss"], one.rows[step]["loss"], f"{situation}: the loss of step {step + 1}")
+
+
+@exercise("7", "pipeline_parallel.afab", hints=(
+    "Two loops over the micro-batches, 0 to num_microbatches - 1.",
+    "All stages get the same list: the dots in the picture come from waiting, not from the schedule.",
+    'The first loop yields Action("F", i), the second one Action("B", i).'))
+def afab(attempt):
+    """Order the micro-batches of a stage: all forward, then all backward.
+
+    `yield Action("F", i)` for the forward of micro-batch i, and `yield Action("B", i)` for its backward, in the order
+    in which stage `stage` of `num_stages` does them. Three stages and four micro-batches:
+
+        stage 0   F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
+        stage 1   .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
+        stage 2   .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
+
+    You write no dots: a stage waits by itself until what it needs has come. A forward needs the forward of the same
+    micro-batch on the stage before, and a backward needs its backward on the stage after. Both go through the
+    micro-batches in the order 0, 1, 2, ..., because stages expect each other's messages in this order.
+    """
+    schedule = attempt.function()
+    for p, m in ((1, 1), (2, 3), (3, 4), (4, 2), (4, 7)):
+        played = play_schedule(attempt, schedule, p, m)
+        for stage, spans in enumerate(played.spans):
+            order = [(span.kind, span.microbatch) for span in spans]
+            wanted = [(kind, i) for kind in "FB" for i in range(m)]
+            k = next((k for k in range(2 * m) if order[k] != wanted[k]), None)
+            got, must = ("%s%d" % each[k or 0] for each in (order, wanted))
+            attempt.require(k is None, f"{count(p, 'stage')}, {count(m, 'micro-batch')}: action {k} of stage {stage} "
+                                       f"is {got}, but has to be {must}: all forward in their order, then all backward."
+                                       f"{picture(played)}")
+
+
+@exercise("7", "pipeline_parallel.PipelineParallel.__init__", hints=(
+    "torch.arange(num_layers, device=\"cpu\").tensor_split(p) makes p parts whose sizes differ by one at most.",
+    "What another stage holds is None here. The first stage has the embedding, the last one final_norm and final_proj.",
+    "nn.ModuleDict({str(i): model.decoder_layers[i] for i in layers}) keeps the numbers of the whole model. Where the "
+    "weights are tied, the last stage needs an embedding as well."),
+    blank=("holds_embedding =", "self.embedding =", "layers =", "self.decoder_layers =", "self.final_norm =",
+           "self.final_proj ="))
+def layers_of_a_stage(attempt):
+    """Take the modules of this rank's stage out of the whole model.
+
+    Set self.embedding, self.decoder_layers, self.final_norm and self.final_proj: the modules of `model` with these
+    names, or None where this stage does not have them. model.decoder_layers is a list of num_layers layers, and
+    self.decoder_layers an nn.ModuleDict with some of them, in order, under their numbers in the whole model as text.
+    Seven layers on three stages:
+
+        stage 0   embedding   layers "0" "1" "2"
+        stage 1               layers "3" "4"
+        stage 2               layers "5" "6"      final_norm  final_proj
+
+    Where model.config.tie_word_embeddings is True, the projection has the weight of the embedding, so the last stage
+    holds an embedding, too. `grid` has pp_rank, pp_world_size, pp_is_first_stage and pp_is_last_stage. The slowest
+    stage sets the pace: stars are for the largest number of layers on a stage.
+    """
+    largest, best = 0, 0
+    for p, num_layers, tied in ((1, 3, False), (3, 7, False), (4, 7, True), (4, 4, False), (4, 10, False)):
+        def program(modules, rank):
+            attempt.grid(modules, pp=p)
+            config = modules.utils.load_config(SMALL[1], num_hidden_layers=num_layers, num_attention_heads=None,
+                                               num_key_value_heads=None)
+            config.tie_word_embeddings = tied
+            with torch.device("meta"):
+                stage = modules.pipeline_parallel.PipelineParallel(modules.model.Llama(config))
+            ends = {name: getattr(stage, name) is not None for name in ("embedding", "final_norm", "final_proj")}
+            return list(stage.decoder_layers), ends
+
+        situation = f"{num_layers} layers on {p} stages{', tied' * tied}"
+        stages = attempt.run(p, program)[0]
+        shown = "".join(f"\n    stage {s}   layers {' '.join(layers)}" for s, (layers, _) in enumerate(stages))
+        numbers = [number for layers, _ in stages for number in layers]
+        for i in map(str, range(num_layers)):
+            attempt.require(numbers.count(i) == 1, f"{situation}: layer {i} is on {numbers.count(i)} stages, and has "
+                                                   f"to be on one{shown}")
+        attempt.require(numbers == [str(i) for i in range(num_layers)],
+                        f"{situation}: a stage needs consecutive layers, in order, and so do stages{shown}")
+        for s, (layers, ends) in enumerate(stages):
+            attempt.require(bool(layers), f"{situation}: stage {s} has no layer{shown}")
+            wanted = {"embedding": s == 0 or tied and s == p - 1, "final_norm": s == p - 1, "final_proj": s == p - 1}
+            attempt.same(ends, wanted, f"{situation}, the modules that are not None", s)
+        largest += max(len(layers) for layers, _ in stages)
+        best += -(-num_layers // p)  # fewer on all stages would be fewer layers than there are
+    attempt.score("layers of the largest stage, summed over five sizes", largest, best)
+
+
+@exercise("7", "pipeline_parallel.run_schedule", hints=(
+    "What was received is numbers only. If it is to get a gradient, it has to become a leaf that requires one.",
+    "torch.autograd.backward(out, gradient) continues backward from `out`. On the last stage `out` is the loss, and "
+    "`received` is None, which is what backward of a loss needs.",
+    "x = ids on the first stage, else received.requires_grad_(); the loss divided by num_microbatches; backward; then "
+    "communication.send(action, x.grad)."),
+    blank=('x = batch["input_ids"] if', "out = cross_entropy(", "torch.autograd.backward(",
+           "communication.send(action, x.grad)"))
+def gradient_across_processes(attempt):
+    """Let a gradient cross from one process to the one before it.
+
+    Autograd records what one process computes. Here `received` is what came from a neighbour: in a forward (F) the
+    hidden states (B, T, D), in a backward (B) the gradient of this stage's output, and None at the pipeline's ends.
+
+        stage 0   x = token ids --> out           out.backward from the gradient   <--.
+                               send |  receive                            send x.grad |
+        stage 1               x = received --> out = loss          backward of the loss
+
+    Write four statements. Forward: `x`, the stage's input, which is batch["input_ids"] on the first stage; and on the
+    last stage `out`, which is the loss of the micro-batch. The gradients of all micro-batches add up, and what is
+    wanted is the gradient of the mean over the step's micro-batches. Backward: from `out` through this stage; and send
+    the gradient that the stage before needs.
+
+    You may call cross_entropy(out, batch["target_ids"], stage.config.vocab_size), torch.autograd.backward(...), and
+    communication.send(action, tensor), which sends nothing where there is nobody to send to.
+    """
+    for stages, microbatches in ((2, 1), (2, 4), (3, 3)):
+        check_gradients(attempt, stages, microbatches)
+
+
+@exercise("7", "pipeline_parallel.StageCommunication", hints=(
+    "A blocking receive or send would keep a stage from its next action: dist.irecv and dist.isend return at once.",
+    "post_receive: nothing to do where source is None, or where this action's receive is posted already. Else make "
+    "an empty buffer, start dist.irecv, and keep the handle and the buffer in self.receiving[action].",
+    "send: nothing to do where destination is None. Else append (dist.isend(tensor, destination, group=group), tensor) "
+    "to self.sending. The tensor has to be detached and contiguous, and lives as long as the pair does."),
+    blank=("if self.source[action.kind] is not None", "if self.destination[action.kind] is None",
+           "tensor = tensor.detach()", "destination, group =", "self.sending.append("))
+def executor(attempt):
+    """Receive early and send in the background, so that no stage waits without need.
+
+    The executor calls post_receive(action) for an action and up to two later ones, then receive(action), which waits
+    for its tensor, computes, and calls send(action, result):
+
+        now:          F2                                       post_receive(F2), (B0), (F3): those not posted yet
+        then:         receive(F2) --> compute --> send(F2, out): the message travels while F3 is computed
+
+    Write post_receive and send; receive and finish show what they read. For each kind of action, "F" or "B":
+    self.source[kind] and self.destination[kind] are the ranks of the neighbours (None at the pipeline's ends), and
+    self.group[kind] the process group. A tensor is of self.shape and self.dtype, on self.wire_device.
+
+    self.receiving: action -> (handle, buffer). self.sending: a deque of pairs (handle, tensor), because a tensor must
+    not be freed before it is sent. You may call dist.irecv(buffer, rank, group=...), dist.isend(tensor, rank,
+    group=...) and timeline.background(handle, "receive", action.microbatch, source), which returns a handle that is
+    timed.
+    """
+    alternate = StepSource("8").load().pipeline_parallel.one_f_one_b
+    check_gradients(attempt, 2, 1)
+    check_gradients(attempt, 3, 5)
+    check_gradients(attempt, 3, 3, alternate, ", one forward, one backward", late=True)

@@ -1,0 +1,101 @@
+"""Step 8: one forward, one backward, and all three axes together."""
+
+import torch
+
+from catalogue import exercise
+from schedule_attempt import play_schedule, score_time_and_memory
+
+
+@exercise("8", "pipeline_parallel.one_f_one_b", hints=(
+    "Three phases: forwards only, then pairs of a forward and a backward, then backwards only. How many forwards does "
+    "the first phase have on the last stage, and on the one before it?",
+    "The warm-up has one forward for each later stage, p - s - 1, but no more than there are micro-batches.",
+    "With w forwards in the warm-up: F of 0 to w - 1; then F of i and B of i - w for i from w to m - 1; then the B of "
+    "the last w micro-batches."))
+def one_f_one_b(attempt):
+    """Order the micro-batches of a stage: warm-up, one forward, one backward, cool-down.
+
+    `yield Action("F", i)` for the forward of micro-batch i, and `yield Action("B", i)` for its backward, in the order
+    in which stage `stage` of `num_stages` does them. Four stages, five micro-batches:
+
+        stage 0   F0 F1 F2 F3 .  .  .  B0 F4 B1 .  B2 .  B3 .  B4
+        stage 1   .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4 .
+        stage 2   .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 .  B4 .  .
+        stage 3   .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 .  .  .
+
+    You write no dots: a stage waits by itself until what it needs has come. Each micro-batch goes forward and backward
+    once, both in the order 0, 1, 2, .... There may be fewer micro-batches than stages. Stars are for the time of the
+    whole, and for the activations that are alive: a micro-batch's from its F to its B.
+    """
+    schedule = attempt.function()
+    for p, m in ((1, 3), (2, 4), (3, 5), (4, 2), (4, 12)):
+        played = play_schedule(attempt, schedule, p, m)
+    # The last stage waits p - 1 units, works 2 m, and its last gradient passes p - 1 stages. In the 2 (m + p - 1 - s)
+    # units of stage s, each of m micro-batches is alive for 2 (p - s) at least: with p = 4 and m = 12, on average more
+    # than p - s - 1 are.
+    score_time_and_memory(attempt, played, 2 * (m + p - 1), [p - s for s in range(p)], "4 stages, 12 micro-batches")
+
+
+@exercise("8", "process_group_manager.ProcessGroupManager.__init__", hints=(
+    "A pp group is a row of ranks[dp, :, tp]. `columns` has one list of global ranks for each pair (dp, tp).",
+    "Exchange the axes so that pp is the last: self.ranks.transpose(1, 2).reshape(-1, pp_size).tolist().",
+    "The ends of a pipeline are its first and last rank, and one rank only where it has one stage. The neighbours are "
+    "in self.ranks[self.dp_rank, :, self.tp_rank]."),
+    blank=("columns =", "ends =", "stages =", "self.pp_prev_rank =", "self.pp_next_rank ="))
+def stages_in_the_grid(attempt):
+    """Find the ranks of each pipeline in the grid, its ends, and the neighbours of a stage.
+
+    self.ranks is a tensor of global ranks, with the shape (dp_size, pp_size, tp_size). With all three sizes 2:
+
+                     tp 0   tp 1
+        dp 0  pp 0      0      1       columns   [0, 2] [1, 3] [4, 6] [5, 7]: the ranks that differ in pp only, in
+              pp 1      2      3                 the order of their stages
+        dp 1  pp 0      4      5       ends      of each column the first and the last rank, a list of lists as well;
+              pp 1      6      7                 [[0], [1], ...] where pp_size is 1
+
+    For the rank that runs this (self.dp_rank, self.pp_rank, self.tp_rank) also set self.pp_prev_rank and
+    self.pp_next_rank, the global ranks of the stages before and after its own, and None at the pipeline's ends.
+    """
+    for dp, pp, tp in ((2, 2, 2), (1, 3, 2), (2, 3, 1), (3, 1, 2), (1, 4, 1)):
+        def program(modules, rank):
+            grid = attempt.grid(modules, dp=dp, pp=pp, tp=tp)
+            groups = {"pp_group": grid.pp_group, "pp_ends_group": grid.pp_ends_group}
+            return {**{f"the ranks of {name}": group and str([*group.ranks]) for name, group in groups.items()},
+                    "pp_prev_rank": grid.pp_prev_rank, "pp_next_rank": grid.pp_next_rank}
+
+        attempt.both(dp * pp * tp, program, f"a grid of dp {dp} x pp {pp} x tp {tp}")
+
+
+@exercise("8", "pipeline_parallel.sum_tied_gradients", hints=(
+    "Two stages hold the weight, the first and the last. Which group do they share? What do the others do?",
+    "stage.embedding is None on the stages between them, and stage.config.tie_word_embeddings says whether it is tied.",
+    "dist.all_reduce the gradient of stage.embedding.weight over pgm.process_group_manager.pp_ends_group, in place."))
+def tied_gradients(attempt):
+    """Sum the gradients of a weight that the first and the last stage share.
+
+    Where stage.config.tie_word_embeddings is True, the embedding and the final projection are one matrix W. The first
+    stage looks tokens up in it, the last one multiplies by it, and both have a copy:
+
+        stage 0    embedding W    gradient from looking up      a    -->  a + b
+        stage 1    no W, stage.embedding is None
+        stage 2    projection W   gradient from the product     b    -->  a + b, in stage.embedding.weight.grad
+
+    This is called on all stages after the last backward. On the last stage, stage.embedding.weight is the weight of the
+    projection, too. Where it is not tied, the last stage has no embedding, and nothing is to be done. You may call
+    dist.all_reduce(tensor, group=...). grid = pgm.process_group_manager has tp_group, pp_group, dp_group and
+    pp_ends_group, in which the first and last stage of a pipeline are.
+    """
+    for dp, pp, tied in ((1, 3, True), (2, 2, True), (1, 1, True), (1, 3, False)):
+        def program(modules, rank):
+            grid = attempt.grid(modules, dp=dp, pp=pp)
+            holds = grid.pp_is_first_stage or grid.pp_is_last_stage and tied
+            stage = torch.nn.Module()
+            stage.config = type("Config", (), {"tie_word_embeddings": tied})
+            stage.embedding = torch.nn.Embedding(2, 3, dtype=torch.float64) if holds else None
+            if holds:
+                stage.embedding.weight.grad = torch.full((2, 3), 10.0 ** rank, dtype=torch.float64)
+            modules.pipeline_parallel.sum_tied_gradients(stage)
+            return stage.embedding.weight.grad if holds else torch.zeros(())
+
+        world = attempt.both(dp * pp, program, f"the gradient of W, {dp} x {pp} stages, tied: {tied}")
+        attempt.require(tied or not world.events, "nothing is tied, but the stages send messages")

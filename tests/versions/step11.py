@@ -1,0 +1,75 @@
+"""Wrong and right answers to the exercises of step 11; see test_exercises.py."""
+
+from exercise_versions import Versions, Wrong
+
+SPLIT = "torch.arange(num_microbatches).tensor_split(max(num_microbatches // num_stages, 1))"
+
+VERSIONS = {
+    "micro_batches_in_rounds": Versions(
+        wrong=[
+            Wrong("a short round is left at the end", SPLIT, "torch.arange(num_microbatches).split(num_stages)",
+                  "there are 3 rounds, and 2 are possible"),
+            Wrong("backwards begin with the first chunk", 'if kind == "F" else reversed(range(num_chunks))', "",
+                  "B, 2 stages, 5 micro-batches, 2 chunks: round 0 is"),
+            Wrong("each micro-batch passes all chunks at once", "for chunk in chunks for i in round.tolist()",
+                  "for i in round.tolist() for chunk in list(chunks)", "round 0 is"),
+            Wrong("one round of all", SPLIT, "[torch.arange(num_microbatches)]", "there are 1 rounds"),
+        ],
+        right='''
+def rounds(kind, num_stages, num_microbatches, num_chunks):
+    number = num_microbatches // num_stages or 1
+    size, longer = divmod(num_microbatches, number)
+    first = 0
+    for k in range(number):
+        end = first + size + (k < longer)
+        yield [Action(kind, i, num_chunks - 1 - chunk if kind == "B" else chunk)
+               for chunk in range(num_chunks) for i in range(first, end)]
+        first = end
+'''),
+    "interleaved": Versions(
+        wrong=[
+            Wrong("the warm-up of step 8",
+                  "len(forwards[0]) // num_chunks * (num_chunks - 1) + hops * (num_stages - 1 - stage)",
+                  "num_stages - 1 - stage", "deadlock: no rank can go on"),
+            Wrong("hops is not used", "hops * (num_stages", "(num_stages", "forwards before its first backward"),
+            Wrong("the whole first round", "len(forwards[0]) // num_chunks * (num_chunks - 1)", "len(forwards[0])",
+                  "rank 1 does 5 forwards before its first backward, and has to do 3"),
+            Wrong("no cool-down", "yield from backwards[len(forwards[warm_up:]) :]", "pass", "never does B"),
+            Wrong("backward comes first in a pair", "yield forward\n        yield backward",
+                  "yield backward\n        yield forward",
+                  "deadlock"),
+        ],
+        right='''
+def interleave(stage, num_stages, num_microbatches, num_chunks, hops):
+    sizes = (num_stages, num_microbatches, num_chunks)
+    forwards = [action for each in rounds("F", *sizes) for action in each]
+    backwards = [action for each in rounds("B", *sizes) for action in each]
+    first = next(k for k, action in enumerate(forwards) if action.chunk == num_chunks - 1)
+    ahead = first + hops * (num_stages - 1 - stage)
+    while backwards:
+        if forwards:
+            yield forwards.pop(0)
+        if ahead > 0 and forwards:
+            ahead -= 1
+        else:
+            yield backwards.pop(0)
+'''),
+    "v_shape": Versions(
+        wrong=[
+            Wrong("the second chunk goes down the ranks again", "(rank, last - rank)", "(rank, num_ranks + rank)",
+                  "deadlock"),
+            Wrong("one chunk only", "enumerate((rank, last - rank))", "enumerate((rank,))", "never does F0'"),
+            Wrong("backwards come too late", "4 * i + 2 * last", "8 * num_ranks * i + 2 * last", "and may take"),
+            Wrong("no micro-batch overlaps with another", "sorted(times)",
+                  "sorted(times, key=lambda each: (each[2], each[0]))", "and may take"),
+        ],
+        right='''
+def v_shape(rank, num_ranks, num_microbatches):
+    """All forward, all backward: as quick, but with all of them alive."""
+    stages = rank, 2 * num_ranks - 1 - rank
+    pairs = [(i, chunk) for i in range(num_microbatches) for chunk in (0, 1)]
+    forwards = sorted(pairs, key=lambda pair: 2 * pair[0] + stages[pair[1]])
+    backwards = sorted(pairs, key=lambda pair: 2 * pair[0] - stages[pair[1]])
+    return [("F", *pair) for pair in forwards] + [("B", *pair) for pair in backwards]
+'''),
+}

@@ -1,0 +1,61 @@
+"""Wrong and right answers to the exercises of step 5; see test_exercises.py."""
+
+from exercise_versions import Versions, Wrong
+
+VERSIONS = {
+    "samples_of_a_replica": Versions(
+        wrong=[
+            Wrong("a replica's first sample is its number", "range(grid.dp_rank * micro_batch_size,", "range(grid.dp_rank,",
+                  "as dp rank 1 with dp 2 x tp 1"),
+            Wrong("all replicas read all samples", "grid.dp_world_size * micro_batch_size)", "micro_batch_size)",
+                  "as dp rank 0 with dp 2 x tp 1"),
+            Wrong("each replica reads one piece of the corpus",
+                  "range(grid.dp_rank * micro_batch_size, len(samples), grid.dp_world_size * micro_batch_size)",
+                  "range(grid.dp_rank * len(samples) // grid.dp_world_size, (grid.dp_rank + 1) * len(samples) // "
+                  "grid.dp_world_size, micro_batch_size)", "as dp rank 0 with dp 2 x tp 1"),
+            Wrong("tp ranks read different samples", "range(grid.dp_rank * micro_batch_size,",
+                  "range(grid.global_rank * micro_batch_size,", "as dp rank 0 with dp 2 x tp 2"),
+        ],
+        right='''
+def __init__(self, samples, micro_batch_size, gradient_accumulation_steps, device, num_workers=0):
+    self.gradient_accumulation_steps, self.device = gradient_accumulation_steps, device
+    grid = pgm.process_group_manager
+    first_samples = [i for i in range(len(samples)) if i % micro_batch_size == 0
+                     and i // micro_batch_size % grid.dp_world_size == grid.dp_rank]
+    DataLoader.__init__(self, samples, num_workers=num_workers, collate_fn=collate_batch,
+                        batch_sampler=[range(first, first + micro_batch_size) for first in first_samples])
+    self.batches = iter(self)
+'''),
+    "average_at_the_right_time": Versions(
+        wrong=[
+            Wrong("the sum is not divided", "            param.grad /= grid.dp_world_size\n", "", "(2 times as large)"),
+            Wrong("only the last micro-batch's own gradient is averaged",
+                  "param.register_post_accumulate_grad_hook(self.allreduce_grad)",
+                  "param.register_hook(self.average)\n\n    def average(self, grad):\n"
+                  "        if self.require_backward_grad_sync:\n"
+                  "            dist.all_reduce(grad := grad / 2, group=pgm.process_group_manager.dp_group)\n"
+                  "        return grad", "the gradients of optimizer step 1, with 2 replicas and 3 micro-batches"),
+            Wrong("the accumulated sum is divided after each micro-batch", "        if self.require_backward_grad_sync:\n",
+                  "        param.grad /= 2\n        if self.require_backward_grad_sync:\n", "with 2 replicas and 3"),
+            Wrong("no hook is registered", "pgm.process_group_manager.dp_world_size > 1", "False",
+                  "the gradients of optimizer step 1"),
+        ],
+        right='''
+class DataParallelNaive(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.require_backward_grad_sync = True
+        for param in module.parameters():
+            param.register_post_accumulate_grad_hook(self.allreduce_grad)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def allreduce_grad(self, param):  # after each micro-batch: right, with more messages
+        grid = pgm.process_group_manager
+        mean = param.grad / grid.dp_world_size
+        dist.all_reduce(mean, group=grid.dp_group)
+        param.grad = mean
+'''),
+}
