@@ -31,7 +31,7 @@ SEEN = {
     "early": "after step 1: embedding.weight", "scale": "8 times as large", "each": ": 4 times as many",
     "twice": ": 2 times as many", "mean": ": 2 times as large", "samples": "step 1: the loss is",
     "frozen": "step 2: the loss is", "buffer": "rank 0 changed a tensor while it was being sent",
-    "sizes": "collectives of the ranks [0, 1] do not match", "postponed": "stage 1 does not do W of micro-batch 1",
+    "sizes": "collectives of the ranks [0, 1] do not match", "postponed": "stage 1 never does W1",
     "few": "3 stages, 1 micro-batches: deadlock", "router": "before step 1: decoder_layers.0.mlp.router.weight",
     "norms": "after step 1: decoder_layers.0.input_layernorm.weight", "tied": "after step 1: embedding.weight",
     "crossed": "step4_tensor_parallel/tensor_parallel.py, changed, line 49: dist.send(tensor",

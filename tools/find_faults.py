@@ -14,7 +14,6 @@ import itertools
 import linecache
 import math
 import pathlib
-import sys
 import textwrap
 from typing import NamedTuple
 
@@ -24,8 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from break_faults import Edit, Fault
 from break_flags import one_process, sizes, without
-from launch import ROOT, STEPS
+from launch import STEPS
 from ranks import Violation
+from schedule_check import simulate, wrong_action
 from step_modules import StepModules, StepSource, train
 
 STEPS_RUN = 3
@@ -177,11 +177,8 @@ def simulation(case: Case) -> Finding:
 def check_schedules(modules: StepModules) -> list[str]:
     """For each schedule of a step one line: legal, or the least size at which its stages are stuck or leave work out.
 
-    They run in the simulation of tests/test_step8_schedules.py, with up to 8 stages and 16 micro-batches.
+    They run in the simulation of schedule_check.py, with up to 8 stages and 16 micro-batches.
     """
-    sys.path.append(str(ROOT / "tests"))
-    from test_step8_schedules import simulate
-
     if not hasattr(modules, "pipeline_parallel"):
         return ["no schedule, so legal"]
     module = modules.virtual_stages if hasattr(modules, "virtual_stages") else modules.pipeline_parallel
@@ -190,29 +187,22 @@ def check_schedules(modules: StepModules) -> list[str]:
         chunks = 2 if schedule.__name__.startswith("interleaved") else 1
         for p, m in itertools.product(range(1, 9), range(1, 17)):
             actions = [list(schedule(stage, p, m, *[chunks] * (chunks > 1))) for stage in range(p)]
-            try:
-                simulate([list(stage) for stage in actions])
-                left_out = missing(actions, m, chunks)
-            except AssertionError as error:
-                left_out = str(error).splitlines()[0].replace("Action(kind=", "(").replace(" microbatch=", " ")
-            if left_out:
-                lines.append(f"{schedule.__name__}: {p} stages, {m} micro-batches: {left_out}")
+            if problem := stuck_or_left_out(actions, m, chunks):
+                lines.append(f"{schedule.__name__}: {p} stages, {m} micro-batches: {problem}")
                 break
         else:
             lines.append(f"{schedule.__name__}: legal with up to 8 stages and 16 micro-batches")
     return lines
 
 
-def missing(actions: list[list[tuple]], m: int, chunks: int) -> str:
-    """What a stage does not do exactly once for each micro-batch, in words. A stage with a W divides all backwards."""
-    for stage, todo in enumerate(actions):
-        kinds = "FBW" if any(kind == "W" for kind, *_ in todo) else "FB"
-        found = sorted((*action, 0)[:3] for action in todo)
-        wanted = sorted(itertools.product(kinds, range(m), range(chunks)))
-        if found != wanted:
-            kind, i, _ = sorted(set(wanted) ^ set(found) or set(wanted))[0]
-            return f"stage {stage} does not do {kind} of micro-batch {i} exactly once"
-    return ""
+def stuck_or_left_out(actions: list[list[tuple]], num_microbatches: int, num_chunks: int) -> str | None:
+    """In a few words why stages can't run these actions, or what one of them does not do once for each micro-batch."""
+    try:
+        simulate(actions)
+    except AssertionError as error:
+        return str(error).splitlines()[0].replace("Action(kind=", "(").replace(" microbatch=", " ")
+    wrong = {stage: wrong_action(todo, num_microbatches, num_chunks) for stage, todo in enumerate(actions)}
+    return next((f"stage {stage} {words}" for stage, words in wrong.items() if words), None)
 
 
 TOPOLOGIES = (  # healthy ones: a step, its ranks and flags
