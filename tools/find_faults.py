@@ -28,7 +28,7 @@ from ranks import Violation
 from schedule_check import simulate, wrong_action
 from step_modules import StepModules, StepSource, train
 
-STEPS_RUN = 3
+STEPS_RUN, FEW_MICROBATCHES = 3, ("--gradient_accumulation_steps", "4")
 TOLERANCE = 1e-9  # relative; in float64 a sum in another order differs by about 1e-15
 BYTES_TOLERANCE = 0.1  # relative; of tokens that travel to experts, the formulas know the average
 LOGGED = 64  # bytes a step of numbers for the log: the loss, the norm, the balance of experts
@@ -230,10 +230,13 @@ TOPOLOGIES = (  # healthy ones: a step, its ranks and flags
 CHECKS = {"norm": norm, "checksum": checksum, "bytes": num_bytes, "replay": replay, "simulation": simulation}
 
 
+def case_of(fault: Fault, edits: tuple[Edit, ...]) -> Case:
+    return Case(fault.step, fault.num_processes, (*fault.flags, *FEW_MICROBATCHES), fault.besides, edits)
+
+
 def find(fault: Fault, healthy: bool = False) -> Finding:
     """What the fault's own check says of the step with the fault, or without it."""
-    edits = () if healthy else fault.edits
-    return CHECKS[fault.check](Case(fault.step, fault.num_processes, fault.flags, fault.besides, edits))
+    return CHECKS[fault.check](case_of(fault, () if healthy else fault.edits))
 
 
 def find_one(name: str, fault: Fault, only_healthy: bool) -> int:
@@ -273,6 +276,6 @@ def find_healthy() -> int:
 
 def healthy_alarms(step: str, ranks: int, flags: str) -> list[str]:
     """What the checks say against a step as it is: it should be nothing."""
-    case = Case(step, ranks, (*flags.split(), "--gradient_accumulation_steps", "4"))
+    case = Case(step, ranks, (*flags.split(), *FEW_MICROBATCHES))
     found = {name: check(case) for name, check in CHECKS.items()}
     return [f"{name}: {finding.saw}" for name, finding in found.items() if finding.alarm]
