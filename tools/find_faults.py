@@ -1,6 +1,6 @@
 """The checks that find a fault of a step without starting a process: a few optimizer steps on ranks in this one.
 
-    norm        loss and gradient norm of each step beside those of one process, in float64
+    norm        loss, gradient norm and learning rate of each step beside those of one process, in float64
     checksum    the weights after each step, between all ranks that hold the same ones, to the last bit
     bytes       what a rank sends in a step beside the formulas of splits.py
     replay      the messages: a deadlock, collectives that do not match, a tensor changed while it is sent (ranks.py)
@@ -28,10 +28,11 @@ from ranks import Violation
 from schedule_check import simulate, wrong_action
 from step_modules import StepModules, StepSource, train
 
-STEPS_RUN, FEW_MICROBATCHES = 3, ("--gradient_accumulation_steps", "4")
+STEPS_RUN, FEW_MICROBATCHES = 2, ("--gradient_accumulation_steps", "4")
 TOLERANCE = 1e-9  # relative; in float64 a sum in another order differs by about 1e-15
 BYTES_TOLERANCE = 0.1  # relative; of tokens that travel to experts, the formulas know the average
 LOGGED = 64  # bytes a step of numbers for the log: the loss, the norm, the balance of experts
+WORDS = {"loss": "the loss", "grad_norm": "the gradient norm", "learning_rate": "the learning rate"}
 ROW = "{:10} {:>4}  {:10}  {:10}  {}"
 
 
@@ -104,13 +105,14 @@ def in_one_process(case: Case) -> Run:
 def norm(case: Case) -> Finding:
     largest, right = 0.0, in_one_process(case).rows
     for row, one in zip(run(case).rows, right, strict=True):
-        for name, words in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
+        for name in ("loss", "grad_norm", "learning_rate"):
             difference = abs(row[name] - one[name]) / abs(one[name])
             if not difference <= TOLERANCE:
-                return Finding(True, f"step {row['step']}: {words} is {row[name]:.6f}, in one process "
+                return Finding(True, f"step {row['step']}: {WORDS[name]} is {row[name]:.6f}, in one process "
                                      f"{one[name]:.6f}: {row[name] / one[name]:.6g} times as large")
             largest = max(largest, difference)
-    return Finding(False, f"{len(right)} losses and gradient norms are those of one process, to {largest:.0e} of them")
+    return Finding(False, f"the losses and gradient norms of {len(right)} steps are those of one process, to "
+                          f"{largest:.0e} of them")
 
 
 def checksum(case: Case) -> Finding:
@@ -146,7 +148,7 @@ def num_bytes(case: Case) -> Finding:
     shape = Shape(hidden=128, width=352, layers=4, heads=8, kv_heads=4, vocab=1024, tied=tied, head_dim=16)  # of SMALL
     job = Job(shape, 16, m * found.dp_size, 1, "float32", case.size, case.size, *[0] * 4,
               recompute="--recompute" in case.flags, experts=found.num_experts)
-    long, short = (run(case, steps, "float32").num_bytes for steps in (3, 2))
+    long, short = (run(case, steps, "float32").num_bytes for steps in (2, 1))
     saw = []
     for rank, (all_bytes, before) in enumerate(zip(long, short)):
         pp_rank = rank // found.tp_size // found.cp_size % found.pp_size
