@@ -78,9 +78,9 @@ class Attempt:
         modules.process_group_manager.setup_process_group_manager(dp, pp, tp, **sizes)
         return modules.process_group_manager.process_group_manager
 
-    def train(self, size: int, flags: str, ours: bool = False) -> Training:
+    def train(self, size: int, flags: str, ours: bool = False, prepare: Callable | None = None) -> Training:
         """train.py of the step, with these flags, on `size` ranks; see step_modules.train."""
-        return train(self.ours if ours else self.theirs, size, tuple(flags.split()))
+        return train(self.ours if ours else self.theirs, size, tuple(flags.split()), prepare)
 
     def same(self, got, expected, what: str, rank: int | None = None, tolerance: float = 1e-9) -> None:
         """Raises Wrong where two tensors, numbers, lists or dictionaries of them differ, with the first place."""
