@@ -113,7 +113,7 @@ def balance_of_experts(attempt):
         loss = weight * num_experts * (fractions * whole.softmax(-1).mean(0)).sum()
         ((whole.softmax(-1) * mixture).sum() + loss).backward()
         attempt.same(mine.grad, whole.grad, f"{tokens} tokens, k = {k}, {num_experts} experts, loss_weight {weight}: the "
-                     "gradient of the router's logits (token, expert)")
+                     "gradient of the router's logits (token, expert)", tolerance=1e-6)
         with torch.no_grad():
             frozen = logits.softmax(-1)
             attempt.function()(balance, router, (), (frozen, chosen))
