@@ -21,8 +21,7 @@ def shares_by_speed(total, seconds_each, limits=None, besides=None):
 '''),
     "quantise": Versions(
         wrong=[
-            Wrong("rows of zeros become NaN", "rows / scales.masked_fill(scales == 0, 1)", "rows / scales",
-                  "arrives"),
+            Wrong("a NaN becomes a number", "rows.abs()", "rows.nan_to_num().abs()", "a row with nan arrives with finite"),
             Wrong("numbers are cut off", "steps.nan_to_num().round()", "steps.nan_to_num().trunc()", "more than half a step"),
             Wrong("one scale for all rows", "rows.abs().amax(dim=1, keepdim=True) / 127",
                   "rows.abs().amax().expand(len(rows), 1).contiguous() / 127", "more than half a step"),

@@ -38,7 +38,7 @@ def run(self, rows, counts):
             Wrong("E is forgotten", "self.loss_weight * scores.size(1)", "self.loss_weight",
                   "the gradient of the router's logits"),
             Wrong("it does not ask whether a backward comes", "if self.loss_weight and scores.requires_grad:",
-                  "if self.loss_weight:", "requires grad"),
+                  "if self.loss_weight:", "cannot register a hook"),
         ],
         right='''
 def after_choice(self, router, args, output):
