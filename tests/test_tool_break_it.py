@@ -10,7 +10,8 @@ import sys
 
 import break_it
 import pytest
-from break_faults import CHECKSUMS, FAULTS, SGD, Edit
+from break_faults import CHECKSUMS, SGD, Edit
+from break_it import FAULTS
 from launch import ROOT, STEPS, environment, fork, metrics, start_fork
 from processes import eventually
 from test_pages import missing_paths
@@ -25,7 +26,7 @@ def start(folder: pathlib.Path, name: str, *further: str, healthy: bool = False,
     """The run of break_it.py, in forked processes that start faster, as a future; metrics in folder/NAME."""
     fault = FAULTS[name]
     copy = folder / f"{name}{len(list(folder.iterdir()))}"
-    script = break_it.copy_step(fault.step, besides + fault.edits * (not healthy), copy)
+    script = break_it.copy_step(fault.step, fault.besides + besides + fault.edits * (not healthy), copy)
     flags = [*break_it.flags_of(name, fault, list(further)), "--log_dir", folder]
     return start_fork(fault.step, ranks or fault.num_processes, *flags, script=script, timeout=60, **options)
 
@@ -47,7 +48,11 @@ def test_list_and_wrong_words(capsys):
     for words, message in (
         (["hnag"], "there is no fault 'hnag': choose one of hang, drift,"),
         ([], "choose one of hang, drift,"),
-        (["hang", "--check"], "--check is for the faults of step 8, and 'hang' is one of step 5"),
+        (["hang", "--check"], "--check simulates schedules, and 'hang' is one of step 5, which has none"),
+        (["clip", "--checksums"], "--checksums compares replicas that hold all weights, and 'clip' runs without"),
+        (["shards", "--checksums"], "--checksums compares replicas that hold all weights, and 'shards' runs without"),
+        (["stale", "--find", "--sgd"], "--find chooses the check itself: leave --sgd out"),
+        (["--find", "--", "--timeout", "20"], "--find trains a small model and chooses its flags: leave --timeout 20"),
     ):
         assert break_it.main(words) == 2
         error = capsys.readouterr().err
@@ -58,7 +63,8 @@ def test_list_and_wrong_words(capsys):
 def test_each_fault_changes_a_copy_and_shows_it(tmp_path, name):
     fault = FAULTS[name]
     before = {path: path.read_bytes() for path in break_it.STEPS[fault.step].glob("*.py")}
-    script = break_it.copy_step(fault.step, fault.edits + CHECKSUMS * (name != "scale") + SGD, tmp_path)
+    besides = CHECKSUMS * (name != "scale" and "--dp_size" in fault.flags and "--zero" not in fault.flags) + SGD
+    script = break_it.copy_step(fault.step, fault.besides + fault.edits + besides, tmp_path)
     assert before == {path: path.read_bytes() for path in break_it.STEPS[fault.step].glob("*.py")}
     shown = break_it.diff(fault.step, script.parent)
     changed = {name for name in re.findall(r"^\+\+\+ \S+/(\w+\.py), in a copy$", shown, re.M)}
@@ -166,7 +172,8 @@ def test_the_page_shows_commands_that_exist_and_the_function_as_it_is():
     for line in commands:
         words = shlex.split(line.partition(" # ")[0])
         break_it.parse_args(words[words.index("tools/break_it.py") + 1 :])
-    assert all(any(f"break_it.py {name}" in line for line in commands) for name in FAULTS)
+    walked = [*list(FAULTS)[:7], "stale", "each", "norms", "buffer"]
+    assert all(any(f"break_it.py {name}" in line for line in commands) for name in walked)
     function = (ROOT / "tools" / "same_weights.py").read_text().partition("\n\n\n")[2].strip()
     assert function in PAGE
     assert not missing_paths(PAGE, ROOT / "docs")

@@ -7,6 +7,9 @@
     python tools/break_it.py scale --compare                # beside one process without the fault, step by step
     python tools/break_it.py scale --compare --sgd          # both with SGD instead of AdamW
     python tools/break_it.py deadlock --check               # its schedules in a simulation, without a process
+    python tools/break_it.py stale --find                   # the check that finds it, on ranks in this process
+    python tools/break_it.py --find                         # all faults, each with its check
+    python tools/break_it.py --find --healthy               # all checks on steps without a fault
 
 The step's own folder stays as it is: the change is made in a copy in a temporary folder, and shown as a diff first.
 docs/DEBUGGING.md says how each fault is found.
@@ -14,7 +17,6 @@ docs/DEBUGGING.md says how each fault is found.
 
 import argparse
 import difflib
-import itertools
 import json
 import os
 import pathlib
@@ -25,7 +27,9 @@ import subprocess
 import sys
 import tempfile
 
-from break_faults import CHECKSUMS, FAULTS, SGD, Edit, Fault
+from break_beyond import FAULTS
+from break_faults import CHECKSUMS, SGD, Edit, Fault
+from break_flags import one_process, sizes
 from launch import ROOT, STEPS, torchrun
 
 PER_STEP = "{:>4} {:>12} {:>9} {:>11} {:>17} {:>10} {:>7}"
@@ -78,16 +82,6 @@ def run(num_processes: int, script: pathlib.Path, flags: list[str], **options) -
             pass
 
 
-def one_process(flags: list[str]) -> list[str]:
-    """Flags of one process that computes the same: it does the micro-batches of all replicas."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--dp_size", type=int, default=1)
-    parser.add_argument("--gradient_accumulation_steps", type=int, default=8)
-    sizes, _ = parser.parse_known_args(flags)
-    return [*flags, "--dp_size", "1", "--pp_size", "1", "--tp_size", "1", "--run_name", "one_process",
-            "--gradient_accumulation_steps", str(sizes.dp_size * sizes.gradient_accumulation_steps)]
-
-
 def read_metrics(flags: list[str]) -> list[dict]:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--log_dir")
@@ -99,38 +93,16 @@ def read_metrics(flags: list[str]) -> list[dict]:
 
 def compare(script: pathlib.Path, right: pathlib.Path, num_processes: int, flags: list[str]) -> int:
     """Trains `right` in one process, then `script`, and prints the losses and gradient norms of both, step by step."""
-    for processes, path, words in ((1, right, one_process(flags)), (num_processes, script, flags)):
+    alone = [*one_process(flags), "--run_name", "one_process"]
+    for processes, path, words in ((1, right, alone), (num_processes, script, flags)):
         if code := run(processes, path, words, stdout=subprocess.DEVNULL):
             return code
     print(PER_STEP.format("step", "one process", "loss", "difference", "norm, one process", "norm", "ratio"))
-    for row, other in zip(read_metrics(one_process(flags)), read_metrics(flags), strict=True):
+    for row, other in zip(read_metrics(alone), read_metrics(flags), strict=True):
         print(PER_STEP.format(
             row["step"], f"{row['loss']:.4f}", f"{other['loss']:.4f}", f"{other['loss'] - row['loss']:.1e}",
             f"{row['grad_norm']:.4f}", f"{other['grad_norm']:.4f}", f"{other['grad_norm'] / row['grad_norm']:.3f}"))
     return 0
-
-
-def check_schedules(folder: pathlib.Path) -> list[str]:
-    """For each schedule of the step in `folder` one line: legal, or the least size at which its stages are stuck.
-
-    They run in the simulation of tests/test_step8_schedules.py, with up to 8 stages and 16 micro-batches.
-    """
-    sys.path[:0] = [str(folder), str(ROOT / "tests")]
-    from test_step8_schedules import simulate  # it forgets the modules of step 8 that it has imported
-    from pipeline_parallel import SCHEDULES
-
-    lines = []
-    for schedule in SCHEDULES.values():
-        for p, m in itertools.product(range(1, 9), range(1, 17)):
-            try:
-                simulate([list(schedule(stage, p, m)) for stage in range(p)])
-            except AssertionError as error:
-                waiting = str(error).splitlines()[0].replace("Action(kind=", "(").replace(" microbatch=", " ")
-                lines.append(f"{schedule.__name__}: {p} stages, {m} micro-batches: {waiting}")
-                break
-        else:
-            lines.append(f"{schedule.__name__}: legal with up to 8 stages and 16 micro-batches")
-    return lines
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -144,16 +116,27 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--sgd", action="store_true", help="SGD instead of AdamW")
     parser.add_argument("--compare", action="store_true", help="beside one process without the fault")
     parser.add_argument("--check", action="store_true", help="simulate the schedules of the step instead of training")
+    parser.add_argument("--find", action="store_true", help="run the check that finds it, without torchrun; of NAME or "
+                        "of all; with --healthy and no NAME all checks on healthy steps")
     args = parser.parse_args(own)
     args.further = further
-    if args.list:
+    others = [f"--{word}" for word in ("checksums", "sgd", "compare", "check") if getattr(args, word)]
+    if args.find and others:
+        raise ValueError(f"--find chooses the check itself: leave {others[0]} out, or --find")
+    if args.find and further:
+        raise ValueError(f"--find trains a small model and chooses its flags: leave {' '.join(further)} out")
+    if args.list or args.find and not args.name:
         return args
     if args.name not in FAULTS:
         what = f"there is no fault {args.name!r}: " if args.name else ""
         raise ValueError(f"{what}choose one of {', '.join(FAULTS)} (--list says what each does)")
-    if args.check and FAULTS[args.name].step != "8":
-        raise ValueError(f"--check is for the faults of step 8, and {args.name!r} is one of step "
-                         f"{FAULTS[args.name].step}, which has no schedule")
+    fault = FAULTS[args.name]
+    if args.check and not (STEPS[fault.step] / "pipeline_parallel.py").exists():
+        raise ValueError(f"--check simulates schedules, and {args.name!r} is one of step {fault.step}, which has none")
+    found = sizes(fault.flags)
+    if args.checksums and (found.dp_size == 1 or found.zero or found.num_experts):
+        raise ValueError(f"--checksums compares replicas that hold all weights, and {args.name!r} runs without: "
+                         "use --find, which compares other ranks, too")
     return args
 
 
@@ -169,23 +152,32 @@ def start(args: argparse.Namespace) -> int:
     """Does what the flags say; the exit code. Raises ValueError where a step's code is no longer what a fault edits."""
     if args.list:
         for name, fault in FAULTS.items():
-            print(f"{name:9} step {fault.step}: {fault.sentence}")
+            print(f"{name:9} step {fault.step}: {fault.sentence} ({', '.join(fault.reported)})")
         return 0
+    if args.find:
+        import find_faults  # and with it torch
+
+        if args.name:
+            return find_faults.find_one(args.name, FAULTS[args.name], args.healthy)
+        return find_faults.find_healthy() if args.healthy else find_faults.find_all(FAULTS)
     fault = FAULTS[args.name]
-    besides = CHECKSUMS * args.checksums + SGD * args.sgd
+    besides = fault.besides + CHECKSUMS * args.checksums + SGD * args.sgd
     with tempfile.TemporaryDirectory() as folder:
         script = copy_step(fault.step, besides + fault.edits * (not args.healthy), pathlib.Path(folder))
         print(diff(fault.step, script.parent), flush=True)
         if args.check:
-            lines = check_schedules(script.parent)
+            from find_faults import check_schedules
+            from step_modules import StepSource
+
+            lines = check_schedules(StepSource(fault.step, folders=(script.parent,)).load())
             print("\n".join(lines))
-            return int(any("deadlock" in line for line in lines))
+            return int(not all("legal" in line for line in lines))
         flags = flags_of(args.name, fault, args.further)
         shown = shlex.join([*fault.flags, *args.further])
         print(f"torchrun --nproc_per_node {fault.num_processes} {script.parent.name}/train.py {shown}\n", flush=True)
         if not args.compare:
             return run(fault.num_processes, script, flags)
-        right = copy_step(fault.step, SGD * args.sgd, pathlib.Path(folder, "right"))
+        right = copy_step(fault.step, fault.besides + SGD * args.sgd, pathlib.Path(folder, "right"))
         return compare(script, right, fault.num_processes, flags)
 
 

@@ -1,0 +1,116 @@
+"""The museum of faults: each is published, small, and found by the check that it names; a healthy step is no alarm."""
+
+import contextlib
+import itertools
+import re
+
+import break_it
+import find_faults
+import pytest
+from break_it import FAULTS
+from break_flags import one_process, sizes
+from find_faults import CHECKS, TOPOLOGIES, Finding, case_of
+from launch import ROOT, STEPS
+
+PAGE = (ROOT / "docs" / "DEBUGGING.md").read_text(encoding="utf-8")
+QUICK = ("4", "5", "8", "14")  # of these steps, the first topology by default
+FIRST = {step: next(each for each in TOPOLOGIES if each[0] == step) for step in QUICK}
+
+
+def test_at_least_twenty_published_faults_by_four_kinds_of_check():
+    assert len(FAULTS) >= 27
+    assert {fault.check for fault in FAULTS.values()} == CHECKS.keys()
+    for name, fault in FAULTS.items():
+        assert fault.reported and all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+|https://\S+", each) for each in fault.reported)
+        assert len(name) <= 9 and len(fault.sentence) < 110, name
+        assert sum(edit.new.count("\n") for edit in fault.edits) <= 15, name  # a programmer's mistake, not a program
+
+
+SEEN = {
+    "hang": "rank 1 --> rank 0     all_reduce of the ranks [0, 1]", "seed": "before step 1: embedding.weight sums to",
+    "early": "after step 1: embedding.weight", "scale": ": 4 times as large", "each": ": 4 times as many",
+    "twice": ": 2 times as many", "mean": ": 2 times as large", "samples": "step 1: the loss is",
+    "frozen": "step 2: the loss is", "buffer": "rank 0 changed a tensor while it was being sent",
+    "sizes": "collectives of the ranks [0, 1] do not match", "postponed": "stage 1 never does W1",
+    "few": "3 stages, 1 micro-batches: deadlock", "router": "before step 1: decoder_layers.0.mlp.router.weight",
+    "norms": "after step 1: decoder_layers.0.input_layernorm.weight", "tied": "after step 1: embedding.weight",
+    "crossed": "step4_tensor_parallel/tensor_parallel.py, changed, line 49: dist.send(tensor",
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_its_check_finds_the_fault_and_nothing_without_it(name):
+    fault = FAULTS[name]
+    healthy, broken = find_faults.find(fault, healthy=True), find_faults.find(fault)
+    assert broken.alarm and SEEN.get(name, "") in broken.saw, broken
+    assert not healthy.alarm, healthy
+
+
+@pytest.mark.parametrize("name", ["each", "twice", "crossed"])
+def test_the_numbers_of_some_faults_are_right(name):
+    """Only their own check can find these: as many bytes too many, or sends that need a buffer."""
+    case = case_of(FAULTS[name], FAULTS[name].edits)
+    if name == "crossed":
+        with pytest.raises(find_faults.Violation):
+            CHECKS["norm"](case)
+    else:
+        assert not CHECKS["norm"](case).alarm and not CHECKS["checksum"](case).alarm
+
+
+@pytest.mark.parametrize("step, ranks, flags", FIRST.values(), ids=FIRST)
+def test_no_alarm_on_a_healthy_topology(step, ranks, flags):
+    assert find_faults.healthy_alarms(step, ranks, flags) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step, ranks, flags", [each for each in TOPOLOGIES if each not in FIRST.values()])
+def test_no_alarm_on_further_healthy_topologies(step, ranks, flags):
+    assert find_faults.healthy_alarms(step, ranks, flags) == []
+
+
+@pytest.mark.slow
+def test_how_many_faults_each_check_finds():
+    counts = dict.fromkeys(CHECKS, 0)
+    for fault, (name, check) in itertools.product(FAULTS.values(), CHECKS.items()):
+        with contextlib.suppress(find_faults.Violation, KeyError):  # it stops before there is anything to compare
+            counts[name] += check(case_of(fault, fault.edits)).alarm
+    first, *others, last = (f"{name} {count}" for name, count in counts.items())
+    words = f"{first.replace(' ', ' finds ')} of these {len(FAULTS)}, {', '.join(others)} and {last}"
+    assert words in PAGE, words
+
+
+def test_topologies_cover_all_steps_and_axes():
+    assert {step for step, *_ in TOPOLOGIES} == STEPS.keys() - {"1", "2"}
+    for axis in ("dp_size", "pp_size", "tp_size", "cp_size", "ep_size", "zero"):
+        assert any(getattr(sizes(flags.split()), axis) > 1 for _, _, flags in TOPOLOGIES), axis
+
+
+def test_one_process_keeps_what_is_not_about_ranks():
+    words = one_process(("--tp_size", "2", "--sequence_parallel", "--zero", "1", "--dp_size", "3", "--cp_size", "2",
+                         "--warmup_steps", "5", "--gradient_accumulation_steps", "4"))
+    assert words == ("--warmup_steps", "5", "--dp_size", "1", "--pp_size", "1", "--tp_size", "1",
+                     "--gradient_accumulation_steps", "12")
+
+
+def test_the_command(monkeypatch, capsys):
+    saw = "deadlock:\n  rank 0 waits"
+    monkeypatch.setattr(find_faults, "find", lambda fault, healthy=False: Finding(not healthy, saw))
+    assert break_it.main(["stale", "--find"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "without stale: norm: no alarm: deadlock:", "  rank 0 waits", "with stale: norm: ALARM: deadlock:",
+        "  rank 0 waits"]
+    assert break_it.main(["stale", "--find", "--healthy"]) == 0
+    assert break_it.main(["--find"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"{len(FAULTS)} of {len(FAULTS)} caught, no alarms without a fault"
+    monkeypatch.setattr(find_faults, "find", lambda fault, healthy=False: Finding(healthy, ""))
+    assert break_it.main(["--find"]) == 1
+    assert f"0 of {len(FAULTS)} caught, {len(FAULTS)} alarms" in capsys.readouterr().out
+    monkeypatch.setattr(find_faults, "healthy_alarms", lambda step, ranks, flags: ["norm: x"] * (step == "3"))
+    assert break_it.main(["--find", "--healthy"]) == 1
+    assert "step  3, 1 rank, no flags: norm: x\n" in capsys.readouterr().out
+
+
+def test_the_page_names_each_fault_its_check_and_its_report():
+    for name, fault in FAULTS.items():
+        assert re.search(rf"^\| `{name}` \|.*\| {fault.check} \|.*{re.escape(fault.reported[0])}", PAGE, re.M), name

@@ -1,0 +1,281 @@
+"""The checks that find a fault of a step without starting a process: a few optimizer steps on ranks in this one.
+
+    norm        loss and gradient norm of each step beside those of one process, in float64
+    checksum    the weights after each step, between all ranks that hold the same ones, to the last bit
+    bytes       what a rank sends in a step beside the formulas of splits.py
+    replay      the messages: a deadlock, collectives that do not match, a tensor changed while it is sent (ranks.py)
+    simulation  the schedules, without ranks: do all micro-batches get through, and once each?
+
+break_it.py NAME --find runs the check that a fault names, and --find --healthy all five on TOPOLOGIES.
+"""
+
+import functools
+import itertools
+import linecache
+import math
+import pathlib
+import textwrap
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from break_faults import Edit, Fault
+from break_flags import one_process, sizes, without
+from launch import STEPS
+from ranks import Violation
+from schedule_check import simulate, wrong_action
+from step_modules import StepModules, StepSource, train
+
+STEPS_RUN, FEW_MICROBATCHES = 3, ("--gradient_accumulation_steps", "4")
+TOLERANCE = 1e-9  # relative; in float64 a sum in another order differs by about 1e-15
+BYTES_TOLERANCE = 0.1  # relative; of tokens that travel to experts, the formulas know the average
+LOGGED = 64  # bytes a step of numbers for the log: the loss, the norm, the balance of experts
+ROW = "{:10} {:>4}  {:10}  {:10}  {}"
+
+
+class Finding(NamedTuple):
+    alarm: bool
+    saw: str
+
+
+class Case(NamedTuple):
+    """A step on `size` ranks with `flags` of train.py: a fault's `edits`, and `besides`, which one process has, too."""
+
+    step: str
+    size: int
+    flags: tuple[str, ...] = ()
+    besides: tuple[Edit, ...] = ()
+    edits: tuple[Edit, ...] = ()
+
+
+class Run(NamedTuple):
+    """What a case leaves. `sums`: by rank, before and after each step, for each parameter its numbers and their sum."""
+
+    rows: list[dict]
+    sums: list[list[dict[str, tuple[int, float]]]]
+    tp_ranks: list[int]
+    num_bytes: list[int]  # by rank
+
+
+def source(case: Case) -> StepSource:
+    """The modules of the case's step, with its edits."""
+    texts: dict[str, str] = {}
+    for file, old, new in case.besides + case.edits:
+        texts[file] = texts.get(file, (STEPS[case.step] / file).read_text(encoding="utf-8")).replace(old, new)
+    code = {}
+    for file, text in texts.items():
+        name = f"{STEPS[case.step] / file}, changed"
+        linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name  # for the lines of messages
+        code[pathlib.Path(file).stem] = compile(text, name, "exec")
+    return StepSource(case.step, code)
+
+
+@functools.cache
+def run(case: Case, steps: int = STEPS_RUN, dtype: str = "float64") -> Run:
+    """Trains for a few steps. Raises what a rank raises."""
+    found = sizes(case.flags)
+    tokens = 16 * found.dp_size * found.gradient_accumulation_steps
+    flags = (*without(case.flags, ("--max_tokens",)), "--dtype", dtype, "--max_tokens", str(steps * tokens))
+    sums: list[list] = [[] for _ in range(case.size)]
+
+    def note(optimizer: torch.optim.Optimizer, *_) -> None:
+        group = optimizer.param_groups[0]
+        sums[dist.get_rank()].append({
+            name.removeprefix("module."): (param.numel(), param.detach().double().sum().item())
+            for name, param in zip(group["param_names"], group["params"]) if not param.is_meta})
+
+    hooks = register_optimizer_step_pre_hook(note), register_optimizer_step_post_hook(note)
+    try:
+        done = train(source(case), case.size, flags)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    tp_ranks = [modules.process_group_manager.process_group_manager.tp_rank for modules in done.modules]
+    return Run(done.rows, sums, tp_ranks, [done.world.num_bytes(rank) for rank in range(case.size)])
+
+
+def in_one_process(case: Case) -> Run:
+    """The same steps without the fault, in one process."""
+    return run(Case(case.step, 1, one_process(case.flags), case.besides))
+
+
+def norm(case: Case) -> Finding:
+    largest, right = 0.0, in_one_process(case).rows
+    for row, one in zip(run(case).rows, right, strict=True):
+        for name, words in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
+            difference = abs(row[name] - one[name]) / abs(one[name])
+            if not difference <= TOLERANCE:
+                return Finding(True, f"step {row['step']}: {words} is {row[name]:.6f}, in one process "
+                                     f"{one[name]:.6f}: {row[name] / one[name]:.6g} times as large")
+            largest = max(largest, difference)
+    return Finding(False, f"{len(right)} losses and gradient norms are those of one process, to {largest:.0e} of them")
+
+
+def checksum(case: Case) -> Finding:
+    """Compares what ranks hold of the same name: all of them, or those of one tp rank where it is a part."""
+    done, whole, compared = run(case), in_one_process(case).sums[0], 0
+    for k, names in enumerate(whole):  # before step 1, after it, before step 2, ...
+        for name, (numel, _) in names.items():
+            held: dict[int, dict[int, float]] = {}  # tp rank, or -1 for all -> rank -> sum
+            for rank, sums in enumerate(done.sums):
+                if name in sums[k]:
+                    key = -1 if sums[k][name][0] == numel else done.tp_ranks[rank]
+                    held.setdefault(key, {})[rank] = sums[k][name][1]
+            for ranks in held.values():
+                compared += len(ranks) > 1
+                if len(set(ranks.values())) > 1:
+                    (first, a), (other, b) = next(pair for pair in itertools.combinations(ranks.items(), 2)
+                                                  if pair[0][1] != pair[1][1])
+                    when = f"{'after' if k % 2 else 'before'} step {k // 2 + 1}"
+                    return Finding(True, f"{when}: {name} sums to {a:.6f} on rank {first} and {b:.6f} on rank {other}")
+    return Finding(False, f"{compared} comparisons between ranks that hold the same weights found no difference")
+
+
+def num_bytes(case: Case) -> Finding:
+    """Compares the bytes of a step, without those of the start and of numbers for the log, with splits.sent()."""
+    from data_sheets import Shape  # it knows more about models than the other checks need
+    from splits import Job, Split, sent
+
+    found = sizes(case.flags)
+    m, engine = found.gradient_accumulation_steps, found.pp_engine if found.pp_size > 1 else "-"
+    split = Split(found.dp_size, found.tp_size, found.pp_size, engine, found.zero, found.cp_size, found.ep_size,
+                  found.sequence_parallel)
+    tied = any("tie_word_embeddings" in edit.new for edit in case.besides)
+    shape = Shape(hidden=128, width=352, layers=4, heads=8, kv_heads=4, vocab=1024, tied=tied, head_dim=16)  # of SMALL
+    job = Job(shape, 16, m * found.dp_size, 1, "float32", case.size, case.size, *[0] * 4,
+              recompute="--recompute" in case.flags, experts=found.num_experts)
+    long, short = (run(case, steps, "float32").num_bytes for steps in (3, 2))
+    saw = []
+    for rank, (all_bytes, before) in enumerate(zip(long, short)):
+        pp_rank = rank // found.tp_size // found.cp_size % found.pp_size
+        by_axis = sent(job, split, pp_rank, m)
+        if not found.sequence_parallel:  # short all-reduces of tp ranks take log2(tp) messages, not 2 (tp - 1) / tp
+            by_axis["tp"] *= math.log2(found.tp_size) * found.tp_size / (2 * (found.tp_size - 1) or 1)
+        expected, sent_bytes = sum(by_axis.values()), all_bytes - before
+        saw.append(f"rank {rank} sends {sent_bytes:,} bytes a step, and the formulas say {expected:,.0f}")
+        if abs(sent_bytes - expected) > BYTES_TOLERANCE * expected + LOGGED:
+            return Finding(True, f"{saw[-1]}: {sent_bytes / max(expected, 1):.3g} times as many")
+    return Finding(False, saw[0])
+
+
+def replay(case: Case) -> Finding:
+    try:
+        done = run(case)
+    except Violation as violation:
+        return Finding(True, str(violation))
+    return Finding(False, f"{sum(done.num_bytes):,} bytes in {STEPS_RUN} steps, all received, none changed on the way")
+
+
+def simulation(case: Case) -> Finding:
+    lines = check_schedules(source(case).load())
+    wrong = [line for line in lines if "legal" not in line]
+    return Finding(bool(wrong), "; ".join(wrong or lines))
+
+
+def check_schedules(modules: StepModules) -> list[str]:
+    """For each schedule of a step one line: legal, or the least size at which its stages are stuck or leave work out.
+
+    They run in the simulation of schedule_check.py, with up to 8 stages and 16 micro-batches.
+    """
+    if not hasattr(modules, "pipeline_parallel"):
+        return ["no schedule, so legal"]
+    module = modules.virtual_stages if hasattr(modules, "virtual_stages") else modules.pipeline_parallel
+    lines, schedules = [], getattr(module, "SCHEDULES", None) or {"afab": module.afab}
+    for schedule in schedules.values():
+        chunks = 2 if schedule.__name__.startswith("interleaved") else 1
+        for p, m in itertools.product(range(1, 9), range(1, 17)):
+            actions = [list(schedule(stage, p, m, *[chunks] * (chunks > 1))) for stage in range(p)]
+            if problem := stuck_or_left_out(actions, m, chunks):
+                lines.append(f"{schedule.__name__}: {p} stages, {m} micro-batches: {problem}")
+                break
+        else:
+            lines.append(f"{schedule.__name__}: legal with up to 8 stages and 16 micro-batches")
+    return lines
+
+
+def stuck_or_left_out(actions: list[list[tuple]], num_microbatches: int, num_chunks: int) -> str | None:
+    """In a few words why stages can't run these actions, or what one of them does not do once for each micro-batch."""
+    try:
+        simulate(actions)
+    except AssertionError as error:
+        return str(error).splitlines()[0].replace("Action(kind=", "(").replace(" microbatch=", " ")
+    wrong = {stage: wrong_action(todo, num_microbatches, num_chunks) for stage, todo in enumerate(actions)}
+    return next((f"stage {stage} {words}" for stage, words in wrong.items() if words), None)
+
+
+TOPOLOGIES = (  # healthy ones: a step, its ranks and flags
+    ("3", 1, ""), ("4", 2, "--tp_size 2"), ("4", 4, "--tp_size 4"),
+    ("5", 2, "--dp_size 2"), ("5", 4, "--dp_size 2 --tp_size 2"), ("6", 2, "--dp_size 2"), ("6", 3, "--dp_size 3"),
+    ("7", 2, "--pp_size 2"), ("7", 4, "--pp_size 2 --dp_size 2"), ("8", 4, "--pp_size 4"),
+    ("8", 2, "--pp_size 2 --recompute"), ("8", 4, "--pp_size 2 --tp_size 2 --pp_engine afab"),
+    ("8", 8, "--dp_size 2 --pp_size 2 --tp_size 2"), ("9", 2, "--pp_size 2"), ("9", 4, "--dp_size 2 --tp_size 2"),
+    ("10", 2, "--pp_size 2 --pp_engine zb"), ("10", 4, "--pp_size 4 --pp_engine zb"),
+    ("11", 2, "--pp_size 2 --pp_engine interleaved --virtual_stages 2"),
+    ("11", 2, "--pp_size 2 --pp_engine interleaved_zb --virtual_stages 2"),
+    ("12", 2, "--dp_size 2 --zero 1"), ("12", 3, "--dp_size 3 --zero 1"), ("12", 2, "--dp_size 2 --zero 2"),
+    ("12", 4, "--dp_size 2 --pp_size 2 --zero 1"), ("13", 2, "--dp_size 2 --zero 3"),
+    ("13", 4, "--dp_size 2 --tp_size 2 --zero 3"), ("14", 2, "--tp_size 2 --sequence_parallel"),
+    ("14", 4, "--tp_size 4 --sequence_parallel"), ("14", 4, "--tp_size 2 --pp_size 2 --sequence_parallel"),
+    ("14", 4, "--tp_size 2 --dp_size 2 --sequence_parallel --zero 1"), ("15", 2, "--cp_size 2"),
+    ("15", 2, "--cp_size 2 --cp_layout contiguous"), ("15", 4, "--cp_size 4"), ("15", 4, "--cp_size 2 --dp_size 2"),
+    ("15", 4, "--cp_size 2 --pp_size 2"), ("15", 4, "--cp_size 2 --tp_size 2 --sequence_parallel"),
+    ("15", 4, "--cp_size 2 --dp_size 2 --zero 3"), ("16", 2, "--dp_size 2 --num_experts 4"),
+    ("16", 2, "--dp_size 2 --ep_size 2 --num_experts 4"),
+    ("16", 4, "--dp_size 4 --ep_size 2 --num_experts 4 --balance_loss 0.01"),
+    ("16", 4, "--dp_size 2 --ep_size 2 --tp_size 2 --num_experts 4"),
+    ("16", 4, "--dp_size 2 --ep_size 2 --pp_size 2 --pp_engine 1f1b --num_experts 4"),
+)
+CHECKS = {"norm": norm, "checksum": checksum, "bytes": num_bytes, "replay": replay, "simulation": simulation}
+
+
+def case_of(fault: Fault, edits: tuple[Edit, ...]) -> Case:
+    return Case(fault.step, fault.num_processes, (*fault.flags, *FEW_MICROBATCHES), fault.besides, edits)
+
+
+def find(fault: Fault, healthy: bool = False) -> Finding:
+    """What the fault's own check says of the step with the fault, or without it."""
+    return CHECKS[fault.check](case_of(fault, () if healthy else fault.edits))
+
+
+def find_one(name: str, fault: Fault, only_healthy: bool) -> int:
+    """Prints what the check says without the fault and with it. Returns 1 for an alarm, with the fault if it is on."""
+    for healthy in (True,) if only_healthy else (True, False):
+        found = find(fault, healthy)
+        print(f"{'without' if healthy else 'with'} {name}: {fault.check}: {'ALARM' if found.alarm else 'no alarm'}: "
+              f"{found.saw}", flush=True)
+    return int(found.alarm)
+
+
+def find_all(faults: dict[str, Fault]) -> int:
+    """Prints a table of what each fault's check says. Returns 1 where one is not caught, or there is a false alarm."""
+    caught = false_alarms = 0
+    print(ROW.format("fault", "step", "check", "without it", "with it"))
+    for name, fault in faults.items():
+        healthy, broken = find(fault, healthy=True), find(fault)
+        caught, false_alarms = caught + broken.alarm, false_alarms + healthy.alarm
+        saw = " ".join([line for i, line in enumerate(broken.saw.split("\n")) if i == 0 or line.startswith("  rank")])
+        print(ROW.format(name, fault.step, fault.check, "ALARM" if healthy.alarm else "no alarm",
+                         textwrap.shorten(saw, 120) if broken.alarm else "NO ALARM"), flush=True)
+    print(f"{caught} of {len(faults)} caught, {false_alarms or 'no'} alarms without a fault")
+    return int(caught < len(faults) or false_alarms > 0)
+
+
+def find_healthy() -> int:
+    """Runs all checks on all TOPOLOGIES, prints a line for each of these, and returns 1 for an alarm."""
+    alarms = 0
+    for step, ranks, flags in TOPOLOGIES:
+        saw = healthy_alarms(step, ranks, flags)
+        alarms += len(saw)
+        topology = f"step {step:>2}, {ranks} rank{'s' * (ranks > 1)}, {flags or 'no flags'}"
+        print(f"{topology}: {'; '.join(saw) or 'no alarm'}", flush=True)
+    print(f"{alarms or 'no'} alarms: {len(CHECKS)} checks, {len(TOPOLOGIES)} healthy topologies")
+    return int(alarms > 0)
+
+
+def healthy_alarms(step: str, ranks: int, flags: str) -> list[str]:
+    """What the checks say against a step as it is: it should be nothing."""
+    case = Case(step, ranks, (*flags.split(), *FEW_MICROBATCHES))
+    found = {name: check(case) for name, check in CHECKS.items()}
+    return [f"{name}: {finding.saw}" for name, finding in found.items() if finding.alarm]
