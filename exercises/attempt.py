@@ -79,9 +79,9 @@ class Attempt:
         modules.process_group_manager.setup_process_group_manager(dp, pp, tp, **sizes)
         return modules.process_group_manager.process_group_manager
 
-    def train(self, size: int, flags: str, ours: bool = False) -> Training:
+    def train(self, size: int, flags: str, ours: bool = False, prepare: Callable | None = None) -> Training:
         """train.py of the step, with these flags, on `size` ranks; see step_modules.train."""
-        return train(self.ours if ours else self.theirs, size, tuple(flags.split()))
+        return train(self.ours if ours else self.theirs, size, tuple(flags.split()), prepare)
 
     def same(self, got, expected, what: str, rank: int | None = None, tolerance: float = 1e-9) -> None:
         """Raises Wrong where two tensors, numbers, lists or dictionaries of them differ, with the first place."""
@@ -107,6 +107,8 @@ class Attempt:
             raise Wrong(f"{what} is {shorten(got)}, but has to be a tensor of shape {list(expected.shape)}")
         if got.shape != expected.shape:
             raise Wrong(f"{what} has shape {list(got.shape)}, but has to have {list(expected.shape)}")
+        if not expected.numel():
+            return
         error = (got.detach().double() - expected.detach().double()).abs()
         wrong = ~(error <= tolerance * expected.detach().double().abs().max().clamp(min=1.0))
         if not wrong.any():

@@ -57,7 +57,7 @@ def has_docstring(node: ast.AST) -> bool:
 def take_out(place: Place, statements: tuple[str, ...]) -> str:
     """The source of a place, without those statements that begin with one of these texts, or without all of them.
 
-    All of them are the bodies of its functions, but for docstrings. Raises ValueError where a text begins no statement,
+    All of them are the bodies of its functions, but for docstrings; "def name" is the body of one. Raises ValueError where a text begins no statement,
     or more than one.
     """
     source = place.source()
@@ -74,7 +74,9 @@ def take_out(place: Place, statements: tuple[str, ...]) -> str:
             begin = {node.lineno: node for node in inside if lines[node.lineno - 1].strip().startswith(text)}
             if len(begin) != 1:
                 raise ValueError(f"{place.path.name}, {place.name}: {len(begin)} statements begin with {text!r}, not 1")
-            gaps += [(node, node) for node in begin.values()]
+            for node in begin.values():  # of a method, what comes after its docstring
+                is_method = isinstance(node, ast.FunctionDef)
+                gaps.append((node.body[has_docstring(node)], node.body[-1]) if is_method else (node, node))
     for first, last in sorted(gaps, key=lambda gap: -gap[0].lineno):
         above = min([first.lineno, *(each.lineno for each in getattr(first, "decorator_list", ()))]) - 1
         while lines[above - 1].strip().startswith("#"):  # a comment that explains them

@@ -95,3 +95,22 @@ def v_shape(rank: int, num_ranks: int, num_microbatches: int) -> list[tuple[str,
             times.append((4 * i + stage, "F", i, chunk))
             times.append((4 * i + 2 * last + 1 - stage + pause, "B", i, chunk))
     return [(kind, i, chunk) for _, kind, i, chunk in sorted(times)]
+
+
+class ErrorFeedback:
+    """Sends gradients through a coarse quantiser, and what it has left over with the next one.
+
+    The sum of all that was sent is the sum of all gradients less what is left over now: at each step, sent = gradient +
+    left over before - left over after, and these differences cancel (Seide et al. 2014, Karimireddy et al. 2019).
+    """
+
+    def __init__(self, quantise):
+        """`quantise(tensor)` returns a tensor of the same shape: what arrives at the other side."""
+        self.quantise, self.left_over = quantise, 0.0
+
+    def send(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What is sent in place of this step's gradient (N,). `gradient` stays as it is."""
+        wanted = gradient + self.left_over
+        sent = self.quantise(wanted)
+        self.left_over = wanted - sent
+        return sent

@@ -96,8 +96,9 @@ def simulate(actions: list[list], seconds: dict[str, float] = SECONDS, stage_of:
 
 
 def name(played: Played, kind: str, microbatch: int, chunk: int) -> str:
-    """F2 is a forward of chunk 0, f2 of chunk 1. Where there are more chunks, F2'' is one of chunk 2."""
-    return f"{kind.lower() if chunk else kind}{microbatch}" if played.num_chunks < 3 else show((kind, microbatch, chunk))
+    """F2 is a forward of chunk 0, f2 of chunk 1. Where there are more than two chunks, F2' is one of chunk 1."""
+    small = played.num_chunks < 3 and chunk
+    return f"{kind.lower()}{microbatch}" if small else show((kind, microbatch, chunk))
 
 
 def draw(played: Played) -> str:

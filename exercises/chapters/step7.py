@@ -137,9 +137,9 @@ def gradient_across_processes(attempt):
     Autograd records what one process computes. Here `received` is what came from a neighbour: in a forward (F) the
     hidden states (B, T, D), in a backward (B) the gradient of this stage's output, and None at the pipeline's ends.
 
-        stage 0   x = token ids --> out           out.backward from the gradient   <--.
-                               send |  receive                            send x.grad |
-        stage 1               x = received --> out = loss          backward of the loss
+        stage 0   x = token ids --> out                                   backward from `received`
+                                     | send                                 ^ send
+        stage 1                     x = received --> out = loss --> backward, x.grad
 
     Write four statements. Forward: `x`, the stage's input, which is batch["input_ids"] on the first stage; and on the
     last stage `out`, which is the loss of the micro-batch. The gradients of all micro-batches add up, and what is
@@ -177,7 +177,7 @@ def executor(attempt):
     self.receiving: action -> (handle, buffer). self.sending: a deque of pairs (handle, tensor), because a tensor must
     not be freed before it is sent. You may call dist.irecv(buffer, rank, group=...), dist.isend(tensor, rank,
     group=...) and timeline.background(handle, "receive", action.microbatch, source), which returns a handle that is
-    timed.
+    timed. The check also runs it where each receive is posted only when it is needed: a send must not wait for that.
     """
     alternate = StepSource("8").load().pipeline_parallel.one_f_one_b
     check_gradients(attempt, 2, 1)

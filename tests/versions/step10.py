@@ -29,7 +29,8 @@ def backward(ctx, grad):
             Wrong("the data parallelism is not told", "model.mark_param_as_ready(weight)", "pass",
                   "was called 0 times"),
             Wrong("it is told for all weights", "if weight in model.bucket_of:", "if True:", "was called 6 times"),
-            Wrong("x and dy are exchanged", "weight.grad = (grad @ x)", "weight.grad = (grad @ x).t()", "has"),
+            Wrong("x and dy are exchanged", "weight.grad = (grad @ x)", "weight.grad = (grad @ x).t()",
+                  "gradient of size '[4, 5]'"),
         ],
         right='''
 def add_weight_gradients(entries, model):

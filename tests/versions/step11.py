@@ -33,7 +33,7 @@ def rounds(kind, num_stages, num_microbatches, num_chunks):
                   "num_stages - 1 - stage", "deadlock: no rank can go on"),
             Wrong("hops is not used", "hops * (num_stages", "(num_stages", "forwards before its first backward"),
             Wrong("the whole first round", "len(forwards[0]) // num_chunks * (num_chunks - 1)", "len(forwards[0])",
-                  "rank 1 does 5 forwards before its first backward, and has to do 3"),
+                  "does 7 forwards before its first backward, and has to do 5"),
             Wrong("no cool-down", "yield from backwards[len(forwards[warm_up:]) :]", "pass", "never does B"),
             Wrong("backward comes first in a pair", "yield forward\n        yield backward",
                   "yield backward\n        yield forward",

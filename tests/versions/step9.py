@@ -30,7 +30,7 @@ def deal_microbatches(num_microbatches):
         wrong=[
             Wrong("stage and pipeline are exchanged", "{(k, s) for", "{(s, k) for", "the owners of"),
             Wrong("only the first pipeline is asked", "enumerate(pipelines)", "enumerate(pipelines[:1])",
-                  "the owners of final_proj.weight"),
+                  "expected  [0, 3]"),
             Wrong("the tied parameter has the owners of its first module", "for module in ends for place",
                   "for module in ends[:1] for place", "tied, the owners of"),
             Wrong("all stages own each module", "if name in names}", "}", "the owners of"),

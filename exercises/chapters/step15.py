@@ -1,0 +1,180 @@
+"""Step 15: keys and values around a ring (context parallelism)."""
+
+import torch
+
+from catalogue import exercise
+
+
+def causal_attention(q, k, v):
+    """The reference: queries, keys and values (B, H, T, hd) of all tokens in one process, by a softmax over all keys."""
+    scores = q @ k.transpose(-1, -2) * q.size(-1) ** -0.5
+    return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf).softmax(-1) @ v
+
+
+def positions_of(layout: str, size: int, seq_len: int) -> list[torch.Tensor]:
+    """What each rank holds by the chapter's definition of a layout, for the exercises that do not ask for it."""
+    chunks = torch.arange(seq_len).chunk(2 * size)
+    return [torch.cat([chunks[rank], chunks[2 * size - 1 - rank]] if layout == "zigzag" else
+                      [chunks[2 * rank], chunks[2 * rank + 1]]) for rank in range(size)]
+
+
+@exercise("15", "context_parallel.merge", hints=(
+    "The denominators are exp(lse) and exp(other_lse). The output is the mean of the two outputs with these weights.",
+    "exp overflows. The weight of the other part is exp(b) / (exp(a) + exp(b)) = sigmoid(b - a), and one of the two lse "
+    "may be -inf.",
+    "lse has one dim less than out: unsqueeze(-1). torch.logaddexp gives the new lse. Change both in place: out -= ..., "
+    "lse.copy_(...)."))
+def merge(attempt):
+    """Join the outputs of a softmax over two sets of keys into that over both.
+
+    A query's output over some keys is the sum of exp(score) * value over them, divided by the sum of exp(score). That
+    denominator's logarithm is lse. Given are both for two sets of keys; `out` and `lse` have to become those over all
+    keys of the two, in place:
+
+        keys 0-3:  out (B, H, m, hd), lse (B, H, m)                \\
+                                                                    >   out, lse: keys 0-5
+        keys 4-5:  other_out (B, H, m, hd), other_lse (B, H, m)    /
+
+    A score can be 10,000, so that its exponential is too large for any dtype, or -10,000. At the beginning, no keys have
+    been seen: then out is 0 and lse is -inf. Each of the two sets may be the empty one, but not both at once.
+    """
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(1, 2, 4, 6, generator=generator, dtype=torch.float64)
+    values = torch.randn(1, 2, 6, 3, generator=generator, dtype=torch.float64)
+
+    def over(scores, keys):
+        part, value = scores[..., keys], values[..., keys, :]
+        return part.softmax(-1) @ value, part.logsumexp(-1)
+
+    lopsided = scores + 500 * torch.tensor([0.0, 0, 0, 0, 1, 1], dtype=torch.float64)
+    situations = {"scores near 0": (scores, 4), "scores near 10,000": (scores + 1e4, 4),
+                  "scores near -10,000": (scores - 1e4, 4), "second scores larger by 500": (lopsided, 4),
+                  "first scores larger by 500": (-lopsided, 4), "no keys in the first set": (scores, 0),
+                  "no keys in the second set": (scores, 6), "only one key in the second set": (scores, 5)}
+    for what, (scores, cut) in situations.items():
+        (out, lse), other = over(scores, slice(cut)), over(scores, slice(cut, None))
+        before = [part.clone() for part in other]
+        attempt.function()(out, lse, *other)
+        for name, got, expected in zip(("out", "lse"), (out, lse), over(scores, slice(6))):
+            attempt.same(got, expected, f"{what}: {name}", tolerance=1e-12)
+        attempt.require(all(map(torch.equal, other, before)), f"{what}: other_out and other_lse must not change")
+
+
+@exercise("15", "context_parallel.local_positions", hints=(
+    "Cut torch.arange(seq_len) into 2P chunks with tensor_split or chunk, choose two of them, and concatenate them.",
+    "Of T tokens, token t sees t + 1. So an early chunk is little work and a late one much: pair them.",
+    "In \"zigzag\", rank r takes the r-th chunk from the beginning and the r-th one from the end: 2P - 1 - r."))
+def zigzag(attempt):
+    """Choose the tokens of each rank such that all have equally much to compute.
+
+    A text of seq_len tokens is cut into 2P equal chunks for P ranks, and each rank holds two of them. Return the
+    positions of this rank's tokens in the text, (seq_len / P,) integers in ascending order. P is cp_world_size of
+    `pgm.process_group_manager`, and the rank is its cp_rank. There are two layouts, here for P = 2:
+
+        "contiguous"   chunks 2r and 2r + 1            chunk   0    1    2    3
+                                                       rank    0    0    1    1
+        "zigzag"       chunk r, and a later one                0    ?    ?    ?
+
+    A query attends to the keys up to its own position. At hop h, rank r has the keys of rank r - h (modulo P), and
+    computes the score of each of its queries with each of these keys that is visible to it. All ranks wait for the
+    slowest at each hop. In "zigzag", choose each rank's later chunk so that no rank is slower than the others.
+    """
+    for size in (1, 2, 3, 4):
+        tokens = 2 * size * 3
+        for layout in ("contiguous", "zigzag"):
+            def program(modules, rank):
+                attempt.grid(modules, cp_size=size)
+                return modules.context_parallel.local_positions(layout, tokens)
+
+            held, _ = attempt.run(size, program)
+            which = f"{layout}, {size} ranks, {tokens} tokens"
+            for rank, (got, expected) in enumerate(zip(held, positions_of(layout, size, tokens))):
+                attempt.same(got, expected if layout == "contiguous" else got.sort().values, f"{which}: the positions", rank)
+                attempt.same(got[:3], expected[:3], f"{which}: its first chunk, of 3 tokens", rank)
+                attempt.same(len(got), tokens // size, f"{which}: how many tokens it has", rank)
+            attempt.same(sorted(torch.cat(held).tolist()), [*range(tokens)], f"{which}: the positions of all ranks together")
+    # by rank and hop; no layout can need less than the mean at each hop
+    scores = torch.tensor([[int((held[rank][:, None] >= held[rank - hop]).sum()) for hop in range(size)]
+                           for rank in range(size)], dtype=torch.float64)
+    attempt.score("scores that the slowest ranks compute at the 4 hops, relative to the mean of 4 ranks",
+                  (scores.max(dim=0).values.sum() / scores.mean(dim=0).sum()).item(), 1.0)
+
+
+@exercise("15", "context_parallel.visible", hints=(
+    "Only at hop 0, with its own keys, a rank needs the causal mask: all of its queries, all keys, True.",
+    "Contiguous: the keys of a lower rank all come before, those of a higher rank all after.",
+    "Zigzag: of a lower rank, all queries see the first half of the keys. Of a higher rank, the second half of the "
+    "queries sees all keys."))
+def visible_keys(attempt):
+    """Say which queries of a rank see which keys of another, without a mask.
+
+    Each of P ranks holds `length` tokens, queries and keys of the same ones, in ascending order. A query sees the keys
+    up to its own position. With the layout "contiguous" rank r holds chunks 2r and 2r + 1 of the text, and with
+    "zigzag" chunks r and 2P - 1 - r. For P = 2 and zigzag:
+
+        chunk       0    1    2    3          rank 0's queries    in chunks 0 and 3
+        rank        0    1    1    0          rank 1's keys       in chunks 1 and 2: seen from chunk 3 only
+
+    Return what rank `rank` has to compute with the keys of rank `source`: a slice of its queries, a slice of the keys,
+    and whether the pairs of the two are masked causally (True), or all of them count (False). Return None where no key
+    is visible. A causal mask is possible only if queries and keys are the same tokens.
+    """
+    for size in (2, 3, 4):
+        for layout in ("zigzag", "contiguous"):
+            held = positions_of(layout, size, 4 * size)
+            for rank in range(size):
+                for source in range(size):
+                    expected = held[rank][:, None] >= held[source]
+                    block, seen = attempt.function()(layout, rank, source, 4), torch.zeros(4, 4, dtype=torch.bool)
+                    if block is not None:
+                        pairs = torch.ones_like(seen[block[:2]])
+                        seen[block[:2]] = pairs.tril() if block[2] else pairs
+                    attempt.same(seen.int().tolist(), expected.int().tolist(), f"{layout} with {size} ranks, queries of "
+                                 f"rank {rank} and keys of rank {source}: 1 where a query (row) sees a key (column); "
+                                 f"you return {block}; row")
+
+
+@exercise("15", "context_parallel.RingAttention.backward", hints=(
+    "At each hop: if something is visible, compute this rank's part with attend_backward, for the visible queries and "
+    "keys only, and add the part of q to grad_q.",
+    "The gradients of the keys that you have now arrive from the rank before, which had these keys one hop ago: "
+    "gradients = message.wait(). At the first hop there are none, and you begin with zeros.",
+    "Add torch.stack([part_k, part_v]) at the visible keys, and send the sum on with message = Message(gradients, ...) "
+    "at every hop, also where nothing was visible. The line after the loop receives the last one."),
+    blank=("for (k, v), block",))
+def ring_backward(attempt):
+    """Send the gradients of keys and values around the ring, behind their keys and values.
+
+    The rank has the gradient `grad` of its output, its queries q and its output `out`, all (B, H, T/P, hd), and lse
+    (B, H, T/P). Keys and values go around once more. The gradients of those that are here now have to come home:
+
+                hop 0              hop 1                    hop 2 = P - 1             home
+        rank 0  keys of 0, g0 -->  keys of 2, g2 + ... -->  keys of 1, g1 + ... -->   receives g0, complete
+
+    Fill grad_q, and leave in `message` the last of P messages: the line after your loop receives it.
+
+    You may call: `for (k, v), block in go_around(own, ctx.layout)`: P hops with the keys and values (B, K, T/P, hd) of a
+    rank, this one's first. `block` is None where nothing is visible, else (queries, keys, is_causal), two slices along
+    the tokens and a flag. attend_backward(grad, q, k, v, out, lse, is_causal): the parts of the gradients of q, k and v
+    that come from the given queries and keys. Message(tensor, kind): sends a tensor to the next rank while one of its
+    shape comes from the rank before, which message.wait() returns; `kind` is a text for the timeline. `gradients`
+    (2, B, K, T/P, hd) is zero at the beginning, for keys and values.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for size, layout in ((2, "zigzag"), (3, "contiguous"), (4, "zigzag")):
+        q, k, v, grad = (torch.randn(2, 2, 4 * size, 4, generator=generator, dtype=torch.float64) for _ in range(4))
+        held = positions_of(layout, size, 4 * size)
+
+        def program(modules, rank):
+            attempt.grid(modules, cp_size=size)
+            parts = [each[:, :, held[rank]].clone().requires_grad_() for each in (q, k, v)]
+            modules.context_parallel.RingAttention.apply(layout, *parts).backward(grad[:, :, held[rank]])
+            return [part.grad for part in parts]
+
+        whole = [each.clone().requires_grad_() for each in (q, k, v)]
+        causal_attention(*whole).backward(grad)
+        got, _ = attempt.run(size, program)
+        for name, i in (("queries", 0), ("values", 2), ("keys", 1)):
+            for rank in range(size):
+                attempt.same(got[rank][i], whole[i].grad[:, :, held[rank]], f"{layout} with {size} ranks: the gradient of "
+                             f"its {name}, compared with one process", rank)

@@ -1,0 +1,98 @@
+"""Wrong and right answers to the exercises of step 12; see test_exercises.py."""
+
+from exercise_versions import Versions, Wrong
+
+VERSIONS = {
+    "reduce_scatter": Versions(
+        wrong=[
+            Wrong("its own part is forgotten", "received[rank + 1 :] + received[: rank + 1]",
+                  "received[rank + 1 :] + received[:rank]", "the sum of its shard"),
+            Wrong("all ranks send the same part", "Exchange(parts, received, group)",
+                  "Exchange([parts[rank]] * len(parts), received, group)", "the sum of its shard"),
+            Wrong("what is received has the size of the sender's part", "[torch.empty_like(parts[rank]) for _ in sizes]",
+                  "[torch.empty_like(part) for part in parts]", "numbers of torch.float64 to rank"),
+            Wrong("it is summed before it is there", "return Exchange(parts, received, group), received[rank + 1 :] + "
+                  "received[: rank + 1]", "return Exchange(parts, received, group), [sum(received)]", "NaN"),
+        ],
+        right='''
+def reduce_scatter(full, sizes, group):
+    class Done:
+        def wait(self):
+            pass
+
+    dist.all_reduce(full, group=group)  # right, but with twice the bytes
+    return Done(), [full.split(sizes)[group.rank()]]
+'''),
+    "all_gather": Versions(
+        wrong=[
+            Wrong("each rank is sent its own old shard", "[own] * group.size()", "parts",
+                  "changed a tensor while it was being sent"),
+            Wrong("copies are received", "parts, group)", "[part.clone() for part in parts], group)", "`full` after wait()"),
+            Wrong("the shards are taken for equal", "full.split(sizes)", "full.chunk(group.size())", "`full` after wait()"),
+        ],
+        right='''
+def all_gather(full, sizes, group):
+    class Handles(list):
+        def wait(self):
+            for handle in self:
+                handle.wait()
+
+    parts, rank = full.split(sizes), group.rank()
+    handles = Handles()
+    for other in range(group.size()):
+        if other != rank:
+            handles.append(dist.isend(parts[rank].clone(), group=group, group_dst=other))
+            handles.append(dist.irecv(parts[other], group=group, group_src=other))
+    return handles
+'''),
+    "sharded_adamw": Versions(
+        wrong=[
+            Wrong("the shard is a copy", "self.weights.split(self.sizes)[group.rank()])",
+                  "self.weights.split(self.sizes)[group.rank()].clone())", "weights after 4 steps"),
+            Wrong("the parameters stay where they were", "param.data = part.view_as(param)", "part.view_as(param)",
+                  "weights after 4 steps"),
+            Wrong("equal shares", "len(self.weights) * sum(shares[:rank]) // sum(shares)",
+                  "len(self.weights) * rank // len(shares)", "where the shares [4, 2, 1] mean"),
+            Wrong("the last numbers are in no shard", "bounds = [len(self.weights) *",
+                  "bounds = [len(self.weights) // sum(shares) * sum(shares) *", "split"),
+        ],
+        right='''
+def __init__(self, params, group, shares):
+    self.params, self.group, self.gradients = params, group, None
+    self.weights, start = torch.empty(sum(param.numel() for param in params), dtype=params[0].dtype), 0
+    for param in params:
+        part = self.weights[start : start + param.numel()]
+        part.copy_(param.detach().flatten())
+        param.data = part.view(param.shape)
+        start += param.numel()
+    self.sizes = [start * share // sum(shares) for share in shares]
+    self.sizes[-1] += start - sum(self.sizes)
+    begin = sum(self.sizes[: group.rank()])
+    self.shard = nn.Parameter(self.weights[begin : begin + self.sizes[group.rank()]])
+'''),
+    "norm_over_shards": Versions(
+        wrong=[
+            Wrong("the norms' weights count on each tp rank", "(grid.tp_rank == 0 or param in split)", "True",
+                  "--tp_size 2 --zero 1: the gradient norm"),
+            Wrong("only tp rank 0 counts", "(grid.tp_rank == 0 or param in split)", "grid.tp_rank == 0",
+                  "--tp_size 2 --zero 1: the gradient norm"),
+            Wrong("a tied embedding counts on both stages", '(grid.pp_is_first_stage or name != "embedding.weight")', "True",
+                  "with tied embeddings: the gradient norm"),
+            Wrong("only dp rank 0 counts", "for name, param in self.module.named_parameters():",
+                  "for name, param in self.module.named_parameters() if grid.dp_rank == 0 else ():",
+                  "--zero_shares 3,1 --zero 1: the gradient norm"),
+        ],
+        right='''
+def clip_grad_norm(self, max_norm):
+    grid, squares = pgm.process_group_manager, torch.zeros((), dtype=torch.float64)
+    for name, param in self.module.named_parameters():
+        owner, _, key = name.rpartition(".")
+        is_part = key in getattr(self.module.get_submodule(owner), "tp_dims", {})
+        if (is_part or grid.tp_rank == 0) and (name != "embedding.weight" or grid.pp_is_first_stage):
+            squares += self.gradient(param).square().sum()
+    dist.all_reduce(squares)
+    if max_norm:
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, squares.sqrt())
+    return squares.sqrt()
+'''),
+}
