@@ -9,7 +9,8 @@ VERSIONS = {
                   "received[rank + 1 :] + received[:rank]", "the sum of its shard"),
             Wrong("all ranks send the same part", "Exchange(parts, received, group)",
                   "Exchange([parts[rank]] * len(parts), received, group)", "the sum of its shard"),
-            Wrong("what is received has the size of the sender's part", "[torch.empty_like(parts[rank]) for _ in sizes]",
+            Wrong("what is received has the size of the sender's part", "[torch.empty_like(parts[rank]) for _ in "
+                "sizes]",
                   "[torch.empty_like(part) for part in parts]", "numbers of torch.float64 to rank"),
             Wrong("it is summed before it is there", "return Exchange(parts, received, group), received[rank + 1 :] + "
                   "received[: rank + 1]", "return Exchange(parts, received, group), [sum(received)]", "NaN"),
@@ -27,8 +28,10 @@ def reduce_scatter(full, sizes, group):
         wrong=[
             Wrong("each rank is sent its own old shard", "[own] * group.size()", "parts",
                   "changed a tensor while it was being sent"),
-            Wrong("copies are received", "parts, group)", "[part.clone() for part in parts], group)", "`full` after wait()"),
-            Wrong("the shards are taken for equal", "full.split(sizes)", "full.chunk(group.size())", "`full` after wait()"),
+            Wrong("copies are received", "parts, group)", "[part.clone() for part in parts], group)", "`full` after "
+                "wait()"),
+            Wrong("the shards are taken for equal", "full.split(sizes)", "full.chunk(group.size())", "`full` after "
+                "wait()"),
         ],
         right='''
 def all_gather(full, sizes, group):
