@@ -98,8 +98,7 @@ def all_gather(attempt):
     "Shard r ends at the number len(weights) * (shares of the ranks up to r) // (all shares): from one such bound to "
     "the next is sizes[r].",
     "The shard is nn.Parameter(a part of self.weights.split(self.sizes)). A copy would be updated, too, but the "
-        "weights "
-    "would not."), blank=("self.weights = ", "for param, part", "bounds = ", "self.sizes = ", "self.shard = "))
+    "weights would not."), blank=("self.weights = ", "for param, part", "bounds = ", "self.sizes = ", "self.shard = "))
 def sharded_adamw(attempt):
     """Give each rank a shard of the weights, which AdamW updates instead of them.
 

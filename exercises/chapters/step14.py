@@ -8,7 +8,7 @@ from catalogue import exercise
 def hidden_states(rank: int, tokens: int) -> torch.Tensor:
     """(2, tokens, 3): thousands say the sample, tens the token, and a power of ten the rank."""
     sample, token, width = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in (2, tokens, 3)),
-        indexing="ij")
+                                          indexing="ij")
     return (1000 * sample + 10 * token + width + 1) * 10.0 ** (5 * rank)
 
 

@@ -6,8 +6,7 @@ from catalogue import exercise
 
 
 def causal_attention(q, k, v):
-    """The reference: queries, keys and values (B, H, T, hd) of all tokens in one process, by a softmax over all
-    keys."""
+    """The reference: all queries, keys and values (B, H, T, hd) in one process, and a softmax over all keys."""
     scores = q @ k.transpose(-1, -2) * q.size(-1) ** -0.5
     return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf).softmax(-1) @ v
 
@@ -22,11 +21,9 @@ def positions_of(layout: str, size: int, seq_len: int) -> list[torch.Tensor]:
 @exercise("15", "context_parallel.merge", hints=(
     "The denominators are exp(lse) and exp(other_lse). The output is the mean of the two outputs with these weights.",
     "exp overflows. The weight of the other part is exp(b) / (exp(a) + exp(b)) = sigmoid(b - a), and one of the two "
-        "lse "
-    "may be -inf.",
+    "lse may be -inf.",
     "lse has one dim less than out: unsqueeze(-1). torch.logaddexp gives the new lse. Change both in place: out -= "
-        "..., "
-    "lse.copy_(...)."))
+    "..., lse.copy_(...)."))
 def merge(attempt):
     """Join the outputs of a softmax over two sets of keys into that over both.
 
@@ -92,12 +89,12 @@ def zigzag(attempt):
             held, _ = attempt.run(size, program)
             which = f"{layout}, {size} ranks, {tokens} tokens"
             for rank, (got, expected) in enumerate(zip(held, positions_of(layout, size, tokens))):
-                attempt.same(got, expected if layout == "contiguous" else got.sort().values, f"{which}: the "
-                    f"positions", rank)
+                ordered = expected if layout == "contiguous" else got.sort().values
+                attempt.same(got, ordered, f"{which}: the positions", rank)
                 attempt.same(got[:3], expected[:3], f"{which}: its first chunk, of 3 tokens", rank)
                 attempt.same(len(got), tokens // size, f"{which}: how many tokens it has", rank)
-            attempt.same(sorted(torch.cat(held).tolist()), [*range(tokens)], f"{which}: the positions of all ranks "
-                f"together")
+            together = sorted(torch.cat(held).tolist())
+            attempt.same(together, [*range(tokens)], f"{which}: the positions of all ranks together")
     # by rank and hop; no layout can need less than the mean at each hop
     scores = torch.tensor([[int((held[rank][:, None] >= held[rank - hop]).sum()) for hop in range(size)]
                            for rank in range(size)], dtype=torch.float64)
@@ -183,5 +180,4 @@ def ring_backward(attempt):
         for name, i in (("queries", 0), ("values", 2), ("keys", 1)):
             for rank in range(size):
                 attempt.same(got[rank][i], whole[i].grad[:, :, held[rank]], f"{layout} with {size} ranks: the "
-                    f"gradient of "
-                             f"its {name}, compared with one process", rank)
+                             f"gradient of its {name}, compared with one process", rank)

@@ -21,8 +21,7 @@ def make_experts(numbers: range) -> dict[str, torch.nn.Linear]:
     "Exchange the counts first: each rank sends counts[experts of rank j] to rank j. What arrives, as (ranks, own "
     "experts), tells how many rows come from whom and for which expert.",
     "AllToAll.apply(rows, sent, received): sent[j] is the sum of the counts of rank j's experts. The rows arrive by "
-        "rank, "
-    "and within it by expert. The experts need them by expert.",
+    "rank, and within it by expert. The experts need them by expert.",
     "Write down the expert of each row that arrives (repeat_interleave), argsort it with stable=True, run "
     "super().run(sorted rows, rows of each own expert), undo the order with order.argsort(), and send the results back "
     "with sent and received swapped."))
@@ -33,8 +32,8 @@ def dispatch_and_combine(attempt):
     expert: the first counts[0] of them are for expert 0, and so on for all E. Return their results (n, D) in the same
     order. Here two ranks have two experts each:
 
-        rank 0   | rows for 0 | 1 | 2 | 3 |      all-to-all     rank 0   | for 0 | 1 | of rank 0 | for 0 | 1 | of rank 1 |
-        rank 1   | rows for 0 | 1 | 2 | 3 |     ------------>   rank 1   | for 2 | 3 | of rank 0 | for 2 | 3 | of rank 1 |
+        rank 0   | rows for 0 | 1 | 2 | 3 |    all-to-all    rank 0   | for 0 | 1 | of rank 0 | for 0 | 1 | of rank 1 |
+        rank 1   | rows for 0 | 1 | 2 | 3 |   ------------>  rank 1   | for 2 | 3 | of rank 0 | for 2 | 3 | of rank 1 |
 
     Counts differ from rank to rank, some are 0, and a rank may have no rows at all. An expert without rows runs, too.
 
@@ -55,8 +54,8 @@ def dispatch_and_combine(attempt):
         def program(modules, rank):
             attempt.grid(modules, dp=size, ep_size=size)
             own = num_experts // size
-            experts = modules.expert_parallel.ExpertParallel(make_experts(range(rank * own, (rank + 1) * own)),
-                num_experts)
+            local = make_experts(range(rank * own, (rank + 1) * own))
+            experts = modules.expert_parallel.ExpertParallel(local, num_experts)
             mine = rows[rank].clone().requires_grad_()
             results = experts.run(mine, torch.tensor(counts[rank]))
             (results * (rank + 1)).sum().backward()
@@ -78,12 +77,10 @@ def dispatch_and_combine(attempt):
 
 @exercise("16", "expert_parallel.ExpertBalance.after_choice", hints=(
     "The derivative of the loss by a single score is weight * E * f_e / N: P_e is a mean over the N tokens, and f_e "
-        "is a "
-    "count, whose derivative is zero.",
+    "is a count, whose derivative is zero.",
     "f_e is counts[e] divided by the number of all rows, N k, which is chosen.numel().",
     "scores.register_hook(f) calls f(gradient) in backward, and what f returns takes the gradient's place: return "
-        "the sum "
-    "of the two. Register it only where self.loss_weight is not 0 and scores.requires_grad."),
+    "the sum of the two. Register it only where self.loss_weight is not 0 and scores.requires_grad."),
     blank=("if self.loss_weight",))
 def balance_of_experts(attempt):
     """Add the gradient of Switch's balance loss to that of the router's scores.
@@ -117,8 +114,7 @@ def balance_of_experts(attempt):
         loss = weight * num_experts * (fractions * whole.softmax(-1).mean(0)).sum()
         ((whole.softmax(-1) * mixture).sum() + loss).backward()
         attempt.same(mine.grad, whole.grad, f"{tokens} tokens, k = {k}, {num_experts} experts, loss_weight {weight}: "
-            f"the "
-                     "gradient of the router's logits (token, expert)", tolerance=1e-6)
+                     "the gradient of the router's logits (token, expert)", tolerance=1e-6)
         with torch.no_grad():
             frozen = logits.softmax(-1)
             attempt.function()(balance, router, (), (frozen, chosen))

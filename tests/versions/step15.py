@@ -84,7 +84,8 @@ def backward(ctx, grad):
             gradients = Message(gradients, "gradients").wait()  # right, but nothing computes meanwhile
         if block:
             m, n, is_causal = block
-            parts = attend_backward(grad[:, :, m], q[:, :, m], k[:, :, n], v[:, :, n], out[:, :, m], lse[:, :, m], is_causal)
+            mine = (grad[:, :, m], q[:, :, m], k[:, :, n], v[:, :, n], out[:, :, m], lse[:, :, m])
+            parts = attend_backward(*mine, is_causal)
             grad_q[:, :, m] += parts[0]
             gradients[0][:, :, n] += parts[1]
             gradients[1][:, :, n] += parts[2]
