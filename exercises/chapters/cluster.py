@@ -142,4 +142,4 @@ def error_feedback(attempt):
         gradient = weights - target + torch.tensor([1000.0 * (-1) ** step, 0, 0, 0])
         weights = weights - 0.02 * feedback.send(gradient)
     error = (weights - target)[1:].abs().max().item()
-    attempt.require(error < 0.3, f"SGD with a coarse quantisation ends {error:.2f} from the optimum, and not within 0.3")
+    attempt.require(error < 0.3, f"SGD with a coarse quantisation ends {error:.2f} from the optimum, not within 0.3")
