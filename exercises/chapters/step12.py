@@ -32,8 +32,8 @@ def reduce_scatter(attempt):
         sizes = [2, 1]     rank 0   | a0 a1 | a2 |     ->    rank 0   a0 + b0, a1 + b1
                            rank 1   | b0 b1 | b2 |           rank 1   a2 + b2
 
-    Return two things: a handle, whose wait() is called later, while backward computes; and a list of tensors of sizes[r]
-    numbers, which are there after that wait() and whose sum is the result. The caller adds them up.
+    Return two things: a handle, whose wait() is called later, while backward computes; and a list of tensors of
+    sizes[r] numbers, which are there after that wait() and whose sum is the result. The caller adds them up.
 
     You may call Exchange(sent, received, group): sent[i] goes to rank i, and received[i] is filled by what comes from
     it; what stands at this rank's own place is not touched. The Exchange is a handle. group.rank() and group.size()
@@ -97,8 +97,8 @@ def all_gather(attempt):
     "torch.cat of the flattened weights gives the buffer. Then each param.data becomes a view of its part of it.",
     "Shard r ends at the number len(weights) * (shares of the ranks up to r) // (all shares): from one such bound to "
     "the next is sizes[r].",
-    "The shard is nn.Parameter(a part of self.weights.split(self.sizes)). A copy would be updated, too, but the weights "
-    "would not."), blank=("self.weights = ", "for param, part", "bounds = ", "self.sizes = ", "self.shard = "))
+    "The shard is nn.Parameter(a part of self.weights.split(self.sizes)). A copy would be updated, too, but the "
+    "weights would not."), blank=("self.weights = ", "for param, part", "bounds = ", "self.sizes = ", "self.shard = "))
 def sharded_adamw(attempt):
     """Give each rank a shard of the weights, which AdamW updates instead of them.
 
@@ -110,8 +110,8 @@ def sharded_adamw(attempt):
         shards         |  rank 0                | 1     | 2  |     of self.sizes[0], self.sizes[1], ... numbers
 
     Set three attributes. self.weights: this flat tensor, in the order of `params`, with the values that they have now.
-    self.sizes: a list of the number of numbers in each rank's shard. self.shard: an nn.Parameter, this rank's shard. The
-    optimizer gets self.shard as its parameter, and self.wait() gives it a gradient. After the optimizer's step,
+    self.sizes: a list of the number of numbers in each rank's shard. self.shard: an nn.Parameter, this rank's shard.
+    The optimizer gets self.shard as its parameter, and self.wait() gives it a gradient. After the optimizer's step,
     all_gather(self.weights, self.sizes, group) sends the shards around. The model computes with the parameters.
 
     group.rank() is this rank. A parameter takes its values from another tensor with param.data = ....

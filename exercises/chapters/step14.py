@@ -7,7 +7,8 @@ from catalogue import exercise
 
 def hidden_states(rank: int, tokens: int) -> torch.Tensor:
     """(2, tokens, 3): thousands say the sample, tens the token, and a power of ten the rank."""
-    sample, token, width = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in (2, tokens, 3)), indexing="ij")
+    sample, token, width = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in (2, tokens, 3)),
+                                          indexing="ij")
     return (1000 * sample + 10 * token + width + 1) * 10.0 ** (5 * rank)
 
 
@@ -44,7 +45,8 @@ def gather_tokens(attempt):
 
 
 @exercise("14", "sequence_parallel.scatter_tokens", hints=(
-    "Bring x into the shape (tp, B, T/tp, D): then parts[i] is what rank i needs. unflatten(1, (tp, -1)) and transpose.",
+    "Bring x into the shape (tp, B, T/tp, D): then parts[i] is what rank i needs. unflatten(1, (tp, -1)) and "
+        "transpose.",
     "A transposed tensor is not flat in memory: call contiguous() before flatten(), so that shard i is parts[i].",
     "After handle.wait(), add up the summands and give the sum the shape of parts[0]."))
 def scatter_tokens(attempt):
@@ -106,7 +108,8 @@ def norm_gradients(attempt):
         norms = [name for name in one.gradients[0][0] if "norm" in name]
         for rank in range(size if "--zero" not in flags else 0):
             for name in norms:
-                attempt.same(got.gradients[rank][0][name], one.gradients[0][0][name], f"{flags}: the gradient of {name}, "
+                attempt.same(got.gradients[rank][0][name], one.gradients[0][0][name], f"{flags}: the gradient of "
+                    f"{name}, "
                              "compared with one process", rank)
         for step in range(2):
             attempt.same(got.rows[step]["grad_norm"], one.rows[step]["grad_norm"],

@@ -9,7 +9,8 @@ VERSIONS = {
                   "received[rank + 1 :] + received[:rank]", "the sum of its shard"),
             Wrong("all ranks send the same part", "Exchange(parts, received, group)",
                   "Exchange([parts[rank]] * len(parts), received, group)", "the sum of its shard"),
-            Wrong("what is received has the size of the sender's part", "[torch.empty_like(parts[rank]) for _ in sizes]",
+            Wrong("what is received has the size of the sender's part", "[torch.empty_like(parts[rank]) for _ in "
+                "sizes]",
                   "[torch.empty_like(part) for part in parts]", "numbers of torch.float64 to rank"),
             Wrong("it is summed before it is there", "return Exchange(parts, received, group), received[rank + 1 :] + "
                   "received[: rank + 1]", "return Exchange(parts, received, group), [sum(received)]", "NaN"),
@@ -27,8 +28,10 @@ def reduce_scatter(full, sizes, group):
         wrong=[
             Wrong("each rank is sent its own old shard", "[own] * group.size()", "parts",
                   "changed a tensor while it was being sent"),
-            Wrong("copies are received", "parts, group)", "[part.clone() for part in parts], group)", "`full` after wait()"),
-            Wrong("the shards are taken for equal", "full.split(sizes)", "full.chunk(group.size())", "`full` after wait()"),
+            Wrong("copies are received", "parts, group)", "[part.clone() for part in parts], group)", "`full` after "
+                "wait()"),
+            Wrong("the shards are taken for equal", "full.split(sizes)", "full.chunk(group.size())", "`full` after "
+                "wait()"),
         ],
         right='''
 def all_gather(full, sizes, group):
@@ -76,7 +79,8 @@ def __init__(self, params, group, shares):
                   "--tp_size 2 --zero 1: the gradient norm"),
             Wrong("only tp rank 0 counts", "(grid.tp_rank == 0 or param in split)", "grid.tp_rank == 0",
                   "--tp_size 2 --zero 1: the gradient norm"),
-            Wrong("a tied embedding counts on both stages", '(grid.pp_is_first_stage or name != "embedding.weight")', "True",
+            Wrong("a tied embedding counts on both stages",
+                  '(grid.pp_is_first_stage or name != "embedding.weight")', "True",
                   "with tied embeddings: the gradient norm"),
             Wrong("only dp rank 0 counts", "for name, param in self.module.named_parameters():",
                   "for name, param in self.module.named_parameters() if grid.dp_rank == 0 else ():",
