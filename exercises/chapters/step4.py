@@ -87,7 +87,7 @@ def g(attempt):
 
 
 @exercise("4", "tensor_parallel.to_local_ids", hints=(
-    "divmod(vocab_size, grid.tp_world_size) gives the rows that each rank has at least, and how many ranks have one more.",
+    "divmod(vocab_size, grid.tp_world_size) gives the least rows of a rank, and the number of ranks with one more.",
     "The first row of rank r is r * rows, and one more for each rank before it that has an additional row.",
     "ids are elsewhere where (ids < first) | (ids >= end). (ids - first).masked_fill(elsewhere, 0) is the rest."))
 def local_ids(attempt):
@@ -100,8 +100,8 @@ def local_ids(attempt):
                                   rank   0          | 1       | 2
                                   row    0  1  2  3 | 0  1  2 | 0  1  2
 
-    `ids` is a tensor of ids of any shape. Return two tensors of that shape: the row of each id in this rank's part, or 0
-    for an id that is in another rank's part, and a mask (bool), which is True for the ids in other ranks' parts.
+    `ids` is a tensor of ids of any shape. Return two tensors of that shape: the row of each id in this rank's part, or
+    0 for an id that is in another rank's part, and a mask (bool), which is True for the ids in other ranks' parts.
     grid = pgm.process_group_manager has grid.tp_rank, this rank's number, and grid.tp_world_size, the number of ranks.
     """
     for size, vocab_size in ((2, 8), (3, 10), (4, 6), (4, 7)):
@@ -109,7 +109,7 @@ def local_ids(attempt):
             attempt.grid(modules, tp=size)
             ids = torch.arange(vocab_size).view(-1, 1)
             rows, elsewhere = modules.tensor_parallel.to_local_ids(ids, vocab_size)
-            attempt.require(all(each.shape == ids.shape for each in (rows, elsewhere)) and elsewhere.dtype == torch.bool,
+            attempt.require(rows.shape == elsewhere.shape == ids.shape and elsewhere.dtype == torch.bool,
                             f"rank {rank}: rows and mask have to have the shape of ids, and the mask the dtype bool")
             return [str(each.flatten().tolist()) for each in (elsewhere.int(), rows)]
 
@@ -147,7 +147,7 @@ def check_cross_entropy(attempt, with_loss: bool) -> None:
 
 @exercise("4", "tensor_parallel.VocabParallelCrossEntropy.forward", hints=(
     "First the largest logit of each token: logits.amax(dim=-1), then all_reduce(..., dist.ReduceOp.MAX). Subtract it.",
-    "The target's logit is there on one rank only: gather it at local_ids, and masked_fill(elsewhere, 0.0) on the others.",
+    "The target's logit is there on one rank only: gather at local_ids, and masked_fill(elsewhere, 0.0).",
     "Stack the sums of exp and the target's logits, all_reduce(both), and the loss is (sum_exp.log() - target_logit)"
     ".mean(). The softmax that backward needs is exp / sum_exp."))
 def vocab_parallel_cross_entropy(attempt):
@@ -175,8 +175,8 @@ def vocab_parallel_cross_entropy(attempt):
 @exercise("4", "tensor_parallel.VocabParallelCrossEntropy.backward", hints=(
     "The loss is a mean over N tokens, and the gradient `grad` of what follows multiplies it: grad / N.",
     "Subtract 1 from the softmax at local_ids, but only in the rows whose target is on this rank.",
-    "softmax.scatter_add(-1, local_ids.unsqueeze(-1), minus) adds minus (N, 1) at these columns: -1 where the target is "
-    "here, 0 where it is elsewhere."))
+    "softmax.scatter_add(-1, local_ids.unsqueeze(-1), minus) adds minus (N, 1) at these columns: -1 where the target "
+    "is here, 0 where it is elsewhere."))
 def cross_entropy_backward(attempt):
     """Compute the gradient of the loss with respect to split logits.
 
@@ -196,10 +196,11 @@ def cross_entropy_backward(attempt):
 
 @exercise("4", "tensor_parallel.clip_grad_norm", hints=(
     "Sum up squares, not norms: the norm of all is the root of the sum of the squares.",
-    "A parameter in `split` counts on every rank. One that is not split has the same gradient on all, so only tp rank 0 "
-    "counts it.",
+    "A parameter in `split` counts on every rank. One that is not split has the same gradient on all, so only tp rank "
+    "0 counts it.",
     "all_reduce(squares), then squares.sqrt(). Clip by torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm) if "
-    "max_norm is not 0."), blank=("is_first = ", "rows = ", "squares = ", "all_reduce(squares", "if max_norm", "return "))
+    "max_norm is not 0."),
+    blank=("is_first = ", "rows = ", "squares = ", "all_reduce(squares", "if max_norm", "return "))
 def norm_over_tp(attempt):
     """Compute the gradient norm of a model that is split over the tp ranks, and clip.
 
@@ -220,7 +221,8 @@ def norm_over_tp(attempt):
     whole = attempt.train(1, f"{flags} 0", ours=True).rows[0]["grad_norm"]
     for size in (2, 4):
         for max_norm in (0, 0.5, 1000):
-            got, expected = (attempt.train(size, f"{flags} {max_norm} --tp_size {size}", ours) for ours in (False, True))
+            got, expected = (attempt.train(size, f"{flags} {max_norm} --tp_size {size}", ours)
+                             for ours in (False, True))
             situation = f"with tp_size {size} and max_grad_norm {max_norm}"
             attempt.same(got.rows[0]["grad_norm"], whole, f"the gradient norm {situation}")
             for rank in range(size):

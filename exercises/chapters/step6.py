@@ -10,7 +10,7 @@ SHAPES = {"a": (4,), "b": (2, 3), "c": (5,), "d": (2, 2), "e": (3,), "f": (7,)} 
 
 
 def wrap(attempt, modules, limit: float):
-    """A DataParallelBucket of the toy model with buckets of `limit` bytes, its parameters by name, and each one's name."""
+    """A DataParallelBucket of a toy model, with buckets of `limit` bytes; its parameters by name, and their names."""
     attempt.grid(modules, dp=modules.process_group_manager.dist.get_world_size())
     model = torch.nn.Module()
     for name, shape in SHAPES.items():
@@ -95,9 +95,11 @@ def buckets_in_order(attempt):
                     param, arrived = params[name], orders[rank][: k + 1]
                     complete = [set(each) <= set(arrived) for each in members]
                     expected = list(range((complete + [False]).index(False))) if is_last else []
-                    situation = (f"the buckets launched after the gradients {arrived} in the {'last' if is_last else 'first'}"
-                                 f" of two micro-batches (the buckets hold {', '.join(members)})")
-                    param.grad = torch.ones_like(param) * (rank + 1) if param.grad is None else param.grad.add_(rank + 1)
+                    situation = (f"the buckets launched after the gradients {arrived} in the "
+                                 f"{'last' if is_last else 'first'} of two micro-batches (the buckets hold "
+                                 f"{', '.join(members)})")
+                    own = torch.full_like(param, rank + 1.0)
+                    param.grad = own if param.grad is None else param.grad.add_(own)
                     wrapped.mark_param_as_ready(param)
                     attempt.same(str(launched), str(expected), situation, rank)
             expected = [*range(len(members))]
@@ -109,13 +111,13 @@ def buckets_in_order(attempt):
 
 @exercise("6", "data_parallel.DataParallelBucket.finish_gradient_sync", hints=(
     "First launch what has not been launched, in the order of the buckets; only then wait for all of them.",
-    "A parameter in bucket.awaited has no gradient on this rank. Other ranks may have one, so it takes part with zeros.",
+    "A parameter in bucket.awaited has no gradient on this rank. Other ranks may have one, so it counts as zeros.",
     "If param.grad is None, it becomes bucket.views[param], after zero_(): the buffer holds the last step's numbers."))
 def finish(attempt):
     """Complete the averaging after the last backward.
 
-    Some buckets have been launched during backward, in order. Others have not: a parameter that the loss does not use on
-    this rank gets no gradient (param.grad is None), so its bucket waits for it, and those behind that bucket wait, too.
+    Some buckets have been launched during backward, in order. Others have not: a parameter that the loss does not use
+    on this rank gets no gradient (param.grad is None), so its bucket waits for it, and those behind it wait, too.
     After finish_gradient_sync(), each param.grad has to be the mean over all ranks, where a rank without a gradient
     counts as zeros.
 

@@ -27,7 +27,8 @@ class Copy(torch.autograd.Function):
 '''),
     "g": Versions(
         wrong=[
-            Wrong("backward sums, too", "        return grad\n", "        grad = grad.clone()\n        all_reduce(grad)\n"
+            Wrong("backward sums, too",
+                  "        return grad\n", "        grad = grad.clone()\n        all_reduce(grad)\n"
                   "        return grad\n", "the gradient of this rank's term"),
             Wrong("nothing is summed", "        all_reduce(x)\n", "", "the output"),
             Wrong("the mean instead of the sum", "        return x\n",
@@ -73,7 +74,8 @@ def to_local_ids(ids, vocab_size):
                   "the loss of 4 tokens"),
             Wrong("nothing is subtracted", "logits = logits - largest.unsqueeze(-1)", "logits = logits.clone()",
                   "logits up to 2"),
-            Wrong("other ranks count column 0 as the target", ".squeeze(-1).masked_fill(elsewhere, 0.0)", ".squeeze(-1)",
+            Wrong("other ranks count column 0 as the target",
+                  ".squeeze(-1).masked_fill(elsewhere, 0.0)", ".squeeze(-1)",
                   "the loss of 4 tokens"),
             Wrong("the sums of the ranks are not added", "all_reduce(sums)", "pass", "the loss of 4 tokens"),
             Wrong("the softmax is that of this rank alone", "exp.div_(sum_exp.unsqueeze(-1))",
@@ -114,7 +116,8 @@ def backward(ctx, grad):
         wrong=[
             Wrong("what is not split counts on every rank", "if is_first or param in split", "",
                   "the gradient norm with tp_size 2"),
-            Wrong("each rank has the norm of its part", "all_reduce(squares)", "pass", "the gradient norm with tp_size 2"),
+            Wrong("each rank has the norm of its part",
+                  "all_reduce(squares)", "pass", "the gradient norm with tp_size 2"),
             Wrong("norms are summed instead of squares", "get_total_norm(rows) ** 2\n", "get_total_norm(rows)\n",
                   "the gradient norm with tp_size 2"),
             Wrong("each rank clips by its own norm", "squares.sqrt())\n", "torch.nn.utils.get_total_norm(rows))\n",
@@ -140,9 +143,11 @@ def clip_grad_norm(model, max_norm):
 '''),
     "recursive_doubling": Versions(
         wrong=[
-            Wrong("the partner is the next rank", "grid.tp_rank ^ distance", "(grid.tp_rank + distance) % grid.tp_world_size",
+            Wrong("the partner is the next rank",
+                  "grid.tp_rank ^ distance", "(grid.tp_rank + distance) % grid.tp_world_size",
                   "deadlock"),
-            Wrong("each rank sends first and waits", "sending = dist.isend(tensor, group=grid.tp_group, group_dst=partner)",
+            Wrong("each rank sends first and waits",
+                  "sending = dist.isend(tensor, group=grid.tp_group, group_dst=partner)",
                   "dist.send(tensor, group=grid.tp_group, group_dst=partner); sending = None", "circle"),
             Wrong("the maximum is forgotten", "torch.add if op == dist.ReduceOp.SUM else torch.maximum", "torch.add",
                   "the maximum"),
