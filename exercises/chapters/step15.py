@@ -102,41 +102,6 @@ def zigzag(attempt):
                   (scores.max(dim=0).values.sum() / scores.mean(dim=0).sum()).item(), 1.0)
 
 
-@exercise("15", "context_parallel.visible", hints=(
-    "Only at hop 0, with its own keys, a rank needs the causal mask: all of its queries, all keys, True.",
-    "Contiguous: the keys of a lower rank all come before, those of a higher rank all after.",
-    "Zigzag: of a lower rank, all queries see the first half of the keys. Of a higher rank, the second half of the "
-    "queries sees all keys."))
-def visible_keys(attempt):
-    """Say which queries of a rank see which keys of another, without a mask.
-
-    Each of P ranks holds `length` tokens, queries and keys of the same ones, in ascending order. A query sees the keys
-    up to its own position. With the layout "contiguous" rank r holds chunks 2r and 2r + 1 of the text, and with
-    "zigzag" chunks r and 2P - 1 - r. For P = 2 and zigzag:
-
-        chunk       0    1    2    3          rank 0's queries    in chunks 0 and 3
-        rank        0    1    1    0          rank 1's keys       in chunks 1 and 2: seen from chunk 3 only
-
-    Return what rank `rank` has to compute with the keys of rank `source`: a slice of its queries, a slice of the keys,
-    and whether the pairs of the two are masked causally (True), or all of them count (False). Return None where no key
-    is visible. A causal mask is possible only if queries and keys are the same tokens.
-    """
-    for size in (2, 3, 4):
-        for layout in ("zigzag", "contiguous"):
-            held = positions_of(layout, size, 4 * size)
-            for rank in range(size):
-                for source in range(size):
-                    expected = held[rank][:, None] >= held[source]
-                    block, seen = attempt.function()(layout, rank, source, 4), torch.zeros(4, 4, dtype=torch.bool)
-                    if block is not None:
-                        pairs = torch.ones_like(seen[block[:2]])
-                        seen[block[:2]] = pairs.tril() if block[2] else pairs
-                    attempt.same(seen.int().tolist(), expected.int().tolist(), f"{layout} with {size} ranks, queries "
-                        f"of "
-                                 f"rank {rank} and keys of rank {source}: 1 where a query (row) sees a key (column); "
-                                 f"you return {block}; row")
-
-
 @exercise("15", "context_parallel.RingAttention.backward", hints=(
     "At each hop: if something is visible, compute this rank's part with attend_backward, for the visible queries and "
     "keys only, and add the part of q to grad_q.",

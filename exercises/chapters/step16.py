@@ -1,7 +1,5 @@
 """Step 16: experts on different ranks, to which tokens travel."""
 
-import argparse
-
 import torch
 
 from catalogue import exercise
@@ -73,48 +71,3 @@ def dispatch_and_combine(attempt):
             attempt.same(gradient, whole[rank].grad, f"{what}: the gradient of its rows", rank)
             attempt.same(of_experts, {name: everyone[name].weight.grad for name in of_experts},
                          f"{what}: the gradient of expert", rank)
-
-
-@exercise("16", "expert_parallel.ExpertBalance.after_choice", hints=(
-    "The derivative of the loss by a single score is weight * E * f_e / N: P_e is a mean over the N tokens, and f_e "
-    "is a count, whose derivative is zero.",
-    "f_e is counts[e] divided by the number of all rows, N k, which is chosen.numel().",
-    "scores.register_hook(f) calls f(gradient) in backward, and what f returns takes the gradient's place: return "
-    "the sum of the two. Register it only where self.loss_weight is not 0 and scores.requires_grad."),
-    blank=("if self.loss_weight",))
-def balance_of_experts(attempt):
-    """Add the gradient of Switch's balance loss to that of the router's scores.
-
-    For N tokens, k choices each and E experts, the loss that makes their loads even is
-
-        self.loss_weight * E * sum over e of  f_e * P_e        f_e: the fraction of the N k rows that expert e got
-                                                               P_e: the mean over the N tokens of their score of e
-
-    A router has just computed `scores` (N, E) and `chosen` (N, k), and `counts` (E,) are the rows of each expert. In a
-    pipeline's middle stage there is no loss to which this term could be added. So let backward add its gradient: when
-    it has the gradient of `scores` from the rest of the model, the term's own has to be added to it. f_e counts as a
-    constant. The hook must not keep `scores` itself alive.
-
-    You may call scores.register_hook(function): backward calls function(gradient) with the gradient (N, E) of scores,
-    and goes on with what it returns. Where scores.requires_grad is false, no backward will come. With self.loss_weight
-    0, nothing shall change.
-    """
-    for weight, tokens, k, num_experts in ((0.5, 6, 1, 4), (0.01, 5, 2, 3), (0.0, 4, 2, 3)):
-        logits = torch.randn(tokens, num_experts, generator=torch.Generator().manual_seed(tokens), dtype=torch.float64)
-        mixture = logits.cos().detach()  # the rest of the model: its gradient of the scores
-
-        router = torch.nn.Identity()
-        balance = argparse.Namespace(loss_weight=weight, loads={router: torch.zeros(num_experts, dtype=torch.int64)})
-        mine, whole = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-        scores = mine.softmax(-1)
-        chosen = scores.topk(k).indices
-        attempt.function()(balance, router, (), (scores, chosen))
-        (scores * mixture).sum().backward()
-        fractions = chosen.flatten().bincount(minlength=num_experts) / chosen.numel()
-        loss = weight * num_experts * (fractions * whole.softmax(-1).mean(0)).sum()
-        ((whole.softmax(-1) * mixture).sum() + loss).backward()
-        attempt.same(mine.grad, whole.grad, f"{tokens} tokens, k = {k}, {num_experts} experts, loss_weight {weight}: "
-                     "the gradient of the router's logits (token, expert)", tolerance=1e-6)
-        with torch.no_grad():
-            frozen = logits.softmax(-1)
-            attempt.function()(balance, router, (), (frozen, chosen))

@@ -24,30 +24,6 @@ def reduce_scatter(full, sizes, group):
     dist.all_reduce(full, group=group)  # right, but with twice the bytes
     return Done(), [full.split(sizes)[group.rank()]]
 '''),
-    "all_gather": Versions(
-        wrong=[
-            Wrong("each rank is sent its own old shard", "[own] * group.size()", "parts",
-                  "changed a tensor while it was being sent"),
-            Wrong("copies are received", "parts, group)", "[part.clone() for part in parts], group)", "`full` after "
-                "wait()"),
-            Wrong("the shards are taken for equal", "full.split(sizes)", "full.chunk(group.size())", "`full` after "
-                "wait()"),
-        ],
-        right='''
-def all_gather(full, sizes, group):
-    class Handles(list):
-        def wait(self):
-            for handle in self:
-                handle.wait()
-
-    parts, rank = full.split(sizes), group.rank()
-    handles = Handles()
-    for other in range(group.size()):
-        if other != rank:
-            handles.append(dist.isend(parts[rank].clone(), group=group, group_dst=other))
-            handles.append(dist.irecv(parts[other], group=group, group_src=other))
-    return handles
-'''),
     "sharded_adamw": Versions(
         wrong=[
             Wrong("the shard is a copy", "self.weights.split(self.sizes)[group.rank()])",

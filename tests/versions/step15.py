@@ -41,26 +41,6 @@ def local_positions(layout, seq_len):
     one = torch.arange(length) + length * grid.cp_rank
     return torch.cat([one, one + length * grid.cp_world_size])  # right, but not even
 '''),
-    "visible_keys": Versions(
-        wrong=[
-            Wrong("no mask for its own keys", "return everything, everything, True", "return everything, everything, "
-                "False",
-                  "queries of rank 0 and keys of rank 0"),
-            Wrong("all keys of a lower rank", "(everything, slice(half), False)", "(everything, everything, False)",
-                  "zigzag with 2 ranks, queries of rank 1 and keys of rank 0"),
-            Wrong("nothing of a higher rank", "else (slice(half, None), everything, False)", "else None",
-                  "zigzag with 2 ranks, queries of rank 0 and keys of rank 1"),
-            Wrong("contiguous is turned around", "return (everything, everything, False) if source < rank else None",
-                  "return (everything, everything, False) if source > rank else None", "contiguous with 2 ranks"),
-        ],
-        right='''
-def visible(layout, rank, source, length):
-    if rank == source:
-        return slice(0, length), slice(0, length), True
-    if source > rank:
-        return (slice(length // 2, length), slice(0, length), False) if layout == "zigzag" else None
-    return slice(0, length), slice(0, length // 2 if layout == "zigzag" else length), False
-'''),
     "ring_backward": Versions(
         wrong=[
             Wrong("only queries get a gradient by their own keys", "grad_q[:, :, queries] += part_q",

@@ -48,26 +48,6 @@ class Reduce(torch.autograd.Function):
     def backward(ctx, grad):
         return grad.clone()
 '''),
-    "local_ids": Versions(
-        wrong=[
-            Wrong("the rows that are left over are forgotten", "grid.tp_rank * rows + min(grid.tp_rank, left_over)",
-                  "grid.tp_rank * rows", "the mask of the ids 0 to 9, with 3 ranks"),
-            Wrong("all ranks have one row more", "(grid.tp_rank < left_over)", "1", "the mask of the ids 0 to 7"),
-            Wrong("ids of other ranks keep their distance", "(ids - first).masked_fill(elsewhere, 0)", "ids - first",
-                  "the rows of the ids"),
-            Wrong("the mask is the wrong way around", "masked_fill(elsewhere, 0), elsewhere",
-                  "masked_fill(elsewhere, 0), ~elsewhere", "(1: elsewhere)"),
-        ],
-        right='''
-def to_local_ids(ids, vocab_size):
-    grid = pgm.process_group_manager
-    rows = torch.zeros(vocab_size, dtype=torch.int64)
-    elsewhere = torch.ones(vocab_size, dtype=torch.bool)
-    mine = torch.arange(vocab_size).tensor_split(grid.tp_world_size)[grid.tp_rank]
-    rows[mine] = torch.arange(len(mine))
-    elsewhere[mine] = False
-    return rows[ids], elsewhere[ids]
-'''),
     "vocab_parallel_cross_entropy": Versions(
         wrong=[
             Wrong("each rank subtracts its own largest logit", "all_reduce(largest, dist.ReduceOp.MAX)", "pass",
@@ -93,24 +73,6 @@ def forward(ctx, logits, target_ids, vocab_size):
     all_reduce(target)
     ctx.save_for_backward((logits - total[:, None]).exp(), local_ids, elsewhere)
     return (total - target).mean()
-'''),
-    "cross_entropy_backward": Versions(
-        wrong=[
-            Wrong("the mean is forgotten", "(grad / local_ids.numel())", "grad", "(4 times as large)"),
-            Wrong("column 0 counts as the target of other ranks' tokens", "(~elsewhere).to(softmax.dtype)",
-                  "torch.ones_like(elsewhere, dtype=softmax.dtype)", "the gradient of 3 * loss"),
-            Wrong("what follows the loss is forgotten", "(grad / local_ids.numel())", "(1 / local_ids.numel())",
-                  "(1/3 of it)"),
-            Wrong("the target is added", "-is_target)", "is_target)", "the gradient of 3 * loss"),
-        ],
-        right='''
-def backward(ctx, grad):
-    softmax, local_ids, elsewhere = ctx.saved_tensors
-    result = softmax.clone()
-    for token in range(len(local_ids)):
-        if not elsewhere[token]:
-            result[token, local_ids[token]] -= 1
-    return result * grad / len(local_ids), None, None
 '''),
     "norm_over_tp": Versions(
         wrong=[
