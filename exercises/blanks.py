@@ -57,8 +57,8 @@ def has_docstring(node: ast.AST) -> bool:
 def take_out(place: Place, statements: tuple[str, ...]) -> str:
     """The source of a place, without those statements that begin with one of these texts, or without all of them.
 
-    All of them are the bodies of its functions, but for docstrings; "def name" is the body of one. Raises ValueError where a text begins no statement,
-    or more than one.
+    All of them are the bodies of its functions, but for docstrings; "def name" is the body of one. Raises ValueError
+    where a text begins no statement, or more than one.
     """
     source = place.source()
     lines, (top,) = source.splitlines(), ast.parse(source).body

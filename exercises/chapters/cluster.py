@@ -20,12 +20,13 @@ def least(total: int, seconds_each: list[float], limits: list[int], besides: lis
 @exercise("cluster", "cluster:shares.shares_by_speed", hints=(
     "Give each rank one piece. Then deal the others one by one.",
     "The next piece goes to the rank that would be done with it first: besides + (share + 1) * seconds_each.",
-    "A rank whose share is at its limit takes part no more."), blank=("shares = ", "done = ", "heapq.heapify", "for _ in"))
+    "A rank whose share is at its limit takes part no more."), 
+    blank=("shares = ", "done = ", "heapq.heapify", "for _ in"))
 def choose_shares(attempt):
     """Divide equal pieces of work between ranks of unlike speeds.
 
-    There are `total` layers or micro-batches. Rank r needs seconds_each[r] for one of them, and besides[r] seconds in any
-    case. It can take limits[r] pieces at most, and has to take one at least. All work at the same time:
+    There are `total` layers or micro-batches. Rank r needs seconds_each[r] for one of them, and besides[r] seconds in
+    any case. It can take limits[r] pieces at most, and has to take one at least. All work at the same time:
 
         total = 7, seconds_each = [1, 2, 4]          rank 0   # # # #      4 pieces of 1 s
                                                      rank 1   ## ##        2 pieces of 2 s
@@ -38,23 +39,25 @@ def choose_shares(attempt):
     for total, seconds, limits, besides in (
             (7, [1.0, 2.0, 4.0], [7] * 3, [0.0] * 3), (8, [1.0, 1.0, 3.0], [8] * 3, [0.0] * 3),
             (9, [1.0, 2.0, 2.0], [3, 9, 9], [0.0] * 3), (8, [1.0, 1.0, 1.0], [8] * 3, [4.0, 0.0, 0.0]),
-            (3, [1.0, 9.0, 9.0], [3] * 3, [0.0] * 3), (11, [1.0, 1.7, 2.3, 5.1], [11, 3, 11, 11], [0.3, 0.0, 2.5, 1.0])):
+            (3, [1.0, 9.0, 9.0], [3] * 3, [0.0] * 3),
+            (11, [1.0, 1.7, 2.3, 5.1], [11, 3, 11, 11], [0.3, 0.0, 2.5, 1.0])):
         what = f"total={total}, seconds_each={seconds}, limits={limits}, besides={besides}"
         shares = attempt.function()(total, list(seconds), list(limits), list(besides))
         attempt.same(len(shares), len(seconds), f"{what}: the length of {shares}")
         attempt.same(sum(shares), total, f"{what}: the sum of the shares {shares}")
         attempt.require(min(shares) >= 1, f"{what}: a rank has no piece in {shares}")
-        attempt.require(all(share <= limit for share, limit in zip(shares, limits)), f"{what}: {shares} is beyond a limit")
+        attempt.require(all(share <= limit for share, limit in zip(shares, limits)),
+                        f"{what}: {shares} is beyond a limit")
         worst = max(worst, slowest(shares, seconds, besides) / least(total, seconds, limits, besides))
     attempt.score("seconds of the slowest rank, in units of the least possible (all splits are tried)", worst, 1.0)
 
 
 @exercise("cluster", "cluster:compression.encode", hints=(
     "A row's scale is its largest magnitude / 127: amax over dim 1 of abs(). A number becomes round(number / scale).",
-    "A row of zeros has the scale 0, and 0 / 0 is not 0: divide by 1 there. A row with a NaN or an infinity has a scale "
-    "that is not finite, and decode then returns a row that is not finite: its numbers may be anything.",
-    "torch.cat([scales.flatten().view(torch.uint8), numbers.flatten().view(torch.uint8)]), with float32 scales and int8 "
-    "numbers."), blank=("rows = ", "scales = ", "steps = ", "numbers = ", "return torch.cat"))
+    "A row of zeros has the scale 0, and 0 / 0 is not 0: divide by 1 there. A row with a NaN or an infinity has a "
+    "scale that is not finite, and decode then returns a row that is not finite: its numbers may be anything.",
+    "torch.cat([scales.flatten().view(torch.uint8), numbers.flatten().view(torch.uint8)]), with float32 scales and "
+    "int8 numbers."), blank=("rows = ", "scales = ", "steps = ", "numbers = ", "return torch.cat"))
 def quantise(attempt):
     """Encode a tensor as int8 numbers with one scale a row.
 
@@ -64,8 +67,8 @@ def quantise(attempt):
         row       0.50   -2.54    0.031      scale = 2.54 / 127 = 0.02
         numbers     25    -127        2      on the other side: 0.50, -2.54, 0.04
 
-    Return one flat tensor of bytes (torch.uint8): first the R scales in float32, 4 bytes each, then the R * N numbers as
-    int8. tensor.view(torch.uint8) shows a contiguous tensor as bytes. A row of zeros has to arrive as zeros. Where a
+    Return one flat tensor of bytes (torch.uint8): first the R scales in float32, 4 bytes each, then the R * N numbers
+    as int8. tensor.view(torch.uint8) shows a contiguous tensor as bytes. A row of zeros has to arrive as zeros. Where a
     row has a NaN or an infinity, its scale must not be finite: then all of the row arrives as not finite, and no other
     row suffers. Without int8, the line above yours returns x in `dtype`.
     """
@@ -82,13 +85,15 @@ def quantise(attempt):
         half = given.double().abs().amax(-1, keepdim=True) / 254 * (1 + 1e-4)  # of a step
         error = (got - given.double()).abs()
         attempt.require(not error.isnan().any(), f"{dtype}: decode returns NaN for finite rows. Row 3 has only zeros")
-        attempt.require(bool((error <= half).all()), f"{dtype}: rounding moves a number by more than half a step of its row: "
-                        f"the largest error of each row, in steps, is {(error / half.clamp(min=1e-30) / 2).amax(-1).tolist()}")
+        attempt.require(bool((error <= half).all()), f"{dtype}: rounding moves a number by more than half a step of "
+                        "its row: the largest error of each row, in steps, is "
+                        f"{(error / half.clamp(min=1e-30) / 2).amax(-1).tolist()}")
     for bad in (torch.nan, torch.inf, -torch.inf):
         broken = x.clone()
         broken[0, 1, 2] = bad
         got = modules.compression.decode(modules.compression.encode(broken, torch.int8), (2, 3, 8), torch.int8, x.dtype)
-        attempt.require(not got[0, 1].isfinite().any(), f"a row with {bad} arrives with finite numbers: {got[0, 1].tolist()}")
+        attempt.require(not got[0, 1].isfinite().any(), f"a row with {bad} arrives with finite numbers: "
+                        f"{got[0, 1].tolist()}")
         got[0, 1] = 0
         attempt.require(bool(got.isfinite().all()), f"a row with {bad} makes other rows arrive as not finite")
 
@@ -123,8 +128,9 @@ def error_feedback(attempt):
         attempt.same(part, part.round(), f"step {step}: what is sent, which has to come from quantise, in steps of 1")
         sent, total = sent + part, total + given
         # What is left over is at most half a step, and nothing else is missing in the sum.
-        attempt.require(bool(((sent - total).abs() <= 0.5 + 1e-4).all()), f"after step {step}, the sum of what was sent is "
-                        f"{sent.tolist()}, but that of the gradients {total.tolist()}: they may differ by half a step, 0.5")
+        attempt.require(bool(((sent - total).abs() <= 0.5 + 1e-4).all()), f"after step {step}, the sum of what was "
+                        f"sent is {sent.tolist()}, but that of the gradients {total.tolist()}: they may differ by half "
+                        "a step, 0.5")
 
     def coarse(tensor):  # int8 with one scale, which a large number makes coarse
         scale = tensor.abs().max() / 127
@@ -136,4 +142,4 @@ def error_feedback(attempt):
         gradient = weights - target + torch.tensor([1000.0 * (-1) ** step, 0, 0, 0])
         weights = weights - 0.02 * feedback.send(gradient)
     error = (weights - target)[1:].abs().max().item()
-    attempt.require(error < 0.3, f"SGD with a coarse quantisation ends {error:.2f} from the optimum, where 0.3 is possible")
+    attempt.require(error < 0.3, f"SGD with a coarse quantisation ends {error:.2f} from the optimum, not within 0.3")

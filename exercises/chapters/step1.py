@@ -59,7 +59,7 @@ def grouped_query_attention(attempt):
 
 @exercise("1", "model.apply_rotary", hints=(
     "Cut x into two halves with chunk(2, dim=-1). Pair p is element p of both.",
-    "The rotation of (a, b) by an angle is (a cos - b sin, a sin + b cos). Both halves of the result use the same cosine.",
+    "The rotation of (a, b) by an angle is (a cos - b sin, a sin + b cos). Both halves use the same cosine.",
     "x * cos + (the halves of x exchanged, the one that is now first with a minus) * sin"))
 def rotary(attempt):
     """Rotate the pairs of a query or key by the angles of its positions.

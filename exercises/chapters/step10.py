@@ -23,43 +23,6 @@ def matrices(*shapes, dtype=torch.float64):
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-@exercise("10", "weight_gradients.LinearInTwoParts.backward", hints=(
-    "y = x W^T, so dx = dy W. `copy` is W, and grad is dy.",
-    "What W's part needs later is the weight, dy and x: postponed.append((ctx.weight, grad, x)).",
-    "Return one value for each argument of forward but ctx: dx, and None for copy and weight."))
-def backward_of_the_input(attempt):
-    """Compute only the gradient of a linear layer's input, and keep what the weight's needs.
-
-    forward has computed y = x W^T of x (..., in) and W (out, in). Here `grad` is dy, the gradient of y (..., out):
-
-        B   dx = dy W      now, because the stage before waits for it
-        W   dW = dy^T x    later: put the triple (weight, dy, x) into the list `postponed`
-
-    `x, copy = ctx.saved_tensors` are x and W, as forward has saved them. ctx.weight is the parameter W itself, for the
-    triple. `postponed` is a list of this module. forward(ctx, x, copy, weight) has three arguments beside ctx, and
-    backward returns as many values: the gradient of each, None where it has none.
-    """
-    def program(modules, rank):
-        module, found = modules.weight_gradients, {}
-        for shape in ((7, 4), (2, 3, 4)):
-            x, weight, dy = matrices(shape, (5, 4), (*shape[:-1], 5))
-            x, weight = x.requires_grad_(), torch.nn.Parameter(weight)
-            module.postpone(True)
-            y = module.linear(x, weight)
-            y.backward(dy)
-            attempt.require(weight.grad is None, "backward fills the weight's gradient, which W is to do")
-            entries = module.take()
-            attempt.require(len(entries) == 1 and len(entries[0]) == 3 and entries[0][0] is weight,
-                            f"backward puts {len(entries)} entries into `postponed`, and has to put one there: "
-                            "(ctx.weight, dy, x)")
-            attempt.same(list(entries[0][1:]), [dy, x.detach()], f"dy and x in the entry, x of shape {list(shape)}")
-            expected = torch.autograd.grad(torch.nn.functional.linear(x, weight), x, dy)[0]
-            attempt.same(x.grad, expected, f"the gradient of x, of shape {list(shape)}")
-        return found
-
-    attempt.run(1, program)
-
-
 @exercise("10", "weight_gradients.add_weight_gradients", hints=(
     "Flatten all dimensions but the last: x (N, in) and dy (N, out). dW has the shape (out, in).",
     "dW = dy.t() @ x, in the dtype of the activations. The first one becomes weight.grad, later ones are added to it.",

@@ -2,39 +2,7 @@
 
 from catalogue import exercise
 from schedule_attempt import count, picture, play_schedule
-from schedule_check import UNITS, show
-
-
-@exercise("11", "virtual_stages.rounds", hints=(
-    "How many rounds are there? As many as have p micro-batches, m // p, and one at least.",
-    "torch.arange(m).tensor_split(n) makes n parts, of which the first ones are longer by one.",
-    "In a round: for each chunk (backwards: from the last to the first), for each of its micro-batches."))
-def micro_batches_in_rounds(attempt):
-    """Deal the micro-batches into rounds, each of which passes one chunk after the other.
-
-    Yield a list of Action(kind, microbatch, chunk) for each round. A round takes consecutive micro-batches. All of them
-    pass chunk 0, then all of them pass chunk 1, and so on; where kind is "B", the last chunk comes first. With p = 2,
-    m = 5 and two chunks (F0 is a forward of chunk 0, F0' one of chunk 1):
-
-        "F"   round 0   F0 F1 F2 F0' F1' F2'       "B"   round 0   B0' B1' B2' B0 B1 B2
-              round 1   F3 F4 F3' F4'                    round 1   B3' B4' B3 B4
-
-    There are as many rounds as possible with p = num_stages or more micro-batches in each, and one if m < p. Rounds
-    differ by one micro-batch at most, and the longer ones come first.
-    """
-    rounds, ours = attempt.function(), attempt.function(attempt.ours)
-    for p, m, v in ((2, 5, 2), (4, 4, 2), (4, 2, 2), (2, 8, 3), (3, 11, 2)):
-        for kind in "FB":
-            what = f"{kind}, {count(p, 'stage')}, {count(m, 'micro-batch')}, {v} chunks"
-            got, expected = ([" ".join(map(show, each)) for each in
-                              attempt.some(function(kind, p, m, v), 2 * m, f"{what}: the generator")]
-                             for function in (rounds, ours))
-            shown = "".join(f"\n    round {k}   {line}" for k, line in enumerate(got))
-            attempt.require(len(got) == len(expected), f"{what}: there are {len(got)} rounds, and {len(expected)} are "
-                                                       f"possible with {p} or more in each{shown}")
-            for k, line in enumerate(got):
-                attempt.require(line == expected[k],
-                                f"{what}: round {k} is\n    {line}\nand has to be\n    {expected[k]}")
+from schedule_check import UNITS
 
 
 @exercise("11", "virtual_stages.interleave", hints=(

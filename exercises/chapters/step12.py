@@ -32,8 +32,8 @@ def reduce_scatter(attempt):
         sizes = [2, 1]     rank 0   | a0 a1 | a2 |     ->    rank 0   a0 + b0, a1 + b1
                            rank 1   | b0 b1 | b2 |           rank 1   a2 + b2
 
-    Return two things: a handle, whose wait() is called later, while backward computes; and a list of tensors of sizes[r]
-    numbers, which are there after that wait() and whose sum is the result. The caller adds them up.
+    Return two things: a handle, whose wait() is called later, while backward computes; and a list of tensors of
+    sizes[r] numbers, which are there after that wait() and whose sum is the result. The caller adds them up.
 
     You may call Exchange(sent, received, group): sent[i] goes to rank i, and received[i] is filled by what comes from
     it; what stands at this rank's own place is not touched. The Exchange is a handle. group.rank() and group.size()
@@ -57,48 +57,12 @@ def reduce_scatter(attempt):
     attempt.score("bytes that a rank sends, of a tensor of 96 bytes on 4 ranks", most, 3 / 4 * 96)
 
 
-@exercise("12", "zero.all_gather", hints=(
-    "full.split(sizes) gives the shards as views: what is received into a view is in `full`.",
-    "sent[i] is the same for every rank i: this rank's own shard.",
-    "received[i] is shard i itself. At this rank's own place Exchange touches nothing."))
-def all_gather(attempt):
-    """Let every rank receive the shards of all others, with messages only.
-
-    Each of n ranks has a flat tensor `full` of N numbers, here a bucket's weights. It consists of n shards, and `sizes`
-    says how many numbers each has. On rank r only shard r is up to date, because rank r has updated it:
-
-        sizes = [2, 1]     rank 0   | a0 a1 | ?  |     ->    rank 0   | a0 a1 | b2 |
-                           rank 1   | ?  ?  | b2 |           rank 1   | a0 a1 | b2 |
-
-    Start the messages and return a handle. After its wait(), `full` holds all shards.
-
-    You may call Exchange(sent, received, group): sent[i] goes to rank i, and received[i] is filled by what comes from
-    it; what stands at this rank's own place is not touched. The Exchange is a handle. group.rank() and group.size()
-    are this rank and n. NCCL's own all-gather needs no place in your version.
-    """
-    for sizes in ([3, 3], [4, 1, 2], [3, 3, 3, 3]):
-        def program(modules, rank):
-            group = attempt.grid(modules, dp=len(sizes)).dp_group
-            full = torch.full((sum(sizes),), -1.0, dtype=torch.float64)
-            full.split(sizes)[rank].copy_(numbers(rank, sizes[rank]))
-            modules.zero.all_gather(full, sizes, group).wait()
-            return full
-
-        expected = torch.cat([numbers(rank, size) for rank, size in enumerate(sizes)])
-        got, world = attempt.run(len(sizes), program)
-        for rank in range(len(sizes)):
-            attempt.same(got[rank], expected, f"`full` after wait(), with shards of {sizes} numbers", rank)
-    # Each rank has to receive 3/4 of the tensor, so ranks send 3/4 of it on average.
-    most = max(world.num_bytes(rank) for rank in range(4))
-    attempt.score("bytes that a rank sends, of a tensor of 96 bytes on 4 ranks", most, 3 / 4 * 96)
-
-
 @exercise("12", "zero.ShardedBucket.__init__", hints=(
     "torch.cat of the flattened weights gives the buffer. Then each param.data becomes a view of its part of it.",
     "Shard r ends at the number len(weights) * (shares of the ranks up to r) // (all shares): from one such bound to "
     "the next is sizes[r].",
-    "The shard is nn.Parameter(a part of self.weights.split(self.sizes)). A copy would be updated, too, but the weights "
-    "would not."), blank=("self.weights = ", "for param, part", "bounds = ", "self.sizes = ", "self.shard = "))
+    "The shard is nn.Parameter(a part of self.weights.split(self.sizes)). A copy would be updated, too, but the "
+    "weights would not."), blank=("self.weights = ", "for param, part", "bounds = ", "self.sizes = ", "self.shard = "))
 def sharded_adamw(attempt):
     """Give each rank a shard of the weights, which AdamW updates instead of them.
 
@@ -110,8 +74,8 @@ def sharded_adamw(attempt):
         shards         |  rank 0                | 1     | 2  |     of self.sizes[0], self.sizes[1], ... numbers
 
     Set three attributes. self.weights: this flat tensor, in the order of `params`, with the values that they have now.
-    self.sizes: a list of the number of numbers in each rank's shard. self.shard: an nn.Parameter, this rank's shard. The
-    optimizer gets self.shard as its parameter, and self.wait() gives it a gradient. After the optimizer's step,
+    self.sizes: a list of the number of numbers in each rank's shard. self.shard: an nn.Parameter, this rank's shard.
+    The optimizer gets self.shard as its parameter, and self.wait() gives it a gradient. After the optimizer's step,
     all_gather(self.weights, self.sizes, group) sends the shards around. The model computes with the parameters.
 
     group.rank() is this rank. A parameter takes its values from another tensor with param.data = ....

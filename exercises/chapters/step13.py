@@ -64,8 +64,8 @@ def no_freed_weights():
 @exercise("13", "fsdp.FullyShardedDataParallel", hints=(
     "Each hook that comes before a computation does two things: unit.gather() for what computes now, and "
     "unit.start_gather() for what computes next.",
-    "In forward the next layer is self.following[layer], in backward self.previous[layer], where there is one. The last "
-    "layer's weights stay, because backward begins with it.",
+    "In forward the next layer is self.following[layer], in backward self.previous[layer], where there is one. The "
+    "last layer's weights stay, because backward begins with it.",
     "after_layer frees the layer's unit if a layer follows, and registers a hook on `output` that calls "
     "before_backward(layer). before_forward starts the rest and the first layer, and waits for the rest."),
     blank=("def before_forward", "def before_layer", "def after_layer", "def before_backward"))
@@ -96,8 +96,8 @@ def just_in_time(attempt):
                                 prepare=lambda modules, rank: watches.append(Watch(modules.fsdp.Unit)))
         for key in ("loss", "grad_norm"):
             for step in range(2):
-                attempt.same(got.rows[step][key], one.rows[step][key], f"{key} of step {step + 1} on {dp} ranks, compared "
-                             "with one process", None)
+                attempt.same(got.rows[step][key], one.rows[step][key], f"{key} of step {step + 1} on {dp} ranks, "
+                             "compared with one process", None)
     *layers, rest = (unit.num_bytes for unit in watches[0].units)
     attempt.score("MB of weights that are there at the same time", max(watch.peak for watch in watches) / 1e6,
                   (rest + 2 * layers[0]) / 1e6)

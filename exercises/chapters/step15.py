@@ -6,7 +6,7 @@ from catalogue import exercise
 
 
 def causal_attention(q, k, v):
-    """The reference: queries, keys and values (B, H, T, hd) of all tokens in one process, by a softmax over all keys."""
+    """The reference: all queries, keys and values (B, H, T, hd) in one process, and a softmax over all keys."""
     scores = q @ k.transpose(-1, -2) * q.size(-1) ** -0.5
     return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf).softmax(-1) @ v
 
@@ -20,10 +20,10 @@ def positions_of(layout: str, size: int, seq_len: int) -> list[torch.Tensor]:
 
 @exercise("15", "context_parallel.merge", hints=(
     "The denominators are exp(lse) and exp(other_lse). The output is the mean of the two outputs with these weights.",
-    "exp overflows. The weight of the other part is exp(b) / (exp(a) + exp(b)) = sigmoid(b - a), and one of the two lse "
-    "may be -inf.",
-    "lse has one dim less than out: unsqueeze(-1). torch.logaddexp gives the new lse. Change both in place: out -= ..., "
-    "lse.copy_(...)."))
+    "exp overflows. The weight of the other part is exp(b) / (exp(a) + exp(b)) = sigmoid(b - a), and one of the two "
+    "lse may be -inf.",
+    "lse has one dim less than out: unsqueeze(-1). torch.logaddexp gives the new lse. Change both in place: out -= "
+    "..., lse.copy_(...)."))
 def merge(attempt):
     """Join the outputs of a softmax over two sets of keys into that over both.
 
@@ -35,8 +35,8 @@ def merge(attempt):
                                                                     >   out, lse: keys 0-5
         keys 4-5:  other_out (B, H, m, hd), other_lse (B, H, m)    /
 
-    A score can be 10,000, so that its exponential is too large for any dtype, or -10,000. At the beginning, no keys have
-    been seen: then out is 0 and lse is -inf. Each of the two sets may be the empty one, but not both at once.
+    A score can be 10,000, so that its exponential is too large for any dtype, or -10,000. At the beginning, no keys
+    have been seen: then out is 0 and lse is -inf. Each of the two sets may be the empty one, but not both at once.
     """
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(1, 2, 4, 6, generator=generator, dtype=torch.float64)
@@ -89,49 +89,17 @@ def zigzag(attempt):
             held, _ = attempt.run(size, program)
             which = f"{layout}, {size} ranks, {tokens} tokens"
             for rank, (got, expected) in enumerate(zip(held, positions_of(layout, size, tokens))):
-                attempt.same(got, expected if layout == "contiguous" else got.sort().values, f"{which}: the positions", rank)
+                ordered = expected if layout == "contiguous" else got.sort().values
+                attempt.same(got, ordered, f"{which}: the positions", rank)
                 attempt.same(got[:3], expected[:3], f"{which}: its first chunk, of 3 tokens", rank)
                 attempt.same(len(got), tokens // size, f"{which}: how many tokens it has", rank)
-            attempt.same(sorted(torch.cat(held).tolist()), [*range(tokens)], f"{which}: the positions of all ranks together")
+            together = sorted(torch.cat(held).tolist())
+            attempt.same(together, [*range(tokens)], f"{which}: the positions of all ranks together")
     # by rank and hop; no layout can need less than the mean at each hop
     scores = torch.tensor([[int((held[rank][:, None] >= held[rank - hop]).sum()) for hop in range(size)]
                            for rank in range(size)], dtype=torch.float64)
     attempt.score("scores that the slowest ranks compute at the 4 hops, relative to the mean of 4 ranks",
                   (scores.max(dim=0).values.sum() / scores.mean(dim=0).sum()).item(), 1.0)
-
-
-@exercise("15", "context_parallel.visible", hints=(
-    "Only at hop 0, with its own keys, a rank needs the causal mask: all of its queries, all keys, True.",
-    "Contiguous: the keys of a lower rank all come before, those of a higher rank all after.",
-    "Zigzag: of a lower rank, all queries see the first half of the keys. Of a higher rank, the second half of the "
-    "queries sees all keys."))
-def visible_keys(attempt):
-    """Say which queries of a rank see which keys of another, without a mask.
-
-    Each of P ranks holds `length` tokens, queries and keys of the same ones, in ascending order. A query sees the keys
-    up to its own position. With the layout "contiguous" rank r holds chunks 2r and 2r + 1 of the text, and with
-    "zigzag" chunks r and 2P - 1 - r. For P = 2 and zigzag:
-
-        chunk       0    1    2    3          rank 0's queries    in chunks 0 and 3
-        rank        0    1    1    0          rank 1's keys       in chunks 1 and 2: seen from chunk 3 only
-
-    Return what rank `rank` has to compute with the keys of rank `source`: a slice of its queries, a slice of the keys,
-    and whether the pairs of the two are masked causally (True), or all of them count (False). Return None where no key
-    is visible. A causal mask is possible only if queries and keys are the same tokens.
-    """
-    for size in (2, 3, 4):
-        for layout in ("zigzag", "contiguous"):
-            held = positions_of(layout, size, 4 * size)
-            for rank in range(size):
-                for source in range(size):
-                    expected = held[rank][:, None] >= held[source]
-                    block, seen = attempt.function()(layout, rank, source, 4), torch.zeros(4, 4, dtype=torch.bool)
-                    if block is not None:
-                        pairs = torch.ones_like(seen[block[:2]])
-                        seen[block[:2]] = pairs.tril() if block[2] else pairs
-                    attempt.same(seen.int().tolist(), expected.int().tolist(), f"{layout} with {size} ranks, queries of "
-                                 f"rank {rank} and keys of rank {source}: 1 where a query (row) sees a key (column); "
-                                 f"you return {block}; row")
 
 
 @exercise("15", "context_parallel.RingAttention.backward", hints=(
@@ -153,11 +121,11 @@ def ring_backward(attempt):
 
     Fill grad_q, and leave in `message` the last of P messages: the line after your loop receives it.
 
-    You may call: `for (k, v), block in go_around(own, ctx.layout)`: P hops with the keys and values (B, K, T/P, hd) of a
-    rank, this one's first. `block` is None where nothing is visible, else (queries, keys, is_causal), two slices along
-    the tokens and a flag. attend_backward(grad, q, k, v, out, lse, is_causal): the parts of the gradients of q, k and v
-    that come from the given queries and keys. Message(tensor, kind): sends a tensor to the next rank while one of its
-    shape comes from the rank before, which message.wait() returns; `kind` is a text for the timeline. `gradients`
+    You may call: `for (k, v), block in go_around(own, ctx.layout)`: P hops with the keys and values (B, K, T/P, hd) of
+    a rank, this one's first. `block` is None where nothing is visible, else (queries, keys, is_causal), two slices
+    along the tokens and a flag. attend_backward(grad, q, k, v, out, lse, is_causal): the parts of the gradients of q, k
+    and v that come from the given queries and keys. Message(tensor, kind): sends a tensor to the next rank while one of
+    its shape comes from the rank before, which message.wait() returns; `kind` is a text for the timeline. `gradients`
     (2, B, K, T/P, hd) is zero at the beginning, for keys and values.
     """
     generator = torch.Generator().manual_seed(0)
@@ -176,5 +144,5 @@ def ring_backward(attempt):
         got, _ = attempt.run(size, program)
         for name, i in (("queries", 0), ("values", 2), ("keys", 1)):
             for rank in range(size):
-                attempt.same(got[rank][i], whole[i].grad[:, :, held[rank]], f"{layout} with {size} ranks: the gradient of "
-                             f"its {name}, compared with one process", rank)
+                attempt.same(got[rank][i], whole[i].grad[:, :, held[rank]], f"{layout} with {size} ranks: the "
+                             f"gradient of its {name}, compared with one process", rank)

@@ -1,7 +1,5 @@
 """Step 16: experts on different ranks, to which tokens travel."""
 
-import argparse
-
 import torch
 
 from catalogue import exercise
@@ -20,8 +18,8 @@ def make_experts(numbers: range) -> dict[str, torch.nn.Linear]:
 @exercise("16", "expert_parallel.ExpertParallel.run", hints=(
     "Exchange the counts first: each rank sends counts[experts of rank j] to rank j. What arrives, as (ranks, own "
     "experts), tells how many rows come from whom and for which expert.",
-    "AllToAll.apply(rows, sent, received): sent[j] is the sum of the counts of rank j's experts. The rows arrive by rank, "
-    "and within it by expert. The experts need them by expert.",
+    "AllToAll.apply(rows, sent, received): sent[j] is the sum of the counts of rank j's experts. The rows arrive by "
+    "rank, and within it by expert. The experts need them by expert.",
     "Write down the expert of each row that arrives (repeat_interleave), argsort it with stable=True, run "
     "super().run(sorted rows, rows of each own expert), undo the order with order.argsort(), and send the results back "
     "with sent and received swapped."))
@@ -32,16 +30,16 @@ def dispatch_and_combine(attempt):
     expert: the first counts[0] of them are for expert 0, and so on for all E. Return their results (n, D) in the same
     order. Here two ranks have two experts each:
 
-        rank 0   | rows for 0 | 1 | 2 | 3 |      all-to-all     rank 0   | for 0 | 1 | of rank 0 | for 0 | 1 | of rank 1 |
-        rank 1   | rows for 0 | 1 | 2 | 3 |     ------------>   rank 1   | for 2 | 3 | of rank 0 | for 2 | 3 | of rank 1 |
+        rank 0   | rows for 0 | 1 | 2 | 3 |    all-to-all    rank 0   | for 0 | 1 | of rank 0 | for 0 | 1 | of rank 1 |
+        rank 1   | rows for 0 | 1 | 2 | 3 |   ------------>  rank 1   | for 2 | 3 | of rank 0 | for 2 | 3 | of rank 1 |
 
     Counts differ from rank to rank, some are 0, and a rank may have no rows at all. An expert without rows runs, too.
 
-    You may call: exchange(tensor, sent, received), which sends the first sent[0] entries along dim 0 to rank 0, the next
-    sent[1] to rank 1 and so on, and returns received[0] entries of rank 0, then those of rank 1, ...; both are lists of
-    integers. AllToAll.apply(rows, sent, received) does the same, with a backward. super().run(rows, counts) runs this
-    rank's own experts on rows that are sorted by expert, counts[i] for its i-th one, and returns their results. N is
-    pgm.process_group_manager.ep_world_size.
+    You may call: exchange(tensor, sent, received), which sends the first sent[0] entries along dim 0 to rank 0, the
+    next sent[1] to rank 1 and so on, and returns received[0] entries of rank 0, then those of rank 1, ...; both are
+    lists of integers. AllToAll.apply(rows, sent, received) does the same, with a backward. super().run(rows, counts)
+    runs this rank's own experts on rows that are sorted by expert, counts[i] for its i-th one, and returns their
+    results. N is pgm.process_group_manager.ep_world_size.
     """
     situations = {"2 ranks, 4 experts": [[1, 2, 0, 3], [2, 0, 1, 1]], "expert 1 gets no rows": [[2, 0], [1, 0]],
                   "rank 1 has no rows": [[1, 2, 1], [0, 0, 0], [2, 0, 3]],
@@ -54,7 +52,8 @@ def dispatch_and_combine(attempt):
         def program(modules, rank):
             attempt.grid(modules, dp=size, ep_size=size)
             own = num_experts // size
-            experts = modules.expert_parallel.ExpertParallel(make_experts(range(rank * own, (rank + 1) * own)), num_experts)
+            local = make_experts(range(rank * own, (rank + 1) * own))
+            experts = modules.expert_parallel.ExpertParallel(local, num_experts)
             mine = rows[rank].clone().requires_grad_()
             results = experts.run(mine, torch.tensor(counts[rank]))
             (results * (rank + 1)).sum().backward()
@@ -72,48 +71,3 @@ def dispatch_and_combine(attempt):
             attempt.same(gradient, whole[rank].grad, f"{what}: the gradient of its rows", rank)
             attempt.same(of_experts, {name: everyone[name].weight.grad for name in of_experts},
                          f"{what}: the gradient of expert", rank)
-
-
-@exercise("16", "expert_parallel.ExpertBalance.after_choice", hints=(
-    "The derivative of the loss by a single score is weight * E * f_e / N: P_e is a mean over the N tokens, and f_e is a "
-    "count, whose derivative is zero.",
-    "f_e is counts[e] divided by the number of all rows, N k, which is chosen.numel().",
-    "scores.register_hook(f) calls f(gradient) in backward, and what f returns takes the gradient's place: return the sum "
-    "of the two. Register it only where self.loss_weight is not 0 and scores.requires_grad."),
-    blank=("if self.loss_weight",))
-def balance_of_experts(attempt):
-    """Add the gradient of Switch's balance loss to that of the router's scores.
-
-    For N tokens, k choices each and E experts, the loss that makes their loads even is
-
-        self.loss_weight * E * sum over e of  f_e * P_e        f_e: the fraction of the N k rows that expert e got
-                                                               P_e: the mean over the N tokens of their score of e
-
-    A router has just computed `scores` (N, E) and `chosen` (N, k), and `counts` (E,) are the rows of each expert. In a
-    pipeline's middle stage there is no loss to which this term could be added. So let backward add its gradient: when
-    it has the gradient of `scores` from the rest of the model, the term's own has to be added to it. f_e counts as a
-    constant. The hook must not keep `scores` itself alive.
-
-    You may call scores.register_hook(function): backward calls function(gradient) with the gradient (N, E) of scores,
-    and goes on with what it returns. Where scores.requires_grad is false, no backward will come. With self.loss_weight
-    0, nothing shall change.
-    """
-    for weight, tokens, k, num_experts in ((0.5, 6, 1, 4), (0.01, 5, 2, 3), (0.0, 4, 2, 3)):
-        logits = torch.randn(tokens, num_experts, generator=torch.Generator().manual_seed(tokens), dtype=torch.float64)
-        mixture = logits.cos().detach()  # the rest of the model: its gradient of the scores
-
-        router = torch.nn.Identity()
-        balance = argparse.Namespace(loss_weight=weight, loads={router: torch.zeros(num_experts, dtype=torch.int64)})
-        mine, whole = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-        scores = mine.softmax(-1)
-        chosen = scores.topk(k).indices
-        attempt.function()(balance, router, (), (scores, chosen))
-        (scores * mixture).sum().backward()
-        fractions = chosen.flatten().bincount(minlength=num_experts) / chosen.numel()
-        loss = weight * num_experts * (fractions * whole.softmax(-1).mean(0)).sum()
-        ((whole.softmax(-1) * mixture).sum() + loss).backward()
-        attempt.same(mine.grad, whole.grad, f"{tokens} tokens, k = {k}, {num_experts} experts, loss_weight {weight}: the "
-                     "gradient of the router's logits (token, expert)", tolerance=1e-6)
-        with torch.no_grad():
-            frozen = logits.softmax(-1)
-            attempt.function()(balance, router, (), (frozen, chosen))

@@ -32,8 +32,8 @@ def rank_to_coordinates(attempt):
         def program(modules, rank):
             grid = attempt.grid(modules, *sizes)
             coordinates = grid.dp_rank, grid.pp_rank, grid.tp_rank
-            attempt.require(all(type(each) is int for each in coordinates), f"rank {rank}: dp_rank, pp_rank and tp_rank "
-                            f"are {coordinates}: they have to be whole numbers (int)")
+            attempt.require(all(type(each) is int for each in coordinates), f"rank {rank}: dp_rank, pp_rank and "
+                            f"tp_rank are {coordinates}: they have to be whole numbers (int)")
             return str(coordinates), str(torch.as_tensor(grid.ranks).tolist())
 
         name = "dp {} x pp {} x tp {}".format(*sizes)
@@ -64,9 +64,10 @@ def groups_of_an_axis(attempt):
     Set self.tp_group, self.pp_group and self.dp_group to the three groups that this rank belongs to. All ranks have to
     make all groups, in the same order, those without themselves too. You may call
 
-        group, all_groups = dist.new_subgroups_by_enumeration(lists, timeout)   lists of ranks, such as [[0, 1], [2, 3]]:
-                                            makes all these groups, and returns the one that the calling rank is in
-        group = dist.new_group(ranks, timeout)                            makes one; None for a rank that is not in it
+        group, all_groups = dist.new_subgroups_by_enumeration(lists, timeout)
+                                                makes a group of each list of ranks, such as [[0, 1], [2, 3]], and
+                                                returns the one that the calling rank is in
+        group = dist.new_group(ranks, timeout)  makes one group; for a rank that is not in it, the result is None
 
     `timeout` is a global of the module. self.ranks[dp, pp, tp] is the rank at each place of the grid.
     """
@@ -85,7 +86,7 @@ def groups_of_an_axis(attempt):
 
 @exercise("2", "references:references.broadcast", hints=(
     "A rank that has received the tensor can send it on, while the source sends to the next one.",
-    "Number the ranks from the source on: (rank - source) % size. Before round k, the first 2^k of them have the tensor.",
+    "Number the ranks from the source on: (rank - source) % size. Before round k, the first 2^k have the tensor.",
     "In that round, number i < 2^k sends to number i + 2^k, if that is less than size."))
 def broadcast(attempt):
     """Give all ranks the tensor of one of them, in as few rounds as possible.

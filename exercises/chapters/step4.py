@@ -86,43 +86,7 @@ def g(attempt):
         attempt.both(dp * tp, program, f"dp {dp} x tp {tp}")
 
 
-@exercise("4", "tensor_parallel.to_local_ids", hints=(
-    "divmod(vocab_size, grid.tp_world_size) gives the rows that each rank has at least, and how many ranks have one more.",
-    "The first row of rank r is r * rows, and one more for each rank before it that has an additional row.",
-    "ids are elsewhere where (ids < first) | (ids >= end). (ids - first).masked_fill(elsewhere, 0) is the rest."))
-def local_ids(attempt):
-    """Find the rows of a table that is split over the ranks.
-
-    A table has one row for each of `vocab_size` ids. Its rows are split over the tp ranks in order. If they cannot have
-    equally many, the first ranks have one row more than the others, as in torch.tensor_split:
-
-        vocab_size 10, tp 3       ids    0  1  2  3 | 4  5  6 | 7  8  9
-                                  rank   0          | 1       | 2
-                                  row    0  1  2  3 | 0  1  2 | 0  1  2
-
-    `ids` is a tensor of ids of any shape. Return two tensors of that shape: the row of each id in this rank's part, or 0
-    for an id that is in another rank's part, and a mask (bool), which is True for the ids in other ranks' parts.
-    grid = pgm.process_group_manager has grid.tp_rank, this rank's number, and grid.tp_world_size, the number of ranks.
-    """
-    for size, vocab_size in ((2, 8), (3, 10), (4, 6), (4, 7)):
-        def program(modules, rank):
-            attempt.grid(modules, tp=size)
-            ids = torch.arange(vocab_size).view(-1, 1)
-            rows, elsewhere = modules.tensor_parallel.to_local_ids(ids, vocab_size)
-            attempt.require(all(each.shape == ids.shape for each in (rows, elsewhere)) and elsewhere.dtype == torch.bool,
-                            f"rank {rank}: rows and mask have to have the shape of ids, and the mask the dtype bool")
-            return [str(each.flatten().tolist()) for each in (elsewhere.int(), rows)]
-
-        parts = torch.arange(vocab_size).tensor_split(size)
-        for rank, (elsewhere, rows) in enumerate(attempt.run(size, program)[0]):
-            mask = [int(id not in parts[rank].tolist()) for id in range(vocab_size)]
-            what = f"of the ids 0 to {vocab_size - 1}, with {size} ranks"
-            attempt.same(elsewhere, str(mask), f"the mask {what} (1: elsewhere)", rank)
-            expected = [0 if mask[id] else id - int(parts[rank][0]) for id in range(vocab_size)]
-            attempt.same(rows, str(expected), f"the rows {what}", rank)
-
-
-def check_cross_entropy(attempt, with_loss: bool) -> None:
+def check_cross_entropy(attempt) -> None:
     """The loss of four tokens and its gradient with respect to each rank's logits, against those of one process."""
     for size, vocab_size, scale in ((2, 6, 1.0), (3, 7, 1.0), (4, 8, 1000.0)):
         logits, targets = scale * random(4, vocab_size), torch.tensor([0, vocab_size - 1, 2, 1])
@@ -140,14 +104,13 @@ def check_cross_entropy(attempt, with_loss: bool) -> None:
         grads = whole.grad.tensor_split(size, dim=-1)
         situation = f"4 tokens, a vocabulary of {vocab_size}, {size} ranks, logits up to {logits.max():.0f}"
         for rank, (loss, grad) in enumerate(attempt.run(size, program)[0]):
-            if with_loss:
-                attempt.same(loss, expected.item(), f"the loss of {situation}", rank)
+            attempt.same(loss, expected.item(), f"the loss of {situation}", rank)
             attempt.same(grad, grads[rank], f"the gradient of 3 * loss with respect to its logits, {situation}", rank)
 
 
 @exercise("4", "tensor_parallel.VocabParallelCrossEntropy.forward", hints=(
     "First the largest logit of each token: logits.amax(dim=-1), then all_reduce(..., dist.ReduceOp.MAX). Subtract it.",
-    "The target's logit is there on one rank only: gather it at local_ids, and masked_fill(elsewhere, 0.0) on the others.",
+    "The target's logit is there on one rank only: gather at local_ids, and masked_fill(elsewhere, 0.0).",
     "Stack the sums of exp and the target's logits, all_reduce(both), and the loss is (sum_exp.log() - target_logit)"
     ".mean(). The softmax that backward needs is exp / sum_exp."))
 def vocab_parallel_cross_entropy(attempt):
@@ -169,37 +132,16 @@ def vocab_parallel_cross_entropy(attempt):
     backward is written already. For it, call ctx.save_for_backward(softmax, local_ids, elsewhere), with this rank's
     part (N, V/tp) of the softmax over the whole vocabulary.
     """
-    check_cross_entropy(attempt, with_loss=True)
-
-
-@exercise("4", "tensor_parallel.VocabParallelCrossEntropy.backward", hints=(
-    "The loss is a mean over N tokens, and the gradient `grad` of what follows multiplies it: grad / N.",
-    "Subtract 1 from the softmax at local_ids, but only in the rows whose target is on this rank.",
-    "softmax.scatter_add(-1, local_ids.unsqueeze(-1), minus) adds minus (N, 1) at these columns: -1 where the target is "
-    "here, 0 where it is elsewhere."))
-def cross_entropy_backward(attempt):
-    """Compute the gradient of the loss with respect to split logits.
-
-    Forward has returned the mean over N tokens of log(sum_v exp(z_v)) - z_target. It has saved three tensors:
-
-        softmax     (N, V/tp)   this rank's part of the softmax over the whole vocabulary
-        local_ids   (N,)        the column of each token's target in this rank's part, or 0 if it is elsewhere
-        elsewhere   (N,)        True for the tokens whose target is in another rank's part
-
-    `grad` is the gradient of the final loss with respect to what forward has returned, a single number: 1 if nothing
-    follows, or for example 1/8 where the loss is divided by 8 micro-batches. Return the gradient with respect to each
-    of the three inputs of forward: that of the logits (N, V/tp), and None for target_ids and for vocab_size. Without a
-    message, since each rank has all that it needs. `ctx.saved_tensors` must stay as it is.
-    """
-    check_cross_entropy(attempt, with_loss=False)
+    check_cross_entropy(attempt)
 
 
 @exercise("4", "tensor_parallel.clip_grad_norm", hints=(
     "Sum up squares, not norms: the norm of all is the root of the sum of the squares.",
-    "A parameter in `split` counts on every rank. One that is not split has the same gradient on all, so only tp rank 0 "
-    "counts it.",
+    "A parameter in `split` counts on every rank. One that is not split has the same gradient on all, so only tp rank "
+    "0 counts it.",
     "all_reduce(squares), then squares.sqrt(). Clip by torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm) if "
-    "max_norm is not 0."), blank=("is_first = ", "rows = ", "squares = ", "all_reduce(squares", "if max_norm", "return "))
+    "max_norm is not 0."),
+    blank=("is_first = ", "rows = ", "squares = ", "all_reduce(squares", "if max_norm", "return "))
 def norm_over_tp(attempt):
     """Compute the gradient norm of a model that is split over the tp ranks, and clip.
 
@@ -220,7 +162,8 @@ def norm_over_tp(attempt):
     whole = attempt.train(1, f"{flags} 0", ours=True).rows[0]["grad_norm"]
     for size in (2, 4):
         for max_norm in (0, 0.5, 1000):
-            got, expected = (attempt.train(size, f"{flags} {max_norm} --tp_size {size}", ours) for ours in (False, True))
+            got, expected = (attempt.train(size, f"{flags} {max_norm} --tp_size {size}", ours)
+                             for ours in (False, True))
             situation = f"with tp_size {size} and max_grad_norm {max_norm}"
             attempt.same(got.rows[0]["grad_norm"], whole, f"the gradient norm {situation}")
             for rank in range(size):

@@ -6,7 +6,7 @@ from catalogue import exercise
 
 
 @exercise("5", "dataloader.MicroBatchDataLoader.__init__", hints=(
-    "Micro-batch k of all begins at sample k * micro_batch_size. Which k are those of dp rank 0, which those of rank 1?",
+    "Micro-batch k of all begins at sample k * micro_batch_size. Which k has dp rank 0, which has rank 1?",
     "The first one of this rank is number grid.dp_rank, and the next ones follow at a distance of grid.dp_world_size.",
     "range(first, end, distance), all three in samples: multiply the numbers of micro-batches by micro_batch_size."),
     blank=("first_samples = ",))
@@ -58,8 +58,8 @@ def average_at_the_right_time(attempt):
     Write two things: in __init__, register the hook that averages, on each parameter of `module`; and the hook itself.
     With a single dp rank there is nothing to average. PyTorch has two kinds of hooks:
 
-        param.register_hook(hook)   backward calls hook(grad) with this micro-batch's own gradient, before it is added to
-                                    param.grad, and adds what the hook returns
+        param.register_hook(hook)   backward calls hook(grad) with this micro-batch's own gradient, before it is added
+                                    to param.grad, and adds what the hook returns
         param.register_post_accumulate_grad_hook(hook)      backward calls hook(param) after it has been added
 
     You may call dist.all_reduce(tensor, group=grid.dp_group), which sums in place. grid is
@@ -69,7 +69,8 @@ def average_at_the_right_time(attempt):
     for dp, num_microbatches in ((2, 3), (3, 1)):
         all_flags = f"{flags} {num_microbatches} --dp_size {dp} --max_tokens {2 * 16 * dp * num_microbatches}"
         got, ours = attempt.train(dp, all_flags), attempt.train(dp, all_flags, ours=True)
-        whole = attempt.train(1, f"{flags} {num_microbatches * dp} --max_tokens {2 * 16 * dp * num_microbatches}", ours=True)
+        whole = attempt.train(1, f"{flags} {num_microbatches * dp} --max_tokens {2 * 16 * dp * num_microbatches}",
+                              ours=True)
         for step in range(2):
             for rank in range(dp):
                 attempt.same(got.gradients[rank][step], whole.gradients[0][step], f"the gradients of optimizer step "

@@ -2,12 +2,10 @@
 
 import itertools
 
-import torch
-
 from attempt import Wrong
 from catalogue import exercise
 from schedule_attempt import count, picture, play_schedule
-from step_modules import SMALL, StepSource, train
+from step_modules import StepSource, train
 
 
 def check_gradients(attempt, stages: int, microbatches: int, schedule=None, order: str = "", late=False) -> None:
@@ -68,59 +66,6 @@ def afab(attempt):
             attempt.require(k is None, f"{count(p, 'stage')}, {count(m, 'micro-batch')}: action {k} of stage {stage} "
                                        f"is {got}, but has to be {must}: all forward in their order, then all backward."
                                        f"{picture(played)}")
-
-
-@exercise("7", "pipeline_parallel.PipelineParallel.__init__", hints=(
-    "torch.arange(num_layers, device=\"cpu\").tensor_split(p) makes p parts whose sizes differ by one at most.",
-    "What another stage holds is None here. The first stage has the embedding, the last one final_norm and final_proj.",
-    "nn.ModuleDict({str(i): model.decoder_layers[i] for i in layers}) keeps the numbers of the whole model. Where the "
-    "weights are tied, the last stage needs an embedding as well."),
-    blank=("holds_embedding =", "self.embedding =", "layers =", "self.decoder_layers =", "self.final_norm =",
-           "self.final_proj ="))
-def layers_of_a_stage(attempt):
-    """Take the modules of this rank's stage out of the whole model.
-
-    Set self.embedding, self.decoder_layers, self.final_norm and self.final_proj: the modules of `model` with these
-    names, or None where this stage does not have them. model.decoder_layers is a list of num_layers layers, and
-    self.decoder_layers an nn.ModuleDict with some of them, in order, under their numbers in the whole model as text.
-    Seven layers on three stages:
-
-        stage 0   embedding   layers "0" "1" "2"
-        stage 1               layers "3" "4"
-        stage 2               layers "5" "6"      final_norm  final_proj
-
-    Where model.config.tie_word_embeddings is True, the projection has the weight of the embedding, so the last stage
-    holds an embedding, too. `grid` has pp_rank, pp_world_size, pp_is_first_stage and pp_is_last_stage. The slowest
-    stage sets the pace: stars are for the largest number of layers on a stage.
-    """
-    largest, best = 0, 0
-    for p, num_layers, tied in ((1, 3, False), (3, 7, False), (4, 7, True), (4, 4, False), (4, 10, False)):
-        def program(modules, rank):
-            attempt.grid(modules, pp=p)
-            config = modules.utils.load_config(SMALL[1], num_hidden_layers=num_layers, num_attention_heads=None,
-                                               num_key_value_heads=None)
-            config.tie_word_embeddings = tied
-            with torch.device("meta"):
-                stage = modules.pipeline_parallel.PipelineParallel(modules.model.Llama(config))
-            ends = {name: getattr(stage, name) is not None for name in ("embedding", "final_norm", "final_proj")}
-            return list(stage.decoder_layers), ends
-
-        situation = f"{num_layers} layers on {p} stages{', tied' * tied}"
-        stages = attempt.run(p, program)[0]
-        shown = "".join(f"\n    stage {s}   layers {' '.join(layers)}" for s, (layers, _) in enumerate(stages))
-        numbers = [number for layers, _ in stages for number in layers]
-        for i in map(str, range(num_layers)):
-            attempt.require(numbers.count(i) == 1, f"{situation}: layer {i} is on {numbers.count(i)} stages, and has "
-                                                   f"to be on one{shown}")
-        attempt.require(numbers == [str(i) for i in range(num_layers)],
-                        f"{situation}: a stage needs consecutive layers, in order, and so do stages{shown}")
-        for s, (layers, ends) in enumerate(stages):
-            attempt.require(bool(layers), f"{situation}: stage {s} has no layer{shown}")
-            wanted = {"embedding": s == 0 or tied and s == p - 1, "final_norm": s == p - 1, "final_proj": s == p - 1}
-            attempt.same(ends, wanted, f"{situation}, the modules that are not None", s)
-        largest += max(len(layers) for layers, _ in stages)
-        best += -(-num_layers // p)  # fewer on all stages would be fewer layers than there are
-    attempt.score("layers of the largest stage, summed over five sizes", largest, best)
 
 
 @exercise("7", "pipeline_parallel.run_schedule", hints=(

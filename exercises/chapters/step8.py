@@ -1,7 +1,5 @@
 """Step 8: one forward, one backward, and all three axes together."""
 
-import torch
-
 from catalogue import exercise
 from schedule_attempt import play_schedule, score_time_and_memory
 
@@ -64,38 +62,3 @@ def stages_in_the_grid(attempt):
                     "pp_prev_rank": grid.pp_prev_rank, "pp_next_rank": grid.pp_next_rank}
 
         attempt.both(dp * pp * tp, program, f"a grid of dp {dp} x pp {pp} x tp {tp}")
-
-
-@exercise("8", "pipeline_parallel.sum_tied_gradients", hints=(
-    "Two stages hold the weight, the first and the last. Which group do they share? What do the others do?",
-    "stage.embedding is None on the stages between them, and stage.config.tie_word_embeddings says whether it is tied.",
-    "dist.all_reduce the gradient of stage.embedding.weight over pgm.process_group_manager.pp_ends_group, in place."))
-def tied_gradients(attempt):
-    """Sum the gradients of a weight that the first and the last stage share.
-
-    Where stage.config.tie_word_embeddings is True, the embedding and the final projection are one matrix W. The first
-    stage looks tokens up in it, the last one multiplies by it, and both have a copy:
-
-        stage 0    embedding W    gradient from looking up      a    -->  a + b
-        stage 1    no W, stage.embedding is None
-        stage 2    projection W   gradient from the product     b    -->  a + b, in stage.embedding.weight.grad
-
-    This is called on all stages after the last backward. On the last stage, stage.embedding.weight is the weight of the
-    projection, too. Where it is not tied, the last stage has no embedding, and nothing is to be done. You may call
-    dist.all_reduce(tensor, group=...). grid = pgm.process_group_manager has tp_group, pp_group, dp_group and
-    pp_ends_group, in which the first and last stage of a pipeline are.
-    """
-    for dp, pp, tied in ((1, 3, True), (2, 2, True), (1, 1, True), (1, 3, False)):
-        def program(modules, rank):
-            grid = attempt.grid(modules, dp=dp, pp=pp)
-            holds = grid.pp_is_first_stage or grid.pp_is_last_stage and tied
-            stage = torch.nn.Module()
-            stage.config = type("Config", (), {"tie_word_embeddings": tied})
-            stage.embedding = torch.nn.Embedding(2, 3, dtype=torch.float64) if holds else None
-            if holds:
-                stage.embedding.weight.grad = torch.full((2, 3), 10.0 ** rank, dtype=torch.float64)
-            modules.pipeline_parallel.sum_tied_gradients(stage)
-            return stage.embedding.weight.grad if holds else torch.zeros(())
-
-        world = attempt.both(dp * pp, program, f"the gradient of W, {dp} x {pp} stages, tied: {tied}")
-        attempt.require(tied or not world.events, "nothing is tied, but the stages send messages")

@@ -5,7 +5,8 @@ from exercise_versions import Versions, Wrong
 VERSIONS = {
     "choose_shares": Versions(
         wrong=[
-            Wrong("a piece is left over", "for _ in range(total - num_ranks):", "for _ in range(total - num_ranks - 1):",
+            Wrong("a piece is left over", "for _ in range(total - num_ranks):", "for _ in range(total - num_ranks - "
+                "1):",
                   "the sum of the shares"),
             Wrong("limits are ignored", "if shares[rank] < limits[rank]:", "if True:", "beyond a limit"),
             Wrong("a rank may have nothing", "shares = [1] * num_ranks", "shares = [2] + [0] + [1] * (num_ranks - 2)",
@@ -21,8 +22,10 @@ def shares_by_speed(total, seconds_each, limits=None, besides=None):
 '''),
     "quantise": Versions(
         wrong=[
-            Wrong("a NaN becomes a number", "rows.abs()", "rows.nan_to_num().abs()", "a row with nan arrives with finite"),
-            Wrong("numbers are cut off", "steps.nan_to_num().round()", "steps.nan_to_num().trunc()", "more than half a step"),
+            Wrong("a NaN becomes a number", "rows.abs()", "rows.nan_to_num().abs()", "a row with nan arrives with "
+                "finite"),
+            Wrong("numbers are cut off", "steps.nan_to_num().round()", "steps.nan_to_num().trunc()", "more than half "
+                "a step"),
             Wrong("one scale for all rows", "rows.abs().amax(dim=1, keepdim=True) / 127",
                   "rows.abs().amax().expand(len(rows), 1).contiguous() / 127", "more than half a step"),
             Wrong("128 steps", "keepdim=True) / 127", "keepdim=True) / 128", "more than half a step"),
@@ -40,12 +43,15 @@ def encode(x, dtype):
 '''),
     "error_feedback": Versions(
         wrong=[
-            Wrong("nothing is left over", "self.left_over = wanted - sent", "self.left_over = 0.0", "the sum of what was sent"),
-            Wrong("only this step's error is kept", "self.left_over = wanted - sent", "self.left_over = gradient - sent",
+            Wrong("nothing is left over", "self.left_over = wanted - sent", "self.left_over = 0.0", "the sum of what "
+                "was sent"),
+            Wrong("only this step's error is kept", "self.left_over = wanted - sent", "self.left_over = gradient - "
+                "sent",
                   "the sum of what was sent"),
             Wrong("the sign is wrong", "self.left_over = wanted - sent", "self.left_over = sent - wanted",
                   "the sum of what was sent"),
-            Wrong("the gradient is changed", "wanted = gradient + self.left_over", "wanted = gradient.add_(self.left_over)",
+            Wrong("the gradient is changed", "wanted = gradient + self.left_over", "wanted = "
+                "gradient.add_(self.left_over)",
                   "changes the gradient"),
         ],
         right='''

@@ -3,24 +3,6 @@
 from exercise_versions import Versions, Wrong
 
 VERSIONS = {
-    "backward_of_the_input": Versions(
-        wrong=[
-            Wrong("the transpose is forgotten the other way", "grad @ copy", "grad @ copy.t()", "shapes cannot be"),
-            Wrong("nothing is postponed", "postponed.append((ctx.weight, grad, x))", "pass", "puts 0 entries"),
-            Wrong("the weight's gradient is computed now", "postponed.append((ctx.weight, grad, x))",
-                  "postponed.append((ctx.weight, grad, x)); "
-                  "ctx.weight.grad = grad.flatten(0, -2).t() @ x.flatten(0, -2)", "fills the weight's gradient"),
-            Wrong("dx is kept for W", "(ctx.weight, grad, x)", "(ctx.weight, grad @ copy, x)", "dy and x in the entry"),
-            Wrong("one value is returned", "return grad @ copy, None, None", "return grad @ copy",
-                  "incorrect number of gradients"),
-        ],
-        right='''
-@staticmethod
-def backward(ctx, grad):
-    x, weight = ctx.saved_tensors
-    postponed.extend([(ctx.weight, grad.clone(), x)])
-    return torch.einsum("...o,oi->...i", grad, weight), None, None
-'''),
     "weight_half_of_backward": Versions(
         wrong=[
             Wrong("the second micro-batch replaces the first", "if weight.grad is None:", "if True:",

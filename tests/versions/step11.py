@@ -5,27 +5,6 @@ from exercise_versions import Versions, Wrong
 SPLIT = "torch.arange(num_microbatches).tensor_split(max(num_microbatches // num_stages, 1))"
 
 VERSIONS = {
-    "micro_batches_in_rounds": Versions(
-        wrong=[
-            Wrong("a short round is left at the end", SPLIT, "torch.arange(num_microbatches).split(num_stages)",
-                  "there are 3 rounds, and 2 are possible"),
-            Wrong("backwards begin with the first chunk", 'if kind == "F" else reversed(range(num_chunks))', "",
-                  "B, 2 stages, 5 micro-batches, 2 chunks: round 0 is"),
-            Wrong("each micro-batch passes all chunks at once", "for chunk in chunks for i in round.tolist()",
-                  "for i in round.tolist() for chunk in list(chunks)", "round 0 is"),
-            Wrong("one round of all", SPLIT, "[torch.arange(num_microbatches)]", "there are 1 rounds"),
-        ],
-        right='''
-def rounds(kind, num_stages, num_microbatches, num_chunks):
-    number = num_microbatches // num_stages or 1
-    size, longer = divmod(num_microbatches, number)
-    first = 0
-    for k in range(number):
-        end = first + size + (k < longer)
-        yield [Action(kind, i, num_chunks - 1 - chunk if kind == "B" else chunk)
-               for chunk in range(num_chunks) for i in range(first, end)]
-        first = end
-'''),
     "interleaved": Versions(
         wrong=[
             Wrong("the warm-up of step 8",

@@ -9,7 +9,8 @@ VERSIONS = {
                   "received[rank + 1 :] + received[:rank]", "the sum of its shard"),
             Wrong("all ranks send the same part", "Exchange(parts, received, group)",
                   "Exchange([parts[rank]] * len(parts), received, group)", "the sum of its shard"),
-            Wrong("what is received has the size of the sender's part", "[torch.empty_like(parts[rank]) for _ in sizes]",
+            Wrong("what is received has the size of the sender's part", "[torch.empty_like(parts[rank]) for _ in "
+                "sizes]",
                   "[torch.empty_like(part) for part in parts]", "numbers of torch.float64 to rank"),
             Wrong("it is summed before it is there", "return Exchange(parts, received, group), received[rank + 1 :] + "
                   "received[: rank + 1]", "return Exchange(parts, received, group), [sum(received)]", "NaN"),
@@ -22,28 +23,6 @@ def reduce_scatter(full, sizes, group):
 
     dist.all_reduce(full, group=group)  # right, but with twice the bytes
     return Done(), [full.split(sizes)[group.rank()]]
-'''),
-    "all_gather": Versions(
-        wrong=[
-            Wrong("each rank is sent its own old shard", "[own] * group.size()", "parts",
-                  "changed a tensor while it was being sent"),
-            Wrong("copies are received", "parts, group)", "[part.clone() for part in parts], group)", "`full` after wait()"),
-            Wrong("the shards are taken for equal", "full.split(sizes)", "full.chunk(group.size())", "`full` after wait()"),
-        ],
-        right='''
-def all_gather(full, sizes, group):
-    class Handles(list):
-        def wait(self):
-            for handle in self:
-                handle.wait()
-
-    parts, rank = full.split(sizes), group.rank()
-    handles = Handles()
-    for other in range(group.size()):
-        if other != rank:
-            handles.append(dist.isend(parts[rank].clone(), group=group, group_dst=other))
-            handles.append(dist.irecv(parts[other], group=group, group_src=other))
-    return handles
 '''),
     "sharded_adamw": Versions(
         wrong=[
@@ -76,7 +55,8 @@ def __init__(self, params, group, shares):
                   "--tp_size 2 --zero 1: the gradient norm"),
             Wrong("only tp rank 0 counts", "(grid.tp_rank == 0 or param in split)", "grid.tp_rank == 0",
                   "--tp_size 2 --zero 1: the gradient norm"),
-            Wrong("a tied embedding counts on both stages", '(grid.pp_is_first_stage or name != "embedding.weight")', "True",
+            Wrong("a tied embedding counts on both stages",
+                  '(grid.pp_is_first_stage or name != "embedding.weight")', "True",
                   "with tied embeddings: the gradient norm"),
             Wrong("only dp rank 0 counts", "for name, param in self.module.named_parameters():",
                   "for name, param in self.module.named_parameters() if grid.dp_rank == 0 else ():",

@@ -5,10 +5,12 @@ from exercise_versions import Versions, Wrong
 VERSIONS = {
     "just_in_time": Versions(
         wrong=[
-            Wrong("backward does not gather", "output.register_hook(lambda gradient: self.before_backward(layer))", "pass",
+            Wrong("backward does not gather", "output.register_hook(lambda gradient: self.before_backward(layer))",
+                "pass",
                   "backward reaches decoder_layers.2"),
             Wrong("forward does not wait", "        self.units[layer].gather()\n        if layer in self.following:",
-                  "        self.units[layer].start_gather()\n        if layer in self.following:", "weights are still arriving"),
+                  "        self.units[layer].start_gather()\n        if layer in self.following:", "weights are "
+                      "still arriving"),
             Wrong("the rest is not gathered", "        self.rest.start_gather()\n", "        return\n",
                   "forward reaches embedding, whose weights are freed"),
             Wrong("the rest is used before it is there", "        self.rest.gather()\n", "", "still arriving"),

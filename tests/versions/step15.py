@@ -7,7 +7,8 @@ VERSIONS = {
         wrong=[
             Wrong("exponentials overflow", "torch.sigmoid(other_lse - lse)",
                   "(other_lse.exp() / (lse.exp() + other_lse.exp()))", "scores near 10,000: out"),
-            Wrong("the mean of both", "torch.sigmoid(other_lse - lse)", "torch.full_like(lse, 0.5)", "scores near 0: out"),
+            Wrong("the mean of both", "torch.sigmoid(other_lse - lse)", "torch.full_like(lse, 0.5)", "scores near 0: "
+                "out"),
             Wrong("the weights are swapped", "torch.sigmoid(other_lse - lse)", "torch.sigmoid(lse - other_lse)",
                   "scores near 0: out"),
             Wrong("lse is not in place", "lse.copy_(torch.logaddexp(lse, other_lse))",
@@ -40,35 +41,18 @@ def local_positions(layout, seq_len):
     one = torch.arange(length) + length * grid.cp_rank
     return torch.cat([one, one + length * grid.cp_world_size])  # right, but not even
 '''),
-    "visible_keys": Versions(
-        wrong=[
-            Wrong("no mask for its own keys", "return everything, everything, True", "return everything, everything, False",
-                  "queries of rank 0 and keys of rank 0"),
-            Wrong("all keys of a lower rank", "(everything, slice(half), False)", "(everything, everything, False)",
-                  "zigzag with 2 ranks, queries of rank 1 and keys of rank 0"),
-            Wrong("nothing of a higher rank", "else (slice(half, None), everything, False)", "else None",
-                  "zigzag with 2 ranks, queries of rank 0 and keys of rank 1"),
-            Wrong("contiguous is turned around", "return (everything, everything, False) if source < rank else None",
-                  "return (everything, everything, False) if source > rank else None", "contiguous with 2 ranks"),
-        ],
-        right='''
-def visible(layout, rank, source, length):
-    if rank == source:
-        return slice(0, length), slice(0, length), True
-    if source > rank:
-        return (slice(length // 2, length), slice(0, length), False) if layout == "zigzag" else None
-    return slice(0, length), slice(0, length // 2 if layout == "zigzag" else length), False
-'''),
     "ring_backward": Versions(
         wrong=[
             Wrong("only queries get a gradient by their own keys", "grad_q[:, :, queries] += part_q",
                   "grad_q[:, :, queries] = part_q", "the gradient of its queries"),
-            Wrong("what arrives is dropped", "gradients = message.wait()", "message.wait()", "the gradient of its values"),
+            Wrong("what arrives is dropped", "gradients = message.wait()", "message.wait()", "the gradient of its "
+                "values"),
             Wrong("nothing is sent where nothing is visible", "        message = Message(",
                   "        message = message if block is None else Message(", "rank"),
             Wrong("gradients are added to all keys", "gradients[:, :, :, keys] += torch.stack(parts)",
                   "gradients += torch.stack(parts).mean(3, keepdim=True)", "the gradient of its values"),
-            Wrong("keys and values are swapped", "torch.stack(parts)", "torch.stack(parts[::-1])", "the gradient of its values"),
+            Wrong("keys and values are swapped", "torch.stack(parts)", "torch.stack(parts[::-1])", "the gradient of "
+                "its values"),
         ],
         right='''
 @staticmethod
@@ -80,7 +64,8 @@ def backward(ctx, grad):
             gradients = Message(gradients, "gradients").wait()  # right, but nothing computes meanwhile
         if block:
             m, n, is_causal = block
-            parts = attend_backward(grad[:, :, m], q[:, :, m], k[:, :, n], v[:, :, n], out[:, :, m], lse[:, :, m], is_causal)
+            mine = (grad[:, :, m], q[:, :, m], k[:, :, n], v[:, :, n], out[:, :, m], lse[:, :, m])
+            parts = attend_backward(*mine, is_causal)
             grad_q[:, :, m] += parts[0]
             gradients[0][:, :, n] += parts[1]
             gradients[1][:, :, n] += parts[2]

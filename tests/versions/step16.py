@@ -5,11 +5,13 @@ from exercise_versions import Versions, Wrong
 VERSIONS = {
     "dispatch_and_combine": Versions(
         wrong=[
-            Wrong("rows are not sorted by expert", "rows.index_select(0, order), here", "rows, here", "the results of its rows"),
+            Wrong("rows are not sorted by expert", "rows.index_select(0, order), here", "rows, here", "the results "
+                "of its rows"),
             Wrong("the order is not undone", "order.argsort()), received, sent", "order), received, sent",
                   "the results of its rows"),
             Wrong("the numbers are not swapped on the way back", "received, sent)", "sent, received)", "rank"),
-            Wrong("there is no backward", "rows = AllToAll.apply(rows, sent, received)", "rows = exchange(rows, sent, received)",
+            Wrong("there is no backward", "rows = AllToAll.apply(rows, sent, received)", "rows = exchange(rows, "
+                "sent, received)",
                   "the gradient of its rows"),
             Wrong("the counts are taken for everybody's", "exchange(counts, equal, equal)",
                   "counts.view(size, -1)[pgm.process_group_manager.ep_rank].repeat(size)", "rows to rank"),
@@ -27,27 +29,5 @@ def run(self, rows, counts):
         out = [*self.values()][expert](torch.cat(mine))
         results[expert::own] = out.split([len(piece) for piece in mine])
     return AllToAll.apply(torch.cat(results), received, sent)
-'''),
-    "balance_of_experts": Versions(
-        wrong=[
-            Wrong("the mean over tokens is forgotten", "chosen.numel() / len(scores)", "chosen.numel()",
-                  "the gradient of the router's logits"),
-            Wrong("k is forgotten", "chosen.numel() / len(scores)", "len(scores) / len(scores)", "5 tokens, k = 2"),
-            Wrong("it takes the place of the gradient", "other + gradient)", "gradient.expand_as(other))",
-                  "the gradient of the router's logits"),
-            Wrong("E is forgotten", "self.loss_weight * scores.size(1)", "self.loss_weight",
-                  "the gradient of the router's logits"),
-            Wrong("it does not ask whether a backward comes", "if self.loss_weight and scores.requires_grad:",
-                  "if self.loss_weight:", "cannot register a hook"),
-        ],
-        right='''
-def after_choice(self, router, args, output):
-    scores, chosen = output
-    num_tokens, num_experts = scores.shape
-    counts = torch.stack([(chosen == expert).sum() for expert in range(num_experts)])
-    self.loads[router] += counts
-    term = self.loss_weight * num_experts * counts / (chosen.numel() * num_tokens)
-    if scores.requires_grad:
-        scores.register_hook(lambda gradient: gradient + term.expand_as(gradient))
 '''),
 }

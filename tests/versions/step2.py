@@ -34,9 +34,10 @@ def __init__(self, dp_size, pp_size, tp_size):
                   "self.dp_group, _ = dist.new_subgroups_by_enumeration(replicas.tolist(), timeout)",
                   "self.dp_group = dist.new_group(self.ranks[:, self.pp_rank, self.tp_rank].tolist(), timeout)",
                   "do not make the same groups"),
-            Wrong("the lists have another order on each rank", "dist.new_subgroups_by_enumeration(rows.tolist(), timeout)",
-                  "dist.new_subgroups_by_enumeration(sorted(rows.tolist(), key=lambda row: self.global_rank not in row), "
-                  "timeout)", "do not make the same groups"),
+            Wrong("the lists have another order on each rank",
+                  "dist.new_subgroups_by_enumeration(rows.tolist(), timeout)",
+                  "dist.new_subgroups_by_enumeration(sorted(rows.tolist(), key=lambda row: self.global_rank not in "
+                  "row), timeout)", "do not make the same groups"),
         ],
         right='''
 def __init__(self, dp_size, pp_size, tp_size):
@@ -56,9 +57,12 @@ def __init__(self, dp_size, pp_size, tp_size):
 '''),
     "broadcast": Versions(
         wrong=[
-            Wrong("the source is always rank 0", "(dist.get_rank() - source) % size", "dist.get_rank()", "choose another of these ranks"),
-            Wrong("numbers beyond the last rank wrap around", " and number + distance < size", "", "those ranks have ended"),
-            Wrong("a rank sends before it has received", "number < distance and", "number < 2 * distance and", "deadlock"),
+            Wrong("the source is always rank 0",
+                  "(dist.get_rank() - source) % size", "dist.get_rank()", "choose another of these ranks"),
+            Wrong("numbers beyond the last rank wrap around",
+                  " and number + distance < size", "", "those ranks have ended"),
+            Wrong("a rank sends before it has received",
+                  "number < distance and", "number < 2 * distance and", "deadlock"),
             Wrong("what is received stays in another tensor", "dist.recv(tensor, ", "dist.recv(tensor.clone(), ",
                   "rank 1: its tensor, with 2 ranks, source 0"),
         ],
@@ -76,7 +80,8 @@ def broadcast(tensor, source):
             Wrong("the second half of the rounds is missing", "range(2 * (size - 1))", "range(size - 1)", "expected"),
             Wrong("a part is cleared before it is sent", "sending.wait()", "outgoing.zero_(); sending.wait()",
                   "changed a tensor while it was being sent"),
-            Wrong("all ranks send first", "sending = dist.isend(outgoing, after)", "sending = None; dist.send(outgoing, after)",
+            Wrong("all ranks send first",
+                  "sending = dist.isend(outgoing, after)", "sending = None; dist.send(outgoing, after)",
                   "circle"),
         ],
         right='''

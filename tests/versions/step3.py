@@ -5,7 +5,8 @@ from exercise_versions import Versions, Wrong
 VERSIONS = {
     "samples_of_a_step": Versions(
         wrong=[
-            Wrong("the last sample has no last target", "(len(self.tokens) - 1) // seq_len", "len(self.tokens) // seq_len",
+            Wrong("the last sample has no last target",
+                  "(len(self.tokens) - 1) // seq_len", "len(self.tokens) // seq_len",
                   "samples_per_epoch in a corpus of the 12 tokens"),
             Wrong("samples share no token", "i % self.samples_per_epoch * self.seq_len",
                   "i % self.samples_per_epoch * (self.seq_len + 1)", "sample 1 in a corpus of the 13 tokens"),
@@ -43,7 +44,8 @@ class TokenSamples(Dataset):
                   "batch = next(data_loader)\n        model.zero_grad()", "the gradient of the mean loss with 3"),
             Wrong("only the last loss is returned", "total_loss += loss.detach()", "total_loss = loss.detach()",
                   "the returned loss with 3"),
-            Wrong("a micro-batch is left out", "range(num_microbatches)", "range(1, num_microbatches)", "that are read"),
+            Wrong("a micro-batch is left out",
+                  "range(num_microbatches)", "range(1, num_microbatches)", "that are read"),
         ],
         right='''
 def train_step(model, data_loader):

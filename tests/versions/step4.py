@@ -27,7 +27,8 @@ class Copy(torch.autograd.Function):
 '''),
     "g": Versions(
         wrong=[
-            Wrong("backward sums, too", "        return grad\n", "        grad = grad.clone()\n        all_reduce(grad)\n"
+            Wrong("backward sums, too",
+                  "        return grad\n", "        grad = grad.clone()\n        all_reduce(grad)\n"
                   "        return grad\n", "the gradient of this rank's term"),
             Wrong("nothing is summed", "        all_reduce(x)\n", "", "the output"),
             Wrong("the mean instead of the sum", "        return x\n",
@@ -47,33 +48,14 @@ class Reduce(torch.autograd.Function):
     def backward(ctx, grad):
         return grad.clone()
 '''),
-    "local_ids": Versions(
-        wrong=[
-            Wrong("the rows that are left over are forgotten", "grid.tp_rank * rows + min(grid.tp_rank, left_over)",
-                  "grid.tp_rank * rows", "the mask of the ids 0 to 9, with 3 ranks"),
-            Wrong("all ranks have one row more", "(grid.tp_rank < left_over)", "1", "the mask of the ids 0 to 7"),
-            Wrong("ids of other ranks keep their distance", "(ids - first).masked_fill(elsewhere, 0)", "ids - first",
-                  "the rows of the ids"),
-            Wrong("the mask is the wrong way around", "masked_fill(elsewhere, 0), elsewhere",
-                  "masked_fill(elsewhere, 0), ~elsewhere", "(1: elsewhere)"),
-        ],
-        right='''
-def to_local_ids(ids, vocab_size):
-    grid = pgm.process_group_manager
-    rows = torch.zeros(vocab_size, dtype=torch.int64)
-    elsewhere = torch.ones(vocab_size, dtype=torch.bool)
-    mine = torch.arange(vocab_size).tensor_split(grid.tp_world_size)[grid.tp_rank]
-    rows[mine] = torch.arange(len(mine))
-    elsewhere[mine] = False
-    return rows[ids], elsewhere[ids]
-'''),
     "vocab_parallel_cross_entropy": Versions(
         wrong=[
             Wrong("each rank subtracts its own largest logit", "all_reduce(largest, dist.ReduceOp.MAX)", "pass",
                   "the loss of 4 tokens"),
             Wrong("nothing is subtracted", "logits = logits - largest.unsqueeze(-1)", "logits = logits.clone()",
                   "logits up to 2"),
-            Wrong("other ranks count column 0 as the target", ".squeeze(-1).masked_fill(elsewhere, 0.0)", ".squeeze(-1)",
+            Wrong("other ranks count column 0 as the target",
+                  ".squeeze(-1).masked_fill(elsewhere, 0.0)", ".squeeze(-1)",
                   "the loss of 4 tokens"),
             Wrong("the sums of the ranks are not added", "all_reduce(sums)", "pass", "the loss of 4 tokens"),
             Wrong("the softmax is that of this rank alone", "exp.div_(sum_exp.unsqueeze(-1))",
@@ -92,29 +74,12 @@ def forward(ctx, logits, target_ids, vocab_size):
     ctx.save_for_backward((logits - total[:, None]).exp(), local_ids, elsewhere)
     return (total - target).mean()
 '''),
-    "cross_entropy_backward": Versions(
-        wrong=[
-            Wrong("the mean is forgotten", "(grad / local_ids.numel())", "grad", "(4 times as large)"),
-            Wrong("column 0 counts as the target of other ranks' tokens", "(~elsewhere).to(softmax.dtype)",
-                  "torch.ones_like(elsewhere, dtype=softmax.dtype)", "the gradient of 3 * loss"),
-            Wrong("what follows the loss is forgotten", "(grad / local_ids.numel())", "(1 / local_ids.numel())",
-                  "(1/3 of it)"),
-            Wrong("the target is added", "-is_target)", "is_target)", "the gradient of 3 * loss"),
-        ],
-        right='''
-def backward(ctx, grad):
-    softmax, local_ids, elsewhere = ctx.saved_tensors
-    result = softmax.clone()
-    for token in range(len(local_ids)):
-        if not elsewhere[token]:
-            result[token, local_ids[token]] -= 1
-    return result * grad / len(local_ids), None, None
-'''),
     "norm_over_tp": Versions(
         wrong=[
             Wrong("what is not split counts on every rank", "if is_first or param in split", "",
                   "the gradient norm with tp_size 2"),
-            Wrong("each rank has the norm of its part", "all_reduce(squares)", "pass", "the gradient norm with tp_size 2"),
+            Wrong("each rank has the norm of its part",
+                  "all_reduce(squares)", "pass", "the gradient norm with tp_size 2"),
             Wrong("norms are summed instead of squares", "get_total_norm(rows) ** 2\n", "get_total_norm(rows)\n",
                   "the gradient norm with tp_size 2"),
             Wrong("each rank clips by its own norm", "squares.sqrt())\n", "torch.nn.utils.get_total_norm(rows))\n",
@@ -140,9 +105,11 @@ def clip_grad_norm(model, max_norm):
 '''),
     "recursive_doubling": Versions(
         wrong=[
-            Wrong("the partner is the next rank", "grid.tp_rank ^ distance", "(grid.tp_rank + distance) % grid.tp_world_size",
+            Wrong("the partner is the next rank",
+                  "grid.tp_rank ^ distance", "(grid.tp_rank + distance) % grid.tp_world_size",
                   "deadlock"),
-            Wrong("each rank sends first and waits", "sending = dist.isend(tensor, group=grid.tp_group, group_dst=partner)",
+            Wrong("each rank sends first and waits",
+                  "sending = dist.isend(tensor, group=grid.tp_group, group_dst=partner)",
                   "dist.send(tensor, group=grid.tp_group, group_dst=partner); sending = None", "circle"),
             Wrong("the maximum is forgotten", "torch.add if op == dist.ReduceOp.SUM else torch.maximum", "torch.add",
                   "the maximum"),

@@ -5,7 +5,8 @@ from exercise_versions import Versions, Wrong
 VERSIONS = {
     "samples_of_a_replica": Versions(
         wrong=[
-            Wrong("a replica's first sample is its number", "range(grid.dp_rank * micro_batch_size,", "range(grid.dp_rank,",
+            Wrong("a replica's first sample is its number",
+                  "range(grid.dp_rank * micro_batch_size,", "range(grid.dp_rank,",
                   "as dp rank 1 with dp 2 x tp 1"),
             Wrong("all replicas read all samples", "grid.dp_world_size * micro_batch_size)", "micro_batch_size)",
                   "as dp rank 0 with dp 2 x tp 1"),
@@ -35,7 +36,8 @@ def __init__(self, samples, micro_batch_size, gradient_accumulation_steps, devic
                   "        if self.require_backward_grad_sync:\n"
                   "            dist.all_reduce(grad := grad / 2, group=pgm.process_group_manager.dp_group)\n"
                   "        return grad", "the gradients of optimizer step 1, with 2 replicas and 3 micro-batches"),
-            Wrong("the accumulated sum is divided after each micro-batch", "        if self.require_backward_grad_sync:\n",
+            Wrong("the accumulated sum is divided after each micro-batch",
+                  "        if self.require_backward_grad_sync:\n",
                   "        param.grad /= 2\n        if self.require_backward_grad_sync:\n", "with 2 replicas and 3"),
             Wrong("no hook is registered", "pgm.process_group_manager.dp_world_size > 1", "False",
                   "the gradients of optimizer step 1"),

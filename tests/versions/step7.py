@@ -21,36 +21,6 @@ VERSIONS = {
 def afab(stage, num_stages, num_microbatches):
     return [Action(kind, i) for kind in ("F", "B") for i in range(num_microbatches)]
 '''),
-    "layers_of_a_stage": Versions(
-        wrong=[
-            Wrong("the rest is forgotten", LAYERS,
-                  "range(num_layers // grid.pp_world_size * grid.pp_rank, "
-                  "num_layers // grid.pp_world_size * (grid.pp_rank + 1))", "layer 6 is on 0 stages"),
-            Wrong("every p-th layer", LAYERS, "range(grid.pp_rank, num_layers, grid.pp_world_size)",
-                  "needs consecutive layers"),
-            Wrong("the last stage has no tied embedding",
-                  "grid.pp_is_first_stage or grid.pp_is_last_stage and model.config.tie_word_embeddings",
-                  "grid.pp_is_first_stage", "7 layers on 4 stages, tied, the modules that are not None, embedding"),
-            Wrong("each stage counts from zero", "str(i): model", "str(i - layers[0]): model",
-                  "layer 0 is on 3 stages"),
-            Wrong("all stages have the norm", "model.final_norm if grid.pp_is_last_stage else None", "model.final_norm",
-                  "final_norm"),
-        ],
-        right='''
-def __init__(self, model):
-    super(PipelineParallel, self).__init__()
-    grid = pgm.process_group_manager
-    num_layers = model.config.num_hidden_layers
-    self.config, self.dtype = model.config, model.dtype
-    is_end = grid.pp_is_first_stage or model.config.tie_word_embeddings and grid.pp_is_last_stage
-    self.embedding = model.embedding if is_end else None
-    size = num_layers // grid.pp_world_size  # the last stage gets what is left over: more stars are possible
-    first = size * grid.pp_rank
-    last = num_layers if grid.pp_is_last_stage else first + size
-    self.decoder_layers = nn.ModuleDict((str(i), model.decoder_layers[i]) for i in range(first, last))
-    self.final_norm, self.final_proj = (
-        (model.final_norm, model.final_proj) if grid.pp_is_last_stage else (None, None))
-'''),
     "gradient_across_processes": Versions(
         wrong=[
             Wrong("what was received gets no gradient", "received.requires_grad_()", "received", "NoneType"),

@@ -51,28 +51,4 @@ def __init__(self, dp_size, pp_size, tp_size):
         return ""
     self.describe = describe
 '''),
-    "tied_gradients": Versions(
-        wrong=[
-            Wrong("all stages of the pipeline take part", "pp_ends_group", "pp_group", "deadlock"),
-            Wrong("the mean instead of the sum",
-                  "dist.all_reduce(stage.embedding.weight.grad, group=pgm.process_group_manager.pp_ends_group)",
-                  "dist.all_reduce(stage.embedding.weight.grad.div_(2), group=pgm.process_group_manager.pp_ends_group)",
-                  "expected"),
-            Wrong("the embedding is summed where it is not tied", "stage.config.tie_word_embeddings and ", "",
-                  "deadlock"),
-            Wrong("the stages between have no embedding", " and stage.embedding is not None", "", "NoneType"),
-        ],
-        right='''
-def sum_tied_gradients(stage):
-    grid = pgm.process_group_manager
-    if not stage.config.tie_word_embeddings or grid.pp_world_size == 1 or stage.embedding is None:
-        return
-    others = stage.embedding.weight.grad.clone()
-    first, last = (grid.ranks[grid.dp_rank, end, grid.tp_rank].item() for end in (0, -1))
-    other = last if grid.pp_is_first_stage else first
-    sending = dist.isend(stage.embedding.weight.grad.clone(), other)
-    dist.recv(others, other)
-    sending.wait()
-    stage.embedding.weight.grad += others
-'''),
 }
