@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from baton import shown
 from blanks import find, put_in
@@ -49,7 +50,7 @@ class Attempt:
         self.place = find(self.ours.path(module), exercise.name_in_module)
         self.theirs = StepSource(folder, {module: put_in(self.place, path)}, folders)
         self.scores: list[Score] = []
-        self.most_ranks = 0
+        self.sizes: set[int] = set()  # numbers of ranks that the check ran on
         self.module, self.name = module, exercise.name_in_module
 
     def function(self, source: StepSource | None = None):
@@ -59,10 +60,14 @@ class Attempt:
             found = getattr(found, part)
         return found
 
+    def world(self, size: int) -> World:
+        """What runs so many ranks."""
+        self.sizes.add(size)
+        return World(size)
+
     def run(self, size: int, program: Callable[[StepModules, int], object], ours: bool = False) -> tuple[list, World]:
         """What program(modules, rank) returns on each of `size` ranks, and the world with its log of messages."""
-        world, source = World(size), self.ours if ours else self.theirs
-        self.most_ranks = max(self.most_ranks, size)
+        world, source = self.world(size), self.ours if ours else self.theirs
         return world.run(lambda rank: program(source.load(), rank), SECONDS / 2), world
 
     def both(self, size: int, program: Callable[[StepModules, int], object], what: str,
@@ -81,7 +86,11 @@ class Attempt:
 
     def train(self, size: int, flags: str, ours: bool = False, prepare: Callable | None = None) -> Training:
         """train.py of the step, with these flags, on `size` ranks; see step_modules.train."""
-        return train(self.ours if ours else self.theirs, size, tuple(flags.split()), prepare)
+        return train(self.ours if ours else self.theirs, size, flags.split(), prepare, self.world(size))
+
+    def ranks_of(self, group) -> str:
+        """The global ranks of a process group, as text."""
+        return str(group and dist.get_process_group_ranks(group))
 
     def same(self, got, expected, what: str, rank: int | None = None, tolerance: float = 1e-9) -> None:
         """Raises Wrong where two tensors, numbers, lists or dictionaries of them differ, with the first place."""

@@ -65,7 +65,7 @@ class Verdict(NamedTuple):
     is_right: bool
     message: str  # what is wrong
     scores: list[Score]
-    most_ranks: int  # of those that the check ran on
+    sizes: set[int]  # numbers of ranks that the check ran on
 
     @property
     def stars(self) -> int:
@@ -124,4 +124,4 @@ def judge(one: Exercise, path: pathlib.Path, kind: type[Attempt] = Attempt) -> V
     if thread.is_alive():
         where = place(sys._current_frames()[thread.ident])
         problems.append(f"it does not end: after {SECONDS} seconds it is at {where}")
-    return Verdict(not problems, "".join(problems[:1]), attempt.scores, attempt.most_ranks)
+    return Verdict(not problems, "".join(problems[:1]), attempt.scores, attempt.sizes)

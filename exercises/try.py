@@ -77,9 +77,10 @@ def reset(one: Exercise) -> int:
     return start(one)
 
 
-def on_processes(one: Exercise, size: int) -> bool:
-    """Runs the check on as many processes. Raises Unwritten where it needs one only."""
-    if size < 2:
+def on_processes(one: Exercise, sizes: set[int]) -> bool:
+    """Runs the check on processes: on four or the nearest number for which it has ranks. Raises Unwritten for one."""
+    size = min(sizes - {1}, key=lambda size: (size > 4, abs(size - 4)), default=1)
+    if size == 1:
         raise Unwritten(f"{one.name} is right, and there is nothing to run with torchrun: its check needs one process")
     script = ROOT / "exercises" / "on_processes.py"
     print(f"torchrun --nproc_per_node {size} {shown(script)} {one.name}", flush=True)
@@ -95,7 +96,7 @@ def check(one: Exercise, torchrun: bool = False) -> int:
     if not verdict.is_right:
         print(f"{one.name}: not yet\n\n{verdict.message}")
         return 1
-    if torchrun and not on_processes(one, min(verdict.most_ranks, 4)):
+    if torchrun and not on_processes(one, verdict.sizes):
         return 1
     note(one.name, stars=max(verdict.stars, read_state().get(one.name, {}).get("stars", 0)))
     print(f"{one.name}: right" + (f", {'*' * verdict.stars}" if verdict.scores else ""))
@@ -114,7 +115,7 @@ def check_all(exercises: dict[str, Exercise]) -> int:
         try:
             verdict = judge(one, one.path)
         except Unwritten as error:
-            verdict = Verdict(False, str(error), [], 0)
+            verdict = Verdict(False, str(error), [], set())
         first = verdict.message.splitlines()[0] if verdict.message else ""
         print(f"{'right' if verdict.is_right else 'wrong':6} {'*' * verdict.stars:4} {one.name:28} {first}", flush=True)
         failed += not verdict.is_right

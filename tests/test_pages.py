@@ -11,6 +11,7 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.S | re.M)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 GENERATED = ("runs", "logs", "checkpoints")  # folders that a run writes
+READERS = "exercises/mine"  # where readers write
 PATH = re.compile(r"[\w.*<>{}-]+(?:/[\w.*<>{}-]+)+/?|\b\w+\.(?:py|sh)\b")  # with a slash, or a program's name
 
 
@@ -25,7 +26,8 @@ def missing_paths(text: str, folder: pathlib.Path) -> list[str]:
     for name in (name for code in CODE.findall(text) for name in PATH.findall(code)):
         name = name.removeprefix("./").rstrip("./")
         first, _, rest = name.partition("/")
-        if any(character in name for character in "*<>{}") or first == "stepN" or first in GENERATED:
+        if any(character in name for character in "*<>{}") or first == "stepN" or first in GENERATED or (
+                name.startswith(READERS)):
             continue
         if not rest:
             found = any(ROOT.glob(f"*/**/{name}")) or (ROOT / name).exists()

@@ -114,6 +114,7 @@ class World(Baton):
                 get_rank=lambda group=None: (group or self.everyone).rank(),
                 get_world_size=lambda group=None: (group or self.everyone).size(),
                 get_global_rank=lambda group, rank: group.ranks[rank],
+                get_process_group_ranks=lambda group: [*(group or self.everyone).ranks],
                 get_backend=lambda group=None: "gloo", is_initialized=lambda: True,
                 send=lambda *args, **kwargs: self.isend(*args, **kwargs).wait() and None,
                 recv=lambda *args, **kwargs: self.irecv(*args, **kwargs).wait() and None,

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from launch import ROOT, STEPS
@@ -103,35 +104,39 @@ def load_random_samples(dataset_name, model_name, seq_len, vocab_size, num_sampl
     return RandomSamples(seq_len=seq_len, vocab_size=vocab_size, num_samples=num_samples)
 
 
-def train(source: StepSource, size: int, flags: Sequence, prepare: Callable | None = None) -> Training:
+def train(source: StepSource, size: int, flags: Sequence, prepare: Callable | None = None,
+          world: World | None = None) -> Training:
     """Runs train.py of a step on `size` ranks in this process, on random samples and a small model, in float64.
 
-    `flags` come after SMALL, so they override it. prepare(modules, rank) is called on each rank before main(). Raises
-    what a rank raises, SystemExit among it for a flag that train.py refuses.
+    `flags` come after SMALL, so they override it. prepare(modules, rank) is called on each rank before main(). `world`
+    runs the ranks, a new World by default. Raises what a rank raises, SystemExit among it for a flag that train.py
+    refuses.
     """
-    world, modules = World(size), [source.load() for _ in range(size)]
+    world, modules = world or World(size), [source.load() for _ in range(size)]
     gradients, weights = [[] for _ in range(size)], [[] for _ in range(size)]
 
     def note(records: list, what: str, optimizer: torch.optim.Optimizer) -> None:
         group = optimizer.param_groups[0]
-        records[world.rank].append({name.removeprefix("module."): getattr(param, what).detach().clone()
-                                    for name, param in zip(group["param_names"], group["params"])
-                                    if getattr(param, what) is not None})
+        records[dist.get_rank()].append({name.removeprefix("module."): getattr(param, what).detach().clone()
+                                         for name, param in zip(group["param_names"], group["params"])
+                                         if getattr(param, what) is not None})
 
-    def program(rank: int) -> None:
+    def program(rank: int) -> tuple[list, list, list]:
         modules[rank].train.load_samples = load_random_samples
         if prepare:
             prepare(modules[rank], rank)
         modules[rank].train.main()
+        is_logging_rank = modules[rank].process_group_manager.process_group_manager.is_logging_rank
+        rows = pathlib.Path(folder, "run", "metrics.jsonl").read_text().splitlines() if is_logging_rank else []
+        return rows, gradients[rank], weights[rank]
 
     before = register_optimizer_step_pre_hook(lambda optimizer, *_: note(gradients, "grad", optimizer))
     after = register_optimizer_step_post_hook(lambda optimizer, *_: note(weights, "data", optimizer))
     try:
         with tempfile.TemporaryDirectory() as folder, mock.patch.object(
                 sys, "argv", ["train.py", *SMALL, *map(str, flags), "--log_dir", folder, "--run_name", "run"]):
-            world.run(program)
-            lines = pathlib.Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+            rows, gradients, weights = zip(*world.run(program))
     finally:
         before.remove()
         after.remove()
-    return Training([json.loads(line) for line in lines], gradients, weights, modules, world)
+    return Training([json.loads(line) for line in sum(rows, [])], [*gradients], [*weights], modules, world)

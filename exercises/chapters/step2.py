@@ -74,12 +74,16 @@ def groups_of_an_axis(attempt):
     for sizes in ((1, 1, 1), (2, 1, 3), (2, 2, 2), (2, 3, 2)):
         name = "dp {} x pp {} x tp {}".format(*sizes)
         ranks = torch.arange(math.prod(sizes)).view(sizes)
-        got, world = attempt.run(ranks.numel(), lambda modules, rank: attempt.grid(modules, *sizes))
+
+        def program(modules, rank):
+            grid = attempt.grid(modules, *sizes)
+            return {axis: attempt.ranks_of(getattr(grid, f"{axis}_group")) for axis in ("tp", "pp", "dp")}
+
+        got, world = attempt.run(ranks.numel(), program)
         made = [[list(each[1]) for each in world.counts if each[0] == rank] for rank in range(len(got))]
         for rank, (dp, pp, tp) in enumerate(itertools.product(*map(range, sizes))):
             for axis, expected in (("tp", ranks[dp, pp]), ("pp", ranks[dp, :, tp]), ("dp", ranks[:, pp, tp])):
-                group = getattr(getattr(got[rank], f"{axis}_group"), "ranks", ())
-                attempt.same(str([*group]), str(expected.tolist()), f"its {axis} group with {name}", rank)
+                attempt.same(got[rank][axis], str(expected.tolist()), f"its {axis} group with {name}", rank)
             attempt.require(made[rank] == made[0], f"the ranks do not make the same groups in the same order, with "
                             f"{name}:\n  rank 0 makes {made[0]}\n  rank {rank} makes {made[rank]}")
 

@@ -5,7 +5,7 @@ import itertools
 from attempt import Wrong
 from catalogue import exercise
 from schedule_attempt import count, picture, play_schedule
-from step_modules import StepSource, train
+from step_modules import StepSource
 
 
 def check_gradients(attempt, stages: int, microbatches: int, schedule=None, order: str = "", late=False) -> None:
@@ -14,7 +14,7 @@ def check_gradients(attempt, stages: int, microbatches: int, schedule=None, orde
     With `late` the executor posts no receive ahead of time.
     """
     flags = (f"--gradient_accumulation_steps {microbatches} --max_tokens {2 * 16 * microbatches} --max_grad_norm 0 "
-             "--num_hidden_layers 3 --pp_size").split()
+             "--num_hidden_layers 3 --pp_size")
 
     def prepare(modules, rank):
         if schedule:
@@ -24,8 +24,8 @@ def check_gradients(attempt, stages: int, microbatches: int, schedule=None, orde
             modules.pipeline_parallel.StageCommunication.__init__ = lambda self, *args: (
                 init(self, *args), setattr(self, "receives_ahead", 0))[0]
 
-    one, ours = (train(attempt.ours, size, (*flags, str(size))) for size in (1, stages))
-    got = train(attempt.theirs, stages, (*flags, str(stages)), prepare)
+    one, ours = (attempt.train(size, f"{flags} {size}", ours=True) for size in (1, stages))
+    got = attempt.train(stages, f"{flags} {stages}", prepare=prepare)
     situation = f"{count(stages, 'stage')}, {count(microbatches, 'micro-batch')}{order}"
     for step, rank in itertools.product(range(2), range(stages)):
         for name in ours.gradients[rank][step]:

@@ -58,7 +58,7 @@ def stages_in_the_grid(attempt):
         def program(modules, rank):
             grid = attempt.grid(modules, dp=dp, pp=pp, tp=tp)
             groups = {"pp_group": grid.pp_group, "pp_ends_group": grid.pp_ends_group}
-            return {**{f"the ranks of {name}": group and str([*group.ranks]) for name, group in groups.items()},
+            return {**{f"the ranks of {name}": attempt.ranks_of(group) for name, group in groups.items()},
                     "pp_prev_rank": grid.pp_prev_rank, "pp_next_rank": grid.pp_next_rank}
 
         attempt.both(dp * pp * tp, program, f"a grid of dp {dp} x pp {pp} x tp {tp}")

@@ -75,7 +75,7 @@ def owners_of_a_module(attempt):
             grid = modules.process_group_manager.process_group_manager
             stage = modules.pipeline_stage.PipelineStage(model, pipelines[grid.dp_rank], grid.pp_rank)
             names = {param: name for name, param in stage.model.named_parameters()}
-            return {f"the owners of {names[param]}": str([*group.ranks] if group else None)
+            return {f"the owners of {names[param]}": attempt.ranks_of(group)
                     for param, group in modules.data_parallel.find_owners(stage, pipelines)}
 
         shape = "; ".join(",".join(map(str, sizes)) for sizes in layers)
