@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import re
 import sys
 import time
 
@@ -10,7 +11,7 @@ import baton
 import pytest
 from blanks import Unwritten, find
 from catalogue import EXERCISES, Exercise, judge, load, source_path, stub
-from launch import ROOT
+from launch import ROOT, STEPS
 
 load()
 SECONDS = 5.0  # of a check; twice that here, where other tests run beside it
@@ -35,6 +36,18 @@ def test_there_are_thirty_or_more():
     assert len(EXERCISES) >= 30
     modules = [path for path in (ROOT / "exercises").rglob("*.py") if path.parent.name != "mine"]
     assert sum(len(path.read_text("utf-8").splitlines()) for path in modules) <= 2800
+
+
+def test_pages_name_them():
+    """The list of exercises/README.md is whole, and each chapter ends with those of its step."""
+    listed = re.findall(r"`(\w+)`[,| ]", (ROOT / "exercises" / "README.md").read_text().partition("## The exercises")[2]
+                        .partition("\n## ")[0])
+    assert listed == [*EXERCISES]
+    for chapter in dict.fromkeys(one.chapter for one in EXERCISES.values()):
+        page = (STEPS.get(chapter) or ROOT / chapter) / "README.md"
+        section = page.read_text().partition("## Write it yourself")[2].partition("\n## ")[0]
+        wanted = [one.name for one in EXERCISES.values() if one.chapter == chapter]
+        assert re.findall(r"^\| `(\w+)` \|", section, re.M) == wanted, page
 
 
 @pytest.mark.parametrize("name", EXERCISES)
