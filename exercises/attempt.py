@@ -113,9 +113,12 @@ class Attempt:
 
     def same_tensor(self, got, expected: torch.Tensor, what: str, tolerance: float) -> None:
         if not isinstance(got, torch.Tensor):
-            raise Wrong(f"{what} is {shorten(got)}, but has to be a tensor of shape {list(expected.shape)}")
+            missing = ": is a return missing?" if got is None else ""
+            raise Wrong(f"{what} is {shorten(got)}, but has to be a tensor of shape {list(expected.shape)}{missing}")
         if got.shape != expected.shape:
             raise Wrong(f"{what} has shape {list(got.shape)}, but has to have {list(expected.shape)}")
+        if got.dtype != expected.dtype:
+            raise Wrong(f"{what} is of {got.dtype}, but has to be of {expected.dtype}")
         if not expected.numel():
             return
         error = (got.detach().double() - expected.detach().double()).abs()
@@ -169,6 +172,8 @@ def describe_error(error: BaseException, path: pathlib.Path) -> str:
     """One line for an error in the reader's function, or in the course's code that works with its result."""
     rank = f"rank {error.rank}: " if hasattr(error, "rank") else ""
     said = f"{rank}{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    if "NoneType" in said:
+        said += "\n  None is what a function without a return gives."
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         if frame.filename == str(path):

@@ -51,12 +51,17 @@ def show_list(exercises: dict[str, Exercise]) -> int:
         if one.chapter != chapter:
             chapter = one.chapter
             print(f"\n{'step ' + chapter if chapter.isdigit() else chapter}")
-        stars = state.get(one.name, {}).get("stars", 0)
-        mark = "*" * stars or ("..." if one.path.is_file() else "")
-        print(f"  {mark:3} {one.name:28} {one.title}")
+        solved = state.get(one.name, {})
+        mark = mark_of(solved.get("stars", 0), solved.get("scored")) or ("..." if one.path.is_file() else "")
+        print(f"  {mark:5} {one.name:28} {one.title}")
     solved = sum(bool(each.get("stars")) for each in state.values())
     print(f"\n{solved} of {len(exercises)} solved. Begin one with: python exercises/try.py start NAME")
     return 0
+
+
+def mark_of(stars: int, scored: bool) -> str:
+    """Stars where an optimum is known, "right" where none is, nothing for what is not solved."""
+    return "*" * stars if scored else "right" * (stars > 0)
 
 
 def start(one: Exercise) -> int:
@@ -98,7 +103,8 @@ def check(one: Exercise, torchrun: bool = False) -> int:
         return 1
     if torchrun and not on_processes(one, verdict.sizes):
         return 1
-    note(one.name, stars=max(verdict.stars, read_state().get(one.name, {}).get("stars", 0)))
+    before = read_state().get(one.name, {}).get("stars", 0)
+    note(one.name, stars=max(verdict.stars, before), scored=bool(verdict.scores))
     print(f"{one.name}: right" + (f", {'*' * verdict.stars}" if verdict.scores else ""))
     for score in verdict.scores:
         print(f"  {score.what}: {score.value:g}; "
@@ -117,7 +123,7 @@ def check_all(exercises: dict[str, Exercise]) -> int:
         except Unwritten as error:
             verdict = Verdict(False, str(error), [], set())
         first = verdict.message.splitlines()[0] if verdict.message else ""
-        print(f"{'right' if verdict.is_right else 'wrong':6} {'*' * verdict.stars:4} {one.name:28} {first}", flush=True)
+        print(f"{'right' if verdict.is_right else 'wrong':6} {mark_of(verdict.stars, True) * bool(verdict.scores):4} {one.name:28} {first}", flush=True)
         failed += not verdict.is_right
     return min(failed, 1)
 

@@ -80,7 +80,7 @@ def play(actions: list[list], seconds: dict[str, float] = SECONDS, stage_of: Cal
                 if absent := [need for need in needs if (*need, i) not in done]:
                     missing[r] = (absent[0][0], i, *home[absent[0][1]][::-1])
                     break
-                start = max([spans[r][-1].end if spans[r] else 0, *(done[*need, i] for need in needs)])
+                start = max([spans[r][-1].end if spans[r] else 0, *(done[(*need, i)] for need in needs)])
                 end = start + seconds[kind] + (seconds["W"] if kind == "B" and not split[r] else 0)
                 spans[r].append(Span(*rank.pop(0), start, end))
                 done[kind, s, i], moved = end, True

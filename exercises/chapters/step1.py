@@ -77,17 +77,21 @@ def rotary(attempt):
     model = attempt.theirs.load().model
     for batch, heads, seq_len, size in ((1, 1, 4, 2), (2, 3, 7, 6)):
         cos, sin = model.get_cos_sin(seq_len, size, torch.float64, torch.device("cpu"), rope_theta=10000.0)
-        x = random(batch, heads, seq_len, size)
-        got = model.apply_rotary(x.clone(), cos, sin)
-        situation = f"x of shape {list(x.shape)}"
-        attempt.require(isinstance(got, torch.Tensor) and got.shape == x.shape,
-                        f"{situation}: the result has to be a tensor of the same shape")
+        x, situation = random(batch, heads, seq_len, size), f"x of shape {[batch, heads, seq_len, size]}"
+        given = x.clone().requires_grad_()
+        got = model.apply_rotary(given * 1, cos, sin)
+        attempt.same(got, x, f"{situation}: the result", tolerance=torch.inf)  # its shape and dtype
+        attempt.require(got.requires_grad, f"{situation}: autograd can't follow what computes the result from x")
+        got, changed = got.detach(), x.clone()
+        model.apply_rotary(changed, cos, sin)
+        attempt.require(torch.equal(changed, x), f"{situation}: the function changes x itself: make a new tensor")
         before, after = (torch.complex(*each.chunk(2, dim=-1)) for each in (x, got))  # (B, heads, T, hd/2)
         angles = torch.complex(cos, sin)[:, : size // 2]
         wrong = (after - before * angles).abs() > 1e-9
         attempt.require(not wrong[:, :, 0].any(), f"{situation}: at position 0 all angles are 0, but x changes there")
         attempt.require(((after.abs() - before.abs()).abs() < 1e-5).all(),
-                        f"{situation}: the length of a pair (x[p], x[p + hd/2]) changes. A rotation keeps it.")
+                        f"{situation}: the length of a pair (x[p], x[p + hd/2]) changes. A rotation keeps it.\n"
+                        "  The partner of component p is p + hd/2, and one of the two sines has a minus.")
         attempt.require(not torch.allclose(after, before * angles.conj()), f"{situation}: the pairs turn the other way")
         for b, h, i, p in wrong.nonzero()[:1].tolist():
             numbers = [f"({each.real:.6f}, {each.imag:.6f})" for each in (
@@ -108,23 +112,26 @@ def rms_norm_backward(attempt):
     of the loss with respect to y, and the number eps. Return the gradients with respect to x (..., D) and to weight
     (D,), in this order.
 
-        forward   x (..., D) ---> y (..., D)          each x_j changes y_j directly, and the root mean
-        backward  grad_x     <--- grad                square of its token, and by that all of the token's D numbers
+        forward   x (..., D), weight (D,)   --->  y (..., D)
+        backward  grad_x,     grad_weight   <---  grad
 
-    The mean and the root are taken for each token (all but the last dimension) by itself, but all tokens share the
-    weight. You may use any arithmetic of tensors, such as x.pow(2).mean(-1, keepdim=True) and rsqrt().
+    The mean and the root are taken for each token (all but the last dimension) by itself, and all tokens share the
+    weight. x_j acts in two ways: on y_j directly, and on the root mean square of its token, and so on all D numbers of
+    y. You may use any arithmetic of tensors, such as x.pow(2).mean(-1, keepdim=True) and rsqrt().
     """
     function = attempt.function()
-    for shape, eps in (((3, 4), 0.0), ((2, 3, 5), 1e-5), ((2, 3, 5), 0.5)):
+    for shape, eps in (((3, 4), 0.0), ((2, 3, 5), 0.5), ((2, 3, 5), 1e-5)):
         norm = StepSource("1").load().model.RMSNorm(shape[-1], eps)
-        norm.weight.data = random(shape[-1], seed=1)
+        norm.weight.data = 3 * random(shape[-1], seed=1)
         x, grad = random(*shape).requires_grad_(), random(*shape, seed=2)
         norm(x).backward(grad)
         got = function(x.detach().clone(), norm.weight.detach().clone(), grad.clone(), eps)
         attempt.require(isinstance(got, tuple) and len(got) == 2, "it has to return two tensors: grad_x, grad_weight")
         situation = f"for x of shape {list(shape)} and eps = {eps:g}"
         attempt.same(got[1], norm.weight.grad, f"the gradient of the weight {situation}")
+        attempt.require(got[0] is not None, "the gradient of x is None")
         along = float((got[0] * x.detach()).sum(-1).abs().max()) if got[0].shape == x.shape and not eps else 0.0
-        attempt.require(along < 1e-9, f"the gradient of x {situation}, has the product {along:.4g} with x.\n  Without "
-                        "eps, y stays the same if x becomes 1 % longer, so this product has to be 0.")
+        attempt.require(along < 1e-9, f"the gradient of x {situation}: of a token, the sum of grad_x * x over its D "
+                        f"numbers is {along:.4g}.\n  It has to be 0: without eps, y stays the same if x becomes 1 % "
+                        "longer. Is the way over the root mean square right?")
         attempt.same(got[0], x.grad, f"the gradient of x {situation}")

@@ -23,7 +23,7 @@ def check_contiguous(attempt, tensor_parallel) -> None:
 
 
 @exercise("4", "tensor_parallel.Copy", hints=(
-    "forward returns x.view_as(x), because autograd wants a new tensor object from it, even on the same numbers.",
+    "forward has nothing to compute: it returns x, or by convention x.view_as(x), another tensor with its numbers.",
     "backward gets dY and returns dX: the sum of all ranks' gradients.",
     "all_reduce works in place: clone the gradient first, with memory_format=torch.contiguous_format."))
 def f(attempt):
@@ -32,13 +32,14 @@ def f(attempt):
     x is the same on all tp ranks. Each of them goes on with a part of the matrix, so in backward each has only its own
     term of the gradient with respect to x, and all need the sum:
 
-        forward     x ------ f ------ x                    ctx keeps what backward needs (nothing here)
+        forward     x ------ f -----> x
         backward    sum <--- f <----- this rank's term
 
     A torch.autograd.Function computes in `forward(ctx, ...)` and gets in `backward(ctx, grad)` the gradient with
     respect to its output. It returns that with respect to its input. You may call all_reduce(tensor), which sums over
-    the tp group, in place; the tensor has to be contiguous. Autograd may use the tensor `grad` elsewhere, so it must
-    stay as it is. And forward must not return the very object x: x.view_as(x) is another one, with the same numbers.
+    the tp group, in place, and returns nothing; the tensor has to be contiguous. Autograd may use the tensor `grad`
+    elsewhere, so it must stay as it is. grad.clone(memory_format=torch.contiguous_format) is a copy that is contiguous,
+    while clone() alone keeps the order in memory. `ctx` is not needed here.
     """
     for dp, tp in ((1, 2), (2, 2), (1, 3)):
         def program(modules, rank):
@@ -46,7 +47,8 @@ def f(attempt):
             check_contiguous(attempt, modules.tensor_parallel)
             x, grad = random(2, 3).requires_grad_(), random(2, 3, seed=1 + rank)
             given = grad.clone()
-            y = modules.tensor_parallel.Copy.apply(x)
+            y = modules.tensor_parallel.Copy.apply(x * 1)
+            attempt.require(y is not None, f"rank {rank}: forward returns None: is a return missing?")
             y.backward(grad)
             attempt.require(torch.equal(grad, given), f"rank {rank}: backward changes the tensor that it is given. "
                             "Autograd may use it elsewhere, too: work on a copy.")
@@ -67,20 +69,25 @@ def g(attempt):
     x is a partial sum on each tp rank. The output is the sum of all of them, and everything behind g is computed by all
     tp ranks alike. So each rank gets the same gradient with respect to the sum:
 
-        forward     this rank's term ------ g ------ sum
+        forward     this rank's term ------ g -----> sum
         backward    ?                <----- g <----- the gradient with respect to the sum
 
     A torch.autograd.Function computes in `forward(ctx, ...)` and gets in `backward(ctx, grad)` the gradient with
     respect to its output. It returns that with respect to its input, which is this rank's term. You may call
-    all_reduce(tensor), which sums over the tp group, in place; where forward changes its own input, it has to say so by
-    ctx.mark_dirty(x), and return x.
+    all_reduce(tensor), which sums over the tp group, in place, and returns nothing. Where forward changes its own
+    input, it has to tell autograd by ctx.mark_dirty(x), and return x itself; or it works on a copy.
     """
     for dp, tp in ((1, 2), (2, 2), (1, 3)):
         def program(modules, rank):
             attempt.grid(modules, dp=dp, tp=tp)
             term = random(2, 3, seed=1 + rank).requires_grad_()
-            y = modules.tensor_parallel.Reduce.apply(term * 2)
+            hidden = term * 2
+            y = modules.tensor_parallel.Reduce.apply(hidden)
+            attempt.require(y is not None, f"rank {rank}: forward returns None: is a return missing?")
+            attempt.require(y is hidden or torch.equal(hidden, term * 2), f"rank {rank}: forward changes its input x, "
+                            "and autograd does not know: ctx.mark_dirty(x), and return x itself")
             y.backward(random(2, 3))
+            attempt.require(term.grad is not None, f"rank {rank}: backward returns None: is a return missing?")
             return {"the output": y, "the gradient of this rank's term": term.grad / 2}
 
         attempt.both(dp * tp, program, f"dp {dp} x tp {tp}")

@@ -7,7 +7,7 @@ VERSIONS = {
         wrong=[
             Wrong("the root mean square is taken for a constant", " - normalised * common)", ")", "has to be 0"),
             Wrong("each token keeps its own gradient of the weight", ".flatten(0, -2).sum(0)", "", "has shape [3, 4]"),
-            Wrong("eps is forgotten", "keepdim=True) + eps)", "keepdim=True))", "and eps = 1e-05"),
+            Wrong("eps is forgotten", "keepdim=True) + eps)", "keepdim=True))", "and eps = 0.5"),
             Wrong("the weight is forgotten", "grad * weight", "grad", "the gradient of x"),
         ],
         right='''
