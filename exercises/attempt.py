@@ -86,7 +86,7 @@ class Attempt:
 
     def train(self, size: int, flags: str, ours: bool = False, prepare: Callable | None = None) -> Training:
         """train.py of the step, with these flags, on `size` ranks; see step_modules.train."""
-        return train(self.ours if ours else self.theirs, size, flags.split(), prepare, self.world(size))
+        return train(self.ours if ours else self.theirs, size, flags.split(), prepare, self.world(size), SECONDS / 2)
 
     def ranks_of(self, group) -> str:
         """The global ranks of a process group, as text."""
@@ -146,6 +146,8 @@ class Attempt:
 
     def score(self, what: str, value: float, best: float) -> None:
         """Notes a number with its proved optimum. An exercise that has scores gets the stars of the worst of them."""
+        self.require(value >= best * (1 - 1e-9), f"{what}: {value:g}, but {best:g} is the least that there can be. "
+                     "Something is done in a way that is not counted.")
         self.scores.append(Score(what, value, best))
 
     def some(self, generator: Iterable, most: int, what: str) -> list:

@@ -89,11 +89,14 @@ def take_out(place: Place, statements: tuple[str, ...]) -> str:
 def read_answer(path: pathlib.Path, name: str) -> ast.Module:
     """The reader's file. Raises Unwritten where it is no Python, lacks the function, or still has an empty place."""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        tree = ast.parse(path.read_text(encoding="utf-8-sig"), str(path))
+        compile(tree, str(path), "exec")  # finds more, such as a return outside of a function
     except SyntaxError as error:
         raise Unwritten(f"{shown(path)}, line {error.lineno}, is no Python: {error.msg}") from None
     except FileNotFoundError:
         raise Unwritten(f"there is no {shown(path)} yet: python exercises/try.py start {path.stem}") from None
+    except (OSError, ValueError) as error:
+        raise Unwritten(f"{shown(path)} can't be read: {error}") from None
     last = name.rpartition(".")[2]
     try:
         (node,) = nodes_of(tree, last)
@@ -115,7 +118,13 @@ def put_in(place: Place, path: pathlib.Path) -> types.CodeType:
     module = ast.parse(place.path.read_text(encoding="utf-8"))
     nodes, last = nodes_of(module, place.name), place.name.rpartition(".")[2]
     (mine,) = nodes_of(answer, last)
-    others = [node for node in answer.body if node is not mine and not isinstance(node, ast.Expr)]
+    others = [node for node in answer.body if node is not mine and not isinstance(node, ast.Expr)
+              and getattr(node, "module", None) != "__future__"]
+    kept = {node.name for node in module.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in others:
+        if getattr(node, "name", None) in kept - {place.name}:
+            raise Unwritten(f"{shown(path)}, line {node.lineno}: the module has a {node.name} of its own: choose "
+                            "another name")
     holder = nodes[-2] if len(nodes) > 1 else module
     holder.body[holder.body.index(nodes[-1])] = mine
     index = module.body.index(nodes[0] if len(nodes) > 1 else mine)

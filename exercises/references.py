@@ -10,8 +10,8 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
     """Sums `tensor` (N,) over all n ranks, in place. n divides N.
 
     Each rank sends to the rank after it only, and receives from the rank before it: 2 (n - 1) messages of N / n
-    numbers. No rank can do with fewer bytes: each of the n ranks has to learn the sum of n - 1 parts that it does not
-    compute, and others have to learn n - 1 parts of its own (Patarasuk and Yuan 2009).
+    numbers. In all, n - 1 messages of each number are needed to add it up, and n - 1 more until all ranks know the sum:
+    2 (n - 1) N numbers. So some rank sends 2 (n - 1) N / n, the mean, or more (Patarasuk and Yuan 2009).
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     parts = list(tensor.chunk(size))  # views

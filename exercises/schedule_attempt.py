@@ -16,6 +16,8 @@ def play_schedule(attempt, schedule: Callable, num_stages: int, num_microbatches
         if not hasattr(yielded, "__iter__"):
             raise Wrong(f"{call}: it returns {yielded!r}, but has to yield actions: yield Action(\"F\", i)")
         actions.append(attempt.some(yielded, 6 * chunks * num_microbatches, f"{call}: the schedule"))
+        if stage_of is None and (plain := [action for action in actions[-1] if not hasattr(action, "kind")]):
+            raise Wrong(f"{call}: it yields {plain[0]!r}, but the executor needs an Action(kind, micro-batch)")
     if said := problem(actions, num_microbatches, chunks, seconds, stage_of):
         size = f"{count(num_stages, 'rank' if chunks > 1 else 'stage')}, {count(num_microbatches, 'micro-batch')}"
         raise Wrong(f"{size}: {said}")

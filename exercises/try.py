@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import baton  # noqa: E402
 from baton import shown  # noqa: E402
 from blanks import Unwritten, find  # noqa: E402
-from catalogue import Exercise, Verdict, judge, load, source_path, stub  # noqa: E402
+from catalogue import Exercise, judge, load, source_path, stub  # noqa: E402
 from launch import torchrun as torchrun_command  # noqa: E402
 
 
@@ -34,7 +34,10 @@ def state_path() -> pathlib.Path:
 
 
 def read_state() -> dict:
-    return json.loads(state_path().read_text()) if state_path().is_file() else {}
+    try:
+        return json.loads(state_path().read_text())
+    except (OSError, ValueError):  # there is none, or it is damaged: then nothing is known
+        return {}
 
 
 def note(name: str, **fields) -> None:
@@ -54,7 +57,7 @@ def show_list(exercises: dict[str, Exercise]) -> int:
         solved = state.get(one.name, {})
         mark = mark_of(solved.get("stars", 0), solved.get("scored")) or ("..." if one.path.is_file() else "")
         print(f"  {mark:5} {one.name:28} {one.title}")
-    solved = sum(bool(each.get("stars")) for each in state.values())
+    solved = sum(bool(state.get(name, {}).get("stars")) for name in exercises)
     print(f"\n{solved} of {len(exercises)} solved. Begin one with: python exercises/try.py start NAME")
     return 0
 
@@ -88,11 +91,12 @@ def on_processes(one: Exercise, sizes: set[int]) -> bool:
     if size == 1:
         raise Unwritten(f"{one.name} is right, and there is nothing to run with torchrun: its check needs one process")
     script = ROOT / "exercises" / "on_processes.py"
-    print(f"torchrun --nproc_per_node {size} {shown(script)} {one.name}", flush=True)
+    print(f"torchrun --nproc_per_node {size} {shown(script)} {shown(one.path)}", flush=True)
     done = subprocess.run(torchrun_command(size, script, one.path), capture_output=True, text=True)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
-    print("right on processes, too" if done.returncode == 0 else f"{one.name}: not yet\n\n{lines[0]}" if lines else
-          done.stderr[-2000:])
+    _, _, said = done.stderr.partition("of the processes: ")
+    said = said.partition("\nrank ")[0].partition("\nE1")[0].partition("\nW1")[0]
+    print("right on processes, too" if done.returncode == 0 else f"{one.name}: not yet, on processes\n\n"
+          f"{said[:2000] or done.stderr[-2000:]}")
     return done.returncode == 0
 
 
@@ -113,18 +117,18 @@ def check(one: Exercise, torchrun: bool = False) -> int:
 
 
 def check_all(exercises: dict[str, Exercise]) -> int:
-    """One line for each exercise that is started."""
-    failed = 0
-    for one in exercises.values():
-        if not one.path.is_file():
-            continue
-        try:
-            verdict = judge(one, one.path)
-        except Unwritten as error:
-            verdict = Verdict(False, str(error), [], set())
-        first = verdict.message.splitlines()[0] if verdict.message else ""
-        print(f"{'right' if verdict.is_right else 'wrong':6} {mark_of(verdict.stars, True) * bool(verdict.scores):4} {one.name:28} {first}", flush=True)
-        failed += not verdict.is_right
+    """One line for each exercise that is started. Each has a process: an answer that does not end stays in there."""
+    started, failed = [one for one in exercises.values() if one.path.is_file()], 0
+    if not started:
+        raise Unwritten(f"there is no exercise in {shown(baton.READER)}: begin one, or name another --folder")
+    for one in started:
+        words = [sys.executable, __file__, "check", one.name, "--folder", str(baton.READER)]
+        done = subprocess.run(words, capture_output=True, text=True)
+        stars = "*" * done.stdout.partition("\n")[0].count("*")
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line and not line.startswith(one.name)]
+        print(f"{'wrong' if done.returncode else 'right':6} {stars:4} {one.name:28} "
+              f"{lines[0] if done.returncode and lines else ''}".rstrip(), flush=True)
+        failed += done.returncode != 0
     return min(failed, 1)
 
 
@@ -158,11 +162,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.folder:
         baton.READER = args.folder.resolve()
     exercises = load()
-    if args.command == "list":
-        return show_list(exercises)
-    if args.all and args.command == "check":
-        return check_all(exercises)
+    if args.all and (args.command != "check" or args.torchrun or args.name):
+        parser.error("--all is for check, without a name and without --torchrun")
+    if args.torchrun and args.command != "check":
+        parser.error("--torchrun is for check")
     try:
+        if args.command == "list":
+            return show_list(exercises)
+        if args.all:
+            return check_all(exercises)
+        if args.name is None:
+            raise Unwritten(f"{args.command} what? Name an exercise: python exercises/try.py lists them")
         if args.name not in exercises:
             raise Unwritten(f"there is no exercise {args.name!r}: python exercises/try.py lists them")
         if args.command == "check":
@@ -170,7 +180,11 @@ def main(argv: list[str] | None = None) -> int:
         return commands[args.command](exercises[args.name])
     except Unwritten as error:
         print(error, file=sys.stderr)
-        return 2
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def verdict(one: Exercise, source: str, folder):
 def test_there_are_thirty_or_more():
     assert len(EXERCISES) >= 30
     modules = [path for path in (ROOT / "exercises").rglob("*.py") if path.parent.name != "mine"]
-    assert sum(len(path.read_text("utf-8").splitlines()) for path in modules) <= 2800
+    assert sum(len(path.read_text("utf-8").splitlines()) for path in modules) <= 2850
 
 
 def test_pages_name_them():

@@ -105,12 +105,12 @@ def load_random_samples(dataset_name, model_name, seq_len, vocab_size, num_sampl
 
 
 def train(source: StepSource, size: int, flags: Sequence, prepare: Callable | None = None,
-          world: World | None = None) -> Training:
+          world: World | None = None, timeout: float = 60) -> Training:
     """Runs train.py of a step on `size` ranks in this process, on random samples and a small model, in float64.
 
     `flags` come after SMALL, so they override it. prepare(modules, rank) is called on each rank before main(). `world`
-    runs the ranks, a new World by default. Raises what a rank raises, SystemExit among it for a flag that train.py
-    refuses.
+    runs the ranks, a new World by default, for `timeout` seconds at most. Raises what a rank raises, SystemExit among
+    it for a flag that train.py refuses.
     """
     world, modules = world or World(size), [source.load() for _ in range(size)]
     gradients, weights = [[] for _ in range(size)], [[] for _ in range(size)]
@@ -135,7 +135,7 @@ def train(source: StepSource, size: int, flags: Sequence, prepare: Callable | No
     try:
         with tempfile.TemporaryDirectory() as folder, mock.patch.object(
                 sys, "argv", ["train.py", *SMALL, *map(str, flags), "--log_dir", folder, "--run_name", "run"]):
-            rows, gradients, weights = zip(*world.run(program))
+            rows, gradients, weights = zip(*world.run(program, timeout))
     finally:
         before.remove()
         after.remove()

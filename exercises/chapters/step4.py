@@ -186,27 +186,31 @@ def norm_over_tp(attempt):
 def recursive_doubling(attempt):
     """Sum a tensor over the tp ranks in log2(n) rounds instead of 2 (n - 1).
 
-    All ranks exchange their value with a partner at distance 1 and add, then with one at distance 2, then 4:
+    All ranks exchange their value with a partner at distance 1 and add, then with one at distance 2, then 4. So tp
+    ranks 0 and 1 are partners, and 2 and 3; then 0 and 2, and 1 and 3. The results have to be equal to the last bit:
 
         rank      0     1     2     3
         start     a     b     c     d
         d = 1    a+b   a+b   c+d   c+d
         d = 2     a+b+c+d on each
 
-    `tensor` has to hold the result afterwards, and `op` is dist.ReduceOp.SUM or MAX. You may call
+    `tensor` has to hold the result, and `op` is dist.ReduceOp.SUM or MAX. You may call
     dist.isend(tensor, group=grid.tp_group, group_dst=partner), which returns a handle to wait() for, and
     dist.recv(tensor, group=grid.tp_group, group_src=partner), whose partner is a tp rank. grid.tp_rank is that of this
     rank, and grid.tp_world_size their number n.
     """
     # After k rounds a rank can know the values of at most 2^k ranks, so no way has fewer than log2(n) rounds.
-    for size in (2, 4, 8):
+    for dp, size in ((1, 2), (2, 2), (1, 4), (1, 8)):
         def program(modules, rank):
-            attempt.grid(modules, tp=size)
-            one, two = torch.arange(3.0) + rank, torch.arange(3.0) * (-1) ** rank
+            attempt.grid(modules, dp=dp, tp=size)
+            one, two = random(3, seed=rank), torch.arange(3.0) * (-1) ** rank
             modules.tensor_parallel.all_reduce(one)
             modules.tensor_parallel.all_reduce(two, modules.tensor_parallel.dist.ReduceOp.MAX)
             return {"the sum": one, "the maximum": two}
 
-        world = attempt.both(size, program, f"{size} ranks")
+        world = attempt.both(dp * size, program, f"dp {dp} x tp {size}")
         attempt.messages_only(world)
+        sums = [each["the sum"] for each in attempt.run(dp * size, program)[0]][:size]
+        attempt.require(all(torch.equal(each, sums[0]) for each in sums), f"tp {size}: the sums of the ranks differ in "
+                        "their last bits, because they have added in different orders")
     attempt.score("rounds of two all-reduces over 8 ranks", world.rounds, 6)

@@ -115,7 +115,8 @@ def executor(attempt):
         now:          F2                                       post_receive(F2), (B0), (F3): those not posted yet
         then:         receive(F2) --> compute --> send(F2, out): the message travels while F3 is computed
 
-    Write post_receive and send; receive and finish show what they read. For each kind of action, "F" or "B":
+    It calls post_receive again for an action that is posted already: then there is nothing to do. An action has a kind,
+    "F" or "B", and a microbatch. Write post_receive and send; receive and finish show what they read. For each kind,
     self.source[kind] and self.destination[kind] are the ranks of the neighbours (None at the pipeline's ends), and
     self.group[kind] the process group. A tensor is of self.shape and self.dtype, on self.wire_device.
 

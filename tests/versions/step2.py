@@ -33,11 +33,11 @@ def __init__(self, dp_size, pp_size, tp_size):
             Wrong("a rank makes only the group that it is in",
                   "self.dp_group, _ = dist.new_subgroups_by_enumeration(replicas.tolist(), timeout)",
                   "self.dp_group = dist.new_group(self.ranks[:, self.pp_rank, self.tp_rank].tolist(), timeout)",
-                  "do not make the same groups"),
+                  "have to make all groups, in the same order"),
             Wrong("the lists have another order on each rank",
                   "dist.new_subgroups_by_enumeration(rows.tolist(), timeout)",
                   "dist.new_subgroups_by_enumeration(sorted(rows.tolist(), key=lambda row: self.global_rank not in "
-                  "row), timeout)", "do not make the same groups"),
+                  "row), timeout)", "have to make all groups, in the same order"),
         ],
         right='''
 def __init__(self, dp_size, pp_size, tp_size):
@@ -45,15 +45,13 @@ def __init__(self, dp_size, pp_size, tp_size):
     self.ranks = torch.arange(self.world_size).view(dp_size, pp_size, tp_size)
     self.dp_rank, self.pp_rank, self.tp_rank = (self.ranks == self.global_rank).nonzero().flatten().tolist()
     self.dp_world_size, self.pp_world_size, self.tp_world_size = dp_size, pp_size, tp_size
-    for dp in range(dp_size):
-        for pp in range(pp_size):
-            self.tp_group = dist.new_group(self.ranks[dp, pp].tolist()) or getattr(self, "tp_group", None)
-    for dp in range(dp_size):
-        for tp in range(tp_size):
-            self.pp_group = dist.new_group(self.ranks[dp, :, tp].tolist()) or getattr(self, "pp_group", None)
-    for pp in range(pp_size):
-        for tp in range(tp_size):
-            self.dp_group = dist.new_group(self.ranks[:, pp, tp].tolist()) or getattr(self, "dp_group", None)
+    for axis in ("tp", "pp", "dp"):
+        order = {"tp": (0, 1, 2), "pp": (0, 2, 1), "dp": (1, 2, 0)}[axis]
+        lists = self.ranks.permute(order).flatten(0, 1)
+        for ranks in lists.tolist():
+            group = dist.new_group(ranks, timeout)
+            if self.global_rank in ranks:
+                setattr(self, f"{axis}_group", group)
 '''),
     "broadcast": Versions(
         wrong=[

@@ -1,0 +1,159 @@
+"""The collectives of ranks in one process: all ranks of a group come to the same call, and take what all have given.
+
+What they have in common with messages is here, too: the log, the groups and the clocks of ranks.py.
+"""
+
+import math
+import pickle
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from baton import Baton, Handle, Violation, place
+
+COMBINE = {str(op): function for op, function in (
+    (dist.ReduceOp.SUM, torch.add), (dist.ReduceOp.MAX, torch.maximum), (dist.ReduceOp.MIN, torch.minimum))}
+
+
+class Event(NamedTuple):
+    """A message or a collective, from the side of one rank. It is over after `end` rounds.
+
+    An all-reduce counts as 2 (n - 1) messages of 1/n of the tensor, as in a ring.
+    """
+
+    rank: int
+    kind: str  # "send", "receive", or the name of a collective
+    group: tuple[int, ...]  # global ranks
+    peer: int | None  # global rank
+    num_bytes: int  # that this rank sends; of a receive, those that it receives
+    end: int
+
+
+class Group:
+    """Stands for a ProcessGroup. All of its ranks share one."""
+
+    def __init__(self, world: "Collectives", ranks: tuple[int, ...]):
+        self.world, self.ranks = world, ranks
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        return self.ranks.index(self.world.rank) if self.world.rank in self.ranks else -1
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(*(each.detach().contiguous().view(-1).view(torch.uint8) for each in (a, b)))
+
+
+class Collectives(Baton):
+    """`size` ranks with collectives. After run(), `events` is the log."""
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self.events: list[Event] = []
+        self.clocks = [0] * size  # in rounds
+        self.everyone = Group(self, tuple(range(size)))
+        self.counts: dict[tuple, int] = defaultdict(int)  # (rank, group) -> collectives that it has had
+        self.collectives: dict[tuple, dict[int, tuple]] = defaultdict(dict)  # (group, number) -> what each rank gave
+
+    def group(self, group: Group | None) -> Group:
+        """The group to communicate in, all ranks where it is None."""
+        if group is not None and not isinstance(group, Group):
+            raise Violation(f"rank {self.rank} is not in the group in which it wants to communicate. {place()}")
+        return group or self.everyone
+
+    def check_tensor(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_contiguous():
+            raise Violation(f"rank {self.rank} sends or receives a tensor of shape {list(tensor.shape)} that is not "
+                            f"contiguous: its numbers have to lie one behind the other in memory. {place()}")
+
+    def meet(self, kind: str, group: Group | None, signature: tuple, given, num_bytes: int, rounds: int,
+             take: Callable[[dict], None], async_op: bool = False) -> Handle | None:
+        """This rank's next collective of the group. take(what all ranks gave) is called when all have come to it."""
+        group, rank = self.group(group), self.rank
+        self.counts[rank, group] += 1
+        entries = self.collectives[group, self.counts[rank, group]]
+        entries[rank] = (kind, *signature), given, place(), self.clocks[rank]
+        (other, (first, *_)) = next(iter(entries.items()))
+        if first != (kind, *signature):
+            calls = "".join(f"\n  rank {each} calls {' '.join(map(str, entries[each][0]))}\n      {entries[each][2]}"
+                            for each in (other, rank))
+            raise Violation(f"collectives of the ranks {[*group.ranks]} do not match:{calls}")
+
+        def finish() -> None:
+            self.clocks[rank] = max(self.clocks[rank], max(entry[3] for entry in entries.values()) + rounds)
+            self.events.append(Event(rank, kind, group.ranks, None, num_bytes, self.clocks[rank]))
+            take({each: entries[each][1] for each in group.ranks})
+
+        handle = Handle(self, f"{kind} of the ranks {[*group.ranks]}",
+                        lambda: [each for each in group.ranks if each not in entries],
+                        lambda: len(entries) == group.size(), finish)
+        return handle if async_op else handle.wait() and None
+
+    def all_reduce(self, tensor: torch.Tensor, op=dist.ReduceOp.SUM, group: Group | None = None, async_op=False):
+        size, content = self.group(group).size(), tensor.detach().clone()
+        if (combine := COMBINE.get(str(op))) is None:
+            raise Violation(f"{op} is not there on gloo, or not in this stand-in: use SUM, MAX or MIN. {place()}")
+        self.check_tensor(tensor)
+        where, rank = place(), self.rank
+
+        def take(given: dict[int, torch.Tensor]) -> None:
+            if not same_bits(tensor, content):
+                raise Violation(f"rank {rank} changed a tensor during its all_reduce: {where}. Wait for it first.")
+            first, *others = given.values()
+            total = first.clone()
+            for other in others:  # in the order of ranks, so all ranks get equal bits
+                combine(total, other, out=total)
+            tensor.detach().copy_(total)
+
+        signature = (str(op).rpartition(".")[2], list(tensor.shape), tensor.dtype)
+        hops = 2 * (size - 1)
+        return self.meet("all_reduce", group, signature, content, hops * tensor.nbytes // size, hops, take, async_op)
+
+    def all_gather(self, tensors: list, tensor: torch.Tensor, group: Group | None = None, async_op: bool = False):
+        def take(given: dict[int, torch.Tensor]) -> None:
+            for mine, theirs in zip(tensors, given.values(), strict=True):
+                mine.detach().copy_(theirs)
+
+        self.check_tensor(tensor)
+        others = self.group(group).size() - 1
+        return self.meet("all_gather", group, (list(tensor.shape), tensor.dtype), tensor.detach().clone(),
+                         others * tensor.nbytes, others, take, async_op)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, group: Group | None = None, async_op: bool = False):
+        self.check_tensor(tensor)
+        size = self.group(group).size()
+        return self.meet("broadcast", group, (src, list(tensor.shape), tensor.dtype), tensor.detach().clone(),
+                         tensor.nbytes * (self.rank == src), math.ceil(math.log2(size)),
+                         lambda given: tensor.detach().copy_(given[src]), async_op)
+
+    def all_gather_object(self, objects: list, value: object, group: Group | None = None) -> None:
+        num_bytes, others = len(pickle.dumps(value)), self.group(group).size() - 1
+        self.meet("all_gather_object", group, (), value, others * num_bytes, others, lambda given: objects.__setitem__(
+            slice(None), given.values()))
+
+    def barrier(self, group: Group | None = None, *args, **kwargs) -> None:
+        self.meet("barrier", group, (), None, 0, 0, lambda given: None)
+
+    def all_to_all_single(self, output: torch.Tensor, rows: torch.Tensor, output_sizes=None, input_sizes=None,
+                          group: Group | None = None, async_op: bool = False):
+        self.check_tensor(rows)
+        group = self.group(group)
+        size, mine = group.size(), group.rank()
+        parts = rows.detach().clone().split(input_sizes or [len(rows) // size] * size)
+        expected = output.detach().split(output_sizes or [len(output) // size] * size)
+
+        def take(given: dict[int, tuple]) -> None:
+            for sender, theirs in given.items():
+                target = expected[group.ranks.index(sender)]
+                if target.shape != theirs[mine].shape:
+                    raise Violation(f"rank {sender} sends {len(theirs[mine])} rows to rank {group.ranks[mine]}, which "
+                                    f"expects {len(target)}: {place()}")
+                target.copy_(theirs[mine])
+
+        return self.meet("all_to_all_single", group, (list(rows.shape[1:]), rows.dtype), parts,
+                         rows.nbytes - parts[mine].nbytes, size - 1, take, async_op)
