@@ -35,7 +35,7 @@ def verdict(one: Exercise, source: str, folder):
 def test_there_are_thirty_or_more():
     assert len(EXERCISES) >= 30
     modules = [path for path in (ROOT / "exercises").rglob("*.py") if path.parent.name != "mine"]
-    assert sum(len(path.read_text("utf-8").splitlines()) for path in modules) <= 2850
+    assert sum(len(path.read_text("utf-8").splitlines()) for path in modules) <= 2900
 
 
 def test_pages_name_them():
@@ -133,6 +133,34 @@ def test_an_exercise_from_start_to_reset(commands, tmp_path, capsys):
     assert call("check", "--all")[1].startswith("right  ***")
     assert call("reset", name)[0] == 0 and path.with_suffix(".py.1").is_file() and "0 of" in call()[1]
     assert call("check", "nothing")[0] == 2
+
+
+@pytest.mark.parametrize("content, words", [
+    (b"return 3\n", "line 1, is no Python"), ("# \u00e9\n".encode("latin-1"), "can't be read"),
+    (b"\0", "is no Python|can't be read"),
+    (b"def ring_all_reduce(tensor):\n    pass\n\ndef broadcast():\n    pass\n", "choose another name"),
+])
+def test_files_that_are_no_answer(content, words, tmp_path):
+    one = EXERCISES["ring_all_reduce"]
+    (tmp_path / f"{one.name}.py").write_bytes(content)
+    with pytest.raises(Unwritten, match=words):
+        judge(one, tmp_path / f"{one.name}.py")
+
+
+def test_an_answer_in_another_style(tmp_path):
+    """With a byte order mark, future imports, decorators and helpers."""
+    one = EXERCISES["ring_all_reduce"]
+    text = "\ufefffrom __future__ import annotations\nimport functools\n\n" + solution(one)
+    assert verdict(one, text + "\n\ndef helper():\n    return 1\n", tmp_path).is_right
+
+
+def test_a_count_below_the_bound_is_refused(tmp_path):
+    """What goes around the count can't get stars."""
+    one, path = EXERCISES["ring_all_reduce"], tmp_path / "ring_all_reduce.py"
+    found = verdict(one, "def ring_all_reduce(tensor):\n    dist.all_reduce(tensor)\n", tmp_path)
+    assert "write it with sends and receives" in found.message
+    with pytest.raises(attempt.Wrong, match="is the least"):
+        attempt.Attempt(one, path).score("bytes", 71, 72)
 
 
 def test_an_answer_that_does_not_end(tmp_path, monkeypatch):

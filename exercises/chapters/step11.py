@@ -58,7 +58,8 @@ def v_shape(attempt):
     Return the list of a rank's actions, tuples (kind, micro-batch, chunk), such as ("F", 0, 1). A forward of stage s
     needs that of stage s - 1, a backward that of stage s + 1, and each takes one unit of time. The whole must take no
     more than 4 (m + p - 1) units, and 2 more if p is even. 1F1B keeps the activations of p stages, so of 2p chunks, on
-    rank 0 and of 2 on the last rank; here about p + 1 are possible on every rank. Stars are for the largest number of chunks alive on a rank.
+    rank 0 and of 2 on the last rank; here about p + 1 are possible on every rank. Stars are for the largest number of
+    chunks alive on a rank.
     """
     def schedule(rank, p, m, v):
         return attempt.function()(rank, p, m)

@@ -28,8 +28,8 @@ def buckets_in_order(attempt):
     """Launch the all-reduce of each bucket as early as possible, but in the same order on all ranks.
 
     Backward calls mark_param_as_ready(param) whenever a gradient is complete for this micro-batch. Only in the backward
-    of the last micro-batch (self.require_backward_grad_sync is True) it is complete for the optimizer step, and may be
-    sent. self.buckets are the buckets in the order in which all ranks have to launch them:
+    of the last micro-batch (self.require_backward_grad_sync is True) the gradient is complete for the optimizer step,
+    and may be sent. self.buckets are the buckets in the order in which all ranks have to launch them:
 
         gradients arrive    bucket 1, bucket 0,  bucket 1 is now complete,    bucket 0 is now complete
         launched                                 nothing: 0 comes first       0, and at once 1 behind it
@@ -37,8 +37,9 @@ def buckets_in_order(attempt):
     A bucket may be launched once all of its gradients are there and all buckets before it have been launched. Then it
     has to be launched at once. A bucket has
 
-        bucket.awaited            the set of its parameters whose gradients are still missing (a set has discard(param))
-        bucket.sync_gradient()    launches its all-reduce, in the background
+        bucket.awaited            the set of its parameters whose gradients are still missing. You discard(param) it
+                                  there; bucket.take(param), above, only copies the gradient into the bucket
+        bucket.sync_gradient()    launches its all-reduce, in the background: nobody waits for it here
         bucket.handle             None until that
     """
     orders = ("fedcba", "abcdef", "dfcaeb", "fecdab")
@@ -61,13 +62,17 @@ def buckets_in_order(attempt):
                     param, arrived = params[name], orders[rank][: k + 1]
                     complete = [set(each) <= set(arrived) for each in members]
                     expected = list(range((complete + [False]).index(False))) if is_last else []
-                    situation = (f"the buckets launched after the gradients {arrived} in the "
-                                 f"{'last' if is_last else 'first'} of two micro-batches (the buckets hold "
-                                 f"{', '.join(members)})")
+                    situation = (f"parameters a to f; bucket 0 holds {', '.join(members[0])}; bucket 1 holds "
+                                 f"{', '.join(members[1])}; bucket 2 holds {', '.join(members[2])}. In the "
+                                 f"{'last' if is_last else 'first'} of two micro-batches, the gradients "
+                                 f"{', '.join(arrived)} have arrived.\n  The buckets launched so far")
                     own = torch.full_like(param, rank + 1.0)
                     param.grad = own if param.grad is None else param.grad.add_(own)
                     wrapped.mark_param_as_ready(param)
                     attempt.same(str(launched), str(expected), situation, rank)
+                    for i, bucket in enumerate(wrapped.buckets):
+                        attempt.require(not getattr(bucket.handle, "waited", False), f"rank {rank} waits for the "
+                                        f"all-reduce of bucket {i}, and backward stands still: only launch it")
             expected = [*range(len(members))]
             wrapped.finish_gradient_sync()
             return {name: param.grad for name, param in params.items()}

@@ -8,6 +8,38 @@ from schedule_attempt import count, picture, play_schedule
 from step_modules import StepSource
 
 
+class Asked(dict):
+    """Process groups by kind of action, and which of them were asked for."""
+
+    def __init__(self, groups: dict):
+        super().__init__(groups)
+        self.kinds = []
+
+    def __getitem__(self, kind: str):
+        self.kinds.append(kind)
+        return super().__getitem__(kind)
+
+
+def watch_groups(attempt, communication: type) -> None:
+    """Forward and backward messages have groups of their own."""
+    init, post_receive, send = communication.__init__, communication.post_receive, communication.send
+
+    def watched(what: str, method, neighbours: str):
+        def call(self, action, *tensor):
+            is_new, self.group.kinds = action not in getattr(self, "receiving", ()), []
+            method(self, action, *tensor)
+            right = self.group.kinds == [action.kind] or not is_new and not tensor
+            attempt.require(right or getattr(self, neighbours)[action.kind] is None,
+                            f"{what} of {action.kind}{action.microbatch} has to use self.group[{action.kind!r}]: on NCCL, "
+                            "forward and backward messages in one group can block each other")
+
+        return call
+
+    communication.__init__ = lambda self, *args: (init(self, *args), setattr(self, "group", Asked(self.group)))[0]
+    communication.post_receive = watched("post_receive", post_receive, "source")
+    communication.send = watched("send", send, "destination")
+
+
 def check_gradients(attempt, stages: int, microbatches: int, schedule=None, order: str = "", late=False) -> None:
     """Two optimizer steps on so many stages, against one process: losses and all gradients.
 
@@ -17,6 +49,7 @@ def check_gradients(attempt, stages: int, microbatches: int, schedule=None, orde
              "--num_hidden_layers 3 --pp_size")
 
     def prepare(modules, rank):
+        watch_groups(attempt, modules.pipeline_parallel.StageCommunication)
         if schedule:
             modules.pipeline_parallel.afab = schedule  # the executor runs any order
         if late:

@@ -6,9 +6,9 @@ VERSIONS = {
     "buckets_in_order": Versions(
         wrong=[
             Wrong("a bucket does not wait for those before it", "            break\n", "            continue\n",
-                  "the buckets launched after the gradients a in"),
+                  "the gradients a have arrived"),
             Wrong("only the bucket of this gradient is launched", "for each in self.buckets:", "for each in [bucket]:",
-                  "the buckets launched after the gradients a in"),
+                  "the gradients a have arrived"),
             Wrong("buckets are sent in each micro-batch", "if not self.require_backward_grad_sync:", "if False:",
                   "in the first of two micro-batches"),
             Wrong("a bucket is launched again and again", "if each.handle is None:", "if True:", "rank 0: the buckets"),

@@ -13,7 +13,7 @@ VERSIONS = {
                   "has to be B0"),
             Wrong("counted from one", 'yield Action("B", i)', 'yield Action("B", i + 1)',
                   "but the micro-batches are 0 to 0"),
-            Wrong("pairs instead of a tuple", 'yield Action("F", i)', 'yield f"F{i}"', "but the executor needs an Action"),
+            Wrong("pairs instead of a tuple", 'yield Action("F", i)', 'yield f"F{i}"', "the executor needs an Action"),
             Wrong("a stage begins where the one before ends", 'yield Action("F", i)',
                   'yield Action("F", (i + stage) % num_microbatches)', "messages carry no name"),
         ],
