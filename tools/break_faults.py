@@ -14,6 +14,14 @@ class Edit(NamedTuple):
     new: str
 
 
+def edited(text: str, edit: Edit, where: str) -> str:
+    """`text`, of the file `where`, with the edit. Raises ValueError unless it contains `edit.old` exactly once."""
+    if (count := text.count(edit.old)) != 1:
+        raise ValueError(f"{where} contains this text {count} times, not once: adapt tools/break_faults.py or "
+                         f"tools/break_beyond.py to it\n{edit.old}")
+    return text.replace(edit.old, edit.new)
+
+
 class Fault(NamedTuple):
     step: str
     sentence: str  # what is wrong, and what is to be seen
@@ -76,7 +84,7 @@ FAULTS = {
         "8", "1F1B's warm-up counts the stages before this one, not those after it: two stages wait for each other.",
         (Edit("pipeline_parallel.py", "warm_up = min(num_stages - stage - 1, num_microbatches)",
               "warm_up = min(stage, num_microbatches)"),),
-        2, PP2, "simulation", ("pytorch/pytorch#172668",)),
+        2, PP2, "simulation", ("pytorch/pytorch#126419",)),
     "order": Fault(
         "5", "Odd ranks compute up_proj before gate_proj, so hooks fire in another order: wrong sums, no error.",
         (Edit("model.py", '''\

@@ -28,7 +28,7 @@ import sys
 import tempfile
 
 from break_beyond import FAULTS
-from break_faults import CHECKSUMS, SGD, Edit, Fault
+from break_faults import CHECKSUMS, SGD, Edit, Fault, edited
 from break_flags import one_process, sizes
 from launch import ROOT, STEPS, torchrun
 
@@ -37,12 +37,9 @@ PER_STEP = "{:>4} {:>12} {:>9} {:>11} {:>17} {:>10} {:>7}"
 
 def apply_edits(folder: pathlib.Path, edits: tuple[Edit, ...]) -> None:
     """Changes the files in `folder`. Raises ValueError where a file does not contain an edit's text exactly once."""
-    for file, old, new in edits:
-        text = (folder / file).read_text(encoding="utf-8")
-        if (count := text.count(old)) != 1:
-            raise ValueError(f"{folder.name}/{file} contains this text {count} times, not once: adapt "
-                             f"tools/break_faults.py to it\n{old}")
-        (folder / file).write_text(text.replace(old, new), encoding="utf-8")
+    for edit in edits:
+        path = folder / edit.file
+        path.write_text(edited(path.read_text(encoding="utf-8"), edit, f"{folder.name}/{edit.file}"), encoding="utf-8")
 
 
 def copy_step(step: str, edits: tuple[Edit, ...], folder: pathlib.Path) -> pathlib.Path:

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from break_faults import Edit, Fault
+from break_faults import Edit, Fault, edited
 from break_flags import one_process, sizes, without
+from held_weights import Held, difference, held
 from launch import STEPS
 from ranks import Violation
 from schedule_check import simulate, wrong_action
@@ -52,19 +53,21 @@ class Case(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a case leaves. `sums`: by rank, before and after each step, for each parameter its numbers and their sum."""
+    """What a case leaves. `held`: by rank, before and after each step, each parameter by name."""
 
     rows: list[dict]
-    sums: list[list[dict[str, tuple[int, float]]]]
+    held: list[list[dict[str, Held]]]
     tp_ranks: list[int]
     num_bytes: list[int]  # by rank
 
 
 def source(case: Case) -> StepSource:
-    """The modules of the case's step, with its edits."""
+    """The modules of the case's step, with its edits. Raises ValueError where the code is no longer what one edits."""
     texts: dict[str, str] = {}
-    for file, old, new in case.besides + case.edits:
-        texts[file] = texts.get(file, (STEPS[case.step] / file).read_text(encoding="utf-8")).replace(old, new)
+    for edit in case.besides + case.edits:
+        path = STEPS[case.step] / edit.file
+        text = texts.get(edit.file) or path.read_text(encoding="utf-8")
+        texts[edit.file] = edited(text, edit, f"{path.parent.name}/{edit.file}")
     code = {}
     for file, text in texts.items():
         name = f"{STEPS[case.step] / file}, changed"
@@ -79,12 +82,12 @@ def run(case: Case, steps: int = STEPS_RUN, dtype: str = "float64") -> Run:
     found = sizes(case.flags)
     tokens = 16 * found.dp_size * found.gradient_accumulation_steps
     flags = (*without(case.flags, ("--max_tokens",)), "--dtype", dtype, "--max_tokens", str(steps * tokens))
-    sums: list[list] = [[] for _ in range(case.size)]
+    weights: list[list] = [[] for _ in range(case.size)]
 
     def note(optimizer: torch.optim.Optimizer, *_) -> None:
         group = optimizer.param_groups[0]
-        sums[dist.get_rank()].append({
-            name.removeprefix("module."): (param.numel(), param.detach().double().sum().item())
+        weights[dist.get_rank()].append({
+            name.removeprefix("module."): held(param)
             for name, param in zip(group["param_names"], group["params"]) if not param.is_meta})
 
     hooks = register_optimizer_step_pre_hook(note), register_optimizer_step_post_hook(note)
@@ -94,7 +97,7 @@ def run(case: Case, steps: int = STEPS_RUN, dtype: str = "float64") -> Run:
         for hook in hooks:
             hook.remove()
     tp_ranks = [modules.process_group_manager.process_group_manager.tp_rank for modules in done.modules]
-    return Run(done.rows, sums, tp_ranks, [done.world.num_bytes(rank) for rank in range(case.size)])
+    return Run(done.rows, weights, tp_ranks, [done.world.num_bytes(rank) for rank in range(case.size)])
 
 
 def in_one_process(case: Case) -> Run:
@@ -117,21 +120,19 @@ def norm(case: Case) -> Finding:
 
 def checksum(case: Case) -> Finding:
     """Compares what ranks hold of the same name: all of them, or those of one tp rank where it is a part."""
-    done, whole, compared = run(case), in_one_process(case).sums[0], 0
+    done, whole, compared = run(case), in_one_process(case).held[0], 0
     for k, names in enumerate(whole):  # before step 1, after it, before step 2, ...
-        for name, (numel, _) in names.items():
-            held: dict[int, dict[int, float]] = {}  # tp rank, or -1 for all -> rank -> sum
-            for rank, sums in enumerate(done.sums):
-                if name in sums[k]:
-                    key = -1 if sums[k][name][0] == numel else done.tp_ranks[rank]
-                    held.setdefault(key, {})[rank] = sums[k][name][1]
-            for ranks in held.values():
+        when = f"{'after' if k % 2 else 'before'} step {k // 2 + 1}"
+        for name, (numel, *_) in names.items():
+            alike: dict[int, dict[int, Held]] = {}  # tp rank, or -1 for all -> rank -> what it holds
+            for rank, weights in enumerate(done.held):
+                if name in weights[k]:
+                    key = -1 if weights[k][name].numel == numel else done.tp_ranks[rank]
+                    alike.setdefault(key, {})[rank] = weights[k][name]
+            for ranks in alike.values():
                 compared += len(ranks) > 1
-                if len(set(ranks.values())) > 1:
-                    (first, a), (other, b) = next(pair for pair in itertools.combinations(ranks.items(), 2)
-                                                  if pair[0][1] != pair[1][1])
-                    when = f"{'after' if k % 2 else 'before'} step {k // 2 + 1}"
-                    return Finding(True, f"{when}: {name} sums to {a:.6f} on rank {first} and {b:.6f} on rank {other}")
+                if differ := difference(ranks):
+                    return Finding(True, f"{when}: {name} {differ}")
     return Finding(False, f"{compared} comparisons between ranks that hold the same weights found no difference")
 
 
