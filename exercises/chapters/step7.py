@@ -29,9 +29,10 @@ def watch_groups(attempt, communication: type) -> None:
             is_new, self.group.kinds = action not in getattr(self, "receiving", ()), []
             method(self, action, *tensor)
             right = self.group.kinds == [action.kind] or not is_new and not tensor
-            attempt.require(right or getattr(self, neighbours)[action.kind] is None,
-                            f"{what} of {action.kind}{action.microbatch} has to use self.group[{action.kind!r}]: on NCCL, "
-                            "forward and backward messages in one group can block each other")
+            nobody = getattr(self, neighbours, {}).get(action.kind) is None
+            attempt.require(right or nobody, f"{what} of {action.kind}{action.microbatch} has to use "
+                            f"self.group[{action.kind!r}]: on NCCL, forward and backward messages in one group can "
+                            "block each other")
 
         return call
 

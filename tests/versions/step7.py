@@ -67,7 +67,7 @@ def run_schedule(schedule, model, data_loader, tensor_shape, device):
             Wrong("what is posted is posted again", " and action not in self.receiving", "", "receive from rank 1"),
             Wrong("both directions share a group",
                   "source, group = self.source[action.kind], self.group[action.kind]",
-                  'source, group = self.source[action.kind], self.group["F"]', "deadlock"),
+                  'source, group = self.source[action.kind], self.group["F"]', "post_receive of B0 has to use"),
             Wrong("the message is changed under way", "isend(tensor, destination, group=group), tensor))",
                   "isend(tensor, destination, group=group), tensor.zero_()))",
                   "changed a tensor while it was being sent"),
