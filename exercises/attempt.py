@@ -165,7 +165,7 @@ def shorten(value: object) -> str:
 def ratio(got: float, expected: float) -> str:
     """A remark on a whole ratio, which is often a sum where a mean is meant, or the other way around."""
     for one, other, words in ((got, expected, "{:.0f} times as large"), (expected, got, "1/{:.0f} of it")):
-        if other and 1.5 < (quotient := one / other) < 100 and abs(quotient - round(quotient)) < 1e-6:
+        if other and 1.5 < (quotient := one / other) < 17 and abs(quotient - round(quotient)) < 1e-6:
             return f"   ({words.format(quotient)})"
     return ""
 

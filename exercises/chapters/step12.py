@@ -135,13 +135,14 @@ def norm_over_shards(attempt):
     list `norms`; the lines after yours sum the squares of all numbers in it, and then over all ranks. Of a parameter,
 
         dp ranks   own different numbers, which self.gradient(param) returns: flat, and often none
-        tp ranks   hold different parts of some parameters, and the same whole of all others, such as those of norms
+        tp ranks   hold different parts of some parameters, and the same whole of all others: RMSNorm's weights
         stages     hold different layers. But a tied embedding is on the first and on the last stage, under the name
                    "embedding.weight", with the same gradient on both
 
-    self.module.named_parameters() yields the names and parameters, and self.module.modules() the modules. A module with
-    split parameters has a dictionary `tp_dims`, whose keys are their names in it ("weight"). `grid` has tp_rank and
-    pp_is_first_stage, which is true where there is no pipeline.
+    self.module.named_parameters() yields the full names and the parameters, self.module.modules() the modules. Where
+    parameters are split, their module has a dictionary `tp_dims`. Its keys are the names of these parameters within the
+    module, such as "weight": getattr(module, "weight") is the parameter. `grid` has tp_rank and pp_is_first_stage,
+    which is true where there is no pipeline.
     """
     config = json.loads(pathlib.Path(ROOT, "assets", "tiny_llama", "config.json").read_text())
     with tempfile.TemporaryDirectory() as folder, float64_by_default():

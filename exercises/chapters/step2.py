@@ -53,7 +53,8 @@ def rank_to_coordinates(attempt):
 def groups_of_an_axis(attempt):
     """Make a process group along each axis of the grid.
 
-    A group along an axis has the ranks that share the other two coordinates, in the order of their coordinate:
+    A group along an axis has the ranks that share the other two coordinates, in the order of their coordinate. Here a
+    block is what one dp coordinate has:
 
                      tp 0   tp 1                 a tp group is a row            [0, 1] [2, 3] [4, 5] [6, 7]
         dp 0  pp 0      0      1                 a pp group is a column         [0, 2] [1, 3] [4, 6] [5, 7]

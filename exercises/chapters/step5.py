@@ -78,5 +78,5 @@ def average_at_the_right_time(attempt):
                 attempt.same(got.gradients[rank][step], right, f"the gradients of optimizer step {step + 1}, with {dp} "
                              f"replicas {'of 2 tp ranks ' * (tp > 1)}and {num_microbatches} micro-batches each", rank)
         if num_microbatches == 3:  # (n - 1)/n of the bytes have to arrive and leave for a sum (Patarasuk and Yuan 2009)
-            attempt.score(f"bytes that a rank sends in two steps of {num_microbatches} micro-batches",
-                          max(map(got.world.num_bytes, range(dp))), ours.world.num_bytes(0))
+            attempt.score(f"MB that a rank sends in two steps of {num_microbatches} micro-batches",
+                          max(map(got.world.num_bytes, range(dp))) / 1e6, ours.world.num_bytes(0) / 1e6)
