@@ -1,5 +1,6 @@
 """The reader's schedule, without a process: its list for each stage, what stages can't do with it, and its times."""
 
+import itertools
 from collections.abc import Callable
 
 from attempt import Wrong
@@ -22,6 +23,15 @@ def play_schedule(attempt, schedule: Callable, num_stages: int, num_microbatches
         size = f"{count(num_stages, 'rank' if chunks > 1 else 'stage')}, {count(num_microbatches, 'micro-batch')}"
         raise Wrong(f"{size}: {said}")
     return play(actions, seconds, stage_of)
+
+
+def train_with(attempt, flags: str) -> None:
+    """Two optimizer steps of train.py on 3 ranks, with the reader's schedule: as in one process."""
+    common = "--num_hidden_layers 6 --gradient_accumulation_steps 4 --max_tokens 128"
+    got, one = attempt.train(3, f"{common} --pp_size 3 {flags}"), attempt.train(1, common, ours=True)
+    for step, what in itertools.product(range(2), ("loss", "grad_norm")):
+        attempt.same(got.rows[step][what], one.rows[step][what], f"the {what} of step {step + 1} of a training on 3 "
+                     "ranks, compared with one process")
 
 
 def score_time_and_memory(attempt, played: Played, units: float, alive: list[int], size: str) -> None:

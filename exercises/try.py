@@ -86,10 +86,11 @@ def reset(one: Exercise) -> int:
 
 
 def on_processes(one: Exercise, sizes: set[int]) -> bool:
-    """Runs the check on processes: on four or the nearest number for which it has ranks. Raises Unwritten for one."""
+    """Runs the check on processes: on four or the nearest number for which it has ranks."""
     size = min(sizes - {1}, key=lambda size: (size > 4, abs(size - 4)), default=1)
     if size == 1:
-        raise Unwritten(f"{one.name} is right, and there is nothing to run with torchrun: its check needs one process")
+        print("one process is all that its check needs, so there is nothing for torchrun to do")
+        return True
     script = ROOT / "exercises" / "on_processes.py"
     print(f"torchrun --nproc_per_node {size} {shown(script)} {shown(one.path)}", flush=True)
     done = subprocess.run(torchrun_command(size, script, one.path), capture_output=True, text=True)

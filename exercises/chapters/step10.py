@@ -3,7 +3,7 @@
 import torch
 
 from catalogue import exercise
-from schedule_attempt import play_schedule
+from schedule_attempt import play_schedule, train_with
 
 FBW = {"F": 1, "B": 1, "W": 1}
 
@@ -83,6 +83,7 @@ def zero_bubble(attempt):
         for stage, spans in enumerate(played.spans[1:], 1):
             attempt.require(any(span.kind == "W" for span in spans), f"stage {stage} of {p} yields no W: only stage 0 "
                                                                      "does it as a part of B")
+    train_with(attempt, "--pp_engine zb")
     # The last stage waits p - 1 units, and has 3 m of work. A micro-batch is alive on stage 0 for 2 p + 1 units at
     # least: with p = 3 and m = 8 on average 56 / 26, so more than 2 at some time.
     attempt.score("units of time, 3 stages, 8 micro-batches", played.end, 3 * m + p - 1)

@@ -1,7 +1,7 @@
 """Step 11: several chunks of the model on a rank."""
 
 from catalogue import exercise
-from schedule_attempt import count, picture, play_schedule
+from schedule_attempt import count, picture, play_schedule, train_with
 from schedule_check import UNITS
 
 
@@ -35,6 +35,7 @@ def interleaved(attempt):
             size = f"{count(p, 'rank')}, {count(m, 'micro-batch')}, {v} chunks, hops = {hops}"
             attempt.require(forwards == wanted, f"{size}: rank {r} does {forwards} forwards before its first backward, "
                                                 f"and has to do {wanted}{picture(played)}")
+    train_with(attempt, "--pp_engine interleaved --virtual_stages 2")
     # The last rank waits p - 1 units, works 2 v m, and its last gradient passes p - 1 ranks.
     attempt.score("units of time, 4 ranks, 8 micro-batches, 2 chunks", played.end, 2 * (v * m + p - 1))
 

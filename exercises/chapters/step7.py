@@ -4,7 +4,7 @@ import itertools
 
 from attempt import Wrong
 from catalogue import exercise
-from schedule_attempt import count, picture, play_schedule
+from schedule_attempt import count, picture, play_schedule, train_with
 from step_modules import StepSource
 
 
@@ -100,6 +100,7 @@ def afab(attempt):
             attempt.require(k is None, f"{count(p, 'stage')}, {count(m, 'micro-batch')}: action {k} of stage {stage} "
                                        f"is {got}, but has to be {must}: all forward in their order, then all backward."
                                        f"{picture(played)}")
+    train_with(attempt, "")
 
 
 @exercise("7", "pipeline_parallel.run_schedule", hints=(

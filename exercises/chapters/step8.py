@@ -1,7 +1,7 @@
 """Step 8: one forward, one backward, and all three axes together."""
 
 from catalogue import exercise
-from schedule_attempt import picture, play_schedule, score_time_and_memory
+from schedule_attempt import picture, play_schedule, score_time_and_memory, train_with
 
 
 @exercise("8", "pipeline_parallel.one_f_one_b", hints=(
@@ -33,6 +33,7 @@ def one_f_one_b(attempt):
                 order = [span.microbatch for span in spans if span.kind == kind]
                 attempt.require(order == [*range(m)], f"stage {stage} of {p} does the {kind} of its micro-batches in "
                                                       f"the order {order}, and not 0, 1, 2, ...{picture(played)}")
+    train_with(attempt, "--pp_engine 1f1b")
     # The last stage waits p - 1 units, works 2 m, and its last gradient passes p - 1 stages. In the 2 (m + p - 1 - s)
     # units of stage s, each of m micro-batches is alive for 2 (p - s) at least: with p = 4 and m = 12, on average more
     # than p - s - 1 are.
