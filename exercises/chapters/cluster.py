@@ -20,7 +20,7 @@ def least(total: int, seconds_each: list[float], limits: list[int], besides: lis
 @exercise("cluster", "cluster:shares.shares_by_speed", hints=(
     "Give each rank one piece. Then deal the others one by one.",
     "The next piece goes to the rank that would be done with it first: besides + (share + 1) * seconds_each.",
-    "A rank whose share is at its limit takes part no more."), 
+    "A rank whose share is at its limit takes part no more."),
     blank=("shares = ", "done = ", "heapq.heapify", "for _ in"))
 def choose_shares(attempt):
     """Divide equal pieces of work between ranks of unlike speeds.

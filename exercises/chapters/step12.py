@@ -81,8 +81,8 @@ def sharded_adamw(attempt):
     group.rank() is this rank. A parameter takes its values from another tensor with param.data = ....
     """
     template = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).double()
-    samples = torch.randn(4, 3, 8, 5, dtype=torch.float64)  # (step, rank, samples, width)
-    for shares in ([1, 1], [4, 2, 1]):
+    samples = torch.randn(4, 3, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for shares in ([1, 1], [4, 2, 1]):  # samples are (step, rank, samples, width)
         def program(modules, rank):
             attempt.grid(modules, dp=len(shares))
             model = modules.zero.Zero(copy.deepcopy(template), 1, shares)

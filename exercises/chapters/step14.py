@@ -43,8 +43,7 @@ def norm_gradients(attempt):
         for rank in range(size if "--zero" not in flags else 0):
             for name in norms:
                 attempt.same(got.gradients[rank][0][name], one.gradients[0][0][name], f"{flags}: the gradient of "
-                    f"{name}, "
-                             "compared with one process", rank)
+                             f"{name}, compared with one process", rank)
         for step in range(2):
             attempt.same(got.rows[step]["grad_norm"], one.rows[step]["grad_norm"],
                          f"{flags}: the gradient norm of step {step + 1}, compared with one process")
