@@ -127,22 +127,21 @@ def put_in(place: Place, path: pathlib.Path) -> types.CodeType:
                             "another name")
     holder = nodes[-2] if len(nodes) > 1 else module
     holder.body[holder.body.index(nodes[-1])] = mine
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    used = {line for node in others for line in range(
+        min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]), node.end_lineno + 1)}
+    text = "\n".join(line if number in used else "" for number, line in enumerate(lines, 1))  # on the same lines
     index = module.body.index(nodes[0] if len(nodes) > 1 else mine)
-    module.body[index:index] = others
-    code = compile(module, str(place.path), "exec")
-    names = {node.name for node in others if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    return with_filename(code, place.name.split("."), names, str(path))
+    module.body[index:index] = ast.parse(f"exec(compile({text!r}, {str(path)!r}, 'exec'))").body if others else []
+    return with_filename(compile(module, str(place.path), "exec"), place.name.split("."), str(path))
 
 
-def with_filename(code: types.CodeType, target: list[str], helpers: set[str], path: str) -> types.CodeType:
-    """The same code, in which the definition `target`, and the `helpers` beside it, come from the file `path`."""
-    def moved(const, everything: bool = False):
-        if not isinstance(const, types.CodeType):
+def with_filename(code: types.CodeType, target: list[str], path: str) -> types.CodeType:
+    """The same code, in which the definition `target`, with all that is inside, comes from the file `path`."""
+    def moved(const, names: list[str]):
+        if not isinstance(const, types.CodeType) or names and const.co_name != names[0]:
             return const
-        if everything or const.co_name in helpers:
-            return const.replace(co_filename=path, co_consts=tuple(moved(each, True) for each in const.co_consts))
-        if const.co_name == target[0]:
-            return with_filename(const, target[1:], set(), path) if target[1:] else moved(const, True)
-        return const
+        inside = tuple(moved(each, names[1:]) for each in const.co_consts)
+        return const.replace(co_filename=const.co_filename if names[1:] else path, co_consts=inside)
 
-    return code.replace(co_consts=tuple(moved(const) for const in code.co_consts))
+    return code.replace(co_consts=tuple(moved(const, target) for const in code.co_consts))

@@ -152,6 +152,10 @@ def test_an_answer_in_another_style(tmp_path):
     one = EXERCISES["ring_all_reduce"]
     text = "\ufefffrom __future__ import annotations\nimport functools\n\n" + solution(one)
     assert verdict(one, text + "\n\ndef helper():\n    return 1\n", tmp_path).is_right
+    found = verdict(one, "\nimport no_such_thing\n\n\ndef ring_all_reduce(tensor):\n    pass\n", tmp_path)
+    assert "line 2: import no_such_thing" in found.message
+    text = "def ring_all_reduce(tensor):\n    helper(tensor)\n\n\n@staticmethod\ndef helper(tensor):\n    tensor[99]\n"
+    assert "line 7: tensor[99]" in verdict(one, text, tmp_path).message
 
 
 def test_a_count_below_the_bound_is_refused(tmp_path):
