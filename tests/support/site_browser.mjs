@@ -88,6 +88,7 @@ async function visitAll(names, inspected) {
         fold.open = true;
       }),
     );
+    await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
     const width = await page.evaluate(() => document.documentElement.scrollWidth);
     if (width > PHONE.width) found.overflow.push(`${name}: ${width}`);
     if (inspected.has(name)) await inspect(name, "dark");

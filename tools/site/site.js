@@ -70,6 +70,7 @@
   addEventListener("keydown", turnPage);
   addEventListener("hashchange", openTarget);
   addEventListener("resize", reachScrollers);
+  addEventListener("toggle", reachScrollers, true);
   const contents = document.querySelector(".contents details");
   if (contents && innerWidth <= 1100) contents.open = false;
   openTarget();
