@@ -11,6 +11,7 @@
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -181,6 +182,8 @@ def main(argv: list[str] | None = None) -> int:
         return commands[args.command](exercises[args.name])
     except Unwritten as error:
         print(error, file=sys.stderr)
+    except BrokenPipeError:  # who reads the output has read enough, as in `try.py | head`
+        os._exit(0)
     except OSError as error:
         print(f"{error.filename}: {error.strerror}", file=sys.stderr)
     except KeyboardInterrupt:
@@ -190,5 +193,6 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
     os._exit(code)  # a check that did not end still runs in a thread
