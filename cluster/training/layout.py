@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from checkpoints.survive import is_elastic
+from membership.watch import is_elastic
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from machine_facts import from_home, gather, host_names, machines, places_of, say
 from pipeline_template import PipelineTemplate, Unsupported
