@@ -85,7 +85,7 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
     Where too few are left to go on, the process saves what it holds and ends, and its agent starts it anew.
     """
     folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
-    members, signals = Members.from_environment(os.path.join(folder, ".members.json")), Signals()
+    members, signals = Members.from_environment(os.path.join(folder, ".members.json"), args.tp_size), Signals()
     generation = Generation(members, signals)
     while True:
         try:

@@ -89,12 +89,12 @@ class Roster:
 class Members:
     """This process among those of its elastic run. `roster`: of the generation that it belongs to, or belonged to.
 
-    `path`: the file in which this host keeps it. Raises UserError where another program has the run's port.
+    `path`: the file in which this host keeps it. `multiple`: of so many processes a generation has to be. Raises UserError where another program has the run's port.
     """
 
-    def __init__(self, record: dict, path: str):
+    def __init__(self, record: dict, path: str, multiple: int):
         self.token, self.hosts, self.port = record["token"].encode(), record["hosts"], record["port"]
-        self.run_id, self.at_least, self.path = record["id"], record["at_least"], path
+        self.run_id, self.at_least, self.path, self.multiple = record["id"], record["at_least"], path, multiple
         self.roster, self.next, self.state, self.said = self.read(), None, "meeting", ""
         self.callers: dict[str, tuple[float, Member, Roster | None]] = {}
         self.since: dict[str, float] = {}  # when each caller knocked first
@@ -107,8 +107,8 @@ class Members:
                          int(os.environ.get("LOCAL_RANK", 0)), self.door.port, record["nproc"])
 
     @classmethod
-    def from_environment(cls, path: str) -> "Members | None":
-        return cls(json.loads(os.environ[VARIABLE]), path) if VARIABLE in os.environ else None
+    def from_environment(cls, path: str, multiple: int) -> "Members | None":
+        return cls(json.loads(os.environ[VARIABLE]), path, multiple) if VARIABLE in os.environ else None
 
     def read(self) -> Roster | None:
         """The last roster of this run that this host knows."""
@@ -221,8 +221,9 @@ class Members:
                 if self.is_survivor():
                     raise TooFew
             return
-        if (hosts := len({member.address for member in members})) < self.at_least:
-            if self.said != (text := f"{hosts} of at least {self.at_least} hosts are there: waiting for another"):
+        if (hosts := len({member.address for member in members})) < self.at_least or len(members) % self.multiple:
+            if self.said != (text := f"{len(members)} processes on {hosts} hosts are there: waiting for others "
+                                     f"(hosts: at least {self.at_least}, processes: a multiple of {self.multiple})"):
                 self.said = text
                 print(text, flush=True)
             return
