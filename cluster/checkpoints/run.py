@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from checkpoints.disks import CANT_WRITE, Disks, Lock, move_aside
-from checkpoints.files import STATE, SURVIVORS, name_of_step, read_tokenizer_files, step_of, write_state
+from checkpoints.files import STATE, name_of_step, read_tokenizer_files, step_of, write_state
 from checkpoints.load import Found, Loader, find_checkpoint, read_states, run_of
 from checkpoints.save import Checkpointer
 from data.encoded import require_same_data
@@ -89,7 +89,7 @@ class Run:
             args.learning_rate = self.found.state["flags"].get("learning_rate")
         if self.found and is_home():
             print(f"going on after step {self.start}: {'in memory' if self.specs else self.found.path}", flush=True)
-        self.checkpointer, self.loader, self.record, self.read = None, None, None, None
+        self.checkpointer, self.loader, self.record, self.read, self.has_begun = None, None, None, None, False
 
     def in_memory(self) -> tuple[Found, bool] | None:
         """As find(), of what the ranks hold since the last generation. Collective."""
@@ -127,7 +127,7 @@ class Run:
         move_aside(self.disks, lambda name: name not in own, self.is_own and self.found.name)
         with self.disks.together(CANT_WRITE):
             for name, state in own.items() if self.branches else ():
-                if run_of(state) and not name.endswith(SURVIVORS):
+                if run_of(state):
                     write_state(os.path.join(self.folder, name, STATE), {**state, "run_id": self.run_id})
 
     def weights(self, device: torch.device, made) -> Callable | dict | None:
@@ -202,13 +202,15 @@ class Run:
             say("whichever host is lost, the others hold a copy of all: the run then goes on from their memory"
                 if has_copies else "some of the model is on one host alone: where that is lost, all go back to the last "
                                    "checkpoint (--save_every)")
-        self.watch.begin(lambda: self.checkpointer.save_survivor(self.step))
         if self.specs:
-            self.checkpointer.written = max(self.disks.gather(
-                self.generation.held.keeper.written if self.generation.held else 0))
+            held = self.generation.held
+            self.checkpointer.written = max(self.disks.gather(held.keeper.written if held else 0))
+        self.has_begun, self.generation.held, self.loader = True, None, None
+        self.watch.begin()
+        if self.specs:
             if self.is_due(self.start, False) and self.start > self.checkpointer.written:
                 self.checkpointer.save(self.start, waits=True)
-        elif self.is_own and not self.found.name.endswith(SURVIVORS):
+        elif self.is_own:
             self.checkpointer.written = self.start
         elif self.found:  # whoever is lost next, the run goes on from here
             self.checkpointer.save(self.start, waits=True)  # nobody knows what memory a copy leaves for the first step

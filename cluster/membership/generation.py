@@ -12,6 +12,7 @@ groups are aborted as its documentation says; that was never run.
 import argparse
 import contextlib
 import copy
+import datetime
 import os
 import threading
 import time
@@ -22,8 +23,10 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from machine_facts import forget_ranks
 from membership.meeting import Members, TooFew
-from membership.watch import Pulses, Signals, is_elastic, is_lost_peer
+from membership.watch import Pulses, Signals, is_lost_peer
 from timeline import timeline
+
+JOINING, TIMEOUT = 15, 600  # seconds that a process waits for the others: to join, and after that
 
 
 class Generation:
@@ -39,7 +42,7 @@ class Generation:
     def join(self, backend: str) -> None:
         """Meets the other processes. Raises UserError, Lost."""
         if self.members:
-            roster = self.members.meet()
+            roster = self.members.meet(lambda: self.signals.asked)
             hosts = list(dict.fromkeys(member.host for member in roster.members))
             address, port = roster.store
             os.environ |= {"RANK": str(roster.members.index(self.members.me)), "WORLD_SIZE": str(len(roster.members)),
@@ -48,20 +51,21 @@ class Generation:
                            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
                            "TORCHELASTIC_RESTART_COUNT": roster.secret}  # becomes the prefix of its keys
             self.pulses = Pulses(self.members)
-        pgm.init_process_group(backend)
+        pgm.init_process_group(backend, JOINING if self.members else TIMEOUT)
         if self.members:
             dist.barrier()
             self.members.begin(roster)
+            pgm.timeout = datetime.timedelta(seconds=TIMEOUT)  # from here on machines may be slow
+            dist.distributed_c10d._set_pg_timeout(pgm.timeout)
+            dist.distributed_c10d._get_default_store().set_timeout(pgm.timeout)
 
     def leave(self, error: RuntimeError):
         """What this process holds for the next generation. Raises the error itself where nobody is lost."""
         is_lost = is_lost_peer(error) or self.pulses is not None and self.pulses.reason
-        if not is_lost or not is_elastic():
+        if not is_lost or self.members is None:
             raise error
         reason = self.pulses and self.pulses.reason or str(error).splitlines()[0][:200]
-        if self.members is None:
-            self.run.watch.fail(f"a rank is lost ({reason})") if self.run else os._exit(1)
-        if self.run and self.run.checkpointer:
+        if self.run and self.run.has_begun:
             print(f"rank {os.environ['RANK']}: {reason}, after step {self.run.step}", flush=True)
             self.held = self.run.hold()
         if self.pulses:
@@ -69,7 +73,7 @@ class Generation:
             self.pulses.close()
         for thread in threading.enumerate():  # those that wait in a group: of the timeline, of a checkpoint
             if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
+                thread.join(JOINING)
         if self.run:
             self.run.leave()
         timeline.recording, timeline.spans = False, []
@@ -82,7 +86,7 @@ class Generation:
 def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
     """train(args, generation), again and again in an elastic run until it returns. Each time with `args` as they are.
 
-    Where too few are left to go on, the process saves what it holds and ends, and its agent starts it anew.
+    Where too few are left to go on, the process ends, and its agent starts it anew.
     """
     folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
     members, signals = Members.from_environment(os.path.join(folder, ".members.json"), args.tp_size), Signals()
@@ -94,8 +98,6 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
             there, known = len(members.there()), len(members.roster.members)
             print(f"too few: this host hears {there} of the {known} processes of the run, and the others may be "
                   "training: this part ends, and takes part again when it hears more of them", flush=True)
-            if generation.held:
-                print(generation.held.save(), flush=True)
             os._exit(1)
         except RuntimeError as error:
             held, now = generation.leave(error), time.monotonic()

@@ -41,10 +41,6 @@ class Held:
         self.step, self.commit, self.everything, self.tp_rank = run.step, run.commit, run.everything, run.tp_rank
         self.max_grad_norm, self.keeper = run.args.max_grad_norm, keeper
 
-    def save(self) -> str:
-        """Writes what this process holds, see Checkpointer.save_survivor. Returns a line about it."""
-        return self.keeper.save_survivor(self.step)
-
     def agree(self, commits: list[Commit]) -> None:
         """Takes the step that others of the generation know to be complete, if this rank has not taken it."""
         for commit in commits:

@@ -21,6 +21,7 @@ import os
 import secrets
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
@@ -156,13 +157,16 @@ class Members:
         """Processes that wait to be taken in, while this one belongs to a generation."""
         return [member for member, _ in self.there() if member not in self.roster.members]
 
-    def meet(self) -> Roster:
+    def meet(self, is_told_to_stop: Callable[[], bool]) -> Roster:
         """Waits until there is a next generation with this process. Raises TooFew; UserError after a long time."""
         self.state, self.next, self.too_few_since, start = "meeting", None, None, time.monotonic()
         while self.next is None:
             if time.monotonic() > start + WAIT:
                 raise UserError(f"no run took this process in, and too few hosts came to begin one, for {WAIT:g} "
                                 f"seconds: are the others of {', '.join(self.hosts)} switched on?")
+            if is_told_to_stop():
+                print("stopped while it waited for other hosts", flush=True)
+                os._exit(1)
             self.look_around()
             time.sleep(PAUSE)
         return self.next

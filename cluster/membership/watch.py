@@ -22,7 +22,6 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -102,33 +101,32 @@ class Pulses:
         self.before, self.links = sockets(), {}
         deadline, roster = time.monotonic() + JOINING, members.next
         message = {"kind": "pulse", "secret": roster.secret, "rank": roster.members.index(members.me)}
-        for member in roster.members:
-            while member != members.me and member not in self.links.values():
-                try:
+        try:
+            for member in roster.members:
+                while member != members.me and member not in self.links.values():
                     link, answer = knock(member.door, members.token, message)
-                except NO_ANSWER as error:
-                    raise Lost(f"{member.address} is not there any more ({error!r})") from None
-                if answer["ok"]:
-                    self.links[link] = member
-                    set_probes(link.fileno())
-                elif time.monotonic() > deadline:
-                    raise Lost(f"{member.address} has not joined")
-                else:
+                    if answer["ok"]:
+                        self.links[link] = member
+                        set_probes(link.fileno())
+                        continue
                     link.close()
+                    if time.monotonic() > deadline:
+                        raise Lost(f"{member.address} has not joined")
                     time.sleep(0.02)
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
+        except (Lost, *NO_ANSWER) as error:
+            self.close()
+            raise error if isinstance(error, Lost) else Lost(f"{member.address} is lost ({error!r})") from None
+        threading.Thread(target=self.run, daemon=True).start()
 
     def run(self) -> None:
-        while not self.ended.is_set():
-            if self.reason is None:
-                ready, _, _ = select.select([*self.links], [], [], BEAT) if self.links else (time.sleep(BEAT), 0, 0)
-                if ready and not self.ended.is_set():
-                    gone = self.links[ready[0]]
-                    self.reason = f"{gone.address} is lost"
-                continue
-            self.shut()
-            time.sleep(BEAT / 5)
+        with contextlib.suppress(OSError, ValueError):  # of connections that close() has closed
+            while self.reason is None and not self.ended.is_set():
+                ready, _, _ = select.select([*self.links], [], [], BEAT)
+                if ready:
+                    self.reason = f"{self.links[ready[0]].address} is lost"
+            while not self.ended.is_set():
+                self.shut()
+                self.ended.wait(BEAT / 5)
 
     def shut(self) -> None:
         """Ends what waits in a group of this generation."""
@@ -178,35 +176,21 @@ class Watch:
     """
 
     def __init__(self, members: Members | None, signals: Signals):
-        self.members, self.signals, self.rescue = members, signals, None
+        self.members, self.signals, self.has_newcomers = members, signals, False
         self.longest, self.asked_at = 0.0, None  # seconds between two questions of ask_all; when the last one was
         self.torchrun_waits = float(os.environ.get(SHUTDOWN, 30)) if "TORCHELASTIC_RUN_ID" in os.environ else math.inf
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.group = dist.new_group(backend="gloo") if self.world_size > 1 else None
 
-    def begin(self, rescue: Callable[[], str]) -> None:
-        """From now on there is something to lose: a signal ends the step first, and fail() calls `rescue`.
-
-        It returns a line that says what it has saved.
-        """
-        self.rescue, self.signals.ready = rescue, True
+    def begin(self) -> None:
+        """From now on there is something to lose: a signal ends the step first."""
+        self.signals.ready = True
         self.stops_within(UNKNOWN)
-
-    def fail(self, reason: str) -> None:
-        """Saves what this rank holds, and ends the process: its agent starts it anew. Does not return."""
-        print(f"rank {self.rank}: {reason}", flush=True)
-        try:
-            if self.rescue:
-                print(f"rank {self.rank}: {self.rescue()}", flush=True)
-        except Exception as error:
-            print(f"rank {self.rank}: what it holds could not be written ({error!r})", flush=True)
-        finally:  # nothing must keep it from ending
-            os._exit(1)
 
     def ask_all(self) -> bool:
         """Whether any rank was told to stop, asked where a step ends: the step that runs is the last. Collective.
 
-        Raises Lost, on all ranks, where others wait to be taken in.
+        Afterwards `has_newcomers` is whether processes wait to be taken in.
         """
         newcomers = self.members.newcomers() if self.members else []
         asked, now = torch.tensor([self.signals.asked, bool(newcomers)], dtype=torch.int32), time.monotonic()
