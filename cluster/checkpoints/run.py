@@ -28,7 +28,7 @@ from checkpoints.save import Checkpointer
 from data.encoded import require_same_data
 from machine_facts import from_home, is_home, say
 from membership.held import Commit, Held, Moved, in_memory, who_has_what
-from membership.watch import ALONE, Lost, Watch, is_elastic
+from membership.watch import ALONE, NEWCOMER, Lost, Watch, is_elastic
 from training.evaluation import Sampler
 from utils import ROOT, UserError, positive_int, zero_or_more
 
@@ -229,7 +229,7 @@ class Run:
         if self.watch.has_newcomers:
             self.checkpointer.wait()
             dist.barrier(self.disks.group)
-            raise Lost("another process is taken in")
+            raise Lost(NEWCOMER)
 
     def is_due(self, step: int, stops: bool) -> bool:
         """Whether a checkpoint is saved after this step."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from machine_facts import forget_ranks
 from membership.meeting import Members, TooFew
-from membership.watch import Pulses, Signals, is_lost_peer
+from membership.watch import NEWCOMER, Pulses, Signals, is_lost_peer
 from timeline import timeline
 
 JOINING, TIMEOUT = 15, 600  # seconds that a process waits for the others: to join, and after that
@@ -64,6 +64,8 @@ class Generation:
         is_lost = is_lost_peer(error) or self.pulses is not None and self.pulses.reason
         if not is_lost or self.members is None:
             raise error
+        if self.pulses and str(error) != NEWCOMER:
+            self.pulses.noticed.wait(0.2)  # whose end it was
         reason = self.pulses and self.pulses.reason or str(error).splitlines()[0][:200]
         if self.run and self.run.has_begun:
             print(f"rank {os.environ['RANK']}: {reason}, after step {self.run.step}", flush=True)

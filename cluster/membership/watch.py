@@ -35,6 +35,7 @@ BEAT, PATIENCE = 0.5, 6  # seconds
 JOINING = 5.0  # seconds in which the members of a generation reach each other
 UNKNOWN = 600.0  # seconds that a stop may take where no step was measured yet, and while the last checkpoint is written
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds until torchrun kills what it has told to end; 30 by default
+NEWCOMER = "another process is taken in"
 ALONE = 4.0  # seconds that a rank waits for its own agent to stop it
 LOST = re.compile("peer|onnection|ocket|imed out|timeout|Broken pipe|NCCL|TCPStore|remote process", re.IGNORECASE)
 
@@ -97,7 +98,7 @@ class Pulses:
     """
 
     def __init__(self, members: Members):
-        self.reason, self.ended, self.members = None, threading.Event(), members
+        self.reason, self.noticed, self.ended, self.members = None, threading.Event(), threading.Event(), members
         self.before, self.links = sockets(), {}
         deadline, roster = time.monotonic() + JOINING, members.next
         message = {"kind": "pulse", "secret": roster.secret, "rank": roster.members.index(members.me)}
@@ -124,6 +125,7 @@ class Pulses:
                 ready, _, _ = select.select([*self.links], [], [], BEAT)
                 if ready:
                     self.reason = f"{self.links[ready[0]].address} is lost"
+                    self.noticed.set()
             while not self.ended.is_set():
                 self.shut()
                 self.ended.wait(BEAT / 5)
