@@ -1,4 +1,4 @@
-"""The Python of launch_cluster.sh: one torchrun on each host of hosts.txt, over ssh, as if it were one command.
+"""The Python of launch_cluster.sh: starts a script on each host of hosts.txt, over ssh, as if it were one command.
 
 Each host is one ssh process without a terminal, so nothing can ask for a password: keys it must be (remote_run.py is
 its near end, host_run.py the far one). The run ends on all hosts when it has ended on one with an error, and on Ctrl-C;
@@ -9,6 +9,7 @@ they are part of the job. Paths in them are the hosts', from the repository's ro
 import argparse
 import os
 import re
+import secrets
 import sys
 import uuid
 
@@ -64,6 +65,9 @@ def main() -> int:
         if args.elastic and args.elastic[0] > len(hosts):
             raise UserError(f"--elastic {args.elastic[0]}:{args.elastic[1]} needs {args.elastic[0]} hosts to begin "
                             f"with, but {args.hosts} has {len(hosts)}: add hosts, or lower MIN")
+        if args.elastic and len({host.address for host in hosts}) < len(hosts):
+            raise UserError(f"--elastic knows hosts by their addresses, but {args.hosts} has one of them twice: give each "
+                            "host an address= of its own, and for more processes on one host nproc=2")
         if args.check:
             from check_hosts import check
 
@@ -77,14 +81,17 @@ def main() -> int:
     threads = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
     shared = {"nnodes": len(hosts), "master_port": args.port, "environment": {**threads, **dict(args.env)},
               "command": command, "master_address": hosts[0].address if len(hosts) > 1 else "127.0.0.1"}
-    run_id, home = uuid.uuid4().hex, home_of(hosts).label
+    run_id, token, home = uuid.uuid4().hex, secrets.token_hex(), home_of(hosts).label
+    addresses = []  # of all hosts that were ever in hosts.txt: a host keeps its index in an elastic run
 
     def job(hosts: list[Host], host: Host) -> dict:
         job = {**shared, "node_rank": host.rank, "nproc": int(host.nproc), "interface": host.iface,
                "peer": peer(hosts, host), "is_home": host.label == home, "mark": f"{run_id} {host.label}"}
         if args.elastic:
-            job["master_address"] = hosts[0].address
-            job["elastic"] = {"nodes": "{}:{}".format(*args.elastic), "id": run_id, "address": host.address}
+            addresses.extend(host.address for host in hosts if host.address not in addresses)
+            job["elastic"] = {"id": run_id, "token": token, "hosts": addresses, "host": addresses.index(host.address),
+                              "port": args.port, "at_least": args.elastic[0], "at_most": args.elastic[1],
+                              "nproc": int(host.nproc)}
         return job
 
     if args.elastic:

@@ -24,17 +24,16 @@ GRACE = 3  # seconds from the first failure until the others are stopped: whose 
 STOP = 20  # seconds without a line from a host that was told to stop, until ssh itself is ended: it is out of reach
 BEGUN = re.compile(r"^[0-9]+ process(es)? with OMP_NUM_THREADS=")  # what host_run.py prints first
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|Connection refused")
-# Stack traces of torchrun itself and of its stores, whole ones and single lines, with the empty lines in between.
-TORCHRUN_TRACE = re.compile(r"Traceback.*(torch/distributed/run\.py|c10d_rendezvous_backend\.py)|^frame #\d+: |"
-                            r"^<omitting python frames>|^Exception raised from \w+ at /|\[c10d\] (recv|send)\w+ failed|"
-                            "^The above exception was the direct cause|^$", re.DOTALL)
+# Stack traces of torch's stores, with the empty lines in between.
+STORE_TRACE = re.compile(r"^frame #\d+: |^<omitting python frames>|^Exception raised from \w+ at /|"
+                         r"\[c10d\] (recv|send)\w+ failed|^$")
 
 
 class Run:
     """The ssh process of one host: sends the job, prints what comes back, and puts itself in `events` at its end.
 
-    A line that `alarm` matches is put there at once, as (run, line). Where there is one, stack traces of torchrun are
-    not printed: on each host a lost one leaves a hundred lines of them. `quiet`: print nothing until it has begun.
+    A line that `alarm` matches is put there at once, as (run, line). Where there is one, stack traces of torch's stores
+    are not printed: a lost host leaves many lines of them on all others. `quiet`: print nothing until it has begun.
     """
 
     def __init__(self, host: Host, job: dict, width: int, events: queue.SimpleQueue, alarm: re.Pattern | None,
@@ -56,7 +55,6 @@ class Run:
             self.process.stdin.flush()
 
     def read(self, events: queue.SimpleQueue) -> None:
-        traceback = []
         for line in self.process.stdout:
             self.heard = time.monotonic()
             text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]  # what a progress bar shows last
@@ -65,15 +63,10 @@ class Run:
                 self.has_begun, self.quiet = True, False
             if self.alarm and self.alarm.search(text):
                 events.put((self, text))
-            if self.alarm and (traceback or text.startswith("Traceback")):
-                traceback.append(text)
-                if text.startswith((" ", "Traceback")):
-                    continue
-                text, traceback = "\n".join(traceback), []  # complete
-            if self.quiet or self.alarm and TORCHRUN_TRACE.search(text):
+            if self.quiet or self.alarm and STORE_TRACE.search(text):
                 continue
             try:
-                sys.stdout.write("".join(f"{self.prefix}{part}\n" for part in text.split("\n")))
+                sys.stdout.write(f"{self.prefix}{text}\n")
                 sys.stdout.flush()
             except OSError:
                 events.put(signal.SIGPIPE)  # nobody reads any more
