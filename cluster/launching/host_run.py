@@ -1,6 +1,6 @@
 """One host's part of a run, at the far end of launch_cluster.sh's ssh: starts it here, and ends it for certain.
 
-It is torchrun that starts the processes of the host, and in an elastic run an agent (agent.py).
+It is torchrun that starts the processes of this host, and in an elastic run an agent (agent.py).
 
 The job comes as one line of JSON on standard input, so that none of its words passes a shell or shows in a list of
 processes. After it come heartbeats. When they stop for SILENCE seconds (the cable is cut, the launcher's machine is
@@ -8,6 +8,8 @@ dead) or the input ends (the launcher or ssh is gone), every process that came f
 and then time in which a training can finish its step and save a checkpoint. That is PATIENCE seconds and, besides, as
 many as the training itself says that it needs, in a file whose path is in its environment.
 A worker whose torchrun is killed would train on alone: it is known by a variable in its environment.
+
+As a daemon (daemon.py) it hears of no launcher, and ends when it gets a signal. Then the job is its standard input, too.
 """
 
 import contextlib
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import time
 
+import daemon
 from agent import Agent, ends_with_parent
 from host_facts import HOME, STOPS_WITHIN, run_interface, usable_cores
 
@@ -110,7 +113,7 @@ def end_all(mark: str, patience: float = PATIENCE, file: str | None = None) -> N
         time.sleep(0.05)
 
 
-def watch(child: subprocess.Popen | Agent) -> int:
+def watch(child: subprocess.Popen | Agent | daemon.Follower, has_launcher: bool = True) -> int:
     """The child's exit code, or that of a signal that came, as a shell gives it; 1 where the launcher is gone,
     UNHEARD where the way to it is."""
     stopped = []
@@ -118,24 +121,21 @@ def watch(child: subprocess.Popen | Agent) -> int:
         signal.signal(number, lambda number, frame: stopped.append(number))
     heard = time.monotonic()
     while child.poll() is None and not stopped:
-        if select.select([0], [], [], 0.1)[0]:
+        if not has_launcher:
+            time.sleep(0.1)
+        elif select.select([0], [], [], 0.1)[0]:
             if not os.read(0, 4096):
                 return 1  # the launcher has closed the input, or has ended itself
             heard = time.monotonic()
-        if time.monotonic() > heard + SILENCE:
+        if has_launcher and time.monotonic() > heard + SILENCE:
             return UNHEARD
     if stopped:  # this machine is shut down, say
         return 128 + stopped[0]
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def main() -> int:
-    if sys.platform != "linux":
-        print(f"error: this host runs {sys.platform}, but only on Linux can all processes be ended with the run: type "
-              "its torchrun line by hand (Windows: use WSL)", file=sys.stderr)
-        return 2
-    os.chdir(ROOT)
-    job = json.loads(sys.stdin.readline())
+def run(job: dict) -> int:
+    """Runs the processes of this host until they have ended, or have to. The exit code."""
     job["command"] = find_script(job["command"])
     try:
         find_interface(job)
@@ -152,9 +152,30 @@ def main() -> int:
         own = f"{job['mark']} {os.getpid()}"  # this connection ends its own processes, not those of the next one
         variables |= {STOPS_WITHIN: file.name, MARK: own}
         try:
-            return watch(start(job, variables))
+            return watch(start(job, variables), not job["is_detached"])
         finally:
             end_all(own, PATIENCE, file.name)
+
+
+def main() -> int:
+    if sys.platform != "linux":
+        print(f"error: this host runs {sys.platform}, but only on Linux can all processes be ended with the run: type "
+              "its torchrun line by hand (Windows: use WSL)", file=sys.stderr)
+        return 2
+    os.chdir(ROOT)
+    job = json.loads(sys.stdin.readline())
+    if "ask" in job:
+        try:
+            answer = daemon.answer(job)
+        except OSError as error:
+            print(f"error: no part of a run can outlive its launcher here: {error}", file=sys.stderr)
+            return 2
+        return answer if isinstance(answer, int) else watch(answer)
+    code = run(job)
+    if job["is_detached"]:
+        with open(os.path.join(daemon.folder_of(job), "code"), "w") as file:
+            file.write(str(code))
+    return code
 
 
 if __name__ == "__main__":

@@ -17,16 +17,22 @@ import threading
 import time
 from collections.abc import Callable
 
+from daemon import FOLLOWED
 from hosts import Host
 
 HEARTBEAT = 0.5  # seconds at most between two of them
 GRACE = 3  # seconds from the first failure until the others are stopped: whose fault was it?
 STOP = 20  # seconds without a line from a host that was told to stop, until ssh itself is ended: it is out of reach
-BEGUN = re.compile(r"^[0-9]+ process(es)? with OMP_NUM_THREADS=")  # what host_run.py prints first
+BEGUN = re.compile(rf"^[0-9]+ process(es)? with OMP_NUM_THREADS=|^{FOLLOWED}")  # what host_run.py prints first
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|Connection refused")
 # Stack traces of torch's stores, with the empty lines in between.
 STORE_TRACE = re.compile(r"^frame #\d+: |^<omitting python frames>|^Exception raised from \w+ at /|"
                          r"\[c10d\] (recv|send)\w+ failed|^$")
+
+
+def far_end(host: Host) -> list[str]:
+    """The local command line that starts host_run.py on a host."""
+    return host.ssh(host.python, os.path.join(host.dir, "cluster", "launching", "host_run.py"))
 
 
 class Run:
@@ -41,10 +47,9 @@ class Run:
         self.host, self.code, self.started = host, None, time.monotonic()
         self.alarm, self.quiet, self.heard, self.has_begun = alarm, quiet, self.started, False
         self.prefix, self.last = f"{host.label:<{width}} | ", collections.deque(maxlen=200)
-        words = host.ssh(host.python, os.path.join(host.dir, "cluster", "launching", "host_run.py"))
         # In a session of its own ssh has no terminal to ask anything on, and Ctrl-C reaches the launcher alone.
-        self.process = subprocess.Popen(words, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(far_end(host), start_new_session=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.send(json.dumps(job))
         threading.Thread(target=self.read, args=[events], daemon=True).start()
 
