@@ -79,8 +79,9 @@ class Generation:
         if self.run:
             self.run.leave()
         timeline.recording, timeline.spans = False, []
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
         forget_ranks()
         return self.held
 

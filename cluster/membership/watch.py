@@ -124,7 +124,7 @@ class Pulses:
             while self.reason is None and not self.ended.is_set():
                 ready, _, _ = select.select([*self.links], [], [], BEAT)
                 if ready:
-                    self.reason = f"{self.links[ready[0]].address} is lost"
+                    self.reason = f"{self.links[ready[0]].address} {how_it_ended(ready[0])}"
                     self.noticed.set()
             while not self.ended.is_set():
                 self.shut()
@@ -143,10 +143,19 @@ class Pulses:
     def close(self) -> None:
         """This process leaves the generation; the others hear of it."""
         self.ended.set()
-        for link in [*self.links, *self.members.kept]:
+        for link in [*self.members.kept, *self.links]:
             with contextlib.suppress(OSError):
+                if link in self.members.kept:
+                    link.send_bytes(b"left")
                 link.close()
         self.members.kept.clear()
+
+
+def how_it_ended(link) -> str:
+    """What is to be said of the member at the other end of a connection that can be read."""
+    with contextlib.suppress(*NO_ANSWER):
+        return "has lost another process" if link.recv_bytes() == b"left" else "is lost"
+    return "is lost"
 
 
 def sockets() -> dict[int, int]:
