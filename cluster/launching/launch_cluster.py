@@ -44,7 +44,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="launch_cluster.sh", description=hosts_file.__doc__,
                                      usage="%(prog)s hosts.txt [--check] [--detach] [--elastic MIN:MAX] [--port N] "
                                            "[--env NAME] -- SCRIPT ARGUMENTS\n"
-                                           "       %(prog)s hosts.txt --attach | --status | --stop",
+                                           "       %(prog)s hosts.txt (--attach, --status or --stop)",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hosts", metavar="hosts.txt")
     parser.add_argument("--check", action="store_true", help="look at each host first; without SCRIPT only that")
@@ -76,8 +76,9 @@ def make_job(run: dict, elastic: tuple[int, int] | None, home: str, hosts: list[
     job = {"nnodes": len(hosts), "node_rank": host.rank, "nproc": int(host.nproc), "interface": host.iface,
            "master_address": hosts[0].address if len(hosts) > 1 else "127.0.0.1", "master_port": run["port"],
            "peer": peer(hosts, host), "is_home": host.label == home, "mark": f"{run['id']} {host.label}",
+           "folder": os.path.join("logs", "launches", run["id"], host.label),
            "command": run["command"], "environment": run["environment"], "started": run["started"],
-           "is_detached": run["is_detached"]}
+           "is_detached": run["is_detached"], "id": run["id"]}
     if elastic:
         run["hosts"].extend(host.address for host in hosts if host.address not in run["hosts"])
         job["elastic"] = {"id": run["id"], "token": run["token"], "hosts": run["hosts"], "port": run["port"],
