@@ -96,9 +96,9 @@ class Follower:
 def answer(question: dict) -> Follower | int:
     """What the launcher asks about this host's part. To "look", "start" and "stop" the answer is a line of JSON, {} where
     there is no part. It has the job with its token, for a launcher that starts the part of another host."""
-    if question["ask"] == "start":
-        start(question["job"])
-    folder, state = find_part(question["label"], question["run"]), {}
+    if job := question.get("job"):
+        start(job)
+    folder, state = job["folder"] if job else find_part(question["label"], question["run"]), {}
     if question["ask"] == "follow":
         return Follower(folder) if folder else NO_PART
     if folder:

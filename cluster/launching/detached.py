@@ -20,18 +20,16 @@ STOPPED = 143  # the exit code of a daemon that was asked to end
 NOTHING = "no part of the run is there"
 
 
-def ask(host: Host, question: str, run: str = "*", job: dict | None = None) -> dict:
-    """The state of a host's part of a run, as daemon.answer() gives it; {"away": why} where the host does not say."""
-    contact = Contact(host, far_end(host))
-    part = contact.ask(60, {"ask": question, "label": host.label, "run": run, "job": job})
-    contact.end()
-    return {"away": "{1}: {2}".format(*contact.problems[0])} if part is None else part
+def ask_all(hosts: list[Host], what: str, jobs: dict[str, dict] | None = None) -> dict[str, dict]:
+    """The states of the hosts' parts, by label, as daemon.answer() gives them; {"away": why} where a host is silent."""
+    def ask(host: Host) -> dict:
+        contact = Contact(host, far_end(host))
+        part = contact.ask(60, {"ask": what, "label": host.label, "run": "*", "job": (jobs or {}).get(host.label)})
+        contact.end()
+        return {"away": "{1}: {2}".format(*contact.problems[0])} if part is None else part
 
-
-def ask_all(hosts: list[Host], question: str) -> dict[str, dict]:
-    """By the hosts' labels."""
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        return dict(zip([host.label for host in hosts], pool.map(lambda host: ask(host, question), hosts)))
+    with ThreadPoolExecutor(len(hosts) or 1) as pool:
+        return dict(zip([host.label for host in hosts], pool.map(ask, hosts)))
 
 
 def ending(code: int) -> str:
@@ -43,7 +41,7 @@ def newest(parts: dict[str, dict]) -> dict | None:
     return max((part["job"] for part in parts.values() if "job" in part), key=lambda job: job["started"], default=None)
 
 
-def status(hosts: list[Host]) -> int:
+def status(hosts: list[Host], path: str) -> int:
     """Prints a row a host."""
     table = [("host", "reachable", "run", "script", "state", "last line")]
     for label, part in ask_all(hosts, "look").items():
@@ -62,50 +60,46 @@ def status(hosts: list[Host]) -> int:
 
 class Follow(Launch):
     """Prints what the parts of a run print, until it has ended. A host that is out of reach or has no part is tried
-    again and again. `codes`, `away`: by label, with what a part has ended, and why there is nothing to follow."""
+    again and again. `ends`, `away`: by label, whose parts have ended; why there is none, and when to look again."""
 
     def __init__(self, hosts: list[Host], run: dict):
         super().__init__(hosts, lambda hosts, host: {"ask": "follow", "label": host.label, "run": run["id"]})
         self.is_elastic = "elastic" in run
         self.alarm = Elastic.alarm if self.is_elastic else None
-        self.codes, self.away, self.try_at, self.is_over = {}, {}, {}, False
+        self.ends, self.away, self.is_over = {}, {}, False
 
     def ended(self, run: Run, now: float) -> None:
         label = run.host.label
         if now >= self.stop_at:
             return
+        why, _ = self.away.pop(label, ("", 0.0))
         if run.code in (255, NO_PART, UNHEARD, 126, 127) or run.code < 0:
-            why = ": ".join(run.host.explain(run.code, "\n".join(run.last)) or (NOTHING,))
-            if self.away.get(label) != why:
-                say(f"{label}: {why}")
-            self.away[label], self.try_at[label] = why, now + RETRY
-            return
-        self.codes[label] = run.code
-        self.away.pop(label, None)
-        say(f"{label}: its part of the run {ending(run.code)}")
-        if run.code not in (0, STOPPED):
-            self.failed.append(run)
+            found = ": ".join(run.host.explain(run.code, "\n".join(run.last)) or (NOTHING,))
+            if found != why:
+                say(f"{label}: {found}")
+            self.away[label] = found, now + RETRY
+        else:
+            self.ends[label] = run
+            say(f"{label}: its part of the run {ending(run.code)}")
 
     def look_around(self, now: float) -> None:
         if now >= self.stop_at:
             return
-        for label in [label for label, run in self.running.items() if run.has_begun]:
-            self.away.pop(label, None)
-        codes = self.codes.values()
-        is_known = not self.is_elastic or 0 in codes or STOPPED in codes or set(self.away.values()) <= {NOTHING}
-        if codes and len(codes) + len(self.away) == len(self.hosts) and is_known:
+        self.away = {label: away for label, away in self.away.items()
+                     if label not in self.running or not self.running[label].has_begun}
+        codes = {run.code for run in self.ends.values()}
+        is_known = not self.is_elastic or codes & {0, STOPPED} or all(why == NOTHING for why, _ in self.away.values())
+        if codes and len(self.ends) + len(self.away) == len(self.hosts) and is_known:
             self.is_over = True
+            if not self.is_elastic or 0 not in codes:  # an elastic run goes on without those that have failed
+                self.failed = [run for run in self.ends.values() if run.code not in (0, STOPPED)]
             self.stop(now, STOPPED if STOPPED in codes else 0)
             for run in self.running.values():  # those that are out of reach
                 run.process.kill()
             return
         for host in self.hosts:
-            if host.label in self.away and host.label not in self.running and now > self.try_at[host.label]:
+            if host.label not in self.running and now > self.away.get(host.label, ("", now))[1]:
                 self.start(host, is_quiet=True)
-
-    def report(self) -> int:
-        """As Launch does, where the run has ended with an error: an elastic one goes on when a host is lost."""
-        return self.code if not self.is_over or self.is_elastic and 0 in self.codes.values() else super().report()
 
 
 def detach(hosts: list[Host], path: str, elastic: tuple[int, int] | None, env: dict, run: dict, job: Callable) -> int:
@@ -128,14 +122,11 @@ def detach(hosts: list[Host], path: str, elastic: tuple[int, int] | None, env: d
                 and (part["is_alive"] or part["code"] == 0)]
     missing = [host for host in hosts if host.label not in has_part and "away" not in found[host.label]]
     missing = missing[:max(0, elastic[1] - len(has_part))] if elastic else missing
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        jobs = [job(hosts, host) for host in missing]
-        started = list(pool.map(lambda host, job: ask(host, "start", run["id"], job), missing, jobs))
-    for host, part in zip(missing, started):
+    for label, part in ask_all(missing, "start", {host.label: job(hosts, host) for host in missing}).items():
         if "away" in part or not part["is_alive"] and part["code"]:
-            stop(missing)
-            raise UserError(f"{host.label} could not start its part, so all were stopped: "
-                            + part.get("away", "\n    ".join(part.get("last", []))))
+            stop(missing, path)
+            raise UserError(f"{label} could not start its part, so all were stopped: "
+                            + (part.get("away") or "\n    ".join(part["last"])))
     for why in away:
         say(f"no part yet has {why}. The same command starts it later")
     say(f"the run {run['id'][:8]} goes on by itself on {', '.join(has_part + [host.label for host in missing])}, with its "
@@ -146,10 +137,8 @@ def detach(hosts: list[Host], path: str, elastic: tuple[int, int] | None, env: d
 
 def attach(hosts: list[Host], path: str) -> int:
     """Raises UserError where there is nothing to look at."""
-    parts = ask_all(hosts, "look")
-    if not (run := newest(parts)):
-        away = "".join(f"; {label}: {part['away']}" for label, part in parts.items() if "away" in part)
-        raise UserError(f"no host of {path} that answers has a detached run: start one by --detach{away}")
+    if not (run := newest(ask_all(hosts, "look"))):
+        raise UserError(f"no host of {path} that answers has a detached run: start one by --detach")
     follow = Follow(hosts, run)
     code = follow.run()
     if not follow.is_over:
@@ -157,7 +146,7 @@ def attach(hosts: list[Host], path: str) -> int:
     return code
 
 
-def stop(hosts: list[Host]) -> int:
+def stop(hosts: list[Host], path: str) -> int:
     """Asks the newest parts to end, and waits for that. The exit code is 1 where a host is out of reach."""
     parts = ask_all(hosts, "stop")
     away = [label for label, part in parts.items() if "away" in part]

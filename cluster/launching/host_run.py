@@ -165,11 +165,7 @@ def main() -> int:
     os.chdir(ROOT)
     job = json.loads(sys.stdin.readline())
     if "ask" in job:
-        try:
-            answer = daemon.answer(job)
-        except OSError as error:
-            print(f"error: no part of a run can outlive its launcher here: {error}", file=sys.stderr)
-            return 2
+        answer = daemon.answer(job)
         return answer if isinstance(answer, int) else watch(answer)
     code = run(job)
     if job["is_detached"]:
