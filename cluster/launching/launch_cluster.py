@@ -14,7 +14,8 @@ import uuid
 
 import hosts as hosts_file
 from elastic import Elastic
-from hosts import Host, UserError, home_of, peer, read_hosts
+from host_facts import PROJECT
+from hosts import ROOT, Host, UserError, home_of, peer, read_hosts
 from remote_run import Launch
 
 
@@ -38,10 +39,12 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """The launcher's own flags, and what follows `--`: the script and its arguments."""
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     parser = argparse.ArgumentParser(prog="launch_cluster.sh", description=hosts_file.__doc__,
-                                     usage="%(prog)s hosts.txt [--check] [--elastic MIN:MAX] [--port N] [--env NAME] "
-                                           "-- SCRIPT ARGUMENTS",
+                                     usage="%(prog)s hosts.txt [--install] [--check] [--elastic MIN:MAX] [--port N] "
+                                           "[--env NAME] -- SCRIPT ARGUMENTS",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hosts", metavar="hosts.txt")
+    parser.add_argument("--install", action="store_true",
+                        help="first copy the project to each host, and make its virtual environment with the packages")
     parser.add_argument("--check", action="store_true", help="look at each host first; without SCRIPT only that")
     parser.add_argument("--elastic", type=host_counts, metavar="MIN:MAX",
                         help="go on without a lost host while MIN are left, and take hosts in again, up to MAX")
@@ -50,8 +53,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
                         help="a variable for the hosts, more than once for more; nothing else of this environment "
                              "goes, but OMP_NUM_THREADS")
     args, command = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1:]
-    if not command and not args.check:
-        parser.error("nothing to start: write -- and the script with its arguments at the end, or --check")
+    if not command and not args.check and not args.install:
+        parser.error("nothing to start: write -- and the script with its arguments at the end, --check or --install")
     if not 0 < args.port < 65536:
         parser.error(f"--port {args.port}: a port is a number from 1 to 65535")
     return args, command
@@ -64,6 +67,11 @@ def main() -> int:
         if args.elastic and args.elastic[0] > len(hosts):
             raise UserError(f"--elastic {args.elastic[0]}:{args.elastic[1]} needs {args.elastic[0]} hosts to begin "
                             f"with, but {args.hosts} has {len(hosts)}: add hosts, or lower MIN")
+        if args.install:
+            from install import install
+
+            if not install(hosts, ROOT, PROJECT, dict(args.env)):
+                return 1
         if args.check:
             from check_hosts import check
 
