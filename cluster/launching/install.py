@@ -134,6 +134,14 @@ def main() -> None:
 
 # --- on the launcher's machine ---------------------------------------------------------------------------------------
 
+def packages(root: str) -> list[str]:
+    """What setup.py calls setup() with: setuptools need not be here."""
+    called = {}
+    with open(os.path.join(root, "setup.py"), encoding="utf-8") as file:
+        exec(file.read().replace("from setuptools import setup", ""), {"setup": called.update})
+    return sum((called["extras_require"][extra] for extra in EXTRAS), called["install_requires"])
+
+
 def tree(root: str) -> dict[str, str]:
     """{path: sha256} of what is copied: not what .gitignore names, such as runs and models, nothing hidden, and no
     virtual environment."""
@@ -195,11 +203,7 @@ def install(hosts: list, root: str, project: list[str], environment: dict[str, s
     for host in hosts:
         if "python" not in host.given:
             host.python = os.path.join(host.dir, ".venv", "bin", "python")
-    called = {}  # what setup.py calls setup() with: setuptools need not be here
-    with open(os.path.join(root, "setup.py"), encoding="utf-8") as file:
-        exec(file.read().replace("from setuptools import setup", ""), {"setup": called.update})
-    packages = sum((called["extras_require"][extra] for extra in EXTRAS), called["install_requires"])
-    job = {"files": tree(root), "project": project, "requirements": packages, "environment": environment}
+    job = {"files": tree(root), "project": project, "requirements": packages(root), "environment": environment}
     with ThreadPoolExecutor(len(hosts)) as pool:
         failures = list(pool.map(lambda host: install_on(host, root, job), hosts))
     for host, failure in zip(hosts, failures):
