@@ -193,7 +193,7 @@ def test_three_bare_hosts_train_together(bed, tmp_path, wheels):
         site = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
         (on_disk(node, there) / ".venv" / site / "these.pth").write_text("\n".join(
             path for path in sys.path if path.endswith("-packages")))
-    flags = ["--install", "--env", "PIP_NO_INDEX=1", "--env", f"PIP_FIND_LINKS={wheels}", "--env", "PIP_NO_COMPILE=1"]
+    flags = ["--install", "--env", "PIP_NO_INDEX=1", "--env", f"PIP_FIND_LINKS={wheels}"]
     listed = write_hosts(tmp_path, *(f"{node} dir={there} python={python}" for node in NODES))
     code, text = Launch(listed, *flags, options=f"-F {SSH_CONFIG}").end(300)
     assert code == 0 and len(re.findall(r"^node\d \| copied \d{3} files", text, re.M)) == 3, text
