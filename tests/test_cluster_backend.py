@@ -18,14 +18,15 @@ SCRIPT = ROOT / "tests" / "support" / "half_gpu.py"
 SHARES = ["--pipelines", "2,2;4", "--num_microbatches", "4,2"]
 RUNS = {  # name -> the ranks with a GPU, further flags
     "cpu": ("", SHARES),
-    "mixed": ("0,2", [*SHARES, "--profile_batch", "1", "--eval_every", "2"]),
+    "mixed": ("0,2", [*SHARES, "--eval_every", "2"]),
+    "timeline": ("0,2", [*SHARES, "--profile_batch", "1"]),
     "by themselves": ("0,2", ["--num_microbatches", "2,2,2"]),
     "compressed": ("1", [*SHARES, "--wire_dtype", "int8", "--gradient_wire_dtype", "int8"]),
-    "local": ("0", ["--local_steps", "2", "--max_steps_per_epoch", "2"]),
+    "local": ("0", ["--local_steps", "2", "--max_steps_per_epoch", "4", "--gradient_accumulation", "2"]),
     "no flag": ("1", [*SHARES, "--backend", "auto"]),
     "no dtype": ("1", [*SHARES, "--dtype", "auto"]),
 }
-SLOW = {"by themselves", "compressed", "local"}
+SLOW = {"timeline", "by themselves", "compressed", "local"}
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +54,9 @@ def test_some_ranks_have_a_gpu(runs, name):
     assert "3 ranks over gloo, float64" in done.stdout
     mine = losses(runs[1], name)
     assert runs[0]["cpu"].result().returncode == 0
-    if name in ("mixed", "by themselves"):
+    if name not in ("compressed", "local"):
         assert mine == pytest.approx(losses(runs[1], "cpu"), abs=1e-9)
-    assert len(mine) == (2 if name == "local" else 3) and "milliseconds of a step" in done.stdout
+    assert len(mine) == (4 if name == "local" else 3) and "milliseconds of a step" in done.stdout
 
 
 @pytest.mark.parametrize("name, message", [
@@ -65,6 +66,25 @@ def test_some_ranks_have_a_gpu(runs, name):
 def test_refused_without(runs, name, message):
     done = runs[0][name].result()
     assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+TIMES = """
+import os, torch
+import process_group_manager as pgm
+from training.times import StepTimes
+pgm.init_process_group("gloo")
+times = StepTimes(torch.device("cpu"))
+if os.environ["RANK"] == "1":
+    times.start(0)
+    times.stop()
+times.print()
+"""
+
+
+def test_a_gpu_that_measured_no_step_lets_the_others_print(run_code):
+    """After a resume, as each tenth step is measured there."""
+    lines = run_code("cluster", 2, TIMES).stdout.splitlines()
+    assert lines[0].startswith("milliseconds") and [line.split()[0] for line in lines[1:]] == ["rank", "1"]
 
 
 def test_tensor_parallel_ranks_are_alike(monkeypatch):

@@ -50,11 +50,14 @@ if has_gpu:
     facts.synchronize = lambda: None
     utils.choose_device = choose_host_memory
 
+import machine_facts  # noqa: E402
 import train_distributed  # noqa: E402
 from checkpoints.survive import end_of_elastic_run  # noqa: E402
 from training import times  # noqa: E402
 
 if has_gpu:
+    ranks_sharing = machine_facts.ranks_sharing
+    machine_facts.ranks_sharing = lambda device: ranks_sharing(torch.device("cuda", 0))
     times.MEASURE_EVERY["cpu"] = times.MEASURE_EVERY["cuda"]
 with utils.one_clear_error(), end_of_elastic_run() if len(sys.argv) > 1 else contextlib.nullcontext():
     train_distributed.main()
