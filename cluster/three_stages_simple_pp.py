@@ -46,7 +46,7 @@ import torch
 
 import train_distributed
 from checkpoints.run import add_checkpoint_flags
-from checkpoints.survive import end_of_elastic_run
+from membership.watch import end_of_elastic_run
 from machine_facts import once_per_machine
 from run_common import local_directory
 from training.common import add_flags, add_run_flags, from_environment

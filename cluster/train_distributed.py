@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from checkpoints.run import Run, add_checkpoint_flags
-from checkpoints.survive import end_of_elastic_run
 from data.load import add_data_flags, check_data_flags, load_data
+from membership.generation import Generation, train_in_generations
+from membership.watch import end_of_elastic_run
 from training.common import add_flags, add_run_flags, meet, print_banner
 from training.evaluation import Evaluator
 from training.layout import add_layout_flags, check_layout_flags, choose_layout
@@ -77,14 +78,18 @@ def parse_args() -> argparse.Namespace:
 
 def main(args: argparse.Namespace | None = None, make_model: Callable = make_model) -> None:
     """`args`: of another script, with all flags of this one. `make_model(args, dtype)` returns a Model."""
-    args = args or parse_args()
-    device, dtype = join(args)
+    train_in_generations(args or parse_args(), functools.partial(train_generation, make_model))
+
+
+def train_generation(make_model: Callable, args: argparse.Namespace, generation: Generation) -> None:
+    """The whole training with the processes that are there. An elastic run begins anew here when these change."""
+    device, dtype = join(args, generation)
     made = make_model(args, dtype)
     if made.lora:
         print_sizes(made.lora)
     if plan := find_plan(args, made, device, dtype):
         take_places(plan)
-    run = Run(args)  # finds the checkpoint to go on from
+    run = Run(args, generation)  # finds the checkpoint to go on from
     layout = choose_layout(args, made, plan, run.found, device, dtype)
     made = with_weights(made, args, device, run.found is not None)
     args.learning_rate = args.learning_rate or made.learning_rate
@@ -97,9 +102,9 @@ def main(args: argparse.Namespace | None = None, make_model: Callable = make_mod
     dist.destroy_process_group()
 
 
-def join(args) -> tuple[torch.device, torch.dtype]:
+def join(args, generation: Generation) -> tuple[torch.device, torch.dtype]:
     """Meets the other ranks. Returns the device that this one computes on, and the dtype of all."""
-    device, dtype = meet(args)
+    device, dtype = meet(args, generation.join)
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
     if args.lora_rank:

@@ -1,29 +1,31 @@
-"""launch_cluster.sh --elastic without a network: flags, torchrun's command line, and which hosts take part when.
+"""launch_cluster.sh --elastic without a network: flags, the agent of a host, and which hosts take part when.
 
-Stand-ins take the place of ssh and torchrun; test_cluster_elastic.py has the true ones.
+Stand-ins take the place of ssh and of the training; test_cluster_elastic.py has the true ones.
 """
 
 import os
+import pathlib
 import re
 import signal
 import subprocess
 import sys
 import time
 
+import agent
 import host_run
 import launch_cluster
 import pytest
 from launch import ROOT
 from launcher import Launch, all_gone, eventually, make_tools, write_hosts
 
-TORCHRUN = """
-import os, signal, subprocess, sys
-first = next(index for index, word in enumerate(sys.argv) if word.startswith("--local-addr=")) + 1
-worker = subprocess.Popen([sys.executable, *sys.argv[first:]], start_new_session=True)
-code = worker.wait()
-if code == 2:
-    print(f"E1 1 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: {code}) local_rank: 0")
-sys.exit(code and 1)
+ONE_FAILS = """
+import json, os, sys, time
+run, rank = json.loads(os.environ["ELASTIC_RUN"]), os.environ["LOCAL_RANK"]
+print("rank", rank, os.getpid(), os.getppid(), {**run, "token": len(run["token"])}, os.environ["RANK"], flush=True)
+print([name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ], sys.argv[1:], flush=True)
+while rank == "0" or not os.path.exists(sys.argv[1]):
+    time.sleep(0.02)
+sys.exit(int(open(sys.argv[1]).read()))
 """
 SAVE = """
 import os, signal, sys, time
@@ -39,20 +41,12 @@ while True:
     time.sleep(1)
 """
 JOB = {"nnodes": 3, "node_rank": 1, "nproc": 2, "master_address": "desk", "master_port": 29500, "interface": "lo",
-       "peer": None, "environment": {}, "is_home": False, "command": ["train.py", "--epochs", "3"],
-       "elastic": {"nodes": "2:3", "id": "1a", "mark": "1a b", "address": "127.0.0.1"}}
-
-
-@pytest.fixture(scope="module")
-def plain_tools(tmp_path_factory):
-    return make_tools(tmp_path_factory.mktemp("plain_tools"))
+       "peer": None, "environment": {}, "is_home": False, "command": ["train.py", "--epochs", "3"]}
 
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory):
-    folder = make_tools(tmp_path_factory.mktemp("tools"))
-    (folder / "torch" / "distributed" / "run.py").write_text(TORCHRUN)
-    return folder
+    return make_tools(tmp_path_factory.mktemp("tools"))
 
 
 def lines(tools, hosts: str) -> list[str]:
@@ -80,30 +74,19 @@ def test_more_hosts_may_come(monkeypatch):
     assert launch_cluster.parse_args()[0].elastic == (2, 8)
 
 
-def test_the_command_line_of_torchrun(monkeypatch, tmp_path):
+def test_two_names_for_one_address(tools, tmp_path):
+    hosts = write_hosts(tmp_path, "a address=10.0.0.1", "b address=10.0.0.1")
+    code, text = Launch(hosts, "--elastic", "1:2", "--", "x.py", tools=tools).end()
+    assert code == 2 and "has one of them twice: give each host an address= of its own" in text, text
+
+
+def test_a_run_that_is_not_elastic_has_torchrun():
     words = host_run.command(JOB)
-    for word in ("--nnodes=2:3", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=desk:29500",
-                 "--max-restarts=100", "--rdzv-id=1a", "--local-addr=127.0.0.1"):
-        assert word in words
-    conf = next(word for word in words if word.startswith("--rdzv-conf="))
-    assert conf.startswith("--rdzv-conf=is_host=0,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3")
-    first = host_run.command({**JOB, "node_rank": 0})
-    assert any(word.startswith("--rdzv-conf=is_host=1,") for word in first) and words[-3:] == JOB["command"]
-    assert host_run.environment(JOB)["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    assert host_run.environment(JOB)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "900", "host_run.py ends them, not torchrun"
-    assert "LAUNCH_CLUSTER_HOME" not in host_run.environment(JOB)
+    assert words[words.index("--node-rank") + 1] == "1" and words[-3:] == JOB["command"]
+    variables = host_run.environment(JOB)
+    assert variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "900", "host_run.py ends them, not torchrun"
+    assert not {"ELASTIC_RUN", "LAUNCH_CLUSTER_HOME", host_run.MARK} & variables.keys()
     assert "LAUNCH_CLUSTER_HOME" in host_run.environment({**JOB, "is_home": True})
-    plain = {name: value for name, value in JOB.items() if name != "elastic"}
-    assert not [word for word in host_run.command(plain) if "rdzv" in word or "local-addr" in word]
-    assert not {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", host_run.MARK} & host_run.environment(plain).keys()
-
-
-def test_torchrun_takes_that_command_line():
-    from torch.distributed.run import config_from_args, get_args_parser
-
-    config, _, words = config_from_args(get_args_parser().parse_args(host_run.command(JOB)[3:]))
-    assert (config.min_nodes, config.max_nodes, config.max_restarts) == (2, 3, 100)
-    assert words[-3:] == JOB["command"] and config.rdzv_configs["is_host"] == "0" and config.local_addr == "127.0.0.1"
 
 
 def test_a_script_is_looked_for_in_cluster_too(monkeypatch, tmp_path):
@@ -121,8 +104,9 @@ def test_hosts_come_and_go(tools, tmp_path):
     run = Launch(write_hosts(tmp_path, *lines(tools, "ab")), "--elastic", "1:3", "--", tools / "sleep.py", tools=tools)
     pids = run.pids(2)
     os.kill(pids["b"][1], signal.SIGKILL)
-    assert says(run, r"b is lost \(its torchrun was ended by signal 9\): the run goes on with 1 host, and takes it in")
-    assert all_gone({"b": pids["b"]}, 5) and says(run, "launch_cluster: b answers: torchrun starts there")
+    assert all_gone({"b": pids["b"]}, 1), "its processes die with their agent"
+    assert says(run, r"b is lost \(its part was ended by signal 9\): the run goes on with 1 host, and takes it in")
+    assert says(run, "launch_cluster: b answers: its part of the run starts")
     assert eventually(lambda: run.pids(2)["b"] != pids["b"])
     write_hosts(tmp_path, *lines(tools, "ab"), "a b c")
     assert says(run, "launch_cluster: .*hosts.txt, line 3: .*: the run goes on with the hosts that it knows")
@@ -134,7 +118,7 @@ def test_hosts_come_and_go(tools, tmp_path):
     os.killpg(run.process.pid, signal.SIGINT)
     code, text = run.end()
     assert code == 130 and all_gone(pids) and text.count("d can't take part") == 1, text
-    assert len(re.findall("c is new in", text)) == 1 and text.count("answers: torchrun starts there") == 2, text
+    assert len(re.findall("c is new in", text)) == 1 and text.count("answers: its part of the run starts") == 2, text
 
 
 def test_no_more_than_max_run_at_once(tools, tmp_path):
@@ -144,20 +128,72 @@ def test_no_more_than_max_run_at_once(tools, tmp_path):
     time.sleep(4)
     assert len(run.pids(2)) == 2
     os.kill(pids["b"][1], signal.SIGKILL)
-    assert says(run, r"launch_cluster: [bc] answers: torchrun starts there")
+    assert says(run, r"launch_cluster: [bc] answers: its part of the run starts")
     run.process.send_signal(signal.SIGTERM)
     assert run.end()[0] == 143 and all_gone(pids)
 
 
-def test_the_first_host_is_needed(tools, tmp_path):
-    run = Launch(write_hosts(tmp_path, *lines(tools, "abc")), "--elastic", "1:3", "--", tools / "sleep.py", tools=tools)
-    pids = run.pids()
+def test_the_first_host_is_like_any_other(tools, tmp_path):
+    run = Launch(write_hosts(tmp_path, *lines(tools, "ab")), "--elastic", "1:3", "--", tools / "sleep.py", tools=tools)
+    pids = run.pids(2)
     os.kill(pids["a"][1], signal.SIGKILL)
+    assert says(run, r"a is lost \(its part was ended by signal 9\): the run goes on with 1 host, and takes it in")
+    assert says(run, "launch_cluster: a answers: its part of the run starts")
+    assert eventually(lambda: run.pids(2)["a"] != pids["a"]) and run.pids(2)["b"] == pids["b"]
+    os.killpg(run.process.pid, signal.SIGINT)
     code, text = run.end()
-    assert code == 137 and all_gone(pids), text
-    said = re.findall("launch_cluster: .*", text)
-    assert len(said) == 1 and "a is lost (its torchrun was ended by signal 9). It held the rendezvous" in said[0], text
-    assert "the same command" in said[0] and "--resume auto" in said[0]
+    assert code == 130 and all_gone(run.pids(2)) and "b is lost" not in text, text
+
+
+def test_a_process_that_fails_is_started_anew_alone(tools, tmp_path):
+    """And what a process is told; and two more ends of a run."""
+    def started(rank: int) -> list[re.Match]:
+        found = (re.match(rf"[ab] \| rank {rank} (\d+) (\d+) (.*)", line) for line in run.lines)
+        return [match for match in found if match]
+
+    (tmp_path / "one_fails.py").write_text(ONE_FAILS)
+    (tmp_path / "code").write_text("1")
+    hosts = write_hosts(tmp_path, lines(tools, "a")[0] + " nproc=2")
+    run = Launch(hosts, "--elastic", "1:3", "--", tmp_path / "one_fails.py", tmp_path / "code", tools=tools)
+    assert says(run, r"a \| process 1 of this host has ended with exit code 1: it is started anew$")
+    (tmp_path / "code").unlink()
+    assert eventually(lambda: len(started(1)) > 1), run.output()
+    assert len(started(0)) == 1 and pathlib.Path(f"/proc/{started(0)[0][1]}").exists()
+    told = started(1)[-1][3]
+    assert re.fullmatch(r"{'id': '\w{32}', 'token': 64, 'hosts': \['a'], 'host': 0, 'port': 29500, 'at_least': 1, "
+                        r"'at_most': 3, 'nproc': 2} --elastic needs cluster/train_distributed.py, which meets .*", told)
+    assert says(run, re.escape(f"a | [] ['{tmp_path}/code']"))
+    write_hosts(tmp_path, lines(tools, "b")[0], lines(tools, "a")[0] + " nproc=2")
+    assert says(run, r"'hosts': \['a', 'b'], 'host': 1, .* 'nproc': 1"), "a host keeps its place"
+    for words in map(lambda path: path.read_bytes(), pathlib.Path("/proc").glob("[0-9]*/cmdline")):
+        assert b"'token" not in words and b'"token' not in words
+    (tmp_path / "new_code").write_text("2")
+    (tmp_path / "new_code").rename(tmp_path / "code")
+    code, text = run.end()
+    assert code == 2 and re.search("launch_cluster: [ab] failed, with exit code 2", text), text
+    assert all_gone({"all": [int(match[1]) for rank in (0, 1) for match in started(rank)]}, 1), text
+
+
+def test_what_an_agent_does(tmp_path, monkeypatch, capfd):
+    """Its exit code is 0 when all are done, 1 when one does not stop failing."""
+    monkeypatch.setattr(agent, "PAUSE", 0.0)
+    (tmp_path / "exit.py").write_text("import os, sys\nsys.exit(int(sys.argv[1 + int(os.environ['LOCAL_RANK'])]))")
+
+    def end(*codes: int) -> int:
+        words = [str(tmp_path / "exit.py"), *map(str, codes)]
+        started = agent.Agent({"command": words, "elastic": {}, "nproc": 2}, dict(os.environ))
+        assert eventually(lambda: started.poll() is not None, 20)
+        return started.returncode
+
+    assert end(0, 0) == 0 and not capfd.readouterr().out
+    assert end(0, 1) == 1
+    said = capfd.readouterr().out.splitlines()
+    assert said[:5] == ["process 1 of this host has ended with exit code 1: it is started anew"] * 5 and len(said) == 6
+    assert said[5].endswith("code 1, 6 times in a row within 20 s: it is not started again")
+    monkeypatch.setattr(agent, "SETTLED", 0.0)
+    started = agent.Agent({"command": [str(tmp_path / "exit.py"), "1", "1"], "elastic": {}, "nproc": 1}, {})
+    assert eventually(lambda: started.poll() or capfd.readouterr().out.count("anew") and len(said.append(1) or said) > 14)
+    assert started.returncode is None, "each has run long enough: it goes on"
 
 
 def test_too_few_hosts_for_too_long(tools, tmp_path):
@@ -185,21 +221,20 @@ def test_an_error_of_the_users_ends_the_run(tools, tmp_path):
     run = Launch(write_hosts(tmp_path, *lines(tools, "abc")), "--elastic", "2:3", "--", tmp_path / "fail.py",
                  tools=tools)
     code, text = run.end()
-    assert code == 1 and re.search(r"\nlaunch_cluster: [abc] failed, with exit code 1\n", text), text
+    assert code == 2 and re.search(r"\nlaunch_cluster: [abc] failed, with exit code 2\n", text), text
     assert text.endswith("    error: a flag is wrong\n"), text
 
 
 @pytest.mark.slow
-def test_time_to_save(tools, plain_tools, tmp_path):
+def test_time_to_save(tools, tmp_path):
     """Whoever ends the run: the processes get SIGTERM, and are not killed in the time that they need, in both modes."""
     (tmp_path / "save.py").write_text(SAVE)
     runs = {}
     for how in ("plain", "elastic"):
         folder = tmp_path / how
         folder.mkdir()
-        its_tools, words = (tools, ["--elastic", "1:3"]) if how == "elastic" else (plain_tools, [])
-        runs[how] = Launch(write_hosts(folder, *lines(its_tools, "abc")), *words, "--", tmp_path / "save.py",
-                           tools=its_tools)
+        words = ["--elastic", "1:3"] if how == "elastic" else []
+        runs[how] = Launch(write_hosts(folder, *lines(tools, "abc")), *words, "--", tmp_path / "save.py", tools=tools)
         runs[how].pids()
     for run in runs.values():
         os.killpg(run.process.pid, signal.SIGINT)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from checkpoints.files import CHUNK, File, set_latest, step_of
-from checkpoints.survive import is_elastic, is_lost_peer
+from membership.watch import is_elastic, is_lost_peer
 from machine_facts import home_rank
 from utils import UserError
 

@@ -34,7 +34,6 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", to
           torch.bool: "BOOL"}
 INDEX = "{}.safetensors.index.json"
 STATE = "state.json"
-SURVIVORS, PART = ".survivors", "part-"  # ends the name of what they write; begins that of each one's state there
 KINDS = ("model", "optimizer")
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's
 TOKENIZER_FILES = ("*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "*.tiktoken", "chat_template*",
@@ -46,8 +45,8 @@ def name_of_step(step: int) -> str:
 
 
 def step_of(name: str) -> int:
-    """The step of a checkpoint's or of survivors' folder, -1 for other names."""
-    found = re.fullmatch(rf"step_(\d+)({re.escape(SURVIVORS)})?", name)
+    """The step of a checkpoint's folder, -1 for other names."""
+    found = re.fullmatch(r"step_(\d+)", name)
     return int(found[1]) if found else -1
 
 
@@ -264,10 +263,9 @@ def read_latest(folder: str) -> str:
 
 
 def forget_older(folder: str, step: int, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints up to `step`, and what survivors wrote before."""
+    """Removes all but the newest `keep` checkpoints up to `step`."""
     older = sorted((name for name in os.listdir(folder) if 0 <= step_of(name) <= step), key=step_of)
-    whole = [name for name in older if not name.endswith(SURVIVORS)]
-    for name in [*whole[:-keep], *(name for name in older if name.endswith(SURVIVORS))]:
+    for name in older[:-keep]:
         doomed = os.path.join(folder, f"{name}.unfinished")  # a name that is removed later, if this run is killed now
         os.replace(os.path.join(folder, name), doomed)
         shutil.rmtree(doomed, ignore_errors=True)

@@ -14,7 +14,7 @@ import torch
 
 from checkpoints.disks import Disks
 from checkpoints.files import (
-    PART, STATE, SURVIVORS, check_file, merge, read_index, read_latest, read_state, step_of,
+    STATE, check_file, read_index, read_latest, read_state, step_of,
 )
 from checkpoints.pieces import name_function, peft_name, their_name, trained_alone
 from machine_facts import is_home
@@ -52,29 +52,26 @@ def find_checkpoint(wanted: str, folder: str, disks: Disks, run_id: str | None =
     run_id = run_id or only_run(folder, of_disks)
     names = [name] if name else {each for _, states in of_disks for each, state in states.items()
                                  if run_of(state) in (None, run_id)}
-    for each in sorted(names, key=lambda name: (step_of(name), not name.endswith(SURVIVORS)), reverse=True):
+    for each in sorted(names, key=step_of, reverse=True):
         found = look_at(folder, each, disks, run_id, [states.get(each) for _, states in of_disks])
         if isinstance(found, Found):
             return found
         if name:
             raise UserError(f"no whole checkpoint: {found}. Name another one, or use --resume auto")
-        if is_home() and not each.endswith(SURVIVORS):
+        if is_home():
             print(f"the checkpoint {each} is not whole: {found}. Falling back to the one before", flush=True)
     return None
 
 
 def read_states(folder: str, names: list[str] | None = None) -> dict[str, dict | str]:
     """The state of each checkpoint in a folder, or of `names`, that is on this disk; if it can't be read, why.
-
-    That of survivors is what all those on this disk have written.
     """
     if names is None:
         names = [name for name in os.listdir(folder) if step_of(name) >= 0] if os.path.isdir(folder) else []
     states = {}
     for path, name in ((os.path.join(folder, name), name) for name in names):
         try:
-            parts = [part for part in sorted(os.listdir(path)) if part.startswith(PART)] or [STATE]
-            states[name] = merge([read_state(os.path.join(path, part)) for part in parts])
+            states[name] = read_state(os.path.join(path, STATE))
         except FileNotFoundError:
             pass
         except (OSError, UserError) as error:
@@ -118,17 +115,15 @@ def look_at(folder: str, name: str, disks: Disks, run_id: str | None, of_disks: 
     """
     path = os.path.join(folder, name)
     states = {rank: state for rank, state in enumerate(of_disks) if isinstance(state, dict) and run_of(state) == run_id}
-    if not name.endswith(SURVIVORS):
-        files = next(iter(states.values()), {}).get("files")
-        states = {rank: state for rank, state in states.items() if state["files"] == files}
-    mine, state = states.get(disks.rank, {"files": {}}), merge([*states.values()])
+    state = next(iter(states.values()), {"files": {}})
+    states = {rank: own for rank, own in states.items() if own["files"] == state["files"]}
+    mine = states.get(disks.rank, {"files": {}})
     problems = disks.gather({file: check_file(path, file, facts) for file, facts in mine["files"].items()})
     holders = {file: [rank for rank, found in enumerate(problems) if found.get(file, "") is None]
                for file in state["files"]}
     wrong = {STATE: error for error in of_disks if isinstance(error, str)}
     wrong |= {file: problem for found in problems for file, problem in found.items() if problem}
     lacking = [file for file, having in holders.items() if not having] or ([] if states else [STATE])
-    lacking += {*state.get("names", ())} - state["parameters"].keys()  # of survivors: what only lost ranks held
     if lacking:
         return wrong.get(lacking[0], f"{os.path.join(path, lacking[0])} is on no disk of these hosts")
     if wrong and is_home():

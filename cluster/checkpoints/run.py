@@ -7,7 +7,9 @@
 """
 
 import argparse
+import contextlib
 import importlib.metadata
+import json
 import os
 import platform
 import socket
@@ -20,12 +22,13 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from checkpoints.disks import CANT_WRITE, Disks, Lock, move_aside
-from checkpoints.files import STATE, SURVIVORS, read_tokenizer_files, step_of, write_state
+from checkpoints.files import STATE, name_of_step, read_tokenizer_files, step_of, write_state
 from checkpoints.load import Found, Loader, find_checkpoint, read_states, run_of
 from checkpoints.save import Checkpointer
-from checkpoints.survive import Watch, is_elastic
 from data.encoded import require_same_data
-from machine_facts import from_home, is_home
+from machine_facts import from_home, is_home, say
+from membership.held import Commit, Held, Moved, in_memory, who_has_what
+from membership.watch import ALONE, NEWCOMER, Lost, Watch, is_elastic
 from training.evaluation import Sampler
 from utils import ROOT, UserError, positive_int, zero_or_more
 
@@ -53,24 +56,29 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
 class Run:
     """All ranks make one together, when they have joined. `found`: the checkpoint to go on from, or None.
 
+    `generation`: of the processes, see membership/. What they still hold in memory is taken for a checkpoint.
+
     Raises UserError for a --checkpoint_dir that can't be written, a --resume that can't be read.
     """
 
-    def __init__(self, args):
+    def __init__(self, args, generation):
+        generation.run = self
         if os.path.basename(args.run_name) != args.run_name or args.run_name in ("", ".", ".."):
             raise UserError(f"--run_name {args.run_name!r} becomes a directory's name: use one without slashes")
         for name, value in vars(args).items():
             if isinstance(value, str) and not value.isprintable():  # bytes that are no UTF-8, line ends
                 raise UserError(f"--{name} {value!r} has characters that can't be printed: leave them out")
         self.args, self.folder = args, os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
-        self.watch, self.disks = Watch(), Disks(self.folder)
+        self.generation, self.watch = generation, Watch(generation.members, generation.signals)
+        self.disks = Disks(self.folder)
         if is_home() and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # hosts
             print(f"what the run leaves for you is on {socket.gethostname()}, in {self.folder}", flush=True)
         self.lock = Lock(self.disks)
         self.launch, may_be_again = launch_id(args.resume)
         self.run_id = next((each["run_id"] for each in self.disks.gather(self.lock.before)
                             if may_be_again and each.get("launch") == self.launch), None)
-        self.found, self.branches = self.find()
+        self.specs, self.commit = None, None
+        self.found, self.branches = self.in_memory() or self.find()
         is_own = self.found and os.path.realpath(self.found.folder) == os.path.realpath(self.folder)
         self.is_own = self.disks.gather(is_own)[0]  # the checkpoint is one of this run's folder
         if self.found and not self.branches:
@@ -80,9 +88,17 @@ class Run:
         if self.found and not args.learning_rate:
             args.learning_rate = self.found.state["flags"].get("learning_rate")
         if self.found and is_home():
-            print(f"going on after step {self.start}: {self.found.path}", flush=True)
-        self.checkpointer, self.loader = None, None
-        self.read = None
+            print(f"going on after step {self.start}: {'in memory' if self.specs else self.found.path}", flush=True)
+        self.checkpointer, self.loader, self.record, self.read, self.has_begun = None, None, None, None, False
+
+    def in_memory(self) -> tuple[Found, bool] | None:
+        """As find(), of what the ranks hold since the last generation. Collective."""
+        if found := in_memory(self.generation.held, self.disks):
+            self.specs, self.commit, state = found
+            return Found(name_of_step(state["step"]), self.folder, state, {}), False
+        if any(self.disks.gather(self.generation.held is not None)) and is_home():
+            print("a part of the model was on the lost hosts alone: all ranks go back to the last checkpoint", flush=True)
+        return None
 
     def find(self) -> tuple[Found | None, bool]:
         """The checkpoint to go on from, and whether it is that of --resume DIR. Collective.
@@ -111,7 +127,7 @@ class Run:
         move_aside(self.disks, lambda name: name not in own, self.is_own and self.found.name)
         with self.disks.together(CANT_WRITE):
             for name, state in own.items() if self.branches else ():
-                if run_of(state) and not name.endswith(SURVIVORS):
+                if run_of(state):
                     write_state(os.path.join(self.folder, name, STATE), {**state, "run_id": self.run_id})
 
     def weights(self, device: torch.device, made) -> Callable | dict | None:
@@ -122,9 +138,10 @@ class Run:
         self.source = self.found.path if self.found else made.source
         if self.found:
             self.clear_folder()
-            self.loader = Loader(self.found, self.disks, device)
+            self.loader = Moved(self.generation.held, self.specs, self.disks, device) if self.specs else Loader(
+                self.found, self.disks, device)
         if made.lora:
-            return made.lora.weights(made.initial, self.loader, device)
+            return made.lora.weights(self.loader.weights if self.specs else made.initial, self.loader, device)
         return self.loader.weights if self.found else made.initial
 
     def check(self, names: list[str], global_batch: int, seq_len: int) -> None:
@@ -179,19 +196,51 @@ class Run:
         self.checkpointer = Checkpointer(self.folder, self.disks, model, optimizer, scheduler, describe, small,
                                          args.keep, args.checkpoint_copies)
         self.sampler = args.sample_every and Sampler(plugin, model, tokenizer, args.prompt, args.seq_len)
-        self.step = self.start
-        self.watch.begin(lambda: self.checkpointer.save_survivor(self.step))
-        if self.is_own and not self.found.name.endswith(SURVIVORS):
+        self.step, self.tp_rank, self.steps_per_epoch = self.start, grid.tp_rank, steps_per_epoch
+        if members := self.generation.members:
+            self.everything, has_copies = who_has_what(model.module, grid.tp_rank, members.me.address)
+            say("whichever host is lost, the others hold a copy of all: the run then goes on from their memory"
+                if has_copies else "some of the model is on one host alone: where that is lost, all go back to the last "
+                                   "checkpoint (--save_every)")
+        if self.specs:
+            held = self.generation.held
+            self.checkpointer.written = max(self.disks.gather(held.keeper.written if held else 0))
+        self.has_begun, self.generation.held, self.loader = True, None, None
+        self.watch.begin()
+        if self.specs:
+            if self.is_due(self.start, False) and self.start > self.checkpointer.written:
+                self.checkpointer.save(self.start, waits=True)
+        elif self.is_own:
             self.checkpointer.written = self.start
         elif self.found:  # whoever is lost next, the run goes on from here
             self.checkpointer.save(self.start, waits=True)  # nobody knows what memory a copy leaves for the first step
 
-    def after_step(self, step: int, stops: bool, is_end_of_epoch: bool, is_last: bool) -> str | None:
+    def commits(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, learning_rate: float) -> None:
+        """All gradients of a step are complete on all ranks: from here on it counts, also where a rank is lost."""
+        if not self.generation.pulses:
+            return
+        commit = Commit(step, loss.item(), grad_norm.item(), learning_rate)
+        if dist.get_backend() == "nccl" and self.generation.pulses.reason:  # the group was aborted: these are no sums
+            raise Lost(self.generation.pulses.reason)
+        self.commit = commit
+
+    def take_in(self) -> None:
+        """Where processes wait to be taken in, ends this generation on all ranks. Collective."""
+        if self.watch.has_newcomers:
+            self.checkpointer.wait()
+            dist.barrier(self.disks.group)
+            raise Lost(NEWCOMER)
+
+    def is_due(self, step: int, stops: bool) -> bool:
+        """Whether a checkpoint is saved after this step."""
+        every = self.args.save_every or self.steps_per_epoch
+        return stops or bool(every) and step % every == 0
+
+    def after_step(self, step: int, stops: bool, is_last: bool) -> str | None:
         """Saves when it is time. Returns, on home_rank(), the text that was sampled after this step. Collective."""
-        every = self.args.save_every
-        if stops or is_last or (step % every == 0 if every else is_end_of_epoch):
+        if self.is_due(step, stops or is_last):
             self.checkpointer.save(step, stops, is_last)
-        elif every and step == self.start + 1:
+        elif self.args.save_every and step == self.start + 1:
             self.checkpointer.prepare()
         self.checkpointer.report()
         if not self.sampler or step % self.args.sample_every:
@@ -201,17 +250,32 @@ class Run:
         return text
 
     def end(self, was_stopped: bool) -> None:
-        """Waits for the last checkpoint. Collective."""
+        """Waits for the last checkpoint. From then on no rank needs to hear of another one. Collective."""
         self.checkpointer.wait()
-        self.watch.close()
+        if self.generation.pulses:
+            self.generation.pulses.ended.set()
+        with contextlib.suppress(RuntimeError):  # others may have left
+            dist.barrier(self.disks.group)
         if was_stopped:
             if dist.get_rank() == 0:
                 saved = self.checkpointer.written
                 goes_on = f"goes on {'from there' if saved == self.step else f'after step {saved}'}" if saved else (
                     "begins anew, as no step was saved")
                 print(f"stopped after step {self.step}, as it was told: --resume auto {goes_on}", flush=True)
-            if is_elastic() and not self.watch.wait_for_own_signal():
+            if is_elastic() and not self.watch.signals.wait(ALONE):
                 os._exit(1)  # the agent then starts this process anew, with those that are there
+
+
+    def hold(self) -> Held:
+        """What this rank has in memory, when its generation has ended."""
+        return Held(self)
+
+    def leave(self) -> None:
+        """This generation has ended: its files can be opened by the next one."""
+        if self.record:
+            self.record.leave()
+        if self.lock.file:
+            self.lock.file.close()
 
 
 def launch_id(resume: str | None) -> tuple[str | None, bool]:
@@ -219,6 +283,8 @@ def launch_id(resume: str | None) -> tuple[str | None, bool]:
 
     torchrun's agents start an elastic run anew when hosts come and go, Slurm a job that it requeues. Raises UserError.
     """
+    if "ELASTIC_RUN" in os.environ:
+        return json.loads(os.environ["ELASTIC_RUN"])["id"], True
     if not is_elastic():
         count = os.environ.get("SLURM_RESTART_COUNT", "0")
         return os.environ.get("SLURM_JOB_ID"), resume is not None and count != "0"

@@ -3,7 +3,6 @@
     checkpoint_dir/run_name/
         step_00000120/              see files.py
         step_00000160.unfinished/   being written: nothing reads it, and the next run removes it
-        step_00000173.survivors/    written by ranks that lost another one: see save_survivor
         latest                      the name of the newest whole checkpoint
 
 A save stops the training only while the weights and the optimizer's state are copied to the host's memory. A thread
@@ -28,7 +27,7 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from checkpoints.disks import Disks
 from checkpoints.files import (
-    ADAPTER, ADAPTER_CONFIG, KINDS, PART, STATE, SURVIVORS, TensorFile, forget_older, join_files, merge, name_of_step,
+    ADAPTER, ADAPTER_CONFIG, KINDS, STATE, TensorFile, forget_older, join_files, merge, name_of_step,
     set_latest, sync_folder, write_small, write_state,
 )
 from checkpoints.pieces import Piece, as_files_have_it, join, pieces_of, shapes_over, whole_shape
@@ -56,8 +55,6 @@ class Checkpointer:
         self.tp_group = dist.new_subgroups_by_enumeration(rows, backend="gloo")[0] if grid.tp_world_size > 1 else None
         self.thread, self.host, self.written, self.stall, self.messages = None, [], 0, None, []
         self.is_short = False  # of memory for copies
-        device = next(self.stage.model.parameters()).device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # in which survivors copy
         ranks_of_this_machine()  # which free_memory() asks; the first call is collective
         if disks.leads:  # of a run that was killed
             for name in os.listdir(folder):
@@ -228,24 +225,3 @@ class Checkpointer:
                 set_latest(self.folder, os.path.basename(final))
         except OSError as problem:  # the checkpoint is whole, and --resume auto does not need `latest`
             self.say(f"{self.folder}/latest could not be written: {problem.strerror}")
-
-    def save_survivor(self, step: int) -> str:
-        """Writes what this rank holds, by itself, because another rank is gone. Says where it is, or why it is nowhere.
-
-        Where the ranks that are left hold the whole model together, the next run goes on from these parts, and no step
-        is lost. Ranks that share a stage by tensor parallelism can't be sure of each other, and write nothing. A GPU
-        may wait for the lost rank for ever: so it copies in a stream of its own, and computes nothing. Raises OSError.
-        """
-        if step <= self.written:
-            return f"step {step} is in a checkpoint already"
-        if self.tp_group:
-            return f"step {step} is not saved, as each of its weights is split over several ranks (--tp_size)"
-        place = f"p{self.grid.dp_rank}s{self.grid.pp_rank}"
-        folder = os.path.join(self.folder, name_of_step(step) + SURVIVORS)
-        with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
-            pieces = pieces_of(self.stage, self.optimizer)
-            if any(not piece.tensor.cpu().isfinite().all() for piece in pieces["model"]):
-                return f"step {step} is not saved, as its weights are not finite"
-            part = self.write_part(folder, pieces, place)
-            write_state(os.path.join(folder, f"{PART}{place}.json"), {**self.state(step), **part})
-        return f"what it holds is in {folder}"

@@ -1,13 +1,12 @@
 """`launch_cluster.sh --elastic MIN:MAX`: a run that goes on when a host is lost, and takes hosts in while it runs.
 
-On each host torchrun's elastic agent starts the script. The agents find each other through a store that the first
-host's agent keeps, the rendezvous. When one is gone or a new one waits, all of them stop their processes and start
-them anew with the hosts that are there. Which ones are there is decided here:
+On each host an agent starts the script (agent.py). The processes meet by themselves, go on without those that are
+lost, and take new ones in. The launcher decides which hosts are there to be met:
 
-    running --- ssh ends with an error, torchrun is killed ---> lost --- ssh starts its part again ---> running
+    running --- ssh ends with an error, the agent is killed ---> lost --- ssh starts its part again ---> running
        |
        +--- the script ends with an error of the user's ---> the run ends, with the report of the cause
-       +--- it is the first host ---> the run ends: the rendezvous is gone
+       +--- its processes fail again and again ---> left out, until its line in hosts.txt changes
 
 hosts.txt is read again when it changes. At most MAX hosts run at once; those beyond stand by, and replace a lost one.
 """
@@ -17,17 +16,14 @@ import re
 import time
 from collections.abc import Callable
 
+from agent import USER_ERROR
 from host_run import UNHEARD
 from hosts import Host, UserError, read_hosts
 from remote_run import BEGUN, Launch, Run, describe, say
 
 RETRY = 2.0  # seconds between two attempts to reach a host, and between two looks at hosts.txt
 WAIT = 600.0  # seconds that a run waits with fewer than MIN hosts
-SETTLED = 60.0  # seconds: a torchrun that fails earlier could not even start
 AGAIN = "the same command goes on from the last checkpoint (--resume auto)"
-USER_ERROR = re.compile(r"torch/distributed/elastic.*failed \(exitcode: 2\)")  # what the agent says of a process
-AGENT_ENDED = re.compile("death signal, shutting down workers|ChildFailedError")  # by its process, or out of restarts
-NO_RENDEZVOUS = re.compile(r"Rendezvous\w*Error|DistNetworkError|DistStoreError")
 SSH_SAYS = re.compile(r"ssh: |Connection |Timeout, |client_loop|Read from remote|kex_exchange")
 
 
@@ -38,8 +34,8 @@ def count(number: int) -> str:
 def ended_because(run: Run) -> tuple[str, str]:
     """(what it means, why) for a host whose part has ended with an error.
 
-    "unreachable", "lost": the host is gone, or only its connection or its torchrun. "script": its processes ended
-    torchrun, or did not stop failing. "setup": torchrun does not start there.
+    "unreachable", "lost": the host is gone, or only its connection or its agent. "script": an error of the user's.
+    "setup": the script can't be started there, or does not stop failing.
     """
     text = "\n".join(run.last)
     if run.code == 255:
@@ -48,16 +44,10 @@ def ended_because(run: Run) -> tuple[str, str]:
             return "lost", f"{name}: {cure}"
         return "unreachable", next((line for line in reversed(run.last) if SSH_SAYS.match(line)), "its ssh has ended")
     if run.code > 128 or run.code < 0:
-        return "lost", f"{'its torchrun' if run.code > 0 else 'ssh'} was ended by signal {abs(run.code) % 128}"
+        return "lost", f"{'its part' if run.code > 0 else 'ssh'} was ended by signal {abs(run.code) % 128}"
     if run.code == UNHEARD:
         return "lost", "it did not hear this machine any more"
-    if AGENT_ENDED.search(text):
-        return "script", ""
-    if NO_RENDEZVOUS.search(text):
-        return "lost", "its torchrun has no connection to the rendezvous any more"
-    if time.monotonic() - run.started > SETTLED:
-        return "lost", f"its torchrun ended with exit code {run.code}"
-    return "setup", ""
+    return "script" if run.has_begun and run.code == 2 else "setup", ""
 
 
 class Elastic(Launch):
@@ -67,10 +57,10 @@ class Elastic(Launch):
 
     def __init__(self, path: str, hosts: list[Host], at_least: int, at_most: int, make_job: Callable):
         super().__init__(hosts, make_job)
-        self.path, self.first, self.at_least, self.at_most = path, hosts[0], at_least, at_most
+        self.path, self.at_least, self.at_most = path, at_least, at_most
         self.tried: set[str] = set()
         self.try_at: dict[str, float] = {}  # when a host that does not run is tried next
-        self.left_out: dict[str, Host] = {}  # torchrun does not start there: tried again when their lines change
+        self.left_out: dict[str, Host] = {}  # their parts do not start: tried again when their lines change
         self.said: set[str] = set()
         self.modified, self.read_at, self.few_since = os.stat(path).st_mtime_ns, 0.0, None
         self.is_done = False
@@ -80,7 +70,7 @@ class Elastic(Launch):
             self.fail(run, now)
         elif run.host.label in self.tried:
             self.tried.remove(run.host.label)
-            say(f"{run.host.label} answers: torchrun starts there")
+            say(f"{run.host.label} answers: its part of the run starts")
 
     def ended(self, run: Run, now: float) -> None:
         if run.code == 0:
@@ -95,21 +85,12 @@ class Elastic(Launch):
                 return
             elif meaning != "setup":
                 self.lose(run, why, meaning == "unreachable", now)
-            elif run.host is self.first or not self.leave_out(run):
-                self.end_with(run, now)
-
-    def end_with(self, run: Run, now: float) -> None:
-        """The run ends at once, with the report of this host."""
-        self.failed = [run]
-        self.stop(now, run.code, is_quiet=True)
+            elif not self.leave_out(run):
+                self.failed = [run]
+                self.stop(now, run.code, is_quiet=True)
 
     def lose(self, run: Run, why: str, is_unreachable: bool, now: float) -> None:
         label, left = run.host.label, len(self.running.keys() - self.tried)
-        if run.host is self.first and not run.has_begun and now < run.started + SETTLED:
-            return self.end_with(run, now)
-        if run.host is self.first:
-            say(f"{label} is lost ({why}). It held the rendezvous, so the run ends: {AGAIN}")
-            return self.stop(now, max(run.code, 1), is_quiet=True)
         self.try_at[label] = now + RETRY
         if label in self.tried:
             if not is_unreachable and f"{label}: {why}" not in self.said:  # else it is tried quietly
@@ -121,10 +102,11 @@ class Elastic(Launch):
         self.said.add(f"{label}: {why}")
 
     def leave_out(self, run: Run) -> bool:
-        """Goes on without a host on which torchrun does not start; False if there are then too few."""
+        """Goes on without a host whose part can't be started; False if there are then too few."""
         label = run.host.label
         explained = run.host.explain(run.code, "\n".join(run.last))
-        why = ": ".join(explained) if explained else next(reversed(run.last), "it printed nothing")
+        lines = [line for line in run.last if not line.startswith("stopping: ")] or ["it printed nothing"]
+        why = ": ".join(explained) if explained else lines[-1]
         self.left_out[label] = run.host
         if sum(host.label not in self.left_out for host in self.hosts) < self.at_least:
             return False
@@ -153,8 +135,7 @@ class Elastic(Launch):
             self.stop(now, 1, is_quiet=True)
 
     def read_again(self) -> None:
-        """Takes over what has changed in hosts.txt, but for the first host. A file that makes no sense changes nothing.
-        """
+        """Takes over what has changed in hosts.txt. A file that makes no sense changes nothing."""
         try:
             if (modified := os.stat(self.path).st_mtime_ns) == self.modified:
                 return
@@ -165,18 +146,16 @@ class Elastic(Launch):
                 self.said.add(str(error))
                 say(f"{error}: the run goes on with the hosts that it knows")
             return
-        known = {host.label for host in self.hosts}
-        self.hosts = [self.first, *(host for host in hosts if host.label != self.first.label)]
+        known, self.hosts = {host.label for host in self.hosts}, hosts
         self.left_out = {host.label: self.left_out[host.label] for host in self.hosts
                          if self.left_out.get(host.label) == host}
-        for rank, host in enumerate(self.hosts):
-            host.rank = rank
+        for host in hosts:
             if host.label not in known:
                 say(f"{host.label} is new in {self.path}")
 
     def report(self) -> int:
-        """The last lines of the host whose script has failed, up to where torchrun speaks of its own end."""
+        """The last lines of the host whose script has failed, up to where its agent speaks of its own end."""
         run = self.cause()
         lines = list(run.last)
-        ends = [index for index, line in enumerate(lines) if USER_ERROR.search(line) or AGENT_ENDED.search(line)]
+        ends = [index for index, line in enumerate(lines) if USER_ERROR.match(line)]
         return describe(run, f"{run.host.label} failed", lines[:ends[0] if ends else None])

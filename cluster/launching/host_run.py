@@ -1,4 +1,6 @@
-"""One host's part of a run, at the far end of launch_cluster.sh's ssh: starts torchrun here, and ends it for certain.
+"""One host's part of a run, at the far end of launch_cluster.sh's ssh: starts it here, and ends it for certain.
+
+It is torchrun that starts the processes of this host, and in an elastic run an agent (agent.py).
 
 The job comes as one line of JSON on standard input, so that none of its words passes a shell or shows in a list of
 processes. After it come heartbeats. When they stop for SILENCE seconds (the cable is cut, the launcher's machine is
@@ -6,10 +8,11 @@ dead) or the input ends (the launcher or ssh is gone), every process that came f
 and then time in which a training can finish its step and save a checkpoint. That is PATIENCE seconds and, besides, as
 many as the training itself says that it needs, in a file whose path is in its environment.
 A worker whose torchrun is killed would train on alone: it is known by a variable in its environment.
+
+As a daemon (daemon.py) it hears of no launcher, and ends when it gets a signal. Then the job is its standard input, too.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -19,6 +22,8 @@ import sys
 import tempfile
 import time
 
+import daemon
+from agent import Agent, ends_with_parent
 from host_facts import HOME, STOPS_WITHIN, run_interface, usable_cores
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # this host's copy of the project
@@ -26,11 +31,7 @@ SILENCE, UNHEARD = 15, 75  # seconds, where the launcher sends two heartbeats a 
 PATIENCE = 12  # seconds between asking a process to end and ending it, besides those that a training needs
 SAYS = 5  # seconds between two lines about what is waited for: the launcher takes a silent host as out of reach
 TORCHRUN_PATIENCE = "900"  # seconds that torchrun itself waits, longer than this module
-ELASTIC = {  # of torchrun's agents: a lost one is noticed after 3 seconds, and a round begins 3 after enough have come
-    "last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 3, "join_timeout": 900}
-MAX_RESTARTS = 100  # of the processes of a host, after failures of their own
 MARK = "LAUNCH_CLUSTER_PART"  # the variable that tells which host's part of which run a process belongs to
-SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 
 
 def find_script(words: list[str]) -> list[str]:
@@ -43,15 +44,7 @@ def find_script(words: list[str]) -> list[str]:
 
 def command(job: dict) -> list[str]:
     """torchrun's command line for this host."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    if elastic := job.get("elastic"):
-        address, is_host = job["master_address"], int(job["node_rank"] == 0)
-        conf = ",".join(f"{name}={value}" for name, value in {"is_host": is_host, **ELASTIC}.items())
-        endpoint = f"[{address}]:{job['master_port']}" if ":" in address else f"{address}:{job['master_port']}"
-        return [*torchrun, f"--nnodes={elastic['nodes']}", f"--nproc-per-node={job['nproc']}", "--rdzv-backend=c10d",
-                f"--rdzv-endpoint={endpoint}", f"--rdzv-id={elastic['id']}", f"--rdzv-conf={conf}",
-                f"--max-restarts={MAX_RESTARTS}", f"--local-addr={elastic['address']}", *job["command"]]
-    return [*torchrun, "--nnodes", str(job["nnodes"]),
+    return [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(job["nnodes"]),
             "--node-rank", str(job["node_rank"]), "--nproc-per-node", str(job["nproc"]),
             "--master-addr", job["master_address"], "--master-port", str(job["master_port"]), *job["command"]]
 
@@ -63,22 +56,25 @@ def environment(job: dict) -> dict[str, str]:
     variables.setdefault("OMP_NUM_THREADS", str(max(1, int(usable_cores() / job["nproc"]))))
     if interface := job["interface"]:
         variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # NCCL: else a prefix
-    if "elastic" in job:
-        # What a lost first worker leaves in a store that outlives it would lead the next round to stale addresses.
-        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if job["is_home"]:
         variables[HOME] = "1"
     return {**variables, **job["environment"]}
 
 
 def find_interface(job: dict) -> None:
-    """The interface of this host that reaches the others and, in an elastic run, its address there. Raises OSError."""
-    job["interface"], address = run_interface(job["interface"], job["peer"])
-    if elastic := job.get("elastic"):
-        if job["interface"] is None:  # the only host so far
-            with contextlib.suppress(OSError):  # it's known as localhost, and the run stays on it
-                job["interface"], address = run_interface(None, elastic["address"])
-        elastic["address"] = address or elastic["address"]
+    """The interface of this host that reaches the others. Raises OSError."""
+    job["interface"], _ = run_interface(job["interface"], job["peer"])
+    if job["interface"] is None and (elastic := job.get("elastic")):  # the only host so far
+        with contextlib.suppress(OSError):  # it's known as localhost, and the run stays on it
+            job["interface"], _ = run_interface(None, elastic["hosts"][elastic["host"]])
+
+
+def start(job: dict, variables: dict[str, str]) -> subprocess.Popen | Agent:
+    """Starts the processes of this host."""
+    if "elastic" in job:
+        return Agent(job, variables)
+    return subprocess.Popen(command(job), stdin=subprocess.DEVNULL, env=variables,
+                            preexec_fn=ends_with_parent(signal.SIGTERM))
 
 
 def started_for(mark: str) -> list[int]:
@@ -117,32 +113,29 @@ def end_all(mark: str, patience: float = PATIENCE, file: str | None = None) -> N
         time.sleep(0.05)
 
 
-def watch(child: subprocess.Popen) -> int:
-    """torchrun's exit code, or that of a signal that came, as a shell gives it; 1 where the launcher is gone,
+def watch(child: subprocess.Popen | Agent | daemon.Follower, has_launcher: bool = True) -> int:
+    """The child's exit code, or that of a signal that came, as a shell gives it; 1 where the launcher is gone,
     UNHEARD where the way to it is."""
     stopped = []
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, frame: stopped.append(number))
     heard = time.monotonic()
     while child.poll() is None and not stopped:
-        if select.select([0], [], [], 0.1)[0]:
+        if not has_launcher:
+            time.sleep(0.1)
+        elif select.select([0], [], [], 0.1)[0]:
             if not os.read(0, 4096):
                 return 1  # the launcher has closed the input, or has ended itself
             heard = time.monotonic()
-        if time.monotonic() > heard + SILENCE:
+        if has_launcher and time.monotonic() > heard + SILENCE:
             return UNHEARD
     if stopped:  # this machine is shut down, say
         return 128 + stopped[0]
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def main() -> int:
-    if sys.platform != "linux":
-        print(f"error: this host runs {sys.platform}, but only on Linux can all processes be ended with the run: type "
-              "its torchrun line by hand (Windows: use WSL)", file=sys.stderr)
-        return 2
-    os.chdir(ROOT)
-    job = json.loads(sys.stdin.readline())
+def run(job: dict) -> int:
+    """Runs the processes of this host until they have ended, or have to. The exit code."""
     job["command"] = find_script(job["command"])
     try:
         find_interface(job)
@@ -158,14 +151,31 @@ def main() -> int:
     with tempfile.NamedTemporaryFile() as file:
         own = f"{job['mark']} {os.getpid()}"  # this connection ends its own processes, not those of the next one
         variables |= {STOPS_WITHIN: file.name, MARK: own}
-        child = subprocess.Popen(command(job), stdin=subprocess.DEVNULL, env=variables,
-                                 preexec_fn=lambda: ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM))
         try:
-            return watch(child)
+            return watch(start(job, variables), not job["is_detached"])
         finally:
-            # Where torchrun was killed, its processes can't take part in an elastic run any more: the sooner they are
-            # gone, the sooner it goes on without them.
-            end_all(own, 0 if "elastic" in job and (child.poll() or 0) < 0 else PATIENCE, file.name)
+            end_all(own, PATIENCE, file.name)
+
+
+def main() -> int:
+    if sys.platform != "linux":
+        print(f"error: this host runs {sys.platform}, but only on Linux can all processes be ended with the run: type "
+              "its torchrun line by hand (Windows: use WSL)", file=sys.stderr)
+        return 2
+    os.chdir(ROOT)
+    job = json.loads(sys.stdin.readline())
+    if "ask" in job:
+        try:
+            answer = daemon.answer(job)
+        except OSError as error:
+            print(f"error: no part of a run can outlive its launcher here: {error}", file=sys.stderr)
+            return 2
+        return answer if isinstance(answer, int) else watch(answer)
+    code = run(job)
+    if job["is_detached"]:
+        with open(os.path.join(daemon.folder_of(job), "code"), "w") as file:
+            file.write(str(code))
+    return code
 
 
 if __name__ == "__main__":

@@ -17,24 +17,29 @@ import threading
 import time
 from collections.abc import Callable
 
+from daemon import FOLLOWED
 from hosts import Host
 
 HEARTBEAT = 0.5  # seconds at most between two of them
 GRACE = 3  # seconds from the first failure until the others are stopped: whose fault was it?
 STOP = 20  # seconds without a line from a host that was told to stop, until ssh itself is ended: it is out of reach
-BEGUN = re.compile(r"^[0-9]+ process(es)? with OMP_NUM_THREADS=")  # what host_run.py prints first
+BEGUN = re.compile(rf"^[0-9]+ process(es)? with OMP_NUM_THREADS=|^{FOLLOWED}")  # what host_run.py prints first
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|Connection refused")
-# Stack traces of torchrun itself and of its stores, whole ones and single lines, with the empty lines in between.
-TORCHRUN_TRACE = re.compile(r"Traceback.*(torch/distributed/run\.py|c10d_rendezvous_backend\.py)|^frame #\d+: |"
-                            r"^<omitting python frames>|^Exception raised from \w+ at /|\[c10d\] (recv|send)\w+ failed|"
-                            "^The above exception was the direct cause|^$", re.DOTALL)
+# Stack traces of torch's stores, with the empty lines in between.
+STORE_TRACE = re.compile(r"^frame #\d+: |^<omitting python frames>|^Exception raised from \w+ at /|"
+                         r"\[c10d\] (recv|send)\w+ failed|^$")
+
+
+def far_end(host: Host) -> list[str]:
+    """The local command line that starts host_run.py on a host."""
+    return host.ssh(host.python, os.path.join(host.dir, "cluster", "launching", "host_run.py"))
 
 
 class Run:
     """The ssh process of one host: sends the job, prints what comes back, and puts itself in `events` at its end.
 
-    A line that `alarm` matches is put there at once, as (run, line). Where there is one, stack traces of torchrun are
-    not printed: on each host a lost one leaves a hundred lines of them. `quiet`: print nothing until it has begun.
+    A line that `alarm` matches is put there at once, as (run, line). Where there is one, stack traces of torch's stores
+    are not printed: a lost host leaves many lines of them on all others. `quiet`: print nothing until it has begun.
     """
 
     def __init__(self, host: Host, job: dict, width: int, events: queue.SimpleQueue, alarm: re.Pattern | None,
@@ -42,10 +47,9 @@ class Run:
         self.host, self.code, self.started = host, None, time.monotonic()
         self.alarm, self.quiet, self.heard, self.has_begun = alarm, quiet, self.started, False
         self.prefix, self.last = f"{host.label:<{width}} | ", collections.deque(maxlen=200)
-        words = host.ssh(host.python, os.path.join(host.dir, "cluster", "launching", "host_run.py"))
         # In a session of its own ssh has no terminal to ask anything on, and Ctrl-C reaches the launcher alone.
-        self.process = subprocess.Popen(words, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(far_end(host), start_new_session=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.send(json.dumps(job))
         threading.Thread(target=self.read, args=[events], daemon=True).start()
 
@@ -56,7 +60,6 @@ class Run:
             self.process.stdin.flush()
 
     def read(self, events: queue.SimpleQueue) -> None:
-        traceback = []
         for line in self.process.stdout:
             self.heard = time.monotonic()
             text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]  # what a progress bar shows last
@@ -65,15 +68,10 @@ class Run:
                 self.has_begun, self.quiet = True, False
             if self.alarm and self.alarm.search(text):
                 events.put((self, text))
-            if self.alarm and (traceback or text.startswith("Traceback")):
-                traceback.append(text)
-                if text.startswith((" ", "Traceback")):
-                    continue
-                text, traceback = "\n".join(traceback), []  # complete
-            if self.quiet or self.alarm and TORCHRUN_TRACE.search(text):
+            if self.quiet or self.alarm and STORE_TRACE.search(text):
                 continue
             try:
-                sys.stdout.write("".join(f"{self.prefix}{part}\n" for part in text.split("\n")))
+                sys.stdout.write(f"{self.prefix}{text}\n")
                 sys.stdout.flush()
             except OSError:
                 events.put(signal.SIGPIPE)  # nobody reads any more

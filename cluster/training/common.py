@@ -3,6 +3,7 @@
 import argparse
 import os
 import socket
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -40,14 +41,12 @@ def add_backend_flag(parser: argparse.ArgumentParser) -> None:
                              "memory. auto is NCCL where each rank has a GPU, else gloo")
 
 
-def meet(args) -> tuple[torch.device, torch.dtype]:
-    """Meets the other ranks. Returns the device that this one computes on, and its dtype. Collective.
-
-    Raises UserError where ranks choose unlike backends.
-    """
+def meet(args, join: Callable[[str], None] = pgm.init_process_group) -> tuple[torch.device, torch.dtype]:
+    """Meets the other ranks, by `join` of a backend. Returns the device that this one computes on, and its dtype.
+    Collective. Raises UserError where ranks choose unlike backends."""
     device, dtype, backend = choose_device(args.device, args.dtype)
     try:
-        pgm.init_process_group(backend if args.backend == "auto" else args.backend)
+        join(backend if args.backend == "auto" else args.backend)
     except UserError as error:
         raise UserError(f"{error}, or all --backend gloo, and the same --dtype") from None
     return device, dtype

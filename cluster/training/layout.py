@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 import train
-from checkpoints.survive import is_elastic
+from membership.watch import is_elastic
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
-from machine_facts import from_home, gather, host_names, machines, places_of, say
+from machine_facts import from_home, gather, host_names, machines, places_of, ranks_sharing, say
 from pipeline_template import PipelineTemplate, Unsupported
 from planning.clock import StageClock
 from planning.machines import Cluster, Setting, model_facts, read_cluster, setting_of, some_of
@@ -33,6 +33,7 @@ from training.compression import WIRE_DTYPES, compress
 from utils import ROOT, UserError, positive_int
 
 CLUSTER_JSON = os.path.join(ROOT, "cluster.json")  # plan.py --measure writes it on the machine that starts it
+MEASURED = {"seconds": None}  # of this process's whole model: what it has measured, it knows in the next generation
 BY_SPEED = "by speed"  # in the place of --pipelines: one pipeline over all ranks
 DECIDED = {"pipelines": None, "num_microbatches": None, "gradient_accumulation": 8, "batch_size": 4, "tp_size": 1,
            "pp_engine": "1f1b", "wire_dtype": None, "gradient_wire_dtype": None,
@@ -196,9 +197,12 @@ def choose_shares(args, made, count: int, told: list[int] | None, total: int | N
             seconds = measured.seconds_of_whole()
         else:
             with contextlib.suppress(Unsupported):  # then all are taken as equally fast
-                clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
+                ranks_sharing(device)  # asked while one measures alone; the first call is collective
                 dist.barrier()
-                seconds = gather(clock.seconds_of_whole(args.batch_size, args.recompute))
+                if MEASURED["seconds"] is None:
+                    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
+                    MEASURED["seconds"] = clock.seconds_of_whole(args.batch_size, args.recompute)
+                seconds = gather(MEASURED["seconds"])
         speeds = ", ".join(f"{args.batch_size * args.seq_len / value:.0f}" for value in seconds)
         say(f"tokens/s of each rank alone: {speeds}")
     return shares_by_speed(total, seconds)

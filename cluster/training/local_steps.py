@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 import process_group_manager as pgm
-from checkpoints.survive import is_elastic, let_signals_kill
+from membership.watch import is_elastic, let_signals_kill
 from data.encoded import load_samples
 from dataloader import collate_batch
 from metrics import RunLogger

@@ -30,8 +30,8 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
                         "one of them, or -1 for none")
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
     make_run_ready(scheduler)
-    record = Record(args, grid, run.disks, plugin.device, num_steps, plugin.global_batch_size * args.seq_len, run.start,
-                    run.found and run.found.state["flags"])
+    record = run.record = Record(args, grid, run.disks, plugin.device, num_steps, plugin.global_batch_size * args.seq_len,
+                                 run.start, run.found and run.found.state["flags"], run.commit)
     if run.start >= num_steps and is_home():
         print(f"nothing to do: {run.found.path} is that of step {run.start}, of {num_steps}", flush=True)
     del loader.microbatches[: run.start * plugin.own_num_microbatches]
@@ -40,40 +40,39 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     if evaluator and record.is_evaluation_due(run.start, args.eval_every):
         record.evaluated(run.start, evaluator.evaluate())
     for batch in range(run.start, num_steps):
-        with run.watch.lost_peers():
-            with record.progress.bar():
-                times.start(batch, profile=batch == args.profile_batch)
-                torch.manual_seed(args.seed + 1000 * grid.dp_rank + grid.pp_rank + 1_000_000 * batch)  # of dropout
-                loss = plugin.execute_pipeline(batches, model, first_bad, optimizer)
-                with timeline.span("gradient norm"):
-                    grad_norm = plugin.clip_grad_norm(model, args.max_grad_norm)
-                learning_rate = scheduler.get_last_lr()[0]
-                with run.watch.changing_weights():
-                    with timeline.span("optimizer"):
-                        optimizer.step()
-                    scheduler.step()
-                    run.step = batch + 1
-                step = Step(run.step, loss.item(), grad_norm.item(), learning_rate, *times.stop())  # waits for a GPU
-            if not math.isfinite(step.loss + step.grad_norm):
-                raise UserError(first_bad.message(step, model, run))
-            record.log(*step[:5])
-            if batch == args.profile_batch:
-                write_timeline(args, times.clock)
-            stops, is_last = run.watch.ask_all(), step.number == num_steps
-            if evaluator and not stops and record.is_evaluation_due(step.number, args.eval_every):
-                step = step._replace(evaluation=evaluator.evaluate())
-                record.evaluated(step.number, step.evaluation)
-                stops = run.watch.ask_all()  # an evaluation may take longer than a step
-            is_end = bool(steps_per_epoch) and step.number % steps_per_epoch == 0
-            step = step._replace(sample=run.after_step(step.number, stops, is_end, is_last))
-            record.complete(step)
+        with record.progress.bar():
+            times.start(batch, profile=batch == args.profile_batch)
+            torch.manual_seed(args.seed + 1000 * grid.dp_rank + grid.pp_rank + 1_000_000 * batch)  # of dropout
+            loss = plugin.execute_pipeline(batches, model, first_bad, optimizer)
+            with timeline.span("gradient norm"):
+                grad_norm = plugin.clip_grad_norm(model, args.max_grad_norm)
+            learning_rate = scheduler.get_last_lr()[0]
+            run.commits(batch + 1, loss, grad_norm, learning_rate)
+            with timeline.span("optimizer"):
+                optimizer.step()
+            scheduler.step()
+            run.step = batch + 1
+            step = Step(run.step, loss.item(), grad_norm.item(), learning_rate, *times.stop())  # waits for a GPU
+        if not math.isfinite(step.loss + step.grad_norm):
+            raise UserError(first_bad.message(step, model, run))
+        record.log(*step[:5])
+        if batch == args.profile_batch:
+            write_timeline(args, times.clock)
+        stops, is_last = run.watch.ask_all(), step.number == num_steps
+        if evaluator and not stops and record.is_evaluation_due(step.number, args.eval_every):
+            step = step._replace(evaluation=evaluator.evaluate())
+            record.evaluated(step.number, step.evaluation)
+            stops = run.watch.ask_all()  # an evaluation may take longer than a step
+        step = step._replace(sample=run.after_step(step.number, stops, is_last))
+        record.complete(step)
         yield step
         if stops:
             break
-    with run.watch.lost_peers():
-        record.close()
-        times.print()
-        run.end(stops and not is_last)
+        if not is_last:
+            run.take_in()
+    record.close()
+    times.print()
+    run.end(stops and not is_last)
 
 
 def print_epochs(steps: Iterator[Step], steps_per_epoch: int | None) -> Iterator[Step]:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from checkpoints.survive import is_elastic
+from membership.watch import is_elastic
 from machine_facts import (
     forget_ranks, free_memory, from_home, gather, host_names, is_home, machines, places_of, return_freed_memory, say,
 )
@@ -80,9 +80,15 @@ def take_places(plan: dict) -> None:
         try:
             store.wait(["ended"], datetime.timedelta(days=365))
         except RuntimeError:  # the store may end with rank 0's process
-            sys.exit(1 if is_elastic() else 0)
+            if is_elastic():
+                raise
         sys.exit(0)
-    atexit.register(store.set, "ended", "")
+
+    def tell_idle() -> None:
+        with contextlib.suppress(RuntimeError):  # of a generation that has ended
+            store.set("ended", "")
+
+    atexit.register(tell_idle)
     dist.init_process_group(backend, store=dist.PrefixStore("planned", store), rank=order.index(rank),
                             world_size=len(order), timeout=pgm.timeout)
 

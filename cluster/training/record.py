@@ -54,11 +54,12 @@ class Step(NamedTuple):
 class Record:
     """A RunLogger that goes on after step `start`, and the same rows on the other disks. All ranks make one together.
 
-    `before`: the flags of the run that it goes on from; like `args`, with its run_id.
+    `before`: the flags of the run that it goes on from; like `args`, with its run_id. `last`: the Commit of step
+    `start`, where the ranks have it in memory; its row is written where none has written it.
     """
 
     def __init__(self, args, grid, disks: Disks, device: torch.device, num_steps: int, tokens_per_step: int, start: int,
-                 before: dict | None):
+                 before: dict | None, last=None):
         self.folder = folder = source = os.path.join(args.log_dir, args.run_name)
         is_logging = disks.gather(grid.is_logging_rank)
         writes = grid.is_logging_rank or disks.leads and not any(is_logging[rank] for rank in disks.mine.ranks)
@@ -74,6 +75,10 @@ class Record:
                     with contextlib.suppress(FileNotFoundError):
                         os.remove(os.path.join(folder, METRICS))
         rows, evaluations = (max(disks.gather(each), key=len) if start else [] for each in (rows, evaluations))
+        if last and len(rows) < start:
+            row = {"step": last.step, "loss": last.loss, "grad_norm": last.grad_norm,
+                   "learning_rate": last.learning_rate, "trained_tokens": start * tokens_per_step}
+            rows = [*rows, json.dumps(row) + "\n"]
         self.evaluated_before = {json.loads(row)["step"] for row in evaluations}
         with disks.together():
             self.logger, self.tokens_per_step = RunLogger(args, grid, num_steps, tokens_per_step), tokens_per_step
@@ -125,6 +130,13 @@ class Record:
         """After a step with its evaluation and its sample. Collective."""
         self.board = self.board or Board(self.folder, self.device, self.start)  # an older run's folder is renamed now
         self.board.log(step, self.tokens_per_step)
+
+    def leave(self) -> None:
+        """Closes the files for another Record of this process, which goes on with the same W&B run."""
+        if self.file:
+            self.file.close()
+        if self.board and self.board.writer:
+            self.board.writer.close()
 
     def close(self) -> None:
         self.progress.close()

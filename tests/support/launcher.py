@@ -4,6 +4,7 @@ A stand-in for torch and torchrun, which starts in no time, takes the place of t
 a few lines. STAND_IN_SSH hands the command to a shell of this machine, as the true ssh hands it to one of the host.
 """
 
+import contextlib
 import os
 import pathlib
 import re
@@ -94,7 +95,13 @@ class Launch(Command):
             raise
 
 
+def runs(pid: int) -> bool:
+    """Whether a process runs. Of one that has ended, and that nobody has waited for yet, the command line is empty."""
+    with contextlib.suppress(OSError):
+        return bool(pathlib.Path(f"/proc/{pid}/cmdline").read_bytes())
+    return False
+
+
 def all_gone(pids: dict[str, list[int]], seconds: float = 60) -> bool:
     """Whether the processes end within `seconds`."""
-    return eventually(lambda: not any(pathlib.Path(f"/proc/{pid}").exists() for pair in pids.values() for pid in pair),
-                      seconds)
+    return eventually(lambda: not any(runs(pid) for pair in pids.values() for pid in pair), seconds)

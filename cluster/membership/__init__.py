@@ -1,0 +1,3 @@
+"""Which processes an elastic run has, and how it goes on in place when some of them are lost and others come:
+[CHECKPOINTS.md](../CHECKPOINTS.md#a-run-that-loses-a-machine).
+"""

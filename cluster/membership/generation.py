@@ -1,0 +1,107 @@
+"""A run that goes on in place: one generation of its processes after the other, in the same processes.
+
+    train_in_generations(args, train)     calls train(args, generation) until it returns
+        generation.join(backend)          meets the others, and makes the groups' store and the first group
+        ...                               the whole training; every group of ranks belongs to this generation
+        Lost, or an error of a group      what this process holds is kept, and the next generation is given it
+
+So a lost process costs no start of any other one: no imports, no process, no reading of what is in memory. On NCCL,
+groups are aborted as its documentation says; that was never run.
+"""
+
+import argparse
+import contextlib
+import copy
+import datetime
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+import process_group_manager as pgm
+from machine_facts import forget_ranks
+from membership.meeting import Members, TooFew
+from membership.watch import NEWCOMER, Pulses, Signals, is_lost_peer
+from timeline import timeline
+
+JOINING, TIMEOUT = 15, 600  # seconds that a process waits for the others: to join, and after that
+
+
+class Generation:
+    """`held`: what this process has in memory of the generation before, see held.py; None of a new process.
+
+    `run`: the Run of this generation, as soon as there is one. `lost_at`: when the generation before has ended.
+    """
+
+    def __init__(self, members: Members | None, signals: Signals, held=None, lost_at: float | None = None):
+        self.members, self.signals, self.held, self.lost_at = members, signals, held, lost_at
+        self.pulses, self.run = None, None
+
+    def join(self, backend: str) -> None:
+        """Meets the other processes. Raises UserError, Lost."""
+        if self.members:
+            roster = self.members.meet(lambda: self.signals.asked)
+            hosts = list(dict.fromkeys(member.host for member in roster.members))
+            address, port = roster.store
+            os.environ |= {"RANK": str(roster.members.index(self.members.me)), "WORLD_SIZE": str(len(roster.members)),
+                           "MASTER_ADDR": address, "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": str(len(hosts)),
+                           "GROUP_RANK": str(hosts.index(self.members.me.host)),
+                           "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
+                           "TORCHELASTIC_RESTART_COUNT": roster.secret}  # becomes the prefix of its keys
+            self.pulses = Pulses(self.members)
+        pgm.init_process_group(backend, JOINING if self.members else TIMEOUT)
+        if self.members:
+            dist.barrier()
+            self.members.begin(roster)
+            pgm.timeout = datetime.timedelta(seconds=TIMEOUT)  # from here on machines may be slow
+            dist.distributed_c10d._set_pg_timeout(pgm.timeout)
+            dist.distributed_c10d._get_default_store().set_timeout(pgm.timeout)
+
+    def leave(self, error: RuntimeError):
+        """What this process holds for the next generation. Raises the error itself where nobody is lost."""
+        is_lost = is_lost_peer(error) or self.pulses is not None and self.pulses.reason
+        if not is_lost or self.members is None:
+            raise error
+        if self.pulses and str(error) != NEWCOMER:
+            self.pulses.noticed.wait(0.2)  # whose end it was
+        reason = self.pulses and self.pulses.reason or str(error).splitlines()[0][:200]
+        if self.run and self.run.has_begun:
+            print(f"rank {os.environ['RANK']}: {reason}, after step {self.run.step}", flush=True)
+            self.held = self.run.hold()
+        if self.pulses:
+            self.pulses.shut()
+            self.pulses.close()
+        for thread in threading.enumerate():  # those that wait in a group: of the timeline, of a checkpoint
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join(JOINING)
+        if self.run:
+            self.run.leave()
+        timeline.recording, timeline.spans = False, []
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+        forget_ranks()
+        return self.held
+
+
+def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
+    """train(args, generation), again and again in an elastic run until it returns. Each time with `args` as they are.
+
+    Where too few are left to go on, the process ends, and its agent starts it anew.
+    """
+    folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
+    members, signals = Members.from_environment(os.path.join(folder, ".members.json"), args.tp_size), Signals()
+    generation = Generation(members, signals)
+    while True:
+        try:
+            return train(copy.deepcopy(args), generation)
+        except TooFew:
+            there, known = len(members.there()), len(members.roster.members)
+            print(f"too few: this host hears {there} of the {known} processes of the run, and the others may be "
+                  "training: this part ends, and takes part again when it hears more of them", flush=True)
+            os._exit(1)
+        except RuntimeError as error:
+            held, now = generation.leave(error), time.monotonic()
+        generation = Generation(members, signals, held, now)

@@ -1,0 +1,251 @@
+"""Who takes part in an elastic run, and as which rank: agreed on by the processes themselves.
+
+Each process has a door (see door.py), and one process of each host opens that host's door at the run's port, too. A
+meeting is held by the first host of hosts.txt that answers there, so no host is needed for ever:
+
+    a new process       knocks until a run takes it in, or until enough hosts are there to begin one
+    a rank of a run     knocks when its groups have broken, and waits until each of the others has come or is gone
+    whoever holds it    hands out the roster: the processes in the order of hosts.txt, a store for them, a generation
+
+Two halves of a cut network must not both train. So a meeting goes on with more than half of the ranks of the last
+generation only, or with half of them where the lowest of these ranks is among them. A process that its agent has
+started anew stands for the one before it, which is certainly gone. Since a rank belongs to one generation at a time and
+a generation begins when all its ranks have joined, at most one half can be it. Which ranks the last generation had,
+each host also keeps on its disk, for processes that start anew.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch.distributed as dist
+
+from membership.door import Door, call
+from utils import UserError
+
+VARIABLE = "ELASTIC_RUN"  # of the environment: what agent.py tells its processes, as JSON
+WAIT = 600.0  # seconds that a process waits to be taken in
+FRESH = 2.0  # seconds for which somebody who has knocked counts as there
+PAUSE = 0.05  # seconds between two knocks
+SILENT = 5.0  # seconds for which a host that did not answer is not asked again
+SETTLED = 3.0  # seconds without a new process, until a run begins with fewer hosts than hosts.txt has
+ALONE = 3.0  # seconds for which too few ranks have to be heard, until they end
+
+
+class TooFew(RuntimeError):
+    """This part of the last generation has no right to go on, because another part may."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A process: `key` is its own, `host` its place in hosts.txt, `address` and `port` those of its door."""
+
+    key: str
+    host: int
+    address: str
+    local_rank: int
+    port: int
+    nproc: int  # processes of its host
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where the agent starts a process anew that has ended."""
+        return self.address, self.local_rank
+
+    @property
+    def door(self) -> tuple[str, int]:
+        return self.address, self.port
+
+
+@dataclasses.dataclass(frozen=True)
+class Roster:
+    """The members of a generation in the order of their ranks. `store`: (address, port) of a TCPStore for them, under
+    whose prefix `secret` they join."""
+
+    generation: int
+    members: tuple[Member, ...]
+    store: tuple[str, int] | None = None
+    secret: str = ""
+
+    @classmethod
+    def of(cls, record: dict | None) -> "Roster | None":
+        if not record:
+            return None
+        members = tuple(Member(**each) for each in record["members"])
+        return cls(record["generation"], members, record["store"] and tuple(record["store"]), record["secret"])
+
+    def may_go_on(self, there: list[Member]) -> bool:
+        """Whether these processes stand for more than half of the ranks, or for half of them with the lowest one."""
+        places = {member.place for member in there}
+        heard = [member.place in places for member in self.members]
+        return 2 * sum(heard) > len(heard) or 2 * sum(heard) == len(heard) and heard[0]
+
+
+class Members:
+    """This process among those of its elastic run. `roster`: of the generation that it belongs to, or belonged to.
+
+    `path`: the file in which this host keeps it. `multiple`: of so many processes a generation has to be. Raises UserError where another program has the run's port.
+    """
+
+    def __init__(self, record: dict, path: str, multiple: int):
+        self.token, self.hosts, self.port = record["token"].encode(), record["hosts"], record["port"]
+        self.run_id, self.at_least, self.path, self.multiple = record["id"], record["at_least"], path, multiple
+        self.roster, self.next, self.state, self.said = self.read(), None, "meeting", ""
+        self.callers: dict[str, tuple[float, Member, Roster | None]] = {}
+        self.since: dict[str, float] = {}  # when each caller knocked first
+        self.silent: dict[str, float] = {}  # addresses that did not answer, until when they are not asked
+        self.kept: list = []  # connections of other members, see watch.py
+        self.too_few_since, self.has_port = None, False
+        address = self.hosts[record["host"]]
+        self.door = Door(self.token, self.answer, address)
+        self.me = Member(uuid.uuid4().hex, record["host"], address,
+                         int(os.environ.get("LOCAL_RANK", 0)), self.door.port, record["nproc"])
+
+    @classmethod
+    def from_environment(cls, path: str, multiple: int) -> "Members | None":
+        return cls(json.loads(os.environ[VARIABLE]), path, multiple) if VARIABLE in os.environ else None
+
+    def read(self) -> Roster | None:
+        """The last roster of this run that this host knows."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(self.path, encoding="utf-8") as file:
+            record = json.load(file)
+            return Roster.of(record["roster"]) if record["run"] == self.run_id else None
+
+    def begin(self, roster: Roster) -> None:
+        """All members have joined: from now on this process belongs to that generation."""
+        self.roster, self.state = roster, "running"
+        if self.me.local_rank == 0:
+            with contextlib.suppress(OSError):  # of a full disk: it is for the next start only
+                os.makedirs(os.path.dirname(self.path), exist_ok=True)
+                with open(f"{self.path}.unfinished", "w", encoding="utf-8") as file:
+                    json.dump({"run": self.run_id, "roster": dataclasses.asdict(roster)}, file)
+                os.replace(f"{self.path}.unfinished", self.path)
+
+    def answer(self, message: dict, connection) -> tuple[dict, bool]:
+        """What the door says, and whether it keeps the connection."""
+        if message["kind"] == "pulse":
+            is_mine = self.next is not None and message["secret"] == self.next.secret
+            if is_mine:
+                self.kept.append(connection)
+            return {"ok": is_mine}, is_mine
+        if message["kind"] == "meet":
+            member, now = Member(**message["me"]), time.monotonic()
+            self.callers[member.key] = (now, member, Roster.of(message["last"]))
+            self.since.setdefault(member.key, now)
+            if self.next and member in self.next.members:
+                return {"state": "agreed", "roster": dataclasses.asdict(self.next)}, False
+        return {"state": self.state}, False
+
+    def there(self) -> list[tuple[Member, Roster | None]]:
+        """Those who have knocked a moment ago, and this process: one a place, the one that came last."""
+        now = time.monotonic()
+        fresh = {member.place: (member, last) for at, member, last in sorted(
+            [*self.callers.values()], key=lambda caller: self.since[caller[1].key]) if now - at < FRESH}
+        return [*({**fresh, self.me.place: (self.me, self.roster)}).values()]
+
+    def is_survivor(self) -> bool:
+        """Whether this very process was in the last generation, and holds something in memory."""
+        return self.roster is not None and self.me in self.roster.members
+
+    def newcomers(self) -> list[Member]:
+        """Processes that wait to be taken in, while this one belongs to a generation."""
+        return [member for member, _ in self.there() if member not in self.roster.members]
+
+    def meet(self, is_told_to_stop: Callable[[], bool]) -> Roster:
+        """Waits until there is a next generation with this process. Raises TooFew; UserError after a long time."""
+        self.state, self.next, self.too_few_since, start = "meeting", None, None, time.monotonic()
+        while self.next is None:
+            if time.monotonic() > start + WAIT:
+                raise UserError(f"no run took this process in, and too few hosts came to begin one, for {WAIT:g} "
+                                f"seconds: are the others of {', '.join(self.hosts)} switched on?")
+            if is_told_to_stop():
+                print("stopped while it waited for other hosts", flush=True)
+                os._exit(1)
+            self.look_around()
+            time.sleep(PAUSE)
+        return self.next
+
+    def look_around(self) -> None:
+        """Knocks at the first host that answers; holds the meeting where that is this one."""
+        message = {"kind": "meet", "me": dataclasses.asdict(self.me),
+                   "last": self.roster and dataclasses.asdict(self.roster)}
+        known = [member.address for member in self.roster.members] if self.roster else []
+        for address in dict.fromkeys([*self.hosts, *known]):
+            if address == self.me.address and self.opens_port():
+                return self.hold()
+            if (answer := self.ask((address, self.port), message)) is None:
+                continue
+            if answer["state"] == "agreed":
+                self.next = Roster.of(answer["roster"])
+            elif answer["state"] == "too few" and self.is_survivor():
+                raise TooFew
+            return
+
+    def ask(self, door: tuple[str, int], message: dict) -> dict | None:
+        """As call(). A host that is out of reach is not asked again for a while."""
+        now = time.monotonic()
+        if now < self.silent.get(door[0], 0):
+            return None
+        answer = call(door, self.token, message)
+        if answer is None and time.monotonic() > now + 0.5:  # nobody refused
+            self.silent[door[0]] = time.monotonic() + SILENT
+        return answer
+
+    def opens_port(self) -> bool:
+        """Whether this process has its host's door at the run's port. Another one of the run may have it."""
+        if not self.has_port:
+            try:
+                self.door.listen(self.port)
+                self.has_port = True
+            except OSError as error:
+                if call((self.me.address, self.port), self.token, {"kind": "who"}) is None:
+                    raise UserError(f"port {self.port} of {self.me.address} is taken by another program or run "
+                                    f"({error.strerror}): give launch_cluster.sh another --port") from None
+        return self.has_port
+
+    def hold(self) -> None:
+        """Holds the meeting: sets `next` where all is known that has to be. Raises TooFew."""
+        found = self.there()
+        members = sorted((member for member, _ in found), key=lambda member: (member.host, member.place))
+        last = max((last for _, last in found if last), key=lambda last: last.generation, default=None)
+        if self.may_come(members, last):
+            return
+        if last and not last.may_go_on(members):
+            self.too_few_since = self.too_few_since or time.monotonic()
+            if time.monotonic() > self.too_few_since + ALONE:
+                self.state = "too few"
+                time.sleep(FRESH)  # in which the others hear of it
+                self.state = "meeting"
+                if self.is_survivor():
+                    raise TooFew
+            return
+        if (hosts := len({member.address for member in members})) < self.at_least or len(members) % self.multiple:
+            if self.said != (text := f"{len(members)} processes on {hosts} hosts are there: waiting for others "
+                                     f"(hosts: at least {self.at_least}, processes: a multiple of {self.multiple})"):
+                self.said = text
+                print(text, flush=True)
+            return
+        self.store = dist.TCPStore(self.me.address, 0, is_master=True, wait_for_workers=False)  # while it is referenced
+        self.next = Roster(last.generation + 1 if last else 1, tuple(members), (self.me.address, self.store.port),
+                           secrets.token_hex(8))
+
+    def may_come(self, members: list[Member], last: Roster | None) -> bool:
+        """Whether somebody is to be waited for: a rank that lives and has not noticed yet that its groups are broken
+        or, where no rank has anything in memory, the processes of hosts that have just been started."""
+        places = {member.place for member in members}
+        absent = [member for member in last.members if member.place not in places] if last else []
+        with ThreadPoolExecutor(max(1, len(absent))) as pool:
+            if any(pool.map(lambda member: self.ask(member.door, {"kind": "who"}), absent)):
+                return True
+        if last and any(member in last.members for member in members):
+            return False
+        now, nproc = time.monotonic(), {member.address: member.nproc for member in members}
+        newest = max(self.since.setdefault(member.key, now) for member in members)
+        is_complete = nproc.keys() >= {*self.hosts} and len(members) == sum(nproc.values())
+        return not is_complete and now < newest + SETTLED

@@ -1,0 +1,238 @@
+"""Runs that outlive their launcher: --detach, --attach, --status and --stop, with stand-ins for ssh and torchrun.
+
+One test has the true ssh, on three hosts of the test bed.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import stat
+import sys
+
+import pytest
+from bed import NODES, SSH_CONFIG, bed, processes, testbed
+from launch import ROOT
+from launcher import Launch, all_gone, eventually, make_tools, runs, write_hosts
+
+COUNT = """
+import os, signal, sys, time
+def save(*_):
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+print("pids", os.getpid(), os.getppid(), flush=True)
+for number in range(100000):
+    print("number", number, flush=True)
+    time.sleep(0.1)
+    if os.path.exists(sys.argv[1] + os.environ.get("RANK", "")[:1]):
+        sys.exit(int(open(sys.argv[1] + os.environ.get("RANK", "")[:1]).read()))
+"""
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    return make_tools(tmp_path_factory.mktemp("tools"))
+
+
+class Hosts:
+    """Hosts that all are this machine, with a copy of the project where their output goes."""
+
+    def __init__(self, folder: pathlib.Path, tools: pathlib.Path):
+        self.folder, self.tools, self.root = folder, tools, folder / "copy"
+        shutil.copytree(ROOT / "cluster" / "launching", self.root / "cluster" / "launching",
+                        ignore=shutil.ignore_patterns("__pycache__"))
+        (folder / "count.py").write_text(COUNT)
+        self.write("ab")
+
+    def write(self, labels: str) -> None:
+        self.hosts = write_hosts(self.folder, *(f"{label} iface=lo python={self.tools / 'python'} dir={self.root}"
+                                                for label in labels))
+
+    def launch(self, *words, script: bool = False) -> Launch:
+        words = [*words, "--", self.folder / "count.py", self.folder / "code"] if script else words
+        return Launch(self.hosts, *words, tools=self.tools)
+
+    def end(self, *words, script: bool = False) -> tuple[int, str]:
+        return self.launch(*words, script=script).end(30)
+
+    def folders(self) -> dict[str, pathlib.Path]:
+        return {path.name: path for path in self.root.glob("logs/launches/*/*")}
+
+    def pids(self) -> dict[str, list[int]]:
+        """{host: [worker, daemon]}."""
+        def found() -> dict[str, list[int]]:
+            return {label: [int(re.findall(r"pids (\d+)", (path / "output").read_text())[-1]),
+                            int((path / "pid").read_text())]
+                    for label, path in self.folders().items() if "pids" in (path / "output").read_text()}
+
+        assert eventually(lambda: found().keys() == self.folders().keys(), 20)
+        return found()
+
+
+@pytest.fixture
+def hosts(tmp_path, tools):
+    hosts = Hosts(tmp_path, tools)
+    yield hosts
+    for path in hosts.folders().values():
+        if runs(pid := int((path / "pid").read_text())):
+            os.kill(pid, signal.SIGTERM)
+
+
+def numbers(run: Launch, label: str) -> list[int]:
+    return [int(match[1]) for line in run.lines if (match := re.match(rf"{label} +\| number (\d+)", line))]
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--detach", "--attach"], "--attach: not allowed with argument --detach"),
+    (["--status", "--stop"], "--stop: not allowed with argument --status"),
+    (["--attach", "--", "x.py"], "--attach starts nothing: it takes no script"),
+    (["--stop", "--elastic", "1:2"], "--stop starts nothing: it takes no script, and no flag but hosts.txt"),
+    (["--status", "--check"], "--status starts nothing"), (["--detach"], "nothing to start"),
+    (["--detach", "--check"], "nothing to start"),
+    (["--attach"], "no host of .*hosts.txt that answers has a detached run: start one by --detach"),
+])
+def test_flags_that_do_not_go_together(hosts, words, message):
+    code, text = hosts.end(*words)
+    assert code == 2 and re.search(message, text) and text.count("error: ") == 1, text
+
+
+@pytest.mark.parametrize("flags", [pytest.param([], marks=pytest.mark.slow), ["--elastic", "1:3"]])
+def test_a_run_outlives_its_launcher(hosts, flags):
+    code, text = hosts.end("--detach", *flags, script=True)
+    said = re.findall("^launch_cluster: (.*)", text, re.M)
+    assert code == 0 and len(said) == 2 and "--attach shows what it prints" in said[1], text
+    pids = hosts.pids()
+    assert all(runs(pid) for pair in pids.values() for pid in pair) and set(pids) == {"a", "b"}
+    for label, folder in hosts.folders().items():
+        assert stat.S_IMODE((folder / "job.json").stat().st_mode) == 0o600
+        assert os.getsid(pids[label][1]) == pids[label][1], "a session of its own"
+        token = json.loads((folder / "job.json").read_text()).get("elastic", {}).get("token", "none")
+        assert token not in text + (folder / "output").read_text() and (token == "none") == (flags == [])
+    attached = hosts.launch("--attach")
+    assert eventually(lambda: len(numbers(attached, "a")) > 25 and len(numbers(attached, "b")) > 25, 20)
+    found = numbers(attached, "a")
+    assert found == list(range(found[0], found[0] + len(found))), "nothing twice, nothing left out"
+    os.killpg(attached.process.pid, signal.SIGINT)
+    code, text = attached.end(10)
+    assert code == 130 and "launch_cluster: left. The run goes on" in text and "saved" not in text, text
+    attached = hosts.launch("--attach")
+    assert eventually(lambda: numbers(attached, "a"), 20)
+    attached.process.kill()
+    code, text = hosts.end("--status")
+    rows = text.splitlines()
+    assert code == 0 and re.match(r"a +yes +\w{8} +count.py \S+ +runs since 20\S+ \S+ +number \d+$", rows[1]), text
+    attached = hosts.launch("--attach")
+    code, text = hosts.end("--stop")
+    assert code == 0 and all_gone(pids, 0) and len(re.findall(r"^[ab] \| saved$", text, re.M)) == 2, text
+    code, text = attached.end(10)
+    assert code == 143 and len(re.findall(r"^[ab] \| saved$", text, re.M)) == 2 and "failed" not in text, text
+    assert hosts.end("--status")[1].count(" was stopped  ") == 2
+    code, text = hosts.end("--stop")
+    assert code == 0 and text.count("no part of a run is there") == 2, text
+
+
+@pytest.mark.slow
+def test_detach_twice(hosts):
+    """Of an elastic run, the hosts that have no part get one, with the same token; nothing else goes beside a run."""
+    hosts.write("a")
+    assert hosts.end("--detach", "--elastic", "1:2", script=True)[0] == 0
+    hosts.write("bac")
+    code, text = hosts.end("--detach", "--elastic", "1:2", script=True)
+    assert code == 0 and "goes on by itself on a, b, with" in text, text
+    jobs = {label: json.loads((path / "job.json").read_text()) for label, path in hosts.folders().items()}
+    assert set(jobs) == {"a", "b"} and jobs["b"]["elastic"] == {
+        **jobs["a"]["elastic"], "hosts": ["a", "b", "c"], "host": 1} and jobs["a"]["elastic"]["hosts"] == ["a"]
+    pids = hosts.pids()
+    for words in (["--elastic", "1:3"], [], ["--elastic", "1:2", "--port", "29501"],
+                  ["--elastic", "1:2", "--env", "OTHER=1"]):
+        code, text = hosts.end("--detach", *words, script=True)
+        expected = r"error: the run \w{8} \(.*count.py .*\) is alive on b, a: end it by .*hosts.txt --stop, or look"
+        assert code == 2 and re.search(expected, text), text
+    assert hosts.pids() == pids
+    os.kill(pids["a"][1], signal.SIGKILL)
+    assert all_gone({"a": pids["a"]}, 1) and " was killed  " in hosts.end("--status")[1]
+    hosts.write("ba")
+    code, text = hosts.end("--detach", "--elastic", "1:2", script=True)
+    assert code == 0 and eventually(lambda: hosts.pids()["a"] != pids["a"]) and hosts.pids()["b"] == pids["b"], text
+    assert hosts.end("--stop")[0] == 0 and all_gone(hosts.pids(), 0)
+
+
+def test_the_end_of_a_run_is_seen(hosts):
+    """An exit code of a part is that of --attach, also for whoever comes late."""
+    assert hosts.end("--detach", script=True)[0] == 0
+    attached = hosts.launch("--attach")
+    assert eventually(lambda: numbers(attached, "a") and numbers(attached, "b"), 20)
+    (hosts.folder / "code1").write_text("3")
+    (hosts.folder / "code0").write_text("0")
+    for code, text in attached.end(20), hosts.end("--attach"):
+        assert code == 1 and "launch_cluster: b (node rank 1) failed first, with exit code 1" in text, text
+        assert "launch_cluster: a: its part of the run has ended with code 0" in text, text
+    assert "has ended with code 1" in hosts.end("--status")[1]
+
+
+@pytest.mark.slow
+def test_a_part_that_does_not_begin_ends_the_others(hosts):
+    with open(hosts.hosts, "a") as file:
+        file.write(f"c iface=no0 python={hosts.tools / 'python'} dir={hosts.root}\n")
+    code, text = hosts.end("--detach", script=True)
+    assert code == 2 and "c (node rank 2) failed first" in text and "there is no interface no0" in text, text
+    del hosts.folders()["c"]
+    assert all_gone({label: [int((path / "pid").read_text())] for label, path in hosts.folders().items()}, 1)
+
+
+@pytest.mark.slow
+def test_hosts_that_are_away(hosts):
+    """A host without a Python, for one that can't be reached: an elastic run begins without it."""
+    lines = hosts.hosts.read_text()
+    hosts.hosts.write_text(f"{lines}c python=/nowhere/python\n")
+    code, text = hosts.end("--detach", script=True)
+    assert code == 2 and text.startswith("error: nothing is started, since hosts are missing: c: no Python: "), text
+    assert not hosts.folders() and text.count("\n") == 1
+    code, text = hosts.end("--detach", "--elastic", "2:3", script=True)
+    assert code == 0 and "launch_cluster: c has no part yet (no Python: " in text and set(hosts.pids()) == {"a", "b"}
+    attached = hosts.launch("--attach")
+    assert eventually(lambda: len(numbers(attached, "a")) > 30 and numbers(attached, "b"), 20)
+    assert re.search(r"^c +no +- +- +- +no Python: ", hosts.end("--status")[1], re.M)
+    code, text = hosts.end("--stop")
+    assert code == 1 and "launch_cluster: c could not be reached: what runs there goes on" in text, text
+    hosts.hosts.write_text(lines)
+    attached.process.send_signal(signal.SIGINT)
+    code, text = attached.end(10)
+    assert text.count("c: no Python") == 1, text
+    assert not hosts.end("--stop")[0]
+
+
+@pytest.mark.hosts
+@pytest.mark.usefixtures(bed.__name__)
+def test_attach_from_another_host(tools, tmp_path):
+    """The launcher on node1 is killed with its ssh processes; what the run prints is seen on node2."""
+    before = processes()
+    (tmp_path / "count.py").write_text(COUNT)
+    listed = write_hosts(tmp_path, *(f"{node} python={tools / 'python'}" for node in NODES))
+    options = {"options": f"-F {SSH_CONFIG}"}
+    launcher = Launch(listed, "--detach", "--", tmp_path / "count.py", tmp_path / "code", node="node1", **options)
+    assert launcher.end(60)[0] == 0, launcher.output()
+    first = Launch(listed, "--attach", node="node1", **options)
+    assert eventually(lambda: all(numbers(first, node) for node in NODES), 60), first.output()
+    os.killpg(first.process.pid, signal.SIGKILL)
+    for pid in processes() - before:
+        words = pathlib.Path(f"/proc/{pid}/cmdline")
+        if words.exists() and words.read_bytes().startswith(b"ssh\0"):
+            os.kill(int(pid), signal.SIGKILL)
+    seen = max(numbers(first, "node0"))
+    second = Launch(listed, "--attach", node="node2", **options)
+    assert eventually(lambda: all(max(numbers(second, node), default=0) > seen + 20 for node in NODES), 60)
+    testbed("cut", "node1")
+    try:
+        assert eventually(lambda: "node1: unreachable host" in second.output(), 60), second.output()
+    finally:
+        testbed("join", "node1")
+    mark = max(numbers(second, "node1"))
+    assert eventually(lambda: max(numbers(second, "node1")) > mark + 20, 60), second.output()
+    code, text = Launch(listed, "--stop", node="node0", **options).end(60)
+    assert code == 0 and text.count("| saved") == 3, text
+    assert second.end(30)[0] == 143 and eventually(lambda: processes() <= before)
