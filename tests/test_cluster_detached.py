@@ -150,7 +150,7 @@ def test_detach_twice(hosts):
     for words in (["--elastic", "1:3"], [], ["--elastic", "1:2", "--port", "29501"],
                   ["--elastic", "1:2", "--env", "OTHER=1"]):
         code, text = hosts.end("--detach", *words, script=True)
-        expected = r"error: the run \w{8} \(.*count.py .*\) is alive on b, a: end it by .*hosts.txt --stop, or look"
+        expected = r"error: the run \w{8} \(.*count.py .*\) is alive on b, a: end it first, by .*hosts.txt --stop"
         assert code == 2 and re.search(expected, text), text
     assert hosts.pids() == pids
     os.kill(pids["a"][1], signal.SIGKILL)
@@ -198,7 +198,7 @@ def test_hosts_that_are_away(hosts):
     assert eventually(lambda: len(numbers(attached, "a")) > 30 and numbers(attached, "b"), 20)
     assert re.search(r"^c +no +- +- +- +no Python: ", hosts.end("--status")[1], re.M)
     code, text = hosts.end("--stop")
-    assert code == 1 and "launch_cluster: out of reach, so what runs there goes on: c" in text, text
+    assert code == 1 and "launch_cluster: out of reach, where it may go on: c" in text, text
     hosts.hosts.write_text(lines)
     attached.process.send_signal(signal.SIGINT)
     code, text = attached.end(10)
