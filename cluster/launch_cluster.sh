@@ -2,6 +2,7 @@
 # Start one training on several hosts over ssh, or look first whether they are fit for it. Paths are those of the
 # hosts, from the root of the repository:
 #
+#   cluster/launch_cluster.sh hosts.txt --install                                     copy and install all on each host
 #   cluster/launch_cluster.sh hosts.txt --check                                         look at each host only
 #   cluster/launch_cluster.sh hosts.txt -- cluster/train_distributed.py --epochs 3      start it on all hosts
 #   cluster/launch_cluster.sh hosts.txt --check -- step9_heterogeneous_pp/train.py      start it if all is well

@@ -70,10 +70,22 @@ def places_of(hosts: list[str], among: list[str]) -> list[int | None]:
     return places
 
 
+def this_gpu() -> str | None:
+    """The number that NVIDIA gave the GPU on which this rank computes; None on the CPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
 @functools.cache
+def places() -> list[tuple[tuple[str, str], str | None]]:
+    """this_host() and this_gpu() of every rank. Collective at the first call, whatever a rank computes on."""
+    return gather((this_host(), this_gpu()))
+
+
 def machines() -> list[tuple[str, str]]:
     """this_host() of every rank. Collective at the first call."""
-    return gather(this_host())
+    return [host for host, _ in places()]
 
 
 def ranks_of_this_machine() -> int:
@@ -81,13 +93,11 @@ def ranks_of_this_machine() -> int:
     return machines().count(this_host())
 
 
-@functools.cache
 def ranks_sharing(device: torch.device) -> int:
-    """How many ranks compute on this GPU, or on the CPU of this machine. Collective at the first call."""
+    """How many ranks compute on this GPU, or run on this machine. As machines()."""
     if device.type == "cpu":
         return ranks_of_this_machine()
-    own = str(torch.cuda.get_device_properties(device).uuid)
-    return gather(own).count(own)
+    return [gpu for _, gpu in places()].count(this_gpu())
 
 
 def free_memory(device: torch.device) -> int:
@@ -172,5 +182,5 @@ def from_home(make):
 
 def forget_ranks() -> None:
     """Call it where the ranks are numbered anew: what is known of their places no longer counts."""
-    for known in (machines, ranks_sharing, home_rank):
+    for known in (places, home_rank):
         known.cache_clear()

@@ -19,8 +19,9 @@ from planning.machines import Cluster, Setting, load_cluster
 from planning.report import as_plan, report
 from planning.schedules import SCHEDULES
 from planning.search import find_plans
+from training.common import add_backend_flag, meet
 from training.lora import add_lora_flags, check_lora_flags
-from utils import TINY_LLAMA, ArgumentParser, UserError, choose_device, number, one_clear_error, positive_int
+from utils import TINY_LLAMA, ArgumentParser, UserError, number, one_clear_error, positive_int
 
 LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 LORA = ("lora_rank", "lora_alpha", "lora_targets")
@@ -64,6 +65,7 @@ def parse_args():
     parser.add_argument("--measure_seconds", type=positive_int, default=30, help="how long that takes, about")
     add_model_flags(parser)  # what is measured
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add_backend_flag(parser)
     parser.add_argument("--omp_num_threads", type=positive_int, default=None, help="threads a process")
     add_lora_flags(parser)
     add_search_flags(parser)
@@ -90,7 +92,6 @@ def measure(args) -> None:
     import torch
     import torch.distributed as dist
 
-    import process_group_manager as pgm
     from planning.clock import StageClock
     from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
     from training.lora import choose_lora_dtype
@@ -101,8 +102,7 @@ def measure(args) -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.seed = 0  # does not matter here
-    device, dtype, backend = choose_device(args.device, args.dtype)
-    pgm.init_process_group(backend)
+    device, dtype = meet(args)
     from_home(lambda: check_outputs(args))
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)

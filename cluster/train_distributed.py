@@ -22,12 +22,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-import process_group_manager as pgm
 from checkpoints.run import Run, add_checkpoint_flags
 from data.load import add_data_flags, check_data_flags, load_data
 from membership.generation import Generation, train_in_generations
 from membership.watch import end_of_elastic_run
-from training.common import add_flags, add_run_flags, print_banner
+from training.common import add_flags, add_run_flags, meet, print_banner
 from training.evaluation import Evaluator
 from training.layout import add_layout_flags, check_layout_flags, choose_layout
 from training.local_steps import add_local_flags, check_local_flags, train_rounds
@@ -35,7 +34,7 @@ from training.loop import print_epochs, train, warn_of_damage
 from training.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, print_sizes
 from training.models import SIZES, make_model, with_weights
 from training.plan_file import find_plan, take_places
-from utils import ROOT, TINY_LLAMA, ArgumentParser, choose_device, number, one_clear_error, positive_int
+from utils import ROOT, TINY_LLAMA, ArgumentParser, number, one_clear_error, positive_int
 
 threads = number(int, lambda value: 1 <= value <= 4096, "from 1 to 4096")
 
@@ -105,8 +104,7 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
 
 def join(args, generation: Generation) -> tuple[torch.device, torch.dtype]:
     """Meets the other ranks. Returns the device that this one computes on, and the dtype of all."""
-    device, dtype, backend = choose_device(args.device, args.dtype)
-    generation.join(backend)
+    device, dtype = meet(args, generation.join)
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
     if args.lora_rank:

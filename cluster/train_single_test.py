@@ -29,12 +29,11 @@ from machine_facts import free_memory, gather, once_per_machine, say
 from metrics import peak_memory_gb
 from model import Llama, check_config, cross_entropy
 from planning.module_memory import saved_bytes
-from process_group_manager import init_process_group
 from run_common import check_positions
-from training.common import add_flags, print_banner, print_table
+from training.common import add_flags, meet, print_banner, print_table
 from training.models import make_llama
 from utils import (
-    TINY_LLAMA, ArgumentParser, UserError, choose_device, default_learning_rate, load_config, one_clear_error,
+    TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, load_config, one_clear_error,
     positive_int,
 )
 
@@ -115,8 +114,7 @@ def compare(everyone: list[dict], tolerance: float) -> None:
 
 def main():
     args = parse_args()
-    device, dtype, backend = choose_device(args.device, args.dtype)
-    init_process_group(backend)
+    device, dtype = meet(args)
     print_banner(device, dtype)
     config = once_per_machine(lambda: load_config(args.model_name, num_attention_heads=None))
     check_config(config)

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 
-import check_hosts
 import host_run
 import hosts as hosts_file
 import launch_cluster
@@ -124,40 +123,15 @@ def test_check_compares_the_hosts(tools, tmp_path):
         code, text = Launch(hosts, "--check", "--port", str(port), "--", "train.py", tools=tools).end()
     assert code == 1, text
     problems = dict(re.findall(r"^([abc]\S*: .+)\n    cure: (.+)$", text, re.M))
-    copies = f"'--include=*/' '--include=*.py' '--exclude=*' -e 'ssh -p 2222' {ROOT}/step9_heterogeneous_pp " \
-             f"{ROOT}/cluster 'b:{tmp_path}/old copy/'"
     for start, cure in {
             f"a: blocked port: {port}: Address already in use": f"--port {port + 1}",
             "b:2222: other torch version: 2.9.1, but a has 2.13.0": "pip install torch==2.13.0 there",
-            "b:2222: other project version: hash ": f"on a: rsync -am {copies}",
+            "b:2222: other project version: hash ": "launch_cluster.sh HOSTS --install, where",
             "b:2222: clock skew: +40.0 s from a": "on both: sudo timedatectl"}.items():
         assert [found for name, found in problems.items() if name.startswith(start) and cure in found], (start, text)
     assert len(problems) == 4 and " | " not in text and not re.search(r"--delete|\brm ", text), text
     rows = {line.split()[0]: line for line in text.splitlines()[1:4]}
     assert rows["b:2222"].count("!") == 3 and rows["a"].count("!") == 1 and "!" not in rows["c"], text
-
-
-@pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
-def test_the_copy_leaves_other_files_alone(tmp_path, monkeypatch):
-    """What --check tells to type makes the Python files equal, and changes no other file of that host."""
-    there = tmp_path / "their copy"
-    for name in PROJECT:
-        (there / name).mkdir(parents=True)
-    kept = [there / name for name in ("cluster.json", "cluster/hosts.txt", "cluster/README.md", "cluster/extra.py")]
-    for path in kept:
-        path.write_text("their own")
-    first, other = (check_hosts.Contact.__new__(check_hosts.Contact) for _ in range(2))
-    first.report, other.report = {"root": str(ROOT)}, {"root": str(there)}
-    other.host = hosts_file.Host("b", port="2222")
-    command = shlex.split(other.copy_command(first))
-    assert command[-1] == f"b:{there}/" and "ssh -p 2222" in command and not any("delete" in word for word in command)
-    command[-1] = f"{there}/"  # the same copy on this machine
-    subprocess.run(command, check=True)
-    for name in ("cluster/launching/hosts.py", "step9_heterogeneous_pp/train.py"):
-        assert (there / name).read_bytes() == (ROOT / name).read_bytes()
-    assert all(path.read_text() == "their own" for path in kept)
-    assert {path.suffix for name in PROJECT for path in (there / name).rglob("*") if path.is_file()} == {
-        ".py", ".md", ".txt"} and not list(there.rglob("__pycache__"))
 
 
 @pytest.mark.parametrize("content", [None, b"a\nb \xff\n", "folder"])

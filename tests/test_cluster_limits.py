@@ -91,7 +91,7 @@ def test_the_shells_threads_go_along(tmp_path):
 def test_ranks_of_a_machine_share_its_memory(monkeypatch, places, ranks):
     """Whatever launcher started them: LOCAL_WORLD_SIZE is torchrun's alone."""
     def all_gather_object(everyone, here):
-        everyone[:] = [here if place == "a" else place for place in places]
+        everyone[:] = [here if place == "a" else (place, None) for place in places]
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(machine_facts.dist, "get_world_size", lambda: len(places))
@@ -105,9 +105,11 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch, places, ranks):
 @pytest.mark.parametrize("gpus, ranks", [("aab", 2), ("bab", 1), ("aaa", 3)])
 def test_ranks_of_a_gpu_share_its_memory(monkeypatch, gpus, ranks):
     """By the GPU's own number: a launcher may show each rank one GPU only, which is then called cuda:0 by all."""
-    monkeypatch.setattr(machine_facts, "gather", lambda own: [own if gpu == "a" else gpu for gpu in gpus])
+    monkeypatch.setattr(machine_facts, "gather", lambda own: [own if gpu == "a" else (own[0], gpu) for gpu in gpus])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1200, 4800))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="own"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     machine_facts.forget_ranks()
     assert machine_facts.free_memory(torch.device("cuda", 0)) == 1200 // ranks
     machine_facts.forget_ranks()

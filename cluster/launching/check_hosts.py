@@ -7,8 +7,6 @@ pairs through ports that the system chooses. Then each host tries to reach all o
 """
 
 import json
-import os
-import shlex
 import subprocess
 import tempfile
 import threading
@@ -19,8 +17,8 @@ import host_facts
 from hosts import Host, peer
 
 MAX_SKEW = 1.0  # seconds
-COLUMNS = ("host", "ssh", "Python", "torch", "CUDA", "project", "interface", "own name", "port", "clock", "disk",
-           "memory", "GPU")
+COLUMNS = ("host", "ssh", "Python", "torch", "CUDA", "project", "interface", "path", "own name", "port",
+           "clock", "disk", "memory", "GPU")
 VERSIONS = {  # what has to be equal everywhere -> the cure where it is not
     "Python": "install Python {} there, or give this host a python=",
     "torch": "pip install torch=={} there",
@@ -35,7 +33,7 @@ class Contact:
     def __init__(self, host: Host, words: list[str] | None = None):  # words: that start another far end
         self.host, self.report, self.offset = host, None, 0.0  # offset: of its clock to this machine's, in seconds
         self.cells, self.problems = {"host": host.label}, []  # as in host_facts.Report
-        self.unreachable_from = []
+        self.unreachable_from, self.warnings = [], []  # warnings: (details, cure) each
         self.said = tempfile.TemporaryFile("w+", errors="replace")  # what ssh writes to standard error
         with open(host_facts.__file__, encoding="utf-8") as file:
             words = words or host.ssh(host.python, "-c", file.read())
@@ -104,7 +102,7 @@ class Contact:
         if here != there and "none" not in (here, there):
             self.fail("project", "other project version",
                       f"hash {here} of {' and '.join(host_facts.PROJECT)}, but {label} has {there}",
-                      f"on {label}: {self.copy_command(first)}")
+                      "launch_cluster.sh HOSTS --install, where the right one is")
         self.cells["clock"] = f"{skew:+.2f} s"
         if abs(skew) > MAX_SKEW:
             self.fail("clock", "clock skew", f"{skew:+.1f} s from {label}", "on both: sudo timedatectl set-ntp true")
@@ -113,12 +111,20 @@ class Contact:
             self.fail("port", "blocked port", f"{address}:{port} can't be reached from {sources}",
                       "let the hosts reach each other on all TCP ports: sudo ufw allow proto tcp from THEIR_NETWORK")
 
-    def copy_command(self, first: "Contact") -> str:
-        """Copies the Python files that are compared from the first host to this one, and changes no other file."""
-        folders = [os.path.join(first.report["root"], name) for name in host_facts.PROJECT]
-        shell = ["-e", f"ssh -p {self.host.port}"] if self.host.port else []
-        return shlex.join(["rsync", "-am", "--include=*/", "--include=*.py", "--exclude=*", *shell, *folders,
-                           f"{self.host.to}:{self.report['root']}/"])
+    def kind_of_path(self) -> str:
+        return (self.cells.get("path") or "").partition(",")[0]
+
+    def warn_of_path(self, kinds: set[str]) -> None:
+        """A way that strangers can use, and one that is unlike other hosts', of all these `kinds`."""
+        kind = self.kind_of_path()
+        if public := " and ".join(self.report["public"]):
+            self.warnings.append((f"the run's way is public, by {public}: what the ranks send is neither encrypted nor "
+                                  "protected by a password",
+                                  "a VPN: its interface as iface=, its address as address=; or a network of your own"))
+        if kind not in ("", "ethernet") and (others := kinds - {kind, ""}):
+            self.warnings.append((f"unlike paths: {self.cells['interface']} is {kind}, other hosts have "
+                                  f"{' and '.join(sorted(others))}: all wait for the slowest link",
+                                  "a cable, or iface= for an interface of the others' kind"))
 
     def end(self) -> None:
         self.process.kill()
@@ -139,6 +145,8 @@ def print_table(contacts: list[Contact]) -> None:
     for contact in contacts:
         for _, name, details, cure in contact.problems:
             print(f"\n{contact.host.label}: {name}: {details}\n    cure: {cure}")
+        for details, cure in contact.warnings:
+            print(f"\n{contact.host.label}: warning: {details}\n    cure: {cure}")
 
 
 def check(hosts: list[Host], port: int) -> bool:
@@ -150,6 +158,7 @@ def check(hosts: list[Host], port: int) -> bool:
         list(pool.map(lambda contact: contact.connect(answered), answered))
         for contact in answered:
             contact.compare(answered[0])
+            contact.warn_of_path({contact.kind_of_path() for contact in answered})
         list(pool.map(Contact.end, contacts))
     print_table(contacts)
     return not any(contact.problems for contact in contacts)

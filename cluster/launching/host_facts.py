@@ -10,6 +10,7 @@ import fcntl
 import glob
 import hashlib
 import importlib.metadata
+import ipaddress
 import json
 import os
 import platform
@@ -20,6 +21,8 @@ import sys
 import time
 
 OWN_GROUPS, CGROUPS = "/proc/self/cgroup", "/sys/fs/cgroup"
+NETWORK = "/sys/class/net"
+TUNNELS = {512, 768, 769, 776, 778, 65534}  # types of if_arp.h: PPP, IP in IP, GRE, and none, as of WireGuard and TUN
 SIOCGIFADDR = 0x8915  # of netdevice(7): the IPv4 address of an interface
 PROJECT = ("step9_heterogeneous_pp", "cluster")  # what has to be the same on all hosts
 MARK = "host_facts:"  # precedes an answer, because a login shell may print lines of its own
@@ -70,6 +73,18 @@ def run_interface(chosen: str | None, peer: str | None) -> tuple[str | None, str
     if address.startswith("127."):
         raise OSError(f"{peer} is 127.0.0.1, this machine itself, by its hosts file")
     return name, address
+
+
+def path_of(interface: str) -> str:
+    """Which kind of way an interface is, and its speed where the system knows: a card's, not that of the way."""
+    folder = os.path.join(NETWORK, interface)
+    files, types = os.listdir(folder) if os.path.isdir(folder) else [], read_numbers(folder, "type")
+    if {"wireless", "phy80211"} & {*files}:
+        return "wifi"
+    if "tun_flags" in files or TUNNELS & {*types} or interface.startswith(("wg", "tun", "tap", "tailscale", "zt")):
+        return "tunnel"
+    speed = read_numbers(folder, "speed")  # in Mbit/s, -1 without a cable
+    return "ethernet" + (f", {speed[0] / 1000:g} Gbit/s" if speed and speed[0] > 0 else "")
 
 
 def read_fields(path: str) -> dict[str, str]:
@@ -198,7 +213,7 @@ class Report:
             self.cells["project"] = digest.hexdigest()[:8]
         else:
             self.fail("project", "no project", f"nothing of it is in {self.root}",
-                      "copy the repository there, or give this host a dir=")
+                      "--install copies it there; or give this host a dir=")
 
     def check_space(self) -> None:
         """Memory, and the disk where runs/ is or will be."""
@@ -223,6 +238,11 @@ class Report:
         except OSError as error:
             self.fail("interface", "no interface", str(error), "give this host an iface=: ip -brief address lists them")
         self.cells["interface"] = f"{interface or ''} {self.address or ''}".strip()
+        self.cells["path"] = path_of(interface) if interface else None
+        ways = {self.address}
+        with contextlib.suppress(OSError):
+            ways |= {socket.gethostbyname(peer)} if peer else set()
+        self.public = sorted(way for way in ways - {None} if ipaddress.ip_address(way).is_global)
         with contextlib.suppress(OSError):
             self.cells["own name"] = socket.gethostbyname(name)
         if peer and not chosen and self.cells["own name"].startswith(("127.", "none")):

@@ -57,6 +57,7 @@ class Host:
     iface: str | None = None
     address: str | None = None
     rank: int = 0  # of the host: torchrun's node rank
+    given: set[str] = dataclasses.field(default_factory=set)  # the keys in its line
 
     @property
     def label(self) -> str:
@@ -109,15 +110,15 @@ def read_host(line: str) -> Host | None:
         return None
     if not re.fullmatch(rf"({NAME}@)?{NAME}", words[0]):
         raise UserError(f"{words[0]!r} is no [user@]host: letters, digits, dots, dashes (an IPv6 host: address=)")
-    host, seen = Host(words[0]), set()
+    host = Host(words[0])
     for word in words[1:]:
         key, equals, value = word.partition("=")
-        if key not in VALUES or not equals or key in seen:
+        if key not in VALUES or not equals or key in host.given:
             raise UserError(f"{word!r} is none of {', '.join(f'{name}=' for name in VALUES)}, each at most once")
         if not re.fullmatch(VALUES[key], value) or key == "port" and not 0 < int(value) < 65536:
             raise UserError(f"{value!r} can't be the value of {key}=")
         setattr(host, key, value)
-        seen.add(key)
+        host.given.add(key)
     return host
 
 

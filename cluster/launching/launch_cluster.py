@@ -18,7 +18,8 @@ import uuid
 import detached
 import hosts as hosts_file
 from elastic import Elastic
-from hosts import Host, UserError, home_of, peer, read_hosts
+from host_facts import PROJECT
+from hosts import ROOT, Host, UserError, home_of, peer, read_hosts
 from remote_run import Launch
 
 
@@ -42,11 +43,13 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """The launcher's own flags, and what follows `--`: the script and its arguments."""
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     parser = argparse.ArgumentParser(prog="launch_cluster.sh", description=hosts_file.__doc__,
-                                     usage="%(prog)s hosts.txt [--check] [--detach] [--elastic MIN:MAX] [--port N] "
-                                           "[--env NAME] -- SCRIPT ARGUMENTS\n"
+                                     usage="%(prog)s hosts.txt [--install] [--check] [--detach] [--elastic MIN:MAX] "
+                                           "[--port N] [--env NAME] -- SCRIPT ARGUMENTS\n"
                                            "       %(prog)s hosts.txt (--attach, --status or --stop)",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hosts", metavar="hosts.txt")
+    parser.add_argument("--install", action="store_true",
+                        help="first copy the project to each host, and make its virtual environment with the packages")
     parser.add_argument("--check", action="store_true", help="look at each host first; without SCRIPT only that")
     parser.add_argument("--elastic", type=host_counts, metavar="MIN:MAX",
                         help="go on without a lost host while MIN are left, and take hosts in again, up to MAX")
@@ -61,10 +64,11 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
                         help="a variable for the hosts, more than once for more; nothing else of this environment "
                              "goes, but OMP_NUM_THREADS")
     args, command = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1:]
-    if args.what not in (None, "detach") and (command or args.check or args.elastic or args.env):
+    if args.what not in (None, "detach") and (
+            command or args.install or args.check or args.elastic or args.env):
         parser.error(f"--{args.what} starts nothing: it takes no script, and no flag but hosts.txt")
-    if not command and (args.what == "detach" or not (args.check or args.what)):
-        parser.error("nothing to start: write -- and the script with its arguments at the end, or --check")
+    if not command and (args.what == "detach" or not (args.install or args.check or args.what)):
+        parser.error("nothing to start: write -- and the script with its arguments at the end, --check or --install")
     if not 0 < args.port < 65536:
         parser.error(f"--port {args.port}: a port is a number from 1 to 65535")
     return args, command
@@ -98,6 +102,11 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
     if args.elastic and len({host.address for host in hosts}) < len(hosts):
         raise UserError(f"--elastic knows hosts by their addresses, but {args.hosts} has one of them twice: give each "
                         "host an address= of its own, and for more processes on one host nproc=2")
+    if args.install:
+        from install import install
+
+        if not install(hosts, ROOT, PROJECT, dict(args.env)):
+            return 1
     if args.check:
         from check_hosts import check
 

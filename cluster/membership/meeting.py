@@ -172,20 +172,28 @@ class Members:
         return self.next
 
     def look_around(self) -> None:
-        """Knocks at the first host that answers; holds the meeting where that is this one."""
+        """Knocks at the first host that answers; holds the meeting where that is this one.
+
+        A new process knocks at all of them: a run that goes on may be anywhere, and takes in who has knocked.
+        """
         message = {"kind": "meet", "me": dataclasses.asdict(self.me),
                    "last": self.roster and dataclasses.asdict(self.roster)}
         known = [member.address for member in self.roster.members] if self.roster else []
+        holds, states = self.opens_port(), []
         for address in dict.fromkeys([*self.hosts, *known]):
-            if address == self.me.address and self.opens_port():
-                return self.hold()
-            if (answer := self.ask((address, self.port), message)) is None:
-                continue
-            if answer["state"] == "agreed":
-                self.next = Roster.of(answer["roster"])
-            elif answer["state"] == "too few" and self.is_survivor():
-                raise TooFew
-            return
+            if address == self.me.address and holds:
+                states.append("here")
+            elif answer := self.ask((address, self.port), message):
+                states.append(answer["state"])
+                if answer["state"] == "agreed":
+                    self.next = Roster.of(answer["roster"])
+                    return
+                if answer["state"] == "too few" and self.is_survivor():
+                    raise TooFew
+            if states and self.is_survivor():
+                break
+        if states[:1] == ["here"] and "running" not in states:
+            self.hold()
 
     def ask(self, door: tuple[str, int], message: dict) -> dict | None:
         """As call(). A host that is out of reach is not asked again for a while."""

@@ -3,13 +3,15 @@
 import argparse
 import os
 import socket
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+import process_group_manager as pgm
 from launching.host_facts import processor
 from machine_facts import gather, network_name, say
-from utils import ROOT, UserError, number, positive_float, positive_int, zero_or_more, zero_or_more_float
+from utils import ROOT, UserError, choose_device, number, positive_float, positive_int, zero_or_more, zero_or_more_float
 
 OLDER_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # spellings that are accepted too
 
@@ -26,10 +28,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 3e-3 (LoRA: 2e-4)")
     parser.add_argument("--seed", type=seed, default=42)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add_backend_flag(parser)
     parser.add_argument("--dtype", "--precision", type=lambda text: OLDER_DTYPES.get(text, text), default="auto",
                         choices=["auto", "float32", "bfloat16", "float64"],
                         help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU. A bfloat16 model of "
                              "transformers sends float32 between stages: --wire_dtype bfloat16 halves that")
+
+
+def add_backend_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", choices=["auto", "gloo"], default="auto",
+                        help="gloo: machines with and without a GPU together. What a GPU sends passes through host "
+                             "memory. auto is NCCL where each rank has a GPU, else gloo")
+
+
+def meet(args, join: Callable[[str], None] = pgm.init_process_group) -> tuple[torch.device, torch.dtype]:
+    """Meets the other ranks, by `join` of a backend. Returns the device that this one computes on, and its dtype.
+    Collective. Raises UserError where ranks choose unlike backends."""
+    device, dtype, backend = choose_device(args.device, args.dtype)
+    try:
+        join(backend if args.backend == "auto" else args.backend)
+    except UserError as error:
+        raise UserError(f"{error}, or all --backend gloo, and the same --dtype") from None
+    return device, dtype
 
 
 def add_run_flags(parser: argparse.ArgumentParser, profile_batch: int) -> None:
@@ -70,12 +90,12 @@ def print_table(heads: list[str], rows: list[list]) -> None:
 def print_banner(device: torch.device, dtype: torch.dtype) -> None:
     """A line a rank: which machine it runs on. Collective. Raises UserError where ranks compute in unlike dtypes."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-    everyone = gather((str(dtype).removeprefix("torch."), socket.gethostname(), name, network_name()))
-    dtypes = [dtype for dtype, *_ in everyone]
+    everyone = gather((device.type, str(dtype).removeprefix("torch."), socket.gethostname(), name, network_name()))
+    kinds, dtypes = ([facts[k] for facts in everyone] for k in range(2))
     if len(set(dtypes)) > 1:
         raise UserError(f"all ranks have to compute in one dtype, but these differ, by rank: {', '.join(dtypes)}: "
                         "give all the same --dtype, for instance --dtype float32")
     ranks = "1 rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
     say(f"{ranks} over {dist.get_backend()}, {dtypes[0]}, torch {torch.__version__}")
-    print_table(["rank", "host", device.type.upper(), "network"],
-                [[rank, *facts] for rank, (_, *facts) in enumerate(everyone)])
+    print_table(["rank", "host", "device" if len(set(kinds)) > 1 else device.type.upper(), "network"],
+                [[rank, *facts] for rank, (_, _, *facts) in enumerate(everyone)])

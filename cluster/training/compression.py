@@ -108,7 +108,8 @@ class CompressedAllReduce:
         self.buffer, self.group, self.dtype, n = buffer, group, dtype, dist.get_world_size(group)
         self.shape = (math.ceil(buffer.numel() / (n * ROW)), ROW)  # of an n-th, with zeros at the end of the last one
         parts = F.pad(buffer, (0, n * math.prod(self.shape) - buffer.numel())).view(n, *self.shape)
-        self.outgoing = torch.cat([encode(part, dtype).flatten().view(torch.uint8) for part in parts])
+        self.wire = torch.device("cpu") if dist.get_backend(group) == "gloo" else buffer.device
+        self.outgoing = torch.cat([encode(part, dtype).flatten().view(torch.uint8) for part in parts]).to(self.wire)
         self.incoming = torch.empty_like(self.outgoing)
         self.handle = dist.all_to_all_single(self.incoming, self.outgoing, group=group, async_op=True)
 
@@ -116,11 +117,11 @@ class CompressedAllReduce:
         """Waits for the messages of all ranks: one (R, N) tensor per rank."""
         self.handle.wait()
         wire = torch.uint8 if self.dtype == torch.int8 else self.dtype
-        return [decode(message.view(wire), self.shape, self.dtype, self.buffer.dtype)
+        return [decode(message.view(wire).to(self.buffer.device), self.shape, self.dtype, self.buffer.dtype)
                 for message in self.incoming.chunk(dist.get_world_size(self.group))]
 
     def gather(self) -> None:
-        self.outgoing = encode(sum(self.decoded()), self.dtype).flatten().view(torch.uint8)
+        self.outgoing = encode(sum(self.decoded()), self.dtype).flatten().view(torch.uint8).to(self.wire)
         self.incoming = torch.empty_like(self.incoming)
         messages = list(self.incoming.chunk(dist.get_world_size(self.group)))
         self.handle = dist.all_gather(messages, self.outgoing, group=self.group, async_op=True)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+import process_group_manager as pgm
 import train
 from membership.watch import is_elastic
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
@@ -96,6 +97,11 @@ class Layout:
         say(f"micro-batches of a {'round' if self.local_steps else 'step'}, of {self.micro_batch_size} samples each: "
             f"{', '.join(map(str, self.num_microbatches))}")
         plugin.set_pipelines(self.templates, self.num_microbatches)
+        if self.tp_size > 1:
+            kinds, rows = gather(plugin.device.type), torch.cat(pgm.process_group_manager.ranks).tolist()
+            if any(len({kinds[rank] for rank in row}) > 1 for row in rows):
+                raise UserError(f"--tp_size {self.tp_size}, and ranks of one stage compute on unlike devices, by rank: "
+                                f"{', '.join(kinds)}: order the hosts so that they are alike, or leave out --tp_size")
         compress(plugin, config, self.setting.wire_dtype, self.setting.gradient_wire_dtype)
         return plugin
 

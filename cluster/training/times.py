@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from machine_facts import gather
+from machine_facts import gather, say
 from metrics import peak_memory_gb
 from timeline import Timeline, timeline
 from training.common import print_table
@@ -63,15 +63,15 @@ class StepTimes:
 
         The first step, which warms up, does not count. A rank is idle while it waits for others, or for the network.
         """
-        if not (steps := self.measured[1:] or self.measured):
-            return
-        mean = {kind: 1e3 * statistics.fmean(spent[kind] for spent in steps) for kind in (*KINDS, "compute", "step")}
-        mean["idle"] = mean["step"] - mean["compute"]
-        heads = [*KINDS, "idle", "step"]
-        rows = gather([socket.gethostname(), *(f"{mean[kind]:.1f}" for kind in heads), f"{peak_memory_gb():.2f}"])
-        if dist.get_rank() == 0:
-            print("milliseconds of a step, mean, and peak memory")
-        print_table(["rank", "host", *heads, "GB"], [[rank, *row] for rank, row in enumerate(rows)])
+        heads, row = [*KINDS, "idle", "step"], None
+        if steps := self.measured[1:] or self.measured:  # a GPU may have measured none, where a CPU has
+            kinds = (*KINDS, "compute", "step")
+            mean = {kind: 1e3 * statistics.fmean(spent[kind] for spent in steps) for kind in kinds}
+            mean["idle"] = mean["step"] - mean["compute"]
+            row = [socket.gethostname(), *(f"{mean[kind]:.1f}" for kind in heads), f"{peak_memory_gb():.2f}"]
+        if any(rows := gather(row)):
+            say("milliseconds of a step, mean, and peak memory")
+            print_table(["rank", "host", *heads, "GB"], [[rank, *row] for rank, row in enumerate(rows) if row])
 
 
 class ClockOffset(NamedTuple):

