@@ -5,7 +5,7 @@ among themselves who takes part, so that those that are left go on in place when
 
     a process ends with exit code 0 ---> it is done; the agent ends with 0 when all of them are
     with 2, an error of the user's ----> the agent ends with 2, and with it the run
-    otherwise -------------------------> this process alone is started anew; if that does not help, the agent ends with 1
+    otherwise -------------------------> this process alone is started anew; if that never helps, the agent ends with 1
 """
 
 import ctypes

@@ -30,7 +30,7 @@ VERSIONS = {  # what has to be equal everywhere -> the cure where it is not
 class Contact:
     """The ssh connection to one host, and what is known about the host."""
 
-    def __init__(self, host: Host, words: list[str] | None = None):  # words: that start the far end, if not host_facts.py
+    def __init__(self, host: Host, words: list[str] | None = None):  # words: that start another far end
         self.host, self.report, self.offset = host, None, 0.0  # offset: of its clock to this machine's, in seconds
         self.cells, self.problems = {"host": host.label}, []  # as in host_facts.Report
         self.unreachable_from, self.warnings = [], []  # warnings: (details, cure) each

@@ -94,8 +94,8 @@ class Follower:
 
 
 def answer(question: dict) -> Follower | int:
-    """What the launcher asks about this host's part. To "look", "start" and "stop" the answer is a line of JSON, {} where
-    there is no part. It has the job with its token, for a launcher that starts the part of another host."""
+    """What the launcher asks about this host's part. To "look", "start" and "stop" the answer is a line of JSON, {}
+    where there is no part. It has the job with its token, for a launcher that starts the part of another host."""
     if job := question.get("job"):
         start(job)
     folder, state = job["folder"] if job else find_part(question["label"], question["run"]), {}

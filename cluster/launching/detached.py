@@ -1,4 +1,4 @@
-"""`--detach`, `--attach`, `--status` and `--stop`: runs that outlive the launcher, as a daemon on each host (daemon.py).
+"""--detach, --attach, --status and --stop: runs that outlive the launcher, as a daemon on each host (daemon.py).
 
 A launcher only looks on, and Ctrl-C leaves the run alone. Any machine that has hosts.txt and reaches the hosts will do.
 """
@@ -111,7 +111,7 @@ def detach(hosts: list[Host], path: str, elastic: tuple[int, int] | None, env: d
         if (not elastic or (its.get("at_least"), its.get("at_most")) != elastic or first["command"] != run["command"]
                 or first["master_port"] != run["port"] or not env.items() <= first["environment"].items()):
             raise UserError(f"the run {first['id'][:8]} ({shlex.join(first['command'])}) is alive on "
-                            f"{', '.join(alive)}: end it by {path} --stop, or look at it by --attach. Only an elastic "
+                            f"{', '.join(alive)}: end it first, by launch_cluster.sh {path} --stop. Only an elastic "
                             "run takes hosts in, by the very command that has started it")
         run |= {"id": first["id"], "token": its["token"], "hosts": its["hosts"], "started": first["started"],
                 "environment": first["environment"]}
@@ -129,8 +129,8 @@ def detach(hosts: list[Host], path: str, elastic: tuple[int, int] | None, env: d
                             + (part.get("away") or "\n    ".join(part["last"])))
     for why in away:
         say(f"no part yet has {why}. The same command starts it later")
-    say(f"the run {run['id'][:8]} goes on by itself on {', '.join(has_part + [host.label for host in missing])}, with its "
-        f"output in logs/launches/{run['id']}/ there")
+    say(f"the run {run['id'][:8]} goes on by itself on {', '.join(has_part + [host.label for host in missing])}, with "
+        f"its output in logs/launches/{run['id']}/ there")
     say(f"launch_cluster.sh {path} --attach shows what it prints, --status how it is; --stop lets it save and ends it")
     return 0
 
@@ -157,5 +157,5 @@ def stop(hosts: list[Host], path: str) -> int:
             say("left. The hosts go on to end the run: --status says when they have")
             return code
         away += follow.away
-    say(f"out of reach, so what runs there goes on: {', '.join(away)}" if away else "no part of a run is alive any more")
+    say(f"out of reach, where it may go on: {', '.join(away)}" if away else "no part of a run is alive any more")
     return 1 if away else 0

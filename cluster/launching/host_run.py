@@ -9,7 +9,7 @@ and then time in which a training can finish its step and save a checkpoint. Tha
 many as the training itself says that it needs, in a file whose path is in its environment.
 A worker whose torchrun is killed would train on alone: it is known by a variable in its environment.
 
-As a daemon (daemon.py) it hears of no launcher, and ends when it gets a signal. Then the job is its standard input, too.
+As a daemon (daemon.py) it hears of no launcher, and ends when it gets a signal.
 """
 
 import contextlib
