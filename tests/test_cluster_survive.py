@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 with modules_of(9):
     import train_distributed
     from checkpoints import save as checkpoint, survive
-    from training import common
 
 
 def test_a_lost_rank_is_waited_for_without_the_lock(monkeypatch):
@@ -112,7 +111,7 @@ def test_an_elastic_run_waits_as_long_for_a_slow_machine(monkeypatch):
     """Loading, measuring and evaluating take a board minutes; that a rank is lost, others notice without a time-out."""
     waits = []
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "100")
-    monkeypatch.setattr(common.pgm, "init_process_group", lambda backend, seconds=600: waits.append(seconds))
+    monkeypatch.setattr(train_distributed.pgm, "init_process_group", lambda backend, seconds=600: waits.append(seconds))
     monkeypatch.setattr(train_distributed, "print_banner", lambda *_: None)
-    train_distributed.join(types.SimpleNamespace(device="cpu", dtype="auto", backend="auto", omp_num_threads=None, lora_rank=None))
+    train_distributed.join(types.SimpleNamespace(device="cpu", dtype="auto", omp_num_threads=None, lora_rank=None))
     assert waits == [600]
