@@ -66,8 +66,8 @@ def test_copies_the_project_twice(run, tmp_path):
     assert {name for name in tracked if not re.search(r"(^|/)\.", name)} | {".gitignore"} <= copied
     assert not [name for name in copied if re.search(r"__pycache__|\.pyc$|^(runs|logs|checkpoints|\.git)/", name)]
     (there / "runs").mkdir()
-    for name, content in ("runs/mine", "kept"), ("cluster/gone.py", "stale"), ("cluster.json", "kept"), ("setup.py", ""):
-        (there / name).write_text(content)
+    for name, text in ("runs/mine", "kept"), ("cluster/gone.py", "stale"), ("cluster.json", "kept"), ("setup.py", ""):
+        (there / name).write_text(text)
     (tmp_path / "venv of a" / "bin" / "answer").write_text("")
     code, text = run([line])
     assert code == 0 and text.splitlines() == [
@@ -77,8 +77,14 @@ def test_copies_the_project_twice(run, tmp_path):
     assert [(there / name).read_text() for name in ("runs/mine", "cluster.json", "cluster/gone.py.old")] == [
         "kept", "kept", "stale"]
     assert run([line]) == (0, "a | nothing to do\n")
-    again = install.tree(str(there))
+    again = install.tree(str(there))  # also of a copy that another one has made
     assert install.tree(str(ROOT)).items() <= again.items() and len(again) == len(copied) + 2, "it can itself be copied"
+
+
+def test_hosts_that_share_a_disk_come_one_after_the_other(run, tmp_path):
+    line = host_line(tmp_path, "a")
+    code, text = run([line, line.replace("a dir", "b dir", 1), line.replace("a dir", "c dir", 1)])
+    assert code == 0 and text.count("| copied") == 1 and text.count("| nothing to do") == 2, text
 
 
 def test_what_is_not_copied(tmp_path):

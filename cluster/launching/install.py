@@ -7,6 +7,7 @@ JSON behind MARK: {"missing": those files}, {"said": what was done}, and at the 
 """
 
 import contextlib
+import fcntl
 import fnmatch
 import glob
 import hashlib
@@ -51,7 +52,6 @@ def run(*words: str) -> tuple[int, list[str]]:
 def copy(root: str, files: dict[str, str], project: list[str]) -> None:
     """Makes `files`, {name: sha256}, what they are on the launcher's machine. Other files stay; but one that --check
     would count to the project, though it is not there any more, gets the ending .py.old."""
-    os.makedirs(root, exist_ok=True)
     tell(missing=(missing := [name for name, wanted in files.items() if digest(root, name) != wanted]))
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
         archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
@@ -107,6 +107,9 @@ def on_host() -> None:
     root, python = (os.path.expanduser(job[name]) for name in ("dir", "python"))
     root, python = os.path.abspath(root), os.path.abspath(shutil.which(python) or python)
     try:
+        os.makedirs(root, exist_ok=True)
+        with contextlib.suppress(OSError):  # hosts that share a disk come one after the other, if it has locks
+            fcntl.flock(os.open(root, os.O_RDONLY), fcntl.LOCK_EX)
         copy(root, job["files"], job["project"])
         # The input ends with the launcher: pip is not to go on alone then.
         threading.Thread(target=lambda: (os.read(0, 1), os.killpg(0, signal.SIGKILL)), daemon=True).start()
