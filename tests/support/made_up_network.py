@@ -124,6 +124,7 @@ class Network:
                 self.end(process, "ended")
                 return
             if members.next:
+                members.agree()
                 process.phase, process.since = "joining", self.now
         elif process.phase == "joining":
             found = self.together(process.roster)
