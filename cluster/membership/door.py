@@ -38,6 +38,7 @@ def trusted(sock: socket.socket, token: bytes, is_guest: bool, seconds: float | 
 def os_handle(sock: socket.socket, seconds: float | None) -> int:
     """The socket's file descriptor, without Python's own time-outs, which Connection does not know."""
     sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each message waits 40 ms for the one before
     set_limit(sock, seconds)
     return sock.detach()
 

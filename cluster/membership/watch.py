@@ -99,7 +99,7 @@ class Pulses:
 
     def __init__(self, members: Members):
         self.reason, self.noticed, self.ended, self.members = None, threading.Event(), threading.Event(), members
-        self.before, self.links = sockets(), {}
+        self.before, self.links, self.thread = sockets(), {}, threading.Thread(target=self.run, daemon=True)
         deadline, roster = time.monotonic() + JOINING, members.next
         message = {"kind": "pulse", "secret": roster.secret, "rank": roster.members.index(members.me)}
         try:
@@ -117,18 +117,17 @@ class Pulses:
         except (Lost, *NO_ANSWER) as error:
             self.close()
             raise error if isinstance(error, Lost) else Lost(f"{member.address} is lost ({error!r})") from None
-        threading.Thread(target=self.run, daemon=True).start()
+        self.thread.start()
 
     def run(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # of connections that close() has closed
-            while self.reason is None and not self.ended.is_set():
-                ready, _, _ = select.select([*self.links], [], [], BEAT)
-                if ready:
-                    self.reason = f"{self.links[ready[0]].address} {how_it_ended(ready[0])}"
-                    self.noticed.set()
-            while not self.ended.is_set():
-                self.shut()
-                self.ended.wait(BEAT / 5)
+        while self.reason is None and not self.ended.is_set():
+            ready, _, _ = select.select([*self.links], [], [], BEAT)
+            if ready and not self.ended.is_set():
+                self.reason = f"{self.links[ready[0]].address} {how_it_ended(ready[0])}"
+                self.noticed.set()
+        while not self.ended.is_set():
+            self.shut()
+            self.ended.wait(BEAT / 5)
 
     def shut(self) -> None:
         """Ends what waits in a group of this generation."""
@@ -143,11 +142,16 @@ class Pulses:
     def close(self) -> None:
         """This process leaves the generation; the others hear of it."""
         self.ended.set()
-        for link in [*self.members.kept, *self.links]:
+        for link in self.members.kept:
             with contextlib.suppress(OSError):
-                if link in self.members.kept:
-                    link.send_bytes(b"left")
-                link.close()
+                link.send_bytes(b"left")
+        if self.thread.is_alive():  # it must not read what another connection gets under the same number
+            for link in self.links:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as each:
+                    each.shutdown(socket.SHUT_RDWR)
+            self.thread.join()
+        for link in [*self.members.kept, *self.links]:
+            link.close()
         self.members.kept.clear()
 
 

@@ -1,0 +1,196 @@
+"""What ends a wait: a process that is lost or leaves, a signal. No rank of an elastic run waits for one that is gone."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+import types
+
+import pytest
+from launch import modules_of
+from processes import run_apart
+
+with modules_of(9):
+    from membership import watch
+    from membership.door import Door
+    from membership.meeting import Member, Roster
+    from utils import UserError
+
+SECRET = "of the generation"
+
+
+@pytest.fixture
+def members(monkeypatch):
+    """members(count): they share a process here, so what one of them shuts down would be another one's, too."""
+    monkeypatch.setattr(watch.Pulses, "shut", lambda self: None)
+    return make_members
+
+
+def make_members(count: int):
+    """Members of one generation, each with a door of its own that answers as Members.answer does for pulses."""
+    made = []
+    for rank in range(count):
+        it = types.SimpleNamespace(kept=[], token=b"token", has_joined=True)
+
+        def answer(message, connection, it=it):
+            is_mine = it.has_joined and message["secret"] == SECRET
+            if is_mine:
+                it.kept.append(connection)
+            return {"ok": is_mine}, is_mine
+
+        it.door = Door(b"token", answer, f"127.0.0.{rank + 1}")
+        it.me = Member(f"key {rank}", rank, f"127.0.0.{rank + 1}", 0, it.door.port, 1)
+        made.append(it)
+    for it in made:
+        it.next = Roster(1, tuple(each.me for each in made), ("127.0.0.1", 1), SECRET)
+    return made
+
+
+def within(seconds: float, condition) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_who_leaves_is_missed_by_all(members):
+    """The system closes the connections of a process that ends; close() does so for one that leaves."""
+    everyone = members(3)
+    pulses = [watch.Pulses(each) for each in everyone]
+    time.sleep(0.1)
+    assert [each.reason for each in pulses] == [None] * 3
+    pulses[1].close()
+    assert within(2, lambda: pulses[0].reason and pulses[2].reason)
+    assert {pulses[0].reason.split()[0], pulses[2].reason.split()[0]} == {"127.0.0.2"} and pulses[1].reason is None
+    pulses[0].close(), pulses[2].close()
+    assert not any(each.kept for each in everyone)
+
+
+def test_a_member_that_does_not_come(members, monkeypatch):
+    monkeypatch.setattr(watch, "JOINING", 0.2)
+    everyone = members(2)
+    everyone[1].has_joined = False
+    with pytest.raises(watch.Lost, match="127.0.0.2"):
+        watch.Pulses(everyone[0])
+    with socket.create_server(("127.0.0.3", 0)) as gone:
+        port = gone.getsockname()[1]
+    everyone[0].next = Roster(1, (everyone[0].me, Member("x", 2, "127.0.0.3", 0, port, 1)), ("127.0.0.1", 1), SECRET)
+    with pytest.raises(watch.Lost, match="127.0.0.3 is lost"):
+        watch.Pulses(everyone[0])
+
+
+def test_no_connection_stays_open_over_fifty_generations(members):
+    everyone = members(2)
+    for generation in range(51):
+        pulses = [watch.Pulses(each) for each in everyone]
+        for each in pulses:
+            each.close()
+        if generation == 0:
+            within(1, lambda: threading.active_count() <= 3)
+            before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    assert within(3, lambda: len(os.listdir("/proc/self/fd")) <= before and threading.active_count() <= threads)
+
+
+def test_shut_wakes_a_blocked_receive_and_leaves_other_sockets_alone(tmp_path):
+    """Two processes; one waits in a receive of gloo's for what the other never sends."""
+    script = tmp_path / "waits.py"
+    script.write_text(f"""
+import sys
+sys.path[0] = {str(watch.__file__.rpartition("/membership")[0])!r}
+import course
+import os, socket, threading, time, types
+import torch, torch.distributed as dist
+from membership.watch import Pulses, sockets, is_lost_peer
+server = socket.create_server(("127.0.0.1", 0))
+mine = socket.create_connection(server.getsockname())
+other, _ = server.accept()
+pulses = object.__new__(Pulses)
+pulses.before, pulses.links, pulses.members = sockets(), {{}}, types.SimpleNamespace(kept=[])
+dist.init_process_group("gloo")
+group = dist.new_group(backend="gloo")
+dist.barrier(group)
+if dist.get_rank() == 1:
+    time.sleep(4)
+    os._exit(0)
+threading.Timer(0.5, pulses.shut).start()
+start = time.monotonic()
+try:
+    dist.recv(torch.zeros(1), 1, group=group)
+except RuntimeError as error:
+    assert is_lost_peer(error), error
+assert 0.3 < time.monotonic() - start < 3, time.monotonic() - start
+mine.sendall(b"x")
+assert other.recv(1) == b"x"
+os._exit(0)
+""")
+    ended = run_apart(script, [{}, {}])
+    assert [code for code, _ in ended] == [0, 0], ended
+
+
+def test_errors_of_a_lost_rank():
+    """gloo's, torch's and the store's own words for it; none of ours, and nothing of the memory."""
+    import torch
+
+    for text in ("Connection closed by peer [127.0.0.1]:1", "Socket Timeout", "Broken pipe", "wait timeout after 100ms"):
+        assert watch.is_lost_peer(RuntimeError(text))
+    for error in (torch.OutOfMemoryError("remote process"), UserError("a socket"), RuntimeError("shape"), OSError("peer")):
+        assert not watch.is_lost_peer(error)
+    assert watch.is_lost_peer(watch.Lost("whatever it says"))
+
+
+@pytest.fixture
+def signals():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield watch.Signals()
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_before_and_after_there_is_something_to_lose(signals, monkeypatch, capsys):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    signals.ready = True
+    assert not signals.wait(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.wait(2) and not codes
+    signals.ready = False
+    os.kill(os.getpid(), signal.SIGINT)
+    assert within(2, lambda: codes == [0]) and "stopped before the training began" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error, code", [(ValueError("a fault"), 2), (UserError("a mistake"), None),
+                                         (RuntimeError("Connection closed by peer"), None)])
+def test_an_agent_learns_what_is_not_to_be_tried_again(monkeypatch, error, code):
+    codes = []
+    monkeypatch.setenv(watch.VARIABLE, json.dumps({"id": "run"}))
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with pytest.raises(type(error)), watch.end_of_elastic_run():
+        raise error
+    assert codes == ([] if code is None else [code])
+
+
+def test_ask_all_hears_of_newcomers(world_of_one, monkeypatch):
+    """Those who knock while a generation trains are taken in at a step's end."""
+    waiting = []
+    it = watch.Watch(types.SimpleNamespace(newcomers=lambda: waiting), types.SimpleNamespace(asked=False, ready=False))
+    assert it.ask_all() is False and it.has_newcomers is False
+    waiting.append("somebody")
+    assert it.ask_all() is False and it.has_newcomers is True
+    it.signals.asked = True
+    assert it.ask_all() is True
+    it.begin()
+    assert it.signals.ready
+
+
+def test_probes_find_a_cut_cable_in_time():
+    """The system closes a connection whose other end has not answered for PATIENCE seconds."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
+        watch.set_probes(ours.fileno())
+        get = ours.getsockopt
+        assert get(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        seconds = get(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + get(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) * get(
+            socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+        assert seconds == watch.PATIENCE
