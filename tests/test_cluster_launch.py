@@ -14,6 +14,8 @@ import subprocess
 import sys
 import threading
 
+import check_hosts
+import host_facts
 import host_run
 import hosts as hosts_file
 import launch_cluster
@@ -125,13 +127,74 @@ def test_check_compares_the_hosts(tools, tmp_path):
     problems = dict(re.findall(r"^([abc]\S*: .+)\n    cure: (.+)$", text, re.M))
     for start, cure in {
             f"a: blocked port: {port}: Address already in use": f"--port {port + 1}",
-            "b:2222: other torch version: 2.9.1, but a has 2.13.0": "pip install torch==2.13.0 there",
+            "b:2222: other torch version: 2.9.1, but a has 2.13.0": "launch_cluster.sh HOSTS --install; for",
             "b:2222: other project version: hash ": "launch_cluster.sh HOSTS --install, where",
             "b:2222: clock skew: +40.0 s from a": "on both: sudo timedatectl"}.items():
         assert [found for name, found in problems.items() if name.startswith(start) and cure in found], (start, text)
     assert len(problems) == 4 and " | " not in text and not re.search(r"--delete|\brm ", text), text
     rows = {line.split()[0]: line for line in text.splitlines()[1:4]}
     assert rows["b:2222"].count("!") == 3 and rows["a"].count("!") == 1 and "!" not in rows["c"], text
+
+
+@pytest.mark.parametrize("name, files, path", [
+    ("eth0", {"type": "1", "speed": "1000"}, ("ethernet", ", 1 Gbit/s")),
+    ("eth0", {"type": "1", "speed": "100"}, ("ethernet", ", 0.1 Gbit/s")),
+    ("enp3s0", {"type": "1", "speed": "-1"}, ("ethernet", "")), ("br0", {"type": "1"}, ("ethernet", "")),
+    ("wlan0", {"type": "1", "wireless/x": "", "speed": "866"}, ("wifi", "")),
+    ("mlan0", {"phy80211/x": ""}, ("wifi", "")), ("ppp0", {"type": "512"}, ("tunnel", "")),
+    ("wg0", {"type": "65534"}, ("tunnel", "")), ("tailscale0", {"type": "65534", "tun_flags": "0x5"}, ("tunnel", "")),
+    ("zt5u4", {"type": "1", "tun_flags": "0x1002", "speed": "10"}, ("tunnel", "")),
+    ("home", {"type": "65534"}, ("tunnel", "")), ("gone", {}, ("ethernet", "")),
+])
+def test_the_kind_of_an_interface(tmp_path, monkeypatch, name, files, path):
+    """A TUN interface says 10 Mbit/s, whatever it is."""
+    for file, text in files.items():
+        (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / file).write_text(f"{text}\n")
+    monkeypatch.setattr(host_facts, "NETWORK", str(tmp_path))
+    assert host_facts.path_of(name) == path
+
+
+@pytest.mark.parametrize("kinds, public, warned", [
+    (["ethernet"] * 3, [], ""), (["wifi"] * 3, [], ""), (["ethernet", None, "ethernet"], [], ""),
+    (["ethernet", "wifi", "ethernet"], [], "b"), (["wifi", "ethernet", "tunnel"], [], "ac"),
+    (["ethernet"] * 3, ["8.8.8.8"], "abc"),
+])
+def test_a_way_that_is_public_or_unlike_others_is_a_warning(monkeypatch, capsys, kinds, public, warned):
+    """No error: a script behind --check is started all the same."""
+    class Answer(check_hosts.Contact):
+        def __init__(self, host):
+            self.host, self.problems, self.unreachable_from, self.offset = host, [], [], 0.0
+            self.cells = {"torch": "2", "project": "1", "interface": f"if{host.rank}"}
+
+        def collect(self, hosts, port):
+            self.report = {"kind": kinds[self.host.rank], "public": public, "port": None}
+
+        def connect(self, contacts):
+            pass
+
+        def end(self):
+            pass
+
+    monkeypatch.setattr(check_hosts, "Contact", Answer)
+    assert check_hosts.check([hosts_file.Host(name, rank=rank) for rank, name in enumerate("abc")], 29500)
+    text = capsys.readouterr().out
+    found = re.findall(r"^([abc]): warning: (.+)\n    cure: .+$", text, re.M)
+    assert "".join(name for name, _ in found) == warned and text.count("warning") == len(warned), text
+    for name, details in found:
+        assert details.startswith("the run's way is public, by 8.8.8.8:" if public else "unlike paths: if"), text
+
+
+@pytest.mark.parametrize("address, peer, public", [
+    ("192.168.1.7", "10.0.0.1", []), ("192.168.1.7", "8.8.8.8", ["8.8.8.8"]), ("8.8.4.4", None, ["8.8.4.4"]),
+    ("100.64.0.3", "100.64.0.1", []), ("198.18.1.10", "198.18.1.11", [])])
+def test_a_public_address_is_found(monkeypatch, address, peer, public):
+    """Also where the host's own is not: a cloud's machines are reached by others than they have."""
+    monkeypatch.setattr(host_facts, "run_interface", lambda chosen, peer: ("eth0", address))
+    report = host_facts.Report.__new__(host_facts.Report)
+    report.cells, report.problems = {"own name": "none"}, []
+    report.check_network(None, peer)
+    assert report.public == public
 
 
 @pytest.mark.parametrize("content", [None, b"a\nb \xff\n", "folder"])
@@ -176,15 +239,13 @@ def test_a_wrong_flag(tools, tmp_path, words, message):
     assert code == 2 and message in text, text
 
 
-def test_pages_copy_no_environment_and_install_what_was_tested_together():
-    """A copied .venv takes 1.7 GB of each host; other versions there are an error of --check."""
+def test_pages_install_what_was_tested_together():
+    """Other versions on a host are an error of --check."""
     lines = [line for path in (ROOT / "cluster").glob("*.md") for line in path.read_text().splitlines()]
     copies = [line for line in lines if re.search(r"rsync .* \./ ", line)]
     installs = [line for line in lines if re.search(r"pip install .*(torch|-e )", line) and not line.startswith("|")]
-    assert len(copies) >= 3 and all("--exclude .venv " in line for line in copies)
-    assert len(installs) >= 3 and all("pip install -c constraints.txt " in line for line in installs)
-    page = (ROOT / "cluster" / "RASPBERRY_PI.md").read_text()
-    assert page.index("rsync -a") < page.index("pip install"), "what is installed has to be there first"
+    assert not copies and all("pip install -c constraints.txt " in line for line in installs), "--install does it"
+    assert sum("hosts.txt --install" in line for line in lines) >= 4
 
 
 def test_a_connection_ends_its_own_processes_only():

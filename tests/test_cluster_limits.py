@@ -109,6 +109,7 @@ def test_ranks_of_a_gpu_share_its_memory(monkeypatch, gpus, ranks):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1200, 4800))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="own"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(machine_facts.dist, "get_rank", lambda: gpus.index("a"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     machine_facts.forget_ranks()
     assert machine_facts.free_memory(torch.device("cuda", 0)) == 1200 // ranks

@@ -19,12 +19,8 @@ from hosts import Host, peer
 MAX_SKEW = 1.0  # seconds
 COLUMNS = ("host", "ssh", "Python", "torch", "CUDA", "project", "interface", "path", "own name", "port",
            "clock", "disk", "memory", "GPU")
-VERSIONS = {  # what has to be equal everywhere -> the cure where it is not
-    "Python": "install Python {} there, or give this host a python=",
-    "torch": "pip install torch=={} there",
-    "CUDA": "the same build of torch on all hosts, or --device cpu for the script",
-    "transformers": "pip install transformers=={} there",
-}
+VERSIONS = ("Python", "torch", "CUDA", "transformers")  # what has to be equal everywhere
+INSTALL = "launch_cluster.sh HOSTS --install"
 
 
 class Contact:
@@ -33,7 +29,7 @@ class Contact:
     def __init__(self, host: Host, words: list[str] | None = None):  # words: that start another far end
         self.host, self.report, self.offset = host, None, 0.0  # offset: of its clock to this machine's, in seconds
         self.cells, self.problems = {"host": host.label}, []  # as in host_facts.Report
-        self.unreachable_from, self.warnings = [], []  # warnings: (details, cure) each
+        self.unreachable_from = []
         self.said = tempfile.TemporaryFile("w+", errors="replace")  # what ssh writes to standard error
         with open(host_facts.__file__, encoding="utf-8") as file:
             words = words or host.ssh(host.python, "-c", file.read())
@@ -63,7 +59,8 @@ class Contact:
         self.fail("ssh", name, f"exit code {code}: {last_line}" if code > 0 else f"in {seconds} seconds", cure)
         return None
 
-    def fail(self, column: str, name: str, details: str, cure: str) -> None:
+    def fail(self, column: str | None, name: str, details: str, cure: str) -> None:
+        """`column`: of the table; None for a warning."""
         self.problems.append([column, name, details, cure])
 
     def collect(self, hosts: list[Host], port: int) -> None:
@@ -94,15 +91,16 @@ class Contact:
     def compare(self, first: "Contact") -> None:
         """Versions, the project's files and the clock against the first host's; who could not connect."""
         label, skew = first.host.label, self.offset - first.offset
-        for name, cure in VERSIONS.items():
+        for name in VERSIONS:
             here, there = (it.cells.get(name, "none").split("+")[0] for it in (self, first))  # 2.13.0 of 2.13.0+cpu
             if here != there and (name == "Python" or "none" not in (self.cells["torch"], first.cells["torch"])):
-                self.fail(name, f"other {name} version", f"{here}, but {label} has {there}", cure.format(there))
+                self.fail(name, f"other {name} version", f"{here}, but {label} has {there}",
+                          f"{INSTALL}; for Python and CUDA first another python=, or --device cpu for the script")
         here, there = self.cells["project"], first.cells["project"]
         if here != there and "none" not in (here, there):
             self.fail("project", "other project version",
                       f"hash {here} of {' and '.join(host_facts.PROJECT)}, but {label} has {there}",
-                      "launch_cluster.sh HOSTS --install, where the right one is")
+                      f"{INSTALL}, where the right one is")
         self.cells["clock"] = f"{skew:+.2f} s"
         if abs(skew) > MAX_SKEW:
             self.fail("clock", "clock skew", f"{skew:+.1f} s from {label}", "on both: sudo timedatectl set-ntp true")
@@ -111,20 +109,16 @@ class Contact:
             self.fail("port", "blocked port", f"{address}:{port} can't be reached from {sources}",
                       "let the hosts reach each other on all TCP ports: sudo ufw allow proto tcp from THEIR_NETWORK")
 
-    def kind_of_path(self) -> str:
-        return (self.cells.get("path") or "").partition(",")[0]
-
     def warn_of_path(self, kinds: set[str]) -> None:
         """A way that strangers can use, and one that is unlike other hosts', of all these `kinds`."""
-        kind = self.kind_of_path()
         if public := " and ".join(self.report["public"]):
-            self.warnings.append((f"the run's way is public, by {public}: what the ranks send is neither encrypted nor "
-                                  "protected by a password",
-                                  "a VPN: its interface as iface=, its address as address=; or a network of your own"))
-        if kind not in ("", "ethernet") and (others := kinds - {kind, ""}):
-            self.warnings.append((f"unlike paths: {self.cells['interface']} is {kind}, other hosts have "
-                                  f"{' and '.join(sorted(others))}: all wait for the slowest link",
-                                  "a cable, or iface= for an interface of the others' kind"))
+            self.fail(None, "warning", f"the run's way is public, by {public}: what the ranks send is neither "
+                      "encrypted nor protected by a password",
+                      "a VPN: its interface as iface=, its address as address=; or a network of your own")
+        if self.report["kind"] not in (None, "ethernet") and (others := kinds - {self.report["kind"]}):
+            self.fail(None, "warning", f"unlike paths: {self.cells['interface']} is {self.report['kind']}, other hosts "
+                      f"have {' and '.join(sorted(others))}: all wait for the slowest link",
+                      "a cable, or iface= for an interface of the others' kind")
 
     def end(self) -> None:
         self.process.kill()
@@ -145,8 +139,6 @@ def print_table(contacts: list[Contact]) -> None:
     for contact in contacts:
         for _, name, details, cure in contact.problems:
             print(f"\n{contact.host.label}: {name}: {details}\n    cure: {cure}")
-        for details, cure in contact.warnings:
-            print(f"\n{contact.host.label}: warning: {details}\n    cure: {cure}")
 
 
 def check(hosts: list[Host], port: int) -> bool:
@@ -158,7 +150,7 @@ def check(hosts: list[Host], port: int) -> bool:
         list(pool.map(lambda contact: contact.connect(answered), answered))
         for contact in answered:
             contact.compare(answered[0])
-            contact.warn_of_path({contact.kind_of_path() for contact in answered})
+            contact.warn_of_path({contact.report["kind"] for contact in answered} - {None})
         list(pool.map(Contact.end, contacts))
     print_table(contacts)
-    return not any(contact.problems for contact in contacts)
+    return not any(column for contact in contacts for column, *_ in contact.problems)

@@ -22,7 +22,7 @@ import time
 
 OWN_GROUPS, CGROUPS = "/proc/self/cgroup", "/sys/fs/cgroup"
 NETWORK = "/sys/class/net"
-TUNNELS = {512, 768, 769, 776, 778, 65534}  # types of if_arp.h: PPP, IP in IP, GRE, and none, as of WireGuard and TUN
+NO_HARDWARE = [65534]  # the type of an interface of WireGuard or TUN
 SIOCGIFADDR = 0x8915  # of netdevice(7): the IPv4 address of an interface
 PROJECT = ("step9_heterogeneous_pp", "cluster")  # what has to be the same on all hosts
 MARK = "host_facts:"  # precedes an answer, because a login shell may print lines of its own
@@ -75,16 +75,16 @@ def run_interface(chosen: str | None, peer: str | None) -> tuple[str | None, str
     return name, address
 
 
-def path_of(interface: str) -> str:
-    """Which kind of way an interface is, and its speed where the system knows: a card's, not that of the way."""
+def path_of(interface: str) -> tuple[str, str]:
+    """Which kind of way an interface is, and how fast its card is, where the system knows."""
     folder = os.path.join(NETWORK, interface)
-    files, types = os.listdir(folder) if os.path.isdir(folder) else [], read_numbers(folder, "type")
-    if {"wireless", "phy80211"} & {*files}:
-        return "wifi"
-    if "tun_flags" in files or TUNNELS & {*types} or interface.startswith(("wg", "tun", "tap", "tailscale", "zt")):
-        return "tunnel"
+    files = glob.glob("*", root_dir=folder)
+    if "wireless" in files or "phy80211" in files:
+        return "wifi", ""
+    if "tun_flags" in files or read_numbers(folder, "type") == NO_HARDWARE or interface.startswith(("wg", "ppp")):
+        return "tunnel", ""
     speed = read_numbers(folder, "speed")  # in Mbit/s, -1 without a cable
-    return "ethernet" + (f", {speed[0] / 1000:g} Gbit/s" if speed and speed[0] > 0 else "")
+    return "ethernet", f", {speed[0] / 1000:g} Gbit/s" if speed and speed[0] > 0 else ""
 
 
 def read_fields(path: str) -> dict[str, str]:
@@ -238,11 +238,11 @@ class Report:
         except OSError as error:
             self.fail("interface", "no interface", str(error), "give this host an iface=: ip -brief address lists them")
         self.cells["interface"] = f"{interface or ''} {self.address or ''}".strip()
-        self.cells["path"] = path_of(interface) if interface else None
-        ways = {self.address}
+        self.kind, speed = path_of(interface) if interface else (None, "")
+        self.cells["path"], ways = f"{self.kind or ''}{speed}", {self.address or "127.0.0.1"}
         with contextlib.suppress(OSError):
-            ways |= {socket.gethostbyname(peer)} if peer else set()
-        self.public = sorted(way for way in ways - {None} if ipaddress.ip_address(way).is_global)
+            ways.add(socket.gethostbyname(peer or "127.0.0.1"))
+        self.public = sorted(way for way in ways if ipaddress.ip_address(way).is_global)
         with contextlib.suppress(OSError):
             self.cells["own name"] = socket.gethostbyname(name)
         if peer and not chosen and self.cells["own name"].startswith(("127.", "none")):

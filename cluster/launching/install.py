@@ -6,6 +6,8 @@ JSON, the job, and a tar archive of the files that the host has not, or has with
 JSON behind MARK: {"missing": those files}, {"said": what was done}, and at the end {"error": why it is not complete}.
 """
 
+import contextlib
+import fcntl
 import fnmatch
 import glob
 import hashlib
@@ -21,12 +23,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 MARK = "install:"  # precedes an answer, because a login shell may print lines of its own
-EXTRAS = ("cluster", "finetune")  # of setup.py
 NEVER = ["*.pyc", "wandb", ".*"]  # is not copied, besides what .gitignore names
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 INDEX_OPTIONS = (".index-url=", ".no-index=", ".find-links=")  # of pip: somebody has chosen where packages come from
-GPU = ("/proc/driver/nvidia/gpus/*", "/usr/lib/wsl/lib/nvidia-smi")  # is there where an NVIDIA driver is
-JETSON = "/etc/nv_tegra_release"
+GPU = ("/proc/driver/nvidia/gpus/*", "/usr/lib/wsl/lib/nvidia-smi", "/dev/nvhost-gpu")  # of a PC, Windows, a Jetson
 # The first of some Pythons that is new enough runs the program $1. $2: the host's python=, which need not be there yet.
 FIND_PYTHON = """for name in "$2" python3 python3.13 python3.12 python3.11 python3.10; do "$name" -c \
 "import sys; sys.exit(sys.version_info < (3, 10))" 2>/dev/null && exec "$name" -I -c "$1"; done; \
@@ -35,14 +35,9 @@ python3 --version >&2; exit 127"""
 
 def digest(root: str, name: str) -> str | None:
     """sha256 of a file; None where there is none."""
-    path = os.path.join(root, name)
-    if not os.path.isfile(path):
-        return None
-    with open(path, "rb") as file:
+    with contextlib.suppress(OSError), open(os.path.join(root, name), "rb") as file:
         return hashlib.sha256(file.read()).hexdigest()
 
-
-# --- on a host -------------------------------------------------------------------------------------------------------
 
 def tell(**fields) -> None:
     print(MARK + json.dumps(fields), flush=True)
@@ -57,14 +52,12 @@ def run(*words: str) -> tuple[int, list[str]]:
 def copy(root: str, files: dict[str, str], project: list[str]) -> None:
     """Makes `files`, {name: sha256}, what they are on the launcher's machine. Other files stay; but one that --check
     would count to the project, though it is not there any more, gets the ending .py.old."""
-    os.makedirs(root, exist_ok=True)
     tell(missing=(missing := [name for name, wanted in files.items() if digest(root, name) != wanted]))
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
         archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
         archive.extractall(root)
     if missing:
-        size = sum(os.path.getsize(os.path.join(root, name)) for name in missing)
-        tell(said=f"copied {len(missing)} file{'s' * (len(missing) > 1)}, {size / 1e6:.2f} MB, to {root}")
+        tell(said=f"copied {len(missing)} file{'s' * (len(missing) > 1)} to {root}")
     for folder in project:
         for name in sorted({*glob.glob(f"{folder}/**/*.py", root_dir=root, recursive=True)} - files.keys()):
             os.replace(os.path.join(root, name), os.path.join(root, f"{name}.old"))
@@ -77,25 +70,21 @@ def make_environment(python: str) -> None:
     if exists and run(python, "-m", "pip", "--version")[0] == 0:
         return
     if not python.startswith(f"{folder}/bin/") or exists and not os.path.exists(f"{folder}/pyvenv.cfg"):
-        raise RuntimeError(f"{python} has no pip, and can't be that of a new virtual environment: write "
-                           "python=DIR/.venv/bin/python")
+        raise RuntimeError(f"no pip for {python}, and no virtual environment: write python=DIR/.venv/bin/python")
     code, lines = run(sys.executable, "-m", "venv", folder)
     if code or not os.path.exists(python):
-        raise RuntimeError(f"{folder}, a virtual environment, can't be made (Debian, Ubuntu: sudo apt-get install "
-                           f"python3-venv): {' '.join(lines)}")
+        raise RuntimeError(f"can't make {folder} (try: sudo apt-get install python3-venv): {' '.join(lines)}")
     tell(said=f"made {folder} with Python {sys.version_info[0]}.{sys.version_info[1]}")
 
 
 def install_packages(python: str, constraints: str, requirements: list[str]) -> None:
-    """Installs what is missing, in the tested versions, and the build of torch for this machine.
-
-    pip's own index has the CUDA build for x86-64. Where no GPU is, PyTorch's index of CPU builds is asked first, unless
-    pip is told to look elsewhere: by --env PIP_INDEX_URL=..., say, or by a configuration of this host.
+    """Installs what is missing, in the tested versions. pip's own index has torch for a GPU. Where none is, PyTorch's
+    index of CPU builds is asked first, unless pip is told where to look: by --env PIP_INDEX_URL=..., or on this host.
     """
     start, found, pip = time.monotonic(), [], [python, "-m", "pip", "--no-input", "--disable-pip-version-check"]
     has_gpu = any(map(glob.glob, GPU)) or shutil.which("nvidia-smi") is not None
-    is_jetson, (_, configured) = os.path.exists(JETSON), run(*pip, "config", "list")
-    if (is_jetson or not has_gpu) and not any(option in line for line in configured for option in INDEX_OPTIONS):
+    is_configured = any(option in line for line in run(*pip, "config", "list")[1] for option in INDEX_OPTIONS)
+    if not has_gpu and not is_configured:
         _, found = run(*pip, "install", "-c", constraints, "--no-deps", "--retries", "1", "--timeout", "10",
                        "--index-url", CPU_BUILDS, "torch")  # where it does not answer, the next line finds torch
     code, lines = run(*pip, "install", "--progress-bar", "off", "-c", constraints, *requirements)
@@ -107,24 +96,23 @@ def install_packages(python: str, constraints: str, requirements: list[str]) -> 
     if names:
         what = "".join(f"torch {version} and " for version in torch) + f"{len(names) - len(torch)} packages"
         tell(said=f"installed {what} in {time.monotonic() - start:.0f} s")
-    if torch and (is_jetson or has_gpu and torch[0].endswith("+cpu")):
-        tell(said="this torch computes on the CPU only, and a GPU is there: a Jetson needs NVIDIA's own build, other "
-                  "machines an index that has one with CUDA")
+    if torch and has_gpu and (torch[0].endswith("+cpu") or os.uname().machine == "aarch64"):
+        tell(said="this torch may not use the GPU: a Jetson needs NVIDIA's own build, others one with CUDA")
 
 
-def end_with_launcher() -> None:
-    os.read(0, 1)  # returns at the end of the input: pip is not to go on alone
-    os.killpg(0, signal.SIGKILL)
-
-
-def main() -> None:
+def on_host() -> None:
+    """The program that the launcher sends."""
     job = json.loads(sys.stdin.buffer.readline())
     os.environ.update(job["environment"])
     root, python = (os.path.expanduser(job[name]) for name in ("dir", "python"))
     root, python = os.path.abspath(root), os.path.abspath(shutil.which(python) or python)
     try:
+        os.makedirs(root, exist_ok=True)
+        with contextlib.suppress(OSError):  # hosts that share a disk come one after the other, if it has locks
+            fcntl.flock(os.open(root, os.O_RDONLY), fcntl.LOCK_EX)
         copy(root, job["files"], job["project"])
-        threading.Thread(target=end_with_launcher, daemon=True).start()
+        # The input ends with the launcher: pip is not to go on alone then.
+        threading.Thread(target=lambda: (os.read(0, 1), os.killpg(0, signal.SIGKILL)), daemon=True).start()
         make_environment(python)
         install_packages(python, os.path.join(root, "constraints.txt"), job["requirements"])
         tell(error=None)
@@ -132,14 +120,12 @@ def main() -> None:
         tell(error=str(error))
 
 
-# --- on the launcher's machine ---------------------------------------------------------------------------------------
-
 def packages(root: str) -> list[str]:
-    """What setup.py calls setup() with: setuptools need not be here."""
+    """Those of setup.py, with two of its extras, read without setuptools."""
     called = {}
     with open(os.path.join(root, "setup.py"), encoding="utf-8") as file:
         exec(file.read().replace("from setuptools import setup", ""), {"setup": called.update})
-    return sum((called["extras_require"][extra] for extra in EXTRAS), called["install_requires"])
+    return called["install_requires"] + called["extras_require"]["cluster"] + called["extras_require"]["finetune"]
 
 
 def tree(root: str) -> dict[str, str]:
@@ -168,14 +154,12 @@ def install_on(host, root: str, job: dict) -> str | None:
     # In a session of its own ssh has no terminal to ask anything on. What it runs ends when its input does.
     process = subprocess.Popen(words, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE)
-    answers = []
-    try:
+    answers, mark = [], MARK.encode()
+    with contextlib.suppress(BrokenPipeError):  # the far end has ended
         process.stdin.write(json.dumps({**job, "dir": host.dir, "python": host.python}).encode() + b"\n")
         process.stdin.flush()
-        for line in process.stdout:
-            if not line.startswith(MARK.encode()):
-                continue
-            answers.append(answer := json.loads(line.removeprefix(MARK.encode())))
+        for line in filter(lambda line: line.startswith(mark), process.stdout):
+            answers.append(answer := json.loads(line.removeprefix(mark)))
             if "missing" in answer:
                 with tarfile.open(fileobj=process.stdin, mode="w|", dereference=True) as archive:
                     for name in answer["missing"]:
@@ -183,8 +167,6 @@ def install_on(host, root: str, job: dict) -> str | None:
                 process.stdin.flush()
             if text := answer.get("said", "nothing to do" * (answers[1:] == [{"error": None}])):
                 print(f"{host.label} | {text}", flush=True)
-    except BrokenPipeError:
-        pass  # the far end has ended
     said, code = process.stderr.read().decode(errors="replace").strip(), process.wait()
     if answers and "error" in answers[-1]:
         return answers[-1]["error"]
@@ -215,4 +197,4 @@ def install(hosts: list, root: str, project: list[str], environment: dict[str, s
 
 
 if __name__ == "__main__":
-    main()
+    on_host()

@@ -20,6 +20,7 @@ import hosts as hosts_file
 from elastic import Elastic
 from host_facts import PROJECT
 from hosts import ROOT, Host, UserError, home_of, peer, read_hosts
+from install import install
 from remote_run import Launch
 
 
@@ -102,11 +103,8 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
     if args.elastic and len({host.address for host in hosts}) < len(hosts):
         raise UserError(f"--elastic knows hosts by their addresses, but {args.hosts} has one of them twice: give each "
                         "host an address= of its own, and for more processes on one host nproc=2")
-    if args.install:
-        from install import install
-
-        if not install(hosts, ROOT, PROJECT, dict(args.env)):
-            return 1
+    if args.install and not install(hosts, ROOT, PROJECT, dict(args.env)):
+        return 1
     if args.check:
         from check_hosts import check
 

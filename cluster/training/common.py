@@ -28,17 +28,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 3e-3 (LoRA: 2e-4)")
     parser.add_argument("--seed", type=seed, default=42)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add_backend_flag(parser)
+    parser.add_argument("--backend", choices=["auto", "gloo"], default="auto",
+                        help="gloo: machines with and without a GPU together, whose messages pass through host memory")
     parser.add_argument("--dtype", "--precision", type=lambda text: OLDER_DTYPES.get(text, text), default="auto",
                         choices=["auto", "float32", "bfloat16", "float64"],
                         help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU. A bfloat16 model of "
                              "transformers sends float32 between stages: --wire_dtype bfloat16 halves that")
-
-
-def add_backend_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", choices=["auto", "gloo"], default="auto",
-                        help="gloo: machines with and without a GPU together. What a GPU sends passes through host "
-                             "memory. auto is NCCL where each rank has a GPU, else gloo")
 
 
 def meet(args, join: Callable[[str], None] = pgm.init_process_group) -> tuple[torch.device, torch.dtype]:

@@ -1,7 +1,7 @@
 """train_distributed.py on ranks of which some have a GPU that is not there: `half_gpu.py 0,2 FLAGS`.
 
 On these ranks torch.cuda says that there is a GPU, and the program takes the ways that it takes there: NCCL unless it
-is told otherwise, bfloat16, events, fewer measured steps, the GPU's own memory. Tensors are in host memory all the same.
+is told otherwise, bfloat16, events, fewer measured steps, the GPU's own number. All tensors are in host memory.
 """
 
 import contextlib
@@ -44,15 +44,15 @@ if has_gpu:
     facts = types.SimpleNamespace(uuid="GPU-0", name="no GPU")
     mock.patch.multiple(
         torch.cuda, is_available=lambda: True, is_initialized=lambda: True, device_count=lambda: 8,
-        set_device=lambda device: None, current_device=lambda: 0, get_device_properties=lambda device: facts, Event=Event,
-        synchronize=lambda device=None: None, max_memory_allocated=lambda device=None: 10**9, empty_cache=lambda: None,
-        mem_get_info=lambda device: (10**10, 10**10), current_stream=lambda: facts).start()
+        set_device=lambda device: None, current_device=lambda: 0, get_device_properties=lambda device: facts,
+        Event=Event, synchronize=lambda device=None: None, max_memory_allocated=lambda device=None: 10**9,
+        empty_cache=lambda: None, mem_get_info=lambda device: (10**10, 10**10), current_stream=lambda: facts).start()
     facts.synchronize = lambda: None
     utils.choose_device = choose_host_memory
 
 import machine_facts  # noqa: E402
 import train_distributed  # noqa: E402
-from checkpoints.survive import end_of_elastic_run  # noqa: E402
+from membership.watch import end_of_elastic_run  # noqa: E402
 from training import times  # noqa: E402
 
 if has_gpu:

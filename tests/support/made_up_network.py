@@ -101,7 +101,7 @@ class Network:
         while self.now < end:
             self.now += TURN
             for process in [*self.processes]:
-                if process not in self.sleeping and process.phase != "killed":
+                if process in self.processes and process not in self.sleeping and process.phase != "killed":
                     self.turn(process)
             self.look()
 
@@ -124,6 +124,7 @@ class Network:
                 self.end(process, "ended")
                 return
             if members.next:
+                members.agree()
                 process.phase, process.since = "joining", self.now
         elif process.phase == "joining":
             found = self.together(process.roster)
