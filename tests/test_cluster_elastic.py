@@ -119,5 +119,5 @@ def test_a_new_host_and_the_loss_of_the_first(inputs, tmp_path):
 def test_an_error_of_the_users_is_not_tried_again(inputs, tmp_path):
     """Ranks that end with a message for the user end their torchrun, which would start them anew for ever."""
     code, text = train(tmp_path, "wrong", "--dataset_name", inputs / "nowhere", "--num_microbatches", 6).run.end(120)
-    assert code == 2 and re.search("\nlaunch_cluster: node. failed, with exit code 2\n", text), text
+    assert code == 2 and re.search("\nlaunch_cluster: node. .*failed first, with exit code 2\n", text), text
     assert "error: --dataset_name" in text.rpartition("its last lines:")[2] and nothing_runs(), text
