@@ -170,8 +170,8 @@ def test_a_rank_that_waits_with_its_error_ends_when_it_is_told(run_code):
     """torchrun tells it as soon as rank 0 has said the same: else it would say it once more, after 8 seconds."""
     run_code("cluster", 1, """
 import signal
-from checkpoints.survive import end_of_elastic_run
-signal.signal(signal.SIGTERM, lambda *_: None)  # as a Watch does
+from membership.watch import end_of_elastic_run
+signal.signal(signal.SIGTERM, lambda *_: None)  # as Signals do
 try:
     with end_of_elastic_run():
         raise ValueError

@@ -16,8 +16,7 @@ from checkpoint_runs import ROOT, SCRIPT, flags_of, write_corpus, write_model
 from launch import losses, metrics, modules_of, start_fork
 
 with modules_of(9):
-    import train_distributed
-    from checkpoints import disks, run, save as checkpoint, survive
+    from checkpoints import disks, run, save as checkpoint
     from checkpoints.files import check_file, read_state
     from utils import UserError
 
@@ -116,13 +115,6 @@ def test_unlike_runs_on_two_hosts(train):
     assert [saved(train, "a", "home")[-1], saved(train, "b", "home")[-1]] == ["step_00000004", "step_00000006"]
 
 
-def test_no_step_is_lost_between_two_steps(train):
-    """Where a host is lost while its values are asked for, the others write what they hold as well."""
-    done = train("ab", "lost", 8, check=False, LOSE="1:5", TORCHELASTIC_RUN_ID="launch", **ELASTIC)
-    path = train.folder / "a" / "checkpoints" / "lost" / "step_00000005.survivors"
-    assert f"rank 0: what it holds is in {path}" in done.stdout and list(path.glob("part-*.json")), done.stderr
-
-
 def test_rows_of_another_run_do_not_count(train, older):
     """Host b has as many of the same name, but no checkpoint by which they could be told."""
     train("a", "home", 4)
@@ -150,6 +142,8 @@ def test_an_elastic_launch_needs_an_id(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(UserError, match="without --rdzv-id"):
         run.launch_id("auto")
+    monkeypatch.setenv("ELASTIC_RUN", '{"id": "of launch_cluster.sh"}')
+    assert run.launch_id(None) == ("of launch_cluster.sh", True)
 
 
 def test_no_start_is_misled_by_what_another_left(monkeypatch, tmp_path):
@@ -222,8 +216,8 @@ def test_home_has_each_checkpoint_as_a_whole(tmp_path, copies, sent):
 def test_a_stop_says_what_is_saved(monkeypatch, capsys, written, says):
     """The disk may have been full at the last step, or always."""
     ours = object.__new__(run.Run)
-    ours.step, ours.watch = 5, types.SimpleNamespace(close=lambda: None)
+    ours.step, ours.generation, ours.disks = 5, types.SimpleNamespace(pulses=None), types.SimpleNamespace(group=None)
     ours.checkpointer = types.SimpleNamespace(wait=lambda: None, written=written)
-    monkeypatch.setattr(run, "dist", types.SimpleNamespace(get_rank=lambda: 0))
+    monkeypatch.setattr(run, "dist", types.SimpleNamespace(get_rank=lambda: 0, barrier=lambda group: None))
     ours.end(True)
     assert capsys.readouterr().out == f"stopped after step 5, as it was told: --resume auto {says}\n"

@@ -1,11 +1,11 @@
 """The processes of one host in an elastic run: this host's agent starts them, and starts each one anew that fails.
 
 The agent has no contact with other hosts. The processes find each other by what ELASTIC_RUN tells them, and decide
-among themselves who takes part, so that those that are left can go on in place when one is lost:
+among themselves who takes part, so that those that are left go on in place when one is lost:
 
     a process ends with exit code 0 ---> it is done; the agent ends with 0 when all of them are
     with 2, an error of the user's ----> the agent ends with 2, and with it the run
-    otherwise -------------------------> this process alone is started anew; if that does not help, the agent ends with 1
+    otherwise -------------------------> this process alone is started anew; if that never helps, the agent ends with 1
 """
 
 import ctypes
@@ -30,51 +30,40 @@ def ends_with_parent(number: int) -> Callable[[], object]:
 
 
 class Agent:
-    """Starts the processes of a job. As in a Popen, `returncode` is None until poll() finds that all has ended.
-
-    Call it from the main thread only: the processes are killed when the thread that started them ends.
-    """
+    """As in a Popen, `returncode` is None until poll() finds that all has ended. It is poll() that starts processes:
+    call it from the main thread only, since they are killed when the thread that started them ends."""
 
     def __init__(self, job: dict, variables: dict[str, str]):
         self.words, self.returncode = [sys.executable, *job["command"]], None
-        self.variables = {name: value for name, value in variables.items()
-                          if name not in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-        self.variables |= {"ELASTIC_RUN": json.dumps(job["elastic"]), "LOCAL_WORLD_SIZE": str(job["nproc"]),
-                           "RANK": NO_RANK}  # what a script that reads torchrun's number of the rank fails with
-        self.failures = [0] * job["nproc"]  # in a row
-        self.next_start: list[float | None] = [None] * job["nproc"]  # of a process that has failed
-        self.started, self.processes = {}, {}
-        for rank in range(job["nproc"]):
-            self.start(rank)
-
-    def start(self, rank: int) -> None:
-        self.started[rank], self.next_start[rank] = time.monotonic(), None
-        self.processes[rank] = subprocess.Popen(
-            self.words, stdin=subprocess.DEVNULL, env={**self.variables, "LOCAL_RANK": str(rank)},
-            preexec_fn=ends_with_parent(signal.SIGKILL))
+        # A script that reads torchrun's number of the rank fails with what it finds in RANK.
+        self.variables = {**variables, "ELASTIC_RUN": json.dumps(job["elastic"]), "RANK": NO_RANK,
+                          "LOCAL_WORLD_SIZE": str(job["nproc"])}
+        for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            self.variables.pop(name, None)
+        self.processes = [None] * job["nproc"]  # None: it is to be started, at the time in `started`
+        self.started, self.failures = [0.0] * job["nproc"], [0] * job["nproc"]  # failures in a row
 
     def poll(self) -> int | None:
-        """Starts anew what has failed. The agent's exit code once it has ended."""
-        for rank, process in self.processes.items():
-            if not process.poll():  # it runs, or is done
-                continue
-            if self.next_start[rank] is None:
-                self.has_failed(rank, process.returncode)
-            elif time.monotonic() > self.next_start[rank]:
-                self.start(rank)
-        if all(process.returncode == 0 for process in self.processes.values()):
+        now = time.monotonic()
+        for rank, process in enumerate(self.processes):
+            if process and process.poll():
+                self.has_failed(rank, process.returncode, now)
+            elif not process and now > self.started[rank]:
+                self.started[rank] = now
+                self.processes[rank] = subprocess.Popen(
+                    self.words, stdin=subprocess.DEVNULL, env={**self.variables, "LOCAL_RANK": str(rank)},
+                    preexec_fn=ends_with_parent(signal.SIGKILL))
+        if all(process and process.returncode == 0 for process in self.processes):
             self.returncode = 0
         return self.returncode
 
-    def has_failed(self, rank: int, code: int) -> None:
-        how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
-        is_early = time.monotonic() - self.started[rank] < SETTLED
-        self.failures[rank] = self.failures[rank] + 1 if is_early else 0
-        then = ": it is started anew"
+    def has_failed(self, rank: int, code: int, now: float) -> None:
+        self.failures[rank] = self.failures[rank] + 1 if now - self.started[rank] < SETTLED else 0
+        self.processes[rank], self.started[rank], then = None, now + PAUSE, ": it is started anew"
         if code == 2:
             self.returncode, then = 2, ""
         elif self.failures[rank] > FAILURES:
             self.returncode = 1
             then = f", {self.failures[rank]} times in a row within {SETTLED:g} s: it is not started again"
+        how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
         print(f"process {rank} of this host has ended {how}{then}", flush=True)
-        self.next_start[rank] = time.monotonic() + PAUSE

@@ -26,13 +26,13 @@ INSTALL = "launch_cluster.sh HOSTS --install"
 class Contact:
     """The ssh connection to one host, and what is known about the host."""
 
-    def __init__(self, host: Host):
+    def __init__(self, host: Host, words: list[str] | None = None):  # words: that start another far end
         self.host, self.report, self.offset = host, None, 0.0  # offset: of its clock to this machine's, in seconds
         self.cells, self.problems = {"host": host.label}, []  # as in host_facts.Report
         self.unreachable_from = []
         self.said = tempfile.TemporaryFile("w+", errors="replace")  # what ssh writes to standard error
         with open(host_facts.__file__, encoding="utf-8") as file:
-            words = host.ssh(host.python, "-c", file.read())
+            words = words or host.ssh(host.python, "-c", file.read())
         self.process = subprocess.Popen(words, start_new_session=True, text=True, errors="replace", stderr=self.said,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 

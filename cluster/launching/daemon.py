@@ -1,10 +1,10 @@
-"""A host's part of a run that outlives its launcher, at the far end: started as a daemon, followed, stopped.
+"""A host's part of a run that outlives its launcher, at the far end: started as a daemon, looked at, followed, stopped.
 
     logs/launches/RUN/HOST/    job.json, with the token of the run: nobody else may read it
                                output, pid, and at the end the exit code, in `code`
 
 The daemon is host_run.py with job.json as its standard input. That file stays open and locked for as long as it runs:
-the number in `pid` could be another program's after the machine was switched off. Who follows reads `output`.
+the number in `pid` could be another program's after the machine was switched off.
 """
 
 import contextlib
@@ -12,18 +12,18 @@ import fcntl
 import glob
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
+from typing import BinaryIO
 
-ANSWER = "detached part: "  # precedes what a host says about its part, because a login shell may print lines of its own
-FOLLOWED = "the last lines of the run "  # what a follower prints first
+from host_facts import MARK
+
+BEGUN = re.compile(r"^[0-9]+ process(es)? with OMP_NUM_THREADS=|^the last lines of this part:")  # precede the script's
 NO_PART, KILLED = 76, 137  # exit codes
-LAST = 20  # lines
-
-
-def folder_of(job: dict) -> str:
-    return os.path.join("logs", "launches", *job["mark"].split(" ", 1))
+LAST = 20  # lines that a follower begins with
 
 
 def read(folder: str, name: str) -> str:
@@ -33,11 +33,11 @@ def read(folder: str, name: str) -> str:
     return ""
 
 
-def find_part(label: str, run: str | None) -> str | None:
-    """The folder of this host's part of a run, without `run` of the newest one."""
-    found = glob.glob(os.path.join("logs", "launches", run or "*", glob.escape(label)))
-    return max((folder for folder in found if read(folder, "job.json")), default=None,
-               key=lambda folder: json.loads(read(folder, "job.json"))["started"])
+def find_part(label: str, run: str) -> str | None:
+    """The folder of this host's newest part; `run`: "*" for any run."""
+    found = glob.glob(os.path.join("logs", "launches", run, glob.escape(label)))
+    started = {folder: json.loads(text)["started"] for folder in found if (text := read(folder, "job.json"))}
+    return max(started, key=started.get, default=None)
 
 
 def is_alive(folder: str) -> bool:
@@ -49,13 +49,17 @@ def is_alive(folder: str) -> bool:
     return False
 
 
-def start(job: dict) -> "Follower":
-    """Starts the daemon, unless it runs. Raises OSError."""
-    folder = folder_of(job)
+def last_lines(file: BinaryIO) -> list[bytes]:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - 200 * LAST))
+    return file.readlines()[-LAST:]
+
+
+def start(job: dict) -> None:
+    """Starts the daemon, unless it runs, and waits until it has started the script. Raises OSError."""
+    folder = job["folder"]
     os.makedirs(folder, exist_ok=True)
-    open_private = os.open(os.path.join(folder, "job.json"), os.O_RDWR | os.O_CREAT, 0o600)
-    with open(open_private, "r+") as file, open(os.path.join(folder, "output"), "ab") as output:
-        at = output.tell()
+    private, before = os.open(os.path.join(folder, "job.json"), os.O_RDWR | os.O_CREAT, 0o600), read(folder, "output")
+    with open(private, "r+") as file, open(os.path.join(folder, "output"), "ab") as output:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):
@@ -68,25 +72,17 @@ def start(job: dict) -> "Follower":
                                       stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
             with open(os.path.join(folder, "pid"), "w") as pid:
                 pid.write(str(daemon.pid))
-    return Follower(folder, at)
+    while is_alive(folder) and not any(map(BEGUN.match, read(folder, "output")[len(before):].splitlines())):
+        time.sleep(0.05)
 
 
 class Follower:
-    """Prints the output of a part. As in a Popen, `returncode` is None until poll() finds that the part has ended.
+    """Prints the output of a part. As in a Popen, `returncode` is None until poll() finds that the part has ended."""
 
-    at: the byte to begin with; without it, the last lines come first.
-    """
-
-    def __init__(self, folder: str, at: int | None = None):
+    def __init__(self, folder: str):
         self.folder, self.returncode = folder, None
         self.output = open(os.path.join(folder, "output"), "rb")
-        if at is None:
-            print(f"{FOLLOWED}{folder.split(os.sep)[-2][:8]}:", flush=True)
-            at = max(0, self.output.seek(0, os.SEEK_END) - 200 * LAST)
-            self.output.seek(at)
-            lines = self.output.readlines()
-            at += sum(map(len, lines[:-LAST]))
-        self.output.seek(at)
+        sys.stdout.buffer.writelines([b"the last lines of this part:\n", *last_lines(self.output)])
 
     def poll(self) -> int | None:
         has_ended = not is_alive(self.folder)
@@ -98,21 +94,19 @@ class Follower:
 
 
 def answer(question: dict) -> Follower | int:
-    """What the launcher asks about this host's part of a run: a follower of it, or an exit code.
-
-    The reply to `look` has the whole job, with its token, for a launcher that starts the part of another host.
-    """
-    if question["ask"] == "start":
-        return start(question["job"])
-    folder = find_part(question["label"], question.get("run"))
-    if question["ask"] == "look":
-        lines = read(folder, "output").splitlines() if folder else []
-        print(ANSWER + json.dumps(folder and {
-            "job": json.loads(read(folder, "job.json")), "is_alive": is_alive(folder),
-            "code": int(read(folder, "code") or KILLED), "last": lines[-1] if lines else ""}), flush=True)
-        return 0
-    if not folder or question["ask"] == "stop" and not is_alive(folder):
-        return NO_PART
-    if question["ask"] == "stop":
-        os.kill(int(read(folder, "pid")), signal.SIGTERM)
-    return Follower(folder)
+    """What the launcher asks about this host's part. To "look", "start" and "stop" the answer is a line of JSON, {}
+    where there is no part. It has the job with its token, for a launcher that starts the part of another host."""
+    if job := question.get("job"):
+        start(job)
+    folder, state = job["folder"] if job else find_part(question["label"], question["run"]), {}
+    if question["ask"] == "follow":
+        return Follower(folder) if folder else NO_PART
+    if folder:
+        with open(os.path.join(folder, "output"), "rb") as file:
+            state = {"job": json.loads(read(folder, "job.json")), "is_alive": is_alive(folder),
+                     "code": int(read(folder, "code") or KILLED),
+                     "last": [line.decode(errors="replace").rstrip() for line in last_lines(file)]}
+        if question["ask"] == "stop" and state["is_alive"]:
+            os.kill(int(read(folder, "pid")), signal.SIGTERM)
+    print(MARK + json.dumps(state), flush=True)
+    return 0

@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable
 
 from agent import USER_ERROR
+from daemon import BEGUN
 from host_run import UNHEARD
 from hosts import Host, UserError, read_hosts
-from remote_run import BEGUN, Launch, Run, describe, say
+from remote_run import Launch, Run, say
 
 RETRY = 2.0  # seconds between two attempts to reach a host, and between two looks at hosts.txt
 WAIT = 600.0  # seconds that a run waits with fewer than MIN hosts
@@ -152,10 +153,3 @@ class Elastic(Launch):
         for host in hosts:
             if host.label not in known:
                 say(f"{host.label} is new in {self.path}")
-
-    def report(self) -> int:
-        """The last lines of the host whose script has failed, up to where its agent speaks of its own end."""
-        run = self.cause()
-        lines = list(run.last)
-        ends = [index for index, line in enumerate(lines) if USER_ERROR.match(line)]
-        return describe(run, f"{run.host.label} failed", lines[:ends[0] if ends else None])

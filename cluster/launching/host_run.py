@@ -9,7 +9,7 @@ and then time in which a training can finish its step and save a checkpoint. Tha
 many as the training itself says that it needs, in a file whose path is in its environment.
 A worker whose torchrun is killed would train on alone: it is known by a variable in its environment.
 
-As a daemon (daemon.py) it hears of no launcher, and ends when it gets a signal. Then the job is its standard input, too.
+As a daemon (daemon.py) it hears of no launcher, and ends when it gets a signal.
 """
 
 import contextlib
@@ -99,12 +99,12 @@ def seconds_in(path: str | None) -> float:
 def end_all(mark: str, patience: float = PATIENCE, file: str | None = None) -> None:
     """Asks all processes with this mark to end, and ends those that are left after `patience` seconds and those that
     are in the `file`."""
-    start, number, said = time.monotonic(), signal.SIGTERM if patience else signal.SIGKILL, 0
+    start, number, said = time.monotonic(), signal.SIGTERM, 0
     while left := started_for(mark):
         for pid in left if number else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        waited, limit = time.monotonic() - start, patience and patience + seconds_in(file)
+        waited, limit = time.monotonic() - start, patience + seconds_in(file)
         number = signal.SIGKILL if waited > limit else None
         if number is None and waited // SAYS > said:
             said = waited // SAYS
@@ -165,15 +165,11 @@ def main() -> int:
     os.chdir(ROOT)
     job = json.loads(sys.stdin.readline())
     if "ask" in job:
-        try:
-            answer = daemon.answer(job)
-        except OSError as error:
-            print(f"error: no part of a run can outlive its launcher here: {error}", file=sys.stderr)
-            return 2
+        answer = daemon.answer(job)
         return answer if isinstance(answer, int) else watch(answer)
     code = run(job)
     if job["is_detached"]:
-        with open(os.path.join(daemon.folder_of(job), "code"), "w") as file:
+        with open(os.path.join(job["folder"], "code"), "w") as file:
             file.write(str(code))
     return code
 

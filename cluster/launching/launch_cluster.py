@@ -46,7 +46,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="launch_cluster.sh", description=hosts_file.__doc__,
                                      usage="%(prog)s hosts.txt [--install] [--check] [--detach] [--elastic MIN:MAX] "
                                            "[--port N] [--env NAME] -- SCRIPT ARGUMENTS\n"
-                                           "       %(prog)s hosts.txt --attach | --status | --stop",
+                                           "       %(prog)s hosts.txt (--attach, --status or --stop)",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hosts", metavar="hosts.txt")
     parser.add_argument("--install", action="store_true",
@@ -65,7 +65,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
                         help="a variable for the hosts, more than once for more; nothing else of this environment "
                              "goes, but OMP_NUM_THREADS")
     args, command = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1:]
-    if args.what in ("attach", "status", "stop") and (
+    if args.what not in (None, "detach") and (
             command or args.install or args.check or args.elastic or args.env):
         parser.error(f"--{args.what} starts nothing: it takes no script, and no flag but hosts.txt")
     if not command and (args.what == "detach" or not (args.install or args.check or args.what)):
@@ -81,8 +81,9 @@ def make_job(run: dict, elastic: tuple[int, int] | None, home: str, hosts: list[
     job = {"nnodes": len(hosts), "node_rank": host.rank, "nproc": int(host.nproc), "interface": host.iface,
            "master_address": hosts[0].address if len(hosts) > 1 else "127.0.0.1", "master_port": run["port"],
            "peer": peer(hosts, host), "is_home": host.label == home, "mark": f"{run['id']} {host.label}",
+           "folder": os.path.join("logs", "launches", run["id"], host.label),
            "command": run["command"], "environment": run["environment"], "started": run["started"],
-           "is_detached": run["is_detached"]}
+           "is_detached": run["is_detached"], "id": run["id"]}
     if elastic:
         run["hosts"].extend(host.address for host in hosts if host.address not in run["hosts"])
         job["elastic"] = {"id": run["id"], "token": run["token"], "hosts": run["hosts"], "port": run["port"],
@@ -94,10 +95,8 @@ def make_job(run: dict, elastic: tuple[int, int] | None, home: str, hosts: list[
 def launch(args: argparse.Namespace, command: list[str]) -> int:
     """The exit code. Raises UserError."""
     hosts = read_hosts(args.hosts)
-    if args.what == "attach":
-        return detached.attach(hosts, args.hosts)
-    if args.what in ("status", "stop"):
-        return {"status": detached.status, "stop": detached.stop}[args.what](hosts)
+    if args.what in (looks := {"attach": detached.attach, "status": detached.status, "stop": detached.stop}):
+        return looks[args.what](hosts, args.hosts)
     if args.elastic and args.elastic[0] > len(hosts):
         raise UserError(f"--elastic {args.elastic[0]}:{args.elastic[1]} needs {args.elastic[0]} hosts to begin "
                         f"with, but {args.hosts} has {len(hosts)}: add hosts, or lower MIN")

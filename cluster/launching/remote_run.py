@@ -17,13 +17,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from daemon import FOLLOWED
+from agent import USER_ERROR
+from daemon import BEGUN
 from hosts import Host
 
 HEARTBEAT = 0.5  # seconds at most between two of them
 GRACE = 3  # seconds from the first failure until the others are stopped: whose fault was it?
 STOP = 20  # seconds without a line from a host that was told to stop, until ssh itself is ended: it is out of reach
-BEGUN = re.compile(rf"^[0-9]+ process(es)? with OMP_NUM_THREADS=|^{FOLLOWED}")  # what host_run.py prints first
+PROCESS_ENDED = re.compile(f"torch/distributed/elastic.*exitcode|{USER_ERROR.pattern}")  # after that it's of no use
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|Connection refused")
 # Stack traces of torch's stores, with the empty lines in between.
 STORE_TRACE = re.compile(r"^frame #\d+: |^<omitting python frames>|^Exception raised from \w+ at /|"
@@ -170,9 +171,9 @@ class Launch:
         """Says which host failed first, and why; returns its exit code."""
         run = self.cause()
         lines = list(run.last)
-        ends = [index for index, line in enumerate(lines) if "torch/distributed/elastic" in line and "exitcode" in line]
-        shown = lines[:ends[0] + 1 if ends else None]  # after that torchrun speaks of itself
-        return describe(run, f"{run.host.label} (node rank {run.host.rank}) failed first", shown)
+        ends = [index for index, line in enumerate(lines) if PROCESS_ENDED.search(line)]
+        return describe(run, f"{run.host.label} (node rank {run.host.rank}) failed first",
+                        lines[:ends[0] + 1 if ends else None])
 
 
 def describe(run: Run, what: str, shown: list[str]) -> int:

@@ -15,7 +15,6 @@ import copy
 import datetime
 import os
 import threading
-import time
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -27,16 +26,18 @@ from membership.watch import NEWCOMER, Pulses, Signals, is_lost_peer
 from timeline import timeline
 
 JOINING, TIMEOUT = 15, 600  # seconds that a process waits for the others: to join, and after that
+FAILURES = 5  # generations that may end before they begin, one after the other
 
 
 class Generation:
     """`held`: what this process has in memory of the generation before, see held.py; None of a new process.
 
-    `run`: the Run of this generation, as soon as there is one. `lost_at`: when the generation before has ended.
+    `run`: the Run of this generation, as soon as there is one. `failures`: of the generations before, so many in a row
+    have ended before they began.
     """
 
-    def __init__(self, members: Members | None, signals: Signals, held=None, lost_at: float | None = None):
-        self.members, self.signals, self.held, self.lost_at = members, signals, held, lost_at
+    def __init__(self, members: Members | None, signals: Signals, held=None, failures: int = 0):
+        self.members, self.signals, self.held, self.failures = members, signals, held, failures
         self.pulses, self.run = None, None
 
     def join(self, backend: str) -> None:
@@ -59,8 +60,8 @@ class Generation:
             dist.distributed_c10d._set_pg_timeout(pgm.timeout)
             dist.distributed_c10d._get_default_store().set_timeout(pgm.timeout)
 
-    def leave(self, error: RuntimeError):
-        """What this process holds for the next generation. Raises the error itself where nobody is lost."""
+    def leave(self, error: RuntimeError) -> "Generation":
+        """The next generation, with what this process holds. Raises the error itself where nobody is lost."""
         is_lost = is_lost_peer(error) or self.pulses is not None and self.pulses.reason
         if not is_lost or self.members is None:
             raise error
@@ -83,7 +84,11 @@ class Generation:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
         forget_ranks()
-        return self.held
+        if self.failures > FAILURES:
+            print(f"no generation has begun, {self.failures} times in a row: this process starts anew", flush=True)
+            os._exit(1)
+        has_begun = self.run is not None and self.run.has_begun
+        return Generation(self.members, self.signals, self.held, 0 if has_begun else self.failures + 1)
 
 
 def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
@@ -103,5 +108,4 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
                   "training: this part ends, and takes part again when it hears more of them", flush=True)
             os._exit(1)
         except RuntimeError as error:
-            held, now = generation.leave(error), time.monotonic()
-        generation = Generation(members, signals, held, now)
+            generation = generation.leave(error)

@@ -10,8 +10,9 @@ meeting is held by the first host of hosts.txt that answers there, so no host is
 Two halves of a cut network must not both train. So a meeting goes on with more than half of the ranks of the last
 generation only, or with half of them where the lowest of these ranks is among them. A process that its agent has
 started anew stands for the one before it, which is certainly gone. Since a rank belongs to one generation at a time and
-a generation begins when all its ranks have joined, at most one half can be it. Which ranks the last generation had,
-each host also keeps on its disk, for processes that start anew.
+a generation begins when all its ranks have joined, at most one half can be it. A rank that has agreed to a generation
+and then loses the others can't know whether it has begun for them, so it counts as one that has. And nobody agrees to
+what was decided without all that it knows. This each host also keeps on its disk, for processes that start anew.
 """
 
 import contextlib
@@ -80,24 +81,31 @@ class Roster:
         members = tuple(Member(**each) for each in record["members"])
         return cls(record["generation"], members, record["store"] and tuple(record["store"]), record["secret"])
 
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        return [member.place for member in self.members]
+
     def may_go_on(self, there: list[Member]) -> bool:
         """Whether these processes stand for more than half of the ranks, or for half of them with the lowest one."""
         places = {member.place for member in there}
-        heard = [member.place in places for member in self.members]
+        heard = [place in places for place in self.places]
         return 2 * sum(heard) > len(heard) or 2 * sum(heard) == len(heard) and heard[0]
 
 
 class Members:
     """This process among those of its elastic run. `roster`: of the generation that it belongs to, or belonged to.
 
-    `path`: the file in which this host keeps it. `multiple`: of so many processes a generation has to be. Raises UserError where another program has the run's port.
+    `path`: the file in which this host keeps it. `multiple`: of so many processes a generation has to be. Raises
+    UserError where another program has the run's port.
     """
 
     def __init__(self, record: dict, path: str, multiple: int):
         self.token, self.hosts, self.port = record["token"].encode(), record["hosts"], record["port"]
         self.run_id, self.at_least, self.path, self.multiple = record["id"], record["at_least"], path, multiple
-        self.roster, self.next, self.state, self.said = self.read(), None, "meeting", ""
-        self.callers: dict[str, tuple[float, Member, Roster | None]] = {}
+        self.next, self.state, self.said = None, "meeting", ""
+        self.roster, self.agreed = self.read()  # `agreed`: later ones, which may have begun for others
+        self.callers: dict[str, tuple[float, Member, dict]] = {}  # with what they know
+        self.basis: dict[str, dict] = {}  # what the members of `next` knew when this process decided on it
         self.since: dict[str, float] = {}  # when each caller knocked first
         self.silent: dict[str, float] = {}  # addresses that did not answer, until when they are not asked
         self.kept: list = []  # connections of other members, see watch.py
@@ -111,20 +119,29 @@ class Members:
     def from_environment(cls, path: str, multiple: int) -> "Members | None":
         return cls(json.loads(os.environ[VARIABLE]), path, multiple) if VARIABLE in os.environ else None
 
-    def read(self) -> Roster | None:
-        """The last roster of this run that this host knows."""
+    def read(self) -> tuple[Roster | None, list[Roster]]:
+        """The last roster of this run that this host knows, and those that were agreed on since."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(self.path, encoding="utf-8") as file:
             record = json.load(file)
-            return Roster.of(record["roster"]) if record["run"] == self.run_id else None
+            if record["run"] == self.run_id:
+                return Roster.of(record["last"]), [Roster.of(each) for each in record["agreed"]]
+        return None, []
+
+    def knows(self) -> dict:
+        last = self.roster and dataclasses.asdict(self.roster)
+        return {"last": last, "agreed": [dataclasses.asdict(each) for each in self.agreed]}
 
     def begin(self, roster: Roster) -> None:
         """All members have joined: from now on this process belongs to that generation."""
-        self.roster, self.state = roster, "running"
+        self.roster, self.agreed, self.state = roster, [], "running"
+        self.keep()
+
+    def keep(self) -> None:
         if self.me.local_rank == 0:
             with contextlib.suppress(OSError):  # of a full disk: it is for the next start only
                 os.makedirs(os.path.dirname(self.path), exist_ok=True)
                 with open(f"{self.path}.unfinished", "w", encoding="utf-8") as file:
-                    json.dump({"run": self.run_id, "roster": dataclasses.asdict(roster)}, file)
+                    json.dump({"run": self.run_id, **self.knows()}, file)
                 os.replace(f"{self.path}.unfinished", self.path)
 
     def answer(self, message: dict, connection) -> tuple[dict, bool]:
@@ -136,18 +153,18 @@ class Members:
             return {"ok": is_mine}, is_mine
         if message["kind"] == "meet":
             member, now = Member(**message["me"]), time.monotonic()
-            self.callers[member.key] = (now, member, Roster.of(message["last"]))
+            self.callers[member.key] = (now, member, message["knows"])
             self.since.setdefault(member.key, now)
-            if self.next and member in self.next.members:
+            if self.next and self.basis.get(member.key) == message["knows"]:
                 return {"state": "agreed", "roster": dataclasses.asdict(self.next)}, False
         return {"state": self.state}, False
 
-    def there(self) -> list[tuple[Member, Roster | None]]:
-        """Those who have knocked a moment ago, and this process: one a place, the one that came last."""
+    def there(self) -> list[tuple[Member, dict]]:
+        """Those who have knocked a moment ago, and this process, with what they know: one a place, the last to come."""
         now = time.monotonic()
-        fresh = {member.place: (member, last) for at, member, last in sorted(
+        fresh = {member.place: (member, knows) for at, member, knows in sorted(
             [*self.callers.values()], key=lambda caller: self.since[caller[1].key]) if now - at < FRESH}
-        return [*({**fresh, self.me.place: (self.me, self.roster)}).values()]
+        return [*({**fresh, self.me.place: (self.me, self.knows())}).values()]
 
     def is_survivor(self) -> bool:
         """Whether this very process was in the last generation, and holds something in memory."""
@@ -169,30 +186,43 @@ class Members:
                 os._exit(1)
             self.look_around()
             time.sleep(PAUSE)
+        self.agree()
         return self.next
 
-    def look_around(self) -> None:
-        """Knocks at the first host that answers; holds the meeting where that is this one."""
-        message = {"kind": "meet", "me": dataclasses.asdict(self.me),
-                   "last": self.roster and dataclasses.asdict(self.roster)}
-        known = [member.address for member in self.roster.members] if self.roster else []
-        for address in dict.fromkeys([*self.hosts, *known]):
-            if address == self.me.address and self.opens_port():
-                return self.hold()
-            if (answer := self.ask((address, self.port), message)) is None:
-                continue
-            if answer["state"] == "agreed":
-                self.next = Roster.of(answer["roster"])
-            elif answer["state"] == "too few" and self.is_survivor():
-                raise TooFew
-            return
+    def agree(self) -> None:
+        """From now on the next generation may begin for others, whether this process hears of it or not."""
+        self.agreed = [*(each for each in self.agreed if each.places != self.next.places), self.next]
+        self.keep()
 
-    def ask(self, door: tuple[str, int], message: dict) -> dict | None:
-        """As call(). A host that is out of reach is not asked again for a while."""
+    def look_around(self) -> None:
+        """Knocks at the first host that answers; holds the meeting where that is this one.
+
+        A new process knocks at all of them: a run that goes on may be anywhere, and takes in who has knocked.
+        """
+        known = [member.address for member in self.roster.members] if self.roster else []
+        holds, states = self.opens_port(), []
+        for address in dict.fromkeys([*self.hosts, *known]):
+            if address == self.me.address and holds:
+                states.append("here")
+            elif answer := self.knock_at((address, self.port)):
+                states.append(answer["state"])
+                if self.next:
+                    return
+                if answer["state"] == "too few" and self.is_survivor():
+                    raise TooFew
+            if states and self.is_survivor():
+                break
+        if states[:1] == ["here"] and "running" not in states:
+            self.hold()
+
+    def knock_at(self, door: tuple[str, int]) -> dict | None:
+        """Says that this process is there. A host that is out of reach is not asked again for a while."""
         now = time.monotonic()
         if now < self.silent.get(door[0], 0):
             return None
-        answer = call(door, self.token, message)
+        answer = call(door, self.token, {"kind": "meet", "me": dataclasses.asdict(self.me), "knows": self.knows()})
+        if answer and answer["state"] == "agreed":
+            self.next = Roster.of(answer["roster"])
         if answer is None and time.monotonic() > now + 0.5:  # nobody refused
             self.silent[door[0]] = time.monotonic() + SILENT
         return answer
@@ -213,10 +243,13 @@ class Members:
         """Holds the meeting: sets `next` where all is known that has to be. Raises TooFew."""
         found = self.there()
         members = sorted((member for member, _ in found), key=lambda member: (member.host, member.place))
-        last = max((last for _, last in found if last), key=lambda last: last.generation, default=None)
+        last = max((Roster.of(knows["last"]) for _, knows in found if knows["last"]),
+                   key=lambda roster: roster.generation, default=None)
         if self.may_come(members, last):
             return
-        if last and not last.may_go_on(members):
+        number = last.generation if last else 0
+        agreed = [Roster.of(each) for _, knows in found for each in knows["agreed"] if each["generation"] > number]
+        if not all(roster.may_go_on(members) for roster in ([last] if last else []) + agreed):
             self.too_few_since = self.too_few_since or time.monotonic()
             if time.monotonic() > self.too_few_since + ALONE:
                 self.state = "too few"
@@ -232,16 +265,18 @@ class Members:
                 print(text, flush=True)
             return
         self.store = dist.TCPStore(self.me.address, 0, is_master=True, wait_for_workers=False)  # while it is referenced
-        self.next = Roster(last.generation + 1 if last else 1, tuple(members), (self.me.address, self.store.port),
-                           secrets.token_hex(8))
+        self.basis = {member.key: knows for member, knows in found}
+        self.next = Roster(1 + max([number, *(each.generation for each in agreed)]), tuple(members),
+                           (self.me.address, self.store.port), secrets.token_hex(8))
 
     def may_come(self, members: list[Member], last: Roster | None) -> bool:
-        """Whether somebody is to be waited for: a rank that lives and has not noticed yet that its groups are broken
-        or, where no rank has anything in memory, the processes of hosts that have just been started."""
+        """Whether somebody is to be waited for: a rank that lives and has not noticed yet that its groups are broken,
+        or belongs to a later generation, which takes this process in; where no rank has anything in memory, the
+        processes of hosts that have just been started."""
         places = {member.place for member in members}
         absent = [member for member in last.members if member.place not in places] if last else []
         with ThreadPoolExecutor(max(1, len(absent))) as pool:
-            if any(pool.map(lambda member: self.ask(member.door, {"kind": "who"}), absent)):
+            if any([*pool.map(lambda member: self.knock_at(member.door), absent)]):
                 return True
         if last and any(member in last.members for member in members):
             return False

@@ -4,9 +4,9 @@ As a script, `checkpoint_runs.py OUT SCRIPT FLAGS...`, it runs SCRIPT with norms
 and each rank writes its parameters into OUT/rank<r>.pt in the end, and the gradients of the last step into
 OUT/grads<r>.pt. With STOP=1:5:15 in the environment rank 1 (with STOP=-1:5:15 each rank) gets signal 15 in the middle
 of its fifth step. With POISON=1:5 nothing is different, but that rank 1's weights are NaN after its fifth step; with
-LOSE=1:5 it is gone after it; with SLOW=10 each step takes ten seconds longer. With HOSTS=FOLDER each rank is a host of
-its own, whose disk is FOLDER/host<rank>, and the last one has started the run. With DISKS=a,b rank 0 runs in OUT/a and
-rank 1 in OUT/b: relative paths are then on disks of their own.
+SLOW=10 each step takes ten seconds longer. With HOSTS=FOLDER each rank is a host of its own, whose disk is
+FOLDER/host<rank>, and the last one has started the run. With DISKS=a,b rank 0 runs in OUT/a and rank 1 in OUT/b:
+relative paths are then on disks of their own.
 """
 
 import functools
@@ -103,20 +103,6 @@ def stop(numbers, rank: int, step: int, number: int, _optimizer, _args, _kwargs)
         time.sleep(0.2)  # until it is noted
 
 
-def lose(rank: int, step: int) -> None:
-    """`rank` ends after that step, when its values are to be on the board."""
-    from training.record import Board
-
-    log = Board.log
-
-    def log_or_leave(board, made, *args):
-        if made.number == step and int(os.environ["RANK"]) == rank:
-            os._exit(0)
-        log(board, made, *args)
-
-    Board.log = log_or_leave
-
-
 def be_a_host(folder: str) -> None:
     rank = os.environ["GROUP_RANK"] = os.environ["RANK"]
     socket.gethostname = lambda: f"host{rank}"
@@ -154,15 +140,11 @@ def main() -> None:
         be_a_host(os.environ["HOSTS"])
     if slow := os.environ.get("SLOW"):
         slow_down(float(slow))
-    if lost := os.environ.get("LOSE"):
-        import course  # noqa: F401
-
-        lose(*map(int, lost.split(":")))
     faults = {"POISON": (register_optimizer_step_post_hook, put_nan), "STOP": (register_optimizer_step_pre_hook, stop)}
     if fault := next((name for name in faults if name in os.environ), None):
         register, act = faults[fault]
         register(functools.partial(act, itertools.count(1), *map(int, os.environ[fault].split(":"))))
-    if disks or slow or lost or fault == "POISON":
+    if disks or slow or fault == "POISON":
         runpy.run_path(script, run_name="__main__")
         return
     imported = runpy.run_path(script, run_name="imported")  # its modules see both dtypes, for the files
