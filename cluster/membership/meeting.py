@@ -36,7 +36,7 @@ FRESH = 2.0  # seconds for which somebody who has knocked counts as there
 PAUSE = 0.05  # seconds between two knocks
 SILENT = 5.0  # seconds for which a host that did not answer is not asked again
 SETTLED = 3.0  # seconds without a new process, until a run begins with fewer hosts than hosts.txt has
-ALONE = 3.0  # seconds for which too few ranks have to be heard, until they end
+ALONE = 20.0  # seconds for which too few ranks are heard, until they end: a process may be started anew meanwhile
 
 
 class TooFew(RuntimeError):
