@@ -93,11 +93,15 @@ class Run:
 
     def in_memory(self) -> tuple[Found, bool] | None:
         """As find(), of what the ranks hold since the last generation. Collective."""
-        if found := in_memory(self.generation.held, self.disks):
+        number = self.generation.members.roster.generation if self.generation.members else 0
+        if found := in_memory(self.generation.held, self.disks, number):
             self.specs, self.commit, state = found
+            if not self.specs[self.disks.rank]:
+                self.generation.held = None  # of other steps than the run's
             return Found(name_of_step(state["step"]), self.folder, state, {}), False
         if any(self.disks.gather(self.generation.held is not None)) and is_home():
             print("a part of the model was on the lost hosts alone: all ranks go back to the last checkpoint", flush=True)
+        self.generation.held = None
         return None
 
     def find(self) -> tuple[Found | None, bool]:

@@ -32,11 +32,13 @@ class Commit(NamedTuple):
 
 
 class Held:
-    """Of a Run whose generation has ended. `everything`: the keys of all weights."""
+    """Of a Run whose generation has ended. `everything`: the keys of all weights. `generation`: the last one in which
+    this state was that of the run: who was cut off has steps that the others may have made anew, or never made."""
 
     def __init__(self, run):
         keeper = run.checkpointer
         keeper.host = []  # the memory for copies
+        self.generation = run.generation.members.roster.generation
         self.stage, self.optimizer, self.scheduler = keeper.stage, keeper.optimizer, keeper.scheduler
         self.step, self.commit, self.everything, self.tp_rank = run.step, run.commit, run.everything, run.tp_rank
         self.max_grad_norm, self.keeper = run.args.max_grad_norm, keeper
@@ -145,25 +147,32 @@ class Moved:
             optimizer.state[params[name, "", rank]][entry] = value
 
 
-def in_memory(held: Held | None, disks: Disks) -> tuple[list[dict[Key, tuple]], Commit | None, dict] | None:
-    """What all ranks hold of one step together: for each rank the dtype and shape of each key, what is known of the
-    step, and the state as state.json has it. None where something is held by nobody. Collective.
+def in_memory(held: Held | None, disks: Disks, generation: int):
+    """What all ranks hold of one step together: for each rank the dtype and shape of each key, the Commit of the step,
+    and the state as state.json has it. None where something is held by nobody. Collective.
+
+    `generation`: the one that begins. A rank without keys holds nothing of the run's state, whatever is in its memory.
     """
-    known = [each for each in disks.gather(held and (held.step, held.commit, held.keeper.written)) if each]
+    everyone = disks.gather(held and (held.generation, held.step, held.commit, held.keeper.written))
+    last = max((each[0] for each in everyone if each), default=None)
+    known = [each for each in everyone if each and each[0] == last]
     if not known:
         return None
-    commits = sorted({commit for _, commit, _ in known if commit})
-    step = max([each for each, _, _ in known] + [commit.step for commit in commits])
-    if held:
+    commits = sorted({commit for _, _, commit, _ in known if commit})
+    step = max([each for _, each, _, _ in known] + [commit.step for commit in commits])
+    is_current = held is not None and held.generation == last
+    if is_current:
         held.agree(commits)
-        held.keeper.written = min(written for _, _, written in known)
-    is_current = held is not None and held.step == step
+        held.keeper.written = min(written for *_, written in known)
+        is_current = held.step == step
     mine = held.tensors() if is_current else {}
     specs = {key: (value.dtype, value.shape) for key, value in mine.items()}
     everyone = disks.gather((specs, is_current and (held.everything, held.keeper.state(step))))
     everything, state = next(facts for _, facts in everyone if facts)
     if not everything <= {key for each, _ in everyone for key in each}:
         return None
+    if is_current:
+        held.generation = generation
     return [each for each, _ in everyone], next((each for each in commits if each.step == step), None), state
 
 

@@ -79,7 +79,7 @@ class Signals:
         while os.read(self.noted, 64):
             self.asked = True
             if not self.ready:
-                print(f"rank {os.environ.get('RANK', 0)}: stopped before the training began", flush=True)
+                print("stopped before the training began", flush=True)
                 os._exit(is_elastic())
 
     def wait(self, seconds: float) -> bool:
