@@ -100,7 +100,8 @@ class Pulses:
 
     def __init__(self, members: Members):
         self.reason, self.noticed, self.ended, self.members = None, threading.Event(), threading.Event(), members
-        self.before, self.links, self.thread = {inode for inode, _ in connections()}, {}, threading.Thread(target=self.run, daemon=True)
+        self.before, self.links = {inode for inode, _ in connections()}, {}
+        self.thread = threading.Thread(target=self.run, daemon=True)
         deadline, roster = time.monotonic() + JOINING, members.next
         message = {"kind": "pulse", "secret": roster.secret, "rank": roster.members.index(members.me)}
         try:
