@@ -4,11 +4,13 @@ Each run draws its layout and four faults from its seed. FAULT_SEED=17 replays o
 """
 
 import os
+import random
+import time
 
 import pytest
-from bed import bed, testbed
+from bed import NODES, bed, testbed
 from checkpoint_runs import write_model
-from faults import FLAGS, LAYOUTS, FaultyRun, draw
+from faults import FLAGS, LAYOUTS, FaultyRun, Plan, Steps, divide, draw
 from launch import ROOT, fork, metrics
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.usefixtures(bed.__name__)]
@@ -71,3 +73,43 @@ def test_random_faults(inputs, undisturbed, tmp_path, seed):
     for key in ("loss", "grad_norm"):
         assert max(abs(a[key] - b[key]) for a, b in zip(longest, expected)) <= 1e-9
     print(f"{len(longest)} steps as without a fault, in all {sum(map(len, found.values()))} rows on {len(found)} hosts")
+
+
+def test_two_parts_never_both_train(inputs, tmp_path):
+    """One host against two, by a cable or by routes; a second cut may come while the first one is remade."""
+    seed, cuts = int(os.environ.get("FAULT_SEED", 1)), int(os.environ.get("CUTS", 2))
+    chance, steps = random.Random(seed), Steps()
+    run = FaultyRun(tmp_path, "parts", Plan("shares", True, []), ["--dataset_name", inputs / "corpus"])
+    try:
+        for number in range(cuts):
+            start = time.monotonic()
+            assert steps.watch(60, lambda: len(sum(steps.since(start).values(), [])) > 10), run.report()
+            steps.watch(chance.uniform(0, 0.5))
+            alone, lasts = chance.choice(NODES), chance.choice([4, 15, 40])
+            others = [node for node in NODES if node != alone]
+            by_cable, again = chance.random() < 0.5, chance.random() < 0.3
+            print(f"cut {number}: {alone} alone, {'cable' if by_cable else 'routes'}, {lasts} s, again {again}", flush=True)
+            marks = {node: len(steps.texts[node]) for node in NODES}
+            cut_at = time.monotonic()
+            testbed("cut", alone) if by_cable else divide([alone], others)
+            if again:  # and mended for a moment, while the parts remake their groups
+                steps.watch(chance.uniform(5, 8))
+                testbed("join", alone) if by_cable else divide([alone], others, True)
+                steps.watch(chance.uniform(0.2, 1.5))
+                cut_at = time.monotonic()
+                testbed("cut", alone) if by_cable else divide([alone], others)
+            steps.watch(lasts)
+            found, said = steps.since(cut_at + 0.3), {node: steps.texts[node][marks[node]:] for node in NODES}
+            mine, theirs = (sum((found.get(node, []) for node in part), []) for part in ([alone], others))
+            print(f"   steps afterwards: alone {len(mine)}, the other two {len(theirs)}; "
+                  f"too few: {'too few:' in said[alone]}", flush=True)
+            testbed("join", alone) if by_cable else divide([alone], others, True)
+            assert not mine, run.report(said[alone][-3000:])
+            assert lasts < 15 or theirs, run.report(said[others[0]][-3000:])
+            assert lasts < 40 or said[alone].count("too few:") == 1, run.report(said[alone][-3000:])
+            marks = {node: len(steps.texts[node]) for node in NODES}
+            assert lasts < 15 or steps.watch(90, lambda: any(
+                "3 ranks over" in steps.texts[node][marks[node]:] for node in NODES)), run.report()
+        run.stop()
+    finally:
+        run.clear()

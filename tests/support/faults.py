@@ -16,7 +16,7 @@ import sys
 import time
 from typing import NamedTuple
 
-from bed import NODES, SSH_CONFIG, on_disk, testbed
+from bed import NETWORK, NODES, SSH_CONFIG, on_disk, testbed
 from elastic_bed import kill_all, nothing_runs, pids_of, switch_on
 from launch import ROOT
 from launcher import Launch, eventually, write_hosts
@@ -36,6 +36,7 @@ LAYOUTS = {  # name -> (flags that decide what is computed where, flags of one p
 }
 KINDS = ["rank", "agent", "host", "first host", "launcher", "cable", "disk"]
 MOMENTS = ["training", "saving", "evaluating", "measuring", "remaking"]
+ADDRESS = {node: f"{NETWORK}.{10 + number}" for number, node in enumerate(NODES)}
 FILLER = ROOT / "checkpoints" / "filler"
 
 
@@ -222,3 +223,46 @@ class FaultyRun:
             switch_on(node)
             testbed("exec", node, "umount", "-l", ROOT / "checkpoints", check=False)
             testbed("wipe", node)
+
+
+class Steps:
+    """The steps that the hosts of a detached run have written, each on its own disk, and when this machine saw them."""
+
+    def __init__(self):
+        self.seen, self.texts = [], {}  # (moment, node, step)
+
+    def look(self) -> None:
+        for node in NODES:
+            texts = [path.read_text(errors="replace") for path in
+                     on_disk(node, ROOT / "logs" / "launches").glob("*/*/output")]
+            text = "".join(texts)
+            new = text[len(self.texts.get(node, "")):]
+            whole = new[:new.rfind("\n") + 1]
+            self.texts[node] = self.texts.get(node, "") + whole
+            now = time.monotonic()
+            self.seen += [(now, node, int(number)) for number in re.findall(r"\| step (\d+)/", whole)]
+
+    def since(self, moment: float) -> dict[str, list[int]]:
+        """By host, the steps that were seen after that moment."""
+        found = {}
+        for at, node, number in self.seen:
+            if at > moment:
+                found.setdefault(node, []).append(number)
+        return found
+
+    def watch(self, seconds: float, until=lambda: False) -> bool:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.look()
+            if until():
+                return True
+            time.sleep(0.05)
+        return until()
+
+
+def divide(part: list[str], others: list[str], is_mended: bool = False) -> None:
+    """The hosts of one part don't reach those of the other; this machine reaches all of them."""
+    for here, there in ((part, others), (others, part)):
+        for node in here:
+            for other in there:
+                testbed("exec", node, "ip", "route", "del" if is_mended else "add", "blackhole", ADDRESS[other])
