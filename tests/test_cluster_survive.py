@@ -100,10 +100,10 @@ def test_shut_wakes_a_blocked_receive_and_leaves_other_sockets_alone(tmp_path):
 import sys
 sys.path[0] = {str(watch.__file__.rpartition("/membership")[0])!r}
 import course
-import os, socket, threading, time, types
+import os, pathlib, socket, threading, time, traceback, types
 import torch, torch.distributed as dist
-from membership.watch import Pulses, sockets, is_lost_peer
-server = socket.create_server(("127.0.0.1", 0))
+from membership.watch import Pulses, is_lost_peer, sockets
+done, server = pathlib.Path({str(tmp_path / "done")!r}), socket.create_server(("127.0.0.1", 0))
 mine = socket.create_connection(server.getsockname())
 other, _ = server.accept()
 pulses = object.__new__(Pulses)
@@ -111,19 +111,24 @@ pulses.before, pulses.links, pulses.members = sockets(), {{}}, types.SimpleNames
 dist.init_process_group("gloo")
 group = dist.new_group(backend="gloo")
 dist.barrier(group)
+end = time.monotonic() + 20
 if dist.get_rank() == 1:
-    time.sleep(4)
-    os._exit(0)
-threading.Timer(0.5, pulses.shut).start()
-start = time.monotonic()
+    while time.monotonic() < end and not done.exists():
+        time.sleep(0.05)
+    os._exit(not done.exists())
 try:
-    dist.recv(torch.zeros(1), 1, group=group)
-except RuntimeError as error:
-    assert is_lost_peer(error), error
-assert 0.3 < time.monotonic() - start < 3, time.monotonic() - start
-mine.sendall(b"x")
-assert other.recv(1) == b"x"
-os._exit(0)
+    threading.Timer(0.5, pulses.shut).start()
+    try:
+        dist.recv(torch.zeros(1), 1, group=group)
+    except RuntimeError as error:
+        assert is_lost_peer(error), error
+        done.write_text("woken")
+    mine.sendall(b"x")
+    assert other.recv(1) == b"x"
+    os._exit(0)
+except BaseException:
+    traceback.print_exc()
+    os._exit(1)  # at its end Python would wait for the group's threads
 """)
     ended = run_apart(script, [{}, {}])
     assert [code for code, _ in ended] == [0, 0], ended
