@@ -1,4 +1,4 @@
-"""What ends a wait: a process that is lost or leaves, a signal. No rank of an elastic run waits for one that is gone."""
+"""What ends a wait in an elastic run: a process that is lost or leaves, others that wait to be taken in, a signal."""
 
 import json
 import os
@@ -138,9 +138,10 @@ def test_errors_of_a_lost_rank():
     """gloo's, torch's and the store's own words for it; none of ours, and nothing of the memory."""
     import torch
 
-    for text in ("Connection closed by peer [127.0.0.1]:1", "Socket Timeout", "Broken pipe", "wait timeout after 100ms"):
+    for text in "Connection closed by peer [127.0.0.1]:1", "Socket Timeout", "Broken pipe", "wait timeout after 100ms":
         assert watch.is_lost_peer(RuntimeError(text))
-    for error in (torch.OutOfMemoryError("remote process"), UserError("a socket"), RuntimeError("shape"), OSError("peer")):
+    ours = torch.OutOfMemoryError("remote process"), UserError("a socket"), RuntimeError("shape"), OSError("peer")
+    for error in ours:
         assert not watch.is_lost_peer(error)
     assert watch.is_lost_peer(watch.Lost("whatever it says"))
 

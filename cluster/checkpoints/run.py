@@ -62,7 +62,8 @@ class Run:
     """
 
     def __init__(self, args, generation):
-        generation.run = self
+        generation.run, self.has_begun = self, False  # a generation may end before it has begun
+        self.checkpointer, self.loader, self.record, self.read, self.lock = None, None, None, None, None
         if os.path.basename(args.run_name) != args.run_name or args.run_name in ("", ".", ".."):
             raise UserError(f"--run_name {args.run_name!r} becomes a directory's name: use one without slashes")
         for name, value in vars(args).items():
@@ -89,7 +90,6 @@ class Run:
             args.learning_rate = self.found.state["flags"].get("learning_rate")
         if self.found and is_home():
             print(f"going on after step {self.start}: {'in memory' if self.specs else self.found.path}", flush=True)
-        self.checkpointer, self.loader, self.record, self.read, self.has_begun = None, None, None, None, False
 
     def in_memory(self) -> tuple[Found, bool] | None:
         """As find(), of what the ranks hold since the last generation. Collective."""
@@ -278,7 +278,7 @@ class Run:
         """This generation has ended: its files can be opened by the next one."""
         if self.record:
             self.record.leave()
-        if self.lock.file:
+        if self.lock and self.lock.file:
             self.lock.file.close()
 
 

@@ -134,6 +134,7 @@ class Members:
     def begin(self, roster: Roster) -> None:
         """All members have joined: from now on this process belongs to that generation."""
         self.roster, self.agreed, self.state = roster, [], "running"
+        self.callers.clear()  # what they said then is no longer so
         self.keep()
 
     def keep(self) -> None:

@@ -22,6 +22,7 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -99,7 +100,8 @@ class Pulses:
 
     def __init__(self, members: Members):
         self.reason, self.noticed, self.ended, self.members = None, threading.Event(), threading.Event(), members
-        self.before, self.links, self.thread = sockets(), {}, threading.Thread(target=self.run, daemon=True)
+        self.before, self.links = {inode for inode, _ in connections()}, {}
+        self.thread = threading.Thread(target=self.run, daemon=True)
         deadline, roster = time.monotonic() + JOINING, members.next
         message = {"kind": "pulse", "secret": roster.secret, "rank": roster.members.index(members.me)}
         try:
@@ -132,9 +134,9 @@ class Pulses:
     def shut(self) -> None:
         """Ends what waits in a group of this generation."""
         keep = {os.fstat(link.fileno()).st_ino for link in [*self.links, *self.members.kept] if not link.closed}
-        for inode, fd in sockets().items():
+        for inode, each in connections():
             if inode not in self.before and inode not in keep:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
+                with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
         if dist.is_initialized() and dist.get_backend() == "nccl":  # by torch's documentation; never run
             dist.distributed_c10d._abort_process_group()
@@ -162,17 +164,19 @@ def how_it_ended(link) -> str:
     return "is lost"
 
 
-def sockets() -> dict[int, int]:
-    """This process's TCP connections: inode -> file descriptor."""
-    found = {}
+def connections() -> Iterator[tuple[int, socket.socket]]:
+    """This process's TCP connections: (inode, a socket that is closed after it).
+
+    A file descriptor's number may be another's a moment later, even that of a port at which something listens. So what
+    it is, is asked of the same copy with which something is then done.
+    """
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as each:
                     is_listening = each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     if each.family in (socket.AF_INET, socket.AF_INET6) and not is_listening:
-                        found[os.fstat(each.fileno()).st_ino] = int(name)
-    return found
+                        yield os.fstat(each.fileno()).st_ino, each
 
 
 def set_probes(fd: int) -> None:

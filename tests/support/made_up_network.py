@@ -58,9 +58,9 @@ class Network:
                     raise OSError(98, "Address already in use")
                 network.doors[self.address, port] = self
 
-        for name, value in {"Door": Door, "call": self.call,
-                            "time": types.SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep),
-                            "dist": types.SimpleNamespace(TCPStore=lambda *_, **__: types.SimpleNamespace(port=1))}.items():
+        clock = types.SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
+        stores = types.SimpleNamespace(TCPStore=lambda *_, **__: types.SimpleNamespace(port=1))
+        for name, value in {"Door": Door, "call": self.call, "time": clock, "dist": stores}.items():
             monkeypatch.setattr(meeting, name, value)
 
     def start(self, host: int, local_rank: int = 0) -> Process:

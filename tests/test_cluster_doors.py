@@ -1,0 +1,165 @@
+"""The door of a process of an elastic run: who knows the run's token is answered, and strangers find nothing."""
+
+import os
+import pickle
+import socket
+import struct
+import threading
+import time
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+import pytest
+from launch import modules_of
+
+with modules_of(9):
+    from membership import door as doors
+    from membership.door import NO_ANSWER, Door, call, knock
+
+TOKEN = b"of the run"
+
+
+class Harmful:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def door():
+    heard = []
+
+    def answer(message, connection):
+        heard.append(message)
+        return {"heard": message["kind"]}, False
+
+    made = Door(TOKEN, answer, "127.0.0.1")
+    made.heard, made.at = heard, ("127.0.0.1", made.port)
+    return made
+
+
+def stranger(door) -> Connection:
+    return Connection(socket.create_connection(door.at).detach())
+
+
+def closes(connection) -> bool:
+    """Whether the other end closes it, whatever it says before."""
+    try:
+        while True:
+            connection.recv_bytes()
+    except (EOFError, OSError):
+        return True
+
+
+def test_who_knows_the_token_is_answered(door):
+    assert call(door.at, TOKEN, {"kind": "who"}) == {"heard": "who"} and door.heard == [{"kind": "who"}]
+
+
+def test_nothing_of_a_stranger_is_unpickled(door, tmp_path):
+    """Neither instead of the challenge's answer, nor before it, nor after one by a wrong token, nor as a message."""
+    harm, path = pickle.dumps(Harmful(tmp_path / "harm")), tmp_path / "harm"
+    instead = stranger(door)
+    instead.recv_bytes()
+    instead.send_bytes(harm)
+    before = stranger(door)
+    before.send_bytes(harm)
+    for each in instead, before:
+        assert closes(each)
+    wrong = stranger(door)
+    with pytest.raises(NO_ANSWER):
+        answer_challenge(wrong, b"another token")
+    wrong.send_bytes(harm)
+    assert closes(wrong) and not door.heard
+    own = stranger(door)  # even one that knows the token
+    answer_challenge(own, TOKEN)
+    deliver_challenge(own, TOKEN)
+    own.send_bytes(harm)
+    assert closes(own) and not path.exists() and not door.heard
+    assert pickle.loads(harm) is None and path.exists()  # it would have been seen
+    assert call(door.at, TOKEN, {"kind": "who"})
+
+
+def test_a_guest_does_not_speak_before_the_door_has_shown_the_token():
+    """A stranger that listens where a door was hears nothing, and gets no answer of its own unpickled."""
+    heard = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def be_a_stranger():
+            connection = Connection(server.accept()[0].detach())
+            connection.send_bytes(b"#CHALLENGE#" + b"{sha256}" + b"x" * 40)
+            heard.append(connection.recv_bytes())
+            connection.send_bytes(b"#WELCOME#")
+            heard.append(connection.recv_bytes())
+            connection.send_bytes(b"what it should be")
+            with pytest.raises(EOFError):
+                while True:
+                    heard.append(connection.recv_bytes())
+
+        thread = threading.Thread(target=be_a_stranger)
+        thread.start()
+        assert call(server.getsockname(), TOKEN, {"kind": "meet", "me": "a secret"}) is None
+        thread.join()
+    assert not any(b"a secret" in each or TOKEN in each for each in heard)
+
+
+def test_the_token_never_travels(door):
+    """All bytes of a visit in both directions, recorded on the way."""
+    bytes_seen = []
+
+    def pass_on(source, target):
+        while data := source.recv(65536):
+            bytes_seen.append(data)
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        def serve():
+            guest = between.accept()[0]
+            with guest, socket.create_connection(door.at) as inner:
+                threads = [threading.Thread(target=pass_on, args=pair) for pair in ((guest, inner), (inner, guest))]
+                [each.start() for each in threads]
+                [each.join() for each in threads]
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert call(between.getsockname(), TOKEN, {"kind": "who"}) == {"heard": "who"}
+        thread.join()
+    assert b'{"kind": "who"}' in b"".join(bytes_seen) and TOKEN not in b"".join(bytes_seen)
+
+
+@pytest.mark.parametrize("message", [b"no JSON", b"\xff\xfe", b'{"kind": '])
+def test_a_message_that_says_nothing(door, message):
+    """A door whose thread ended by it would still be there, and so would its place among the guests."""
+    connection = doors.trusted(socket.create_connection(door.at), TOKEN, True, 2.0)
+    connection.send_bytes(message)
+    assert closes(connection) and call(door.at, TOKEN, {"kind": "who"})
+
+
+def test_a_message_that_is_too_long(door):
+    connection = doors.trusted(socket.create_connection(door.at), TOKEN, True, 2.0)
+    os.write(connection.fileno(), struct.pack("!i", doors.LIMIT + 1))
+    assert closes(connection) and call(door.at, TOKEN, {"kind": "who"})
+
+
+def test_silent_strangers_block_nobody(monkeypatch):
+    """Each has a thread of its own, for two seconds; who comes when all places are taken is sent away at once."""
+    monkeypatch.setattr(doors, "GUESTS", 4)
+    made = Door(TOKEN, lambda message, connection: ({}, False), "127.0.0.1")
+    at, start = ("127.0.0.1", made.port), time.monotonic()
+    silent = [socket.create_connection(at) for _ in range(3)]
+    assert call(at, TOKEN, {}) == {} and time.monotonic() - start < 1
+    silent += [socket.create_connection(at) for _ in range(3)]
+    time.sleep(0.2)
+    assert call(at, TOKEN, {}) is None
+    while call(at, TOKEN, {}) is None:
+        assert time.monotonic() < start + 5
+        time.sleep(0.1)
+    [each.close() for each in silent]
+
+
+def test_a_connection_that_is_kept():
+    kept = []
+    made = Door(TOKEN, lambda message, connection: (kept.append(connection) or {}, True), "127.0.0.1")
+    connection, answer = knock(("127.0.0.1", made.port), TOKEN, {})
+    kept[0].send_bytes(b"later")
+    assert answer == {} and connection.recv_bytes() == b"later"

@@ -1,0 +1,216 @@
+"""Who takes part in an elastic run: meetings, of which only one half of a cut network may go on.
+
+Most of them are in a network and a time that are made up, so that each is over in no time.
+"""
+
+import json
+import random
+import socket
+import threading
+import time
+
+import pytest
+from launch import modules_of
+
+with modules_of(9):
+    from made_up_network import Network
+    from membership import meeting
+    from membership.door import call
+    from utils import UserError
+
+
+@pytest.fixture
+def network(monkeypatch, tmp_path):
+    return lambda hosts, **options: Network(monkeypatch, tmp_path, hosts, **options)
+
+
+def places(process) -> list[tuple[int, int]]:
+    return [(member.host, member.local_rank) for member in process.roster.members]
+
+
+def test_the_first_meeting_waits_for_all_hosts(network):
+    net = network(3, nproc=2)
+    processes = [net.start(host, local_rank) for host, local_rank in ((2, 1), (0, 1), (1, 0), (2, 0), (0, 0))]
+    net.run(meeting.SETTLED - 0.5)
+    assert all(each.phase == "meeting" for each in processes)
+    processes.append(net.start(1, 1))
+    net.run(1)
+    assert all(each.phase == "training" for each in processes)
+    assert places(processes[0]) == [(host, local_rank) for host in range(3) for local_rank in range(2)]
+
+
+def test_a_host_that_is_not_switched_on_is_not_waited_for(network):
+    net = network(3)
+    processes = [net.start(0), net.start(2)]
+    net.run(meeting.SETTLED - 0.5)
+    assert all(each.phase == "meeting" for each in processes)
+    net.run(2)
+    assert all(each.phase == "training" and places(each) == [(0, 0), (2, 0)] for each in processes)
+
+
+@pytest.mark.parametrize("options, too_few, enough, text", [
+    (dict(at_least=3), 2, 3, "2 processes on 2 hosts are there: waiting for others (hosts: at least 3"),
+    (dict(multiple=2), 3, 4, "3 processes on 3 hosts are there: waiting for others (hosts: at least 1, processes: a "
+                             "multiple of 2)")])
+def test_too_few_hosts_or_processes_to_begin(network, capsys, options, too_few, enough, text):
+    net = network(4, **options)
+    for host in range(too_few):
+        net.start(host)
+    net.run(10)
+    assert not net.trained and capsys.readouterr().out.count(text) == 1
+    for host in range(too_few, enough):
+        net.start(host)
+    net.run(10)
+    assert len(net.trained) == 1 and len(net.trained[0].members) == enough
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_survivors_go_on_at_once_and_the_lost_one_comes_back(network, lost):
+    net = network(3)
+    processes = net.begun(3)
+    net.end(processes.pop(lost), "ended")
+    net.run(0.8)
+    left = [(host, 0) for host in range(3) if host != lost]
+    assert all(each.phase == "training" and places(each) == left for each in processes)
+    net.run(3)
+    assert places(processes[0]) == [(0, 0), (1, 0), (2, 0)] and len(net.trained) == 3
+
+
+def test_a_rank_that_has_not_noticed_is_waited_for(network, monkeypatch):
+    """It still computes, and its door answers."""
+    net = network(3)
+    processes = net.begun(3)
+    net.end(processes[2])
+    turn, busy = net.turn, processes[1]
+    monkeypatch.setattr(net, "turn", lambda process: process is busy or turn(process))
+    net.run(5)
+    assert processes[0].phase == "meeting"
+    monkeypatch.setattr(net, "turn", turn)
+    net.run(1)
+    assert places(processes[0]) == places(busy) == [(0, 0), (1, 0)] and processes[0].phase == "training"
+
+
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))])
+def test_halves(network, seed):
+    """Of each cut at most one part goes on: the one with more than half, or with half and the first. And all heal."""
+    rng = random.Random(seed)
+    hosts, parts = rng.randint(2, 7), [set(), set(), set()][: rng.randint(2, 3)]
+    net = network(hosts, seed=seed)
+    first = net.begun(hosts)
+    for host in range(hosts):
+        rng.choice(parts).add(host)
+    net.parts = parts
+    goes_on = [part for part in parts if 2 * len(part) > hosts or 2 * len(part) == hosts and 0 in part]
+    net.run(20)
+    training = [each for each in net.processes if each.phase == "training"]
+    assert len(goes_on) <= 1 and {each.host for each in training} == set().union(*goes_on)
+    assert all({host for host, _ in places(each)} == goes_on[0] for each in training)
+    ended = {each.host for each in first if each.phase == "ended"}
+    assert ended == {*range(hosts)} - set().union(*goes_on)  # each of them heard that it is too few
+    net.parts = None
+    net.run(20)
+    assert all(each.phase == "training" and len(each.roster.members) == hosts for each in net.processes)
+
+
+def test_a_minority_that_starts_anew_knows_that_it_is_one(network, monkeypatch, tmp_path):
+    """From its disk. The file of another run says nothing."""
+    net = network(3)
+    for process in net.begun(3):
+        net.end(process)
+    net.processes.clear()
+    net.parts = [{0}, {1, 2}]
+    alone = net.start(0)
+    net.run(10)
+    assert alone.phase == "meeting" and alone.members.roster.generation == 1
+    net.start(1), net.start(2)
+    net.run(10)
+    assert alone.phase == "meeting" and {host for host, _ in places(net.processes[-1])} == {1, 2}
+    other = network(3, run_id="another run")
+    alone = other.start(0)
+    other.run(10)
+    assert alone.phase == "training"
+
+
+def test_half_of_a_generation_that_one_rank_has_not_seen_begin(network):
+    """Rank 0 goes on alone, as the first of two. The other one of the two has agreed, and can't know it."""
+    net = network(3)
+    zero, one, two = net.begun(3)
+    net.parts = [{0, 1}, {2}]
+    zero.is_complete = False
+    for _ in range(200):
+        net.run(0.05)
+        if zero.roster and len(zero.roster.members) == 2 and zero.phase == "training" and one.phase == "joining":
+            break
+        assert one.phase != "training" or len(one.roster.members) == 3 or pytest.skip("both have begun")
+    net.parts = [{0}, {1, 2}]
+    net.run(15)
+    assert zero.phase == "training" and places(zero) == [(0, 0)]
+    assert not any(each.phase == "training" for each in net.processes if each.host)
+
+
+def mistreat(network, seed: int) -> None:
+    """A dozen faults: cuts, also of single links, and lost processes. Then all heals."""
+    rng = random.Random(seed)
+    hosts = rng.randint(2, 5)
+    net = network(hosts, seed=seed)
+    net.begun(hosts)
+    for _ in range(12):
+        if (chance := rng.random()) < 0.4:
+            net.parts = [set() for _ in range(rng.randint(1, 3))]
+            [rng.choice(net.parts).add(host) for host in range(hosts)]
+        elif chance < 0.5:
+            net.parts = None
+        elif chance < 0.65:
+            net.parts = [{a, b} for a in range(hosts) for b in range(a) if rng.random() < 0.6]
+        elif live := [each for each in net.processes if each.phase != "ended"]:
+            net.end(rng.choice(live), "ended")
+        net.run(rng.choice([0.05, 0.1, 0.2, 0.5, 1, 3, 8]))
+    net.parts = None
+    net.run(60)
+    assert all(each.phase == "training" and len(each.roster.members) == hosts for each in net.processes), seed
+
+
+@pytest.mark.parametrize("seed", [3, 26, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 160))])
+def test_faults_by_chance(network, seed):
+    """Never do two generations train at the same time, and where all heals, all train together."""
+    mistreat(network, seed)
+
+
+def member(monkeypatch, tmp_path, host: int, port: int, hosts: int = 3, **more):
+    record = {"id": "run", "token": "token", "hosts": [f"127.0.0.{i + 1}" for i in range(hosts)], "host": host,
+              "port": port, "at_least": 1, "nproc": 1, **more}
+    monkeypatch.setenv(meeting.VARIABLE, json.dumps(record))
+    return meeting.Members.from_environment(str(tmp_path / str(host) / ".members.json"), 1)
+
+
+def test_three_processes_meet_over_sockets(monkeypatch, tmp_path):
+    with socket.create_server(("127.0.0.9", 0)) as free:
+        port = free.getsockname()[1]
+    everyone = [member(monkeypatch, tmp_path, host, port) for host in range(3)]
+    found = {}
+
+    def meet(members) -> None:
+        found[members.me.host] = members.meet(lambda: False)
+
+    def all_meet(these) -> list:
+        threads = [threading.Thread(target=meet, args=[each]) for each in these]
+        [each.start() for each in threads]
+        [each.join(10) for each in threads]
+        for each in these:
+            each.begin(found[each.me.host])
+        return [found[each.me.host] for each in these]
+
+    first, *others = all_meet(everyone)
+    assert [each.host for each in first.members] == [0, 1, 2] and others == [first, first]
+    monkeypatch.setattr(meeting, "call", lambda at, *more: None if at[0] == "127.0.0.1" else call(at, *more))
+    start = time.monotonic()
+    second, other = all_meet(everyone[1:])  # the first host is gone
+    assert other == second and second.generation == 2 and [each.host for each in second.members] == [1, 2]
+    assert time.monotonic() - start < 1.5 and second.store[0] == "127.0.0.2"
+
+
+def test_a_port_that_is_taken_is_one_error(monkeypatch, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        it = member(monkeypatch, tmp_path, 0, other.getsockname()[1])
+        with pytest.raises(UserError, match="port [0-9]+ of 127.0.0.1 is taken by another .*--port"):
+            it.meet(lambda: False)
