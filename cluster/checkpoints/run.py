@@ -100,7 +100,8 @@ class Run:
                 self.generation.held = None  # of other steps than the run's
             return Found(name_of_step(state["step"]), self.folder, state, {}), False
         if any(self.disks.gather(self.generation.held is not None)) and is_home():
-            print("a part of the model was on the lost hosts alone: all ranks go back to the last checkpoint", flush=True)
+            print("a part of the model was on the lost hosts alone: all ranks go back to the last checkpoint",
+                  flush=True)
         self.generation.held = None
         return None
 
@@ -204,8 +205,8 @@ class Run:
         if members := self.generation.members:
             self.everything, has_copies = who_has_what(model.module, grid.tp_rank, members.me.address)
             say("whichever host is lost, the others hold a copy of all: the run then goes on from their memory"
-                if has_copies else "some of the model is on one host alone: where that is lost, all go back to the last "
-                                   "checkpoint (--save_every)")
+                if has_copies else "some of the model is on one host alone: where that is lost, all go back to the "
+                                   "last checkpoint (--save_every)")
         if self.specs:
             held = self.generation.held
             self.checkpointer.written = max(self.disks.gather(held.keeper.written if held else 0))

@@ -60,7 +60,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
                        "status": "a row a host on its newest detached run",
                        "stop": "end the detached run; a training saves first"}.items():
         what.add_argument(f"--{name}", dest="what", action="store_const", const=name, help=text)
-    parser.add_argument("--port", type=int, default=29500, help="of the rendezvous, on the first host (29500)")
+    parser.add_argument("--port", type=int, default=29500,
+                        help="where the processes meet: on the first host, with --elastic on each (29500)")
     parser.add_argument("--env", type=variable, action="append", default=[], metavar="NAME[=VALUE]",
                         help="a variable for the hosts, more than once for more; nothing else of this environment "
                              "goes, but OMP_NUM_THREADS")

@@ -1,8 +1,8 @@
 """The door of a process: where the other processes of its run find it, and strangers find nothing.
 
 Who knocks has to know the run's token, and who answers, too: each side answers a challenge of the other one by an HMAC,
-as multiprocessing.connection does it, so that the token itself never travels. What is said then is JSON, so nothing that
-comes in at a door is ever unpickled.
+as multiprocessing.connection does it, so that the token itself never travels. What is said then is JSON, so nothing
+that comes in at a door is ever unpickled.
 """
 
 import contextlib

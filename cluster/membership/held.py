@@ -106,7 +106,8 @@ class Moved:
                     dtype, shape = self.specs[source][key]
                     value = torch.empty(shape, dtype=dtype)
                     dist.recv(value.flatten().view(torch.uint8), source, group=self.disks.group)
-                    found[key] = value.to("cpu" if key[1] == "step" and not torch.cuda.is_initialized() else self.device)
+                    stays = key[1] == "step" and not torch.cuda.is_initialized()
+                    found[key] = value.to("cpu" if stays else self.device)
         return found
 
     def weights(self, stage) -> None:
@@ -137,7 +138,8 @@ class Moved:
                 tensors[name] = made.get(old, values[key])
             else:
                 del tensors[name]
-        stage.model.load_state_dict({name: tensors[name] for name in keys if name in tensors}, strict=False, assign=True)
+        known = {name: tensors[name] for name in keys if name in tensors}
+        stage.model.load_state_dict(known, strict=False, assign=True)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, stage) -> None:
         tp_rank = pgm.process_group_manager.tp_rank

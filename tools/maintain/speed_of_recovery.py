@@ -6,7 +6,8 @@
 
 A round takes a host away, waits until the others have made three steps, gives it back, and waits until it takes part
 again. The figure is the time from the loss to the next finished step, less the median step after it: by the clock of
-this machine, as the lines of the steps arrive. Which host it is changes from round to round, so the first is among them.
+this machine, as the lines of the steps arrive. Which host it is changes from round to round, so the first is among
+them.
 """
 
 import tools_path  # noqa: F401  before launch
