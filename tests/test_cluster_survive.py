@@ -107,8 +107,8 @@ done, server = pathlib.Path({str(tmp_path / "done")!r}), socket.create_server(("
 mine = socket.create_connection(server.getsockname())
 other, _ = server.accept()
 pulses = object.__new__(Pulses)
-pulses.before, pulses.links = {{inode for inode, _ in connections()}}, {{}}
-pulses.members = types.SimpleNamespace(kept=[])
+pulses.before = {{inode for inode, _ in connections()}}
+pulses.links, pulses.members = {{}}, types.SimpleNamespace(kept=[])
 dist.init_process_group("gloo")
 group = dist.new_group(backend="gloo")
 dist.barrier(group)

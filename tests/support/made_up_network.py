@@ -60,7 +60,7 @@ class Network:
 
         clock = types.SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         stores = types.SimpleNamespace(TCPStore=lambda *_, **__: types.SimpleNamespace(port=1))
-        for name, value in {"Door": Door, "call": self.call, "time": clock, "dist": stores}.items():
+        for name, value in {"Door": Door, "call": self.call, "time": clock, "dist": stores, "ALONE": 3.0}.items():
             monkeypatch.setattr(meeting, name, value)
 
     def start(self, host: int, local_rank: int = 0) -> Process:
