@@ -166,11 +166,12 @@ def test_a_step_that_is_older_is_not_taken(ranks):
 
 
 def test_steps_of_a_part_that_was_cut_off(ranks):
-    """They are more than those of the run, which was made by others meanwhile."""
-    each = [held_by(Stage(range(2), value=1), 3, generation=4), held_by(Stage(range(2), value=2), 8, generation=3)]
-    found = ranks(2).run(lambda rank, disks: in_memory(each[rank], disks, 9))
-    assert [[len(spec) for spec in specs] for specs, _, _ in found] == [[4, 0]] * 2
-    assert {state["step"] for _, _, state in found} == {3} and [it.generation for it in each] == [9, 3]
+    """They are as many as those of the run, or more: the run's were made by others meanwhile."""
+    each = [held_by(Stage(range(2), value=i), step, generation=generation)
+            for i, (step, generation) in enumerate([(3, 4), (8, 3), (3, 3)])]
+    found = ranks(3).run(lambda rank, disks: in_memory(each[rank], disks, 9))
+    assert [[len(spec) for spec in specs] for specs, _, _ in found] == [[4, 0, 0]] * 3
+    assert {state["step"] for _, _, state in found} == {3} and [it.generation for it in each] == [9, 3, 3]
 
 
 def test_what_nobody_holds(ranks):

@@ -101,7 +101,7 @@ def test_halves(network, seed):
         rng.choice(parts).add(host)
     net.parts = parts
     goes_on = [part for part in parts if 2 * len(part) > hosts or 2 * len(part) == hosts and 0 in part]
-    net.run(20)
+    net.run(20 + meeting.ALONE)
     training = [each for each in net.processes if each.phase == "training"]
     assert len(goes_on) <= 1 and {each.host for each in training} == set().union(*goes_on)
     assert all({host for host, _ in places(each)} == goes_on[0] for each in training)

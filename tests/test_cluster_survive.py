@@ -102,12 +102,13 @@ sys.path[0] = {str(watch.__file__.rpartition("/membership")[0])!r}
 import course
 import os, pathlib, socket, threading, time, traceback, types
 import torch, torch.distributed as dist
-from membership.watch import Pulses, is_lost_peer, sockets
+from membership.watch import Pulses, connections, is_lost_peer
 done, server = pathlib.Path({str(tmp_path / "done")!r}), socket.create_server(("127.0.0.1", 0))
 mine = socket.create_connection(server.getsockname())
 other, _ = server.accept()
 pulses = object.__new__(Pulses)
-pulses.before, pulses.links, pulses.members = sockets(), {{}}, types.SimpleNamespace(kept=[])
+pulses.before, pulses.links = {{inode for inode, _ in connections()}}, {{}}
+pulses.members = types.SimpleNamespace(kept=[])
 dist.init_process_group("gloo")
 group = dist.new_group(backend="gloo")
 dist.barrier(group)

@@ -64,16 +64,15 @@ def find_checkpoint(wanted: str, folder: str, disks: Disks, run_id: str | None =
 
 
 def read_states(folder: str, names: list[str] | None = None) -> dict[str, dict | str]:
-    """The state of each checkpoint in a folder, or of `names`, that is on this disk; if it can't be read, why.
-    """
+    """The state of each checkpoint in a folder, or of `names`, that is on this disk; if it can't be read, why."""
     if names is None:
         names = [name for name in os.listdir(folder) if step_of(name) >= 0] if os.path.isdir(folder) else []
     states = {}
     for path, name in ((os.path.join(folder, name), name) for name in names):
+        if not os.path.exists(os.path.join(path, STATE)):
+            continue
         try:
             states[name] = read_state(os.path.join(path, STATE))
-        except FileNotFoundError:
-            pass
         except (OSError, UserError) as error:
             states[name] = str(error)
     return states
