@@ -214,3 +214,11 @@ def test_a_port_that_is_taken_is_one_error(monkeypatch, tmp_path):
         it = member(monkeypatch, tmp_path, 0, other.getsockname()[1])
         with pytest.raises(UserError, match="port [0-9]+ of 127.0.0.1 is taken by another .*--port"):
             it.meet(lambda: False)
+
+
+@pytest.mark.parametrize("processes, needed", [([1], []), ([1, 1], ["a"]), ([1, 1, 1], []), ([1, 1, 2], []),
+                                               ([2, 1, 1], ["a"]), ([1, 3], ["b"])])
+def test_hosts_without_which_the_others_do_not_go_on(processes, needed):
+    members = [meeting.Member(f"{host}{rank}", "abc".index(host), host, rank, 1, count)
+               for host, count in zip("abc", processes) for rank in range(count)]
+    assert meeting.Roster(1, tuple(members)).needed_hosts() == needed

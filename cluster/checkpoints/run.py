@@ -100,8 +100,7 @@ class Run:
                 self.generation.held = None  # of other steps than the run's
             return Found(name_of_step(state["step"]), self.folder, state, {}), False
         if any(self.disks.gather(self.generation.held is not None)) and is_home():
-            print("a part of the model was on the lost hosts alone: all ranks go back to the last checkpoint",
-                  flush=True)
+            print("a part of the model was on lost hosts alone: all ranks go back to the last checkpoint", flush=True)
         self.generation.held = None
         return None
 
@@ -207,6 +206,9 @@ class Run:
             say("whichever host is lost, the others hold a copy of all: the run then goes on from their memory"
                 if has_copies else "some of the model is on one host alone: where that is lost, all go back to the "
                                    "last checkpoint (--save_every)")
+            if needed := members.roster.needed_hosts():
+                say(f"where {' or '.join(needed)} is lost, too few are left: the run then waits for it, and goes back "
+                    "to the last checkpoint")
         if self.specs:
             held = self.generation.held
             self.checkpointer.written = max(self.disks.gather(held.keeper.written if held else 0))
@@ -269,7 +271,6 @@ class Run:
                 print(f"stopped after step {self.step}, as it was told: --resume auto {goes_on}", flush=True)
             if is_elastic() and not self.watch.signals.wait(ALONE):
                 os._exit(1)  # the agent then starts this process anew, with those that are there
-
 
     def hold(self) -> Held:
         """What this rank has in memory, when its generation has ended."""

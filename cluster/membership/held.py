@@ -138,8 +138,8 @@ class Moved:
                 tensors[name] = made.get(old, values[key])
             else:
                 del tensors[name]
-        known = {name: tensors[name] for name in keys if name in tensors}
-        stage.model.load_state_dict(known, strict=False, assign=True)
+        tensors = {name: tensors[name] for name in keys if name in tensors}
+        stage.model.load_state_dict(tensors, strict=False, assign=True)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, stage) -> None:
         tp_rank = pgm.process_group_manager.tp_rank

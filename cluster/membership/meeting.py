@@ -91,6 +91,12 @@ class Roster:
         heard = [place in places for place in self.places]
         return 2 * sum(heard) > len(heard) or 2 * sum(heard) == len(heard) and heard[0]
 
+    def needed_hosts(self) -> list[str]:
+        """The addresses of hosts without which the others may not go on."""
+        hosts = dict.fromkeys(member.address for member in self.members)
+        return [host for host in hosts if len(hosts) > 1
+                and not self.may_go_on([member for member in self.members if member.address != host])]
+
 
 class Members:
     """This process among those of its elastic run. `roster`: of the generation that it belongs to, or belonged to.

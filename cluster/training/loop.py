@@ -31,7 +31,8 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
     make_run_ready(scheduler)
     record = run.record = Record(args, grid, run.disks, plugin.device, num_steps,
-                                 plugin.global_batch_size * args.seq_len, run.start, run.found and run.found.state["flags"], run.commit)
+                                 plugin.global_batch_size * args.seq_len, run.start,
+                                 run.found and run.found.state["flags"], run.commit)
     if run.start >= num_steps and is_home():
         print(f"nothing to do: {run.found.path} is that of step {run.start}, of {num_steps}", flush=True)
     del loader.microbatches[: run.start * plugin.own_num_microbatches]
