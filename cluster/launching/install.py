@@ -100,6 +100,13 @@ def install_packages(python: str, constraints: str, requirements: list[str]) -> 
         tell(said="this torch may not use the GPU: a Jetson needs NVIDIA's own build, others one with CUDA")
 
 
+def end_with_launcher() -> None:
+    """The input ends with the launcher: pip is not to go on alone then. The end of what tar sent may still be there."""
+    while os.read(0, 1 << 16):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
 def on_host() -> None:
     """The program that the launcher sends."""
     job = json.loads(sys.stdin.buffer.readline())
@@ -111,8 +118,7 @@ def on_host() -> None:
         with contextlib.suppress(OSError):  # hosts that share a disk come one after the other, if it has locks
             fcntl.flock(os.open(root, os.O_RDONLY), fcntl.LOCK_EX)
         copy(root, job["files"], job["project"])
-        # The input ends with the launcher: pip is not to go on alone then.
-        threading.Thread(target=lambda: (os.read(0, 1), os.killpg(0, signal.SIGKILL)), daemon=True).start()
+        threading.Thread(target=end_with_launcher, daemon=True).start()
         make_environment(python)
         install_packages(python, os.path.join(root, "constraints.txt"), job["requirements"])
         tell(error=None)
