@@ -162,6 +162,7 @@ class Members:
             member, now = Member(**message["me"]), time.monotonic()
             self.callers[member.key] = (now, member, message["knows"])
             self.since.setdefault(member.key, now)
+            self.silent.pop(member.address, None)
             if self.next and self.basis.get(member.key) == message["knows"]:
                 return {"state": "agreed", "roster": dataclasses.asdict(self.next)}, False
         return {"state": self.state}, False
@@ -266,8 +267,8 @@ class Members:
                     raise TooFew
             return
         if (hosts := len({member.address for member in members})) < self.at_least or len(members) % self.multiple:
-            if self.said != (text := f"{len(members)} processes on {hosts} hosts are there: waiting for others "
-                                     f"(hosts: at least {self.at_least}, processes: a multiple of {self.multiple})"):
+            if self.said != (text := f"waiting for others: hosts {hosts} of at least {self.at_least}, processes "
+                                     f"{len(members)}, which has to be a multiple of {self.multiple}"):
                 self.said = text
                 print(text, flush=True)
             return
