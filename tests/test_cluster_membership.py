@@ -51,7 +51,7 @@ def test_a_host_that_is_not_switched_on_is_not_waited_for(network):
 @pytest.mark.parametrize("options, too_few, enough, text", [
     (dict(at_least=3), 2, 3, "waiting for others: hosts 2 of at least 3, processes 2"),
     (dict(multiple=2), 3, 4, "waiting for others: hosts 3 of at least 1, processes 3, which has to be a "
-                             "multiple of 2)")])
+                             "multiple of 2")])
 def test_too_few_hosts_or_processes_to_begin(network, capsys, options, too_few, enough, text):
     net = network(4, **options)
     for host in range(too_few):
