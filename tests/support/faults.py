@@ -240,7 +240,7 @@ class Steps:
             whole = new[:new.rfind("\n") + 1]
             self.texts[node] = self.texts.get(node, "") + whole
             now = time.monotonic()
-            self.seen += [(now, node, int(number)) for number in re.findall(r"\| step (\d+)/", whole)]
+            self.seen += [(now, node, int(number)) for number in re.findall(r"^step (\d+)/", whole, re.MULTILINE)]
 
     def since(self, moment: float) -> dict[str, list[int]]:
         """By host, the steps that were seen after that moment."""
