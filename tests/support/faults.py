@@ -143,9 +143,14 @@ class FaultyRun:
     def strike(self, fault: Fault) -> None:
         {"rank": lambda: kill_processes(fault.node, "train_distributed.py"),
          "agent": lambda: kill_processes(fault.node, "host_run.py"),
-         "host": lambda: kill_all(fault.node), "first host": lambda: kill_all(fault.node),
+         "host": lambda: self.switch_off(fault.node), "first host": lambda: self.switch_off(fault.node),
          "launcher": self.kill_launcher, "cable": lambda: testbed("cut", fault.node),
          "disk": lambda: fill(fault.node)}[fault.kind]()
+
+    def switch_off(self, node: str) -> None:
+        """A fault before this one may have done it."""
+        if pids_of(node):
+            kill_all(node)
 
     def kill_launcher(self) -> None:
         """With its ssh processes, as when a laptop is switched off."""
