@@ -137,7 +137,8 @@ class FaultyRun:
         elif every:
             self.wait(lambda: any(step % every in (0, every - 1) for step in self.steps()[5:]), 60, fault.moment)
         elif fault.moment == "measuring":
-            self.wait(lambda: "ranks over" in "".join(self.run.lines[self.mark:]) or len(self.steps()) > 20, 60, "a start")
+            self.wait(lambda: "ranks over" in "".join(self.run.lines[self.mark:]) or len(self.steps()) > 20, 60,
+                      "a start")
         time.sleep(fault.after)
 
     def strike(self, fault: Fault) -> None:
