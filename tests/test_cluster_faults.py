@@ -88,7 +88,8 @@ def test_two_parts_never_both_train(inputs, tmp_path):
             alone, lasts = chance.choice(NODES), chance.choice([4, 15, 40])
             others = [node for node in NODES if node != alone]
             by_cable, again = chance.random() < 0.5, chance.random() < 0.3
-            print(f"cut {number}: {alone} alone, {'cable' if by_cable else 'routes'}, {lasts} s, again {again}", flush=True)
+            print(f"cut {number}: {alone} alone, {'cable' if by_cable else 'routes'}, {lasts} s, again {again}",
+                  flush=True)
             marks = {node: len(steps.texts[node]) for node in NODES}
             cut_at = time.monotonic()
             testbed("cut", alone) if by_cable else divide([alone], others)

@@ -137,15 +137,21 @@ class FaultyRun:
         elif every:
             self.wait(lambda: any(step % every in (0, every - 1) for step in self.steps()[5:]), 60, fault.moment)
         elif fault.moment == "measuring":
-            self.wait(lambda: "ranks over" in "".join(self.run.lines[self.mark:]) or len(self.steps()) > 20, 60, "a start")
+            self.wait(lambda: "ranks over" in "".join(self.run.lines[self.mark:]) or len(self.steps()) > 20, 60,
+                      "a start")
         time.sleep(fault.after)
 
     def strike(self, fault: Fault) -> None:
         {"rank": lambda: kill_processes(fault.node, "train_distributed.py"),
          "agent": lambda: kill_processes(fault.node, "host_run.py"),
-         "host": lambda: kill_all(fault.node), "first host": lambda: kill_all(fault.node),
+         "host": lambda: self.switch_off(fault.node), "first host": lambda: self.switch_off(fault.node),
          "launcher": self.kill_launcher, "cable": lambda: testbed("cut", fault.node),
          "disk": lambda: fill(fault.node)}[fault.kind]()
+
+    def switch_off(self, node: str) -> None:
+        """A fault before this one may have done it."""
+        if pids_of(node):
+            kill_all(node)
 
     def kill_launcher(self) -> None:
         """With its ssh processes, as when a laptop is switched off."""
@@ -240,7 +246,7 @@ class Steps:
             whole = new[:new.rfind("\n") + 1]
             self.texts[node] = self.texts.get(node, "") + whole
             now = time.monotonic()
-            self.seen += [(now, node, int(number)) for number in re.findall(r"\| step (\d+)/", whole)]
+            self.seen += [(now, node, int(number)) for number in re.findall(r"^step (\d+)/", whole, re.MULTILINE)]
 
     def since(self, moment: float) -> dict[str, list[int]]:
         """By host, the steps that were seen after that moment."""
