@@ -110,6 +110,8 @@ def test_shares_by_speed_of_a_model(monkeypatch):
     monkeypatch.setattr(layout.StageClock, "measure", lambda clock, sizes, seconds: found)
     monkeypatch.setattr(layout, "gather", lambda value: [value, 4 * value])
     monkeypatch.setattr(layout, "measured_speeds", lambda *args: None)
+    monkeypatch.setattr(layout, "ranks_sharing", lambda device: 1)
+    monkeypatch.setattr(layout, "MEASURED", {"seconds": None})
     for name, value in {"get_world_size": 2, "get_rank": 0, "barrier": None}.items():
         monkeypatch.setattr(layout.dist, name, lambda value=value: value)
     made = argparse.Namespace(model=argparse.Namespace(config=None), lora=None, criterion=None)

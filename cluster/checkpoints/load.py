@@ -69,7 +69,7 @@ def read_states(folder: str, names: list[str] | None = None) -> dict[str, dict |
         names = [name for name in os.listdir(folder) if step_of(name) >= 0] if os.path.isdir(folder) else []
     states = {}
     for path, name in ((os.path.join(folder, name), name) for name in names):
-        if not os.path.exists(os.path.join(path, STATE)):
+        if not os.path.isdir(path):
             continue
         try:
             states[name] = read_state(os.path.join(path, STATE))

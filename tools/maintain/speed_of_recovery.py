@@ -98,7 +98,7 @@ def cost_of_watch(rounds: int) -> None:
     for number in range(rounds):
         for how, launcher in ("elastic", ("--elastic", "2:3")), ("plain", ()):
             with tempfile.TemporaryDirectory() as folder:
-                run = Training(pathlib.Path(folder), "--num_microbatches", "6", "--run_name", f"{how}{number}",
+                run = Training(pathlib.Path(folder), "--num_microbatches", "2,2,2", "--run_name", f"{how}{number}",
                                launcher=launcher)
                 run.trains(3, 150)
                 found[how].append(run.median_step())
