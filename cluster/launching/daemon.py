@@ -100,7 +100,7 @@ def answer(question: dict) -> Follower | int:
         start(job)
     folder, state = job["folder"] if job else find_part(question["label"], question["run"]), {}
     if question["ask"] == "follow":
-        return Follower(folder) if folder else NO_PART
+        return Follower(folder) if folder and (is_alive(folder) or not question["again"]) else NO_PART
     if folder:
         with open(os.path.join(folder, "output"), "rb") as file:
             state = {"job": json.loads(read(folder, "job.json")), "is_alive": is_alive(folder),

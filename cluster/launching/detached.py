@@ -60,26 +60,33 @@ def status(hosts: list[Host], path: str) -> int:
 
 class Follow(Launch):
     """Prints what the parts of a run print, until it has ended. A host that is out of reach or has no part is tried
-    again and again. `ends`, `away`: by label, whose parts have ended; why there is none, and when to look again."""
+    again and again, and so is one whose part was killed, which --detach may start again. `ends`, `away`: by label, whose
+    parts have ended; why there is none, and when to look again. `killed`: when to look again."""
 
     def __init__(self, hosts: list[Host], run: dict):
-        super().__init__(hosts, lambda hosts, host: {"ask": "follow", "label": host.label, "run": run["id"]})
+        super().__init__(hosts, lambda hosts, host: {"ask": "follow", "label": host.label, "run": run["id"],
+                                                     "again": host.label in self.killed})
         self.is_elastic = "elastic" in run
         self.alarm = Elastic.alarm if self.is_elastic else None
-        self.ends, self.away, self.is_over = {}, {}, False
+        self.ends, self.away, self.killed, self.is_over = {}, {}, {}, False
 
     def ended(self, run: Run, now: float) -> None:
         label = run.host.label
         if now >= self.stop_at:
             return
         why, _ = self.away.pop(label, ("", 0.0))
-        if run.code in (255, NO_PART, UNHEARD, 126, 127) or run.code < 0:
+        is_away = run.code in (255, NO_PART, UNHEARD, 126, 127) or run.code < 0
+        if is_away and label in self.killed:
+            self.killed[label] = now + RETRY
+        elif is_away:
             found = ": ".join(run.host.explain(run.code, "\n".join(run.last)) or (NOTHING,))
             if found != why:
                 say(f"{label}: {found}")
             self.away[label] = found, now + RETRY
         else:
             self.ends[label] = run
+            if self.is_elastic and run.code == KILLED:
+                self.killed[label] = now + RETRY
             say(f"{label}: its part of the run {ending(run.code)}")
 
     def look_around(self, now: float) -> None:
@@ -87,6 +94,8 @@ class Follow(Launch):
             return
         self.away = {label: away for label, away in self.away.items()
                      if label not in self.running or not self.running[label].has_begun}
+        for label in [label for label in self.killed if label in self.running and self.running[label].has_begun]:
+            del self.killed[label], self.ends[label]
         codes = {run.code for run in self.ends.values()}
         is_known = not self.is_elastic or codes & {0, STOPPED} or all(why == NOTHING for why, _ in self.away.values())
         if codes and len(self.ends) + len(self.away) == len(self.hosts) and is_known:
@@ -98,7 +107,8 @@ class Follow(Launch):
                 run.process.kill()
             return
         for host in self.hosts:
-            if host.label not in self.running and now > self.away.get(host.label, ("", now))[1]:
+            again_at = self.killed.get(host.label, self.away.get(host.label, ("", now))[1])
+            if host.label not in self.running and now > again_at:
                 self.start(host, is_quiet=True)
 
 
