@@ -49,8 +49,8 @@ def test_a_host_that_is_not_switched_on_is_not_waited_for(network):
 
 
 @pytest.mark.parametrize("options, too_few, enough, text", [
-    (dict(at_least=3), 2, 3, "waiting for others: hosts 2 of at least 3, processes 2"),
-    (dict(multiple=2), 3, 4, "waiting for others: hosts 3 of at least 1, processes 3, which has to be a "
+    (dict(at_least=3), 2, 3, "waiting for others: hosts 2 of at least 3, and to begin"),
+    (dict(multiple=2), 3, 4, "processes 3, which has to be a "
                              "multiple of 2")])
 def test_too_few_hosts_or_processes_to_begin(network, capsys, options, too_few, enough, text):
     net = network(4, **options)
@@ -126,9 +126,59 @@ def test_a_minority_that_starts_anew_knows_that_it_is_one(network, monkeypatch, 
     net.run(10)
     assert alone.phase == "meeting" and {host for host, _ in places(net.processes[-1])} == {1, 2}
     other = network(3, run_id="another run")
-    alone = other.start(0)
+    pair = [other.start(0), other.start(1)]
     other.run(10)
-    assert alone.phase == "training"
+    assert all(each.phase == "training" for each in pair)
+
+
+@pytest.mark.parametrize("hosts, first, second", [(4, {0, 1}, {2, 3}), (3, {0}, {1, 2}), (5, {0, 1}, {2, 3, 4})])
+def test_halves_at_the_start_do_not_both_begin(network, hosts, first, second):
+    """Nobody knows a last generation yet: more than half of the hosts begin, or half of them with the first one."""
+    net = network(hosts)
+    net.parts = [first, second]
+    for host in range(hosts):
+        net.start(host)
+    net.run(20)
+    expected = first if 2 * len(first) == hosts else second
+    assert {each.host for each in net.processes if each.phase == "training"} == expected
+
+
+def test_a_host_without_its_first_process_knows_the_last_generation(network):
+    """Host 0 has lost its local rank 0, went on with the other one, and is cut off: it must not begin anew."""
+    net = network(2, nproc=2)
+    zero, _, two, three = [net.start(host, local_rank) for host in range(2) for local_rank in range(2)]
+    net.run(1)
+    net.end(zero)
+    net.processes.remove(zero)
+    net.run(3)
+    assert places(two) == [(0, 1), (1, 0), (1, 1)]
+    net.parts = [{0}, {1}]
+    net.run(10 + meeting.ALONE)
+    net.start(0, 0), net.start(0, 1)
+    net.run(20)
+    assert {each.host for each in net.processes if each.phase == "training"} == {1}
+
+
+def test_who_could_not_write_what_it_knows_does_not_start_anew(network, monkeypatch):
+    """The disks of hosts 1 and 2 are full: with the process the knowledge of the larger generation would go."""
+    net, write = network(5), meeting.replace
+    processes = [net.start(host) for host in range(3)]
+    net.run(meeting.SETTLED + 2)
+    assert all(each.phase == "training" for each in processes)
+
+    def full(path, text):
+        if "127.0.0.2" in path or "127.0.0.3" in path:
+            raise OSError(28, "No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(meeting, "replace", full)
+    net.start(3), net.start(4)
+    net.run(5)
+    assert len(places(processes[0])) == 5
+    net.parts = [{0, 3, 4}, {1, 2}]
+    net.run(30)
+    assert {each.host for each in net.processes if each.phase == "training"} == {0, 3, 4}
+    assert [each.phase for each in processes[1:]] == ["meeting", "meeting"]
 
 
 def test_half_of_a_generation_that_one_rank_has_not_seen_begin(network):
@@ -178,7 +228,7 @@ def test_faults_by_chance(network, seed):
 
 def member(monkeypatch, tmp_path, host: int, port: int, hosts: int = 3, **more):
     record = {"id": "run", "token": "token", "hosts": [f"127.0.0.{i + 1}" for i in range(hosts)], "host": host,
-              "port": port, "at_least": 1, "nproc": 1, **more}
+              "port": port, "at_least": 1, "at_most": hosts, "nproc": 1, **more}
     monkeypatch.setenv(meeting.VARIABLE, json.dumps(record))
     return meeting.Members.from_environment(str(tmp_path / str(host) / ".members.json"), 1)
 

@@ -172,7 +172,7 @@ def test_a_signal_before_and_after_there_is_something_to_lose(signals, monkeypat
                                          (RuntimeError("Connection closed by peer"), None)])
 def test_an_agent_learns_what_is_not_to_be_tried_again(monkeypatch, error, code):
     codes = []
-    monkeypatch.setenv(watch.VARIABLE, json.dumps({"id": "run"}))
+    monkeypatch.setenv(watch.VARIABLE, json.dumps({"id": "run", "host": 1}))
     monkeypatch.setattr(os, "_exit", codes.append)
     with pytest.raises(type(error)), watch.end_of_elastic_run():
         raise error

@@ -8,6 +8,7 @@
 
 import argparse
 import contextlib
+import datetime
 import importlib.metadata
 import json
 import os
@@ -27,8 +28,8 @@ from checkpoints.load import Found, Loader, find_checkpoint, read_states, run_of
 from checkpoints.save import Checkpointer
 from data.encoded import require_same_data
 from machine_facts import from_home, is_home, say
-from membership.held import Commit, Held, Moved, in_memory, who_has_what
-from membership.watch import ALONE, NEWCOMER, Lost, Watch, is_elastic
+from membership.held import Commit, Moved, in_memory, who_has_what
+from membership.watch import ALONE, NEWCOMER, PATIENCE, Lost, Watch, is_elastic
 from training.evaluation import Sampler
 from utils import ROOT, UserError, positive_int, zero_or_more
 
@@ -260,9 +261,13 @@ class Run:
         """Waits for the last checkpoint. From then on no rank needs to hear of another one. Collective."""
         self.checkpointer.wait()
         if self.generation.pulses:
+            if self.checkpointer.is_broken:
+                raise Lost("a rank was lost while the last checkpoint was written")
             self.generation.pulses.ended.set()
         with contextlib.suppress(RuntimeError):  # others may have left
-            dist.barrier(self.disks.group)
+            dist.barrier(self.disks.group, async_op=True).wait(datetime.timedelta(seconds=PATIENCE))
+        if self.generation.members and not was_stopped:
+            self.generation.members.keep(is_done=True)
         if was_stopped:
             if dist.get_rank() == 0:
                 saved = self.checkpointer.written
@@ -271,10 +276,6 @@ class Run:
                 print(f"stopped after step {self.step}, as it was told: --resume auto {goes_on}", flush=True)
             if is_elastic() and not self.watch.signals.wait(ALONE):
                 os._exit(1)  # the agent then starts this process anew, with those that are there
-
-    def hold(self) -> Held:
-        """What this rank has in memory, when its generation has ended."""
-        return Held(self)
 
     def leave(self) -> None:
         """This generation has ended: its files can be opened by the next one."""

@@ -54,7 +54,7 @@ class Checkpointer:
         rows = [row for block in grid.ranks for row in block.tolist()]
         self.tp_group = dist.new_subgroups_by_enumeration(rows, backend="gloo")[0] if grid.tp_world_size > 1 else None
         self.thread, self.host, self.written, self.stall, self.messages = None, [], 0, None, []
-        self.is_short = False  # of memory for copies
+        self.is_short = self.is_broken = False  # of memory for copies; whether a rank was lost while one was written
         ranks_of_this_machine()  # which free_memory() asks; the first call is collective
         if disks.leads:  # of a run that was killed
             for name in os.listdir(folder):
@@ -167,6 +167,7 @@ class Checkpointer:
             self.say(f"the checkpoint of step {step} could not be written ({problem}); " + (
                 f"the last one is that of step {self.written}" if self.written else "there is none yet"))
         except RuntimeError as problem:  # another rank is gone, which the training meets as well
+            self.is_broken = True
             self.say(f"the checkpoint of step {step} was not finished: {str(problem).splitlines()[0]}")
 
     def say(self, message: str) -> None:

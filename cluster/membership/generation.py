@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import copy
 import datetime
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from machine_facts import forget_ranks
+from membership.held import Held
 from membership.meeting import Members, TooFew
 from membership.watch import NEWCOMER, Pulses, Signals, is_lost_peer
 from timeline import timeline
@@ -70,7 +72,7 @@ class Generation:
         reason = self.pulses and self.pulses.reason or str(error).splitlines()[0][:200]
         if self.run and self.run.has_begun:
             print(f"rank {os.environ['RANK']}: {reason}, after step {self.run.step}", flush=True)
-            self.held = self.run.hold()
+            self.held = Held(self.run)
         if self.pulses:
             self.pulses.shut()
             self.pulses.close()
@@ -87,7 +89,8 @@ class Generation:
         if self.failures > FAILURES:
             print(f"no generation has begun, {self.failures} times in a row: this process starts anew", flush=True)
             os._exit(1)
-        has_begun = self.run is not None and self.run.has_begun
+        gc.collect()  # groups and stages of this generation refer to each other
+        has_begun = self.run is not None and self.run.has_begun and self.run.step > self.run.start
         return Generation(self.members, self.signals, self.held, 0 if has_begun else self.failures + 1)
 
 
@@ -97,7 +100,9 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
     Where too few are left to go on, the process ends, and its agent starts it anew.
     """
     folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
-    members, signals = Members.from_environment(os.path.join(folder, ".members.json"), args.tp_size), Signals()
+    members, signals = Members.from_environment(os.path.join(folder, ".members"), args.tp_size), Signals()
+    if members and members.is_done:
+        return print("the run has ended already", flush=True)
     generation = Generation(members, signals)
     while True:
         try:

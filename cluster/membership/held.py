@@ -38,6 +38,9 @@ class Held:
     def __init__(self, run):
         keeper = run.checkpointer
         keeper.host = []  # the memory for copies
+        for param in keeper.stage.model.parameters():  # what they call refers to the buckets, and these to the groups
+            if hooks := param._post_accumulate_grad_hooks:
+                hooks.clear()
         self.generation = run.generation.members.roster.generation
         self.stage, self.optimizer, self.scheduler = keeper.stage, keeper.optimizer, keeper.scheduler
         self.step, self.commit, self.everything, self.tp_rank = run.step, run.commit, run.everything, run.tp_rank
@@ -175,6 +178,8 @@ def in_memory(held: Held | None, disks: Disks, generation: int):
         return None
     if is_current:
         held.generation = generation
+        for param in held.stage.model.parameters():
+            param.grad = None  # all have taken the step that they were for
     return [each for each, _ in everyone], next((each for each in commits if each.step == step), None), state
 
 

@@ -17,6 +17,8 @@ what was decided without all that it knows. This each host also keeps on its dis
 
 import contextlib
 import dataclasses
+import datetime
+import glob
 import json
 import os
 import secrets
@@ -27,7 +29,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 
+from checkpoints.files import replace
 from membership.door import Door, call
+from membership.roster import Member, Roster
 from utils import UserError
 
 VARIABLE = "ELASTIC_RUN"  # of the environment: what agent.py tells its processes, as JSON
@@ -43,73 +47,18 @@ class TooFew(RuntimeError):
     """This part of the last generation has no right to go on, because another part may."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """A process: `key` is its own, `host` its place in hosts.txt, `address` and `port` those of its door."""
-
-    key: str
-    host: int
-    address: str
-    local_rank: int
-    port: int
-    nproc: int  # processes of its host
-
-    @property
-    def place(self) -> tuple[str, int]:
-        """Where the agent starts a process anew that has ended."""
-        return self.address, self.local_rank
-
-    @property
-    def door(self) -> tuple[str, int]:
-        return self.address, self.port
-
-
-@dataclasses.dataclass(frozen=True)
-class Roster:
-    """The members of a generation in the order of their ranks. `store`: (address, port) of a TCPStore for them, under
-    whose prefix `secret` they join."""
-
-    generation: int
-    members: tuple[Member, ...]
-    store: tuple[str, int] | None = None
-    secret: str = ""
-
-    @classmethod
-    def of(cls, record: dict | None) -> "Roster | None":
-        if not record:
-            return None
-        members = tuple(Member(**each) for each in record["members"])
-        return cls(record["generation"], members, record["store"] and tuple(record["store"]), record["secret"])
-
-    @property
-    def places(self) -> list[tuple[str, int]]:
-        return [member.place for member in self.members]
-
-    def may_go_on(self, there: list[Member]) -> bool:
-        """Whether these processes stand for more than half of the ranks, or for half of them with the lowest one."""
-        places = {member.place for member in there}
-        heard = [place in places for place in self.places]
-        return 2 * sum(heard) > len(heard) or 2 * sum(heard) == len(heard) and heard[0]
-
-    def needed_hosts(self) -> list[str]:
-        """The addresses of hosts without which the others may not go on."""
-        hosts = dict.fromkeys(member.address for member in self.members)
-        return [host for host in hosts if len(hosts) > 1
-                and not self.may_go_on([member for member in self.members if member.address != host])]
-
-
 class Members:
     """This process among those of its elastic run. `roster`: of the generation that it belongs to, or belonged to.
 
-    `path`: the file in which this host keeps it. `multiple`: of so many processes a generation has to be. Raises
+    `path`: what the names of the files begin with in which each process keeps what it knows. `multiple`: of so many processes a generation has to be. Raises
     UserError where another program has the run's port.
     """
 
     def __init__(self, record: dict, path: str, multiple: int):
         self.token, self.hosts, self.port = record["token"].encode(), record["hosts"], record["port"]
-        self.run_id, self.at_least, self.path, self.multiple = record["id"], record["at_least"], path, multiple
+        self.run_id, self.at_least, self.at_most = record["id"], record["at_least"], record["at_most"]
+        self.path, self.multiple, self.is_done, self.is_kept, self.heard_at = path, multiple, False, True, 0.0
         self.next, self.state, self.said = None, "meeting", ""
-        self.roster, self.agreed = self.read()  # `agreed`: later ones, which may have begun for others
         self.callers: dict[str, tuple[float, Member, dict]] = {}  # with what they know
         self.basis: dict[str, dict] = {}  # what the members of `next` knew when this process decided on it
         self.since: dict[str, float] = {}  # when each caller knocked first
@@ -117,6 +66,8 @@ class Members:
         self.kept: list = []  # connections of other members, see watch.py
         self.too_few_since, self.has_port = None, False
         address = self.hosts[record["host"]]
+        self.path = f"{path}.{address}"
+        self.roster, self.agreed = self.read()  # `agreed`: later ones, which may have begun for others
         self.door = Door(self.token, self.answer, address)
         self.me = Member(uuid.uuid4().hex, record["host"], address,
                          int(os.environ.get("LOCAL_RANK", 0)), self.door.port, record["nproc"])
@@ -126,12 +77,17 @@ class Members:
         return cls(json.loads(os.environ[VARIABLE]), path, multiple) if VARIABLE in os.environ else None
 
     def read(self) -> tuple[Roster | None, list[Roster]]:
-        """The last roster of this run that this host knows, and those that were agreed on since."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(self.path, encoding="utf-8") as file:
-            record = json.load(file)
-            if record["run"] == self.run_id:
-                return Roster.of(record["last"]), [Roster.of(each) for each in record["agreed"]]
-        return None, []
+        """The last roster of this run that a process of this host knew, and those that were agreed on since."""
+        lasts, agreed = [], []
+        for path in glob.glob(f"{glob.escape(self.path)}.*.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(path, encoding="utf-8") as file:
+                record = json.load(file)
+                if record["run"] == self.run_id:
+                    lasts += [Roster.of(record["last"])] if record["last"] else []
+                    agreed += [Roster.of(each) for each in record["agreed"]]
+                    self.is_done = self.is_done or record["is_done"]
+        last = max(lasts, key=lambda roster: roster.generation, default=None)
+        return last, [each for each in agreed if last is None or each.generation > last.generation]
 
     def knows(self) -> dict:
         last = self.roster and dataclasses.asdict(self.roster)
@@ -143,13 +99,20 @@ class Members:
         self.callers.clear()  # what they said then is no longer so
         self.keep()
 
-    def keep(self) -> None:
-        if self.me.local_rank == 0:
-            with contextlib.suppress(OSError):  # of a full disk: it is for the next start only
-                os.makedirs(os.path.dirname(self.path), exist_ok=True)
-                with open(f"{self.path}.unfinished", "w", encoding="utf-8") as file:
-                    json.dump({"run": self.run_id, **self.knows()}, file)
-                os.replace(f"{self.path}.unfinished", self.path)
+    def keep(self, is_done: bool = False) -> None:
+        """Writes what this process knows. Where a disk is full, `is_kept` is False: it must then not start anew."""
+        try:
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            record = {"run": self.run_id, "is_done": is_done, **self.knows()}
+            replace(f"{self.path}.{self.me.local_rank}.json", json.dumps(record))
+            self.is_kept = True
+        except OSError:
+            self.is_kept = False
+
+    def may_begin(self, members: list[Member]) -> bool:
+        """Whether these are enough for a first generation: more than half of the hosts, or half with the first one."""
+        there, hosts = {member.address for member in members}, list(dict.fromkeys(self.hosts))[:self.at_most]
+        return 2 * len(there) > len(hosts) or 2 * len(there) == len(hosts) and hosts[0] in there
 
     def answer(self, message: dict, connection) -> tuple[dict, bool]:
         """What the door says, and whether it keeps the connection."""
@@ -184,9 +147,9 @@ class Members:
 
     def meet(self, is_told_to_stop: Callable[[], bool]) -> Roster:
         """Waits until there is a next generation with this process. Raises TooFew; UserError after a long time."""
-        self.state, self.next, self.too_few_since, start = "meeting", None, None, time.monotonic()
+        self.state, self.next, self.too_few_since, self.heard_at = "meeting", None, None, time.monotonic()
         while self.next is None:
-            if time.monotonic() > start + WAIT:
+            if self.roster is None and time.monotonic() > self.heard_at + WAIT:
                 raise UserError(f"no run took this process in, and too few hosts came to begin one, for {WAIT:g} "
                                 f"seconds: are the others of {', '.join(self.hosts)} switched on?")
             if is_told_to_stop():
@@ -214,9 +177,10 @@ class Members:
                 states.append("here")
             elif answer := self.knock_at((address, self.port)):
                 states.append(answer["state"])
+                self.heard_at = time.monotonic()
                 if self.next:
                     return
-                if answer["state"] == "too few" and self.is_survivor():
+                if answer["state"] == "too few" and self.is_survivor() and self.is_kept:
                     raise TooFew
             if states and self.is_survivor():
                 break
@@ -263,16 +227,19 @@ class Members:
                 self.state = "too few"
                 time.sleep(FRESH)  # in which the others hear of it
                 self.state = "meeting"
-                if self.is_survivor():
+                if self.is_survivor() and self.is_kept:
                     raise TooFew
             return
-        if (hosts := len({member.address for member in members})) < self.at_least or len(members) % self.multiple:
-            if self.said != (text := f"waiting for others: hosts {hosts} of at least {self.at_least}, processes "
+        if (hosts := len({member.address for member in members})) < self.at_least or len(members) % self.multiple or (
+                not last and not agreed and not self.may_begin(members)):
+            if self.said != (text := f"waiting for others: hosts {hosts} of at least {self.at_least}, and to begin "
+                                     f"with more than half of {', '.join(self.hosts[:self.at_most])}; processes "
                                      f"{len(members)}, which has to be a multiple of {self.multiple}"):
                 self.said = text
                 print(text, flush=True)
             return
-        self.store = dist.TCPStore(self.me.address, 0, is_master=True, wait_for_workers=False)  # while it is referenced
+        self.store = dist.TCPStore(self.me.address, 0, is_master=True, wait_for_workers=False,  # while it is referenced
+                                   timeout=datetime.timedelta(seconds=SILENT))
         self.basis = {member.key: knows for member, knows in found}
         self.next = Roster(1 + max([number, *(each.generation for each in agreed)]), tuple(members),
                            (self.me.address, self.store.port), secrets.token_hex(8))

@@ -33,7 +33,9 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     record = run.record = Record(args, grid, run.disks, plugin.device, num_steps,
                                  plugin.global_batch_size * args.seq_len, run.start,
                                  run.found and run.found.state["flags"], run.commit)
-    if run.start >= num_steps and is_home():
+    if run.start >= num_steps:
+        run.checkpointer.save(run.start, is_last=True)  # where a host was lost before it was written
+    if run.start >= num_steps and is_home() and not run.specs:
         print(f"nothing to do: {run.found.path} is that of step {run.start}, of {num_steps}", flush=True)
     del loader.microbatches[: run.start * plugin.own_num_microbatches]
     batches, times, first_bad = iter(loader), StepTimes(plugin.device), FirstBadLoss(criterion)

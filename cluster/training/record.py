@@ -75,7 +75,7 @@ class Record:
                     with contextlib.suppress(FileNotFoundError):
                         os.remove(os.path.join(folder, METRICS))
         rows, evaluations = (max(disks.gather(each), key=len) if start else [] for each in (rows, evaluations))
-        if last and len(rows) < start:
+        if last and (not rows or json.loads(rows[-1])["step"] < start):
             row = {"step": last.step, "loss": last.loss, "grad_norm": last.grad_norm,
                    "learning_rate": last.learning_rate, "trained_tokens": start * tokens_per_step}
             rows = [*rows, json.dumps(row) + "\n"]

@@ -45,7 +45,7 @@ class Network:
         self.random, self.sleeping, self.current, self.monkeypatch = random.Random(seed), [], None, monkeypatch
         self.folder, self.multiple, self.trained = folder, multiple, []  # generations of which all members trained
         self.record = {"id": run_id, "token": "token", "hosts": [f"127.0.0.{host + 1}" for host in range(hosts)],
-                       "port": 29600, "at_least": at_least, "nproc": nproc}
+                       "port": 29600, "at_least": at_least, "at_most": hosts, "nproc": nproc}
         network = self
 
         class Door:
@@ -65,7 +65,7 @@ class Network:
 
     def start(self, host: int, local_rank: int = 0) -> Process:
         self.monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        path = str(self.folder / f"host{host}" / ".members.json")
+        path = str(self.folder / f"host{host}" / ".members")
         process = Process(meeting.Members({**self.record, "host": host}, path, self.multiple), host, self.now)
         self.processes.append(process)
         return process

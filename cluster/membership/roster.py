@@ -1,0 +1,58 @@
+"""The processes of a generation, and which of them may go on without the others."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A process: `key` is its own, `host` its place in hosts.txt, `address` and `port` those of its door."""
+
+    key: str
+    host: int
+    address: str
+    local_rank: int
+    port: int
+    nproc: int  # processes of its host
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where the agent starts a process anew that has ended."""
+        return self.address, self.local_rank
+
+    @property
+    def door(self) -> tuple[str, int]:
+        return self.address, self.port
+
+
+@dataclasses.dataclass(frozen=True)
+class Roster:
+    """The members of a generation in the order of their ranks. `store`: (address, port) of a TCPStore for them, under
+    whose prefix `secret` they join."""
+
+    generation: int
+    members: tuple[Member, ...]
+    store: tuple[str, int] | None = None
+    secret: str = ""
+
+    @classmethod
+    def of(cls, record: dict | None) -> "Roster | None":
+        if not record:
+            return None
+        members = tuple(Member(**each) for each in record["members"])
+        return cls(record["generation"], members, record["store"] and tuple(record["store"]), record["secret"])
+
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        return [member.place for member in self.members]
+
+    def may_go_on(self, there: list[Member]) -> bool:
+        """Whether these processes stand for more than half of the ranks, or for half of them with the lowest one."""
+        places = {member.place for member in there}
+        heard = [place in places for place in self.places]
+        return 2 * sum(heard) > len(heard) or 2 * sum(heard) == len(heard) and heard[0]
+
+    def needed_hosts(self) -> list[str]:
+        """The addresses of hosts without which the others may not go on."""
+        hosts = dict.fromkeys(member.address for member in self.members)
+        return [host for host in hosts if len(hosts) > 1
+                and not self.may_go_on([member for member in self.members if member.address != host])]
