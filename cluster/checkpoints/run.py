@@ -94,8 +94,7 @@ class Run:
 
     def in_memory(self) -> tuple[Found, bool] | None:
         """As find(), of what the ranks hold since the last generation. Collective."""
-        number = self.generation.members.roster.generation if self.generation.members else 0
-        if found := in_memory(self.generation.held, self.disks, number):
+        if found := in_memory(self.generation.held, self.disks, self.generation.number):
             self.specs, self.commit, state = found
             if not self.specs[self.disks.rank]:
                 self.generation.held = None  # of other steps than the run's

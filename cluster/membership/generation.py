@@ -42,6 +42,10 @@ class Generation:
         self.members, self.signals, self.held, self.failures = members, signals, held, failures
         self.pulses, self.run = None, None
 
+    @property
+    def number(self) -> int:
+        return self.members.roster.generation if self.members else 0
+
     def join(self, backend: str) -> None:
         """Meets the other processes. Raises UserError, Lost."""
         if self.members:
@@ -86,8 +90,9 @@ class Generation:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
         forget_ranks()
-        if self.failures > FAILURES:
-            print(f"no generation has begun, {self.failures} times in a row: this process starts anew", flush=True)
+        if self.failures > FAILURES and self.held is None:  # who holds nothing need not stand in the way of others
+            print(f"no generation has begun with this process, {self.failures} times in a row, the last time because "
+                  f"{reason}: it starts anew. Can each host reach each other one at all ports?", flush=True)
             os._exit(1)
         gc.collect()  # groups and stages of this generation refer to each other
         has_begun = self.run is not None and self.run.has_begun and self.run.step > self.run.start

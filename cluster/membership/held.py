@@ -41,7 +41,7 @@ class Held:
         for param in keeper.stage.model.parameters():  # what they call refers to the buckets, and these to the groups
             if hooks := param._post_accumulate_grad_hooks:
                 hooks.clear()
-        self.generation = run.generation.members.roster.generation
+        self.generation = run.generation.number
         self.stage, self.optimizer, self.scheduler = keeper.stage, keeper.optimizer, keeper.scheduler
         self.step, self.commit, self.everything, self.tp_rank = run.step, run.commit, run.everything, run.tp_rank
         self.max_grad_norm, self.keeper = run.args.max_grad_norm, keeper
