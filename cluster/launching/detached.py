@@ -60,8 +60,8 @@ def status(hosts: list[Host], path: str) -> int:
 
 class Follow(Launch):
     """Prints what the parts of a run print, until it has ended. A host that is out of reach or has no part is tried
-    again and again, and so is one whose part was killed, which --detach may start again. `ends`, `away`: by label, whose
-    parts have ended; why there is none, and when to look again. `killed`: when to look again."""
+    again and again, and so is one whose part was killed, which --detach may start again. By label, `ends`: whose parts
+    have ended; `away`: why there is none, and when to look again; `killed`: when to look again."""
 
     def __init__(self, hosts: list[Host], run: dict):
         super().__init__(hosts, lambda hosts, host: {"ask": "follow", "label": host.label, "run": run["id"],

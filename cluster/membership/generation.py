@@ -77,6 +77,17 @@ class Generation:
         if self.run and self.run.has_begun:
             print(f"rank {os.environ['RANK']}: {reason}, after step {self.run.step}", flush=True)
             self.held = Held(self.run)
+        self.end_groups()
+        if self.failures > FAILURES and self.held is None:  # who holds nothing need not stand in the way of others
+            print(f"no generation has begun with this process, {self.failures} times in a row, the last time because "
+                  f"{reason}: it starts anew. Can each host reach each other one at all ports?", flush=True)
+            os._exit(1)
+        gc.collect()  # groups and stages of this generation refer to each other
+        has_begun = self.run and self.run.has_begun and self.run.step > self.run.start
+        return Generation(self.members, self.signals, self.held, 0 if has_begun else self.failures + 1)
+
+    def end_groups(self) -> None:
+        """Ends all that belongs to this generation: what waits in a group, then the groups themselves."""
         if self.pulses:
             self.pulses.shut()
             self.pulses.close()
@@ -90,13 +101,6 @@ class Generation:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
         forget_ranks()
-        if self.failures > FAILURES and self.held is None:  # who holds nothing need not stand in the way of others
-            print(f"no generation has begun with this process, {self.failures} times in a row, the last time because "
-                  f"{reason}: it starts anew. Can each host reach each other one at all ports?", flush=True)
-            os._exit(1)
-        gc.collect()  # groups and stages of this generation refer to each other
-        has_begun = self.run is not None and self.run.has_begun and self.run.step > self.run.start
-        return Generation(self.members, self.signals, self.held, 0 if has_begun else self.failures + 1)
 
 
 def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
@@ -107,7 +111,8 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
     folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
     members, signals = Members.from_environment(os.path.join(folder, ".members"), args.tp_size), Signals()
     if members and members.is_done:
-        return print("the run has ended already", flush=True)
+        print("the run has ended already", flush=True)
+        return
     generation = Generation(members, signals)
     while True:
         try:

@@ -50,8 +50,8 @@ class TooFew(RuntimeError):
 class Members:
     """This process among those of its elastic run. `roster`: of the generation that it belongs to, or belonged to.
 
-    `path`: what the names of the files begin with in which each process keeps what it knows. `multiple`: of so many processes a generation has to be. Raises
-    UserError where another program has the run's port.
+    `path`: what the names of the files begin with in which each process keeps what it knows. `multiple`: of so many
+    processes a generation has to be. Raises UserError where another program has the run's port.
     """
 
     def __init__(self, record: dict, path: str, multiple: int):

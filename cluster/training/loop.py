@@ -34,9 +34,7 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
                                  plugin.global_batch_size * args.seq_len, run.start,
                                  run.found and run.found.state["flags"], run.commit)
     if run.start >= num_steps:
-        run.checkpointer.save(run.start, is_last=True)  # where a host was lost before it was written
-    if run.start >= num_steps and is_home() and not run.specs:
-        print(f"nothing to do: {run.found.path} is that of step {run.start}, of {num_steps}", flush=True)
+        has_made_all(run, num_steps)
     del loader.microbatches[: run.start * plugin.own_num_microbatches]
     batches, times, first_bad = iter(loader), StepTimes(plugin.device), FirstBadLoss(criterion)
     stops = is_last = False
@@ -76,6 +74,14 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     record.close()
     times.print()
     run.end(stops and not is_last)
+
+
+def has_made_all(run, num_steps: int) -> None:
+    """A run that goes on after its last step. Where a host was lost before that was saved, it is saved now. Collective.
+    """
+    run.checkpointer.save(run.start, is_last=True)
+    if is_home() and not run.specs:
+        print(f"nothing to do: {run.found.path} is that of step {run.start}, of {num_steps}", flush=True)
 
 
 def print_epochs(steps: Iterator[Step], steps_per_epoch: int | None) -> Iterator[Step]:
