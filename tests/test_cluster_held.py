@@ -97,10 +97,9 @@ def held_by(stage, step: int, everything=None, generation: int = 1) -> Held:
     keeper = types.SimpleNamespace(stage=stage, optimizer=optimizer, scheduler=scheduler, host=[1], written=0,
                                    state=lambda step: {"step": step})
     everything = frozenset(everything or held.weights_of(stage, 0))
-    members = types.SimpleNamespace(roster=types.SimpleNamespace(generation=generation))
     return Held(types.SimpleNamespace(checkpointer=keeper, step=step, commit=None, everything=everything, tp_rank=0,
                                       args=types.SimpleNamespace(max_grad_norm=1.0),
-                                      generation=types.SimpleNamespace(members=members)))
+                                      generation=types.SimpleNamespace(number=generation)))
 
 
 def after(stage_of, state: str) -> Held:
