@@ -218,6 +218,7 @@ def test_a_stop_says_what_is_saved(monkeypatch, capsys, written, says):
     ours = object.__new__(run.Run)
     ours.step, ours.generation, ours.disks = 5, types.SimpleNamespace(pulses=None), types.SimpleNamespace(group=None)
     ours.checkpointer = types.SimpleNamespace(wait=lambda: None, written=written)
-    monkeypatch.setattr(run, "dist", types.SimpleNamespace(get_rank=lambda: 0, barrier=lambda group: None))
+    barrier = types.SimpleNamespace(wait=lambda timeout: None)
+    monkeypatch.setattr(run, "dist", types.SimpleNamespace(get_rank=lambda: 0, barrier=lambda group, async_op: barrier))
     ours.end(True)
     assert capsys.readouterr().out == f"stopped after step 5, as it was told: --resume auto {says}\n"
