@@ -117,7 +117,7 @@ def test_slow_machines_keep_to_the_time(world_of_one, monkeypatch):
     monkeypatch.setattr(clock.StageClock, "build", slow)
     start = time.perf_counter()
     cluster = measure_with(clock_of(layers=2), "tiny", (1, 2, 4, 64), seconds=8.0)
-    assert time.perf_counter() - start < 10.0
+    assert time.perf_counter() - start < 11.0  # what has begun is finished
     machine = cluster["machines"][0]
     assert {"1", "2"} <= machine["forward"].keys() and "64" not in machine["forward"]
     assert machine["forward"].keys() == machine["backward"].keys()

@@ -179,7 +179,7 @@ def test_memory():
     """A host with 200 MB can't take 300; it sees its limit where programs look for it. The others have no limit."""
     take, limit = "bytearray(300_000_000)", "import glob; print(open(glob.glob(LIMIT)[0]).read())"
     testbed("memory", "node1", 200)
-    files = "/sys/fs/cgroup/memory/*/node1/memory.limit_in_bytes", "/sys/fs/cgroup/*/node1/memory.max"
+    files = f"/sys/fs/cgroup/memory/{NAME}/node1/memory.limit_in_bytes", f"/sys/fs/cgroup/{NAME}/node1/memory.max"
     pattern = files[0] if os.path.isdir("/sys/fs/cgroup/memory") else files[1]
     seen = int(testbed("exec", "node1", sys.executable, "-c", limit.replace("LIMIT", repr(pattern))).stdout)
     assert seen == pytest.approx(200e6, rel=0.001)
