@@ -10,7 +10,7 @@ import time
 import pytest
 from bed import NODES, bed, testbed
 from checkpoint_runs import write_model
-from faults import FLAGS, LAYOUTS, FaultyRun, Plan, Steps, divide, draw
+from faults import FILLER, FLAGS, LAYOUTS, FaultyRun, Plan, Steps, divide, draw, fill, kill_processes
 from launch import ROOT, fork, metrics
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.usefixtures(bed.__name__)]
@@ -111,6 +111,44 @@ def test_two_parts_never_both_train(inputs, tmp_path):
             marks = {node: len(steps.texts[node]) for node in NODES}
             assert lasts < 15 or steps.watch(90, lambda: any(
                 "3 ranks over" in steps.texts[node][marks[node]:] for node in NODES)), run.report()
+        run.stop()
+    finally:
+        run.clear()
+
+
+def test_two_hosts_that_do_not_reach_each_other(inputs, tmp_path):
+    """The third one reaches both. The run goes on with one of them, and again with both when they can."""
+    run, steps = FaultyRun(tmp_path, "pair", Plan("shares", True, []), ["--dataset_name", inputs / "corpus"]), Steps()
+    try:
+        start = time.monotonic()
+        assert steps.watch(60, lambda: len(sum(steps.since(start).values(), [])) > 10), run.report()
+        divide(["node1"], ["node2"])
+        steps.watch(12)
+        start = time.monotonic()
+        assert steps.watch(60, lambda: len(sum(steps.since(start).values(), [])) > 100), run.report()
+        assert steps.texts["node0"].count("do not reach each other") == 1, run.report()
+        divide(["node1"], ["node2"], True)
+        mark = len(steps.texts["node0"])
+        assert steps.watch(90, lambda: "3 ranks over" in steps.texts["node0"][mark:]), run.report()
+        run.stop()
+    finally:
+        run.clear()
+
+
+def test_a_host_comes_back_with_a_full_disk(inputs, tmp_path):
+    """It says so and stays out, and the others train. Once there is room, it takes part."""
+    run, steps = FaultyRun(tmp_path, "full", Plan("shares", True, []), ["--dataset_name", inputs / "corpus"]), Steps()
+    try:
+        start = time.monotonic()
+        assert steps.watch(60, lambda: len(sum(steps.since(start).values(), [])) > 10), run.report()
+        kill_processes("node2", "train_distributed.py")
+        fill("node2")
+        assert steps.watch(60, lambda: "error: " in steps.texts["node2"]), run.report()
+        start = time.monotonic()
+        assert steps.watch(60, lambda: len(sum(steps.since(start).values(), [])) > 10), run.report()
+        testbed("exec", "node2", "rm", "-f", FILLER)
+        mark = len(steps.texts["node0"])
+        assert steps.watch(60, lambda: "3 ranks over" in steps.texts["node0"][mark:]), run.report()
         run.stop()
     finally:
         run.clear()

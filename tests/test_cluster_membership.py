@@ -112,6 +112,27 @@ def test_halves(network, seed):
     assert all(each.phase == "training" and len(each.roster.members) == hosts for each in net.processes)
 
 
+@pytest.mark.parametrize("cut, left, has_begun", [((1, 2), {0, 1}, True), ((1, 2), {0, 1}, False),
+                                                  ((0, 2), {0, 1}, True), ((0, 1), {0, 2}, True)])
+def test_two_hosts_that_do_not_reach_each_other(network, cut, left, has_begun):
+    """The run goes on without one of them, and tries again ever more seldom. When it can, it takes it in."""
+    net = network(3)
+    if has_begun:
+        net.begun(3)
+    else:
+        [net.start(host) for host in range(3)]
+    net.parts = [{0, 1, 2} - {host} for host in cut]
+    net.run(25)
+    training = [each for each in net.processes if each.phase == "training"]
+    count = len(net.trained)
+    assert {each.host for each in training} == left
+    net.run(150)
+    assert len(net.trained) <= count + 3, "a run that is remade all the time makes no steps"
+    net.parts = None
+    net.run(150)
+    assert all(each.phase == "training" and len(each.roster.members) == 3 for each in net.processes)
+
+
 def test_a_minority_that_starts_anew_knows_that_it_is_one(network, monkeypatch, tmp_path):
     """From its disk. The file of another run says nothing."""
     net = network(3)

@@ -2,7 +2,8 @@
 
 Who knocks has to know the run's token, and who answers, too: each side answers a challenge of the other one by an HMAC,
 as multiprocessing.connection does it, so that the token itself never travels. What is said then is JSON, so nothing
-that comes in at a door is ever unpickled.
+that comes in at a door is ever unpickled. The answers depend on the address and the port of the door, so who listens
+at another one can't pass on to a door what it is asked itself.
 """
 
 import contextlib
@@ -25,10 +26,11 @@ def trusted(sock: socket.socket, token: bytes, is_guest: bool, seconds: float | 
 
     Raises one of NO_ANSWER.
     """
-    connection = Connection(os_handle(sock, seconds))
+    address, port = (sock.getpeername if is_guest else sock.getsockname)()[:2]
+    connection, key = Connection(os_handle(sock, seconds)), token + f" {address} {port}".encode()
     try:
         for ask in (answer_challenge, deliver_challenge) if is_guest else (deliver_challenge, answer_challenge):
-            ask(connection, token)
+            ask(connection, key)
     except NO_ANSWER:
         connection.close()
         raise

@@ -24,8 +24,9 @@ import process_group_manager as pgm
 from machine_facts import forget_ranks
 from membership.held import Held
 from membership.meeting import Members, TooFew
-from membership.watch import NEWCOMER, Pulses, Signals, is_lost_peer
+from membership.watch import NEWCOMER, Lost, Pulses, Signals, is_lost_peer
 from timeline import timeline
+from utils import UserError
 
 JOINING, TIMEOUT = 15, 600  # seconds that a process waits for the others: to join, and after that
 FAILURES = 5  # generations that may end before they begin, one after the other
@@ -86,6 +87,21 @@ class Generation:
         has_begun = self.run and self.run.has_begun and self.run.step > self.run.start
         return Generation(self.members, self.signals, self.held, 0 if has_begun else self.failures + 1)
 
+    def outlives(self, error: UserError) -> "Generation":
+        """The next generation where another process has brought the error, as one with a full disk that has just come.
+
+        That one ends, as nobody needs it. Raises the error itself where that would not help.
+        """
+        if self.members and self.members.found_running and self.held is None:
+            print(f"error: {error}", flush=True)
+            os._exit(1)
+        has_begun = self.run is not None and self.run.has_begun
+        if self.held is None or has_begun or self.failures >= FAILURES:
+            raise error
+        if os.environ["RANK"] == "0":
+            print(f"this generation can't begin ({error}): the run goes on with those that can", flush=True)
+        return self.leave(Lost(str(error)))
+
     def end_groups(self) -> None:
         """Ends all that belongs to this generation: what waits in a group, then the groups themselves."""
         if self.pulses:
@@ -122,5 +138,7 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
             print(f"too few: this host hears {there} of the {known} processes of the run, and the others may be "
                   "training: this part ends, and takes part again when it hears more of them", flush=True)
             os._exit(1)
+        except UserError as error:
+            generation = generation.outlives(error)
         except RuntimeError as error:
             generation = generation.leave(error)

@@ -13,6 +13,8 @@ started anew stands for the one before it, which is certainly gone. Since a rank
 a generation begins when all its ranks have joined, at most one half can be it. A rank that has agreed to a generation
 and then loses the others can't know whether it has begun for them, so it counts as one that has. And nobody agrees to
 what was decided without all that it knows. This each host also keeps on its disk, for processes that start anew.
+
+Not every host need reach every other one. Of two that could not, twice in a row, the later one stays out for a while.
 """
 
 import contextlib
@@ -40,6 +42,8 @@ FRESH = 2.0  # seconds for which somebody who has knocked counts as there
 PAUSE = 0.05  # seconds between two knocks
 SILENT = 5.0  # seconds for which a host that did not answer is not asked again
 SETTLED = 3.0  # seconds without a new process, until a run begins with fewer hosts than hosts.txt has
+ATTEMPTS = 2  # to reach a member, until whoever holds the meeting hears of it
+STAYS_OUT = 30.0  # seconds for which a process is not taken in that does not reach a member; each time twice as long
 ALONE = 20.0  # seconds for which too few ranks are heard, until they end: a process may be started anew meanwhile
 
 
@@ -64,7 +68,10 @@ class Members:
         self.since: dict[str, float] = {}  # when each caller knocked first
         self.silent: dict[str, float] = {}  # addresses that did not answer, until when they are not asked
         self.kept: list = []  # connections of other members, see watch.py
-        self.too_few_since, self.has_port = None, False
+        self.not_reached: dict[str, list[float]] = {}  # keys of processes: when, since the last generation began
+        self.cut_off: dict[str, list[str]] = {}  # what each caller says of that: keys of those it does not reach
+        self.stays_out: dict[tuple[str, int], tuple[float, float]] = {}  # places: until when, seconds in all
+        self.too_few_since, self.has_port, self.found_running = None, False, False
         address = self.hosts[record["host"]]
         self.path = f"{path}.{address}"
         self.roster, self.agreed = self.read()  # `agreed`: later ones, which may have begun for others
@@ -97,6 +104,7 @@ class Members:
         """All members have joined: from now on this process belongs to that generation."""
         self.roster, self.agreed, self.state = roster, [], "running"
         self.callers.clear()  # what they said then is no longer so
+        self.not_reached.clear()
         self.keep()
 
     def keep(self, is_done: bool = False) -> None:
@@ -124,6 +132,7 @@ class Members:
         if message["kind"] == "meet":
             member, now = Member(**message["me"]), time.monotonic()
             self.callers[member.key] = (now, member, message["knows"])
+            self.cut_off[member.key] = message["cut_off"]
             self.since.setdefault(member.key, now)
             self.silent.pop(member.address, None)
             if self.next and self.basis.get(member.key) == message["knows"]:
@@ -143,7 +152,29 @@ class Members:
 
     def newcomers(self) -> list[Member]:
         """Processes that wait to be taken in, while this one belongs to a generation."""
-        return [member for member, _ in self.there() if member not in self.roster.members]
+        return [member for member, _ in self.there() if member not in self.roster.members and (
+            self.me.address == self.roster.members[0].address and self.may_come_in(member))]
+
+    def may_come_in(self, member: Member) -> bool:
+        return time.monotonic() >= self.stays_out.get(member.place, (0.0, 0.0))[0]
+
+    def those_not_reached(self) -> list[str]:
+        since = time.monotonic() - STAYS_OUT / 2
+        return [key for key, times in self.not_reached.items() if sum(at > since for at in times) >= ATTEMPTS]
+
+    def reaching_each_other(self, found: list[tuple[Member, dict]]) -> list[tuple[Member, dict]]:
+        """Of these, in the order of their ranks, those between whom nothing is cut off; this process is one of them."""
+        self.cut_off[self.me.key], taken = self.those_not_reached(), []
+        for member, knows in sorted(found, key=lambda each: (each[0] != self.me, each[0].host, each[0].place)):
+            if any(a in self.cut_off.get(b, ()) for other, _ in taken for a, b in (
+                    (member.key, other.key), (other.key, member.key))) and self.may_come_in(member):
+                seconds = 2 * self.stays_out.get(member.place, (0.0, STAYS_OUT / 2))[1]
+                self.stays_out[member.place] = (time.monotonic() + seconds, seconds)
+                print(f"{member.address} and another host do not reach each other: the run goes on without it for "
+                      f"{seconds:g} s. Can each host reach each other one at all ports?", flush=True)
+            if member == self.me or self.may_come_in(member):
+                taken.append((member, knows))
+        return sorted(taken, key=lambda each: (each[0].host, each[0].place))
 
     def meet(self, is_told_to_stop: Callable[[], bool]) -> Roster:
         """Waits until there is a next generation with this process. Raises TooFew; UserError after a long time."""
@@ -178,6 +209,7 @@ class Members:
             elif answer := self.knock_at((address, self.port)):
                 states.append(answer["state"])
                 self.heard_at = time.monotonic()
+                self.found_running = self.found_running or answer["state"] == "running"
                 if self.next:
                     return
                 if answer["state"] == "too few" and self.is_survivor() and self.is_kept:
@@ -192,7 +224,8 @@ class Members:
         now = time.monotonic()
         if now < self.silent.get(door[0], 0):
             return None
-        answer = call(door, self.token, {"kind": "meet", "me": dataclasses.asdict(self.me), "knows": self.knows()})
+        answer = call(door, self.token, {"kind": "meet", "me": dataclasses.asdict(self.me), "knows": self.knows(),
+                                       "cut_off": self.those_not_reached()})
         if answer and answer["state"] == "agreed":
             self.next = Roster.of(answer["roster"])
         if answer is None and time.monotonic() > now + 0.5:  # nobody refused
@@ -213,8 +246,8 @@ class Members:
 
     def hold(self) -> None:
         """Holds the meeting: sets `next` where all is known that has to be. Raises TooFew."""
-        found = self.there()
-        members = sorted((member for member, _ in found), key=lambda member: (member.host, member.place))
+        found = self.reaching_each_other(self.there())
+        members = [member for member, _ in found]
         last = max((Roster.of(knows["last"]) for _, knows in found if knows["last"]),
                    key=lambda roster: roster.generation, default=None)
         if self.may_come(members, last):
@@ -250,6 +283,7 @@ class Members:
         processes of hosts that have just been started."""
         places = {member.place for member in members}
         absent = [member for member in last.members if member.place not in places] if last else []
+        absent = [member for member in absent if self.may_come_in(member)]
         with ThreadPoolExecutor(max(1, len(absent))) as pool:
             if any([*pool.map(lambda member: self.knock_at(member.door), absent)]):
                 return True

@@ -15,9 +15,9 @@ its system answers the probes.
 import contextlib
 import json
 import math
+import multiprocessing.connection
 import os
 import re
-import select
 import signal
 import socket
 import threading
@@ -118,13 +118,15 @@ class Pulses:
                         raise Lost(f"{member.address} has not joined")
                     time.sleep(0.02)
         except (Lost, *NO_ANSWER) as error:
+            if not isinstance(error, Lost):
+                members.not_reached.setdefault(member.key, []).append(time.monotonic())
             self.close()
             raise error if isinstance(error, Lost) else Lost(f"{member.address} is lost ({error!r})") from None
         self.thread.start()
 
     def run(self) -> None:
         while self.reason is None and not self.ended.is_set():
-            ready, _, _ = select.select([*self.links], [], [], BEAT)
+            ready = multiprocessing.connection.wait([*self.links], BEAT)
             if ready and not self.ended.is_set():
                 self.reason = f"{self.links[ready[0]].address} {how_it_ended(ready[0])}"
                 self.noticed.set()

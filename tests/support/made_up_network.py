@@ -2,7 +2,8 @@
 
     network = Network(monkeypatch, folder, hosts=3)
     network.start(host)             a process, as its agent starts it
-    network.parts = [{0, 1}, {2}]   from now on these hosts reach each other only (None: all do)
+    network.parts = [{0, 1}, {2}]   from now on these hosts reach each other only (None: all do); [{0, 1}, {1, 2}]:
+                                    only 0 and 2 don't
     network.run(seconds)            of the clock in here
 
 What membership/meeting.py does is the real thing. What generation.py does around it is done here in small: a generation
@@ -135,6 +136,9 @@ class Network:
                 process.phase = "training"
                 members.begin(process.roster)
             elif self.now > process.since + JOINING or process.is_complete and not found:
+                for other in process.roster.members:
+                    if not self.reach(process.host, other.host):
+                        members.not_reached.setdefault(other.key, []).append(self.now)
                 process.meets(self.now)
         elif not self.together(process.roster) and slow:
             process.meets(self.now)
