@@ -32,7 +32,7 @@ def make_members(count: int):
     """Members of one generation, each with a door of its own that answers as Members.answer does for pulses."""
     made = []
     for rank in range(count):
-        it = types.SimpleNamespace(kept=[], token=b"token", has_joined=True)
+        it = types.SimpleNamespace(kept=[], token=b"token", has_joined=True, not_reached={})
 
         def answer(message, connection, it=it):
             is_mine = it.has_joined and message["secret"] == SECRET
@@ -77,8 +77,10 @@ def test_a_member_that_does_not_come(members, monkeypatch):
     with socket.create_server(("127.0.0.3", 0)) as gone:
         port = gone.getsockname()[1]
     everyone[0].next = Roster(1, (everyone[0].me, Member("x", 2, "127.0.0.3", 0, port, 1)), ("127.0.0.1", 1), SECRET)
+    assert not everyone[0].not_reached  # its door answers
     with pytest.raises(watch.Lost, match="127.0.0.3 is lost"):
         watch.Pulses(everyone[0])
+    assert everyone[0].not_reached.keys() == {"x"}
 
 
 def test_no_connection_stays_open_over_fifty_generations(members):
