@@ -136,11 +136,13 @@ def test_two_hosts_that_do_not_reach_each_other(inputs, tmp_path):
 
 
 def test_a_host_comes_back_with_a_full_disk(inputs, tmp_path):
-    """It says so and stays out, and the others train. Once there is room, it takes part."""
+    """It says so and stays out, and the others train, one of them with a full disk of its own. Once there is room, it
+    takes part."""
     run, steps = FaultyRun(tmp_path, "full", Plan("shares", True, []), ["--dataset_name", inputs / "corpus"]), Steps()
     try:
         start = time.monotonic()
         assert steps.watch(60, lambda: len(sum(steps.since(start).values(), [])) > 10), run.report()
+        fill("node1")
         kill_processes("node2", "train_distributed.py")
         fill("node2")
         assert steps.watch(60, lambda: "error: " in steps.texts["node2"]), run.report()

@@ -43,9 +43,10 @@ class Disks:
     """All disks of a run. `mine` is that of this rank, `home` that of home_rank(). All ranks make one together.
 
     Nobody else communicates in its gloo group. Raises UserError, on every rank, where a rank can't write to the folder.
+    `needs_room`: of this rank. One that is in the middle of a training goes on also while its disk is full.
     """
 
-    def __init__(self, folder: str, message: str = CANT_WRITE):
+    def __init__(self, folder: str, message: str = CANT_WRITE, needs_room: bool = True):
         self.folder, self.rank = folder, dist.get_rank()
         self.group = dist.new_group(backend="gloo")
         stem = os.path.join(folder, f".seen-{self.gather(uuid.uuid4().hex)[0]}-by-")
@@ -53,7 +54,7 @@ class Disks:
             with self.together(message):
                 os.makedirs(folder, exist_ok=True)
                 with open(f"{stem}{self.rank}", "w") as file:
-                    file.write(str(self.rank))
+                    file.write(str(self.rank) * needs_room)
             seen = tuple(rank for rank in range(dist.get_world_size()) if os.path.exists(f"{stem}{rank}"))
             self.all = sorted({Disk(ranks) for ranks in self.gather(seen)})
         finally:
@@ -183,10 +184,11 @@ class Lock:
 
     def write(self, run_id: str, launch: str | None) -> None:
         """Leaves on each disk which run has it. Collective. Raises UserError, on every rank, where one is full."""
+        record = {"run_id": run_id, "launch": launch}
         with self.disks.together(CANT_WRITE):
-            if self.file:
+            if self.file and self.before != record:
                 self.file.truncate(0)
-                self.file.write(json.dumps({"run_id": run_id, "launch": launch}))
+                self.file.write(json.dumps(record))
                 self.file.flush()
 
 

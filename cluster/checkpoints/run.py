@@ -72,7 +72,7 @@ class Run:
                 raise UserError(f"--{name} {value!r} has characters that can't be printed: leave them out")
         self.args, self.folder = args, os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
         self.generation, self.watch = generation, Watch(generation.members, generation.signals)
-        self.disks = Disks(self.folder)
+        self.disks = Disks(self.folder, needs_room=generation.held is None)
         if is_home() and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # hosts
             print(f"what the run leaves for you is on {socket.gethostname()}, in {self.folder}", flush=True)
         self.lock = Lock(self.disks)

@@ -242,7 +242,7 @@ def from_homes_disk(make: Callable[[], str]) -> str:
     """
     home = home_rank()
     path = once_per_machine(lambda: make() if dist.get_rank() == home else None)  # others wait as long as it takes
-    disks = Disks(CACHE, "the encoded data can't be written: {}: make room there")
+    disks = Disks(CACHE, "the encoded data can't be written: {}: make room there", needs_room=False)
     name, size = disks.gather((path and os.path.basename(path), path and os.path.getsize(path)))[home]
     path = os.path.join(CACHE, name)
     has_file = disks.gather(os.path.exists(path) and os.path.getsize(path) == size)
