@@ -74,6 +74,12 @@ def test_more_hosts_may_come(monkeypatch):
     assert launch_cluster.parse_args()[0].elastic == (2, 8)
 
 
+def test_an_address_of_ipv6(tools, tmp_path):
+    hosts = write_hosts(tmp_path, "a address=10.0.0.1", "b address=fd00::2")
+    code, text = Launch(hosts, "--elastic", "1:2", "--", "x.py", tools=tools).end()
+    assert code == 2 and text.count("error: ") == 1 and "but b has one of IPv6: give it another address=" in text, text
+
+
 def test_two_names_for_one_address(tools, tmp_path):
     hosts = write_hosts(tmp_path, "a address=10.0.0.1", "b address=10.0.0.1")
     code, text = Launch(hosts, "--elastic", "1:2", "--", "x.py", tools=tools).end()
