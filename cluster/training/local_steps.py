@@ -38,6 +38,7 @@ from metrics import RunLogger
 from model import cast_weights_once
 from pipeline_stage import PipelineStage
 from timeline import timeline
+from training.common import make_adamw
 from training.compression import WIRE_DTYPES, CompressedAllReduce
 from training.loop import print_epochs, warn_of_damage
 from training.record import Board, Step
@@ -107,7 +108,7 @@ def train_rounds(args, plugin, made, layout, run) -> None:
         stage.model.to(plugin.device)
     if args.recompute:
         recompute_layers(stage.own_layers())
-    optimizer = torch.optim.AdamW(stage.model.named_parameters(), lr=args.learning_rate, fused=True)
+    optimizer = make_adamw(args, stage.model.named_parameters())
     run.begin(plugin, types.SimpleNamespace(module=stage), optimizer, types.SimpleNamespace(state_dict=dict),
               made.names, made.files, args.model_name, loader.steps_per_epoch)
     let_signals_kill()
