@@ -104,25 +104,6 @@ def test_the_targets_of_a_conversation_are_its_answers(tokenizers, name):
     assert np.where(row < 0, -1 - row, row).tolist() == words(whole, add_special_tokens=False)["input_ids"]
 
 
-SAID = [{"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]} for m in TALK]
-OTHER_WORDS = {  # name -> (row, the same conversation as messages, its targets)
-    "conversations": ({"conversations": SAID}, TALK, ANSWERS["chatml"][1]),
-    "system": ({"system": "Be brief.", "conversations": SAID[1:3]}, TALK[:3], ANSWERS["chatml"][1][:1]),
-    "alpaca": ({"instruction": "Add.", "input": "2 + 2", "output": "4", "text": "Add. 2 + 2 4"}, [
-        {"role": "user", "content": "Add.\n\n2 + 2"}, {"role": "assistant", "content": "4"}], ["4<|im_end|>"]),
-    "pair": ({"system": "Be brief.", "prompt": TALK[1:4], "completion": TALK[4:]}, TALK, ANSWERS["chatml"][1][1:]),
-}
-
-
-@pytest.mark.parametrize("name", OTHER_WORDS)
-def test_a_conversation_in_other_words(dataset, tokenizers, name):
-    row, messages, targets = OTHER_WORDS[name]
-    words = load(tokenizers(CHATML))
-    found, = encoded.load_samples(flags(dataset([row]), seq_len=99), tokenizers(CHATML), 4096, packing="off")
-    assert words.decode(found.tokens) == words.apply_chat_template(messages, tokenize=False)
-    assert in_runs(words, torch.where(found.is_target, found.tokens, -1 - found.tokens)) == targets
-
-
 def test_prompt_and_completion(dataset):
     """The completion and the end-of-text token are targets. Both columns are encoded by themselves."""
     pairs = [{"prompt": "Two and two? ", "completion": "Four."}, {"prompt": "", "completion": "Alone, first."}]
@@ -192,15 +173,10 @@ BAD = {  # name -> rows, changes of the flags, chat template, words of the error
     "empty answer": ([{"messages": [*TALK[:2], {"role": "assistant", "content": " "}]}], {}, CHATML, ["row 1"]),
     "empty completion": ([PAIR, {**PAIR, "completion": ""}], {}, None, ["data.jsonl, row 2", "empty completion"]),
     "no completion": ([{"prompt": "a"}], {}, None, ["data.jsonl, row 1", "no completion"]),
+    "role": ([{"messages": [{"role": "robot", "content": "a"}]}], {}, CHATML, ["row 1", "'robot'", "assistant"]),
     "messages": ([{"messages": "hello"}], {}, CHATML, ["row 1", "must be a list", "hello"]),
-    "said": ([{"conversations": "hello"}], {}, CHATML, ["row 1", "must be a list", "hello"]),
     "content": ([{"messages": [{"role": "user", "content": 3}]}], {}, CHATML, ["row 1", "3", "a string"]),
     "number": ([{"prompt": "a", "completion": 3}], {}, None, ["row 1", "'completion'", "a string"]),
-    "no output": ([{"instruction": "a"}], {}, CHATML, ["data.jsonl, row 1", "an instruction but no output"]),
-    "nobody": ([{"conversations": [{"from": "robot", "value": "a"}]}], {}, CHATML, ["row 1", "'robot'", "assistant"]),
-    "no words": ([{"instruction": 3, "output": "b"}], {}, CHATML, ["row 1", "3", "must be a string"]),
-    "halves": ([{"prompt": TALK[:2], "completion": "b"}], {}, CHATML, ["row 1", "two strings, or two lists"]),
-    "no answer in it": ([{"prompt": TALK[:3], "completion": TALK[3:4]}], {}, CHATML, ["row 1", "no message of an"]),
     "columns": ([{"question": "a", "answer": "b"}], {}, None, ["row 1", "question, answer", "prompt and completion"]),
     "mixed": ([{"text": "a"}, PAIR], {}, None, ["row 2", "prompt/completion", "the kind text", "of its own"]),
     "empty split": ([PAIR] * 4, {"validation_split": 0.1}, None, ["0.1 of 4 samples", "empty validation", "0.25"]),

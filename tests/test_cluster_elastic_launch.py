@@ -116,6 +116,8 @@ def test_hosts_come_and_go(tools, tmp_path):
     assert eventually(lambda: run.pids(2)["b"] != pids["b"])
     write_hosts(tmp_path, *lines(tools, "ab"), "a b c")
     assert says(run, "launch_cluster: .*hosts.txt, line 3: .*: the run goes on with the hosts that it knows")
+    write_hosts(tmp_path, *lines(tools, "ab"), lines(tools, "c")[0] + " address=fd00::2")
+    assert says(run, "launch_cluster: --elastic meets at IPv4 addresses only, but c has one of IPv6: .*that it knows")
     write_hosts(tmp_path, *lines(tools, "ab"), "d python=/nowhere/python", *lines(tools, "c"))
     assert says(run, "launch_cluster: d can't take part, exit code 127: no Python: can't start /nowhere/python")
     assert set(run.pids(3)) == {"a", "b", "c"}

@@ -4,13 +4,13 @@ A row is of one kind, by its columns; the first kind of this list that fits coun
 
     messages              a conversation, [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...], which
                           the tokenizer's chat template turns into text. Targets: what each assistant message adds
-    conversations         the same in ShareGPT's words: [{"from": "human", "value": "..."}, {"from": "gpt", ...}, ...]
-    instruction, output   Alpaca's words for a conversation of one question, with what it is about in `input`
     prompt, completion    two strings. Targets: the completion and the end-of-text token. Or two lists of messages: one
                           conversation, in which only the answers of the completion are targets
     text                  one string, or a whole .txt file. Targets: all of it
+    conversations         messages in ShareGPT's words: [{"from": "human", "value": "..."}, {"from": "gpt", ...}, ...]
+    instruction, output   Alpaca's words for a conversation of one question, with what it is about in `input`
 
-Of a conversation in one of the last words, a column `system` is its first message.
+Of a conversation that is not in the column messages, a column `system` is the first message.
 
 In an encoded row a token that is no target is stored as its complement -1 - id, which is negative.
 """
@@ -88,13 +88,24 @@ def read_rows(source: Source) -> Iterator[tuple[str, dict]]:
 def unreadable(source: Source, error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:300]
     return UserError(f"--dataset_name {source.name!r} can't be read: {reason}. It has to be rows of one kind, in UTF-8 "
-                     "text, with the columns messages, or prompt and completion, or text")
+                     "text, with the columns messages, or conversations, or prompt and completion, or instruction and "
+                     "output, or text")
 
 
 def known(place: str, row: dict) -> dict:
     """The row, as messages where it is a conversation in other words. Raises UserError for one of unlike halves."""
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     if "messages" in row:
+        return row
+    pair = [row[name] for name in KINDS["prompt/completion"] if name in row]
+    lists = [isinstance(each, list) for each in pair]
+    if len(pair) == 2 and all(lists):
+        before = system + row["prompt"]
+        return {"messages": before + row["completion"], CONTEXT: len(before)}
+    if len(pair) == 2 and any(lists):
+        raise UserError(f"{place}: prompt and completion must be two strings, or two lists of messages, but only one "
+                        "is a list")
+    if len(pair) == 2 or "text" in row:
         return row
     if "conversations" in row:
         said = row["conversations"]
@@ -104,19 +115,12 @@ def known(place: str, row: dict) -> dict:
         question = "\n\n".join(words) if all(isinstance(each, str) for each in words) else words
         return {"messages": [*system, {"role": "user", "content": question},
                              {"role": "assistant", "content": row["output"]}]}
-    lists = [isinstance(row.get(name), list) for name in KINDS["prompt/completion"]]
-    if all(lists):
-        before = system + row["prompt"]
-        return {"messages": before + row["completion"], CONTEXT: len(before)}
-    if any(lists) and "completion" in row:
-        raise UserError(f"{place}: prompt and completion must be two strings, or two lists of messages, but one is a "
-                        "string and the other a list")
     return row
 
 
 def as_message(said):
     """One of ShareGPT's as ours. What is none of these is left as it is, for check_messages()."""
-    if not isinstance(said, dict) or "from" not in said:
+    if not isinstance(said, dict) or said.get("from") is None:
         return said
     return {"role": SHAREGPT.get(str(said["from"]), said["from"]), "content": said.get("value")}
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from agent import USER_ERROR
 from daemon import BEGUN
 from host_run import UNHEARD
-from hosts import Host, UserError, read_hosts
+from hosts import Host, UserError, read_hosts, require_ipv4
 from remote_run import Launch, Run, say
 
 RETRY = 2.0  # seconds between two attempts to reach a host, and between two looks at hosts.txt
@@ -142,6 +142,7 @@ class Elastic(Launch):
                 return
             self.modified = modified
             hosts = read_hosts(self.path)
+            require_ipv4(hosts)
         except (OSError, UserError) as error:
             if str(error) not in self.said:
                 self.said.add(str(error))

@@ -148,6 +148,13 @@ def read_hosts(path: str) -> list[Host]:
     return hosts
 
 
+def require_ipv4(hosts: list[Host]) -> None:
+    """Raises UserError where a host of an elastic run is known by an address of IPv6."""
+    if found := [host.label for host in hosts if ":" in host.address]:
+        raise UserError(f"--elastic meets at IPv4 addresses only, but {', '.join(found)} has one of IPv6: give it "
+                        "another address=, or start the run without --elastic")
+
+
 def home_of(hosts: list[Host]) -> Host:
     """The host that is this machine, on which the user types; the first one where none of them is."""
     return next((host for host in hosts if is_here(host.address)), hosts[0])

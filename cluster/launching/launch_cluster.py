@@ -19,7 +19,7 @@ import detached
 import hosts as hosts_file
 from elastic import Elastic
 from host_facts import PROJECT
-from hosts import ROOT, Host, UserError, home_of, peer, read_hosts
+from hosts import ROOT, Host, UserError, home_of, peer, read_hosts, require_ipv4
 from install import install
 from remote_run import Launch
 
@@ -101,9 +101,8 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
     if args.elastic and args.elastic[0] > len(hosts):
         raise UserError(f"--elastic {args.elastic[0]}:{args.elastic[1]} needs {args.elastic[0]} hosts to begin "
                         f"with, but {args.hosts} has {len(hosts)}: add hosts, or lower MIN")
-    if args.elastic and (found := [host.label for host in hosts if ":" in host.address]):
-        raise UserError(f"--elastic meets at IPv4 addresses only, but {', '.join(found)} has one of IPv6: give it "
-                        "another address=, or start the run without --elastic")
+    if args.elastic:
+        require_ipv4(hosts)
     if args.elastic and len({host.address for host in hosts}) < len(hosts):
         raise UserError(f"--elastic knows hosts by their addresses, but {args.hosts} has one of them twice: give each "
                         "host an address= of its own, and for more processes on one host nproc=2")
