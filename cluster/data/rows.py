@@ -93,24 +93,28 @@ def unreadable(source: Source, error: Exception) -> UserError:
 
 
 def known(place: str, row: dict) -> dict:
-    """The row, as messages where it is a conversation in other words. Raises UserError for one of unlike halves."""
+    """The row, as messages where it is a conversation in other words. Raises UserError for what would be ignored."""
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     if "messages" in row:
         return row
     pair = [row[name] for name in KINDS["prompt/completion"] if name in row]
     lists = [isinstance(each, list) for each in pair]
-    if len(pair) == 2 and all(lists):
+    if len(pair) == 2 and any(lists):
+        if not all(lists):
+            raise UserError(f"{place}: prompt and completion must be two strings, or two lists of messages, but only "
+                            "one is a list")
         before = system + row["prompt"]
         return {"messages": before + row["completion"], CONTEXT: len(before)}
-    if len(pair) == 2 and any(lists):
-        raise UserError(f"{place}: prompt and completion must be two strings, or two lists of messages, but only one "
-                        "is a list")
     if len(pair) == 2 or "text" in row:
         return row
     if "conversations" in row:
         said = row["conversations"]
+        if isinstance(said, list) and any(isinstance(m, dict) and m.get("weight") not in (None, 1) for m in said):
+            raise UserError(f"{place}: a message has a weight, but each answer counts: remove those that should not")
         return {"messages": system + [as_message(each) for each in said] if isinstance(said, list) else said}
     if "instruction" in row and "output" in row:
+        if row.get("history"):
+            raise UserError(f"{place} has a history, which is not read: write the conversation as messages")
         words = [row[name] for name in ("instruction", "input") if row.get(name)]
         question = "\n\n".join(words) if all(isinstance(each, str) for each in words) else words
         return {"messages": [*system, {"role": "user", "content": question},
@@ -130,11 +134,9 @@ def kind_of(place: str, row: dict) -> str:
     for kind, columns in KINDS.items():
         if all(column in row for column in columns):
             return kind
-    for question, answer in (("prompt", "completion"), ("instruction", "output")):
-        if question in row:
-            begins = "an" if question == "instruction" else "a"
-            raise UserError(f"{place} has {begins} {question} but no {answer}: each row needs an answer, remove it or "
-                            "add one")
+    for question, answer in (("a prompt", "completion"), ("an instruction", "output")):
+        if question.split()[1] in row:
+            raise UserError(f"{place} has {question} but no {answer}: each row needs an answer, remove it or add one")
     raise UserError(f"{place} has the columns {', '.join(row) or 'none'}: rows need messages, or conversations, or "
                     "prompt and completion, or instruction and output, or text: rename the ones that you have")
 
@@ -149,8 +151,7 @@ def first_kind(source: Source) -> str:
 
 
 def rows_of_kind(source: Source, kind: str) -> Iterator[tuple[str, dict]]:
-    """The rows, known(). Raises UserError where one is of another kind than the first, or has no string where one
-    belongs."""
+    """The rows, known(). Raises UserError where one is of another kind than the first, or lacks a string."""
     for place, row in read_rows(source):
         row = known(place, row)
         if (other := kind_of(place, row)) != kind:
