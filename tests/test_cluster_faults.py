@@ -5,6 +5,7 @@ Each run draws its layout and four faults from its seed. FAULT_SEED=17 replays o
 
 import os
 import random
+import signal
 import time
 
 import pytest
@@ -151,6 +152,24 @@ def test_a_host_comes_back_with_a_full_disk(inputs, tmp_path):
         testbed("exec", "node2", "rm", "-f", FILLER)
         mark = len(steps.texts["node0"])
         assert steps.watch(60, lambda: "3 ranks over" in steps.texts["node0"][mark:]), run.report()
+        run.stop()
+    finally:
+        run.clear()
+
+
+def test_a_process_that_alone_is_told_to_end_comes_back(inputs, tmp_path):
+    """Others go on, so it is not the end of the run: neither its agent nor the launcher may take it for that."""
+    run, steps = FaultyRun(tmp_path, "told", Plan("shares", True, []), ["--dataset_name", inputs / "corpus"]), Steps()
+    try:
+        start = time.monotonic()
+        assert steps.watch(60, lambda: len(sum(steps.since(start).values(), [])) > 10), run.report()
+        marks = {node: len(steps.texts[node]) for node in NODES}
+        kill_processes("node1", "train_distributed.py", signal.SIGTERM)
+        assert steps.watch(60, lambda: any("stopped after step" in steps.texts[node][marks[node]:] for node in NODES))
+        assert steps.watch(90, lambda: any(
+            "3 ranks over" in steps.texts[node][marks[node]:] for node in NODES)), run.report()
+        start = time.monotonic()
+        assert steps.watch(60, lambda: len(sum(steps.since(start).values(), [])) > 10), run.report()
         run.stop()
     finally:
         run.clear()

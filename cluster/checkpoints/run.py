@@ -273,8 +273,8 @@ class Run:
                 goes_on = f"goes on {'from there' if saved == self.step else f'after step {saved}'}" if saved else (
                     "begins anew, as no step was saved")
                 print(f"stopped after step {self.step}, as it was told: --resume auto {goes_on}", flush=True)
-            if is_elastic() and not self.watch.signals.wait(ALONE):
-                os._exit(1)  # the agent then starts this process anew, with those that are there
+            if is_elastic() and (not self.watch.signals.wait(ALONE) or self.generation.members):
+                os._exit(1)  # its agent, unless it ends too, starts this process anew, with those that are there
 
     def leave(self) -> None:
         """This generation has ended: its files can be opened by the next one."""

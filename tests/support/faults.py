@@ -73,13 +73,13 @@ def draw(seed: int, count: int) -> Plan:
     return Plan(layout, chance.random() < 0.4, faults)
 
 
-def kill_processes(node: str, word: str) -> None:
-    """SIGKILL for the processes of that host which run this script, and for nothing else there."""
+def kill_processes(node: str, word: str, number: int = signal.SIGKILL) -> None:
+    """A signal for the processes of that host which run this script, and for nothing else there."""
     for pid in pids_of(node):
         with contextlib.suppress(OSError):
             words = pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\0")
             if "python" in words[0] and any(each.endswith(word) for each in words[1:3]):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(int(pid), number)
 
 
 def fill(node: str) -> None:
