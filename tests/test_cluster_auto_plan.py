@@ -13,7 +13,7 @@ from launch import fork, modules_of
 with modules_of(9):
     from planning.machines import Cluster, Pipeline, Setting
     from planning.simulate import peak_memory
-    from training import layout, plan_file
+    from training import layout, plan_file, speeds
 
 RANKS = pathlib.Path(__file__).parent / "support" / "auto_plan_ranks.py"
 OPTIONS = {"speeds": [4, 2, 1], "parameters": 1000, "saved_bytes": 100.0, "hidden_bytes": 64.0, "sizes": (1, 2)}
@@ -106,18 +106,18 @@ def test_one_clear_line_where_nothing_fits(tmp_path):
 def test_shares_by_speed_of_a_model(monkeypatch):
     """Where all machines hold the model, each rank's speed is measured layer by layer."""
     found = {"forward": {"1": [0.0, 0.2, 0.2]}, "backward": {"1": [0.2, 0.2, 0.2]}}
-    monkeypatch.setattr(layout.StageClock, "__init__", lambda *_: None)
-    monkeypatch.setattr(layout.StageClock, "measure", lambda clock, sizes, seconds: found)
-    monkeypatch.setattr(layout, "gather", lambda value: [value, 4 * value])
-    monkeypatch.setattr(layout, "measured_speeds", lambda *args: None)
-    monkeypatch.setattr(layout, "ranks_sharing", lambda device: 1)
-    monkeypatch.setattr(layout, "MEASURED", {"seconds": None})
+    monkeypatch.setattr(speeds.StageClock, "__init__", lambda *_: None)
+    monkeypatch.setattr(speeds.StageClock, "measure", lambda clock, sizes, seconds: found)
+    monkeypatch.setattr(speeds, "gather", lambda value: [value, 4 * value])
+    monkeypatch.setattr(speeds, "measured_speeds", lambda *args: None)
+    monkeypatch.setattr(speeds, "ranks_sharing", lambda device: 1)
+    monkeypatch.setattr(speeds, "MEASURED", {"seconds": None})
     for name, value in {"get_world_size": 2, "get_rank": 0, "barrier": None}.items():
         monkeypatch.setattr(layout.dist, name, lambda value=value: value)
     made = argparse.Namespace(model=argparse.Namespace(config=None), lora=None, criterion=None)
     args = flags(equal_shares=False, gradient_accumulation=5, seq_len=32, local_steps=None)
-    assert layout.choose_shares(args, made, 2, None, None, torch.device("cpu"), None) == [8, 2]
-    assert layout.StageClock().seconds_of_whole(1, recompute=True) == pytest.approx(1.2)
+    assert speeds.choose_shares(args, made, 2, None, None, torch.device("cpu"), None) == [8, 2]
+    assert speeds.StageClock().seconds_of_whole(1, recompute=True) == pytest.approx(1.2)
 
 
 def test_shares_of_a_checkpoint(monkeypatch):

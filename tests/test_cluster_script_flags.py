@@ -16,21 +16,21 @@ with modules_of(9):
     import train_distributed
     import train_single_test as single_test
     from machine_facts import this_host
-    from training import common, layout, loop, times
+    from training import common, loop, speeds, times
     from utils import TINY_LLAMA, load_config
 
 
 @pytest.fixture
 def three_ranks(monkeypatch):
-    monkeypatch.setattr(layout, "from_home", lambda make: make())
-    monkeypatch.setattr(layout, "machines", lambda: [this_host()] * 3)
+    monkeypatch.setattr(speeds, "from_home", lambda make: make())
+    monkeypatch.setattr(speeds, "machines", lambda: [this_host()] * 3)
 
 
-def speeds_in(path, content, **flags) -> layout.Measured | None:
+def speeds_in(path, content, **flags) -> speeds.Measured | None:
     if content is not None:
         path.write_text(json.dumps(content) if isinstance(content, dict) else content)
     args = argparse.Namespace(**{"cluster_json": str(path), "equal_shares": False, "recompute": False, **flags})
-    return layout.measured_speeds(args, 1, torch.float64, load_config(TINY_LLAMA, num_attention_heads=None))
+    return speeds.measured_speeds(args, 1, torch.float64, load_config(TINY_LLAMA, num_attention_heads=None))
 
 
 @pytest.mark.parametrize("content, expected", [
@@ -50,7 +50,7 @@ def test_bad_cluster_json(tmp_path, three_ranks, content, expected):
 
 
 def test_one_process_takes_no_notice_of_cluster_json(tmp_path, three_ranks, monkeypatch):
-    monkeypatch.setattr(layout, "machines", lambda: [this_host()])
+    monkeypatch.setattr(speeds, "machines", lambda: [this_host()])
     assert speeds_in(tmp_path / "cluster.json", "{") is None
 
 
@@ -62,7 +62,7 @@ def test_ends_of_a_model_weigh_as_much_as_measured(tmp_path, three_ranks):
         with torch.device("meta"):
             model = Qwen3ForCausalLM(Qwen3Config(**{**three_stages.TOY, "num_hidden_layers": num_layers}))
         found = speeds_in(tmp_path / "cluster.json", measured(1.0, 1.0, 1.0, **seconds), recompute=recompute)
-        return layout.layers_by_speed(model, found, 3)
+        return speeds.layers_by_speed(model, found, 3)
 
     assert layers(9) == [3, 3, 3]
     assert layers(10, head=2.0) == [4, 4, 2] and layers(10, embedding=2.0) == [2, 4, 4]
@@ -79,14 +79,14 @@ def test_without_speeds_the_head_counts_by_its_parameters():
     with torch.device("meta"):
         toy = Qwen3ForCausalLM(Qwen3Config(**three_stages.TOY))
         large = Qwen3ForCausalLM(Qwen3Config(**{**three_stages.TOY, "vocab_size": 90_000}))
-    assert layout.layers_by_speed(toy, None, 3) == [2, 2, 2]
-    assert layout.layers_by_speed(toy, None, 1) == [6]
-    assert layout.layers_by_speed(large, None, 3) == [3, 2, 1]
+    assert speeds.layers_by_speed(toy, None, 3) == [2, 2, 2]
+    assert speeds.layers_by_speed(toy, None, 1) == [6]
+    assert speeds.layers_by_speed(large, None, 3) == [3, 2, 1]
     with torch.device("meta"):
         qwen = Qwen3ForCausalLM(Qwen3Config(  # Qwen3-0.6B: its head is worth ten layers
             vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
             num_key_value_heads=8, head_dim=128, tie_word_embeddings=True))
-    assert [layout.layers_by_speed(qwen, None, stages) for stages in (1, 2, 3)] == [[28], [19, 9], [13, 12, 3]]
+    assert [speeds.layers_by_speed(qwen, None, stages) for stages in (1, 2, 3)] == [[28], [19, 9], [13, 12, 3]]
 
 
 @pytest.fixture
@@ -187,9 +187,9 @@ def test_times_of_a_gpu(monkeypatch):
 def test_numbers_of_micro_batches(parse, monkeypatch):
     def shares_of(args, total=None) -> list[int]:
         told = args.num_microbatches and args.num_microbatches[0]
-        return layout.choose_shares(args, None, 3, told, total, None, None)
+        return speeds.choose_shares(args, None, 3, told, total, None, None)
 
-    monkeypatch.setattr(layout.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(speeds.dist, "get_world_size", lambda: 3)
     for counts in ("4,0,1", "a,b,c", "4,,1"):
         with pytest.raises(ValueError, match="--num_microbatches: "):
             parse("--num_microbatches", counts, module=train_distributed)

@@ -33,7 +33,7 @@ from planning.schedules import SCHEDULES
 from planning.search import Plans, find_plans
 from planning.simulate import peak_memory
 from training.compression import WIRE_DTYPES
-from training.layout import CLUSTER_JSON
+from training.speeds import CLUSTER_JSON
 from utils import UserError, to_readable_format
 
 MEASURE_SECONDS, FRACTION = 12.0, 0.9  # of measuring; of the free memory that may be used

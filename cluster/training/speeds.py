@@ -1,0 +1,128 @@
+"""How fast the ranks' machines are, as cluster.json has it or as it is measured now, and what each takes by it."""
+
+import contextlib
+import os
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from machine_facts import from_home, gather, host_names, machines, places_of, ranks_sharing, say
+from membership.watch import is_elastic
+from pipeline_template import PipelineTemplate, Unsupported
+from planning.clock import StageClock
+from planning.machines import Cluster, Setting, model_facts, read_cluster, some_of
+from planning.shares import shares_by_speed
+from utils import ROOT, UserError
+
+CLUSTER_JSON = os.path.join(ROOT, "cluster.json")  # plan.py --measure writes it on the machine that starts it
+MEASURED = {"seconds": None}  # of this process's whole model: what it has measured, it knows in the next generation
+
+
+def choose_shares(args, made, count: int, told: list[int] | None, total: int | None, device, dtype) -> list[int]:
+    """Micro-batches of a step for each of `count` pipelines: as told, or by speed: measured before, or now. Collective.
+
+    `total`: their sum, where a checkpoint has decided it.
+    """
+    if told:
+        if len(told) == count and (total in (None, sum(told)) or not is_elastic()):
+            return told  # run.check says what the checkpoint has instead
+        if not is_elastic():
+            raise UserError(f"--num_microbatches {','.join(map(str, told))}: write {count} numbers, one per pipeline, "
+                            "with commas between them")
+        total = total or sum(told)
+    total = total or (args.local_steps or args.gradient_accumulation) * count
+    if total < count:
+        raise UserError(f"a step has {total} micro-batches, fewer than the {count} pipelines: lower --batch_size, or "
+                        "start fewer processes")
+    seconds = [1.0] * count
+    if not args.equal_shares and count == dist.get_world_size() > 1:  # each rank has a whole model
+        if measured := measured_speeds(args, args.batch_size, dtype, made.model.config):
+            seconds = measured.seconds_of_whole()
+        else:
+            with contextlib.suppress(Unsupported):  # then all are taken as equally fast
+                ranks_sharing(device)  # asked while one measures alone; the first call is collective
+                dist.barrier()
+                if MEASURED["seconds"] is None:
+                    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
+                    MEASURED["seconds"] = clock.seconds_of_whole(args.batch_size, args.recompute)
+                seconds = gather(MEASURED["seconds"])
+        speeds = ", ".join(f"{args.batch_size * args.seq_len / value:.0f}" for value in seconds)
+        say(f"tokens/s of each rank alone: {speeds}")
+    return shares_by_speed(total, seconds)
+
+
+class Measured(NamedTuple):
+    """The ranks' machines as cluster.json has them, rank by rank. `size`: the micro-batch size measured that is nearest
+    to the run's; `kinds`: of passes that a micro-batch takes."""
+
+    cluster: Cluster
+    size: int
+    kinds: str
+
+    def seconds_of_whole(self) -> list[float]:
+        """Of the measured model for a micro-batch, rank by rank."""
+        whole = (0, len(self.cluster.names))
+        return [self.cluster.seconds(rank, self.size, whole, self.kinds) for rank in range(len(self.cluster.machines))]
+
+
+def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None) -> Measured | None:
+    """What cluster.json says of these ranks' machines. Collective.
+
+    None in a run of one process, with --equal_shares, and where there is no cluster.json. `config`: of the model, where
+    only speeds of this model are of use. Raises UserError for a file that can't be read, or that is for other machines
+    or another order of them, another dtype or another model. In an elastic run any of its machines may be there.
+    """
+    here, path = machines(), args.cluster_json or CLUSTER_JSON
+
+    def read() -> Measured | None:
+        if args.equal_shares or len(here) == 1 or (args.cluster_json is None and not os.path.exists(path)):
+            return None
+        try:
+            data = read_cluster(path)
+            cluster = Cluster(data)
+            hosts = host_names(here, cluster.hosts)
+            if is_elastic():
+                if None in (places := places_of(hosts, cluster.hosts)):  # it came later: the run must not end for it
+                    print(f"equal shares, since {path} does not have all of {', '.join(hosts)}", flush=True)
+                    return None
+                cluster = Cluster(some_of(data, places))
+            run = {"hosts": hosts, "dtype": str(dtype).removeprefix("torch."),
+                   **(model_facts(config) if config else {})}
+            measured = {"hosts": cluster.hosts, "dtype": cluster.dtype, **cluster.model}
+            for name, value in run.items():
+                if measured[name] != value:
+                    raise UserError(f"{path} was measured with {name} {measured[name]}, but this run has {value}: "
+                                    "measure again with plan.py --measure")
+            size = min(cluster.sizes, key=lambda size: abs(size - microbatch_size))
+        except ValueError as error:
+            raise UserError(f"{error}, or use --equal_shares") from None
+        print(f"speeds: {path}, measured with {cluster.model_name}", flush=True)
+        return Measured(cluster, size, Setting(recompute=args.recompute).kinds)
+
+    return from_home(read)
+
+
+def layers_by_speed(model: torch.nn.Module, measured: Measured | None, num_stages: int) -> list[int]:
+    """Decoder layers of each stage, stage k on rank k, so that the slowest stage takes the shortest time.
+
+    The first stage has the embedding besides its layers, the last one the head: in a small model that is many layers'
+    worth. Seconds go by parameters, because the model that is trained need not be the one that was measured. Raises
+    UserError where there are fewer layers than stages.
+    """
+    names = PipelineTemplate.get_modules(model)
+    sizes = [sum(param.numel() for param in model.get_submodule(name).parameters()) for name in names]
+    layers = [k for k, name in enumerate(names) if name.rpartition(".")[2].isdigit()]
+    embedding, layer, head = sum(sizes[:layers[0]]), sizes[layers[0]], sum(sizes[layers[-1] + 1:])
+    if len(layers) < num_stages:
+        raise UserError(f"{num_stages} stages for a model of {len(layers)} decoder layers: each needs at least one, "
+                        f"start at most {len(layers)} processes")
+    each, besides = [1.0 * layer] * num_stages, [0.0] * (num_stages - 1) + [1.0 * head]  # looking up takes no time
+    if measured:
+        cluster, first = measured.cluster, measured.cluster.first_layer
+        stop, end = first + cluster.num_layers, len(cluster.names)
+        each, besides = cluster.layer_seconds(range(num_stages), measured.size, measured.kinds)
+        each = [seconds * layer * cluster.num_layers / max(1, cluster.parameters_of((first, stop))) for seconds in each]
+        besides[0] *= embedding / max(1, cluster.parameters_of((0, first)))
+        besides[-1] *= head / max(1, cluster.parameters_of((stop, end)))
+    return shares_by_speed(len(layers), each, besides=besides)
