@@ -122,7 +122,7 @@ def test_shares_by_speed_of_a_model(monkeypatch):
 
 def test_shares_of_a_checkpoint(monkeypatch):
     """A run that goes on with other machines: its micro-batches, by the speed of the new plan's pipelines."""
-    monkeypatch.setattr(layout.PipelineTemplate, "from_layers_per_stage", lambda model, layers: layers)
+    monkeypatch.setattr(layout.Template, "from_layers_per_stage", lambda model, layers: layout.Template("", [layers]))
     pipelines = [{"layers": [8], "num_microbatches": 6}, {"layers": [8], "num_microbatches": 2}]
     plan = {"pipelines": pipelines, "micro_batch_size": 2, "schedule": "1f1b", "seconds": [1.0, 1.0]}
     found, made = argparse.Namespace(state={"global_batch": 12}, path="there"), argparse.Namespace(model=None)

@@ -55,7 +55,7 @@ def find_plan(args, made, device: torch.device, dtype: torch.dtype) -> dict | No
             f"{' | idle: ' * bool(idle)}{', '.join(idle)}")
         require_same_model(plan, made.model.config, str(dtype).removeprefix("torch."), args)
         return plan
-    if args.pipelines or args.tp_size > 1 or args.local_steps:
+    if args.pipelines or max(args.tp_size) > 1 or args.local_steps:
         return None
     return plan_by_themselves(args, made, device, dtype)
 
