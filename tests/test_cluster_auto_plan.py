@@ -116,7 +116,7 @@ def test_shares_by_speed_of_a_model(monkeypatch):
         monkeypatch.setattr(layout.dist, name, lambda value=value: value)
     made = argparse.Namespace(model=argparse.Namespace(config=None), lora=None, criterion=None)
     args = flags(equal_shares=False, gradient_accumulation=5, seq_len=32, local_steps=None)
-    assert speeds.choose_shares(args, made, 2, None, None, torch.device("cpu"), None) == [8, 2]
+    assert speeds.choose_shares(args, made, [1, 1], None, None, torch.device("cpu"), None) == [8, 2]
     assert speeds.StageClock().seconds_of_whole(1, recompute=True) == pytest.approx(1.2)
 
 

@@ -19,24 +19,25 @@ CLUSTER_JSON = os.path.join(ROOT, "cluster.json")  # plan.py --measure writes it
 MEASURED = {"seconds": None}  # of this process's whole model: what it has measured, it knows in the next generation
 
 
-def choose_shares(args, made, count: int, told: list[int] | None, total: int | None, device, dtype) -> list[int]:
-    """Micro-batches of a step for each of `count` pipelines: as told, or by speed: measured before, or now. Collective.
+def choose_shares(args, made, tp_sizes: list[int], told: list[int] | None, total: int | None, device, dtype) -> list[int]:
+    """Samples of a step for each pipeline: in `told` micro-batches, or by speed: measured before, or now. With
+    --local_steps they are local steps of a round and, as told, samples of a local step. Collective.
 
     `total`: their sum, where a checkpoint has decided it.
     """
+    size, count, ranks = args.batch_size, len(tp_sizes), dist.get_world_size()
     if told:
-        if len(told) == count and (total in (None, sum(told)) or not is_elastic()):
-            return told  # run.check says what the checkpoint has instead
+        if len(told) == count and (total in (None, size * sum(told)) or not is_elastic()):
+            return [size * number for number in told]  # run.check says what the checkpoint has instead
         if not is_elastic():
             raise UserError(f"--num_microbatches {','.join(map(str, told))}: write {count} numbers, one per pipeline, "
                             "with commas between them")
-        total = total or sum(told)
-    total = total or (args.local_steps or args.gradient_accumulation) * count
+        total = total or size * sum(told)
+    total = total or (args.local_steps or size * args.gradient_accumulation) * count
     if total < count:
-        raise UserError(f"a step has {total} micro-batches, fewer than the {count} pipelines: lower --batch_size, or "
-                        "start fewer processes")
+        raise UserError(f"a step has {total} samples, fewer than the {count} pipelines: start fewer processes")
     seconds = [1.0] * count
-    if not args.equal_shares and count == dist.get_world_size() > 1:  # each rank has a whole model
+    if not args.equal_shares and sum(tp_sizes) == ranks and count > 1:  # each pipeline is one stage
         if measured := measured_speeds(args, args.batch_size, dtype, made.model.config):
             seconds = measured.seconds_of_whole()
         else:
@@ -49,6 +50,8 @@ def choose_shares(args, made, count: int, told: list[int] | None, total: int | N
                 seconds = gather(MEASURED["seconds"])
         speeds = ", ".join(f"{args.batch_size * args.seq_len / value:.0f}" for value in seconds)
         say(f"tokens/s of each rank alone: {speeds}")
+        slowest = [max(part) for part in torch.tensor(seconds, dtype=torch.float64).split(tp_sizes)]  # sets the pace of its stage
+        seconds = [float(each) / tp_size for each, tp_size in zip(slowest, tp_sizes)]
     return shares_by_speed(total, seconds)
 
 

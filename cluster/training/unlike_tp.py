@@ -23,11 +23,11 @@ import torch.nn as nn
 
 import process_group_manager as pgm
 from data_parallel import Bucket, DataParallelBucket
-from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from hf_tensor_parallel import require_divisible
 from machine_facts import gather
 from pipeline_template import PipelineTemplate
 from process_group_manager import Mismatch, ProcessGroupManager
+from training.samples import SamplesPlugin
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class SplitGradients(DataParallelBucket):
             bucket.wait()
 
 
-class UnlikePlugin(HeterogeneousParallelPlugin):
+class UnlikePlugin(SamplesPlugin):
     """Takes pipelines of `Template`s, each with a tp_size of its own."""
 
     def __init__(self, *args, **kwargs):
