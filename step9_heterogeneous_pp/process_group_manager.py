@@ -100,7 +100,8 @@ class ProcessGroupManager:
         """One line per pipeline (of the first 16): the ranks of its stages."""
         lines = [f"pipeline {dp}: " + ", ".join(f"stage {pp} on {ranks.tolist()}" for pp, ranks in enumerate(block))
                  for dp, block in enumerate(self.ranks[:16])]
-        return "\n".join([f"{self.world_size} rank{'s' * (self.world_size > 1)}, tp {self.topology['tp_size']}", *lines])
+        ranks, tp_size = f"{self.world_size} rank{'s' * (self.world_size > 1)}", self.topology["tp_size"]
+        return "\n".join([f"{ranks}, tp {tp_size}", *lines])
 
 
 def init_process_group(backend: str, timeout_seconds: float = 600) -> None:

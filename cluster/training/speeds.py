@@ -19,7 +19,8 @@ CLUSTER_JSON = os.path.join(ROOT, "cluster.json")  # plan.py --measure writes it
 MEASURED = {"seconds": None}  # of this process's whole model: what it has measured, it knows in the next generation
 
 
-def choose_shares(args, made, tp_sizes: list[int], told: list[int] | None, total: int | None, device, dtype) -> list[int]:
+def choose_shares(args, made, tp_sizes: list[int], told: list[int] | None, total: int | None, device,
+                  dtype) -> list[int]:
     """Samples of a step for each pipeline: in `told` micro-batches, or by speed: measured before, or now. With
     --local_steps they are local steps of a round and, as told, samples of a local step. Collective.
 
@@ -50,8 +51,8 @@ def choose_shares(args, made, tp_sizes: list[int], told: list[int] | None, total
                 seconds = gather(MEASURED["seconds"])
         speeds = ", ".join(f"{args.batch_size * args.seq_len / value:.0f}" for value in seconds)
         say(f"tokens/s of each rank alone: {speeds}")
-        slowest = [max(part) for part in torch.tensor(seconds, dtype=torch.float64).split(tp_sizes)]  # sets the pace of its stage
-        seconds = [float(each) / tp_size for each, tp_size in zip(slowest, tp_sizes)]
+        of_stages = torch.tensor(seconds, dtype=torch.float64).split(tp_sizes)  # the slowest sets a stage's pace
+        seconds = [max(each).item() / tp_size for each, tp_size in zip(of_stages, tp_sizes)]
     return shares_by_speed(total, seconds)
 
 
