@@ -5,6 +5,7 @@ The table PLANS does it for models without a plan, and ours. Norms stay whole on
 head of Hugging Face's models. They see the same activations there, so their gradients are equal on all tp ranks.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -153,26 +154,25 @@ def replacements(model: nn.Module, layer: nn.Module) -> list[tuple[str, Callable
     return [(block, share_input) for block in blocks] + [(place, STYLES[style]) for place, style in styles.items()]
 
 
-def require_divisible(config, tp_size: int) -> None:
-    for name in SIZES:
-        sizes = getattr(config, name, None) or 0
-        for size in sizes if isinstance(sizes, list) else [sizes]:  # in some models layers differ
-            if size % tp_size:
-                raise UserError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides "
-                                f"{size}")
-
-
 def apply_tensor_parallel(model: nn.Module) -> nn.Module:
     """Splits our Llama or a Hugging Face decoder over the tp group, in place, on the meta device or with its weights.
 
     Raises Unsupported for a model that cannot be split, UserError where tp_size does not divide the heads,
     the key/value heads or the MLP's width. Call it before PipelineStage, which then keeps the stage's part.
     """
-    if pgm.process_group_manager.tp_world_size == 1:
+    tp_sizes = {block.size(1) for block in pgm.process_group_manager.ranks} - {1}  # also those of other pipelines
+    if not tp_sizes:
         return model
     layers = [model.get_submodule(name) for name in listed_modules(model)[1]]
     places = [replacements(model, layer) for layer in layers]
-    require_divisible(model.config, pgm.process_group_manager.tp_world_size)
+    for name, tp_size in itertools.product(SIZES, tp_sizes):
+        sizes = getattr(model.config, name, None) or 0
+        for size in sizes if isinstance(sizes, list) else [sizes]:  # in some models layers differ
+            if size % tp_size:
+                raise UserError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides "
+                                f"{size}")
+    if pgm.process_group_manager.tp_world_size == 1:
+        return model
     for layer, replaced in zip(layers, places):
         for place, replace in replaced:
             parent, _, key = place.rpartition(".")

@@ -38,6 +38,14 @@ class ProcessGroupManager:
     Raises Mismatch where the pipelines need another number of processes.
     """
 
+    def arrange(self, stages_per_pipeline: list[int], tp_size: int) -> tuple[torch.Tensor, ...]:
+        """The ranks of each pipeline: (stages, tp_size)."""
+        if (needed := sum(stages_per_pipeline) * tp_size) != self.world_size:
+            raise Mismatch(f"Number of ranks in pipeline templates does not match world size: stages "
+                           f"{stages_per_pipeline} x tp_size={tp_size} need {needed} processes, but {self.world_size} "
+                           f"run: use torchrun --nproc_per_node {needed}, or change the sizes")
+        return torch.arange(self.world_size).view(-1, tp_size).split(stages_per_pipeline)
+
     def __init__(self, stages_per_pipeline: list[int], tp_size: int):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.ranks = self.arrange(stages_per_pipeline, tp_size)  # ranks[dp][pp, tp]: a global rank
@@ -64,14 +72,6 @@ class ProcessGroupManager:
         self.pp_next_rank = None if self.pp_is_last_stage else stages[self.pp_rank + 1]
         # One rank of all logs. Only the last stage of a pipeline computes the loss, so it is a last stage.
         self.is_logging_rank = self.dp_rank == 0 and self.tp_rank == 0 and self.pp_is_last_stage
-
-    def arrange(self, stages_per_pipeline: list[int], tp_size: int) -> tuple[torch.Tensor, ...]:
-        """The ranks of each pipeline: (stages, tp_size)."""
-        if (needed := sum(stages_per_pipeline) * tp_size) != self.world_size:
-            raise Mismatch(f"Number of ranks in pipeline templates does not match world size: stages "
-                           f"{stages_per_pipeline} x tp_size={tp_size} need {needed} processes, but {self.world_size} "
-                           f"run: use torchrun --nproc_per_node {needed}, or change the sizes")
-        return torch.arange(self.world_size).view(-1, tp_size).split(stages_per_pipeline)
 
     def group_of(self, places: set[tuple[int, int]]) -> dist.ProcessGroup | None:
         """The group of the ranks at some places (pipeline, stage) with this tp rank. All ranks ask in the same order.

@@ -106,7 +106,7 @@ def test_families_equal_the_plain_model(tmp_path, tp_size):
     (3, ["--tp_size", "2;1", "--pipelines", "4;4;4"], "--tp_size 2;1 for 3 pipelines: give one number for all, or one"),
     (3, ["--tp_size", "2;1", "--pipelines", "4;4|4"], "--tp_size 2;1 for 2 pipelines: give one number for all, or one"),
     (2, ["--tp_size", "2;1"], "pipelines of [1, 1] stages on [2, 1] tensor-parallel ranks each need 3 processes"),
-    (3, ["--tp_size", "2;1", "--local_steps", "2"], "--tp_size 2;1 in an elastic run, or with --local_steps: "),
+    (2, ["--tp_size", "2", "--local_steps", "2"], "--tp_size 2 with --local_steps: ranks that take local steps hold"),
     (3, ["--tp_size", "2;1", "--lora_rank", "2"], "--tp_size 2;1 with --lora_rank: adapters are not split over"),
     (1, ["--tp_size", "2;0"], "--tp_size: "), (1, ["--tp_size", ";"], "--tp_size: ")])
 def test_bad_input(tmp_path, ranks, flags, message):

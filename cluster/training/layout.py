@@ -74,9 +74,13 @@ def check_layout_flags(args) -> None:
     for name, default in DECIDED.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    if len(args.tp_size) > 1 and (is_elastic() or args.local_steps):
-        raise UserError(f"--tp_size {';'.join(map(str, args.tp_size))} in an elastic run, or with --local_steps: what "
-                        "ranks hold is cut in unlike places there, and can't be moved: give all pipelines one size")
+    tp_size = ";".join(map(str, args.tp_size))
+    if len(args.tp_size) > 1 and is_elastic():
+        raise UserError(f"--tp_size {tp_size} in an elastic run: what ranks hold is cut in unlike places, and can't "
+                        "move between them: give all pipelines one size")
+    if max(args.tp_size) > 1 and args.local_steps:
+        raise UserError(f"--tp_size {tp_size} with --local_steps: ranks that take local steps hold the whole model: "
+                        "leave out one of the two")
 
 
 @dataclass(frozen=True)

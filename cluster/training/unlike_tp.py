@@ -23,7 +23,6 @@ import torch.nn as nn
 
 import process_group_manager as pgm
 from data_parallel import Bucket, DataParallelBucket
-from hf_tensor_parallel import require_divisible
 from machine_facts import gather
 from pipeline_template import PipelineTemplate
 from process_group_manager import Mismatch, ProcessGroupManager
@@ -192,9 +191,3 @@ class UnlikePlugin(SamplesPlugin):
     def set_pipelines(self, pipelines: list[Template], num_microbatches) -> None:
         self.tp_size = [template.tp_size for template in pipelines]
         super().set_pipelines(pipelines, num_microbatches)
-
-    def configure(self, model: nn.Module, *args, **kwargs):
-        """Raises UserError where a tp_size of any pipeline does not divide the model's heads, on all ranks."""
-        for tp_size in self.tp_size:
-            require_divisible(model.config, tp_size)
-        return super().configure(model, *args, **kwargs)
