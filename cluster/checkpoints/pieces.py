@@ -28,8 +28,8 @@ def their_name(name: str) -> str:
 
 
 class Part(NamedTuple):
-    """With --optimizer_shares: of a parameter of this `shape`. `own`: the numbers that this rank updates, from number `start` on, maybe
-    none: a view of them. `counts`: for each owner, by rank, how many it updates."""
+    """With --optimizer_shares, of a parameter of this `shape`. `own`: the numbers that this rank updates, from number
+    `start` on, maybe none: a view of them. `counts`: for each owner, by rank, how many it updates."""
 
     own: torch.nn.Parameter
     start: int

@@ -34,8 +34,8 @@ BY_SPEED = "by speed"  # in the place of --pipelines: one pipeline over all rank
 DECIDED = {"pipelines": None, "num_microbatches": None, "gradient_accumulation": 8, "batch_size": 4, "tp_size": 1,
            "pp_engine": "1f1b", "wire_dtype": None, "gradient_wire_dtype": None,
            "recompute": False}  # the flags that a plan decides, and their defaults
-GRADIENTS_ARE_WHOLE = "--optimizer_shares with --gradient_wire_dtype, or with a plan that has one: weights would still " \
-                      "travel in full: leave out one of them"
+WITH_WIRE_DTYPE = ("--optimizer_shares with --gradient_wire_dtype, or with a plan that has one: the weights would "
+                   "travel in full even so: leave out one of them")
 
 
 def alternatives(text: str) -> list[list[list[int]]]:
@@ -73,7 +73,7 @@ def check_layout_flags(args) -> None:
         raise UserError(f"--optimizer_shares {','.join(f'{each:g}' for each in args.optimizer_shares)} in an elastic "
                         "run, whose ranks come and go: use speed or memory")
     if args.optimizer_shares and args.gradient_wire_dtype:
-        raise UserError(GRADIENTS_ARE_WHOLE)
+        raise UserError(WITH_WIRE_DTYPE)
     if args.plan and (given := [name for name in DECIDED if getattr(args, name) is not None]):
         raise UserError(f"--plan says what runs where: leave out --{', --'.join(given)}")
     for name, default in DECIDED.items():
@@ -113,7 +113,7 @@ class Layout:
                                 f"{', '.join(kinds)}: order the hosts so that they are alike, or leave out --tp_size")
         if self.optimizer_shares:
             if self.setting.gradient_wire_dtype:
-                raise UserError(GRADIENTS_ARE_WHOLE)
+                raise UserError(WITH_WIRE_DTYPE)
             plugin.share_out(self.optimizer_shares)
         compress(plugin, config, self.setting.wire_dtype, self.setting.gradient_wire_dtype)
         return plugin
