@@ -27,10 +27,9 @@ LAYOUTS = {  # name -> flags; whether each host has all of the model
     "adapters": (["--pipelines", "2,1,1|2,2", "--num_microbatches", "6", "--lora_rank", 4,
                   "--learning_rate", 1e-3, "--validation_split", 0.2, "--eval_every", 10], False),
 }
-CASES = [("shares", "killed"), ("one pipeline", "cut")]
+CASES = [("shares", "killed"), ("one pipeline", "cut"), ("optimizer in shares", "killed")]
 if os.environ.get("ALL_WAYS"):
-    CASES += [("one pipeline", "killed"), ("two pipelines", "killed"), ("adapters", "killed"),
-              ("optimizer in shares", "killed")]
+    CASES += [("one pipeline", "killed"), ("two pipelines", "killed"), ("adapters", "killed")]
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +82,7 @@ def test_a_host_is_lost_and_comes_back(inputs, tmp_path, layout, how):
     longest = max((metrics(records[node], name) for node in records), key=len)
     if is_whole or layout == "two pipelines":
         assert went_on >= last, f"a step was lost, though the hosts that are left have all of the model:\n{text}"
-    fork(9, 1, *FLAGS, *sources, *flags[4:] * (layout == "adapters"), "--num_microbatches", 6, "--max_steps", len(longest), "--run_name", "one",
+    fork(9, 1, *FLAGS, *sources, *flags[4:], "--num_microbatches", 6, "--max_steps", len(longest), "--run_name", "one",
          "--log_dir", tmp_path, "--checkpoint_dir", tmp_path / "checkpoints",
          script=ROOT / "cluster" / "train_distributed.py", modules=["peft"])
     expected = metrics(tmp_path, "one")
