@@ -15,13 +15,14 @@ from utils import UserError, make_scheduler
 
 
 def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader, criterion: Callable,
-          num_steps: int, run, make_run_ready: Callable, steps_per_epoch: int | None, evaluator=None) -> Iterator[Step]:
+          num_steps: int, run, make_run_ready: Callable, steps_per_epoch: int | None, evaluator=None,
+          replanner=None) -> Iterator[Step]:
     """Trains what plugin.configure returned until step `num_steps`; yields each step when it is done. Collective.
 
     `loader`: of the whole run's samples, unshuffled; what was trained before a resume is skipped. `run`: see run.py of
     checkpoints/; make_run_ready(scheduler) calls run.begin(). `evaluator`: an Evaluator, used before the first step,
-    after the last one, and after every args.eval_every ones: where a stop comes then, when the run goes on. Writes
-    metrics, and the timeline of step profile_batch. In the end rank 0 prints where the time of each rank went. Raises
+    after the last one, and after every args.eval_every ones: where a stop comes then, when the run goes on.
+    `replanner`: a Replanner. Writes metrics, and the timeline of step profile_batch. In the end rank 0 prints where the time of each rank went. Raises
     UserError for a --profile_batch that is no step, and for a loss that is not finite.
     """
     grid = pgm.process_group_manager
@@ -59,7 +60,8 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
         record.log(*step[:5])
         if batch == args.profile_batch:
             write_timeline(args, times.clock)
-        stops, is_last = run.watch.ask_all(), step.number == num_steps
+        stops, is_last = run.watch.ask_all(times.work, step.seconds), step.number == num_steps
+        told = run.watch.told
         if evaluator and not stops and record.is_evaluation_due(step.number, args.eval_every):
             step = step._replace(evaluation=evaluator.evaluate())
             record.evaluated(step.number, step.evaluation)
@@ -71,6 +73,8 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
             break
         if not is_last:
             run.take_in()
+            if replanner:
+                replanner.follow(run, plugin, step.number, told)
     record.close()
     times.print()
     run.end(stops and not is_last)
