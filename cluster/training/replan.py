@@ -23,6 +23,7 @@ Steps are those that are measured: each one on CPUs, every tenth where a rank ha
 
 import argparse
 import contextlib
+import math
 import os
 import statistics
 from collections.abc import Callable
@@ -43,6 +44,7 @@ from utils import UserError
 
 EARLY, REFINES = 3, 0.03  # measured steps; the gain of the early move
 WINDOWS, MOST, NEEDED = (4, 6, 10, 20), 0.5, 2.0  # steps; a step's gain at most; the sum of gains
+SURE = 3.0  # standard errors
 CALM = PAYS = 100  # steps
 BANDWIDTH, MOVE_SECONDS, FRACTION = 12.5e6, 2.0, 0.9  # bytes a second, where none was measured; of the free memory
 
@@ -118,14 +120,18 @@ class Follower:
             samples = shares_by_speed(sum(samples), [*map(max, stages)], besides=[*map(self.fill, stages)])
         return Split(layers, samples)
 
-    def gains(self, split: Split, seen: list[Seen]) -> float:
-        """How much faster these steps would have been with that split, added up: 0.1 is one step of 10 %."""
-        total = 0.0
+    def gain(self, split: Split, seen: list[Seen]) -> float:
+        """How much faster these steps would have been with that split, added up: 0.1 is one step of 10 %.
+
+        Less than zero where it may be chance.
+        """
+        gains = []
         for step in seen:
             now = self.seconds(self.split, step.rates)
             saved = now - self.seconds(split, step.rates)
-            total += min(MOST, saved / (max(step.seconds, now) - saved))
-        return total
+            gains.append(min(MOST, saved / (max(step.seconds, now) - saved)))
+        is_sure = sum(gains) >= SURE * statistics.stdev(gains) * math.sqrt(len(gains))
+        return sum(gains) if is_sure else -1.0
 
     def observe(self, seconds: float, of_stages: list[list[float]]) -> None:
         """A step, and the seconds that its stages computed, by pipeline; 0 where one has not measured them."""
@@ -143,7 +149,7 @@ class Follower:
         found = None
         if not self.is_refined and len(self.seen) == EARLY:
             self.is_refined, found = True, self.fresh(medians(self.seen), False)
-            if self.gains(found, self.seen) < EARLY * REFINES:
+            if self.gain(found, self.seen) < EARLY * REFINES:
                 found = None
         elif found := next(filter(None, (self.better(self.seen[-n:], step) for n in WINDOWS if n <= len(self.seen))),
                            None):
@@ -163,7 +169,7 @@ class Follower:
             saved = self.seconds(found[0], rates) - self.seconds(other, rates)
             if PAYS * saved > self.move_seconds(changed(self.split, other)):
                 found.insert(0, other)
-        return next((split for split in found if self.gains(split, seen) >= needed), None)
+        return next((split for split in found if self.gain(split, seen) >= needed), None)
 
 
 def medians(seen: list[Seen]) -> list[list[float]]:
