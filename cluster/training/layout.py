@@ -1,10 +1,10 @@
-"""Which rank holds which modules, takes which micro-batches, and by which schedule: decided once, before training.
+"""Which rank holds which modules, takes which samples, and by which schedule: decided once, before training.
 
 Three things may decide it: a plan (see plan_file.py), --pipelines, or else each rank holds the whole model. Then a
-step's micro-batches are shared out by speed, as cluster.json has it or as it is measured now, so that none waits for
+step's samples are shared out by speed, as cluster.json has it or as it is measured now, so that none waits for
 the slowest. A step's samples are those of the checkpoint that a run goes on from, on however many machines.
 
-In an elastic run the machines that are there change, and so does how micro-batches and layers are shared out.
+In an elastic run the machines that are there change, and so does how samples and layers are shared out.
 --pipelines can say so itself, with '|' between the alternatives:
 
     --pipelines "4,2,2|5,3" --num_microbatches "8|8"     three stages on three machines, two stages on two
@@ -19,13 +19,14 @@ import torch.distributed as dist
 import process_group_manager as pgm
 import train
 from membership.watch import is_elastic
-from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from machine_facts import gather, say
 from pipeline_template import PipelineTemplate
 from planning.machines import Setting, setting_of
 from planning.schedules import SCHEDULES
 from planning.shares import shares_by_speed
 from training.compression import WIRE_DTYPES, compress
+from training.samples import SamplesPlugin
+from training.plan_file import samples_of
 from training.speeds import choose_shares, layers_by_speed, measured_speeds
 from utils import UserError, positive_int
 
@@ -46,10 +47,10 @@ def numbers(text: str) -> list[list[int]]:
 
 
 def add_layout_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch_size", type=positive_int, help="samples of a micro-batch (default: 4)")
+    parser.add_argument("--batch_size", type=positive_int, help="samples of a micro-batch, at most (default: 4)")
     parser.add_argument("--gradient_accumulation", type=positive_int,
-                        help="a step has so many micro-batches times the number of pipelines, shared out by speed "
-                             "(default: 8)")
+                        help="a step has the samples of so many micro-batches times the number of pipelines, shared "
+                             "out by speed (default: 8)")
     parser.add_argument("--num_microbatches", type=numbers, metavar="6,2", help="instead: those of each pipeline")
     parser.add_argument("--pipelines", type=alternatives, metavar="8;5,3",
                         help="decoder layers of each stage, with ';' between pipelines (default: one stage a rank)")
@@ -72,26 +73,31 @@ def check_layout_flags(args) -> None:
 @dataclass(frozen=True)
 class Layout:
     """`templates`: the modules of each stage, pipeline after pipeline; ranks are counted in this order, `tp_size` to a
-    stage. `num_microbatches`: of an optimizer step, that each pipeline takes. `setting`: the schedule, what travels in
-    which dtype, and whether layers are computed again. `local_steps`: of a round, for each rank, where ranks take them;
-    the micro-batches are then those of a round."""
+    stage. `samples`: of an optimizer step, that each pipeline takes. `setting`: the schedule, what travels in which
+    dtype, and whether layers are computed again. `local_steps`: of a round, for each rank, where ranks take them; the
+    samples are then those of a round."""
 
     templates: list[PipelineTemplate]
-    num_microbatches: list[int]
+    samples: list[int]
     micro_batch_size: int
     tp_size: int
     setting: Setting
     local_steps: list[int] | None = None
 
-    def form(self, args, config) -> HeterogeneousParallelPlugin:
+    @property
+    def num_microbatches(self) -> list[int]:
+        return [-(-count // self.micro_batch_size) for count in self.samples]
+
+    def form(self, args, config) -> SamplesPlugin:
         """Makes the groups of ranks: the plugin that trains by this layout. Collective. Raises UserError."""
-        plugin = HeterogeneousParallelPlugin(self.tp_size, self.micro_batch_size, args.dtype, args.device,
-                                             SCHEDULES[self.setting.schedule], self.setting.recompute)
+        plugin = SamplesPlugin(self.tp_size, self.micro_batch_size, args.dtype, args.device,
+                               SCHEDULES[self.setting.schedule], self.setting.recompute)
         if self.local_steps:
             say(f"local steps of a round: {', '.join(map(str, self.local_steps))}")
-        say(f"micro-batches of a {'round' if self.local_steps else 'step'}, of {self.micro_batch_size} samples each: "
-            f"{', '.join(map(str, self.num_microbatches))}")
+        say(f"samples of a {'round' if self.local_steps else 'step'}, in micro-batches of up to "
+            f"{self.micro_batch_size}: {', '.join(map(str, self.samples))}")
         plugin.set_pipelines(self.templates, self.num_microbatches)
+        plugin.deal(self.samples)
         if self.tp_size > 1:
             kinds, rows = gather(plugin.device.type), torch.cat(pgm.process_group_manager.ranks).tolist()
             if any(len({kinds[rank] for rank in row}) > 1 for row in rows):
@@ -105,8 +111,8 @@ class Layout:
         layers = [[sum(name.rpartition(".")[2].isdigit() for name in stage) for stage in template.modules_per_stage]
                   for template in self.templates]
         setting = self.setting._asdict()
-        return {"pipelines": [layers], "num_microbatches": [self.num_microbatches], "batch_size": self.micro_batch_size,
-                "pp_engine": setting.pop("schedule"), **setting}
+        return {"pipelines": [layers], "num_microbatches": [self.num_microbatches], "samples": self.samples,
+                "batch_size": self.micro_batch_size, "pp_engine": setting.pop("schedule"), **setting}
 
 
 def choose_layout(args, made, plan: dict | None, found, device: torch.device, dtype: torch.dtype) -> Layout:
@@ -117,35 +123,25 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
     def templates_of(pipelines: list[list[int]]) -> list[PipelineTemplate]:
         return [PipelineTemplate.from_layers_per_stage(made.model, layers) for layers in pipelines]
 
+    total = found and found.state["global_batch"]  # of a step: what a checkpoint has decided
     if plan:
-        shares, size = [pipeline["num_microbatches"] for pipeline in plan["pipelines"]], plan["micro_batch_size"]
-        total = micro_batches_of(found, size)
+        shares, size = samples_of(plan), plan["micro_batch_size"]
         if total not in (None, sum(shares)) and (is_elastic() or "seconds" in plan):  # else run.check refuses it
             shares = shares_by_speed(total, plan.get("seconds") or [1 / count for count in shares])  # as planned
         return Layout(templates_of([pipeline["layers"] for pipeline in plan["pipelines"]]), shares, size, 1,
                       setting_of(plan))
     pipelines, shares = choose_pipelines(args, made.model, dtype)
     templates, local_steps = templates_of(pipelines), None
-    shares = choose_shares(args, made, len(pipelines), shares, micro_batches_of(found, args.batch_size), device, dtype)
+    shares = choose_shares(args, made, len(pipelines), shares, total, device, dtype)
     if args.local_steps and args.num_microbatches:  # local steps of unlike sizes, equally many on all ranks
         local_steps, shares = [args.local_steps] * len(shares), [args.local_steps * count for count in shares]
     elif args.local_steps:
-        local_steps, shares = shares, [args.gradient_accumulation * count for count in shares]
+        local_steps = shares
+        shares = [args.batch_size * args.gradient_accumulation * count for count in local_steps]
     setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     if is_elastic():  # with fewer machines there may be nothing to send
         setting = setting.for_pipelines(pipelines)
     return Layout(templates, shares, args.batch_size, args.tp_size, setting, local_steps)
-
-
-def micro_batches_of(found, size: int) -> int | None:
-    """The micro-batches of a step that a checkpoint has decided, of `size` samples each; None in a new run."""
-    if found is None:
-        return None
-    count, left_over = divmod(found.state["global_batch"], size)
-    if left_over:
-        raise UserError(f"--batch_size {size} does not divide the {found.state['global_batch']} samples of a step of "
-                        f"{found.path}: choose one that does")
-    return count
 
 
 def choose_pipelines(args, model: torch.nn.Module, dtype: torch.dtype) -> tuple[list[list[int]], list[int] | None]:

@@ -65,6 +65,12 @@ def machines_of(plan: dict) -> list[int]:
     return [rank for pipeline in plan["pipelines"] for rank in pipeline["machines"]]
 
 
+def samples_of(plan: dict) -> list[int]:
+    """Of a step, by pipeline: its `samples`, or else those of its `num_microbatches`."""
+    return [pipeline["samples"] if "samples" in pipeline else plan["micro_batch_size"] * pipeline["num_microbatches"]
+            for pipeline in plan["pipelines"]]
+
+
 def take_places(plan: dict) -> None:
     """Makes the process group anew with the ranks in the plan's order. Idle processes wait for the end, and exit.
 
@@ -121,7 +127,10 @@ def read_plan(path: str) -> dict:
         pipelines = plan["pipelines"]
         if plan["schedule"] not in SCHEDULES:
             raise ValueError(f"schedule {plan['schedule']!r} is none of {', '.join(SCHEDULES)}")
-        numbers = [plan["micro_batch_size"], plan["seq_len"], *(p["num_microbatches"] for p in pipelines),
+        if any(("samples" in p) == ("num_microbatches" in p) for p in pipelines):
+            raise ValueError("each of its pipelines has to have either num_microbatches or samples")
+        numbers = [plan["micro_batch_size"], plan["seq_len"],
+                   *(p.get("samples", p.get("num_microbatches")) for p in pipelines),
                    *(count for p in pipelines for count in p["layers"])]
         if not all(type(number) is int and number > 0 for number in numbers):
             raise ValueError(f"it has sizes, layers or micro-batches that are no positive numbers: {numbers}")

@@ -20,21 +20,22 @@ MEASURED = {"seconds": None}  # of this process's whole model: what it has measu
 
 
 def choose_shares(args, made, count: int, told: list[int] | None, total: int | None, device, dtype) -> list[int]:
-    """Micro-batches of a step for each of `count` pipelines: as told, or by speed: measured before, or now. Collective.
+    """Samples of a step for each of `count` pipelines: in `told` micro-batches, or by speed: measured before, or now. With
+    --local_steps they are local steps of a round and, as told, samples of a local step. Collective.
 
     `total`: their sum, where a checkpoint has decided it.
     """
+    size = args.batch_size
     if told:
-        if len(told) == count and (total in (None, sum(told)) or not is_elastic()):
-            return told  # run.check says what the checkpoint has instead
+        if len(told) == count and (total in (None, size * sum(told)) or not is_elastic()):
+            return [size * number for number in told]  # run.check says what the checkpoint has instead
         if not is_elastic():
             raise UserError(f"--num_microbatches {','.join(map(str, told))}: write {count} numbers, one per pipeline, "
                             "with commas between them")
-        total = total or sum(told)
-    total = total or (args.local_steps or args.gradient_accumulation) * count
+        total = total or size * sum(told)
+    total = total or (args.local_steps or size * args.gradient_accumulation) * count
     if total < count:
-        raise UserError(f"a step has {total} micro-batches, fewer than the {count} pipelines: lower --batch_size, or "
-                        "start fewer processes")
+        raise UserError(f"a step has {total} samples, fewer than the {count} pipelines: start fewer processes")
     seconds = [1.0] * count
     if not args.equal_shares and count == dist.get_world_size() > 1:  # each rank has a whole model
         if measured := measured_speeds(args, args.batch_size, dtype, made.model.config):
