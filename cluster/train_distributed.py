@@ -95,7 +95,7 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
         take_places(plan)
     run = Run(args, generation)  # finds the checkpoint to go on from
     layout = choose_layout(args, made, plan, run.found, device, dtype)
-    replanner = Replanner(args, layout, made, before)
+    replanner = Replanner(args, layout, made, before, device)
     made = with_weights(made, args, device, run.found is not None)
     args.learning_rate = args.learning_rate or made.learning_rate
     vars(args).update(layout.as_flags())  # for the records that the run leaves

@@ -8,7 +8,7 @@ from checkpoint_runs import newest, write_corpus, write_model
 from launch import ROOT, fork, losses, modules_of
 
 with modules_of(9):
-    from training.replan import CALM, Follower, Split, changed
+    from planning.follow import CALM, Follower, Split, changed
     from utils import UserError
 
     import train_distributed
@@ -19,12 +19,12 @@ import json, os
 from training import replan
 follow, SPEEDS = replan.Replanner.follow, json.loads(os.environ["SPEEDS"])
 
-def with_made_up_speeds(self, run, plugin, step, told):
+def with_made_up_speeds(self, run, plugin, step):
     speeds = [each for first, each in SPEEDS if step >= first][-1]
     layers, samples = self.follower.split
     works = [count * work for own, count in zip(layers, samples) for work in self.follower.work(own)]
-    told = [1e-3, *(speed * work for speed, work in zip(speeds, works))]
-    follow(self, run, plugin, step, told)
+    run.watch.told = [1e-3, *(speed * work for speed, work in zip(speeds, works))]
+    follow(self, run, plugin, step)
 
 replan.Replanner.follow = with_made_up_speeds
 """
@@ -164,8 +164,10 @@ CASES = {  # ranks, flags, speeds, the moves that have to be in the output
                 ["samples 4,4 -> 6,2", "samples 6,2 -> 2,6"]),
     "layers": (2, ["--pipelines", "2,2", "--gradient_accumulation", 4, "--replan", "auto"],
                [[0, [1, 1]], [12, [1, 3]], [25, [9, 2]]], ["layers 2,2 -> 3,1", "layers 3,1 -> 1,3"]),
-    "both": (3, ["--pipelines", "2,2;4", "--gradient_accumulation", 2, "--replan", "auto"],
-             [[0, [1, 1, 1]], [12, [1, 3, 1]]], ["layers 2,2;4 -> 3,1;4"]),
+    "both": (3, ["--pipelines", "1,3;4", "--gradient_accumulation", 4, "--replan", "auto"],
+             [[0, [1, 1, 1]], [12, [1, 3, 1]]], ["layers 1,3;4 -> 3,1;4, samples 8,8 -> 5,11"]),
+    "samples of tp ranks": (4, ["--tp_size", 2, "--gradient_accumulation", 2, "--validation_split", 0.3, "--eval_every", 5],
+                            [[0, [1, 1, 1, 1]], [12, [1, 3]]], ["samples 4,4 -> 6,2"]),
     "adapters": (2, ["--pipelines", "2,2", "--gradient_accumulation", 4, "--replan", "auto", "--lora_rank", 2,
                      "--validation_split", 0.3, "--eval_every", 5], [[0, [1, 1]], [12, [1, 3]]],
                  ["layers 2,2 -> 3,1"]),

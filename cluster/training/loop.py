@@ -61,11 +61,10 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
         if batch == args.profile_batch:
             write_timeline(args, times.clock)
         stops, is_last = run.watch.ask_all(times.work, step.seconds), step.number == num_steps
-        told = run.watch.told
         if evaluator and not stops and record.is_evaluation_due(step.number, args.eval_every):
             step = step._replace(evaluation=evaluator.evaluate())
             record.evaluated(step.number, step.evaluation)
-            stops = run.watch.ask_all()  # an evaluation may take longer than a step
+            stops = run.watch.ask_all(times.work, step.seconds)  # an evaluation may take longer than a step
         step = step._replace(sample=run.after_step(step.number, stops, is_last))
         record.complete(step)
         yield step
@@ -74,7 +73,7 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
         if not is_last:
             run.take_in()
             if replanner:
-                replanner.follow(run, plugin, step.number, told)
+                replanner.follow(run, plugin, step.number)
     record.close()
     times.print()
     run.end(stops and not is_last)
