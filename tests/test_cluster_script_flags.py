@@ -197,12 +197,13 @@ def test_numbers_of_micro_batches(parse, monkeypatch):
         args = parse("--num_microbatches", counts, module=train_distributed)
         with pytest.raises(ValueError, match=rf"--num_microbatches {counts}: write 3 numbers"):
             shares_of(args)
-    assert shares_of(parse("--num_microbatches", "4,2,1", module=train_distributed)) == [4, 2, 1]
+    assert shares_of(parse("--num_microbatches", "4,2,1", module=train_distributed)) == [16, 8, 4]
     equal = parse("--equal_shares", module=train_distributed)
-    assert shares_of(equal) == [8, 8, 8]
+    assert shares_of(equal) == [32, 32, 32]
     assert shares_of(equal, total=7) == [3, 2, 2]  # a checkpoint's
-    with pytest.raises(ValueError, match="a step has 2 micro-batches, fewer than the 3 pipelines"):
-        shares_of(equal, total=2)
+    for total in (2, 1 << 40):
+        with pytest.raises(ValueError, match=f"a step has {total} samples, and 3 pipelines can share 3 to 1048576"):
+            shares_of(equal, total=total)
 
 
 def test_no_flag_is_an_ambiguous_prefix_of_torchruns():

@@ -31,6 +31,7 @@ from planning.measure import describe_machines, measure_with
 from planning.report import as_plan, make_plan
 from planning.schedules import SCHEDULES
 from planning.search import Plans, find_plans
+from planning.shares import shares_by_speed
 from planning.simulate import peak_memory
 from training.compression import WIRE_DTYPES
 from training.speeds import CLUSTER_JSON
@@ -157,16 +158,21 @@ def in_order(plan: dict, hosts: list[str]) -> dict:
 def plan_for(hosts: list[str], plan: dict, cluster_json: str) -> dict:
     """As read_plan: a plan with the same global batch for `hosts`, of which those that were not measured are idle."""
     try:
+        total, size = plan["global_batch"], plan["micro_batch_size"]
         data = read_cluster(cluster_json)
         places = places_of(hosts, data["hosts"])
         ranks = [rank for rank, place in enumerate(places) if place is not None]
         data = some_of(data, [places[rank] for rank in ranks])
-        made = make_plan(data, plan["global_batch"], setting_of(plan), [plan["micro_batch_size"]])
+        made = make_plan(data, -(-total // size) * size, setting_of(plan), [size])
     except (ValueError, KeyError, TypeError, IndexError) as error:
         return {"error": f"no plan for {', '.join(hosts)}: {cluster_json}: {error}"}
     for pipeline in made["pipelines"]:
         pipeline["machines"] = [ranks[k] for k in pipeline["machines"]]
-    return {**made, "hosts": hosts}
+    if total % size:  # not in whole micro-batches
+        shares = shares_by_speed(total, [1 / pipeline.pop("num_microbatches") for pipeline in made["pipelines"]])
+        for pipeline, share in zip(made["pipelines"], shares):
+            pipeline["samples"] = share
+    return {**made, "global_batch": total, "hosts": hosts}
 
 
 def require_same_model(plan: dict, config, dtype: str, args) -> None:
