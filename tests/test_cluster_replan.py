@@ -1,6 +1,8 @@
 """A plan that follows: when work moves, that it does not flap, and that a run with moves is one without, in float64."""
 
+import json
 import random
+import socket
 
 import pytest
 import torch
@@ -22,7 +24,8 @@ follow, SPEEDS = replan.Replanner.follow, json.loads(os.environ["SPEEDS"])
 def with_made_up_speeds(self, run, plugin, step):
     speeds = [each for first, each in SPEEDS if step >= first][-1]
     layers, samples = self.follower.split
-    works = [count * work for own, count in zip(layers, samples) for work in self.follower.work(own)]
+    works = [count * work for own, count in zip(layers, samples) for work in self.follower.work(own)
+             for _ in range(self.layout.tp_size)]
     run.watch.told = [1e-3, *(speed * work for speed, work in zip(speeds, works))]
     follow(self, run, plugin, step)
 
@@ -137,6 +140,9 @@ def run(folder, ranks: int, name: str, *flags, program=None, **variables):
     words = ["--model_name", folder / "model", "--dataset_name", folder / "corpus", "--seq_len", 16, "--dtype",
              "float64", "--device", "cpu", "--batch_size", 2, "--max_steps", 40, "--save_every", 11, "--log_dir",
              folder / "runs", "--checkpoint_dir", folder / "checkpoints", "--run_name", name, *flags]
+    if "--plan" in flags:
+        words[words.index("--plan") + 1] = folder / "plan.json"
+        del words[(place := words.index("--batch_size")):place + 2]
     if program is None:
         return fork(9, ranks, *words, script=ROOT / "cluster" / "train_distributed.py", modules=["peft"]).stdout
     return program("cluster", ranks, MADE_UP, *words, then="train_distributed.py", modules=["peft"],
@@ -149,6 +155,9 @@ def folder(tmp_path_factory):
     write_corpus(folder)
     write_model(folder / "model", "llama", "float32", vocab_size=1024, hidden_size=32, intermediate_size=48,
                 num_hidden_layers=4, num_attention_heads=4)
+    plan = {"hosts": [socket.gethostname()] * 3, "pipelines": [{"machines": [2, 0], "layers": [2, 2], "samples": 8}],
+            "micro_batch_size": 2, "schedule": "1f1b-2", "seq_len": 16, "dtype": "float64", "model": {}}
+    (folder / "plan.json").write_text(json.dumps(plan))
     return folder
 
 
@@ -167,7 +176,9 @@ CASES = {  # ranks, flags, speeds, the moves that have to be in the output
     "both": (3, ["--pipelines", "1,3;4", "--gradient_accumulation", 4, "--replan", "auto"],
              [[0, [1, 1, 1]], [12, [1, 3, 1]]], ["layers 1,3;4 -> 3,1;4, samples 8,8 -> 5,11"]),
     "samples of tp ranks": (4, ["--tp_size", 2, "--gradient_accumulation", 2, "--validation_split", 0.3, "--eval_every", 5],
-                            [[0, [1, 1, 1, 1]], [12, [1, 3]]], ["samples 4,4 -> 6,2"]),
+                            [[0, [1, 1, 1, 1]], [12, [1, 1, 3, 1]]], ["samples 4,4 -> 6,2"]),
+    "a plan": (3, ["--plan", "plan.json"], [[0, [1, 1]], [12, [1, 3]], [25, [9, 2]]],
+               ["layers 2,2 -> 3,1", "layers 3,1 -> 1,3", "idle: "]),
     "adapters": (2, ["--pipelines", "2,2", "--gradient_accumulation", 4, "--replan", "auto", "--lora_rank", 2,
                      "--validation_split", 0.3, "--eval_every", 5], [[0, [1, 1]], [12, [1, 3]]],
                  ["layers 2,2 -> 3,1"]),
@@ -178,9 +189,9 @@ CASES = {  # ranks, flags, speeds, the moves that have to be in the output
 def test_a_run_that_moved_equals_one_that_did_not(folder, run_code, case):
     """Losses and weights of 40 steps, to 1e-11: no sample is read twice or never, and no moment is lost."""
     ranks, flags, speeds, moves = CASES[case]
-    equal = [] if "--replan" in flags else ["--equal_shares"]
+    equal = [] if "--replan" in flags or case == "a plan" else ["--equal_shares"]
     text = run(folder, ranks, f"{case}-moved", *flags, program=run_code, SPEEDS=speeds)
-    run(folder, ranks, f"{case}-still", *flags, *equal, "--replan", "off")
+    run(folder, ranks, f"{case}-still", *flags, *equal, "--replan", "off")  # the last one counts
     print("\n".join(line for line in text.splitlines() if "work moves" in line or "going on" in line))
     assert all(move in text for move in moves), text
     moved, still = losses(folder / "runs", f"{case}-moved"), losses(folder / "runs", f"{case}-still")
