@@ -20,7 +20,7 @@ TEXT = "It was the best of times, it was the worst of times; it was the age of w
 FLAGS = ["--seq_len", 16, "--dtype", "float64", "--batch_size", 1, "--num_hidden_layers", 4,
          "--learning_rate", 1e-5, "--equal_shares", "--device", "cpu"]
 LAYOUTS = {  # name -> flags; whether each host has all of the model
-    "shares": (["--num_microbatches", 6], True),
+    "shares": (["--batch_size", 2, "--num_microbatches", 3], True),  # on two hosts micro-batches of 2 and 1 samples
     "one pipeline": (["--pipelines", "2,1,1|2,2", "--num_microbatches", "6"], False),
     "two pipelines": (["--pipelines", "4;2,2|4;4", "--num_microbatches", "4,2|3,3"], None),
     "adapters": (["--pipelines", "2,1,1|2,2", "--num_microbatches", "6", "--lora_rank", 4,

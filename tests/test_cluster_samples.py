@@ -109,7 +109,7 @@ def test_unlike_micro_batches_equal_one_process(runs, folder, name):
     if "profile_batch" in flags:
         trace = json.loads((folder / "runs" / name / "timeline_batch1_all.json").read_text())
         computed = [(event["pid"], event["name"]) for event in trace["traceEvents"] if event.get("cat") == "forward"]
-        assert sorted(computed) == [(rank, f"forward {i}") for rank, count in enumerate((2, 3, 3)) for i in range(count)]
+        assert sorted(computed) == [(k, f"forward {i}") for k, count in enumerate((2, 3, 3)) for i in range(count)]
 
 
 def test_from_two_ranks_onto_others(runs, folder):
@@ -230,7 +230,7 @@ def test_a_plan_for_those_that_are_left(tmp_path):
 
 
 @pytest.mark.parametrize("change, expected", [
-    ({"samples": 0}, "no positive numbers: [2, 16, 3, 0, "), ({"samples": "5"}, "no positive numbers: [2, 16, 3, '5', "),
+    ({"samples": 0}, "no positive numbers: [2, 16, 3, 0, "), ({"samples": "5"}, "no positive numbers: [2, 16, 3, '5'"),
     ({"samples": None}, "no positive numbers"), ({"samples": 2.0}, "no positive numbers"),
     ({"num_microbatches": 3}, "each of its pipelines has to have either num_microbatches or samples"),
 ])
@@ -244,7 +244,7 @@ def test_bad_plans(tmp_path, change, expected):
 
 
 @pytest.mark.parametrize("flags, expected", [
-    (["--batch_size", 1_000_000_000], "a step has 24000000000 samples, and 3 pipelines can share 3 to 1048576"),
+    (["--batch_size", 1_000_000_000], "24000000000 samples a step for 3 pipelines: choose 3 to 1048576"),
     (["--num_microbatches", "1000000000,1,1"], "the data set has"),
 ])
 def test_too_many_samples(folder, flags, expected):
@@ -258,4 +258,4 @@ def test_fewer_samples_than_machines(runs, folder):
     start(folder, "small", 1, "--num_microbatches", 2).result()
     done = fork(9, 3, *flags_of(folder, "bad", folder / "model"), "--resume", newest(folder, "small"), script=SCRIPT,
                 check=False)
-    assert done.returncode == 2 and "a step has 2 samples, and 3 pipelines can share 3 to" in done.stderr, done.stderr
+    assert done.returncode == 2 and "2 samples a step for 3 pipelines: choose 3 to" in done.stderr, done.stderr

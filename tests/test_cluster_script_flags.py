@@ -202,7 +202,7 @@ def test_numbers_of_micro_batches(parse, monkeypatch):
     assert shares_of(equal) == [32, 32, 32]
     assert shares_of(equal, total=7) == [3, 2, 2]  # a checkpoint's
     for total in (2, 1 << 40):
-        with pytest.raises(ValueError, match=f"a step has {total} samples, and 3 pipelines can share 3 to 1048576"):
+        with pytest.raises(ValueError, match=f"{total} samples a step for 3 pipelines: choose 3 to 1048576"):
             shares_of(equal, total=total)
 
 

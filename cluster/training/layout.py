@@ -25,8 +25,8 @@ from planning.machines import Setting, setting_of
 from planning.schedules import SCHEDULES
 from planning.shares import shares_by_speed
 from training.compression import WIRE_DTYPES, compress
-from training.samples import SamplesPlugin
 from training.plan_file import samples_of
+from training.samples import SamplesPlugin
 from training.speeds import choose_shares, layers_by_speed, measured_speeds
 from utils import UserError, positive_int
 

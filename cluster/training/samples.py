@@ -35,15 +35,14 @@ class SamplesPlugin(HeterogeneousParallelPlugin):
         differ by one at most. Call it on all ranks with the same numbers, between two steps: a step's samples, all of
         them together, stay the same as long as the sum does. No message is sent.
         """
-        assert len(samples) == len(self.pipelines) and min(samples) > 0, f"{samples} for {len(self.pipelines)} pipelines"
+        assert len(samples) == len(self.pipelines) and min(samples) > 0, f"{samples} of {len(self.pipelines)} pipelines"
         self.samples, self.global_batch_size = list(samples), sum(samples)
         self.num_microbatches = [-(-count // self.microbatch_size) for count in samples]
         own = pgm.process_group_manager.dp_rank
         self.own_num_microbatches, self.train_batch_size = self.num_microbatches[own], samples[own]
 
     def own_microbatches(self) -> list[tuple[int, range]]:
-        """Of a step, in order: which of all its micro-batches this pipeline takes, and which of its samples they have.
-        """
+        """Of a step: which of all its micro-batches this pipeline takes, in order, and which samples these have."""
         places, sizes = deal_microbatches(self.num_microbatches), [0] * sum(self.num_microbatches)
         for count, mine in zip(self.samples, places):
             for i, place in enumerate(mine):

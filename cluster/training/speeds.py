@@ -37,9 +37,8 @@ def choose_shares(args, made, count: int, told: list[int] | None, total: int | N
         total = total or size * sum(told)
     total = total or (args.local_steps or size * args.gradient_accumulation) * count
     if not count <= total <= MOST:
-        raise UserError(f"{'a round has' if args.local_steps else 'a step has'} {total} "
-                        f"{'local steps' if args.local_steps else 'samples'}, and {count} pipelines can share {count} to "
-                        f"{MOST}: choose others, or start fewer processes")
+        raise UserError(f"{total} {'local steps a round' if args.local_steps else 'samples a step'} for {count} "
+                        f"pipelines: choose {count} to {MOST}, or start fewer processes")
     seconds = [1.0] * count
     if not args.equal_shares and count == dist.get_world_size() > 1:  # each rank has a whole model
         if measured := measured_speeds(args, size, dtype, made.model.config):
