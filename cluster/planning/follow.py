@@ -27,6 +27,7 @@ from planning.shares import shares_by_speed
 EARLY, REFINES = 3, 0.03  # steps; the gain of the early move
 WINDOWS, MOST, NEEDED = (4, 6, 10, 20), 0.5, 2.0  # steps; a step's gain at most; the sum of gains
 SURE, CALM, PAYS = 3.0, 100, 100  # standard errors; steps
+UNITS = 2000  # of samples, at most, that are dealt one by one: this is done after each step
 
 
 class Split(NamedTuple):
@@ -102,7 +103,10 @@ class Follower:
             layers = [shares_by_speed(sum(own), *facts) for own, *facts in zip(layers, rates, self.limits, ends)]
         if self.moves_samples:
             stages = self.stages(Split(layers, samples), rates)
-            samples = shares_by_speed(sum(samples), [*map(max, stages)], besides=[*map(self.fill, stages)])
+            count, left_over = divmod(sum(samples), unit := 1 + sum(samples) // UNITS)
+            shares = shares_by_speed(count, [unit * max(each) for each in stages], besides=[*map(self.fill, stages)])
+            samples = [unit * share for share in shares]
+            samples[samples.index(max(samples))] += left_over
         return Split(layers, samples)
 
     def gain(self, split: Split, seen: list[Seen]) -> float:

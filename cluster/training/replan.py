@@ -38,8 +38,8 @@ def check_replan_flag(args) -> None:
     """Raises UserError for what can't follow the machines."""
     for flag in ("local_steps", "equal_shares"):
         if args.replan == "auto" and getattr(args, flag):
-            raise UserError(f"--replan auto moves work between machines from step to step, and --{flag} leaves it where "
-                            "it is: leave out one of them")
+            raise UserError(f"--replan auto moves work between machines from step to step, and --{flag} leaves it "
+                            "where it is: leave out one of them")
 
 
 class Replanner:
@@ -74,7 +74,8 @@ class Replanner:
         return [[int(count * (1 + next(spare))) for count in layers] for layers in self.follower.split.layers]
 
     def follow(self, run, plugin, step: int) -> None:
-        """Call it after each step, on all ranks. Raises Lost, on all ranks, where layers move."""
+        """Call it after each step, on all ranks. Raises Lost, on all, where layers move, and as run.take_in() does."""
+        run.take_in()
         if self.follower is None:
             return
         old, (seconds, *of_ranks) = self.follower.split, run.watch.told
