@@ -34,6 +34,7 @@ from training.loop import print_epochs, train, warn_of_damage
 from training.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, print_sizes
 from training.models import SIZES, make_model, with_weights
 from training.plan_file import find_plan, take_places
+from training.replan import Replanner, add_replan_flag, check_replan_flag, planned_before
 from utils import ROOT, TINY_LLAMA, ArgumentParser, number, one_clear_error, positive_int
 
 threads = number(int, lambda value: 1 <= value <= 4096, "from 1 to 4096")
@@ -57,6 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_run_flags(parser, profile_batch=-1)
     add_checkpoint_flags(parser)
     add_local_flags(parser)
+    add_replan_flag(parser)
     add_layout_flags(parser)  # the last: it decides the defaults of what a plan decides
     parser.set_defaults(run_name="train_distributed", log_dir=os.path.join(ROOT, "logs", "runs"))
     return parser
@@ -66,6 +68,7 @@ def check_flags(args) -> None:
     """Fills in defaults. Raises UserError for flags that do not go together."""
     check_layout_flags(args)
     check_local_flags(args)
+    check_replan_flag(args)
     check_lora_flags(args)
     check_data_flags(args)
 
@@ -87,10 +90,12 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
     made = make_model(args, dtype)
     if made.lora:
         print_sizes(made.lora)
-    if plan := find_plan(args, made, device, dtype):
+    before = planned_before(generation)
+    if plan := before or find_plan(args, made, device, dtype):
         take_places(plan)
     run = Run(args, generation)  # finds the checkpoint to go on from
     layout = choose_layout(args, made, plan, run.found, device, dtype)
+    replanner = Replanner(args, layout, made, before, device)
     made = with_weights(made, args, device, run.found is not None)
     args.learning_rate = args.learning_rate or made.learning_rate
     vars(args).update(layout.as_flags())  # for the records that the run leaves
@@ -98,7 +103,7 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
     if args.local_steps:
         train_rounds(args, plugin, made, layout, run)
     else:
-        train_together(args, plugin, made, run)
+        train_together(args, plugin, made, run, replanner)
     dist.destroy_process_group()
 
 
@@ -113,7 +118,7 @@ def join(args, generation: Generation) -> tuple[torch.device, torch.dtype]:
     return device, dtype
 
 
-def train_together(args, plugin, made, run: Run) -> None:
+def train_together(args, plugin, made, run: Run, replanner: Replanner) -> None:
     """Synchronous training: all machines make each optimizer step together."""
     tokenizer = args.model_name or TINY_LLAMA
     run.check(made.names, plugin.global_batch_size, args.seq_len)
@@ -132,7 +137,8 @@ def train_together(args, plugin, made, run: Run) -> None:
     if data.evaluation:
         evaluator = Evaluator(plugin, model, data.evaluation, data.collate_evaluation, made.criterion,
                               args.eval_batches)
-    steps = train(args, plugin, model, optimizer, loader, criterion, num_steps, run, ready, steps_per_epoch, evaluator)
+    steps = train(args, plugin, model, optimizer, loader, criterion, num_steps, run, ready, steps_per_epoch, evaluator,
+                  replanner)
     for step in print_epochs(steps, steps_per_epoch):
         warn_of_damage(step, run.start, run.source, made.model.config.vocab_size)
 

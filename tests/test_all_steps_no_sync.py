@@ -61,7 +61,7 @@ class Run:
     """What a run has around its training, without any of it."""
 
     start, disks, found, commit = 0, None, None, None
-    ask_all, after_step, end = lambda self: False, lambda self, *_: None, lambda self, was_stopped: None
+    ask_all, after_step, end = lambda self, *_: False, lambda self, *_: None, lambda self, was_stopped: None
     watch, check, begin = property(lambda self: self), lambda self, *_: None, lambda self, *_, **__: None
     check_data = commits = check
     take_in = lambda self: None

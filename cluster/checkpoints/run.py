@@ -29,7 +29,7 @@ from checkpoints.save import Checkpointer
 from data.encoded import require_same_data
 from machine_facts import from_home, is_home, say
 from membership.held import Commit, Moved, in_memory, who_has_what
-from membership.watch import ALONE, NEWCOMER, PATIENCE, Lost, Watch, is_elastic
+from membership.watch import ALONE, NEWCOMER, PATIENCE, REPLANNED, Lost, Watch, is_elastic
 from training.evaluation import Sampler
 from utils import ROOT, UserError, positive_int, zero_or_more
 
@@ -64,7 +64,7 @@ class Run:
 
     def __init__(self, args, generation):
         generation.run, self.has_begun = self, False  # a generation may end before it has begun
-        self.checkpointer, self.loader, self.record, self.read, self.lock = None, None, None, None, None
+        self.checkpointer = self.loader = self.record = self.read = self.lock = self.specs = self.commit = None
         if os.path.basename(args.run_name) != args.run_name or args.run_name in ("", ".", ".."):
             raise UserError(f"--run_name {args.run_name!r} becomes a directory's name: use one without slashes")
         for name, value in vars(args).items():
@@ -79,7 +79,6 @@ class Run:
         self.launch, may_be_again = launch_id(args.resume)
         self.run_id = next((each["run_id"] for each in self.disks.gather(self.lock.before)
                             if may_be_again and each.get("launch") == self.launch), None)
-        self.specs, self.commit = None, None
         self.found, self.branches = self.in_memory() or self.find()
         is_own = self.found and os.path.realpath(self.found.folder) == os.path.realpath(self.folder)
         self.is_own = self.disks.gather(is_own)[0]  # the checkpoint is one of this run's folder
@@ -185,16 +184,15 @@ class Run:
                 warnings.simplefilter("ignore")
                 for _ in range(self.start):  # so that --learning_rate and the other flags have their effect
                     scheduler.step()
-        args, grid = self.args, pgm.process_group_manager
+        args, grid, batch = self.args, pgm.process_group_manager, plugin.global_batch_size
         versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-        flags = {name: value for name, value in vars(args).items() if not callable(value)}
-        batch = plugin.global_batch_size
 
         def describe(step: int) -> dict:
             epoch, position = divmod(step, steps_per_epoch) if steps_per_epoch else (0, step)
             return {"tokens": step * batch * args.seq_len, "epoch": epoch, "position": position * batch,
                     "seed": args.seed, "global_batch": batch, "seq_len": args.seq_len, "names": names,
-                    "flags": flags, "topology": grid.topology, "run_id": self.run_id, "data": self.read,
+                    "flags": {name: value for name, value in vars(args).items() if not callable(value)},
+                    "topology": grid.topology, "run_id": self.run_id, "data": self.read,
                     "versions": {"python": platform.python_version(), **versions}}
 
         small = {**files, **from_home(lambda: read_tokenizer_files(tokenizer))}
@@ -202,8 +200,9 @@ class Run:
                                          args.keep, args.checkpoint_copies)
         self.sampler = args.sample_every and Sampler(plugin, model, tokenizer, args.prompt, args.seq_len)
         self.step, self.tp_rank, self.steps_per_epoch = self.start, grid.tp_rank, steps_per_epoch
-        if members := self.generation.members:
-            self.everything, words = who_has_what(model.module, optimizer, grid.tp_rank, members.me.address)
+        members = self.generation.members
+        self.everything, words = who_has_what(model.module, optimizer, grid.tp_rank, members and members.me.address)
+        if members:
             say(words)
             if needed := members.roster.needed_hosts():
                 say(f"where {' or '.join(needed)} is lost, too few are left: the run then waits for it, and goes back "
@@ -230,12 +229,13 @@ class Run:
             raise Lost(self.generation.pulses.reason)
         self.commit = commit
 
-    def take_in(self) -> None:
-        """Where processes wait to be taken in, ends this generation on all ranks. Collective."""
-        if self.watch.has_newcomers:
+    def take_in(self, plan: dict | None = None) -> None:
+        """Where processes wait to be taken in, or for a `plan` of the next generation, ends this one. Collective."""
+        if self.watch.has_newcomers or plan:
+            self.generation.plan = plan
             self.checkpointer.wait()
             dist.barrier(self.disks.group)
-            raise Lost(NEWCOMER)
+            raise Lost(REPLANNED if plan else NEWCOMER)
 
     def is_due(self, step: int, stops: bool) -> bool:
         """Whether a checkpoint is saved after this step."""

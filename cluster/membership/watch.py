@@ -37,7 +37,7 @@ BEAT, PATIENCE = 0.5, 6  # seconds
 JOINING = 5.0  # seconds in which the members of a generation reach each other
 UNKNOWN = 600.0  # seconds that a stop may take where no step was measured yet, and while the last checkpoint is written
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds until torchrun kills what it has told to end; 30 by default
-NEWCOMER = "another process is taken in"
+NEWCOMER, REPLANNED = "another process is taken in", "layers move between machines"
 ALONE = 4.0  # seconds that a rank waits for its own agent to stop it
 LOST = re.compile("peer|onnection|ocket|imed out|timeout|Broken pipe|NCCL|TCPStore|remote process", re.IGNORECASE)
 
@@ -209,13 +209,15 @@ class Watch:
         self.signals.ready = True
         self.stops_within(UNKNOWN)
 
-    def ask_all(self) -> bool:
+    def ask_all(self, work: float = 0.0, seconds: float = 0.0) -> bool:
         """Whether any rank was told to stop, asked where a step ends: the step that runs is the last. Collective.
 
-        Afterwards `has_newcomers` is whether processes wait to be taken in.
+        Afterwards `has_newcomers` is whether processes wait to be taken in, and `told` is the largest `seconds` of all,
+        followed by each rank's `work`.
         """
         newcomers = self.members.newcomers() if self.members else []
-        asked, now = torch.tensor([self.signals.asked, bool(newcomers)], dtype=torch.int32), time.monotonic()
+        asked, now = torch.zeros(3 + self.world_size, dtype=torch.float64), time.monotonic()
+        asked[[0, 1, 2, 3 + self.rank]] = torch.tensor([self.signals.asked, bool(newcomers), seconds, work]).double()
         if self.group:
             dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
         if self.asked_at and now - self.asked_at > self.longest:  # not of the first step, which warms up
@@ -227,7 +229,8 @@ class Watch:
                       "each host", flush=True)
                 self.torchrun_waits = math.inf
         self.asked_at = now
-        stops, self.has_newcomers = map(bool, asked.tolist())
+        stops, newcomers, *self.told = asked.tolist()
+        stops, self.has_newcomers = bool(stops), bool(newcomers)
         if stops:
             self.stops_within(UNKNOWN)
         return stops

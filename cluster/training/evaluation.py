@@ -35,14 +35,15 @@ class Evaluator:
         self.plugin, self.model, self.samples, self.collate = plugin, model, samples, collate
         self.criterion, size = criterion, plugin.microbatch_size
         count = min(len(samples), num_batches * size) if num_batches else len(samples)
-        microbatches = [range(first, min(first + size, count)) for first in range(0, count, size)]
-        turns = deal_microbatches(plugin.num_microbatches)[pgm.process_group_manager.dp_rank]
-        self.mine = [each for i, each in enumerate(microbatches) if i % sum(plugin.num_microbatches) in turns]
+        self.microbatches = [range(first, min(first + size, count)) for first in range(0, count, size)]
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        for mine in self.mine:  # without a DataLoader, which would draw from the generator of the training
-            batch = self.collate([self.samples[i] for i in mine])
-            yield {name: value.to(self.plugin.device) for name, value in batch.items()}
+        numbers = self.plugin.num_microbatches
+        turns = deal_microbatches(numbers)[pgm.process_group_manager.dp_rank]
+        for i, mine in enumerate(self.microbatches):  # a DataLoader would draw from the generator of the training
+            if i % sum(numbers) in turns:
+                batch = self.collate([self.samples[i] for i in mine])
+                yield {name: value.to(self.plugin.device) for name, value in batch.items()}
 
     @torch.no_grad()
     def evaluate(self) -> float:

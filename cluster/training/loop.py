@@ -14,15 +14,15 @@ from training.times import StepTimes, write_timeline
 from utils import UserError, make_scheduler
 
 
-def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader, criterion: Callable,
-          num_steps: int, run, make_run_ready: Callable, steps_per_epoch: int | None, evaluator=None) -> Iterator[Step]:
+def train(args, plugin, model: torch.nn.Module, optimizer, loader, criterion: Callable, num_steps: int, run,
+          make_run_ready: Callable, steps_per_epoch: int | None, evaluator=None, replanner=None) -> Iterator[Step]:
     """Trains what plugin.configure returned until step `num_steps`; yields each step when it is done. Collective.
 
     `loader`: of the whole run's samples, unshuffled; what was trained before a resume is skipped. `run`: see run.py of
     checkpoints/; make_run_ready(scheduler) calls run.begin(). `evaluator`: an Evaluator, used before the first step,
-    after the last one, and after every args.eval_every ones: where a stop comes then, when the run goes on. Writes
-    metrics, and the timeline of step profile_batch. In the end rank 0 prints where the time of each rank went. Raises
-    UserError for a --profile_batch that is no step, and for a loss that is not finite.
+    after the last one, and after every args.eval_every ones: where a stop comes then, when the run goes on.
+    `replanner`: a Replanner. Writes metrics, and the timeline of step profile_batch. In the end rank 0 prints where the
+    time of each rank went. Raises UserError for a --profile_batch that is no step, and for a loss that is not finite.
     """
     grid = pgm.process_group_manager
     if not -1 <= args.profile_batch < num_steps:
@@ -59,18 +59,18 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
         record.log(*step[:5])
         if batch == args.profile_batch:
             write_timeline(args, times.clock)
-        stops, is_last = run.watch.ask_all(), step.number == num_steps
+        stops, is_last = run.watch.ask_all(times.work, step.seconds), step.number == num_steps
         if evaluator and not stops and record.is_evaluation_due(step.number, args.eval_every):
             step = step._replace(evaluation=evaluator.evaluate())
             record.evaluated(step.number, step.evaluation)
-            stops = run.watch.ask_all()  # an evaluation may take longer than a step
+            stops = run.watch.ask_all(times.work, step.seconds)  # an evaluation may take longer than a step
         step = step._replace(sample=run.after_step(step.number, stops, is_last))
         record.complete(step)
         yield step
         if stops:
             break
         if not is_last:
-            run.take_in()
+            replanner.follow(run, plugin, step.number)
     record.close()
     times.print()
     run.end(stops and not is_last)

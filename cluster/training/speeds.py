@@ -127,13 +127,10 @@ def layers_by_speed(model: torch.nn.Module, measured: Measured | None, num_stage
     worth. Seconds go by parameters, because the model that is trained need not be the one that was measured. Raises
     UserError where there are fewer layers than stages.
     """
-    names = PipelineTemplate.get_modules(model)
-    sizes = [sum(param.numel() for param in model.get_submodule(name).parameters()) for name in names]
-    layers = [k for k, name in enumerate(names) if name.rpartition(".")[2].isdigit()]
-    embedding, layer, head = sum(sizes[:layers[0]]), sizes[layers[0]], sum(sizes[layers[-1] + 1:])
-    if len(layers) < num_stages:
-        raise UserError(f"{num_stages} stages for a model of {len(layers)} decoder layers: each needs at least one, "
-                        f"start at most {len(layers)} processes")
+    embedding, layer, head, count = parts_of(model)
+    if count < num_stages:
+        raise UserError(f"{num_stages} stages for a model of {count} decoder layers: each needs at least one, "
+                        f"start at most {count} processes")
     each, besides = [1.0 * layer] * num_stages, [0.0] * (num_stages - 1) + [1.0 * head]  # looking up takes no time
     if measured:
         cluster, first = measured.cluster, measured.cluster.first_layer
@@ -142,4 +139,12 @@ def layers_by_speed(model: torch.nn.Module, measured: Measured | None, num_stage
         each = [seconds * layer * cluster.num_layers / max(1, cluster.parameters_of((first, stop))) for seconds in each]
         besides[0] *= embedding / max(1, cluster.parameters_of((0, first)))
         besides[-1] *= head / max(1, cluster.parameters_of((stop, end)))
-    return shares_by_speed(len(layers), each, besides=besides)
+    return shares_by_speed(count, each, besides=besides)
+
+
+def parts_of(model: torch.nn.Module) -> tuple[int, int, int, int]:
+    """Parameters of what is before the decoder layers, of one of these, and of what is behind; the number of layers."""
+    names = PipelineTemplate.get_modules(model)
+    sizes = [sum(param.numel() for param in model.get_submodule(name).parameters()) for name in names]
+    layers = [k for k, name in enumerate(names) if name.rpartition(".")[2].isdigit()]
+    return sum(sizes[:layers[0]]), sizes[layers[0]], sum(sizes[layers[-1] + 1:]), len(layers)

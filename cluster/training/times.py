@@ -31,7 +31,7 @@ class StepTimes:
     """Where this rank's time goes: seconds of forward, backward, optimizer, and of the whole step."""
 
     def __init__(self, device: torch.device):
-        self.device, self.measured = device, []
+        self.device, self.measured, self.work = device, [], 0.0
 
     def start(self, batch: int, profile: bool = False) -> None:
         """Starts to time step `batch`, from 0 on. `profile`: also for timeline.write(); then this is collective."""
@@ -44,8 +44,11 @@ class StepTimes:
         self.began = time.perf_counter()
 
     def stop(self) -> tuple[float, float | None]:
-        """Seconds of the step, and those that this rank computed; None where they were not measured."""
-        step_seconds = time.perf_counter() - self.began
+        """Seconds of the step, and those that this rank computed; None where they were not measured.
+
+        Afterwards `work` is those of forward and backward, 0 where they were not measured.
+        """
+        step_seconds, self.work = time.perf_counter() - self.began, 0.0
         if not timeline.recording:
             return step_seconds, None
         spent = Counter(step=step_seconds)
@@ -54,7 +57,7 @@ class StepTimes:
                 is_host = isinstance(span.start, int)  # else CUDA events, which have happened: the loss is known
                 seconds = (span.end - span.start) / 1e9 if is_host else span.start.elapsed_time(span.end) / 1e3
                 spent[span.kind] += seconds
-        spent["compute"] = sum(spent[kind] for kind in KINDS)
+        spent["compute"], self.work = sum(spent[kind] for kind in KINDS), spent["forward"] + spent["backward"]
         self.measured.append(spent)
         return step_seconds, spent["compute"]
 
