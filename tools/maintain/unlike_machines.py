@@ -158,7 +158,8 @@ class Bench:
         for k in range(rounds):
             for name in self.candidates:
                 flags = dict(plan=self.folder / f"{name}.json", model_name=self.model, log_dir=self.folder / "runs",
-                             checkpoint_dir=self.folder / "checkpoints", max_steps=steps, replan="off", run_name=f"{name}_{k}")
+                             checkpoint_dir=self.folder / "checkpoints", max_steps=steps, replan="off",
+                             run_name=f"{name}_{k}")
                 jobs.append({"port": next(self.ports), "flags": [str(word) for flag, value in flags.items()
                                                                 for word in (f"--{flag}", value)]})
         (self.folder / "jobs.json").write_text(json.dumps(jobs))
