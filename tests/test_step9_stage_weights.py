@@ -163,7 +163,7 @@ def test_models_that_tp_does_not_split(name, monkeypatch):
 
 
 class Grid:
-    tp_world_size, tp_rank = 3, 0
+    tp_world_size, tp_rank, ranks = 3, 0, [torch.tensor([[0, 1, 2]])]
 
 
 def test_fused_matrices_are_cut_matrix_by_matrix(monkeypatch):
