@@ -91,7 +91,7 @@ def test_a_machine_that_is_fast_and_slow_by_turns():
     """For twenty steps each: every move doubles what the next one needs, so there are three in 100 steps at most."""
     follower, moves = shares([32, 32]), []
     for turn in range(30):
-        moves += steps_of(follower, [[1.0], [1.0 + turn % 2]], 20, 1 + 20 * turn)
+        moves += steps_of(follower, [[1.0], [1.0 + 8 * (turn % 2)]], 20, 1 + 20 * turn)
     at = [step for step, _ in moves]
     assert 3 <= len(at) and all(sum(first <= step < first + CALM for step in at) <= 3 for first in at), at
 
