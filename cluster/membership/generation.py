@@ -84,7 +84,7 @@ class Generation:
             self.pulses.noticed.wait(0.2)  # whose end it was
         reason = self.pulses and self.pulses.reason or str(error).splitlines()[0][:200]
         if self.run and self.run.has_begun:
-            if reason != REPLANNED:
+            if str(error) != REPLANNED:
                 print(f"rank {os.environ['RANK']}: {reason}, after step {self.run.step}", flush=True)
             self.held = Held(self.run)
         ranks = None if self.members else (
