@@ -24,13 +24,16 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from hf_tensor_parallel import apply_tensor_parallel
 from machine_facts import free_memory, memory_of_process
-from model import cast_weights_once, cross_entropy
+from model import cast_weights_once
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate, listed_modules
 from planning.links import now
 from planning.module_memory import load_code, memory_of
+from planning.tensor_parallel_part import alone_in_tp_group
 from stage_weights import make_buffers
+from tensor_parallel import cross_entropy
 from utils import UserError
 
 BLOCKS = 5
@@ -75,23 +78,28 @@ class Cost(NamedTuple):
 
 class StageClock:
     """Builds the stages of `whole`, a causal model whose weights are not used, one at a time, and times each. `lora`:
-    its adapters, or None. `criterion(output, batch)`: the loss of a model of transformers.
+    its adapters, or None. `criterion(output, batch)`: the loss of a model of transformers. `tp_size`: the stages are those
+    of one rank of a tp group of so many, which computes its part and sends nothing.
 
     `facts`: what measure_memory() returned, on this rank or on another one. `modules`, after measure(): for each module
     of the whole model its name, its numbers of parameters, and the bytes that it takes while it computes: `saved_bytes`
     that a sample leaves for its backward, `working_bytes` of a sample and `fixed_bytes` of any micro-batch that are
-    needed for a moment besides.
+    needed for a moment besides; and how many `all_reduces` of the tp group a micro-batch takes, forward and backward
+    together, and their bytes for a sample.
 
-    Raises Unsupported for a model that step 9 can't cut, or whose buffers are not computed with its initial weights.
+    Raises Unsupported for a model that step 9 can't cut, or whose buffers are not computed with its initial weights,
+    and UserError for one that it can't split over tp_size ranks.
     """
 
     facts: dict[str, dict[str, float]] | None = None
     optimizer_seconds = 0.0  # of a parameter
 
     def __init__(self, whole: nn.Module, seq_len: int, dtype: torch.dtype, device: torch.device, lora=None,
-                 criterion: Callable | None = None):
-        self.whole, self.lora, self.criterion, self.config = on_meta(whole), lora, criterion, whole.config
-        self.seq_len, self.dtype, self.device = seq_len, dtype, device
+                 criterion: Callable | None = None, tp_size: int = 1):
+        with alone_in_tp_group(tp_size):
+            self.whole = apply_tensor_parallel(on_meta(whole))
+        self.lora, self.criterion, self.config = lora, criterion, whole.config
+        self.seq_len, self.dtype, self.device, self.tp_size = seq_len, dtype, device, tp_size
         self.is_ours = PipelineTemplate.get_model_name(whole) == "model.Llama"
         load_code(device)
         before, self.layers, behind = listed_modules(self.whole)
@@ -129,7 +137,8 @@ class StageClock:
             ids = torch.zeros(x.size(0), self.seq_len, dtype=torch.int64, device=self.device)
             out = stage(x, input_ids=ids)
             if part == LAST:
-                return cross_entropy(out, ids) if self.is_ours else self.criterion(out, {"target_ids": ids})
+                return (cross_entropy(out, ids, self.config.vocab_size) if self.is_ours
+                        else self.criterion(out, {"target_ids": ids}))
             return out
 
         return stage.model, call
@@ -201,7 +210,11 @@ class StageClock:
         """The facts of each part. One rank finds them for all, so that the others need not have the memory for it."""
         def facts_of(part: str, module: nn.Module, call: Callable) -> dict[str, float]:
             trained = sum(param.numel() for param in module.parameters() if param.requires_grad)
-            return {"parameters": trained,
+            run = self.passes(part, call, 1)
+            self.all_reduced.clear()
+            run()
+            return {"parameters": trained, "all_reduces": len(self.all_reduced),
+                    "all_reduce_bytes": sum(self.all_reduced),
                     "frozen_parameters": sum(param.numel() for param in module.parameters()) - trained,
                     **memory_of(module, functools.partial(self.passes, part, call), self.device, room, seconds)}
 
@@ -211,7 +224,8 @@ class StageClock:
         """What measure(module, call) returns of the stage of this part, which is in memory as long as that takes."""
         try:
             # As in training, all passes share what is cast: in our Llama, and in the outermost autocast.
-            with cast_weights_once(), torch.autocast(self.device.type, enabled=False):
+            with (cast_weights_once(), torch.autocast(self.device.type, enabled=False),
+                  alone_in_tp_group(self.tp_size) as self.all_reduced):
                 return measure(*self.build(part))
         except torch.OutOfMemoryError:
             raise UserError(f"rank {dist.get_rank()} on {socket.gethostname()} has not the memory to time the part "

@@ -29,7 +29,8 @@ MODEL = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 FILE = {"model_name": str, "model": dict, "dtype": str, "seq_len": float, "hosts": list, "flags": dict,
         "modules": list, "machines": list, "links": list}
 MODULE = {"name": str, "parameters": float, "saved_bytes": float}
-MODULE_OPTIONS = {"frozen_parameters": 0.0, "working_bytes": 0.0, "fixed_bytes": 0.0}  # and what they are if left out
+MODULE_OPTIONS = dict.fromkeys(  # 0 if left out
+    ("frozen_parameters", "working_bytes", "fixed_bytes", "all_reduces", "all_reduce_bytes"), 0.0)
 MACHINE = {"free_memory": float, "optimizer_seconds": float, "forward": dict, "backward": dict}
 LINK = {"latency": float, "bandwidth": float}
 KINDS = {str: "a text", dict: "a dictionary", list: "a list", float: "a number, zero or more"}
@@ -51,14 +52,17 @@ class Machine(NamedTuple):
     optimizer_seconds: float  # of a parameter
     passed: dict[str, dict[int, list[float]]]
     process_memory: float = 0.0
+    tp_size: int = 1  # more: as many ranks, see units.py
 
 
 class Pipeline(NamedTuple):
-    """One pipeline of a plan: its machines (ranks) in stage order, decoder layers of each, micro-batches a step."""
+    """One pipeline of a plan: its machines (ranks) in stage order, decoder layers of each, micro-batches a step. A
+    stage has `tp_size` ranks."""
 
     machines: tuple[int, ...]
     layers: tuple[int, ...]
     num_microbatches: int
+    tp_size: int = 1
 
 
 class Candidate(NamedTuple):
@@ -98,10 +102,12 @@ class Cluster:
     """cluster.json as Python objects. Raises UserError that names the field that is missing or makes no sense.
 
     `model`: the fields MODEL of its configuration. `flags`: those of --measure that training has to be given as well.
+    `parts`: by tp_size, what a rank of a tp group holds and computes.
     """
 
     def __init__(self, data: dict):
         file = checked(data, FILE)
+        self.data, self.parts = data, {1: self}
         self.model_name, self.dtype, self.seq_len = file.model_name, file.dtype, int(file.seq_len)
         self.model, self.flags, self.hosts = file.model, file.flags, file.hosts
         if self.dtype not in NUMBER_BYTES:
@@ -140,6 +146,7 @@ class Cluster:
         self.parameters_before = list(accumulate(self.parameters, initial=0))
         self.frozen_before = list(accumulate(frozen, initial=0))
         self.working = [(module.working_bytes, module.fixed_bytes) for module in modules]
+        self.all_reduces = [(int(module.all_reduces), module.all_reduce_bytes) for module in modules]
         saved = [module.saved_bytes for module in modules]
         inputs = [self.hidden_bytes if i in numbered else saved[i] for i in range(len(saved))]
         self.saved_before = {"B": list(accumulate(saved, initial=0.0)), "R": list(accumulate(inputs, initial=0.0))}
@@ -182,9 +189,13 @@ class Cluster:
         passed = self.machines[rank].passed
         return sum(passed[kind][size][stage[1]] - passed[kind][size][stage[0]] for kind in kinds)
 
+    def part_of(self, rank: int) -> "Cluster":
+        """What a rank of this machine holds."""
+        return self.parts[self.machines[rank].tp_size]
+
     def optimizer_seconds(self, rank: int, stage: tuple[int, int]) -> float:
         """The optimizer step of a stage, which starts when the loss of the step before is known."""
-        return self.parameters_of(stage) * self.machines[rank].optimizer_seconds
+        return self.part_of(rank).parameters_of(stage) * self.machines[rank].optimizer_seconds
 
     def layer_seconds(self, machines: tuple[int, ...], size: int, kinds: str) -> tuple[list[float], list[float]]:
         """Of the stages on these machines: seconds of one layer, and of the model's end that a stage has besides."""
@@ -224,10 +235,11 @@ class Cluster:
             layer += max(0.0, size * (self.layer_bytes - self.hidden_bytes - behind))
         return live * size * (before[stage[1]] - before[stage[0]]) + max(layer, *ends, 0.0)
 
-    def message_bytes(self, size: int, wire_dtype: str | None) -> float:
-        """Hidden states of a micro-batch on the wire."""
+    def message_bytes(self, size: int, wire_dtype: str | None, rank: int) -> float:
+        """Hidden states of a micro-batch on the wire, as often as this machine sends them."""
         numbers = size * self.hidden_bytes / self.hidden_number_bytes
-        return wire_bytes(numbers, self.hidden_number_bytes, wire_dtype, size * self.seq_len)
+        copies = self.machines[rank].tp_size
+        return copies * wire_bytes(numbers, self.hidden_number_bytes, wire_dtype, size * self.seq_len)
 
     def gradient_bytes(self, parameters: float, wire_dtype: str | None) -> float:
         """Gradients of so many parameters on the wire."""
@@ -289,5 +301,8 @@ def read_cluster(path: str) -> dict:
 
 def some_of(data: dict, places: list[int]) -> dict:
     """The content of cluster.json for some of its machines, in this order."""
+    parts = {tp_size: {**part, "machines": [part["machines"][i] for i in places]}
+             for tp_size, part in data.get("tensor_parallel", {}).items()}
     return {**data, **{name: [data[name][i] for i in places] for name in ("hosts", "machines")},
+            "tensor_parallel": parts,
             "links": [[data["links"][i][j] for j in places] for i in places]}

@@ -230,7 +230,7 @@ def described(cluster: Cluster, plans: Plans) -> dict:
     """The best of the plans, as in plan.json, with the `seconds` of each pipeline for a micro-batch. Prints it."""
     (pipelines, size, *_), result = plans.best[0]
     plan, seconds, parts = as_plan(cluster, plans.best[0], plans.setting), [], []
-    for machines, layers, number in pipelines:
+    for machines, layers, number, _ in pipelines:
         stages = zip(machines, cluster.stages(layers))
         seconds.append(max(cluster.seconds(rank, size, stage, plans.setting.kinds) for rank, stage in stages))
         shares = " -> ".join(f"{cluster.machines[rank].host} {count}" for rank, count in zip(machines, layers))
