@@ -80,7 +80,7 @@ def parse_args():
                         "two")
     if args.lora_rank and not args.measure:
         raise UserError("--lora_rank is for --measure: a cluster.json says what was measured, leave the flag out")
-    args.tp_size = 1
+    args.tp_size = [1]
     check_lora_flags(args)
     return args
 

@@ -116,18 +116,19 @@ def test_shares_by_speed_of_a_model(monkeypatch):
         monkeypatch.setattr(layout.dist, name, lambda value=value: value)
     made = argparse.Namespace(model=argparse.Namespace(config=None), lora=None, criterion=None)
     args = flags(equal_shares=False, gradient_accumulation=5, seq_len=32, local_steps=None)
-    assert speeds.choose_shares(args, made, 2, None, None, torch.device("cpu"), None) == [8, 2]
+    assert speeds.choose_shares(args, made, [1, 1], None, None, torch.device("cpu"), None) == [8, 2]
     assert speeds.StageClock().seconds_of_whole(1, recompute=True) == pytest.approx(1.2)
 
 
 def test_shares_of_a_checkpoint(monkeypatch):
-    """A run that goes on with other machines: its micro-batches, by the speed of the new plan's pipelines."""
-    monkeypatch.setattr(layout.PipelineTemplate, "from_layers_per_stage", lambda model, layers: layers)
+    """A run that goes on with other machines: its samples, by the speed of the new plan's pipelines."""
+    monkeypatch.setattr(layout.Template, "from_layers_per_stage", lambda _, layers: layout.Template("", [layers]))
     pipelines = [{"layers": [8], "num_microbatches": 6}, {"layers": [8], "num_microbatches": 2}]
     plan = {"pipelines": pipelines, "micro_batch_size": 2, "schedule": "1f1b", "seconds": [1.0, 1.0]}
     found, made = argparse.Namespace(state={"global_batch": 12}, path="there"), argparse.Namespace(model=None)
-    assert layout.choose_layout(None, made, plan, found, None, None).num_microbatches == [3, 3]
-    assert layout.choose_layout(None, made, plan, None, None, None).num_microbatches == [6, 2]
+    args = argparse.Namespace(optimizer_shares=None)
+    assert layout.choose_layout(args, made, plan, found, None, None).samples == [6, 6]
+    assert layout.choose_layout(args, made, plan, None, None, None).samples == [12, 4]
     found.state["global_batch"] = 13
-    with pytest.raises(ValueError, match="--batch_size 2 does not divide the 13 samples of a step of there"):
-        layout.choose_layout(None, made, plan, found, None, None)
+    chosen = layout.choose_layout(args, made, plan, found, None, None)
+    assert chosen.samples == [7, 6] and chosen.num_microbatches == [4, 3]

@@ -89,13 +89,13 @@ def test_a_gpu_that_measured_no_step_lets_the_others_print(run_code):
 
 def test_tensor_parallel_ranks_are_alike(monkeypatch):
     """A CPU's small sums take another way than a GPU's: two such ranks would wait for each other."""
-    plugin = types.SimpleNamespace(device=torch.device("cpu"), set_pipelines=lambda *_: None)
+    plugin = types.SimpleNamespace(device=torch.device("cpu"), set_pipelines=lambda *_: None, deal=lambda *_: None)
     grid = types.SimpleNamespace(ranks=[torch.tensor([[0, 1]]), torch.tensor([[2, 3]])])
-    monkeypatch.setattr(layout, "HeterogeneousParallelPlugin", lambda *_: plugin)
+    monkeypatch.setattr(layout, "SamplesPlugin", lambda *_: plugin)
     monkeypatch.setattr(layout, "say", print)
     monkeypatch.setattr(layout, "compress", lambda *_: None)
     monkeypatch.setattr(layout.pgm, "process_group_manager", grid)
-    two = layout.Layout([], [1, 1], 1, 2, types.SimpleNamespace(
+    two = layout.Layout(2 * [types.SimpleNamespace(tp_size=2)], [1, 1], 1, types.SimpleNamespace(
         schedule="1f1b", recompute=False, wire_dtype=None, gradient_wire_dtype=None))
     args = types.SimpleNamespace(dtype="float32", device="auto")
     monkeypatch.setattr(layout, "gather", lambda kind: ["cuda", "cuda", "cpu", "cpu"])

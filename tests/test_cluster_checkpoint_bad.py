@@ -193,7 +193,7 @@ ERRORS = {  # name -> flags, what is done before, what the message has
     "shallower": (dict(model="shallower"), None, "layers"),
     "pickled": ({}, pickle_with_its_checksum, "can't be read"),
     "truncated": ({}, lambda path: damage(path, "truncated"), "has 1000 bytes instead of"),
-    "batch": (dict(batch_size=3), None, "--batch_size 3 does not divide the 2 samples of a step"),
+    "batch": (dict(num_microbatches=3), None, "was saved with global_batch=2, but this run has 3"),
     "seq_len": (dict(seq_len=8), None, "seq_len=16, but this run has 8"),
     "data": (dict(dataset_name="sotu"), None, "was trained on other data than --dataset_name 'sotu'"),
     "not_a_run": ({}, lambda path: shutil.rmtree(path), "state.json is on no disk of these hosts"),

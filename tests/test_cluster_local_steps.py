@@ -175,7 +175,7 @@ def script_run(tmp_path_factory):
 def test_the_script(script_run):
     folder, printed = script_run
     assert "local steps of a round: 4, 1, 4\n" in printed
-    assert "micro-batches of a round, of 1 samples each: 4, 1, 4\n" in printed
+    assert "samples of a round, in micro-batches of up to 1: 4, 1, 4\n" in printed
     rows = metrics(folder / "runs", "train_distributed")
     assert [row["step"] for row in rows] == list(range(1, 13)) and rows[-1]["trained_tokens"] == 12 * 3 * 8
     assert rows[-1]["loss"] < rows[0]["loss"]

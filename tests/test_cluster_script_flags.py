@@ -187,7 +187,7 @@ def test_times_of_a_gpu(monkeypatch):
 def test_numbers_of_micro_batches(parse, monkeypatch):
     def shares_of(args, total=None) -> list[int]:
         told = args.num_microbatches and args.num_microbatches[0]
-        return speeds.choose_shares(args, None, 3, told, total, None, None)
+        return speeds.choose_shares(args, None, [1, 1, 1], told, total, None, None)
 
     monkeypatch.setattr(speeds.dist, "get_world_size", lambda: 3)
     for counts in ("4,0,1", "a,b,c", "4,,1"):
@@ -197,12 +197,13 @@ def test_numbers_of_micro_batches(parse, monkeypatch):
         args = parse("--num_microbatches", counts, module=train_distributed)
         with pytest.raises(ValueError, match=rf"--num_microbatches {counts}: write 3 numbers"):
             shares_of(args)
-    assert shares_of(parse("--num_microbatches", "4,2,1", module=train_distributed)) == [4, 2, 1]
+    assert shares_of(parse("--num_microbatches", "4,2,1", module=train_distributed)) == [16, 8, 4]
     equal = parse("--equal_shares", module=train_distributed)
-    assert shares_of(equal) == [8, 8, 8]
+    assert shares_of(equal) == [32, 32, 32]
     assert shares_of(equal, total=7) == [3, 2, 2]  # a checkpoint's
-    with pytest.raises(ValueError, match="a step has 2 micro-batches, fewer than the 3 pipelines"):
-        shares_of(equal, total=2)
+    for total in (2, 1 << 40):
+        with pytest.raises(ValueError, match=f"{total} samples a step for 3 pipelines: choose 3 to 1048576"):
+            shares_of(equal, total=total)
 
 
 def test_no_flag_is_an_ambiguous_prefix_of_torchruns():

@@ -96,7 +96,7 @@ def test_three_stages(trained):
 
 def test_shares_by_speed_and_banner(trained):
     _, printed = trained
-    assert f"micro-batches of a step, of 1 samples each: {', '.join(map(str, SHARES))}" in printed
+    assert f"samples of a step, in micro-batches of up to 1: {', '.join(map(str, SHARES))}" in printed
     assert "3 ranks over gloo, float64, torch " + torch.__version__ in printed
     assert re.search(r"^2 +\S+ +.*\d cores +lo 127.0.0.1$", printed, re.MULTILINE)
 

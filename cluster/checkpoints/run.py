@@ -100,7 +100,8 @@ class Run:
                 self.generation.held = None  # of other steps than the run's
             return Found(name_of_step(state["step"]), self.folder, state, {}), False
         if any(self.disks.gather(self.generation.held is not None)) and is_home():
-            print("a part of the model was on lost hosts alone: all ranks go back to the last checkpoint", flush=True)
+            what = "optimizer" if self.args.optimizer_shares else "model"
+            print(f"a part of the {what} was on lost hosts alone: all ranks go back to the last checkpoint", flush=True)
         self.generation.held = None
         return None
 
@@ -202,10 +203,8 @@ class Run:
         self.sampler = args.sample_every and Sampler(plugin, model, tokenizer, args.prompt, args.seq_len)
         self.step, self.tp_rank, self.steps_per_epoch = self.start, grid.tp_rank, steps_per_epoch
         if members := self.generation.members:
-            self.everything, has_copies = who_has_what(model.module, grid.tp_rank, members.me.address)
-            say("whichever host is lost, the others hold a copy of all: the run then goes on from their memory"
-                if has_copies else "some of the model is on one host alone: where that is lost, all go back to the "
-                                   "last checkpoint (--save_every)")
+            self.everything, words = who_has_what(model.module, optimizer, grid.tp_rank, members.me.address)
+            say(words)
             if needed := members.roster.needed_hosts():
                 say(f"where {' or '.join(needed)} is lost, too few are left: the run then waits for it, and goes back "
                     "to the last checkpoint")
@@ -245,7 +244,8 @@ class Run:
 
     def after_step(self, step: int, stops: bool, is_last: bool) -> str | None:
         """Saves when it is time. Returns, on home_rank(), the text that was sampled after this step. Collective."""
-        if self.is_due(step, stops or is_last):
+        ends = self.watch.has_newcomers and self.args.optimizer_shares  # all go back to what is saved now
+        if self.is_due(step, stops or is_last or ends):
             self.checkpointer.save(step, stops, is_last)
         elif self.args.save_every and step == self.start + 1:
             self.checkpointer.prepare()

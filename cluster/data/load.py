@@ -4,8 +4,9 @@ In chats and answers, micro-batches hold unlike numbers of targets, the tokens t
 optimizer step is the sum over all its targets by their number N, whichever micro-batch or pipeline they are in. The
 mean of the micro-batches' means is another number: a short answer's tokens would count more than a long one's.
 
-The pipelines sum criterion / M over the step's M micro-batches. So where micro-batch m has n targets, its mean is
-weighted with n M / N. All ranks know N from the samples, without communication.
+A micro-batch of B samples counts B / G in a step of G samples, see training/samples.py. So where it has n targets, its
+mean is weighted with (n / B) / (N / G): what a sample has here, by what one of the step has. All ranks know N from the
+samples, without communication.
 
 Samples of unlike lengths are padded on the right. No attention mask is needed: attention is causal, so that no token
 sees what comes after it, and the outputs at the padding are no targets.
@@ -96,8 +97,8 @@ class Data:
         if not self.has_rows:
             return collate_batch(items)
         batch, num_targets = pad([row for row, _ in items]), items[0][1]
-        own, num_microbatches = (batch["target_ids"] != NO_TARGET).sum(), self.global_batch // len(items)
-        return {**batch, "loss_weight": own.double() * num_microbatches / num_targets}
+        own, num_alike = (batch["target_ids"] != NO_TARGET).sum(), self.global_batch / len(items)
+        return {**batch, "loss_weight": own.double() * num_alike / num_targets}
 
     def collate_evaluation(self, items: list) -> dict[str, torch.Tensor]:
         return pad(items) if self.has_rows else collate_batch(items)
@@ -161,8 +162,8 @@ def select(output, batch: dict[str, torch.Tensor], router_scale: torch.Tensor | 
 def weighted(criterion: Callable) -> Callable:
     """A criterion that takes micro-batches with a loss_weight, and gives `criterion` those positions with targets.
 
-    The router's loss of a mixture of experts counts 1 / M in each micro-batch, as before. A micro-batch without a
-    target has the loss 0 and gradients of zeros. One without a loss_weight is left to `criterion`.
+    The router's loss of a mixture of experts counts by samples, as without weights. A micro-batch without a target has
+    the loss 0 and gradients of zeros. One without a loss_weight is left to `criterion`.
     """
     def weighted_criterion(output, batch) -> torch.Tensor:
         if "loss_weight" not in batch:

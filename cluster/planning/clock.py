@@ -242,7 +242,7 @@ class StageClock:
         share = {FIRST: 0.15, LAST: 0.25}.get(part, 0.5 / (len(self.parts) - 2))
         timed = time_runs(functools.partial(self.passes, part, call), fitting, seconds * share)
         if part.startswith("layer") and (trained := [param for param in module.parameters() if param.requires_grad]):
-            self.optimizer_seconds = self.time_optimizer(trained, seconds * OPTIMIZER)
+            self.optimizer_seconds = time_optimizer(trained, seconds * OPTIMIZER, self.device)
         return timed
 
     def passes(self, part: str, call: Callable, size: int) -> Callable:
@@ -261,18 +261,19 @@ class StageClock:
 
         return run
 
-    def time_optimizer(self, params: list[nn.Parameter], seconds: float) -> float:
-        """AdamW's seconds a parameter."""
-        optimizer = torch.optim.AdamW(params, lr=0.0, fused=True)
-        optimizer.step()  # makes the moments
 
-        def run() -> tuple[float]:
-            start = now(self.device)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-            return (now(self.device) - start,)
+def time_optimizer(params: list[nn.Parameter], seconds: float, device: torch.device) -> float:
+    """AdamW's seconds a parameter."""
+    optimizer = torch.optim.AdamW(params, lr=0.0, fused=True)
+    optimizer.step()  # makes the moments
 
-        return time_runs(lambda _: run, [1], seconds)[1][0] / sum(param.numel() for param in params)
+    def run() -> tuple[float]:
+        start = now(device)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return (now(device) - start,)
+
+    return time_runs(lambda _: run, [1], seconds)[1][0] / sum(param.numel() for param in params)
 
 
 def on_meta(whole: nn.Module) -> nn.Module:

@@ -1,17 +1,17 @@
-"""Which rank holds which modules, takes which micro-batches, and by which schedule: decided once, before training.
+"""Which rank holds which modules, takes which samples, and by which schedule: decided once, before training.
 
 Three things may decide it: a plan (see plan_file.py), --pipelines, or else each rank holds the whole model. Then a
-step's micro-batches are shared out by speed, as cluster.json has it or as it is measured now, so that none waits for
+step's samples are shared out by speed, as cluster.json has it or as it is measured now, so that none waits for
 the slowest. A step's samples are those of the checkpoint that a run goes on from, on however many machines.
 
-In an elastic run the machines that are there change, and so does how micro-batches and layers are shared out.
+In an elastic run the machines that are there change, and so does how samples and layers are shared out.
 --pipelines can say so itself, with '|' between the alternatives:
 
     --pipelines "4,2,2|5,3" --num_microbatches "8|8"     three stages on three machines, two stages on two
 """
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -19,20 +19,24 @@ import torch.distributed as dist
 import process_group_manager as pgm
 import train
 from membership.watch import is_elastic
-from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from machine_facts import gather, say
-from pipeline_template import PipelineTemplate
 from planning.machines import Setting, setting_of
 from planning.schedules import SCHEDULES
 from planning.shares import shares_by_speed
 from training.compression import WIRE_DTYPES, compress
+from training.optimizer_shares import SharedOptimizerPlugin, as_shares, choose_optimizer_shares
+from training.plan_file import samples_of
+from training.samples import SamplesPlugin
 from training.speeds import choose_shares, layers_by_speed, measured_speeds
+from training.unlike_tp import Template, UnlikePlugin
 from utils import UserError, positive_int
 
 BY_SPEED = "by speed"  # in the place of --pipelines: one pipeline over all ranks
-DECIDED = {"pipelines": None, "num_microbatches": None, "gradient_accumulation": 8, "batch_size": 4, "tp_size": 1,
+DECIDED = {"pipelines": None, "num_microbatches": None, "gradient_accumulation": 8, "batch_size": 4, "tp_size": [1],
            "pp_engine": "1f1b", "wire_dtype": None, "gradient_wire_dtype": None,
            "recompute": False}  # the flags that a plan decides, and their defaults
+WITH_WIRE_DTYPE = ("--optimizer_shares with --gradient_wire_dtype, or with a plan that has one: the weights would "
+                   "travel in full even so: leave out one of them")
 
 
 def alternatives(text: str) -> list[list[list[int]]]:
@@ -45,58 +49,93 @@ def numbers(text: str) -> list[list[int]]:
     return [train.counts(choice) for choice in text.split("|")]
 
 
+def sizes(text: str) -> list[int]:
+    """The type of --tp_size: 2 or, for each pipeline its own, 4;2."""
+    return [positive_int(part) for part in text.split(";")]
+
+
 def add_layout_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch_size", type=positive_int, help="samples of a micro-batch (default: 4)")
+    parser.add_argument("--batch_size", type=positive_int, help="samples of a micro-batch, at most (default: 4)")
     parser.add_argument("--gradient_accumulation", type=positive_int,
-                        help="a step has so many micro-batches times the number of pipelines, shared out by speed "
-                             "(default: 8)")
+                        help="a step has the samples of so many micro-batches times the number of pipelines, shared "
+                             "out by speed (default: 8)")
     parser.add_argument("--num_microbatches", type=numbers, metavar="6,2", help="instead: those of each pipeline")
     parser.add_argument("--pipelines", type=alternatives, metavar="8;5,3",
                         help="decoder layers of each stage, with ';' between pipelines (default: one stage a rank)")
-    parser.add_argument("--tp_size", type=positive_int, help="tensor-parallel ranks of a stage (default: 1)")
+    parser.add_argument("--tp_size", type=sizes, metavar="4;2",
+                        help="tensor-parallel ranks of a stage, with ';' between pipelines of unlike ones (default: 1)")
     parser.add_argument("--pp_engine", choices=list(SCHEDULES), help="the pipelines' schedule (default: 1f1b)")
     parser.add_argument("--wire_dtype", choices=WIRE_DTYPES, help="what stages send hidden states and gradients as")
     parser.add_argument("--plan", metavar="PLAN.JSON", help="pipelines and schedule that cluster/plan.py chose")
+    parser.add_argument("--optimizer_shares", type=as_shares, metavar="speed|memory|4,2,1",
+                        help="ranks that hold the same parameters divide AdamW's work and its two averages among them: "
+                             "by how fast it is on each, by free memory, or by these numbers, one a rank; plans count "
+                             "whole averages (default: each rank has those of all that it holds)")
     parser.set_defaults(**dict.fromkeys(DECIDED))
 
 
 def check_layout_flags(args) -> None:
-    """Fills in defaults. Raises UserError for flags beside a --plan that decides them."""
+    """Fills in defaults. Raises UserError for flags beside a --plan that decides them, or that do not go together."""
+    if isinstance(args.optimizer_shares, list) and is_elastic():
+        raise UserError(f"--optimizer_shares {','.join(f'{each:g}' for each in args.optimizer_shares)} in an elastic "
+                        "run, whose ranks come and go: use speed or memory")
+    if args.optimizer_shares and args.gradient_wire_dtype:
+        raise UserError(WITH_WIRE_DTYPE)
     if args.plan and (given := [name for name in DECIDED if getattr(args, name) is not None]):
         raise UserError(f"--plan says what runs where: leave out --{', --'.join(given)}")
     for name, default in DECIDED.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
+    tp_size = ";".join(map(str, args.tp_size))
+    if len(args.tp_size) > 1 and is_elastic():
+        raise UserError(f"--tp_size {tp_size} in an elastic run: what ranks hold is cut in unlike places, and can't "
+                        "move between them: give all pipelines one size")
+    if max(args.tp_size) > 1 and args.local_steps:
+        raise UserError(f"--tp_size {tp_size} with --local_steps: ranks that take local steps hold the whole model: "
+                        "leave out one of the two")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`templates`: the modules of each stage, pipeline after pipeline; ranks are counted in this order, `tp_size` to a
-    stage. `num_microbatches`: of an optimizer step, that each pipeline takes. `setting`: the schedule, what travels in
-    which dtype, and whether layers are computed again. `local_steps`: of a round, for each rank, where ranks take them;
-    the micro-batches are then those of a round."""
+    """`templates`: the modules of each stage, pipeline after pipeline; ranks are counted in this order, each template's
+    tp_size to a stage. `samples`: of an optimizer step, that each pipeline takes. `setting`: the schedule, what travels
+    in which dtype, and whether layers are computed again. `local_steps`: of a round, for each rank, where ranks take
+    them; the samples are then those of a round. `optimizer_shares`: of each rank, where they divide the optimizer."""
 
-    templates: list[PipelineTemplate]
-    num_microbatches: list[int]
+    templates: list[Template]
+    samples: list[int]
     micro_batch_size: int
-    tp_size: int
     setting: Setting
     local_steps: list[int] | None = None
+    optimizer_shares: list[float] | None = None
 
-    def form(self, args, config) -> HeterogeneousParallelPlugin:
+    @property
+    def num_microbatches(self) -> list[int]:
+        return [-(-count // self.micro_batch_size) for count in self.samples]
+
+    def form(self, args, config) -> SamplesPlugin:
         """Makes the groups of ranks: the plugin that trains by this layout. Collective. Raises UserError."""
-        plugin = HeterogeneousParallelPlugin(self.tp_size, self.micro_batch_size, args.dtype, args.device,
-                                             SCHEDULES[self.setting.schedule], self.setting.recompute)
+        tp_size, *others = dict.fromkeys(template.tp_size for template in self.templates)
+        if others and self.optimizer_shares:
+            raise UserError("--optimizer_shares with pipelines that differ in their tp_size: leave out one of the two")
+        kind = UnlikePlugin if others else SharedOptimizerPlugin if self.optimizer_shares else SamplesPlugin
+        plugin = kind(tp_size, self.micro_batch_size, args.dtype, args.device, SCHEDULES[self.setting.schedule],
+                      self.setting.recompute)
         if self.local_steps:
             say(f"local steps of a round: {', '.join(map(str, self.local_steps))}")
-        say(f"micro-batches of a {'round' if self.local_steps else 'step'}, of {self.micro_batch_size} samples each: "
-            f"{', '.join(map(str, self.num_microbatches))}")
+        say(f"samples of a {'round' if self.local_steps else 'step'}, in micro-batches of up to "
+            f"{self.micro_batch_size}: {', '.join(map(str, self.samples))}")
         plugin.set_pipelines(self.templates, self.num_microbatches)
-        if self.tp_size > 1:
-            kinds, rows = gather(plugin.device.type), torch.cat(pgm.process_group_manager.ranks).tolist()
-            if any(len({kinds[rank] for rank in row}) > 1 for row in rows):
-                raise UserError(f"--tp_size {self.tp_size}, and ranks of one stage compute on unlike devices, by rank: "
+        plugin.deal(self.samples)
+        if others or tp_size > 1:
+            kinds, blocks = gather(plugin.device.type), pgm.process_group_manager.ranks
+            if any(len({kinds[rank] for rank in row}) > 1 for block in blocks for row in block.tolist()):
+                raise UserError("--tp_size, and ranks of one stage compute on unlike devices, by rank: "
                                 f"{', '.join(kinds)}: order the hosts so that they are alike, or leave out --tp_size")
+        if self.optimizer_shares:
+            if self.setting.gradient_wire_dtype:
+                raise UserError(WITH_WIRE_DTYPE)
+            plugin.share_out(self.optimizer_shares)
         compress(plugin, config, self.setting.wire_dtype, self.setting.gradient_wire_dtype)
         return plugin
 
@@ -105,7 +144,8 @@ class Layout:
         layers = [[sum(name.rpartition(".")[2].isdigit() for name in stage) for stage in template.modules_per_stage]
                   for template in self.templates]
         setting = self.setting._asdict()
-        return {"pipelines": [layers], "num_microbatches": [self.num_microbatches], "batch_size": self.micro_batch_size,
+        return {"pipelines": [layers], "num_microbatches": [self.num_microbatches], "samples": self.samples,
+                "tp_size": [template.tp_size for template in self.templates], "batch_size": self.micro_batch_size,
                 "pp_engine": setting.pop("schedule"), **setting}
 
 
@@ -114,47 +154,47 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
 
     Raises UserError for what is not possible.
     """
-    def templates_of(pipelines: list[list[int]]) -> list[PipelineTemplate]:
-        return [PipelineTemplate.from_layers_per_stage(made.model, layers) for layers in pipelines]
+    def templates_of(pipelines: list[list[int]], tp_sizes: list[int]) -> list[Template]:
+        templates = [Template.from_layers_per_stage(made.model, layers) for layers in pipelines]
+        return [replace(template, tp_size=size) for template, size in zip(templates, tp_sizes)]
 
+    total = found and found.state["global_batch"]  # of a step: what a checkpoint has decided
+    optimizer_shares = args.optimizer_shares and choose_optimizer_shares(args, device)
     if plan:
-        shares, size = [pipeline["num_microbatches"] for pipeline in plan["pipelines"]], plan["micro_batch_size"]
-        total = micro_batches_of(found, size)
+        shares, size = samples_of(plan), plan["micro_batch_size"]
         if total not in (None, sum(shares)) and (is_elastic() or "seconds" in plan):  # else run.check refuses it
             shares = shares_by_speed(total, plan.get("seconds") or [1 / count for count in shares])  # as planned
-        return Layout(templates_of([pipeline["layers"] for pipeline in plan["pipelines"]]), shares, size, 1,
-                      setting_of(plan))
+        tp_sizes = [pipeline.get("tp_size", 1) for pipeline in plan["pipelines"]]
+        return Layout(templates_of([pipeline["layers"] for pipeline in plan["pipelines"]], tp_sizes), shares, size,
+                      setting_of(plan), optimizer_shares=optimizer_shares)
     pipelines, shares = choose_pipelines(args, made.model, dtype)
-    templates, local_steps = templates_of(pipelines), None
-    shares = choose_shares(args, made, len(pipelines), shares, micro_batches_of(found, args.batch_size), device, dtype)
+    tp_sizes = args.tp_size if len(args.tp_size) > 1 else args.tp_size * len(pipelines)
+    templates, local_steps = templates_of(pipelines, tp_sizes), None
+    shares = choose_shares(args, made, tp_sizes, shares, total, device, dtype)
     if args.local_steps and args.num_microbatches:  # local steps of unlike sizes, equally many on all ranks
         local_steps, shares = [args.local_steps] * len(shares), [args.local_steps * count for count in shares]
     elif args.local_steps:
-        local_steps, shares = shares, [args.gradient_accumulation * count for count in shares]
+        local_steps = shares
+        shares = [args.batch_size * args.gradient_accumulation * count for count in local_steps]
     setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     if is_elastic():  # with fewer machines there may be nothing to send
         setting = setting.for_pipelines(pipelines)
-    return Layout(templates, shares, args.batch_size, args.tp_size, setting, local_steps)
-
-
-def micro_batches_of(found, size: int) -> int | None:
-    """The micro-batches of a step that a checkpoint has decided, of `size` samples each; None in a new run."""
-    if found is None:
-        return None
-    count, left_over = divmod(found.state["global_batch"], size)
-    if left_over:
-        raise UserError(f"--batch_size {size} does not divide the {found.state['global_batch']} samples of a step of "
-                        f"{found.path}: choose one that does")
-    return count
+    return Layout(templates, shares, args.batch_size, setting, local_steps, optimizer_shares)
 
 
 def choose_pipelines(args, model: torch.nn.Module, dtype: torch.dtype) -> tuple[list[list[int]], list[int] | None]:
     """The layers of each stage of each pipeline, and --num_microbatches for them. Collective."""
-    num_stages, left_over = divmod(dist.get_world_size(), args.tp_size)
+    told, (tp_size, *others) = args.num_microbatches or [None], args.tp_size
+    if others:
+        pipelines = args.pipelines[0] if args.pipelines else [[model.config.num_hidden_layers]] * len(args.tp_size)
+        if len(pipelines) != len(args.tp_size) or args.pipelines and len(args.pipelines) > 1:
+            raise UserError(f"--tp_size {';'.join(map(str, args.tp_size))} for {len(pipelines)} pipelines: give one "
+                            "number for all, or one for each pipeline of --pipelines, without alternatives")
+        return pipelines, told[0]
+    num_stages, left_over = divmod(dist.get_world_size(), tp_size)
     if left_over:
-        raise UserError(f"--tp_size {args.tp_size} does not divide the {dist.get_world_size()} processes: start a "
-                        f"multiple of it")
-    told = args.num_microbatches or [None]
+        raise UserError(f"--tp_size {tp_size} does not divide the {dist.get_world_size()} processes: start a multiple "
+                        "of it")
     if not args.pipelines:
         return [[model.config.num_hidden_layers]] * num_stages, told[0]
     choices = [] if args.pipelines == BY_SPEED else args.pipelines
@@ -163,8 +203,8 @@ def choose_pipelines(args, model: torch.nn.Module, dtype: torch.dtype) -> tuple[
             return pipelines, told[min(number, len(told) - 1)]  # where the only one does not fit, set_pipelines says so
     if choices and not is_elastic():
         raise UserError(f"--pipelines has no alternative with {num_stages} stages in all: that many x tp_size="
-                        f"{args.tp_size} processes are here")
+                        f"{tp_size} processes are here")
     measured = measured_speeds(args, args.batch_size, dtype)
-    layers = layers_by_speed(model, measured if args.tp_size == 1 else None, num_stages)
+    layers = layers_by_speed(model, measured if tp_size == 1 else None, num_stages)
     say(f"decoder layers of the stages: {', '.join(map(str, layers))}")
     return [layers], told[0]

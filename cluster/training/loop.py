@@ -35,7 +35,7 @@ def train(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer
                                  run.found and run.found.state["flags"], run.commit)
     if run.start >= num_steps:
         has_made_all(run, num_steps)
-    del loader.microbatches[: run.start * plugin.own_num_microbatches]
+    loader.first_step = run.start
     batches, times, first_bad = iter(loader), StepTimes(plugin.device), FirstBadLoss(criterion)
     stops = is_last = False
     if evaluator and record.is_evaluation_due(run.start, args.eval_every):

@@ -54,9 +54,9 @@ def check_lora_flags(args) -> None:
     for flag in ("from_scratch", "local_steps"):
         if getattr(args, flag, None):
             raise UserError(f"--{flag} is for training all weights: leave it out, or --lora_rank")
-    if args.tp_size > 1:
-        raise UserError(f"--tp_size {args.tp_size} with --lora_rank: adapters are not split over tensor-parallel "
-                        "ranks; use --pipelines to divide the model")
+    if max(args.tp_size) > 1:
+        raise UserError(f"--tp_size {';'.join(map(str, args.tp_size))} with --lora_rank: adapters are not split over "
+                        "tensor-parallel ranks; use --pipelines to divide the model")
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
 
 

@@ -31,8 +31,10 @@ from planning.measure import describe_machines, measure_with
 from planning.report import as_plan, make_plan
 from planning.schedules import SCHEDULES
 from planning.search import Plans, find_plans
+from planning.shares import shares_by_speed
 from planning.simulate import peak_memory
 from training.compression import WIRE_DTYPES
+from training.optimizer_shares import choose_optimizer_shares
 from training.speeds import CLUSTER_JSON
 from utils import UserError, to_readable_format
 
@@ -55,7 +57,7 @@ def find_plan(args, made, device: torch.device, dtype: torch.dtype) -> dict | No
             f"{' | idle: ' * bool(idle)}{', '.join(idle)}")
         require_same_model(plan, made.model.config, str(dtype).removeprefix("torch."), args)
         return plan
-    if args.pipelines or args.tp_size > 1 or args.local_steps:
+    if args.pipelines or max(args.tp_size) > 1 or args.local_steps:
         return None
     return plan_by_themselves(args, made, device, dtype)
 
@@ -63,6 +65,12 @@ def find_plan(args, made, device: torch.device, dtype: torch.dtype) -> dict | No
 def machines_of(plan: dict) -> list[int]:
     """The ranks in the plan's order."""
     return [rank for pipeline in plan["pipelines"] for rank in pipeline["machines"]]
+
+
+def samples_of(plan: dict) -> list[int]:
+    """Of a step, by pipeline: its `samples`, or else those of its `num_microbatches`."""
+    return [pipeline["samples"] if "samples" in pipeline else plan["micro_batch_size"] * pipeline["num_microbatches"]
+            for pipeline in plan["pipelines"]]
 
 
 def take_places(plan: dict) -> None:
@@ -121,7 +129,10 @@ def read_plan(path: str) -> dict:
         pipelines = plan["pipelines"]
         if plan["schedule"] not in SCHEDULES:
             raise ValueError(f"schedule {plan['schedule']!r} is none of {', '.join(SCHEDULES)}")
-        numbers = [plan["micro_batch_size"], plan["seq_len"], *(p["num_microbatches"] for p in pipelines),
+        if any(("samples" in p) == ("num_microbatches" in p) for p in pipelines):
+            raise ValueError("each of its pipelines has to have either num_microbatches or samples")
+        numbers = [plan["micro_batch_size"], plan["seq_len"],
+                   *(p.get("samples", p.get("num_microbatches")) for p in pipelines),
                    *(count for p in pipelines for count in p["layers"])]
         if not all(type(number) is int and number > 0 for number in numbers):
             raise ValueError(f"it has sizes, layers or micro-batches that are no positive numbers: {numbers}")
@@ -148,16 +159,21 @@ def in_order(plan: dict, hosts: list[str]) -> dict:
 def plan_for(hosts: list[str], plan: dict, cluster_json: str) -> dict:
     """As read_plan: a plan with the same global batch for `hosts`, of which those that were not measured are idle."""
     try:
+        total, size = plan["global_batch"], plan["micro_batch_size"]
         data = read_cluster(cluster_json)
         places = places_of(hosts, data["hosts"])
         ranks = [rank for rank, place in enumerate(places) if place is not None]
         data = some_of(data, [places[rank] for rank in ranks])
-        made = make_plan(data, plan["global_batch"], setting_of(plan), [plan["micro_batch_size"]])
+        made = make_plan(data, -(-total // size) * size, setting_of(plan), [size])
     except (ValueError, KeyError, TypeError, IndexError) as error:
         return {"error": f"no plan for {', '.join(hosts)}: {cluster_json}: {error}"}
     for pipeline in made["pipelines"]:
         pipeline["machines"] = [ranks[k] for k in pipeline["machines"]]
-    return {**made, "hosts": hosts}
+    if total % size:  # not in whole micro-batches
+        shares = shares_by_speed(total, [1 / pipeline.pop("num_microbatches") for pipeline in made["pipelines"]])
+        for pipeline, share in zip(made["pipelines"], shares):
+            pipeline["samples"] = share
+    return {**made, "global_batch": total, "hosts": hosts}
 
 
 def require_same_model(plan: dict, config, dtype: str, args) -> None:
@@ -177,9 +193,10 @@ def plan_by_themselves(args, made, device: torch.device, dtype: torch.dtype) -> 
     return_freed_memory()
     listed = ", ".join(f"{host} {room / 1e9:.2f}" for host, room in zip(host_names(machines()), free))
     say(f"the whole model may not fit into every machine's free memory (GB: {listed}): measuring")
+    shares = args.optimizer_shares and choose_optimizer_shares(args, device)
     data = measure(args, made, device, dtype)
     say(describe_machines(data, ()))
-    return from_home(lambda: choose(args, data))
+    return from_home(lambda: choose(args, data, shares))
 
 
 def rough_bytes(args, made, dtype: torch.dtype) -> float:
@@ -203,14 +220,17 @@ def measure(args, made, device: torch.device, dtype: torch.dtype) -> dict:
     return data
 
 
-def choose(args, data: dict) -> dict | None:
-    """The plan; None where every machine can hold the whole model. Raises UserError where nothing fits."""
+def choose(args, data: dict, shares: list[float] | None = None) -> dict | None:
+    """The plan; None where every machine can hold the whole model, of the optimizer's averages its part by `shares`.
+    Where machines share the model, each counts whole averages. Raises UserError where nothing fits."""
     cluster, size = Cluster(data), args.batch_size
     n, layers = len(cluster.machines), cluster.num_layers
     total = sum(args.num_microbatches[0]) if args.num_microbatches else args.gradient_accumulation * n
     setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     whole = peak_memory(cluster, Pipeline((0,), (layers,), total), size, setting)[0]
-    if all(whole <= FRACTION * machine.free_memory for machine in cluster.machines):
+    averages = 2 * cluster.master_bytes * cluster.parameters_of((0, len(cluster.names)))
+    if all(whole - (1 - share) * averages <= FRACTION * machine.free_memory
+           for share, machine in zip(shares or [1.0] * n, cluster.machines)):
         return None
     schedule = "auto" if args.pp_engine == "1f1b" else args.pp_engine
     if plans := plans_that_fit(cluster, setting._replace(schedule=schedule), size, total):

@@ -1,6 +1,7 @@
 """How fast the ranks' machines are, as cluster.json has it or as it is measured now, and what each takes by it."""
 
 import contextlib
+import operator
 import os
 from typing import NamedTuple
 
@@ -16,28 +17,32 @@ from planning.shares import shares_by_speed
 from utils import ROOT, UserError
 
 CLUSTER_JSON = os.path.join(ROOT, "cluster.json")  # plan.py --measure writes it on the machine that starts it
+MOST, GAIN = 1 << 20, 0.03  # samples of a step, which are dealt one by one; see samples_by_speed
 MEASURED = {"seconds": None}  # of this process's whole model: what it has measured, it knows in the next generation
 
 
-def choose_shares(args, made, count: int, told: list[int] | None, total: int | None, device, dtype) -> list[int]:
-    """Micro-batches of a step for each of `count` pipelines: as told, or by speed: measured before, or now. Collective.
+def choose_shares(args, made, tp_sizes: list[int], told: list[int] | None, total: int | None, device,
+                  dtype) -> list[int]:
+    """Samples of a step for each pipeline: of `told` micro-batches, or by speed: measured before, or now.
+    With --local_steps: samples of a local step as told, or local steps of a round. Collective.
 
-    `total`: their sum, where a checkpoint has decided it.
+    `total`: the samples of a step, where a checkpoint has decided it.
     """
+    size, count, ranks = args.batch_size, len(tp_sizes), dist.get_world_size()
     if told:
-        if len(told) == count and (total in (None, sum(told)) or not is_elastic()):
-            return told  # run.check says what the checkpoint has instead
+        if len(told) == count and (total in (None, size * sum(told)) or not is_elastic()):
+            return [size * number for number in told]  # run.check says what the checkpoint has instead
         if not is_elastic():
             raise UserError(f"--num_microbatches {','.join(map(str, told))}: write {count} numbers, one per pipeline, "
                             "with commas between them")
-        total = total or sum(told)
-    total = total or (args.local_steps or args.gradient_accumulation) * count
-    if total < count:
-        raise UserError(f"a step has {total} micro-batches, fewer than the {count} pipelines: lower --batch_size, or "
-                        "start fewer processes")
+        total = total or size * sum(told)
+    total = total or (args.local_steps or size * args.gradient_accumulation) * count
+    if not count <= total <= MOST:
+        raise UserError(f"{total} {'local steps a round' if args.local_steps else 'samples a step'} for {count} "
+                        f"pipelines: choose {count} to {MOST}, or start fewer processes")
     seconds = [1.0] * count
-    if not args.equal_shares and count == dist.get_world_size() > 1:  # each rank has a whole model
-        if measured := measured_speeds(args, args.batch_size, dtype, made.model.config):
+    if not args.equal_shares and sum(tp_sizes) == ranks and count > 1:  # each pipeline is one stage
+        if measured := measured_speeds(args, size, dtype, made.model.config):
             seconds = measured.seconds_of_whole()
         else:
             with contextlib.suppress(Unsupported):  # then all are taken as equally fast
@@ -45,11 +50,23 @@ def choose_shares(args, made, count: int, told: list[int] | None, total: int | N
                 dist.barrier()
                 if MEASURED["seconds"] is None:
                     clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
-                    MEASURED["seconds"] = clock.seconds_of_whole(args.batch_size, args.recompute)
+                    MEASURED["seconds"] = clock.seconds_of_whole(size, args.recompute)
                 seconds = gather(MEASURED["seconds"])
-        speeds = ", ".join(f"{args.batch_size * args.seq_len / value:.0f}" for value in seconds)
-        say(f"tokens/s of each rank alone: {speeds}")
-    return shares_by_speed(total, seconds)
+        say(f"tokens/s of each rank alone: {', '.join(f'{size * args.seq_len / value:.0f}' for value in seconds)}")
+        of_stages = torch.tensor(seconds, dtype=torch.float64).split(tp_sizes)  # the slowest sets a stage's pace
+        seconds = [max(each).item() / tp_size for each, tp_size in zip(of_stages, tp_sizes)]
+    return shares_by_speed(total, seconds) if args.local_steps else samples_by_speed(total, size, seconds)
+
+
+def samples_by_speed(total: int, size: int, seconds: list[float]) -> list[int]:
+    """`total` samples, dealt to ranks that need `seconds` for `size` of them. Where that makes the step shorter by less
+    than GAIN, ranks take whole micro-batches: a part of one takes longer than its samples' part of the time."""
+    shares, (number, left_over) = shares_by_speed(total, seconds), divmod(total, size)
+    if left_over or number < len(seconds):
+        return shares
+    whole = [size * share for share in shares_by_speed(number, seconds)]
+    longest, shortest = (max(map(operator.mul, each, seconds)) for each in (whole, shares))
+    return shares if longest > (1 + GAIN) * shortest else whole
 
 
 class Measured(NamedTuple):

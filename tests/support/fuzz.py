@@ -47,7 +47,7 @@ HOSTS = "# three machines\npi@pi0 iface=eth0\npi@pi1 port=2222 nproc=1 python=~/
 # flag -> good values, bad or odd ones. Flags that are not here have what their type says.
 VALUES = {
     "pipelines": (["4", "4|2,2", "2,2", "4;4"], COUNTS), "num_microbatches": (["2", "1", "2|1", "1,2"], COUNTS),
-    "tp_size": (["1", "2"], ["3", *NUMBERS]), "resume": (RESUMED, PATHS), "init_from": ([MODELS[-1]], PATHS + MODELS),
+    "tp_size": (["1", "2", "2;1"], ["3", "2;", "1;1;1", *NUMBERS]), "resume": (RESUMED, PATHS), "init_from": ([MODELS[-1]], PATHS + MODELS),
     "model_name": (MODELS, PATHS), "plan": (["plan.json", "plan2.json"], PATHS),
     "cluster_json": (["cluster.json"], PATHS), "checkpoint": (RESUMED, PATHS),
     "dataset_name": (["corpus", "corpus/0.txt", "rows.jsonl"], [*PATHS, "bad.jsonl"]),
@@ -60,6 +60,7 @@ VALUES = {
     "elastic": (["1:2", "1:1"], ["2:1", "0:1", "3:4", ":", "1:", HUGE, f"1:{HUGE}", "", "é"]),
     "env": (["A=1", "PATH"], [*TEXTS, "=", "=1", "A B=1"]), "port": (["29511"], NUMBERS),
     "micro_batch_size": (["1", "1,2"], COUNTS), "memory_fraction": (["0.5"], FRACTIONS),
+    "optimizer_shares": (["speed", "memory", "1", "2,1"], [*COUNTS, "speeds", "0,0", "-1,2", "1e308,1e308", "1e-320"]),
     "adam_betas": (["0.9,0.95", "0,0"], [*COUNTS, "0.9", "1,0.9", "0.9,nan"]),
     "learning_rate": (["0.001", "0.1"], FRACTIONS), "bandwidth": (["1e9"], FRACTIONS),
     **{name: (["1", "2"], BRIEF) for name in ("epochs", "max_steps", "max_steps_per_epoch", "train_steps",
