@@ -19,6 +19,7 @@ import signal
 from planning.machines import Cluster, Setting, load_cluster
 from planning.report import as_plan, report
 from planning.schedules import SCHEDULES
+from planning.search import find_plans
 from planning.units import find_tensor_parallel_plans
 from training.common import meet
 from training.lora import add_lora_flags, check_lora_flags
@@ -70,6 +71,8 @@ def parse_args():
     parser.add_argument("--omp_num_threads", type=positive_int, default=None, help="threads a process")
     add_lora_flags(parser)
     add_search_flags(parser)
+    parser.add_argument("--tp_size", choices=["auto", "1"], default="auto", dest="tensor_parallel",
+                        help="auto: also measure and plan with ranks of one host that share layers, where that is quicker")
     parser.add_argument("--out", default="plan.json", help="where to write the best plan")
     parser.add_argument("--cluster", metavar="64xH100:8", help="machines that are not here: see tools/what_if.py")
     args = parser.parse_args()
@@ -112,7 +115,8 @@ def measure(args) -> None:
     made = make_model(args, dtype)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
     make_clock = functools.partial(StageClock, made.model, args.seq_len, dtype, device, made.lora, made.criterion)
-    parts = {} if args.lora_rank else clocks_of_parts(make_clock, device.type)  # adapters are not split
+    is_split = args.tensor_parallel == "auto" and not args.lora_rank  # adapters are not split
+    parts = clocks_of_parts(make_clock, device.type) if is_split else {}
     cluster = measure_with(make_clock(), args.model_name, wanted, args.measure_seconds, args.measure_seconds / 8, parts)
     if is_home():
         names = (*LAYERS_AND_HEADS, "device", "omp_num_threads", *(LORA if args.lora_rank else ()))
@@ -134,7 +138,8 @@ def plan(args) -> None:
             raise UserError(f"--{flag} {getattr(args, flag)}, but {args.cluster_json} was measured with "
                             f"{measured[flag]}: leave the flag out, or measure again with it")
     setting = Setting(args.schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
-    plans = find_tensor_parallel_plans(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
+    find = find_plans if args.tensor_parallel == "1" else find_tensor_parallel_plans
+    plans = find(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
     write_json(args.out, as_plan(cluster, plans.best[0], plans.setting))  # before printing, which `| head` may end
     print(f"{report(cluster, plans, args.top)}\nplan: {args.out}\n{command(cluster, args)}")
 

@@ -29,8 +29,7 @@ MODEL = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 FILE = {"model_name": str, "model": dict, "dtype": str, "seq_len": float, "hosts": list, "flags": dict,
         "modules": list, "machines": list, "links": list}
 MODULE = {"name": str, "parameters": float, "saved_bytes": float}
-MODULE_OPTIONS = dict.fromkeys(  # 0 if left out
-    ("frozen_parameters", "working_bytes", "fixed_bytes", "all_reduces", "all_reduce_bytes"), 0.0)
+MODULE_OPTIONS = {"frozen_parameters": 0.0, "working_bytes": 0.0, "fixed_bytes": 0.0}  # and what they are if left out
 MACHINE = {"free_memory": float, "optimizer_seconds": float, "forward": dict, "backward": dict}
 LINK = {"latency": float, "bandwidth": float}
 KINDS = {str: "a text", dict: "a dictionary", list: "a list", float: "a number, zero or more"}
@@ -56,13 +55,12 @@ class Machine(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """One pipeline of a plan: its machines (ranks) in stage order, decoder layers of each, micro-batches a step. A
-    stage has `tp_size` ranks."""
+    """One pipeline of a plan: its machines (ranks) stage by stage, decoder layers of each stage, micro-batches a step."""
 
     machines: tuple[int, ...]
     layers: tuple[int, ...]
     num_microbatches: int
-    tp_size: int = 1
+    tp_size: int = 1  # ranks of a stage
 
 
 class Candidate(NamedTuple):
@@ -101,8 +99,8 @@ def setting_of(plan: dict) -> Setting:
 class Cluster:
     """cluster.json as Python objects. Raises UserError that names the field that is missing or makes no sense.
 
-    `model`: the fields MODEL of its configuration. `flags`: those of --measure that training has to be given as well.
-    `parts`: by tp_size, what a rank of a tp group holds and computes.
+    `model`: the fields MODEL of its configuration. `flags`: those of --measure that training needs, too. `parts`: by
+    tp_size, what a rank holds; part_of(machine) is that of one.
     """
 
     def __init__(self, data: dict):
@@ -146,7 +144,6 @@ class Cluster:
         self.parameters_before = list(accumulate(self.parameters, initial=0))
         self.frozen_before = list(accumulate(frozen, initial=0))
         self.working = [(module.working_bytes, module.fixed_bytes) for module in modules]
-        self.all_reduces = [(int(module.all_reduces), module.all_reduce_bytes) for module in modules]
         saved = [module.saved_bytes for module in modules]
         inputs = [self.hidden_bytes if i in numbered else saved[i] for i in range(len(saved))]
         self.saved_before = {"B": list(accumulate(saved, initial=0.0)), "R": list(accumulate(inputs, initial=0.0))}
@@ -190,7 +187,6 @@ class Cluster:
         return sum(passed[kind][size][stage[1]] - passed[kind][size][stage[0]] for kind in kinds)
 
     def part_of(self, rank: int) -> "Cluster":
-        """What a rank of this machine holds."""
         return self.parts[self.machines[rank].tp_size]
 
     def optimizer_seconds(self, rank: int, stage: tuple[int, int]) -> float:
@@ -238,8 +234,7 @@ class Cluster:
     def message_bytes(self, size: int, wire_dtype: str | None, rank: int) -> float:
         """Hidden states of a micro-batch on the wire, as often as this machine sends them."""
         numbers = size * self.hidden_bytes / self.hidden_number_bytes
-        copies = self.machines[rank].tp_size
-        return copies * wire_bytes(numbers, self.hidden_number_bytes, wire_dtype, size * self.seq_len)
+        return self.machines[rank].tp_size * wire_bytes(numbers, self.hidden_number_bytes, wire_dtype, size * self.seq_len)
 
     def gradient_bytes(self, parameters: float, wire_dtype: str | None) -> float:
         """Gradients of so many parameters on the wire."""
@@ -300,9 +295,6 @@ def read_cluster(path: str) -> dict:
 
 
 def some_of(data: dict, places: list[int]) -> dict:
-    """The content of cluster.json for some of its machines, in this order."""
-    parts = {tp_size: {**part, "machines": [part["machines"][i] for i in places]}
-             for tp_size, part in data.get("tensor_parallel", {}).items()}
-    return {**data, **{name: [data[name][i] for i in places] for name in ("hosts", "machines")},
-            "tensor_parallel": parts,
+    """The content of cluster.json for some of its machines, in this order, without tensor parallelism."""
+    return {**data, **{name: [data[name][i] for i in places] for name in ("hosts", "machines")}, "tensor_parallel": {},
             "links": [[data["links"][i][j] for j in places] for i in places]}

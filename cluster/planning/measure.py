@@ -30,7 +30,7 @@ def measure_with(clock: StageClock, model_name: str, sizes: tuple[int, ...] = MI
     """The content of cluster.json on every rank, but for the flags. Collective. Takes about so many `seconds`.
 
     `sizes`: micro-batch sizes to time, in samples of clock.seq_len tokens. `memory_seconds`: for that of one module.
-    `parts`: the clock of a rank of a tp group, by tp_size; each takes as long as `clock`.
+    `parts`: by tp_size the clock of a rank of a tp group; each takes as long as `clock`.
     """
     n = dist.get_world_size()
     for_links = seconds * LINKS if n > 1 else 0.0

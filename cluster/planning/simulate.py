@@ -236,6 +236,7 @@ def sum_gradients(cluster: Cluster, candidate: Candidate, setting: Setting, runs
             for module in range(*stage):  # backward comes from the end
                 ready[rank, module] = last[rank].start + passed[stage[1]] - passed[module]
     limit, sums = min(BUCKET, held * cluster.master_bytes / 8), []
+    limit *= min(cluster.machines[rank].tp_size for pipeline in places for rank, _ in pipeline)  # of as many ranks
     for owners, module, parameters in buckets(cluster, places, limit):
         num_bytes, n = cluster.gradient_bytes(parameters, setting.gradient_wire_dtype), len(owners) * candidate.replicas
         ring = [cluster.links[a][b] for a, b in zip(owners, owners[1:] + owners[:1]) if a != b]
@@ -261,7 +262,7 @@ def buckets(cluster: Cluster, places: list[list[tuple]], limit: float):
                  for module in range(len(cluster.names))]
     for module in reversed(range(len(cluster.names))):
         owners = owners_of[module]
-        parameters += cluster.parameters[module]
+        parameters += max(cluster.machines[rank].tp_size * cluster.part_of(rank).parameters[module] for rank in owners)
         is_full = parameters * cluster.master_bytes >= limit
         if module == 0 or is_full or owners_of[module - 1] != owners:
             if parameters:

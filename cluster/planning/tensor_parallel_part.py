@@ -1,53 +1,54 @@
-"""What one rank of a tensor-parallel group computes, without the others: for plan.py --measure.
+"""Tensor parallelism while plan.py --measure times modules: a rank's part of each, and the sums over its group.
 
-The first rank's part of each module is as large as any other's. It computes alone here, and where training would sum
-over the group, the bytes of the sum are noted. What the sums take is told by the links between the ranks.
+Ranks of one host that would share layers in training do so here, too, so that what they wait for each other is in the
+seconds. What memory a part takes, one rank finds for all, and sums nothing.
 """
 
 import contextlib
 import types
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
 
 import process_group_manager as pgm
 import tensor_parallel
 from machine_facts import gather, machines, say
-from planning.machines import Link
 from utils import UserError
-
-SMALL = 1 << 20  # bytes up to which tensor_parallel.all_reduce takes log2(tp_size) rounds, on CPUs
 
 
 @contextlib.contextmanager
-def alone_in_tp_group(tp_size: int) -> Iterator[list[int]]:
-    """Within it, this process computes what the first of tp_size ranks does. Yields the bytes of each all-reduce so
-    far, none of which is sent."""
-    all_reduced, before = [], (pgm.process_group_manager, tensor_parallel.all_reduce)
-    pgm.process_group_manager = types.SimpleNamespace(tp_world_size=tp_size, tp_rank=0)
-    tensor_parallel.all_reduce = lambda tensor, op=None: all_reduced.append(tensor.nbytes)
+def in_tp_group(tp_size: int, group: dist.ProcessGroup | None = None):
+    """Within it, this process is a rank of `group`. Without one it is the first of tp_size ranks, and all-reduces do
+    nothing."""
+    before = pgm.process_group_manager, tensor_parallel.all_reduce
+    tp_rank = dist.get_rank(group) if group else 0
+    pgm.process_group_manager = types.SimpleNamespace(ranks=[torch.arange(tp_size).view(1, tp_size)], tp_rank=tp_rank,
+                                                      tp_world_size=tp_size, tp_group=group)
+    if not group:
+        tensor_parallel.all_reduce = lambda tensor, op=None: None
     try:
-        yield all_reduced
+        yield
     finally:
         pgm.process_group_manager, tensor_parallel.all_reduce = before
 
 
 def clocks_of_parts(make_clock: Callable, device_type: str) -> dict:
-    """By tp_size what make_clock(tp_size=...) returns, for all that share out the ranks of a host evenly. Says which
-    the model can't be split into. Collective."""
-    counts = Counter(zip(machines(), gather(device_type))).values()  # of the ranks of each host
-    clocks = {}
-    for tp_size in range(2, max(counts) + 1):
-        if any(count % tp_size == 0 for count in counts):
-            try:
-                clocks[tp_size] = make_clock(tp_size=tp_size)
-            except UserError as error:
-                say(f"no plans with tp_size {tp_size}: {error}")
+    """By tp_size make_clock(tp_size=...), with this rank's group, for all that share out the ranks of a host evenly.
+    Says which ones the model can't be split over. Collective."""
+    places, clocks = {}, {}
+    for rank, place in enumerate(zip(machines(), gather(device_type))):
+        places.setdefault(place, []).append(rank)
+    for tp_size in range(2, max(map(len, places.values())) + 1):
+        if not (sharing := [ranks for ranks in places.values() if len(ranks) % tp_size == 0]):
+            continue
+        try:
+            clocks[tp_size] = make_clock(tp_size=tp_size)
+        except UserError as error:  # on all ranks
+            say(f"no plans with tp_size {tp_size}: {error}")
+            continue
+        for ranks in [ranks[k : k + tp_size] for ranks in sharing for k in range(0, len(ranks), tp_size)]:
+            group = dist.new_group(ranks, pgm.timeout)
+            if dist.get_rank() in ranks:
+                clocks[tp_size].tp_group = group
     return clocks
-
-
-def all_reduce_seconds(number: int, num_bytes: float, tp_size: int, link: Link, is_gpu: bool) -> float:
-    """Of so many all-reduces over a tp group, of `num_bytes` together: see tensor_parallel.all_reduce."""
-    rounds, share = 2 * (tp_size - 1), 1 / tp_size  # of a ring
-    if tp_size in (2, 4, 8, 16) and not is_gpu and num_bytes <= number * SMALL:
-        rounds, share = tp_size.bit_length() - 1, 1  # of recursive doubling
-    return rounds * (number * link.latency + share * num_bytes / link.bandwidth)

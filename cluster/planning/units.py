@@ -4,8 +4,8 @@
     units           0: ranks 0 1 2 3    1: ranks 4 5          a Cluster of two machines, for which search.py plans
     plan of units   machines 0; 1                             plan of ranks   machines 0,1,2,3; 4,5   tp_size 4;2
 
-A unit takes as long as its slowest rank, of which plan.py --measure has timed its part of each module, and the
-all-reduces besides, over the slowest link between its ranks. Each rank holds what was measured of its part. Between units
+A unit takes as long as its slowest rank: plan.py --measure has timed the ranks together, each its part of the modules,
+with the all-reduces. Each rank holds what was measured of its part. Between units
 
     hidden states   go from each rank of a stage to the same tp rank of the next one: tp_size copies of them
     gradients       of each number are summed by the ranks that hold it, as many at a time as there are parts
@@ -17,11 +17,9 @@ they have ranks. All units of a host have one tp_size, and so have all stages of
 import copy
 import functools
 import math
-from itertools import accumulate
 
 from planning.machines import Cluster, Link, Machine, Setting, broken
 from planning.search import Plans, Scored, find_plans
-from planning.tensor_parallel_part import all_reduce_seconds
 from utils import UserError
 
 WORTH = 0.99  # of the time of a step without tensor parallelism: a plan with it takes less
@@ -36,7 +34,7 @@ def find_tensor_parallel_plans(cluster: Cluster, global_batch: int, setting: Set
     """
     cluster, places = with_parts(cluster), {}
     for rank, (host, machine) in enumerate(zip(cluster.hosts, cluster.data["machines"])):
-        places.setdefault((host, is_gpu(machine)), []).append(rank)
+        places.setdefault((host, str(machine.get("device")).partition(":")[0]), []).append(rank)
     options = [[tp_size for tp_size in cluster.parts if len(ranks) % tp_size == 0] for ranks in places.values()]
 
     @functools.cache
@@ -82,10 +80,6 @@ def with_parts(cluster: Cluster) -> Cluster:
     return cluster
 
 
-def is_gpu(machine: dict) -> bool:
-    return str(machine.get("device")).startswith("cuda")
-
-
 def of_units(cluster: Cluster, units: list[tuple[int, ...]]) -> Cluster:
     """A cluster whose machines are these groups of ranks."""
     made = copy.copy(cluster)
@@ -97,25 +91,18 @@ def of_units(cluster: Cluster, units: list[tuple[int, ...]]) -> Cluster:
 
 def unit_of(cluster: Cluster, ranks: tuple[int, ...]) -> Machine:
     """A tp group of ranks as one machine."""
-    tp_size, data = len(ranks), [cluster.parts[len(ranks)].data["machines"][rank] for rank in ranks]
-    part, whole = cluster.parts[tp_size], [cluster.machines[rank] for rank in ranks]
-    between = [cluster.links[a][b] for a in ranks for b in ranks if a != b]
-    link = Link(max(link.latency for link in between), min(link.bandwidth for link in between))
+    part = cluster.parts[len(ranks)]
+    machines, data = [cluster.machines[rank] for rank in ranks], [part.data["machines"][rank] for rank in ranks]
 
     def slowest(kind: str) -> dict[str, list[float]]:
-        """Of each module, with the half of its all-reduces that belongs to a pass."""
-        found = {}
-        for size in set.intersection(*(set(machine[kind]) for machine in data)):
-            sums = [all_reduce_seconds(number, int(size) * num_bytes, tp_size, link, is_gpu(data[0])) / 2
-                    for number, num_bytes in part.all_reduces]
-            found[size] = [max(each) + reduce for *each, reduce in zip(*(machine[kind][size] for machine in data), sums)]
-        return found
+        return {size: list(map(max, *(machine[kind][size] for machine in data)))
+                for size in set.intersection(*(set(machine[kind]) for machine in data))}
 
     entry = {"forward": slowest("forward"), "backward": slowest("backward"),
              "optimizer_seconds": max(machine["optimizer_seconds"] for machine in data),
-             "free_memory": min(machine.free_memory for machine in whole),
-             "process_memory": max(machine.process_memory for machine in whole)}
-    return part.read_machine(entry, ranks[0])._replace(tp_size=tp_size)
+             "free_memory": min(machine.free_memory for machine in machines),
+             "process_memory": max(machine.process_memory for machine in machines)}
+    return part.read_machine(entry, ranks[0])._replace(tp_size=len(ranks))
 
 
 def link_between(cluster: Cluster, a: tuple[int, ...], b: tuple[int, ...]) -> Link:
