@@ -120,6 +120,12 @@ def test_where_it_brings_nothing(data):
     assert found == expected and all(p["tp_size"] == 1 for p in as_plan(cluster, found.best[0], Setting())["pipelines"])
 
 
+def test_what_is_worth_it():
+    """A step of one micro-batch is shorter with tensor parallelism alone, and has to be by 1 %."""
+    assert [size for size, *_ in planned(split_cluster("aa", efficiency=0.5025), 1)] == [1]
+    assert [size for size, *_ in planned(split_cluster("aa", efficiency=0.51), 1)] == [2]
+
+
 def test_nothing_fits():
     with pytest.raises(ValueError, match="not enough memory for any plan"):
         planned(split_cluster("aabb", memory=1e3))
