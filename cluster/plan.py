@@ -72,7 +72,7 @@ def parse_args():
     add_lora_flags(parser)
     add_search_flags(parser)
     parser.add_argument("--tp_size", choices=["auto", "1"], default="auto", dest="tensor_parallel",
-                        help="auto: also measure and plan with ranks of one host that share layers, where that is quicker")
+                        help="auto: ranks of one host share each layer where that is quicker; 1: never")
     parser.add_argument("--out", default="plan.json", help="where to write the best plan")
     parser.add_argument("--cluster", metavar="64xH100:8", help="machines that are not here: see tools/what_if.py")
     args = parser.parse_args()

@@ -16,6 +16,30 @@ with modules_of(9):
     from training.plan_file import read_plan
 
 
+def test_measuring_tp_groups(run_code, tmp_path):
+    """Two ranks of a host are timed as a tp group: halves of all but the norms, with at least the sums' time. One
+    head, which two ranks can't share, is no error."""
+    path = tmp_path / "cluster.json"
+    flags = ["--measure", path, "--measure_seconds", 4, "--seq_len", 32, "--micro_batch_size", "1,2"]
+    run_code("cluster", 2, "", *flags, then="plan.py")
+    data = json.loads(path.read_text())
+    (part,), plain = data["tensor_parallel"].values(), data["modules"]
+    norms = [0, *[2 * 128] * 8, 128]
+    assert data["tensor_parallel"].keys() == {"2"}
+    for module, whole, norm in zip(part["modules"], plain, norms, strict=True):
+        assert module["name"] == whole["name"]
+        assert module["parameters"] - norm == (whole["parameters"] - norm) / 2
+        assert not norm or module["saved_bytes"] < whole["saved_bytes"]
+    cluster = with_parts(Cluster(data))
+    unit = of_units(cluster, [(0, 1)]).machines[0]
+    assert unit.tp_size == 2 and 1 in unit.passed["R"] and unit.passed["F"][1][-1] > 0
+    assert unit.free_memory == min(machine.free_memory for machine in cluster.machines)
+    for more, message in ([["--num_attention_heads", 1, "--num_key_value_heads", 1], "no plans with tp_size 2: num_att"],
+                          [["--tp_size", 1], ""]):
+        done = run_code("cluster", 2, "", *flags, *more, then="plan.py")
+        assert message in done.stdout and json.loads(path.read_text())["tensor_parallel"] == {}
+
+
 def split_cluster(hosts: str, tp_sizes=(2, 4), efficiency=0.9, **options) -> dict:
     """cluster.json of one rank for each letter of `hosts`. A rank of a tp group takes 1 / (tp_size x efficiency) of the
     time, and holds 1 / tp_size of each module."""
@@ -157,4 +181,4 @@ def test_a_plan_whose_machines_do_not_match(tmp_path):
     other = plan["pipelines"][1]["machines"]
     path.write_text(json.dumps({**plan, "pipelines": [{**p, "machines": [a, b]} for p, a, b in zip(
         plan["pipelines"], own, other)]}))
-    assert "on one host for each stage" in read_plan(str(path))["error"]
+    assert "tp_size of them, on one host" in read_plan(str(path))["error"]

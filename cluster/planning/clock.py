@@ -79,8 +79,8 @@ class Cost(NamedTuple):
 
 class StageClock:
     """Builds the stages of `whole`, a causal model whose weights are not used, one at a time, and times each. `lora`:
-    its adapters, or None. `criterion(output, batch)`: the loss of a model of transformers. `tp_size`: the stages are those
-    of a rank of a tp group of so many.
+    its adapters, or None. `criterion(output, batch)`: the loss of a model of transformers. `tp_size`: the stages are
+    those of a rank of a tp group of so many.
 
     `facts`: what measure_memory() returned, on this rank or on another one. `modules`, after measure(): for each module
     of the whole model its name, its numbers of parameters, and the bytes that it takes while it computes: `saved_bytes`

@@ -55,7 +55,7 @@ class Machine(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """One pipeline of a plan: its machines (ranks) stage by stage, decoder layers of each stage, micro-batches a step."""
+    """One pipeline of a plan: its machines (ranks) stage by stage, decoder layers of each, micro-batches a step."""
 
     machines: tuple[int, ...]
     layers: tuple[int, ...]
@@ -233,8 +233,8 @@ class Cluster:
 
     def message_bytes(self, size: int, wire_dtype: str | None, rank: int) -> float:
         """Hidden states of a micro-batch on the wire, as often as this machine sends them."""
-        numbers = size * self.hidden_bytes / self.hidden_number_bytes
-        return self.machines[rank].tp_size * wire_bytes(numbers, self.hidden_number_bytes, wire_dtype, size * self.seq_len)
+        copies, numbers = self.machines[rank].tp_size, size * self.hidden_bytes / self.hidden_number_bytes
+        return copies * wire_bytes(numbers, self.hidden_number_bytes, wire_dtype, size * self.seq_len)
 
     def gradient_bytes(self, parameters: float, wire_dtype: str | None) -> float:
         """Gradients of so many parameters on the wire."""

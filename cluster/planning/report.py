@@ -26,7 +26,8 @@ def as_plan(cluster: Cluster, scored: Scored, setting: Setting) -> dict:
         **setting.for_pipelines([pipeline.layers for pipeline in pipelines])._asdict(),
         "hosts": cluster.hosts, "lora_rank": cluster.flags.get("lora_rank"),
         "pipelines": [{"machines": list(pipeline.machines), "layers": list(pipeline.layers),
-                       "num_microbatches": pipeline.num_microbatches, "tp_size": pipeline.tp_size} for pipeline in pipelines],
+                       "num_microbatches": pipeline.num_microbatches, "tp_size": pipeline.tp_size}
+                      for pipeline in pipelines],
         "predicted": {"step_seconds": result.step_seconds, "bubble": result.bubble,
                       "bytes_on_wire": result.bytes_on_wire,
                       "peak_memory": {str(rank): peak for rank, peak in sorted(result.peak_memory.items())}},

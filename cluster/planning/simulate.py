@@ -212,7 +212,8 @@ def simulate(cluster: Cluster, candidate: Candidate, setting: Setting, runs: dic
     latency = max((cluster.links[a][b].latency for a, b in zip(ranks, ranks[1:] + ranks[:1]) if a != b), default=0.0)
     pipelines_end = max(end for run in done for end in run.ends)
     step = max([pipelines_end, *(transfer.end for transfer in sums)])
-    step += 2 * (sum(cluster.machines[rank].tp_size for rank in ranks) - 1) * latency  # the loss's sum over all ranks, a ring as well
+    num_ranks = sum(cluster.machines[rank].tp_size for rank in ranks)
+    step += 2 * (num_ranks - 1) * latency  # the loss's sum over all ranks, a ring as well
     spans = [span for run in done for span in run.spans]
     transfers = [transfer for run in done for transfer in run.transfers] + sums
     busy = sum(span.end - span.start for span in spans)

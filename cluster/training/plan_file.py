@@ -149,8 +149,8 @@ def read_plan(path: str) -> dict:
         fits = fits and pipelines and all(isinstance(host, str) for host in plan["hosts"])
         fits = fits and sorted(used) == sorted({*used} & {*range(len(plan["hosts"]))})
         if not fits or not all(has_its_machines(pipeline, plan["hosts"]) for pipeline in pipelines):
-            raise ValueError(f"machines {used} of {len(plan['hosts'])} hosts, each once, with its layers; tp_size of them "
-                             "on one host for each stage")
+            raise ValueError(f"machines {used} of {len(plan['hosts'])} hosts, each once, with its layers; for a stage "
+                             "tp_size of them, on one host")
         return plan
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return {"error": f"--plan {path!r} can't be read ({type(error).__name__}: {error}): use cluster/plan.py"}
