@@ -1,7 +1,7 @@
 """Tensor parallelism while plan.py --measure times modules: a rank's part of each, and the sums over its group.
 
 Ranks of one host that would share layers in training do so here, too, so that what they wait for each other is in the
-seconds. What memory a part takes, one rank finds for all, and sums nothing.
+seconds. What memory a part takes, one rank finds for all, without them.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from utils import UserError
 
 @contextlib.contextmanager
 def in_tp_group(tp_size: int, group: dist.ProcessGroup | None = None):
-    """Within it, this process is a rank of `group`. Without one it is the first of tp_size ranks, and all-reduces do
-    nothing."""
+    """Within it, this process is a rank of `group`. Without one it is the first of tp_size ranks, and all-reduces only
+    take the memory for what the others would send."""
     before = pgm.process_group_manager, tensor_parallel.all_reduce
     tp_rank = dist.get_rank(group) if group else 0
     pgm.process_group_manager = types.SimpleNamespace(ranks=[torch.arange(tp_size).view(1, tp_size)], tp_rank=tp_rank,
                                                       tp_world_size=tp_size, tp_group=group)
     if not group:
-        tensor_parallel.all_reduce = lambda tensor, op=None: None
+        tensor_parallel.all_reduce = lambda tensor, op=None: torch.empty_like(tensor)
     try:
         yield
     finally:

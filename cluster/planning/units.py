@@ -52,10 +52,10 @@ def find_tensor_parallel_plans(cluster: Cluster, global_batch: int, setting: Set
         return math.inf if isinstance(found, UserError) else found.best[0].result.step_seconds
 
     alone = (1,) * len(options)
-    best = min([tuple(max(size for size in each if size <= most) for each in options) for most in cluster.parts],
+    best = min((tuple(max(size for size in each if size <= most) for each in options) for most in cluster.parts),
                key=seconds)
     for k, each in enumerate(options):
-        best = min([(*best[:k], size, *best[k + 1 :]) for size in each], key=seconds)
+        best = min(((*best[:k], size, *best[k + 1 :]) for size in each), key=seconds)
     if seconds(best) > WORTH * seconds(alone):
         best = alone
     found, plain = search(best), search(alone)
@@ -63,9 +63,9 @@ def find_tensor_parallel_plans(cluster: Cluster, global_batch: int, setting: Set
         raise found
     if best == alone:
         return found
-    without = str(plain) if isinstance(plain, UserError) else plain.best[0]
-    uniform = {} if isinstance(plain, UserError) else plain.uniform
-    return found._replace(uniform={**uniform, "without tensor parallelism": without})
+    without = "without tensor parallelism"
+    uniform = {without: str(plain)} if isinstance(plain, UserError) else {**plain.uniform, without: plain.best[0]}
+    return found._replace(uniform=uniform)
 
 
 def with_parts(cluster: Cluster) -> Cluster:
