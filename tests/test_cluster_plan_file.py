@@ -22,8 +22,8 @@ TOLERANCE = 1e-11
 
 
 def write_plan(path, *pipelines, num_hosts=2, **changes):
-    """A plan of (machines, layers, num_microbatches) each, for MODEL in micro-batches of 2 samples."""
-    fields = [dict(zip(("machines", "layers", "num_microbatches"), pipeline)) for pipeline in pipelines]
+    """A plan of (machines, layers, num_microbatches), or with tp_size, each, for MODEL in micro-batches of 2 samples."""
+    fields = [dict(zip(("machines", "layers", "num_microbatches", "tp_size"), pipeline)) for pipeline in pipelines]
     plan = {"model": {**FACTS, "num_hidden_layers": 4}, "dtype": "float32", "schedule": "1f1b", "seq_len": 32,
             "hosts": [socket.gethostname()] * num_hosts, "global_batch": 12, "micro_batch_size": 2, "pipelines": fields}
     path.write_text(json.dumps({**plan, **changes}))
@@ -32,6 +32,7 @@ def write_plan(path, *pipelines, num_hosts=2, **changes):
 
 ORDERS = {  # name -> the plan's pipelines, what train.py prints of them
     "unlike": ([([3], [4], 4), ([2, 0], [1, 3], 2)], "pipeline 1: stage 0 on [1], stage 1 on [2]"),
+    "tensor parallel": ([([3], [4], 4), ([2, 0], [4], 2, 2)], "pipeline 1: stage 0 on [1, 2]"),
     "one": ([([1, 2, 3], [2, 1, 1], 6)], "pipeline 0: stage 0 on [0], stage 1 on [1], stage 2 on [2]"),
     "like": ([([0, 1], [3, 1], 5), ([2, 3], [2, 2], 1)], "pipeline 1: stage 0 on [2], stage 1 on [3]"),
 }
@@ -51,7 +52,7 @@ def runs(tmp_path_factory, selected):
     return folder, futures
 
 
-@pytest.mark.parametrize("name", ["unlike", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one", "like"))])
+@pytest.mark.parametrize("name", ["unlike", "tensor parallel", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one", "like"))])
 def test_the_plans_order_of_machines(name, runs):
     folder, futures = runs
     pipelines, printed = ORDERS[name]
@@ -61,8 +62,8 @@ def test_the_plans_order_of_machines(name, runs):
     assert len(found) == 4 and max(abs(a - b) for a, b in zip(expected, found)) <= TOLERANCE
     config = json.loads((folder / name / "config.json").read_text())
     assert config["pp_engine"] == "afab", "the plan's schedule"
-    assert config["num_microbatches"] == [[count for _, _, count in pipelines]]
-    assert config["topology"]["world_size"] == sum(len(machines) for machines, _, _ in pipelines)
+    assert config["num_microbatches"] == [[pipeline[2] for pipeline in pipelines]]
+    assert config["topology"]["world_size"] == sum(len(pipeline[0]) for pipeline in pipelines)
 
 
 def test_what_else_a_plan_decides(tmp_path):

@@ -73,6 +73,10 @@ def samples_of(plan: dict) -> list[int]:
             for pipeline in plan["pipelines"]]
 
 
+def tp_sizes_of(plan: dict) -> list[int]:
+    return [pipeline.get("tp_size", 1) for pipeline in plan["pipelines"]]
+
+
 def take_places(plan: dict) -> None:
     """Makes the process group anew with the ranks in the plan's order. Idle processes wait for the end, and exit.
 
@@ -110,7 +114,10 @@ def plan_of_file(path: str, cluster_json: str) -> dict:
     others, hosts = gather(("error" in own, not is_home())), host_names(machines(), own.get("hosts", ()))
     reader = others.index(min(others))
     if dist.get_rank() == reader and "error" not in own:
-        if is_elastic() and sorted(hosts) == sorted(own["hosts"]):
+        if is_elastic() and max(tp_sizes_of(own)) > 1:
+            own = {"error": f"--plan {path!r} has tensor-parallel stages, which an elastic run can't move to other "
+                            "machines: use cluster/plan.py --tp_size 1"}
+        elif is_elastic() and sorted(hosts) == sorted(own["hosts"]):
             own = in_order(own, hosts)  # an elastic run has ranks in an order of its own
         elif hosts != own["hosts"]:
             own = plan_for(hosts, own, cluster_json) if is_elastic() else {
@@ -131,7 +138,7 @@ def read_plan(path: str) -> dict:
             raise ValueError(f"schedule {plan['schedule']!r} is none of {', '.join(SCHEDULES)}")
         if any(("samples" in p) == ("num_microbatches" in p) for p in pipelines):
             raise ValueError("each of its pipelines has to have either num_microbatches or samples")
-        numbers = [plan["micro_batch_size"], plan["seq_len"],
+        numbers = [plan["micro_batch_size"], plan["seq_len"], *tp_sizes_of(plan),
                    *(p.get("samples", p.get("num_microbatches")) for p in pipelines),
                    *(count for p in pipelines for count in p["layers"])]
         if not all(type(number) is int and number > 0 for number in numbers):
@@ -140,12 +147,20 @@ def read_plan(path: str) -> dict:
             raise ValueError(f"its wire dtypes are none of {', '.join(WIRE_DTYPES)}")
         used, fits = machines_of(plan), isinstance(plan["dtype"], str) and isinstance(plan["model"], dict)
         fits = fits and pipelines and all(isinstance(host, str) for host in plan["hosts"])
-        fits = fits and all(len(pipeline["layers"]) == len(pipeline["machines"]) for pipeline in pipelines)
-        if not fits or sorted(used) != sorted({*used} & {*range(len(plan["hosts"]))}):
-            raise ValueError(f"machines {used} of {len(plan['hosts'])} hosts, each once, with its layers")
+        fits = fits and sorted(used) == sorted({*used} & {*range(len(plan["hosts"]))})
+        if not fits or not all(has_its_machines(pipeline, plan["hosts"]) for pipeline in pipelines):
+            raise ValueError(f"machines {used} of {len(plan['hosts'])} hosts, each once, with its layers; for a stage "
+                             "tp_size of them, on one host")
         return plan
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return {"error": f"--plan {path!r} can't be read ({type(error).__name__}: {error}): use cluster/plan.py"}
+
+
+def has_its_machines(pipeline: dict, hosts: list[str]) -> bool:
+    """Whether each stage has tp_size machines, and these are on one host."""
+    size, machines = pipeline.get("tp_size", 1), pipeline["machines"]
+    stages = [{hosts[rank] for rank in machines[k : k + size]} for k in range(0, len(machines), size)]
+    return len(machines) == size * len(pipeline["layers"]) and all(len(stage) == 1 for stage in stages)
 
 
 def in_order(plan: dict, hosts: list[str]) -> dict:
@@ -250,7 +265,7 @@ def described(cluster: Cluster, plans: Plans) -> dict:
     """The best of the plans, as in plan.json, with the `seconds` of each pipeline for a micro-batch. Prints it."""
     (pipelines, size, *_), result = plans.best[0]
     plan, seconds, parts = as_plan(cluster, plans.best[0], plans.setting), [], []
-    for machines, layers, number in pipelines:
+    for machines, layers, number, _ in pipelines:
         stages = zip(machines, cluster.stages(layers))
         seconds.append(max(cluster.seconds(rank, size, stage, plans.setting.kinds) for rank, stage in stages))
         shares = " -> ".join(f"{cluster.machines[rank].host} {count}" for rank, count in zip(machines, layers))
