@@ -273,8 +273,8 @@ def described(cluster: Cluster, plans: Plans) -> dict:
     idle = [machine.host for rank, machine in enumerate(cluster.machines) if rank not in machines_of(plan)]
     memory = []
     for rank in machines_of(plan):
-        host, free, _, _, process = cluster.machines[rank]
-        memory.append(f"{host} {(process + result.peak_memory[rank]) / 1e9:.2f} of {(process + free) / 1e9:.2f}")
+        machine, peak = cluster.machines[rank], result.peak_memory[rank] + cluster.machines[rank].process_memory
+        memory.append(f"{machine.host} {peak / 1e9:.2f} of {(machine.process_memory + machine.free_memory) / 1e9:.2f}")
     tokens = plan["global_batch"] * cluster.seq_len
     print(f"plan: decoder layers {'; '.join(parts)}{' | --recompute' * plan['recompute']}"
           f"{' | idle: ' * bool(idle)}{', '.join(idle)}\n"
