@@ -14,7 +14,8 @@ from launch import fork, metrics, modules_of, start_fork
 with modules_of(9):
     import process_group_manager as pgm
     from dataloader import HeterogeneousDataLoader
-    from training import plan_file, samples, speeds
+    from planning.machines import Setting
+    from training import layout, plan_file, samples, speeds
 
 TOLERANCE = 1e-11
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
@@ -31,6 +32,8 @@ RUNS = {  # name -> the plan's pipelines, its changes, flags; None: one process 
     "adapters": (None, {}, {**ROWS, **LORA}), "adapters in stages": (THREE, {"lora_rank": 4}, {**ROWS, **LORA}),
 }
 EQUALS = {"two": "text", "stages": "text", "afab": "text", "rows in stages": "rows", "adapters in stages": "adapters"}
+
+MADE = argparse.Namespace(model=argparse.Namespace(config=None))
 
 
 @pytest.fixture(scope="module")
@@ -206,12 +209,27 @@ def test_samples_by_speed(total, size, seconds, expected):
     assert shares == expected and sum(shares) == total and longest <= 1.03 * best
 
 
+def test_a_routers_loss_needs_whole_micro_batches():
+    """It is one of the tokens of a micro-batch, so with other micro-batches it would be another one."""
+    assert speeds.samples_by_speed(24, 4, [1.0, 2.0, 4.0]) == [14, 7, 3]
+    assert speeds.samples_by_speed(24, 4, [1.0, 2.0, 4.0], is_whole=True) == [16, 4, 4]
+    args, config = argparse.Namespace(dtype="float32", device="cpu"), argparse.Namespace(output_router_logits=True)
+    template = argparse.Namespace(tp_size=1)
+    made = layout.Layout(2 * [template], [5, 3], 2, Setting())
+    plugin = argparse.Namespace(set_pipelines=lambda *_: None, deal=lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "SamplesPlugin", lambda *_: plugin)
+        patch.setattr(layout, "say", print)
+        with pytest.raises(ValueError, match="samples 5, 3 of a step are no whole micro-batches of 2, and the loss"):
+            made.form(args, config)
+
+
 def test_elastic_shares_of_told_micro_batches(monkeypatch):
     """On as many machines as numbers they are taken as they are; on others, the same samples are dealt."""
     monkeypatch.setattr(speeds, "is_elastic", lambda: True)
     monkeypatch.setattr(speeds.dist, "get_world_size", lambda: 3)
     args = argparse.Namespace(batch_size=4, equal_shares=True, local_steps=None, gradient_accumulation=8)
-    shares = {(count, total): speeds.choose_shares(args, None, [1] * count, [4, 1], total, None, None)
+    shares = {(count, total): speeds.choose_shares(args, MADE, [1] * count, [4, 1], total, None, None)
               for count, total in ((2, None), (2, 20), (2, 18), (3, None), (3, 20))}
     assert shares == {(2, None): [16, 4], (2, 20): [16, 4], (2, 18): [9, 9], (3, None): [7, 7, 6], (3, 20): [7, 7, 6]}
 
@@ -227,11 +245,12 @@ def test_a_plan_for_those_that_are_left(tmp_path):
     (tmp_path / "cluster.json").write_text(json.dumps(measured))
     made = plan_file.plan_for(["host0", "host2"], {**plan, "micro_batch_size": 2}, str(tmp_path / "cluster.json"))
     assert made["global_batch"] == sum(plan_file.samples_of(made)) == 9
-    assert all(pipeline.keys() == {"machines", "layers", "samples"} for pipeline in made["pipelines"])
+    assert all(pipeline.keys() == {"machines", "layers", "samples", "tp_size"} for pipeline in made["pipelines"])
 
 
 @pytest.mark.parametrize("change, expected", [
-    ({"samples": 0}, "no positive numbers: [2, 16, 3, 0, "), ({"samples": "5"}, "no positive numbers: [2, 16, 3, '5'"),
+    ({"samples": 0}, "no positive numbers: [2, 16, 1, 1, 3, 0, "),
+    ({"samples": "5"}, "no positive numbers: [2, 16, 1, 1, 3, '5'"),
     ({"samples": None}, "no positive numbers"), ({"samples": 2.0}, "no positive numbers"),
     ({"num_microbatches": 3}, "each of its pipelines has to have either num_microbatches or samples"),
 ])

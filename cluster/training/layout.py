@@ -27,7 +27,7 @@ from training.compression import WIRE_DTYPES, compress
 from training.optimizer_shares import SharedOptimizerPlugin, as_shares, choose_optimizer_shares
 from training.plan_file import samples_of
 from training.samples import SamplesPlugin
-from training.speeds import choose_shares, layers_by_speed, measured_speeds
+from training.speeds import choose_shares, has_router_loss, layers_by_speed, measured_speeds
 from training.unlike_tp import Template, UnlikePlugin
 from utils import UserError, positive_int
 
@@ -126,6 +126,10 @@ class Layout:
         say(f"samples of a {'round' if self.local_steps else 'step'}, in micro-batches of up to "
             f"{self.micro_batch_size}: {', '.join(map(str, self.samples))}")
         plugin.set_pipelines(self.templates, self.num_microbatches)
+        if has_router_loss(config) and not self.local_steps and any(n % self.micro_batch_size for n in self.samples):
+            raise UserError(f"samples {', '.join(map(str, self.samples))} of a step are no whole micro-batches of "
+                            f"{self.micro_batch_size}, and the loss of a mixture of experts' router is one of each "
+                            "micro-batch: choose another --batch_size, or output_router_logits=False in config.json")
         plugin.deal(self.samples)
         if others or tp_size > 1:
             kinds, blocks = gather(plugin.device.type), pgm.process_group_manager.ranks

@@ -23,7 +23,7 @@ from planning.follow import Follower, Split
 from planning.machines import read_cluster
 from training.layout import BY_SPEED
 from training.plan_file import in_order
-from training.speeds import CLUSTER_JSON, parts_of
+from training.speeds import CLUSTER_JSON, has_router_loss, parts_of
 from utils import UserError
 
 BANDWIDTH, MOVE_SECONDS, FRACTION = 12.5e6, 2.0, 0.9  # bytes a second, where none was measured; of the free memory
@@ -54,8 +54,8 @@ class Replanner:
         layers, is_asked = layout.as_flags()["pipelines"][0], args.replan == "auto"
         if args.replan == "off" or args.local_steps or args.equal_shares or dist.get_world_size() == 1:
             return
-        moves_samples = len(layers) > 1 and layout.setting.schedule != "afab" and (
-            is_asked or not args.num_microbatches)
+        stay = layout.setting.schedule == "afab" or has_router_loss(made.model.config)
+        moves_samples = len(layers) > 1 and not stay and (is_asked or not args.num_microbatches)
         is_whole = not (is_elastic() or layout.optimizer_shares) and all(each.tp_size == 1 for each in layout.templates)
         moves_layers = is_whole and max(map(len, layers)) > 1 and (is_asked or args.pipelines in (None, BY_SPEED))
         if moves_samples or moves_layers:
@@ -66,8 +66,8 @@ class Replanner:
                                      lambda count: MOVE_SECONDS + count * seconds, before["moved"] if before else ())
         elif is_asked:
             say("--replan auto: nothing can move here. Samples move between pipelines, but not with --pp_engine afab, "
-                "which keeps the activations of all; layers between stages, but not with --tp_size or "
-                "--optimizer_shares, nor in an elastic run")
+                "which keeps the activations of all, nor with the loss of a router; layers between stages, but not "
+                "with --tp_size or --optimizer_shares, nor in an elastic run")
 
     def most_layers(self) -> list[list[int]]:
         """What each stage has memory for, where a layer takes its part of all that the process has. Collective."""

@@ -55,18 +55,27 @@ def choose_shares(args, made, tp_sizes: list[int], told: list[int] | None, total
         say(f"tokens/s of each rank alone: {', '.join(f'{size * args.seq_len / value:.0f}' for value in seconds)}")
         of_stages = torch.tensor(seconds, dtype=torch.float64).split(tp_sizes)  # the slowest sets a stage's pace
         seconds = [max(each).item() / tp_size for each, tp_size in zip(of_stages, tp_sizes)]
-    return shares_by_speed(total, seconds) if args.local_steps else samples_by_speed(total, size, seconds)
+    if args.local_steps:
+        return shares_by_speed(total, seconds)
+    return samples_by_speed(total, size, seconds, has_router_loss(made.model.config))
 
 
-def samples_by_speed(total: int, size: int, seconds: list[float]) -> list[int]:
+def has_router_loss(config) -> bool:
+    """Whether the loss is another one where a step's samples are cut into other micro-batches: of a mixture of experts.
+    """
+    return bool(getattr(config, "output_router_logits", False))
+
+
+def samples_by_speed(total: int, size: int, seconds: list[float], is_whole: bool = False) -> list[int]:
     """`total` samples, dealt to ranks that need `seconds` for `size` of them. Where that makes the step shorter by less
-    than GAIN, ranks take whole micro-batches: a part of one takes longer than its samples' part of the time."""
+    than GAIN, ranks take whole micro-batches: a part of one takes longer than its samples' part of the time. They do so
+    in any case with `is_whole`, if the samples make enough of them."""
     shares, (number, left_over) = shares_by_speed(total, seconds), divmod(total, size)
     if left_over or number < len(seconds):
         return shares
     whole = [size * share for share in shares_by_speed(number, seconds)]
     longest, shortest = (max(map(operator.mul, each, seconds)) for each in (whole, shares))
-    return shares if longest > (1 + GAIN) * shortest else whole
+    return shares if longest > (1 + GAIN) * shortest and not is_whole else whole
 
 
 class Measured(NamedTuple):
