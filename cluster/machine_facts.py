@@ -144,6 +144,17 @@ def once_per_machine(make):
     return gather(outcome)[first]
 
 
+def wait_for_all(what: str) -> None:
+    """Until all ranks have come here. Once for each `what` of a generation. Collective.
+
+    It is for those who end their groups next. The ranks meet in the store, since a barrier of gloo's hangs where the
+    first to leave it shuts its connections while others are still in it.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{what}/{dist.get_rank()}", "")
+    store.wait([f"{what}/{rank}" for rank in range(dist.get_world_size())])
+
+
 @functools.cache
 def home_rank() -> int:
     """The first rank of the machine on which the run was started. What is for people is written, read and said there.

@@ -1,13 +1,17 @@
 """A plan that follows: when work moves, that it does not flap, and that a run with moves is one without, in float64."""
 
 import json
+import os
 import random
 import socket
+import time
 
 import pytest
 import torch
+from bed import NODES, bed, on_disk, testbed  # noqa: F401
 from checkpoint_runs import newest, write_corpus, write_model
-from launch import ROOT, fork, losses, modules_of
+from elastic_bed import Training, kill_all, switch_on
+from launch import ROOT, fork, losses, metrics, modules_of
 
 with modules_of(9):
     from planning.follow import CALM, Follower, Split, changed
@@ -15,6 +19,7 @@ with modules_of(9):
 
     import train_distributed
 
+SEED, KILLS = int(os.environ.get("FAULT_SEED", 1)), int(os.environ.get("KILLS", 4))
 # Ranks compute for as long as SPEEDS says, [[first step, seconds of each rank for a layer of a sample], ...].
 MADE_UP = """
 import json, os
@@ -198,3 +203,39 @@ def test_a_run_that_moved_equals_one_that_did_not(folder, run_code, case):
     assert len(moved) == 40 and moved == pytest.approx(still, rel=0, abs=1e-11)
     a, b = (weights(folder, f"{case}-{kind}") for kind in ("moved", "still"))
     assert a.keys() == b.keys() and max((a[name] - b[name]).abs().max() for name in a) <= 1e-11
+
+
+@pytest.mark.hosts
+@pytest.mark.slow
+def test_hosts_are_lost_while_layers_move(bed, tmp_path):
+    """Elastic, layers move every sixth step, and hosts are killed at random moments: the losses stay exact."""
+    chance, script = random.Random(SEED), ROOT / "tests" / "support" / "replan_always.py"
+    write_corpus(tmp_path / "in")
+    testbed("own", tmp_path / "in")
+    flags = ["--dataset_name", tmp_path / "in" / "corpus", "--seq_len", 16, "--dtype", "float64", "--batch_size", 1,
+             "--num_hidden_layers", 4, "--learning_rate", 1e-5, "--device", "cpu", "--max_steps", 3000]
+    run = Training(tmp_path, script, *flags, "--save_every", 10, "--run_name", "moving", "--log_dir", "runs",
+                   "--resume", "auto", "--pipelines", "4;2,2|4;4|4", "--gradient_accumulation", 2, "--replan", "auto")
+    try:
+        for _ in range(KILLS):
+            run.wait(lambda mark=run.mark(): "".join(run.run.lines[mark:]).count("work moves") >= 2)
+            time.sleep(chance.uniform(0, 0.35))
+            node, last = chance.choice(NODES), run.steps()[-1]
+            line = run.run.lines[-1]
+            mark = run.mark()
+            kill_all(node)
+            after = run.went_on(2, mark, 90)
+            print(f"{node} killed after step {last} and {line!r}: on two hosts after step {after}", flush=True)
+            mark = run.mark()
+            switch_on(node)
+            run.went_on(3, mark, 90)
+        run.stop()
+    finally:
+        for node in NODES:
+            switch_on(node)
+    found = max((metrics(on_disk(node, ROOT / "runs"), "moving") for node in NODES), key=len)
+    fork(9, 1, *flags[:-1], len(found), "--gradient_accumulation", 4, "--run_name", "one", "--log_dir", tmp_path,
+         "--checkpoint_dir", tmp_path / "checkpoints", script=ROOT / "cluster" / "train_distributed.py")
+    expected = metrics(tmp_path, "one")
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(found, expected)) <= 1e-9

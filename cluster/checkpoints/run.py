@@ -27,7 +27,7 @@ from checkpoints.files import STATE, name_of_step, read_tokenizer_files, step_of
 from checkpoints.load import Found, Loader, find_checkpoint, read_states, run_of
 from checkpoints.save import Checkpointer
 from data.encoded import require_same_data
-from machine_facts import from_home, is_home, say
+from machine_facts import from_home, is_home, say, wait_for_all
 from membership.held import Commit, Moved, in_memory, who_has_what
 from membership.watch import ALONE, NEWCOMER, PATIENCE, REPLANNED, Lost, Watch, is_elastic
 from training.evaluation import Sampler
@@ -234,7 +234,7 @@ class Run:
         if self.watch.has_newcomers or plan:
             self.generation.plan = plan
             self.checkpointer.wait()
-            dist.barrier(self.disks.group)
+            wait_for_all("ended")
             raise Lost(REPLANNED if plan else NEWCOMER)
 
     def is_due(self, step: int, stops: bool) -> bool:

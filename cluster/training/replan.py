@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from membership.watch import is_elastic
 from machine_facts import free_memory, from_home, gather, host_names, machines, memory_of_process, places_of, say
 from planning.follow import Follower, Split
 from planning.machines import read_cluster
@@ -56,7 +55,7 @@ class Replanner:
             return
         stay = layout.setting.schedule == "afab" or has_router_loss(made.model.config)
         moves_samples = len(layers) > 1 and not stay and (is_asked or not args.num_microbatches)
-        is_whole = not (is_elastic() or layout.optimizer_shares) and all(each.tp_size == 1 for each in layout.templates)
+        is_whole = not layout.optimizer_shares and all(each.tp_size == 1 for each in layout.templates)
         moves_layers = is_whole and max(map(len, layers)) > 1 and (is_asked or args.pipelines in (None, BY_SPEED))
         if moves_samples or moves_layers:
             _, layer, head, _ = parts_of(made.model)
@@ -67,7 +66,7 @@ class Replanner:
         elif is_asked:
             say("--replan auto: nothing can move here. Samples move between pipelines, but not with --pp_engine afab, "
                 "which keeps the activations of all, nor with the loss of a router; layers between stages, but not "
-                "with --tp_size or --optimizer_shares, nor in an elastic run")
+                "with --tp_size or --optimizer_shares")
 
     def most_layers(self) -> list[list[int]]:
         """What each stage has memory for, where a layer takes its part of all that the process has. Collective."""
