@@ -19,7 +19,7 @@ with modules_of(9):
 
     import train_distributed
 
-SEED, KILLS = int(os.environ.get("FAULT_SEED", 1)), int(os.environ.get("KILLS", 4))
+SEED, KILLS = int(os.environ.get("FAULT_SEED", 1)), int(os.environ.get("KILLS", 3))
 # Ranks compute for as long as SPEEDS says, [[first step, seconds of each rank for a layer of a sample], ...].
 MADE_UP = """
 import json, os
