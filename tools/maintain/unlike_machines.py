@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 from launch import ROOT, Help, environment, metrics, modules_of
 
@@ -81,26 +82,33 @@ def on_all_hosts(script, *args, timeout: float) -> str:
     return outputs[0]
 
 
-def rank_side(folder: pathlib.Path) -> None:
-    """On each host: the trainings of jobs.json one after the other, each with a rendezvous of its own."""
-    rank, at_exit, register = os.environ["RANK"], [], atexit.register
+def rank_side(folder: pathlib.Path, prepare: Callable = lambda: None) -> None:
+    """On each host: the trainings of jobs.json one after the other, each with a rendezvous of its own. `prepare`: comes
+    first, when cluster/ can be imported."""
+    world = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    at_exit, register = [], atexit.register
     sys.path[0] = str(CLUSTER)
+    prepare()
 
     def register_or_keep(function, *args, **kwargs):
         """Keeps what the training would do at the end of its process, which here goes on with the next job."""
-        return at_exit.append((function, args)) if args == ("ended", "") else register(function, *args, **kwargs)
+        is_kept = function.__name__ == "tell_idle"
+        return at_exit.append(function) if is_kept else register(function, *args, **kwargs)
 
     atexit.register = register_or_keep
     for job in json.loads((folder / "jobs.json").read_text()):
-        os.environ.update(RANK=rank, MASTER_PORT=str(job["port"]), TORCHELASTIC_USE_AGENT_STORE="False")
-        sys.argv = [str(CLUSTER / "train_distributed.py"), *job["flags"]]
+        flags, *others = job["flags"]
+        os.environ.update(world, MASTER_PORT=str(job["port"]), TORCHELASTIC_USE_AGENT_STORE="False")
+        if others:
+            flags = job["flags"][int(world["RANK"])]
+            os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost")
+        sys.argv = [str(CLUSTER / "train_distributed.py"), *flags]
         try:
             runpy.run_path(sys.argv[0])["main"]()
         except SystemExit as ended:  # an idle rank
             assert not ended.code, ended.code
         while at_exit:  # tells idle ranks that the training has ended
-            function, args = at_exit.pop()
-            function(*args)
+            at_exit.pop()()
         facts = sys.modules["machine_facts"]
         facts.forget_ranks()  # the next job numbers them in another way
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # this host's own; an idle rank has none
@@ -109,8 +117,8 @@ def rank_side(folder: pathlib.Path) -> None:
 class Bench:
     """One case: its model, measured machines, candidates, and what was measured of them."""
 
-    def __init__(self, name: str, folder: pathlib.Path):
-        self.name, self.case, self.folder = name, CASES[name], folder / name
+    def __init__(self, case: dict, folder: pathlib.Path):
+        self.case, self.folder = case, folder / "case"
         self.model = self.folder / "model"
         shutil.copytree(ROOT / "assets" / "tiny_llama", self.model)
         config = json.loads((self.model / "config.json").read_text())
@@ -124,7 +132,8 @@ class Bench:
             bed("slow", node, speed)
         bed("own", self.folder)
         print(on_all_hosts(CLUSTER / "plan.py", "--measure", self.folder / "cluster.json", "--model_name", self.model,
-                           "--micro_batch_size", self.case["sizes"], timeout=300), flush=True)
+                           "--micro_batch_size", self.case["sizes"], *self.case.get("flags", ()), timeout=300),
+              flush=True)
         shutil.copy(on_a_disk(self.folder / "cluster.json"), self.folder)
         self.cluster = json.loads((self.folder / "cluster.json").read_text())
 
@@ -149,22 +158,31 @@ class Bench:
             setting = Setting(**setting)
             return as_plan(cluster, Scored(candidate, simulate(cluster, candidate, setting)), setting)
 
-    def run(self, rounds: int) -> dict:
-        """All candidates, round by round. Step seconds of each; the first step of a run does not count."""
-        jobs, seconds, losses = [], {name: [] for name in self.candidates}, {}
-        steps = self.case["steps"]
-        for name, plan in self.candidates.items():
-            (self.folder / f"{name}.json").write_text(json.dumps(plan))
-        for k in range(rounds):
-            for name in self.candidates:
-                flags = dict(plan=self.folder / f"{name}.json", model_name=self.model, log_dir=self.folder / "runs",
-                             checkpoint_dir=self.folder / "checkpoints", max_steps=steps, replan="off",
-                             run_name=f"{name}_{k}")
-                jobs.append({"port": next(self.ports), "flags": [str(word) for flag, value in flags.items()
-                                                                for word in (f"--{flag}", value)]})
+    def by_plan(self, name: str, plan: dict) -> list:
+        """The flags of a training by this plan."""
+        (self.folder / f"{name}.json").write_text(json.dumps(plan))
+        return ["--plan", self.folder / f"{name}.json"]
+
+    def train(self, script: str, runs: list[tuple[str, list]]) -> None:
+        """Trains each of (name, flags) in turn. `script`: what calls rank_side(). Where there are flags for each host,
+        all of them train at the same time, each by itself; their runs are name_0, name_1 and name_2."""
+        folders = ["--log_dir", self.folder / "runs", "--checkpoint_dir", self.folder / "checkpoints"]
+        common = ["--model_name", self.model, *folders, *self.case.get("flags", ())]
+        jobs = []
+        for name, flags in runs:
+            runs_at_once = {f"{name}_{k}": own for k, own in enumerate(flags)} if type(flags[0]) is list else {name: flags}
+            jobs.append({"port": next(self.ports), "flags": [[*map(str, (*common, *own, "--run_name", run))]
+                                                             for run, own in runs_at_once.items()]})
         (self.folder / "jobs.json").write_text(json.dumps(jobs))
         bed("own", self.folder)
-        on_all_hosts(__file__, "--rank_side", self.folder, timeout=3000)
+        on_all_hosts(script, "--rank_side", self.folder, timeout=3000)
+
+    def run(self, rounds: int) -> dict:
+        """All candidates, round by round. Step seconds of each; the first step of a run does not count."""
+        seconds, losses = {name: [] for name in self.candidates}, {}
+        flags = {name: [*self.by_plan(name, plan), "--max_steps", self.case["steps"], "--replan", "off"]
+                 for name, plan in self.candidates.items()}
+        self.train(__file__, [(f"{name}_{k}", flags[name]) for k in range(rounds) for name in flags])
         for name in self.candidates:
             for k in range(rounds):
                 rows = metrics(on_a_disk(self.folder / "runs" / f"{name}_{k}").parent, f"{name}_{k}")
@@ -211,7 +229,7 @@ def measure(args, results: dict) -> None:
     try:
         for name in args.cases:
             with tempfile.TemporaryDirectory() as folder:
-                bench = Bench(name, pathlib.Path(folder))
+                bench = Bench(CASES[name], pathlib.Path(folder))
                 bench.prepare()
                 (candidates_of_speeds if name == "speeds" else candidates_of_links)(bench)
                 results[name] = bench.run(args.rounds)
