@@ -70,7 +70,8 @@ def measure(case: dict, rounds: int, folder: pathlib.Path) -> dict:
     flags = {name: [*own, "--max_steps", SETTLED + 3 if name in OURS else 3] for name, own in flags.items()}
     parts = [max(1, round(batch / SIZE / each / sum(1 / each for each in seconds))) for each in seconds]
     flags[EACH] = [["--batch_size", SIZE, "--gradient_accumulation", part, "--max_steps", SETTLED] for part in parts]
-    bench.train(__file__, [(f"{name}_{k}", own) for k in range(rounds) for name, own in flags.items()])
+    said = bench.train(__file__, [(f"{name}_{k}", own) for k in range(rounds) for name, own in flags.items()])
+    print(*(line for line in said.splitlines() if "samples of a step" in line or "work moves" in line), sep="\n")
     return {"batch": batch, "tokens": batch * bench.cluster["seq_len"], "cluster": bench.cluster, "plan": plan,
             "parts": parts, "seconds": read_seconds(bench, flags, rounds)}
 

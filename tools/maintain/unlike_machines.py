@@ -163,9 +163,12 @@ class Bench:
         (self.folder / f"{name}.json").write_text(json.dumps(plan))
         return ["--plan", self.folder / f"{name}.json"]
 
-    def train(self, script: str, runs: list[tuple[str, list]]) -> None:
-        """Trains each of (name, flags) in turn. `script`: what calls rank_side(). Where there are flags for each host,
-        all of them train at the same time, each by itself; their runs are name_0, name_1 and name_2."""
+    def train(self, script: str, runs: list[tuple[str, list]]) -> str:
+        """Trains each of (name, flags) in turn; what the first host printed. `script`: what calls rank_side().
+
+        Where there are flags for each host, all of them train at the same time, each by itself; their runs are name_0,
+        name_1 and name_2.
+        """
         folders = ["--log_dir", self.folder / "runs", "--checkpoint_dir", self.folder / "checkpoints"]
         common = ["--model_name", self.model, *folders, *self.case.get("flags", ())]
         jobs = []
@@ -175,7 +178,7 @@ class Bench:
                                                              for run, own in runs_at_once.items()]})
         (self.folder / "jobs.json").write_text(json.dumps(jobs))
         bed("own", self.folder)
-        on_all_hosts(script, "--rank_side", self.folder, timeout=3000)
+        return on_all_hosts(script, "--rank_side", self.folder, timeout=3000)
 
     def run(self, rounds: int) -> dict:
         """All candidates, round by round. Step seconds of each; the first step of a run does not count."""
