@@ -8,8 +8,8 @@ by speed    train_distributed.py without flags for the layout: each machine has 
 plan        what plan.py chose for the measured machines
 even        --equal_shares
 alone       the fastest machine by itself, the others idle, with the same samples a step
-each alone  all three at the same time, but each by itself, with its part of the samples. What they reach together is the
-            sum. (The hosts of the test bed share a processor, whose cores are slower while others compute.)
+each alone  all three at the same time, but each by itself, with its part of the samples. The sum of these is what they
+            can reach. (The hosts of the test bed share a processor, whose cores are slower while others compute.)
 
 All of them train the same samples, from the same weights, in turns, round by round. The step takes 2 s or more, because
 its samples are chosen by the speeds that are measured first. A step is timed from the end of the one before to its own,
@@ -22,13 +22,12 @@ import argparse
 import json
 import pathlib
 import statistics
-import sys
 import tempfile
-import time
 from itertools import pairwise, product
 
+from hosts_bench import Bench, bed, on_a_disk
 from launch import ROOT, Help, metrics
-from unlike_machines import Bench, bed, on_a_disk, rank_side
+
 
 SIZE, LAYERS, SECONDS = 4, 8, 2.2  # samples of a micro-batch; of the tiny Llama; of a step, if all compute all the time
 SETTLED = 5  # steps: the early move of --replan is made after the fourth one, or sooner
@@ -38,20 +37,6 @@ CASES = {f"{speeds} {network}": dict(speeds=quotas, rate=rate, flags=[])
          for speeds, quotas in QUOTAS.items() for network, rate in NETWORKS.items()}
 CASES["4:2:1 fast, LoRA"] = {**CASES["4:2:1 fast"], "flags": ["--lora_rank", "16"]}
 OURS, EACH = ("by speed", "plan"), "each alone"
-
-
-def note_ends() -> None:
-    """From now on each training of this process notes in its run's folder when a step has ended."""
-    from training.record import Record
-
-    complete = Record.complete
-
-    def complete_and_note(self, step) -> None:
-        complete(self, step)
-        with open(pathlib.Path(self.folder, "ends.txt"), "a") as file:
-            file.write(f"{time.monotonic()}\n")
-
-    Record.complete = complete_and_note
 
 
 def measure(case: dict, rounds: int, folder: pathlib.Path) -> dict:
@@ -70,7 +55,7 @@ def measure(case: dict, rounds: int, folder: pathlib.Path) -> dict:
     flags = {name: [*own, "--max_steps", SETTLED + 3 if name in OURS else 3] for name, own in flags.items()}
     parts = [max(1, round(batch / SIZE / each / sum(1 / each for each in seconds))) for each in seconds]
     flags[EACH] = [["--batch_size", SIZE, "--gradient_accumulation", part, "--max_steps", SETTLED] for part in parts]
-    said = bench.train(__file__, [(f"{name}_{k}", own) for k in range(rounds) for name, own in flags.items()])
+    said = bench.train([(f"{name}_{k}", own) for k in range(rounds) for name, own in flags.items()])
     print(*(line for line in said.splitlines() if "samples of a step" in line or "work moves" in line), sep="\n")
     return {"batch": batch, "tokens": batch * bench.cluster["seq_len"], "cluster": bench.cluster, "plan": plan,
             "parts": parts, "seconds": read_seconds(bench, flags, rounds)}
@@ -141,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    rank_side(pathlib.Path(sys.argv[2]), note_ends) if sys.argv[1:2] == ["--rank_side"] else main()
+    main()

@@ -9,34 +9,21 @@ links    10 Mbit/s, equal speeds, 6 M parameters, 4096 tokens a step: the plan a
          travels in float32, bfloat16 or int8
 
 The machines are measured first. Then the candidates are trained in turns, round by round, all in the same processes.
-Each host has a copy of the folder of a case on its own disk; what a host leaves there is read.
 """
 
 import tools_path  # noqa: F401  before launch
 
 import argparse
-import atexit
-import concurrent.futures
 import json
-import os
 import pathlib
-import random
-import runpy
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 
-from launch import ROOT, Help, environment, metrics, modules_of
+from hosts_bench import Bench, bed, on_a_disk
+from launch import ROOT, Help, metrics
 
-NODES = ("node0", "node1", "node2")
-CLUSTER = ROOT / "cluster"
-sys.path.append(str(CLUSTER))  # for the planner
-BED = ROOT / "tools" / "testbed.sh"
-PORT = 29500
 CASES = {  # speeds: percent of a core; batch: samples a step; sizes: to choose from; model: changes; steps of a run
     "speeds": dict(speeds=(100, 50, 25), rate="off", batch=56, sizes="1,2,4", model={}, steps=3),
     "links": dict(speeds=(50, 50, 50), rate="10mbit", batch=32, sizes="1,2,4", steps=2,
@@ -47,157 +34,24 @@ TITLES = {"speeds": "Speeds 4:2:1, fast links, 7168 tokens a step",
           "links": "10 Mbit/s, equal speeds, 4096 tokens a step"}
 
 
-def bed(*args) -> None:
-    subprocess.run([BED, *map(str, args)], check=True, stdin=subprocess.DEVNULL)
+def run(bench: Bench, candidates: dict[str, dict], rounds: int) -> dict:
+    """All candidates (name -> plan.json), round by round. Step seconds of each; a run's first step does not count."""
+    seconds, losses = {name: [] for name in candidates}, {}
+    flags = {name: [*bench.by_plan(name, plan), "--max_steps", bench.case["steps"], "--replan", "off"]
+             for name, plan in candidates.items()}
+    bench.train([(f"{name}_{k}", flags[name]) for k in range(rounds) for name in flags])
+    for name in candidates:
+        for k in range(rounds):
+            rows = metrics(on_a_disk(bench.folder / "runs" / f"{name}_{k}").parent, f"{name}_{k}")
+            seconds[name] += [row["step_seconds"] for row in rows[1:]]
+            losses[name] = [row["loss"] for row in rows]
+    return {"cluster": bench.cluster, "losses": losses, "candidates": {
+        name: {"plan": plan, "predicted": plan["predicted"]["step_seconds"], "measured": seconds[name]}
+        for name, plan in candidates.items()}}
 
 
-def on_a_disk(path: pathlib.Path) -> pathlib.Path:
-    """Where this machine sees `path` of the first host that has it."""
-    shown = subprocess.run([BED, "show"], check=True, text=True, stdout=subprocess.PIPE).stdout
-    disks = dict(line.split("=", 1) for line in shown.splitlines())["disks"]
-    return next(found for node in NODES if (found := pathlib.Path(disks, node, *path.parts[1:])).exists())
-
-
-def on_all_hosts(script, *args, timeout: float) -> str:
-    """torchrun of `script` over the three hosts; what the first one printed."""
-    processes = []
-    for rank, node in enumerate(NODES):
-        # Each host stays on a core, because a quota is partly lost whenever the process moves to another one.
-        core = str(min(rank, os.cpu_count() - 1))
-        command = [BED, "exec", node, "taskset", "-c", core, sys.executable, "-m", "torch.distributed.run",
-                   "--nnodes=3", "--nproc-per-node=1", f"--node-rank={rank}", "--master-addr=node0",
-                   f"--master-port={PORT}", script, *map(str, args)]
-        pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        processes.append(subprocess.Popen(command, env=environment(), **pipes))
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        outputs = [pool.submit(process.communicate) for process in processes]
-        done, _ = concurrent.futures.wait(outputs, timeout, concurrent.futures.FIRST_COMPLETED)
-        for output in done:  # the first host to end
-            if processes[outputs.index(output)].returncode:
-                time.sleep(5)  # the others' own reports
-                for process in processes:
-                    process.kill()
-        outputs = [output.result()[0] for output in outputs]
-    assert not any(process.returncode for process in processes), "\n".join(output[-3000:] for output in outputs)
-    return outputs[0]
-
-
-def rank_side(folder: pathlib.Path, prepare: Callable = lambda: None) -> None:
-    """On each host: the trainings of jobs.json one after the other, each with a rendezvous of its own. `prepare`: comes
-    first, when cluster/ can be imported."""
-    world = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    at_exit, register = [], atexit.register
-    sys.path[0] = str(CLUSTER)
-    prepare()
-
-    def register_or_keep(function, *args, **kwargs):
-        """Keeps what the training would do at the end of its process, which here goes on with the next job."""
-        is_kept = function.__name__ == "tell_idle"
-        return at_exit.append(function) if is_kept else register(function, *args, **kwargs)
-
-    atexit.register = register_or_keep
-    for job in json.loads((folder / "jobs.json").read_text()):
-        flags, *others = job["flags"]
-        os.environ.update(world, MASTER_PORT=str(job["port"]), TORCHELASTIC_USE_AGENT_STORE="False")
-        if others:
-            flags = job["flags"][int(world["RANK"])]
-            os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost")
-        sys.argv = [str(CLUSTER / "train_distributed.py"), *flags]
-        try:
-            runpy.run_path(sys.argv[0])["main"]()
-        except SystemExit as ended:  # an idle rank
-            assert not ended.code, ended.code
-        while at_exit:  # tells idle ranks that the training has ended
-            at_exit.pop()()
-        facts = sys.modules["machine_facts"]
-        facts.forget_ranks()  # the next job numbers them in another way
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # this host's own; an idle rank has none
-
-
-class Bench:
-    """One case: its model, measured machines, candidates, and what was measured of them."""
-
-    def __init__(self, case: dict, folder: pathlib.Path):
-        self.case, self.folder = case, folder / "case"
-        self.model = self.folder / "model"
-        shutil.copytree(ROOT / "assets" / "tiny_llama", self.model)
-        config = json.loads((self.model / "config.json").read_text())
-        (self.model / "config.json").write_text(json.dumps({**config, **self.case["model"]}))
-        self.ports = iter(random.sample(range(20000, 29000), 500))
-        self.candidates: dict[str, dict] = {}  # name -> plan.json
-
-    def prepare(self) -> None:
-        for node, speed in zip(NODES, self.case["speeds"]):
-            bed("rate", node, self.case["rate"])
-            bed("slow", node, speed)
-        bed("own", self.folder)
-        print(on_all_hosts(CLUSTER / "plan.py", "--measure", self.folder / "cluster.json", "--model_name", self.model,
-                           "--micro_batch_size", self.case["sizes"], *self.case.get("flags", ()), timeout=300),
-              flush=True)
-        shutil.copy(on_a_disk(self.folder / "cluster.json"), self.folder)
-        self.cluster = json.loads((self.folder / "cluster.json").read_text())
-
-    def plan(self, *flags) -> dict:
-        """What plan.py finds best."""
-        out = self.folder / "plan.json"
-        done = subprocess.run([sys.executable, CLUSTER / "plan.py", self.folder / "cluster.json", "--out", out,
-                               "--global_batch", str(self.case["batch"]), *flags], check=True, text=True,
-                              stdout=subprocess.PIPE)
-        print(done.stdout, flush=True)
-        return json.loads(out.read_text())
-
-    def predict(self, size: int, *pipelines: tuple, **setting) -> dict:
-        """The plan of (machines, layers, num_microbatches) each."""
-        with modules_of(9):
-            from planning.machines import Candidate, Cluster, Pipeline, Setting
-            from planning.report import as_plan
-            from planning.search import Scored
-            from planning.simulate import simulate
-
-            cluster, candidate = Cluster(self.cluster), Candidate(tuple(Pipeline(*p) for p in pipelines), size)
-            setting = Setting(**setting)
-            return as_plan(cluster, Scored(candidate, simulate(cluster, candidate, setting)), setting)
-
-    def by_plan(self, name: str, plan: dict) -> list:
-        """The flags of a training by this plan."""
-        (self.folder / f"{name}.json").write_text(json.dumps(plan))
-        return ["--plan", self.folder / f"{name}.json"]
-
-    def train(self, script: str, runs: list[tuple[str, list]]) -> str:
-        """Trains each of (name, flags) in turn; what the first host printed. `script`: what calls rank_side().
-
-        Where there are flags for each host, all of them train at the same time, each by itself; their runs are name_0,
-        name_1 and name_2.
-        """
-        folders = ["--log_dir", self.folder / "runs", "--checkpoint_dir", self.folder / "checkpoints"]
-        common = ["--model_name", self.model, *folders, *self.case.get("flags", ())]
-        jobs = []
-        for name, flags in runs:
-            runs_at_once = {f"{name}_{k}": own for k, own in enumerate(flags)} if type(flags[0]) is list else {name: flags}
-            jobs.append({"port": next(self.ports), "flags": [[*map(str, (*common, *own, "--run_name", run))]
-                                                             for run, own in runs_at_once.items()]})
-        (self.folder / "jobs.json").write_text(json.dumps(jobs))
-        bed("own", self.folder)
-        return on_all_hosts(script, "--rank_side", self.folder, timeout=3000)
-
-    def run(self, rounds: int) -> dict:
-        """All candidates, round by round. Step seconds of each; the first step of a run does not count."""
-        seconds, losses = {name: [] for name in self.candidates}, {}
-        flags = {name: [*self.by_plan(name, plan), "--max_steps", self.case["steps"], "--replan", "off"]
-                 for name, plan in self.candidates.items()}
-        self.train(__file__, [(f"{name}_{k}", flags[name]) for k in range(rounds) for name in flags])
-        for name in self.candidates:
-            for k in range(rounds):
-                rows = metrics(on_a_disk(self.folder / "runs" / f"{name}_{k}").parent, f"{name}_{k}")
-                seconds[name] += [row["step_seconds"] for row in rows[1:]]
-                losses[name] = [row["loss"] for row in rows]
-        return {"cluster": self.cluster, "losses": losses, "candidates": {
-            name: {"plan": plan, "predicted": plan["predicted"]["step_seconds"], "measured": seconds[name]}
-            for name, plan in self.candidates.items()}}
-
-
-def candidates_of_speeds(bench: Bench) -> None:
-    layers, batch, add = 8, CASES["speeds"]["batch"], bench.candidates
+def candidates_of_speeds(bench: Bench, add: dict[str, dict]) -> None:
+    layers, batch = 8, CASES["speeds"]["batch"]
     add["plan"] = bench.plan()
     add["uniform, data parallel"] = bench.predict(4, *(((k,), (layers,), n) for k, n in enumerate((5, 5, 4))))
     add["uniform, one pipeline"] = bench.predict(4, ((0, 1, 2), (3, 3, 2), batch // 4))
@@ -211,8 +65,7 @@ def candidates_of_speeds(bench: Bench) -> None:
     add["two machines"] = bench.predict(2, ((0,), (8,), 19), ((1,), (8,), 9))
 
 
-def candidates_of_links(bench: Bench) -> None:
-    add = bench.candidates
+def candidates_of_links(bench: Bench, add: dict[str, dict]) -> None:
     for dtype in (None, "bfloat16", "int8"):
         name = "plan" if dtype is None else f"plan, {dtype}"
         add[name] = bench.plan(*(("--wire_dtype", dtype) if dtype else ()))
@@ -234,8 +87,8 @@ def measure(args, results: dict) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 bench = Bench(CASES[name], pathlib.Path(folder))
                 bench.prepare()
-                (candidates_of_speeds if name == "speeds" else candidates_of_links)(bench)
-                results[name] = bench.run(args.rounds)
+                (candidates_of_speeds if name == "speeds" else candidates_of_links)(bench, candidates := {})
+                results[name] = run(bench, candidates, args.rounds)
             args.json.write_text(json.dumps(results, indent=1))
             table(name, results[name])
     finally:
@@ -307,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    rank_side(pathlib.Path(sys.argv[2])) if sys.argv[1:2] == ["--rank_side"] else main()
+    main()
