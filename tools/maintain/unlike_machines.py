@@ -17,8 +17,6 @@ import argparse
 import json
 import pathlib
 import statistics
-import subprocess
-import sys
 import tempfile
 
 from hosts_bench import Bench, bed, on_a_disk
