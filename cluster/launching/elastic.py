@@ -13,7 +13,6 @@ hosts.txt is read again when it changes. At most MAX hosts run at once; those be
 
 import os
 import re
-import time
 from collections.abc import Callable
 
 from agent import USER_ERROR
