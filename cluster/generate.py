@@ -154,7 +154,5 @@ def main():
 
 
 if __name__ == "__main__":
-    if sys.stdin:
-        sys.stdin.reconfigure(errors="replace")
     with one_clear_error(out_of_memory="use --device cpu, or a smaller model"):
         main()

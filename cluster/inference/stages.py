@@ -48,8 +48,8 @@ class Writer:
                     module.layer_idx = number
         with pgm.together(group):
             if not any(hasattr(layer, ATTENTION) for layer in self.make_cache().layers):
-                raise UserError(f"none of the {len(stage.own_layers())} layers of stage {stage.stage_index} attends to "
-                                "earlier tokens, by which a stage counts them: give it more layers, by --pipelines")
+                raise UserError(f"stage {stage.stage_index} of {len(stage.own_layers())} layers has none of attention, "
+                                "by which a stage counts earlier tokens: give it more layers, by --pipelines")
 
     def make_cache(self):
         from transformers import DynamicCache

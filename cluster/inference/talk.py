@@ -6,6 +6,7 @@ home_rank() has the tokenizer. It reads prompts, or what a user types, tells all
 import datetime
 import socket
 import sys
+import time
 from collections.abc import Callable
 
 import torch
@@ -48,10 +49,10 @@ def write_together(args) -> None:
 
 def chat(args, writer: Writer, tokenizer) -> None:
     """Answers line after line until the input ends. Collective. Raises UserError where there is none."""
-    talk = []
+    talk, lines = [], (line.decode(errors="replace") for line in sys.stdin.buffer)
 
     def ask() -> list[list[int]]:
-        line = next(filter(str.strip, sys.stdin), None)
+        line = next(filter(str.strip, lines), None)
         if line is None and not talk:
             raise UserError(f"--chat, but {socket.gethostname()} gets no line to answer: its input is empty, as with "
                             "--detach, or where a --plan leaves the host idle on which you type")
@@ -74,8 +75,11 @@ def write(args, writer: Writer, tokenizer, ask: Callable[[], list[list[int]]]) -
     with pgm.together(writer.group):
         box = [ask() if is_home() else None]
     dist.broadcast_object_list(box, home_rank(), group=writer.group)
-    printer = Printer(box[0], tokenizer, args.chat) if is_home() else None
+    start, printer = time.perf_counter(), Printer(box[0], tokenizer, args.chat) if is_home() else None
     writer.write(box[0], args.max_new_tokens, printer.show if printer else lambda *_: None)
+    if printer and not args.chat:
+        count, seconds = sum(map(len, printer.new)), time.perf_counter() - start
+        print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", file=sys.stderr, flush=True)
     return printer.texts() if printer else ["" for _ in box[0]]
 
 
