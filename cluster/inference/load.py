@@ -13,8 +13,9 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from checkpoints.files import ADAPTER, ADAPTER_CONFIG, read_json
 from checkpoints.load import Loader, published_weights
-from inference.places import below_root, find_checkpoint_of_run, find_model, here
+from inference.places import find_checkpoint_of_run, find_model
 from machine_facts import free_memory, from_home, gather, home_rank, host_names, is_home, machines, say
+from pipeline_parallel import connect_neighbours
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate
 from planning.shares import shares_by_speed
@@ -35,7 +36,7 @@ class Facts(NamedTuple):
     adapter: tuple[str, dict] | None
 
 
-def load_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
+def make_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
     """This rank's stage, and on home_rank() the tokenizer, else None. Collective. Raises UserError, on all ranks."""
     plan, tokenizers = take_plan(args) if args.plan else None, []
     found, disks = find_checkpoint_of_run(args)
@@ -48,6 +49,7 @@ def load_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
     layers = plan["pipelines"][0]["layers"] if plan else args.pipelines or layers_by_memory(model, device)
     template = PipelineTemplate.from_layers_per_stage(model, layers)
     pgm.setup_process_group_manager([template.num_stages], 1)
+    connect_neighbours()
     require_memory(model, template, device)
     adapters = facts.adapter and share_adapters(model, template, *facts.adapter)
     stage = PipelineStage(model, template, pgm.process_group_manager.pp_rank)
@@ -55,7 +57,7 @@ def load_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
         if found:
             Loader(found, disks, device).weights(stage)
         else:
-            published_weights(local_directory(here(facts.base), "--checkpoint"))(stage, device)
+            published_weights(local_directory(facts.base, "--checkpoint"))(stage, device)
         if adapters:
             add_adapters(stage, facts.adapter[1], adapters, device)
     stage.model.to(device).eval()
@@ -93,7 +95,7 @@ def read_facts(args, whole: str | None, tokenizers: list) -> Facts:
     except Exception as error:  # of many classes
         raise UserError(f"{base} can't be loaded: {' '.join(str(error).split())[:300]}") from None
     config.output_router_logits = False  # for the loss of a mixture of experts' router
-    return Facts(below_root(base), config, generation_config,
+    return Facts(base, config, generation_config,
                  adapter and (adapter, read_json(os.path.join(adapter, ADAPTER_CONFIG), dict)))
 
 

@@ -2,7 +2,7 @@
 
 Over several hosts that share no disk, each of three may be somewhere else:
 
-    a directory in Hugging Face's format, a Hub id     on each host, at the same place below the repository's root
+    a directory in Hugging Face's format, a Hub id     on each host, by the same name
     the checkpoint of a run                            its files on several disks: a host is sent those that it lacks
     an adapter, the tokenizer                          on home_rank()'s host, which reads them for all
 """
@@ -13,7 +13,7 @@ from checkpoints.disks import Disks
 from checkpoints.files import ADAPTER, ADAPTER_CONFIG, STATE, read_index, read_json, read_latest
 from checkpoints.load import Found, find_checkpoint
 from machine_facts import gather
-from utils import ROOT, UserError
+from utils import UserError
 
 
 def find(path: str, flag: str, marks: tuple[str, ...]) -> str:
@@ -76,14 +76,3 @@ def find_checkpoint_of_run(args) -> tuple[Found | None, Disks | None]:
     disks.copy(found.path, [(name, found.holders[name][0], home) for name in small if home not in found.holders[name]])
     state = {**found.state, "optimizer_map": {}}  # which nobody needs here
     return found._replace(state=state), disks
-
-
-def below_root(path: str) -> str:
-    """A directory of this host as another one can find it, whose copy of the repository may have another path."""
-    below = os.path.relpath(os.path.abspath(path), ROOT)
-    return path if not os.path.isdir(path) else os.path.abspath(path) if below.startswith("..") else below
-
-
-def here(path: str) -> str:
-    """What below_root() returned on another host: the directory of this one, else the Hub id."""
-    return own if os.path.isdir(own := os.path.join(ROOT, path)) else path

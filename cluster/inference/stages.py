@@ -59,8 +59,8 @@ class Writer:
         return cache
 
     @torch.no_grad()
-    def write(self, prompts: list[list[int]], max_new_tokens: int, show: Callable[[int, int, bool], None]) -> None:
-        """Calls show(k, id, is_over) on all ranks for each token that follows a prompt, in the same order. Collective.
+    def write(self, prompts: list[list[int]], max_new_tokens: int, show: Callable[[int, int], None]) -> None:
+        """Calls show(k, id) on all ranks for each token that follows a prompt, in the same order. Collective.
 
         `prompts`: the ids of each, the same on all ranks. A prompt is over after max_new_tokens, or an end of the text.
         """
@@ -74,7 +74,7 @@ class Writer:
         while left:
             k, token, is_over = self.next_token()
             self.sequences[k].append(token)
-            show(k, token, bool(is_over))
+            show(k, token)
             if is_over:
                 left, self.caches[k] = left - 1, None
             else:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from inference.load import load_stage
+from inference.load import make_stage
 from inference.prompts import drawing, fit
 from inference.stages import Writer
 from launching.host_facts import ASKS
@@ -29,7 +29,7 @@ FOREVER = datetime.timedelta(days=365)  # a user may think
 def write_together(args) -> None:
     """What generate.py does, on all ranks together. Raises UserError, also where another rank is lost."""
     device, _ = meet(args)
-    stage, tokenizer = load_stage(args, device)
+    stage, tokenizer = make_stage(args, device)
     group = dist.new_group(backend="gloo", timeout=FOREVER)
     writer = Writer(stage, device, drawing(args), args.seed, group)
     watch_peers()
@@ -42,6 +42,8 @@ def write_together(args) -> None:
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
+        if is_home():
+            print(flush=True)  # behind the row that was being written
         raise UserError(f"rank {dist.get_rank()} has lost another one ({str(error).splitlines()[0]}): see why that one "
                         "has ended, and start anew") from None
     dist.destroy_process_group()
@@ -49,7 +51,7 @@ def write_together(args) -> None:
 
 def chat(args, writer: Writer, tokenizer) -> None:
     """Answers line after line until the input ends. Collective. Raises UserError where there is none."""
-    talk, lines = [], (line.decode(errors="replace") for line in sys.stdin.buffer)
+    talk, lines = [], (line.decode(errors="replace") for line in getattr(sys.stdin, "buffer", ()))
 
     def ask() -> list[list[int]]:
         line = next(filter(str.strip, lines), None)
@@ -68,48 +70,35 @@ def chat(args, writer: Writer, tokenizer) -> None:
 
 
 def write(args, writer: Writer, tokenizer, ask: Callable[[], list[list[int]]]) -> list[str]:
-    """Writes on after the prompts whose ids ask() returns on home_rank(), which prints them. The texts, there.
+    """Writes on after the prompts whose ids ask() returns on home_rank(), which prints one text token by token, and
+    several at the end. The texts, there. Collective. Raises UserError, on all ranks, where ask() does."""
+    from transformers import TextStreamer
 
-    Collective. Raises UserError, on all ranks, where ask() does.
-    """
     with pgm.together(writer.group):
         box = [ask() if is_home() else None]
     dist.broadcast_object_list(box, home_rank(), group=writer.group)
-    start, printer = time.perf_counter(), Printer(box[0], tokenizer, args.chat) if is_home() else None
-    writer.write(box[0], args.max_new_tokens, printer.show if printer else lambda *_: None)
-    if printer and not args.chat:
-        count, seconds = sum(map(len, printer.new)), time.perf_counter() - start
+    start, prompts, new = time.perf_counter(), box[0], [[] for _ in box[0]]
+    stream = TextStreamer(tokenizer, args.chat, skip_special_tokens=True) if is_home() and len(prompts) == 1 else None
+
+    def show(k: int, token: int) -> None:
+        new[k].append(token)
+        if stream:
+            stream.put(torch.tensor([token]))
+
+    if stream:
+        stream.put(torch.tensor(prompts[0]))
+    writer.write(prompts, args.max_new_tokens, show)
+    if stream:
+        stream.end()
+    if not is_home():
+        return [""] * len(prompts)
+    if not args.chat:
+        count, seconds = sum(map(len, new)), time.perf_counter() - start
         print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", file=sys.stderr, flush=True)
-    return printer.texts() if printer else ["" for _ in box[0]]
-
-
-class Printer:
-    """Prints texts in the order of their prompts: of the first that is not complete each token as it comes."""
-
-    def __init__(self, prompts: list[list[int]], tokenizer, is_chat: bool):
-        from transformers import TextStreamer
-
-        self.prompts, self.tokenizer, self.new = prompts, tokenizer, [[] for _ in prompts]
-        self.current, self.over = 0, set()
-        self.stream = TextStreamer(tokenizer, skip_prompt=is_chat, skip_special_tokens=True)
-
-    def show(self, k: int, token: int, is_over: bool) -> None:
-        """Takes the next token of prompt k."""
-        self.new[k].append(token)
-        self.over |= {k} if is_over else set()
-        fresh = self.new[k][-1:] if k == self.current else []
-        while fresh:
-            if len(fresh) == len(self.new[self.current]):
-                self.stream.put(torch.tensor(self.prompts[self.current]))
-            self.stream.put(torch.tensor(fresh))
-            fresh = []
-            if self.current in self.over:
-                self.stream.end()
-                self.current += 1
-                fresh = self.new[self.current] if self.current < len(self.new) else []
-
-    def texts(self) -> list[str]:
-        return [self.tokenizer.decode(new, skip_special_tokens=True) for new in self.new]
+    texts = [tokenizer.decode(ids, skip_special_tokens=True)
+             for ids in (new if args.chat else [ids + more for ids, more in zip(prompts, new)])]
+    print("".join(f"{text}\n" for text in texts if not stream), end="", flush=True)
+    return texts
 
 
 def watch_peers() -> None:
