@@ -5,9 +5,10 @@
     python cluster/generate.py --adapter checkpoints/my_run --merge_adapter my_model
     torchrun --nproc_per_node 3 cluster/generate.py --checkpoint models/large --pipelines "3,2,1" --prompt "Once upon"
 
-Several processes divide the model, which none of them need be able to hold: see inference/. A path is a run's folder, whose newest checkpoint is taken, or one of its checkpoints. With --adapter the frozen weights
+A path is a run's folder, whose newest checkpoint is taken, or one of its checkpoints. With --adapter the frozen weights
 are those that it was trained beside, or those of --checkpoint. --chat puts what one writes into the tokenizer's chat
-template, and without --prompt asks for one line after another, each an answer to what was said before.
+template, and without --prompt asks for one line after another, each an answer to what was said before. Several
+processes divide the model, which none of them need be able to hold: see inference/.
 """
 
 import course  # noqa: F401  before step 9's modules

@@ -74,8 +74,8 @@ def take_plan(args) -> dict:
     pipelines, home = plan["pipelines"], home_rank()
     own = next((pipeline for pipeline in pipelines if home in pipeline["machines"]), pipelines[0])
     if len(pipelines) > 1:
-        say(f"of the plan's {len(pipelines)} pipelines, that over {', '.join(plan['hosts'][k] for k in own['machines'])}"
-            " writes; the other machines are idle")
+        hosts = ", ".join(plan["hosts"][machine] for machine in own["machines"])
+        say(f"of the plan's {len(pipelines)} pipelines, that over {hosts} writes; the other machines are idle")
     plan = {**plan, "pipelines": [own]}
     take_places(plan)
     return plan
@@ -133,8 +133,8 @@ def require_memory(model: torch.nn.Module, template: PipelineTemplate, device: t
     if any(needed > free for needed, free in of_ranks):
         listed = ", ".join(f"{host} {needed / 1e6:.0f} of {free / 1e6:.0f}"
                            for host, (needed, free) in zip(hosts, of_ranks))
-        raise UserError(f"not enough memory for the weights (needed of free MB: {listed}): choose other --pipelines, or "
-                        "add machines")
+        raise UserError(f"not enough memory for the weights (needed of free MB: {listed}): choose other --pipelines, "
+                        "or add machines")
 
 
 def share_adapters(model: torch.nn.Module, template: PipelineTemplate, folder: str, config: dict) -> dict:
@@ -156,8 +156,8 @@ def share_adapters(model: torch.nn.Module, template: PipelineTemplate, folder: s
             expected = {name.replace(".default.", "."): param.shape for name, param in whole if ".lora_" in name}
             found = {name: tensor.shape for name, tensor in tensors.items()}
             if odd := [name for name in {**expected, **found} if expected.get(name) != found.get(name)]:
-                raise UserError(f"{folder} is no adapter for this model: {len(odd)} of its matrices or the model's have "
-                                f"no counterpart, among them {odd[0]}")
+                raise UserError(f"{folder} is no adapter for this model: {len(odd)} of its matrices or the model's "
+                                f"have no counterpart, among them {odd[0]}")
             stages = [tuple(f"{module}." for module in stage) for stage in template.modules_per_stage]
             parts = [{name: tensor for name, tensor in tensors.items() if name.startswith(stage)} for stage in stages]
     group, own = dist.new_group(backend="gloo"), [None]
