@@ -73,7 +73,7 @@ def test_prompts(hosts, expected):
         code, printed = run.end(200)
         assert code == 0, printed[-3000:]
         print(*re.findall(r"\d+ tokens in .*", printed))
-        assert written(printed) == texts
+        assert written(printed).endswith(texts)  # a library may warn before
     assert adapted != plain
 
 
