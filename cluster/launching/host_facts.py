@@ -28,6 +28,7 @@ PROJECT = ("step9_heterogeneous_pp", "cluster")  # what has to be the same on al
 MARK = "host_facts:"  # precedes an answer, because a login shell may print lines of its own
 MIN_DISK, MIN_MEMORY = 1e9, 0.5e9  # bytes
 HOME = "LAUNCH_CLUSTER_HOME"  # the variable that the host has on which the run was started: files for people go there
+ASKS = "write a line, or end with Ctrl-D"  # what a script prints that reads its input: launch_cluster.sh then sends it
 STOPS_WITHIN = "LAUNCH_CLUSTER_STOPS_WITHIN"  # the variable with a file's path, into which a training writes seconds
 
 

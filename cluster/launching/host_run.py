@@ -9,6 +9,8 @@ and then time in which a training can finish its step and save a checkpoint. Tha
 many as the training itself says that it needs, in a file whose path is in its environment.
 A worker whose torchrun is killed would train on alone: it is known by a variable in its environment.
 
+What the user types for a chat comes between heartbeats, which are empty lines, each line as JSON; null is its end.
+
 As a daemon (daemon.py) it hears of no launcher, and ends when it gets a signal.
 """
 
@@ -70,11 +72,25 @@ def find_interface(job: dict) -> None:
 
 
 def start(job: dict, variables: dict[str, str]) -> subprocess.Popen | Agent:
-    """Starts the processes of this host."""
+    """Starts the processes of this host. With --chat they have an input, which send_on() writes."""
     if "elastic" in job:
         return Agent(job, variables)
-    return subprocess.Popen(command(job), stdin=subprocess.DEVNULL, env=variables,
+    has_input = "--chat" in job["command"] and not job["is_detached"]
+    return subprocess.Popen(command(job), stdin=subprocess.PIPE if has_input else subprocess.DEVNULL, env=variables,
                             preexec_fn=ends_with_parent(signal.SIGTERM))
+
+
+def send_on(to, data: bytes) -> bytes:
+    """Writes what the user has typed, whole lines of it, to a child's input, if it has one. Returns what is left."""
+    *lines, rest = data.split(b"\n")
+    for text in map(json.loads, filter(None, lines)):
+        with contextlib.suppress(OSError, ValueError):  # the child has ended, or the input has
+            if to and text is None:
+                to.close()
+            elif to:
+                to.write(text.encode(errors="surrogateescape"))
+                to.flush()
+    return rest
 
 
 def started_for(mark: str) -> list[int]:
@@ -119,13 +135,14 @@ def watch(child: subprocess.Popen | Agent | daemon.Follower, has_launcher: bool 
     stopped = []
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, frame: stopped.append(number))
-    heard = time.monotonic()
+    heard, unread = time.monotonic(), b""
     while child.poll() is None and not stopped:
         if not has_launcher:
             time.sleep(0.1)
         elif select.select([0], [], [], 0.1)[0]:
-            if not os.read(0, 4096):
+            if not (data := os.read(0, 1 << 16)):
                 return 1  # the launcher has closed the input, or has ended itself
+            unread = send_on(getattr(child, "stdin", None), unread + data)
             heard = time.monotonic()
         if has_launcher and time.monotonic() > heard + SILENCE:
             return UNHEARD

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from agent import USER_ERROR
 from daemon import BEGUN
+from host_facts import ASKS
 from hosts import Host
 
 HEARTBEAT = 0.5  # seconds at most between two of them
@@ -55,10 +56,17 @@ class Run:
         threading.Thread(target=self.read, args=[events], daemon=True).start()
 
     def send(self, line: str = "") -> None:
-        """The first line is the job, the others are heartbeats."""
+        """The first line is the job; empty ones are heartbeats, others what the user types, as JSON."""
         with contextlib.suppress(OSError, ValueError):  # ssh has ended, or its input was closed
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
+
+    def send_input(self) -> None:
+        """Sends what the user types to this host, from when a script there asks for it."""
+        with contextlib.suppress(OSError), open(0, errors="surrogateescape", closefd=False) as typed:
+            for line in typed:
+                self.send(json.dumps(line))
+        self.send("null")
 
     def read(self, events: queue.SimpleQueue) -> None:
         for line in self.process.stdout:
@@ -67,6 +75,8 @@ class Run:
             self.last.append(text)
             if BEGUN.match(text):
                 self.has_begun, self.quiet = True, False
+            if text == ASKS:
+                threading.Thread(target=self.send_input, daemon=True).start()
             if self.alarm and self.alarm.search(text):
                 events.put((self, text))
             if self.quiet or self.alarm and STORE_TRACE.search(text):

@@ -48,7 +48,7 @@ HOSTS = "# three machines\npi@pi0 iface=eth0\npi@pi1 port=2222 nproc=1 python=~/
 VALUES = {
     "pipelines": (["4", "4|2,2", "2,2", "4;4"], COUNTS), "num_microbatches": (["2", "1", "2|1", "1,2"], COUNTS),
     "tp_size": (["1", "2", "2;1"], ["3", "2;", "1;1;1", *NUMBERS]), "resume": (RESUMED, PATHS), "init_from": ([MODELS[-1]], PATHS + MODELS),
-    "model_name": (MODELS, PATHS), "plan": (["plan.json", "plan2.json"], PATHS),
+    "model_name": (MODELS, PATHS), "adapter": (["model"], PATHS), "plan": (["plan.json", "plan2.json"], PATHS),
     "cluster_json": (["cluster.json"], PATHS), "checkpoint": (RESUMED, PATHS),
     "dataset_name": (["corpus", "corpus/0.txt", "rows.jsonl"], [*PATHS, "bad.jsonl"]),
     "checkpoint_dir": (["checkpoints", "other"], PATHS), "log_dir": (["runs", "other"], PATHS),
@@ -145,7 +145,8 @@ def command_line(seed: int, actions: dict, only_a_file: bool = False) -> tuple[s
     script = rng.choices(list(SCRIPTS), shares)[0]
     known = {action.dest: action for action in actions[script] if action.dest not in ("help", "sudo_pass")}
     flags, damaged = dict(SCRIPTS[script][2]), None
-    ranks = 2 if script in ("train_distributed", "three_stages_simple_pp") and rng.random() < 0.08 else 1
+    share_of_two = {"train_distributed": 0.08, "three_stages_simple_pp": 0.08, "generate": 0.5}.get(script)
+    ranks = 2 if share_of_two and rng.random() < share_of_two else 1
     if only_a_file or rng.random() < 0.25:
         damaged = rng.choice(READ[script])
         flags.update({NEEDED[damaged]: damaged.split("/")[0]} if damaged in NEEDED else {})

@@ -1,0 +1,2 @@
+"""Text from a model: where its parts lie (places.py), what it is asked (prompts.py), and a model that is divided over
+the stages of a pipeline (stages.py, talk.py). generate.py is the script."""

@@ -1,0 +1,34 @@
+"""What a model is asked: the ids of a prompt, or of a conversation in the tokenizer's chat template."""
+
+from utils import UserError
+
+
+def encode(args, tokenizer, talk: list[dict[str, str]]) -> list[int]:
+    """The token ids of what the model is asked. Raises UserError where the tokenizer has no chat template."""
+    if not args.chat:
+        return tokenizer(talk[-1]["content"], add_special_tokens=False)["input_ids"]
+    if not tokenizer.chat_template:
+        raise UserError("the tokenizer has no chat template: leave out --chat")
+    return tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+
+
+def fit(args, config, tokenizer, talk: list[dict[str, str]]) -> list[int]:
+    """The ids of the last message or, with --chat, of the conversation, which loses its first turns where it is too
+    long for the model. Raises UserError for a prompt that is."""
+    ids, limit = encode(args, tokenizer, talk), getattr(config, "max_position_embeddings", None)
+    while limit and len(ids) + args.max_new_tokens > limit and len(talk) > 1:
+        del talk[:2]
+        ids = encode(args, tokenizer, talk)
+    if not ids:
+        raise UserError(f"--prompt {talk[-1]['content']!r} has no token: write at least one word")
+    if limit and len(ids) + args.max_new_tokens > limit:
+        raise UserError(f"--prompt has {len(ids)} tokens, and with --max_new_tokens {args.max_new_tokens} it is more "
+                        f"than the {limit} positions of the model: shorten one of them")
+    return ids
+
+
+def drawing(args) -> dict:
+    """How generate() is to draw the next token."""
+    if args.temperature:
+        return dict(do_sample=True, temperature=args.temperature, top_p=args.top_p)
+    return dict(do_sample=False, temperature=None, top_p=None)

@@ -1,0 +1,305 @@
+"""cluster/generate.py over several ranks, each with a stage of the model: the texts of transformers in one process."""
+
+import ast
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from checkpoint_runs import SCRIPT as TRAIN, flags_of, newest, write_corpus, write_model
+from launch import ROOT, environment, fork, modules_of, torchrun
+from launcher import make_tools, write_hosts
+from processes import eventually
+
+with modules_of(9):
+    import generate  # noqa: F401  before what it imports
+    from inference import load
+    from launching.host_facts import ASKS
+
+SCRIPT, CPU = ROOT / "cluster" / "generate.py", ["--device", "cpu"]
+PROMPTS = ["The state of the union is", "We", "It was the best of times, it was the worst of times;", "And", "Why not"]
+NEW = 24
+LLAMA = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=96, initializer_range=0.3, head_dim=8)
+WINDOW = dict(LLAMA, sliding_window=8)
+KINDS = {  # of transformers -> configuration, layers of the stages
+    "llama": (LLAMA, "3,2,1"),
+    "gpt2": (dict(vocab_size=1024, n_embd=32, n_layer=6, n_head=4, n_positions=96, initializer_range=0.3), "1,2,3"),
+    "qwen3": (dict(LLAMA, head_dim=16, tie_word_embeddings=True), "2,2,2"),
+    "mixtral": (dict(LLAMA, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True), "2,3,1"),
+    "mistral": (WINDOW, "1,4,1"),
+    "gemma2": (dict(WINDOW, query_pre_attn_scalar=8, tie_word_embeddings=False), "1,1,4"),  # one kind in two
+    "gemma3_text": (dict(WINDOW, query_pre_attn_scalar=8, tie_word_embeddings=False), "4,1,1"),
+    "opt": (dict(vocab_size=1024, hidden_size=32, ffn_dim=48, num_hidden_layers=6, num_attention_heads=4,
+                 max_position_embeddings=96, init_std=0.3), "3,2,1"),
+    "gpt_neox": (dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=6,
+                      num_attention_heads=4, max_position_embeddings=96, initializer_range=0.3), "2,2,2"),
+    "qwen3_next": (dict(LLAMA, layer_types=["linear_attention", "full_attention"] * 3, linear_num_value_heads=2,
+                        linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4,
+                        num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16), "2,2,2"),
+}
+QUICK = ("llama", "gpt2", "qwen3", "gemma2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One model of each kind, which sizes make say something else after each word."""
+    folder = tmp_path_factory.mktemp("models")
+    write_corpus(folder)
+    return folder
+
+
+def model_of(folder, kind: str):
+    if not (folder / kind).exists():
+        torch.manual_seed(0)
+        write_model(folder / kind, kind, "float32", **KINDS[kind][0])
+    return folder / kind
+
+
+def write(ranks: int, *words, check: bool = True, **options) -> subprocess.CompletedProcess:
+    """generate.py over so many ranks."""
+    modules = [f"transformers.models.{kind}.modeling_{kind}" for kind in QUICK]
+    return fork(9, ranks, *CPU, *words, script=SCRIPT, modules=["peft", *modules], check=check, timeout=100, **options)
+
+
+def prompts(words=PROMPTS) -> list[str]:
+    return [word for prompt in words for word in ("--prompt", prompt)]
+
+
+def texts(done) -> str:
+    """What it printed behind the table of the ranks."""
+    return re.split(r"^pipeline 0: .*\n", done.stdout, flags=re.MULTILINE)[-1]
+
+
+def in_one_process(path, adapter=None, **settings) -> str:
+    """The texts of transformers' generate()."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, written = AutoTokenizer.from_pretrained(path), ""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = PeftModel.from_pretrained(model, adapter) if adapter else model
+    for number, prompt in enumerate(PROMPTS):
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        torch.manual_seed(number)
+        settings = {"do_sample": False, **settings}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, pad_token_id=0, **settings)
+        written += tokenizer.decode(out[0], skip_special_tokens=True) + "\n"
+    return re.sub("\r\n?", "\n", written)  # as a file is read
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow)
+                                  for kind in KINDS])
+def test_the_texts_of_one_process(folder, kind):
+    """Greedy, five prompts of unlike length at once, longer than the windows of attention."""
+    path = model_of(folder, kind)
+    done = write(3, "--checkpoint", path, "--pipelines", KINDS[kind][1], *prompts(), "--max_new_tokens", NEW)
+    assert texts(done) == in_one_process(path)
+    assert len(set(texts(done)[-60:])) > 10, "a model that repeats one word would hide a wrong position"
+
+
+def test_drawn_texts(folder):
+    """By temperature and top_p, a prompt by itself says what it says beside others, and in one process."""
+    path = model_of(folder, "llama")
+    words = ["--checkpoint", path, "--temperature", 0.9, "--top_p", 0.8, "--max_new_tokens", NEW]
+    together = texts(write(3, *words, "--pipelines", "1,2,3", *prompts()))
+    assert together == in_one_process(path, do_sample=True, temperature=0.9, top_p=0.8) != in_one_process(path)
+    assert together.startswith(texts(write(2, *words, *prompts(PROMPTS[:1]))))
+    assert together == write(1, *words, *prompts()).stdout
+
+
+def adapter_of(folder, kind: str, **settings):
+    """An adapter that changes what the model says."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    path = folder / f"{kind}-adapter-{len(settings)}"
+    if not path.exists():
+        torch.manual_seed(1)
+        config = LoraConfig(task_type="CAUSAL_LM", r=4, **{"target_modules": "all-linear", **settings})
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_of(folder, kind)), config)
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.data.normal_(std=0.2)
+        model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("kind, settings", [("llama", {}), ("gpt2", {}), (
+    "llama", {"layers_to_transform": [1, 3], "target_modules": ["q_proj", "up_proj"]})])
+def test_an_adapter_beside_the_weights(folder, kind, settings):
+    path, adapter = model_of(folder, kind), adapter_of(folder, kind, **settings)
+    done = write(3, "--checkpoint", path, "--adapter", adapter, "--pipelines", "1,2,3", *prompts(),
+                 "--max_new_tokens", NEW)
+    assert texts(done) == in_one_process(path, adapter) != in_one_process(path)
+
+
+def on_disks(folder, ranks: int, *words, **options):
+    """A script of cluster/, each rank on a host with a disk of its own; the last one is the host that one types on."""
+    return fork(9, ranks, folder / "out", *words, script=ROOT / "tests" / "support" / "checkpoint_runs.py",
+                env={"HOSTS": str(folder / "disks"), "SLOW": "0"}, modules=["peft"], timeout=100, **options)
+
+
+@pytest.mark.parametrize("kind", ["weights", "adapter"])
+def test_a_run_on_disks_of_their_own(folder, tmp_path, kind):
+    """Neither disk has all files, and with an adapter only the last host has it."""
+    flags = flags_of(tmp_path, "run", model_of(folder, "llama"), dataset_name=folder / "corpus", checkpoint_dir="c",
+                     log_dir="runs", max_steps=2, save_every=2, dtype="float32", learning_rate=0.05,
+                     lora_rank=4 if kind == "adapter" else None)
+    on_disks(tmp_path, 3, TRAIN, *flags, "--num_microbatches", 2, "--pipelines", "3,2,1")
+    run, adapter = tmp_path / "disks" / "host2" / "c" / "run", None
+    [step] = run.glob("step_*")
+    if kind == "adapter":
+        adapter, path = step, folder / "llama"
+        assert not list((tmp_path / "disks" / "host0").rglob("adapter_model.safetensors"))
+    else:
+        path = shutil.copytree(step, tmp_path / "whole")
+        (step / "model-00001-of-00003.safetensors").unlink()
+        (step / "tokenizer.json").unlink()
+    flag = "--adapter" if adapter else "--checkpoint"
+    done = on_disks(tmp_path, 3, SCRIPT, *CPU, flag, "c/run", "--pipelines", "1,1,4", *prompts(), "--max_new_tokens",
+                    NEW)
+    assert texts(done) == in_one_process(path, adapter) != in_one_process(folder / "llama")
+
+
+def write_plan(folder, **changes):
+    pipelines = [{"machines": [2], "layers": [6], "num_microbatches": 1},
+                 {"machines": [1, 0], "layers": [2, 4], "num_microbatches": 1, **changes}]
+    plan = {"schedule": "1f1b", "pipelines": pipelines, "micro_batch_size": 1, "seq_len": 16, "dtype": "bfloat16",
+            "hosts": [socket.gethostname()] * 3, "model": {"num_hidden_layers": 6, "hidden_size": 32}}
+    path = folder / f"plan{len(changes)}.json"
+    path.write_text(json.dumps(plan))
+    return path
+
+
+def test_a_plan_of_two_pipelines(folder):
+    """The one with the host on which one types writes, in the plan's order; the others wait for its end."""
+    path, host = model_of(folder, "llama"), socket.gethostname()
+    done = write(3, "--checkpoint", path, "--plan", write_plan(folder), *prompts(), "--max_new_tokens", NEW)
+    assert texts(done) == in_one_process(path)
+    assert f"of the plan's 2 pipelines, that over {host}, {host} writes; the other machines are idle" in done.stdout
+    done = write(3, "--checkpoint", path, "--plan", write_plan(folder, tp_size=2, layers=[6]), *prompts(), check=False)
+    assert done.returncode == 2 and "has tensor-parallel stages, with which only the training works" in done.stderr
+
+
+def test_layers_by_memory(monkeypatch):
+    """The embedding and the head, of which each is worth four layers, count on the first and the last rank."""
+    model = types.SimpleNamespace()
+    monkeypatch.setattr(load, "parts_of", lambda model: (400, 100, 400, 12))
+    monkeypatch.setattr(load, "free_memory", lambda device: None)
+    for free, layers in ([8, 8, 8], [3, 7, 2]), ([16, 8, 8], [6, 5, 1]), ([8, 8, 1], [4, 7, 1]):
+        monkeypatch.setattr(load, "gather", lambda _: free)
+        assert load.layers_by_memory(model, None) == layers
+
+
+TEMPLATE = ("{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}")
+LINES = "Who are you?\n\n  And thén?\nWhy?\n"
+
+
+@pytest.fixture(scope="module")
+def chatty(folder):
+    """A model with a chat template."""
+    path = shutil.copytree(model_of(folder, "llama"), folder / "chatty")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+def start_chat(path, command: list, **options) -> subprocess.Popen:
+    words = [*command, *CPU, "--checkpoint", path, "--chat", "--max_new_tokens", 8]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(list(map(str, words)), env=environment(), start_new_session=True, **pipes, **options)
+
+
+@pytest.mark.slow
+def test_a_chat(chatty):
+    """Three turns, each with all that was said before, as in one process; and the end of the input."""
+    found, expected = (start_chat(chatty, command).communicate(LINES, timeout=100)[0].split(f"{ASKS}\n")[1]
+                       for command in (torchrun(3, SCRIPT), [sys.executable, SCRIPT]))
+    assert found == expected and len(found) > 20
+    silent = start_chat(chatty, torchrun(2, SCRIPT))
+    assert f"{socket.gethostname()} gets no line to answer" in silent.communicate("", timeout=100)[0]
+    assert silent.returncode == 1, "as torchrun ends"
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_in_a_chat(chatty, tmp_path):
+    """The others end at the next line, with one of their own; here without a torchrun that would end them at once."""
+    store = {**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29653", "WORLD_SIZE": "3"}
+    words = [sys.executable, SCRIPT, *CPU, "--checkpoint", chatty, "--chat", "--max_new_tokens", 8]
+    ranks = []
+    for rank in range(3):
+        variables = {**store, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3"}
+        with open(tmp_path / str(rank), "w") as output:
+            ranks.append(subprocess.Popen(list(map(str, words)), env=variables, stdin=subprocess.PIPE, stdout=output,
+                                          stderr=output, text=True))
+    assert eventually(lambda: ASKS in (tmp_path / "0").read_text(), 60)
+    ranks[0].stdin.write("Hello\n")
+    ranks[0].stdin.flush()
+    assert eventually(lambda: len((tmp_path / "0").read_text().split(ASKS)[1]) > 8)
+    ranks[2].kill()
+    with contextlib.suppress(BrokenPipeError):  # it was still writing the first answer
+        ranks[0].stdin.write("And now?\n")
+        ranks[0].stdin.flush()
+    assert ranks[0].wait(30) == ranks[1].wait(30) == 2
+    for rank in range(2):
+        [line] = re.findall("^error: .*", (tmp_path / str(rank)).read_text(), re.MULTILINE)
+        assert f"rank {rank} has lost another one" in line and "Traceback" not in (tmp_path / str(rank)).read_text()
+
+
+ECHO = f"""import sys
+print({ASKS!r}, flush=True)
+for line in sys.stdin.buffer:
+    print("got", line, flush=True)
+print("end", flush=True)
+"""
+
+
+def test_what_one_types_at_the_launcher(tmp_path):
+    """Goes to the host that asks for it, line by line as it is; its end, too."""
+    tools = make_tools(tmp_path)
+    (tmp_path / "echo.py").write_text(ECHO)
+    typed = "one\n\n two é \n".encode() + b"\xff\n" + b"x" * 200_000 + b"\nlast"
+    command = [ROOT / "cluster" / "launch_cluster.sh", write_hosts(tmp_path, f"a python={tools}/python"), "--",
+               tmp_path / "echo.py", "--chat"]
+    variables = environment(PATH=f"{tools}:{os.environ['PATH']}", PYTHON=sys.executable)
+    done = subprocess.run(list(map(str, command)), input=typed, env=variables, capture_output=True, timeout=60)
+    got = re.findall(r"a \| got (.*)", done.stdout.decode())
+    assert done.returncode == 0 and list(map(ast.literal_eval, got)) == typed.splitlines(keepends=True)
+    assert done.stdout.decode().endswith("a | end\n")
+
+
+@pytest.mark.parametrize("ranks, words, message", [
+    (3, ["--prompt", "word " * 90], "tokens, and with --max_new_tokens 24 it is more than the 96 positions"),
+    (3, ["--prompt", "We", "--adapter", "{gpt2}"], "is no adapter for this model"),
+    (3, ["--prompt", "We", "--adapter", "{fewer}"], "is no adapter for this model: "),
+    (3, ["--prompt", "We", "--pipelines", "3,3"], "need 2 processes, but 3 run"),
+    (3, ["--prompt", "We", "--pipelines", "3,2,2"], "have 7 together, but the model has 6"),
+    (7, ["--prompt", "We"], "the model has 6 decoder layers, and each of 7 processes needs at least one"),
+    (1, ["--prompt", "We", "--pipelines", "6"], "divide the model among several processes"),
+    (2, ["--prompt", "We", "--pipelines", "3,3", "--plan", "plan.json"], "leave out --pipelines"),
+    (2, ["--prompt", "We", "--plan", "nowhere.json"], "--plan 'nowhere.json' can't be read"),
+    (2, ["--adapter", "{gpt2}", "--merge_adapter", "out"], "--merge_adapter needs the whole model in one process"),
+    (2, ["--chat", "--prompt", "We"], "has no chat template"),
+    (2, ["--prompt", ""], "has no token"),
+    (3, ["--checkpoint", "{qwen3_next}", "--prompt", "We", "--pipelines", "1,2,3"], "has none of attention"),
+])
+def test_mistakes(folder, ranks, words, message):
+    """One clear line."""
+    names = {"gpt2": adapter_of(folder, "gpt2"),
+             "fewer": adapter_of(folder, "llama", layers_to_transform=[0], target_modules=["q_proj"], lora_alpha=4),
+             "qwen3_next": model_of(folder, "qwen3_next")}
+    if "{fewer}" in words:  # which says that it has all layers, as that of a model of one layer does
+        path = names["fewer"] / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "layers_to_transform": None}))
+    done = write(ranks, "--checkpoint", model_of(folder, "llama"), "--max_new_tokens", NEW,
+                 *(word.format(**names) for word in words), check=False)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert len(re.findall("^error: ", done.stderr, re.MULTILINE)) == 1, done.stderr
