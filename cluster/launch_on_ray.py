@@ -10,6 +10,7 @@ first rank that is lost ends all of them. The repository has to be at the same p
 
 import argparse
 import ctypes
+import math
 import os
 import signal
 import socket
@@ -85,21 +86,34 @@ def follow(started: list[tuple]) -> tuple[int, str]:
                 print(f"rank {running[stream]} | {said.rstrip()}", flush=True)
             elif (rank := running.pop(stream)) is not None and said:
                 failures.append((said, f"rank {rank} on {started[rank][1]}"))
-                deadline = deadline or time.monotonic() + SETTLE
+                wait = SETTLE if 0 < said < LOST else 0  # other ranks may be the cause, or say more
+                deadline = min(deadline or math.inf, time.monotonic() + wait)
     causes = [each for each in failures if each[0] == LOST] or [each for each in failures if each[0] < 0] or failures
     return (causes or [(0, "")])[0]  # a rank that misses another one fails as well, with exit code 1
 
 
-def attempt(args, need: dict[str, float], count: int) -> tuple[int, str]:
-    """Runs the script on as many workers as there is room for. Returns what follow() does."""
-    num_groups = min(args.num_workers // args.tp_size, room_for(need))
-    if not num_groups or count == 0 and num_groups * args.tp_size < args.num_workers:
-        sys.exit(f"error: the nodes have room for {num_groups * args.tp_size} workers of --num_workers "
-                 f"{args.num_workers}, --tp_size {args.tp_size} together with {need}: add nodes, or lower a flag")
-    group = ray.util.placement_group([need] * num_groups, strategy="PACK")
+def reserve(args, is_first: bool):
+    """A placement group for all workers; when started anew, for as many as the nodes that are left have room for."""
+    need = {"CPU": args.cpus_per_worker * args.tp_size}
+    if "GPU" in ray.cluster_resources():
+        need["GPU"] = args.tp_size
+    wanted, deadline = args.num_workers // args.tp_size, time.monotonic() + START
+    while time.monotonic() < deadline:  # that a node is gone is known after some seconds
+        num_groups = min(wanted, room_for(need))
+        if is_first and num_groups < wanted:
+            break
+        group = num_groups and ray.util.placement_group([need] * num_groups, strategy="PACK")
+        if group and group.wait(5):
+            return group
+        group and ray.util.remove_placement_group(group)
+    sys.exit(f"error: the nodes have room for {num_groups * args.tp_size} of --num_workers {args.num_workers}, where each "
+             f"{args.tp_size} need {need} of one node: add nodes, end other jobs, or lower a flag")
+
+
+def attempt(args, count: int) -> tuple[int, str]:
+    """Runs the script once. Returns what follow() does."""
+    group = reserve(args, count == 0)
     try:
-        if not group.wait(START):
-            sys.exit(f"error: other jobs hold what {num_groups * args.tp_size} workers need: end these, or wait")
         return follow(start(group, args, {
             "TORCHELASTIC_RUN_ID": ray.get_runtime_context().get_job_id(), "TORCHELASTIC_RESTART_COUNT": count,
             "TORCHELASTIC_MAX_RESTARTS": args.max_restarts}))
@@ -118,16 +132,16 @@ def main() -> None:
     parser.add_argument("script", nargs="+", help="from the root of the repository, with its flags, behind --")
     args = parser.parse_args()
     if args.tp_size < 1 or args.cpus_per_worker <= 0 or args.num_workers < 1 or args.num_workers % args.tp_size:
-        parser.error(f"--num_workers {args.num_workers} has to be a multiple of --tp_size {args.tp_size}, both above 0")
+        sys.exit(f"error: --num_workers {args.num_workers} has to be a multiple of --tp_size {args.tp_size}, both above 0")
     ray.init(log_to_driver=False, logging_level="warning")
-    gpu = {"GPU": float(args.tp_size)} if "GPU" in ray.cluster_resources() else {}
     for count in range(args.max_restarts + 1):
-        code, where = attempt(args, {"CPU": args.cpus_per_worker * args.tp_size} | gpu, count)
+        code, where = attempt(args, count)
         if code in (0, USER_ERROR):
             break
         how = f"has ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-        print(f"launch_on_ray: {where} {'is lost' if code == LOST else how}: all ranks have been ended, "
-              f"{args.max_restarts - count} of {args.max_restarts} restarts are left", file=sys.stderr, flush=True)
+        then = f"restart {count + 1} of {args.max_restarts}" if count < args.max_restarts else "no restart is left"
+        print(f"launch_on_ray: {where} {'is lost' if code == LOST else how}: all ranks have been ended, {then}",
+              file=sys.stderr, flush=True)
     sys.exit(code if code in (0, USER_ERROR) else 1)
 
 
