@@ -1,0 +1,138 @@
+"""What TorchX would submit, and the YAML files for Kubernetes and rented machines: loaded by those who would run them.
+
+None of it leaves this machine. SkyPilot needs older packages than the course, so .ci/run gives it an environment of its
+own, which has none of torch and TorchX.
+"""
+
+import os
+import subprocess
+
+import pytest
+from launch import ROOT
+
+FLAGS = ["--tp_size", "2", "--checkpoint_dir", "/shared/checkpoints"]
+JOB = ["-j", "2x8", "--cpu", "8", "--gpu", "8", "--mounts", "type=bind,src=/mnt/shared,dst=/shared", "--script",
+       "cluster/train_distributed.py", "--", *FLAGS]
+RUN = f"--nnodes 2 --nproc_per_node 8 --tee 3 --role '' cluster/train_distributed.py {' '.join(FLAGS)}"
+MISSING = "no {} here: pip install -c constraints.txt -e '.[engines]'"
+
+
+def rendered(scheduler: str, **cfg: str):
+    """What `torchx run --dryrun -s scheduler dist.ddp JOB` would submit, with the .torchxconfig of the root."""
+    pytest.importorskip("torchx", reason=MISSING.format("TorchX"))
+    from torchx.runner import get_runner
+    from torchx.runner.config import apply, load_sections
+
+    folders = [str(ROOT)]
+    with get_runner(component_defaults=load_sections("component", folders)) as runner:
+        apply(scheduler, cfg, folders)
+        return runner.dryrun_component("dist.ddp", JOB, scheduler, cfg=cfg, workspace=None).request
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch, tmp_path):
+    """No account of a cloud, and none of its own programs."""
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def test_slurm():
+    script = rendered("slurm").materialize()
+    assert script.count("#SBATCH --job-name") == 2 and script.count("#SBATCH hetjob") == 1
+    assert script.count("--ntasks-per-node=1 --cpus-per-task=8 --mem=16000 --gpus-per-task=8") == 2
+    assert script.replace("'\"'\"'", "'").count(RUN) == 2 and "SLURM_JOB_NODELIST_HET_GROUP_0" in script
+
+
+def test_kubernetes():
+    pytest.importorskip("kubernetes", reason=MISSING.format("kubernetes"))
+    job = rendered("kubernetes").resource["spec"]
+    assert job["queue"] == "default" and [task["replicas"] for task in job["tasks"]] == [1, 1]
+    for task in job["tasks"]:
+        pod = task["template"].spec
+        (container,) = pod.containers
+        assert container.image == "python:3.11-slim" and container.command[:2] == ["bash", "-c"]
+        assert container.command[2].endswith(RUN) and container.resources.limits["nvidia.com/gpu"] == "8"
+        (volume,) = [volume for volume in pod.volumes if volume.host_path]
+        assert volume.host_path.path == "/mnt/shared"
+        assert "/shared" in [mount.mount_path for mount in container.volume_mounts if mount.name == volume.name]
+
+
+def test_aws_batch():
+    pytest.importorskip("boto3", reason=MISSING.format("boto3"))
+    request = rendered("aws_batch")
+    nodes = request.job_def["nodeProperties"]
+    (group,) = nodes["nodeRangeProperties"]
+    container = group["container"]
+    assert request.queue == "default" and nodes["numNodes"] == 2 and group["targetNodes"] == "0:1"
+    assert container["image"] == "python:3.11-slim" and container["command"][-1].endswith(RUN)
+    assert {"type": "GPU", "value": "8"} in container["resourceRequirements"]
+    (mount,), (volume,) = container["mountPoints"], container["volumes"]
+    assert mount["containerPath"] == "/shared" and mount["sourceVolume"] == volume["name"]
+    assert volume["host"]["sourcePath"] == "/mnt/shared"
+
+
+def test_gcp_batch():
+    """TorchX has no mounts for it, so a checkpoint's folder would have to be in the image's own host."""
+    pytest.importorskip("google.cloud.batch_v1", reason=MISSING.format("google-cloud-batch"))
+    job = rendered("gcp_batch", project="none").job_def
+    (group,) = job.task_groups
+    container = group.task_spec.runnables[1].container
+    assert group.task_count == 2 and group.task_count_per_node == 1
+    assert container.image_uri == "python:3.11-slim" and container.commands[-1].endswith(RUN)
+    assert job.allocation_policy.instances[0].policy.machine_type == "a2-highgpu-8g"  # with eight GPUs
+
+
+def test_what_torchx_packs(tmp_path):
+    """A link to a folder, as in a virtual environment, would end it; what runs leave would go along."""
+    pytest.importorskip("torchx", reason=MISSING.format("TorchX"))
+    from torchx.workspace.dir_workspace import _copy_to_dir
+
+    here = tmp_path / "clone"
+    wanted = [here / "cluster" / "train_distributed.py", here / "assets" / "tiny_llama" / "config.json"]
+    left = [here / name / "file" for name in (".git", ".venv/lib", "runs/a", "logs", "checkpoints/a", "models",
+                                              "exercises/mine", "cluster/__pycache__", "tutorial.egg-info")]
+    for path in wanted + left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("text")
+    (here / ".venv" / "lib64").symlink_to("lib")
+    (here / ".torchxignore").write_text((ROOT / ".torchxignore").read_text())
+    _copy_to_dir(str(here), str(tmp_path / "packed"))
+    packed = {path.relative_to(tmp_path / "packed") for path in (tmp_path / "packed").rglob("*") if path.is_file()}
+    assert packed == {path.relative_to(here) for path in [*wanted, here / ".torchxignore"]}
+
+
+def test_the_trainjob():
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason=MISSING.format("kubeflow-trainer-api"))
+    yaml = pytest.importorskip("yaml")
+    words = yaml.safe_load((ROOT / "cluster" / "trainjob.yaml").read_text())
+    job = models.TrainerV1alpha1TrainJob.from_dict(words)
+    assert job.to_dict() == words  # a field that the models don't know is dropped
+    trainer = job.spec.trainer
+    assert (job.kind, job.spec.runtime_ref.name) == ("TrainJob", "torch-distributed")
+    assert (trainer.num_nodes, trainer.num_proc_per_node, trainer.command) == (2, 8, ["torchrun"])
+    assert trainer.resources_per_node.limits["nvidia.com/gpu"].actual_instance == "8"
+    (node,) = job.spec.runtime_patches[0].training_runtime_spec.template.spec.replicated_jobs
+    pod = node.template.spec.template.spec
+    assert pod.volumes[0].name == pod.containers[0].volume_mounts[0].name and node.name == pod.containers[0].name
+    shared = pod.containers[0].volume_mounts[0].mount_path
+    assert (ROOT / trainer.args[0]).is_file()
+    for flag in ("--checkpoint_dir", "--log_dir"):
+        assert trainer.args[trainer.args.index(flag) + 1].startswith(f"{shared}/")
+
+
+def test_the_rented_machines(tmp_path):
+    """The task as SkyPilot loads it, and what its command becomes on the second machine."""
+    sky = pytest.importorskip("sky", reason="no SkyPilot here: pip install skypilot, in an environment of its own")
+    task = sky.Task.from_yaml(str(ROOT / "cluster" / "skypilot.yaml"))
+    (resources,) = task.resources
+    assert task.num_nodes == 2 and resources.accelerators == {"H100": 8}
+    assert task.storage_mounts["/shared"].mode.value == "MOUNT_CACHED"
+    (tmp_path / "torchrun").write_text("#!/bin/sh\necho $@\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    machine = dict(SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_RANK="1", SKYPILOT_NUM_GPUS_PER_NODE="8",
+                   SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    said = subprocess.run(["bash", "-c", task.run], env={**task.envs, **machine}, capture_output=True, text=True).stdout
+    assert said.split() == (
+        "--nnodes 2 --node_rank 1 --nproc_per_node 8 --master_port 29500 --master_addr 10.0.0.1 "
+        "step8_pipeline_parallel_1f1b/train.py --tp_size 2 --pp_size 2 --dp_size 4 --micro_batch_size 2 "
+        "--dataset_name /shared/corpus --log_dir /shared/runs").split()
