@@ -30,19 +30,10 @@ RUNS = {  # name -> number of ranks, of which so many have to stay together, and
 }
 
 
-def mpirun(name: str) -> str:
-    """The path of Open MPI's or MPICH's mpirun, under the name that Debian gives it or its own."""
-    for program in (f"mpirun.{name.lower().replace(' ', '')}", "mpirun"):
-        if path := shutil.which(program):
-            said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
-            if {"Open MPI": "Open MPI", "MPICH": "HYDRA"}[name] in said:
-                return path
-    pytest.skip(f"no {name} here: apt-get install openmpi-bin mpich")
-
-
-def on_ray(num_ranks: int, neighbours: int, script: list, *more) -> list:
-    return [sys.executable, ROOT / "cluster" / "launch_on_ray.py", "--num_workers", num_ranks, "--tp_size", neighbours,
-            "--cpus_per_worker", "0.25" if num_ranks > 4 else "0.5", *more, "--", *script]
+def on_ray(num_ranks: int, neighbours: int, script: list, cpus: float, *more) -> list:
+    pytest.importorskip("ray", reason="no Ray here: pip install -c constraints.txt -e '.[engines]'")
+    return [sys.executable, "cluster/launch_on_ray.py", "--num_workers", num_ranks, "--tp_size", neighbours,
+            "--cpus_per_worker", cpus, *more, "--", *script]
 
 
 def command_line(launcher: str, num_ranks: int, neighbours: int, script: list) -> list:
@@ -50,14 +41,17 @@ def command_line(launcher: str, num_ranks: int, neighbours: int, script: list) -
     if launcher == "torchrun":
         return torchrun(num_ranks, *script)
     if launcher == "TorchX":
-        pytest.importorskip("torchx", reason="no TorchX here: pip install -e '.[engines]'")
-        return [BIN / "torchx", "run", "-s", "local_cwd", "dist.ddp", "-j", f"1x{num_ranks}", "--script", script[0], "--",
+        pytest.importorskip("torchx", reason="no TorchX here: pip install -c constraints.txt -e '.[engines]'")
+        return ["torchx", "run", "-s", "local_cwd", "dist.ddp", "-j", f"1x{num_ranks}", "--script", script[0], "--",
                 *script[1:]]
     if launcher == "Ray":
-        pytest.importorskip("ray", reason="no Ray here: pip install -e '.[engines]'")
-        return on_ray(num_ranks, neighbours, script)
+        return on_ray(num_ranks, neighbours, script, 0.25 if num_ranks > 4 else 0.5)
     root = ["--allow-run-as-root", "--oversubscribe"] if launcher == "Open MPI" else []
-    return [mpirun(launcher), *root, "-n", num_ranks, "cluster/mpi_rank.sh", *script]
+    for program in filter(shutil.which, (f"mpirun.{launcher.lower().replace(' ', '')}", "mpirun")):  # Debian's name first
+        said = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+        if {"Open MPI": "Open MPI", "MPICH": "HYDRA"}[launcher] in said:
+            return [program, *root, "-n", num_ranks, "cluster/mpi_rank.sh", *script]
+    pytest.skip(f"no {launcher} here: apt-get install openmpi-bin mpich")
 
 
 def train(folder: pathlib.Path, launcher: str, name: str, **env: str) -> list[float]:
@@ -112,91 +106,68 @@ def test_the_same_losses_on_three_nodes_of_ray(name, nodes, expected, tmp_path):
     assert train(tmp_path, "Ray", name, RAY_ADDRESS=nodes[0].address) == expected(name)
 
 
-def ranks_of(folder: pathlib.Path) -> dict[int, int]:
-    """rank -> pid of the processes that Ray's actors have started with this folder among their arguments."""
-    found = {}
-    for path in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            words, variables = ((path / name).read_bytes().decode(errors="replace").split("\0")
-                                for name in ("cmdline", "environ"))
-        except OSError:  # it has ended meanwhile
-            continue
-        if str(folder / "logs") in words and (rank := [text[5:] for text in variables if text.startswith("RANK=")]):
-            found[int(rank[0])] = int(path.name)
-    return found
-
-
 class Ray(Command):
     """train_distributed.py on three workers, which Ray places on two nodes at least. Its steps take some 0.3 s."""
 
     FLAGS = ["--dtype", "float64", "--device", "cpu", "--batch_size", "1", "--equal_shares", "--max_steps", "30"]
 
     def __init__(self, cluster, folder: pathlib.Path, max_restarts: int):
+        self.logs, self.rows = folder / "logs", folder / "logs" / "run" / "metrics.jsonl"
         script = [TRAIN[0], *self.FLAGS, "--gradient_accumulation", "4", "--save_every", "2", "--resume", "auto",
-                  "--log_dir", folder / "logs", "--run_name", "run", "--checkpoint_dir", folder / "checkpoints"]
-        super().__init__(on_ray(3, 1, script, "--cpus_per_worker", "1", "--max_restarts", max_restarts), folder,
-                         RAY_ADDRESS=cluster.address)
-        self.rows, self.folder = folder / "logs" / "run" / "metrics.jsonl", folder
+                  "--log_dir", self.logs, "--run_name", "run", "--checkpoint_dir", folder / "checkpoints"]
+        super().__init__(on_ray(3, 1, script, 1, "--max_restarts", max_restarts), folder, RAY_ADDRESS=cluster.address)
 
-    def lost(self) -> list[str]:
-        """The line of each loss, which comes when no process of the run is left."""
-        return re.findall("launch_on_ray: (rank .*)", self.output())
+    def pids(self) -> list[int]:
+        """Of the ranks, which are children of Ray's actors."""
+        pattern = f"^[^ ]*python[^ ]* {TRAIN[0]} .*{self.logs}"
+        return list(map(int, subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True).stdout.split()))
 
-    def loses(self, number: int, lose, *args) -> None:
-        """Within 20 s of lose(*args), one more line says so, and all ranks have ended."""
-        lose(*args)
-        assert eventually(lambda: len(self.lost()) == number, 20), self.output()
-
-
-def remove(cluster, nodes: list) -> None:
-    for node in nodes:
-        cluster.remove_node(node, allow_graceful=False)
+    def loses(self, step: int, lose) -> str:
+        """The line that says so, within 20 s of lose(), after which no process of the attempt is left."""
+        self.wait_for_step(self.rows, step)
+        before, pids = self.output().count("launch_on_ray:"), self.pids()
+        lose()
+        assert eventually(lambda: self.output().count("launch_on_ray:") > before, 20), self.output()
+        assert len(pids) > 1 and eventually(lambda: not set(pids) & set(self.pids()), 5)
+        return re.findall("launch_on_ray: (.*)", self.output())[before]
 
 
 @pytest.mark.slow
-def test_without_restarts_a_killed_worker_ends_all(nodes, tmp_path):
-    run = Ray(nodes[0], tmp_path, 0)
+def test_a_lost_worker_ends_all_and_the_rest_goes_on(nodes, tmp_path):
+    """A rank is killed; then two of three nodes are lost: the losses are those of a run that loses nothing; then a rank
+    again, of a run without restarts.
+    """
+    (cluster, small), runs = nodes, []
     try:
-        run.wait_for_step(run.rows, 2)
-        run.loses(1, os.kill, ranks_of(tmp_path)[1], signal.SIGKILL)
-        assert eventually(lambda: run.process.poll() == 1 and not ranks_of(tmp_path), 5), run.output()
-        assert re.search(r"rank 1 on \S+ was killed by SIGKILL: all ranks have been ended, 0 restarts are left", run.lost()[0])
+        for folder, restarts in (("first", 2), ("second", 0)):
+            (tmp_path / folder).mkdir()
+            runs.append(run := Ray(cluster, tmp_path / folder, restarts))
+            said = run.loses(4, lambda: os.kill(run.pids()[-1], signal.SIGKILL))
+            assert re.fullmatch(rf"rank \d on \S+ was killed by SIGKILL: all ranks .*, {restarts} restarts are left", said)
+            if restarts:
+                said = run.loses(8, lambda: [cluster.remove_node(node, allow_graceful=False) for node in small])
+                assert re.fullmatch(r"rank \d on \S+ is lost: all ranks have been ended, 1 restarts are left", said)
+            assert eventually(lambda: run.process.poll() is not None, 150) and not run.pids(), run.output()
+            assert run.process.returncode == (0 if restarts else 1), run.output()
+            small[:] = [cluster.add_node(num_cpus=1) for _ in small] if restarts else small
     finally:
-        run.kill()
-
-
-@pytest.mark.slow
-def test_with_restarts_it_goes_on_with_what_is_left(nodes, tmp_path):
-    """A worker is killed, then two of three nodes are removed: the losses are those of a run that loses nothing."""
-    cluster, small = nodes
-    run = Ray(cluster, tmp_path, 2)
-    try:
-        run.wait_for_step(run.rows, 4)
-        run.loses(1, os.kill, ranks_of(tmp_path)[1], signal.SIGKILL)
-        run.wait_for_step(run.rows, 8)
-        run.loses(2, remove, cluster, small)
-        assert "is lost: all ranks have been ended, 1 restarts are left" in run.lost()[1], run.output()
-        assert eventually(lambda: run.process.poll() is not None, 120) and run.process.returncode == 0, run.output()
-        assert not ranks_of(tmp_path)
-    finally:
-        run.kill()
-        small[:] = [cluster.add_node(num_cpus=1) for _ in small]
+        for run in runs:
+            run.kill()
     fork(9, 1, *Ray.FLAGS, "--gradient_accumulation", "12", "--log_dir", tmp_path / "one", "--run_name", "run",
          "--checkpoint_dir", tmp_path / "c", script=ROOT / TRAIN[0])
-    rows, expected = metrics(tmp_path / "logs", "run"), metrics(tmp_path / "one", "run")
+    rows, expected = metrics(runs[0].logs, "run"), metrics(tmp_path / "one", "run")
     assert [row["step"] for row in rows] == list(range(1, 31))
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(rows, expected)) <= 1e-9
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--num_workers", "9", "--"], "room for 8 of 9 groups of --tp_size neighbours"),
-    (["--num_workers", "4", "--tp_size", "3", "--"], "--num_workers 4 has to be a multiple of --tp_size 3"),
-    (["--num_workers", "2", "--", "step8_pipeline_parallel_1f1b/train.py", "--pp_size", "3"], "needs 3 processes, but 2"),
+    ("--num_workers 9 -- train.py", "room for 8 of 9 groups of --tp_size neighbours"),
+    ("--num_workers 4 --tp_size 3 -- train.py", "--num_workers 4 has to be a multiple of --tp_size 3"),
+    ("--num_workers 2 -- step8_pipeline_parallel_1f1b/train.py --pp_size 3", "needs 3 processes, but 2 run"),
 ])
 @pytest.mark.slow
 def test_mistakes_on_ray(flags, message, nodes):
-    words = [sys.executable, "cluster/launch_on_ray.py", "--cpus_per_worker", "0.5", "--max_restarts", "3", *flags]
-    words += [] if "step8_pipeline_parallel_1f1b/train.py" in words else ["train.py"]
+    words = [sys.executable, "cluster/launch_on_ray.py", "--cpus_per_worker", "0.5", "--max_restarts", "3", *flags.split()]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60,
                           env=environment(RAY_ADDRESS=nodes[0].address))
     said = done.stdout + done.stderr

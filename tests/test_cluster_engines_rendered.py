@@ -10,76 +10,44 @@ import subprocess
 import pytest
 from launch import ROOT
 
-FLAGS = ["--tp_size", "2", "--checkpoint_dir", "/shared/checkpoints"]
-JOB = ["-j", "2x8", "--cpu", "8", "--gpu", "8", "--mounts", "type=bind,src=/mnt/shared,dst=/shared", "--script",
-       "cluster/train_distributed.py", "--", *FLAGS]
-RUN = f"--nnodes 2 --nproc_per_node 8 --tee 3 --role '' cluster/train_distributed.py {' '.join(FLAGS)}"
+FLAGS = "--tp_size 2 --checkpoint_dir /shared/checkpoints"
+JOB = ("-j 2x8 --cpu 8 --gpu 8 --mounts type=bind,src=/mnt/shared,dst=/shared "
+       f"--script cluster/train_distributed.py -- {FLAGS}")
+RUN = f"--nnodes 2 --nproc_per_node 8 --tee 3 --role '' cluster/train_distributed.py {FLAGS}"
 MISSING = "no {} here: pip install -c constraints.txt -e '.[engines]'"
 
 
-def rendered(scheduler: str, **cfg: str):
-    """What `torchx run --dryrun -s scheduler dist.ddp JOB` would submit, with the .torchxconfig of the root."""
-    pytest.importorskip("torchx", reason=MISSING.format("TorchX"))
+@pytest.mark.parametrize("scheduler, package, wanted", [  # wanted: text -> how often it is in what is submitted
+    ("slurm", "torchx", {RUN: 2, "#SBATCH hetjob": 1, "#SBATCH --job-name": 2, "HET_GROUP_0:=": 2,
+                         "--ntasks-per-node=1 --cpus-per-task=8 --mem=16000 --gpus-per-task=8": 2}),
+    ("kubernetes", "kubernetes", {RUN: 2, "queue: default": 1, "replicas: 1": 2, "image: python:3.11-slim": 2,
+                                  "limits: cpu: 8000m memory: 16000M nvidia.com/gpu: '8'": 2,
+                                  "hostPath: path: /mnt/shared name: mount-0": 2,
+                                  "mountPath: /shared name: mount-0": 2}),
+    ("aws_batch", "boto3", {RUN: 1, "queue: default": 1, "numNodes: 2": 1, "targetNodes: 0:1": 1, "type: multinode": 1,
+                            "image: python:3.11-slim": 1, "type: GPU value: '8'": 1,
+                            "host: sourcePath: /mnt/shared name: mount_0": 1,
+                            "containerPath: /shared readOnly: false sourceVolume: mount_0": 1}),
+    ("gcp_batch", "google.cloud.batch_v1", {  # TorchX mounts nothing there
+        RUN: 1, "task_count: 2": 1, "task_count_per_node: 1": 1, 'image_uri: "python:3.11-slim"': 1,
+        'machine_type: "a2-highgpu-8g"': 1}),  # with eight GPUs
+])
+def test_what_torchx_submits(scheduler, package, wanted, monkeypatch, tmp_path):
+    """By `torchx run --dryrun -s scheduler dist.ddp JOB`, with the .torchxconfig of the root."""
+    for name in ("torchx", package):
+        pytest.importorskip(name, reason=MISSING.format(name))
     from torchx.runner import get_runner
     from torchx.runner.config import apply, load_sections
 
-    folders = [str(ROOT)]
-    with get_runner(component_defaults=load_sections("component", folders)) as runner:
-        apply(scheduler, cfg, folders)
-        return runner.dryrun_component("dist.ddp", JOB, scheduler, cfg=cfg, workspace=None).request
-
-
-@pytest.fixture(autouse=True)
-def nobody(monkeypatch, tmp_path):
-    """No account of a cloud, and none of its own programs."""
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("HOME", str(tmp_path))
-
-
-def test_slurm():
-    script = rendered("slurm").materialize()
-    assert script.count("#SBATCH --job-name") == 2 and script.count("#SBATCH hetjob") == 1
-    assert script.count("--ntasks-per-node=1 --cpus-per-task=8 --mem=16000 --gpus-per-task=8") == 2
-    assert script.replace("'\"'\"'", "'").count(RUN) == 2 and "SLURM_JOB_NODELIST_HET_GROUP_0" in script
-
-
-def test_kubernetes():
-    pytest.importorskip("kubernetes", reason=MISSING.format("kubernetes"))
-    job = rendered("kubernetes").resource["spec"]
-    assert job["queue"] == "default" and [task["replicas"] for task in job["tasks"]] == [1, 1]
-    for task in job["tasks"]:
-        pod = task["template"].spec
-        (container,) = pod.containers
-        assert container.image == "python:3.11-slim" and container.command[:2] == ["bash", "-c"]
-        assert container.command[2].endswith(RUN) and container.resources.limits["nvidia.com/gpu"] == "8"
-        (volume,) = [volume for volume in pod.volumes if volume.host_path]
-        assert volume.host_path.path == "/mnt/shared"
-        assert "/shared" in [mount.mount_path for mount in container.volume_mounts if mount.name == volume.name]
-
-
-def test_aws_batch():
-    pytest.importorskip("boto3", reason=MISSING.format("boto3"))
-    request = rendered("aws_batch")
-    nodes = request.job_def["nodeProperties"]
-    (group,) = nodes["nodeRangeProperties"]
-    container = group["container"]
-    assert request.queue == "default" and nodes["numNodes"] == 2 and group["targetNodes"] == "0:1"
-    assert container["image"] == "python:3.11-slim" and container["command"][-1].endswith(RUN)
-    assert {"type": "GPU", "value": "8"} in container["resourceRequirements"]
-    (mount,), (volume,) = container["mountPoints"], container["volumes"]
-    assert mount["containerPath"] == "/shared" and mount["sourceVolume"] == volume["name"]
-    assert volume["host"]["sourcePath"] == "/mnt/shared"
-
-
-def test_gcp_batch():
-    """TorchX has no mounts for it, so a checkpoint's folder would have to be in the image's own host."""
-    pytest.importorskip("google.cloud.batch_v1", reason=MISSING.format("google-cloud-batch"))
-    job = rendered("gcp_batch", project="none").job_def
-    (group,) = job.task_groups
-    container = group.task_spec.runnables[1].container
-    assert group.task_count == 2 and group.task_count_per_node == 1
-    assert container.image_uri == "python:3.11-slim" and container.commands[-1].endswith(RUN)
-    assert job.allocation_policy.instances[0].policy.machine_type == "a2-highgpu-8g"  # with eight GPUs
+    monkeypatch.setenv("HOME", str(tmp_path))  # with nobody's account
+    cfg = {"project": "none"} if scheduler == "gcp_batch" else {}
+    with get_runner(component_defaults=load_sections("component", [str(ROOT)])) as runner:
+        apply(scheduler, cfg, [str(ROOT)])
+        request = runner.dryrun_component("dist.ddp", JOB.split(), scheduler, cfg=cfg, workspace=None).request
+    text = str(request.job_def if scheduler == "gcp_batch" else request)
+    text = " ".join(text.replace("'\"'\"'", "'").replace("\\'", "'").split())
+    assert {each: text.count(each) for each in wanted} == wanted, text
 
 
 def test_what_torchx_packs(tmp_path):
