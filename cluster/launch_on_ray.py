@@ -23,7 +23,7 @@ except ImportError:
     sys.exit("error: launch_on_ray.py needs Ray: pip install -c constraints.txt -e '.[engines]'")
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SETTLE, START = 3.0, 60.0  # seconds: further ranks may say why they failed; workers have to start
+SETTLE = 3.0  # seconds in which further ranks may say why they failed
 LOST, USER_ERROR = 256, 2  # exit codes: of a rank whose node or actor is gone; of a script that was started wrongly
 
 
@@ -65,7 +65,7 @@ def start(group, tp_size: int, words: list[str], variables: dict) -> list[tuple]
     need = {f"num_{name.lower()}s": count / tp_size for name, count in group.bundle_specs[0].items()}
     workers = [Worker.options(placement_group=group, placement_group_bundle_index=i, **need).remote()
                for i in range(group.bundle_count) for _ in range(tp_size)]
-    places = ray.get([worker.place.remote() for worker in workers], timeout=START)
+    places = ray.get([worker.place.remote() for worker in workers])
     ranks = sorted(zip(places, workers), key=lambda rank: rank[0][0])  # which keeps the ranks of a group together
     nodes, started = [place[0] for place, _ in ranks], []
     for rank, ((node, address, _, _), worker) in enumerate(ranks):
@@ -94,8 +94,8 @@ def follow(started: list[tuple]) -> tuple[int, str]:
                 how = f"was killed by {signal.Signals(-said).name}" if said < 0 else how
                 failures.append((said, f"rank {rank} on {started[rank][1]} {how}"))
                 deadline = min(deadline, time.monotonic() + (SETTLE if 0 < said < LOST else 0))
-    # A rank that misses another one fails as well: a loss is the cause, else what failed first.
-    return min(failures, key=lambda failure: 0 < failure[0] < LOST, default=(0, ""))
+    # A rank that misses another one fails as well, with exit code 1: a loss is the cause, else an error of the user.
+    return min(failures, key=lambda failure: (0 < failure[0] < LOST) + (failure[0] == 1), default=(0, ""))
 
 
 def main() -> None:
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("script", nargs="+", help="from the root of the repository, with its flags, behind --")
     args = parser.parse_args()
     if min(args.num_workers, args.tp_size, args.cpus_per_worker) <= 0 or args.num_workers % args.tp_size:
-        sys.exit(f"error: --num_workers {args.num_workers} has to be a multiple of --tp_size {args.tp_size}, all above 0")
+        sys.exit(f"error: --num_workers {args.num_workers} must be a multiple of --tp_size {args.tp_size}, all above 0")
     ray.init(log_to_driver=False, logging_level="warning")
     need = {"CPU": args.cpus_per_worker * args.tp_size}
     need |= {"GPU": args.tp_size} if "GPU" in ray.cluster_resources() else {}
@@ -118,7 +118,7 @@ def main() -> None:
                 "TORCHELASTIC_RUN_ID": ray.get_runtime_context().get_job_id(),
                 "TORCHELASTIC_MAX_RESTARTS": args.max_restarts}))
         except ray.exceptions.RayError as error:
-            code, what = LOST, f"a worker did not start ({type(error).__name__})"
+            code, what = LOST, f"a worker did not start ({str(error).splitlines()[0]})"
         ray.util.remove_placement_group(group)  # which ends its actors, and with them the scripts
         if code in (0, USER_ERROR):
             sys.exit(code)

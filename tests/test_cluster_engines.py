@@ -18,13 +18,13 @@ from launch import ROOT, environment, fork, losses, metrics, torchrun
 from processes import Command, eventually
 
 BIN = pathlib.Path(sys.executable).parent
-COMMON = ["--dtype", "float64", "--device", "cpu", "--num_hidden_layers", "2", "--seq_len", "16"]
+COMMON = "--dtype float64 --device cpu --num_hidden_layers 2 --seq_len 16".split()
 TRAIN = ["cluster/train_distributed.py", *COMMON, "--batch_size", "1", "--equal_shares"]
 RUNS = {  # name -> number of ranks, of which so many have to stay together, and scripts that run one after the other
-    "step 8": (8, 2, [["step8_pipeline_parallel_1f1b/train.py", *COMMON, "--tp_size", "2", "--pp_size", "2", "--dp_size",
-                       "2", "--micro_batch_size", "1", "--gradient_accumulation_steps", "2", "--max_tokens", "192"]]),
-    "step 9": (3, 1, [["step9_heterogeneous_pp/train.py", *COMMON, "--pipelines", "2;1,1", "--num_microbatches", "2,2",
-                       "--micro_batch_size", "1", "--max_tokens", "192"]]),
+    "step 8": (8, 2, [["step8_pipeline_parallel_1f1b/train.py", *COMMON, *"--tp_size 2 --pp_size 2 --dp_size 2".split(),
+                       *"--micro_batch_size 1 --gradient_accumulation_steps 2 --max_tokens 192".split()]]),
+    "step 9": (3, 1, [["step9_heterogeneous_pp/train.py", *COMMON, "--pipelines", "2;1,1",
+                       *"--num_microbatches 2,2 --micro_batch_size 1 --max_tokens 192".split()]]),
     "resume": (3, 1, [[*TRAIN, "--gradient_accumulation", "2", "--max_steps", steps, "--resume", "auto"]
                       for steps in ("2", "4")]),
 }
@@ -47,7 +47,7 @@ def command_line(launcher: str, num_ranks: int, neighbours: int, script: list) -
     if launcher == "Ray":
         return on_ray(num_ranks, neighbours, script, 0.25 if num_ranks > 4 else 0.5)
     root = ["--allow-run-as-root", "--oversubscribe"] if launcher == "Open MPI" else []
-    for program in filter(shutil.which, (f"mpirun.{launcher.lower().replace(' ', '')}", "mpirun")):  # Debian's name first
+    for program in filter(shutil.which, (f"mpirun.{launcher.lower().replace(' ', '')}", "mpirun")):
         said = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
         if {"Open MPI": "Open MPI", "MPICH": "HYDRA"}[launcher] in said:
             return [program, *root, "-n", num_ranks, "cluster/mpi_rank.sh", *script]
@@ -143,7 +143,7 @@ def test_a_lost_worker_ends_all_and_the_rest_goes_on(nodes, tmp_path):
             (tmp_path / folder).mkdir()
             runs.append(run := Ray(cluster, tmp_path / folder, restarts))
             said = run.loses(4, lambda: os.kill(run.pids()[-1], signal.SIGKILL))
-            assert re.fullmatch(rf"rank \d on \S+ was killed by SIGKILL: all ranks .*, {restarts} restarts are left", said)
+            assert re.fullmatch(rf"rank \d on \S+ was killed by SIGKILL: all .*, {restarts} restarts are left", said)
             if restarts:
                 said = run.loses(8, lambda: [cluster.remove_node(node, allow_graceful=False) for node in small])
                 assert re.fullmatch(r"rank \d on \S+ is lost: all ranks have been ended, 1 restarts are left", said)
@@ -162,13 +162,13 @@ def test_a_lost_worker_ends_all_and_the_rest_goes_on(nodes, tmp_path):
 
 @pytest.mark.parametrize("flags, message", [
     ("--num_workers 9 -- train.py", "room for 8 of 9 groups of --tp_size neighbours"),
-    ("--num_workers 4 --tp_size 3 -- train.py", "--num_workers 4 has to be a multiple of --tp_size 3"),
+    ("--num_workers 4 --tp_size 3 -- train.py", "--num_workers 4 must be a multiple of --tp_size 3"),
     ("--num_workers 2 -- step8_pipeline_parallel_1f1b/train.py --pp_size 3", "needs 3 processes, but 2 run"),
 ])
 @pytest.mark.slow
 def test_mistakes_on_ray(flags, message, nodes):
-    words = [sys.executable, "cluster/launch_on_ray.py", "--cpus_per_worker", "0.5", "--max_restarts", "3", *flags.split()]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60,
+    words = f"{sys.executable} cluster/launch_on_ray.py --cpus_per_worker 0.5 --max_restarts 3 {flags}"
+    done = subprocess.run(words.split(), cwd=ROOT, capture_output=True, text=True, timeout=60,
                           env=environment(RAY_ADDRESS=nodes[0].address))
     said = done.stdout + done.stderr
     assert done.returncode and message in said and "Traceback" not in said and "restarts are" not in said, said

@@ -55,37 +55,36 @@ def test_what_torchx_packs(tmp_path):
     pytest.importorskip("torchx", reason=MISSING.format("TorchX"))
     from torchx.workspace.dir_workspace import _copy_to_dir
 
-    here = tmp_path / "clone"
-    wanted = [here / "cluster" / "train_distributed.py", here / "assets" / "tiny_llama" / "config.json"]
-    left = [here / name / "file" for name in (".git", ".venv/lib", "runs/a", "logs", "checkpoints/a", "models",
-                                              "exercises/mine", "cluster/__pycache__", "tutorial.egg-info")]
-    for path in wanted + left:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("text")
+    here, packed = tmp_path / "clone", tmp_path / "packed"
+    wanted = ["cluster/train_distributed.py", "assets/tiny_llama/config.json"]
+    left = [".git/a", ".venv/lib/a", "runs/a/b", "logs/a", "checkpoints/a/b", "models/a", "exercises/mine/a",
+            "cluster/__pycache__/a", "tutorial.egg-info/a"]
+    for name in wanted + left:
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text("text")
     (here / ".venv" / "lib64").symlink_to("lib")
     (here / ".torchxignore").write_text((ROOT / ".torchxignore").read_text())
-    _copy_to_dir(str(here), str(tmp_path / "packed"))
-    packed = {path.relative_to(tmp_path / "packed") for path in (tmp_path / "packed").rglob("*") if path.is_file()}
-    assert packed == {path.relative_to(here) for path in [*wanted, here / ".torchxignore"]}
+    _copy_to_dir(str(here), str(packed))
+    found = {str(path.relative_to(packed)) for path in packed.rglob("*") if path.is_file()}
+    assert found == {*wanted, ".torchxignore"}
 
 
 def test_the_trainjob():
     models = pytest.importorskip("kubeflow_trainer_api.models", reason=MISSING.format("kubeflow-trainer-api"))
     yaml = pytest.importorskip("yaml")
     words = yaml.safe_load((ROOT / "cluster" / "trainjob.yaml").read_text())
-    job = models.TrainerV1alpha1TrainJob.from_dict(words)
-    assert job.to_dict() == words  # a field that the models don't know is dropped
-    trainer = job.spec.trainer
-    assert (job.kind, job.spec.runtime_ref.name) == ("TrainJob", "torch-distributed")
-    assert (trainer.num_nodes, trainer.num_proc_per_node, trainer.command) == (2, 8, ["torchrun"])
-    assert trainer.resources_per_node.limits["nvidia.com/gpu"].actual_instance == "8"
-    (node,) = job.spec.runtime_patches[0].training_runtime_spec.template.spec.replicated_jobs
-    pod = node.template.spec.template.spec
-    assert pod.volumes[0].name == pod.containers[0].volume_mounts[0].name and node.name == pod.containers[0].name
-    shared = pod.containers[0].volume_mounts[0].mount_path
-    assert (ROOT / trainer.args[0]).is_file()
-    for flag in ("--checkpoint_dir", "--log_dir"):
-        assert trainer.args[trainer.args.index(flag) + 1].startswith(f"{shared}/")
+    assert models.TrainerV1alpha1TrainJob.from_dict(words).to_dict() == words  # what they don't know is dropped
+    spec = words["spec"]
+    trainer, args = spec["trainer"], spec["trainer"]["args"]
+    assert (words["kind"], spec["runtimeRef"]["name"]) == ("TrainJob", "torch-distributed")
+    assert (trainer["numNodes"], trainer["numProcPerNode"], trainer["command"]) == (2, 8, ["torchrun"])
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == "8" and (ROOT / args[0]).is_file()
+    (node,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    (volume,), (container,) = pod["volumes"], pod["containers"]
+    assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/shared"}]
+    assert "persistentVolumeClaim" in volume and node["name"] == container["name"] == "node"
+    assert all(args[args.index(flag) + 1].startswith("/shared/") for flag in ("--checkpoint_dir", "--log_dir"))
 
 
 def test_the_rented_machines(tmp_path):
