@@ -20,14 +20,13 @@ import time
 try:
     import ray
 except ImportError:
-    sys.exit("error: launch_on_ray.py needs Ray: pip install -c constraints.txt -e '.[engines]'")
+    ray = None
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SETTLE = 3.0  # seconds in which further ranks may say why they failed
 LOST, USER_ERROR = 256, 2  # exit codes: of a rank whose node or actor is gone; of a script that was started wrongly
 
 
-@ray.remote
 class Worker:
     def place(self) -> tuple[str, str, int, list]:
         """Its node, the node's address, a port that is free there, and the GPUs that Ray has given to this rank."""
@@ -63,7 +62,7 @@ def reserve(num_groups: int, need: dict[str, float], is_first: bool):
 def start(group, tp_size: int, words: list[str], variables: dict) -> list[tuple]:
     """(actor, its node's address, its output) of each rank, node by node. A bundle is one tensor-parallel group."""
     need = {f"num_{name.lower()}s": count / tp_size for name, count in group.bundle_specs[0].items()}
-    workers = [Worker.options(placement_group=group, placement_group_bundle_index=i, **need).remote()
+    workers = [ray.remote(Worker).options(placement_group=group, placement_group_bundle_index=i, **need).remote()
                for i in range(group.bundle_count) for _ in range(tp_size)]
     places = ray.get([worker.place.remote() for worker in workers])
     ranks = sorted(zip(places, workers), key=lambda rank: rank[0][0])  # which keeps the ranks of a group together
@@ -108,6 +107,8 @@ def main() -> None:
     args = parser.parse_args()
     if min(args.num_workers, args.tp_size, args.cpus_per_worker) <= 0 or args.num_workers % args.tp_size:
         sys.exit(f"error: --num_workers {args.num_workers} must be a multiple of --tp_size {args.tp_size}, all above 0")
+    if ray is None:
+        sys.exit("error: launch_on_ray.py needs Ray: pip install -c constraints.txt -e '.[engines]'")
     ray.init(log_to_driver=False, logging_level="warning")
     need = {"CPU": args.cpus_per_worker * args.tp_size}
     need |= {"GPU": args.tp_size} if "GPU" in ray.cluster_resources() else {}

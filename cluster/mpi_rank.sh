@@ -6,6 +6,10 @@
 # Open MPI and MPICH number the processes under names of their own. On several hosts, give all processes MASTER_ADDR, the
 # first host's name: mpirun -x MASTER_ADDR=node0 (Open MPI), mpirun -genv MASTER_ADDR node0 (MPICH).
 set -euo pipefail
+if [[ ${1:-} == --help ]]; then
+    sed -n '2,$s/^# \{0,1\}//p' "$0"
+    exit
+fi
 export RANK=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-}} WORLD_SIZE=${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-}}
 export LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-}}
 export LOCAL_WORLD_SIZE=${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-}}
