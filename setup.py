@@ -3,6 +3,8 @@
 from setuptools import setup
 
 FINETUNE = ["peft>=0.18", "gguf>=0.18"]  # gguf: for tools/get_smollm2.py
+ENGINES = ["torchx==0.7.0", "ray>=2.50", "kubernetes>=30", "boto3>=1.34", "google-cloud-batch>=0.17",
+           "kubeflow-trainer-api>=2.3"]
 DOCS = ["markdown-it-py>=3.0", "pygments>=2.17", "jinja2>=3.1"]
 
 setup(
@@ -28,5 +30,6 @@ setup(
         "finetune": FINETUNE,
         "test": ["pytest>=8", "matplotlib>=3.8", "tensorboard>=2.17", "py-spy>=0.4", *FINETUNE, *DOCS],
         "docs": DOCS,
+        "engines": ENGINES,
     },
 )
