@@ -27,8 +27,10 @@ import torch.nn as nn
 
 import process_group_manager as pgm
 from checkpoints.pieces import peft_name
+from hf_tensor_parallel import RowParallel, SharedByHeads
 from machine_facts import gather, say
 from pipeline_template import listed_modules
+from tensor_parallel import Reduce, split_parameter
 from utils import UserError, number, positive_float, positive_int
 
 RATE = 2e-4  # the default learning rate
@@ -54,9 +56,12 @@ def check_lora_flags(args) -> None:
     for flag in ("from_scratch", "local_steps"):
         if getattr(args, flag, None):
             raise UserError(f"--{flag} is for training all weights: leave it out, or --lora_rank")
-    if max(args.tp_size) > 1:
+    if len(set(args.tp_size)) > 1:
         raise UserError(f"--tp_size {';'.join(map(str, args.tp_size))} with --lora_rank: adapters are not split over "
-                        "tensor-parallel ranks; use --pipelines to divide the model")
+                        "pipelines that differ in their tp_size: give one number for all")
+    if max(args.tp_size) > 1 and args.lora_dropout:
+        raise UserError(f"--tp_size {args.tp_size[0]} with --lora_dropout {args.lora_dropout}: tensor-parallel ranks "
+                        "would drop other numbers than one rank does: leave out one of the two")
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
 
 
@@ -100,9 +105,13 @@ class Lora:
             task_type=TaskType.CAUSAL_LM, base_model_name_or_path=os.path.abspath(args.model_name) if os.path.isdir(
                 args.model_name) else args.model_name, r=args.lora_rank, lora_alpha=args.lora_alpha,
             lora_dropout=args.lora_dropout, target_modules=leaves, inference_mode=False)
-        self.names = [peft_name(f"{name}.{part}.weight") for name in self.targets for part in ("lora_A", "lora_B")]
-        sizes = [sum(model.get_submodule(name).weight.shape) for name in self.targets]  # of A (r, in) and B (out, r)
-        self.num_trained = args.lora_rank * sum(sizes)
+        self.shapes = {}  # A (r, in) and B (out, r) of each matrix, by the names that files have
+        for name in self.targets:
+            weight = model.get_submodule(name).weight
+            width, height = weight.shape if hasattr(model.get_submodule(name), "nf") else weight.T.shape
+            self.shapes[peft_name(f"{name}.lora_A.weight")] = args.lora_rank, width
+            self.shapes[peft_name(f"{name}.lora_B.weight")] = height, args.lora_rank
+        self.names, self.num_trained = [*self.shapes], sum(map(math.prod, self.shapes.values()))
         self.num_frozen = sum(param.numel() for param in model.parameters())
 
     def prepare(self, stage) -> None:
@@ -116,16 +125,25 @@ class Lora:
         A is drawn by the seed and the parameter's name, so it is the same in every topology.
         """
         from peft import inject_adapter_in_model
+        from peft.tuners.lora import Linear, LoraLayer
 
+        self.config._register_custom_module({RowParallel: Linear})  # which is no nn.Linear
+        for module in stage.model.modules():
+            if isinstance(module, RowParallel):
+                module.input_size, module.output_size = module.weight.shape  # peft asks; adapters get their shape below
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of peft, about transformers
             inject_adapter_in_model(self.config, stage.model)
-        for module in stage.model.modules():
-            if hasattr(module, "cast_input_dtype_enabled"):  # peft would compute adapters in float32: see autocast
-                module.cast_input_dtype_enabled = False
+        for module in [*stage.model.modules()]:
+            if isinstance(module, LoraLayer):
+                module.cast_input_dtype_enabled = False  # peft would compute adapters in float32: see autocast
+                split_adapter(module)
         for name, param in stage.model.named_parameters():
             if param.requires_grad:
-                param.data = initial_value(name, param.shape, self.seed).to(device, self.master_dtype)
+                module, _, key = name.rpartition(".")
+                whole = initial_value(name, self.shapes[peft_name(name)], self.seed)
+                part = split_parameter(stage.model.get_submodule(module), key, whole)
+                param.data = part.to(device, self.master_dtype, copy=True)
 
     def weights(self, base, loader, device: torch.device):
         """What plugin.configure takes as `weights`: `base` gives a stage the frozen ones, `loader` (of a checkpoint, or
@@ -161,7 +179,21 @@ def find_targets(model: nn.Module, wanted: str) -> list[str]:
     return [name for name in linear if name.rpartition(".")[2] in chosen]
 
 
-def initial_value(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+def split_adapter(layer: nn.Module) -> None:
+    """Splits the adapter of a matrix that is split over the tp group, where it is used, so that all gradients are those
+    of one process. `layer`: peft's, around the matrix."""
+    matrix, a, b = layer.base_layer, layer.lora_A, layer.lora_B
+    if type(matrix) is RowParallel:  # W x and A x are partial sums: g behind A, then each rank has all of B A x
+        a["default"].tp_dims = {"weight": 1}
+        a["default"].register_forward_hook(lambda _, args, partial_sum: Reduce.apply(partial_sum))
+    elif isinstance(matrix, RowParallel) or matrix._forward_hooks:
+        pass  # it has f and g of its own, between activations that are whole, and so is its adapter
+    elif hasattr(matrix, "tp_dims"):  # column-parallel: each rank's part of B adds its share to the gradient of A
+        b["default"].tp_dims, b["default"].tp_fused = {"weight": 0}, {"weight": matrix.tp_fused["weight"]}
+        a["default"] = SharedByHeads(a["default"])
+
+
+def initial_value(name: str, shape: tuple[int, int], seed: int) -> torch.Tensor:
     """Zeros for B; for A (r, in) what peft draws: uniform up to 1 / sqrt(in)."""
     value = torch.zeros(shape)
     if ".lora_A." in name:
