@@ -33,7 +33,7 @@ from membership.watch import ALONE, NEWCOMER, PATIENCE, REPLANNED, Lost, Watch, 
 from training.evaluation import Sampler
 from utils import ROOT, UserError, positive_int, zero_or_more
 
-FLAGS = "lora_rank", "lora_alpha", "lora_targets", "validation_split", "packing"  # that a resume does not change
+FLAGS = "lora_rank", "lora_alpha", "lora_targets", "base_bits", "validation_split", "packing"  # that a resume does not change
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 
@@ -138,6 +138,7 @@ class Run:
         """What plugin.configure takes as `weights`: the checkpoint's, or those of `made`, a Model, in a new run.
 
         With LoRA these are the frozen weights, and a checkpoint has the adapters. `source`: where they are read from.
+        Those in 4 bits are read again where others are moved in memory.
         """
         self.source = self.found.path if self.found else made.source
         if self.found:
@@ -145,7 +146,8 @@ class Run:
             self.loader = Moved(self.generation.held, self.specs, self.disks, device) if self.specs else Loader(
                 self.found, self.disks, device)
         if made.lora:
-            return made.lora.weights(self.loader.weights if self.specs else made.initial, self.loader, device)
+            base = self.loader.weights if self.specs and not made.lora.base_bits else made.initial
+            return made.lora.weights(base, self.loader, device)
         return self.loader.weights if self.found else made.initial
 
     def check(self, names: list[str], global_batch: int, seq_len: int) -> None:
