@@ -2,13 +2,21 @@
 
 import json
 import math
+import sys
 import zlib
 
 import pytest
 import torch
 from checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, newest, write_model
-from launch import fork, launch, metrics
+from launch import fork, losses, metrics, modules_of
+from test_cluster_family_clock import CPU, LAYERS, SEQ_LEN as LENGTH, adapters, make, measured, world_of_one  # noqa: F401
 from test_cluster_lora import FAMILIES, RANK, SAMPLES, SEQ_LEN, TOPOLOGIES, read, samples, write_data
+from test_cluster_replan import folder as replanned, run as run_replanned  # noqa: F401
+
+with modules_of(9):
+    from planning.clock import StageClock
+    from training.loss import mean_cross_entropy
+    from utils import UserError
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
@@ -61,12 +69,12 @@ def in_plain_peft(folder, family: str) -> tuple[list[tuple[float, float]], dict[
     return rows, {name.replace(".default.", "."): param.detach() for name, param in trained.items()}
 
 
-def run(folder, name: str, family: str, topology: str, *more, **changes):
+def run(folder, name: str, family: str, topology: str, *more, check: bool = True, **changes):
     ranks, flags = TOPOLOGIES[topology]
     flags = [*flags_of(folder, name, folder / family, **{**dict(
         dataset_name=folder / "text.txt", seq_len=SEQ_LEN, dtype="float32", max_steps=STEPS, warmup_steps=0, lr_decay="none", learning_rate=RATE,
         max_grad_norm=0, save_every=10, lora_rank=RANK, lora_alpha=8, base_bits=4), **changes}), *flags, *more]
-    return fork(9, ranks, *flags, script=SCRIPT, modules=["peft", "bitsandbytes"])
+    return fork(9, ranks, *flags, script=SCRIPT, modules=["peft", "bitsandbytes"], check=check)
 
 
 @pytest.mark.parametrize("family, topology", [("llama", "3;1,2"), ("gpt2", "1,1,1"),
@@ -74,7 +82,7 @@ def run(folder, name: str, family: str, topology: str, *more, **changes):
 def test_equal_to_plain_peft_and_bitsandbytes(folder, family, topology):
     """Losses and norms of 20 steps, and the adapter that they leave. In float32, so sums differ in their last digits."""
     name = f"{family} {topology}".replace(";", "+")
-    done = run(folder, name, family, topology)
+    done = run(folder, name, family, topology, *(["--sample_every", 5] if family == "gpt2" else []))
     expected, adapter = in_plain_peft(folder, family)
     found = [(row["loss"], row["grad_norm"]) for row in metrics(folder / "runs", name)]
     print(f"{name}: loss {expected[0][0]:.4f} to {expected[-1][0]:.4f}, off by up to "
@@ -86,3 +94,72 @@ def test_equal_to_plain_peft_and_bitsandbytes(folder, family, topology):
     assert saved.keys() == adapter.keys()
     assert max((saved[key] - adapter[key]).abs().max() for key in saved) < 0.05 * RATE
     assert "of them in 4 bits" in done.stdout
+
+
+def test_resume(folder):
+    """Over other stages the run goes on as without a stop; with another base it does not."""
+    run(folder, "first half", "llama", "1,1,1", max_steps=3)
+    done = run(folder, "first half", "llama", "shares", "--resume", "auto", max_steps=6)
+    run(folder, "at once", "llama", "one", max_steps=6)
+    assert "going on after step 3: " in done.stdout
+    assert losses(folder / "runs", "first half") == pytest.approx(losses(folder / "runs", "at once"), rel=1e-5)
+    done = run(folder, "first half", "llama", "one", "--resume", "auto", max_steps=7, base_bits=None, check=False)
+    assert done.returncode == 2 and "was saved with --base_bits 4, but this run has None: give the same" in done.stderr
+
+
+def test_layers_that_move_in_memory(replanned, run_code):
+    """What is in 4 bits is read again where other ranks get the layer. Losses as where nothing moved."""
+    flags = ["--pipelines", "2,2", "--gradient_accumulation", 4, "--replan", "auto", "--lora_rank", 2, "--base_bits", 4,
+             "--dtype", "float32"]
+    text = run_replanned(replanned, 2, "bits-moved", *flags, program=run_code, SPEEDS=[[0, [1, 1]], [12, [1, 3]]])
+    assert "layers 2,2 -> 3,1" in text
+    run_replanned(replanned, 2, "bits-still", *flags, "--replan", "off")
+    moved, still = losses(replanned / "runs", "bits-moved"), losses(replanned / "runs", "bits-still")
+    assert len(moved) == 40 and moved == pytest.approx(still, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_frozen_parameter_takes(world_of_one, dtype):  # noqa: F811
+    """Half a byte and a 64th of a float32 in a matrix of a decoder layer; beside it as many bytes as the dtype has."""
+    model = make("llama")
+    lora = adapters(model, dtype, base_bits=4)
+    clock = StageClock(model, LENGTH, dtype, CPU, lora, mean_cross_entropy)
+    cluster, layers = measured(clock), [model.get_submodule(name) for name in clock.layers]
+    packed = sum(param.numel() for layer in layers for param in layer.parameters() if param.dim() == 2)
+    others = sum(param.numel() for param in model.parameters()) - packed
+    assert packed == lora.num_packed > 0 and len(layers) == LAYERS
+    frozen = 0.5625 * packed + dtype.itemsize * others
+    assert lora.frozen_bytes == frozen and cluster.weight_bytes((0, len(cluster.names))) == pytest.approx(
+        frozen + (16 + 2 * (dtype == torch.bfloat16)) * lora.num_trained, rel=1e-9)
+
+
+def test_a_model_that_fits_in_4_bits_only(tmp_path):
+    """The planner's free memory of two machines is made up. Then the same training runs."""
+    model = write_model(tmp_path / "model", "llama", "float32", vocab_size=1024, hidden_size=128, num_hidden_layers=8,
+                        num_attention_heads=4, num_key_value_heads=4, intermediate_size=384, max_position_embeddings=64)
+    flags = ["--lora_rank", 1, "--seq_len", 4, "--batch_size", 1, "--gradient_accumulation", 1, "--dtype", "float32"]
+    script = ROOT / "tests" / "support" / "auto_plan_ranks.py"
+    options = dict(script=script, modules=["peft", "bitsandbytes"])
+    done = fork(9, 2, model, "4e6,4e6", *flags, check=False, **options)
+    assert done.returncode and "not enough memory" in done.stderr, done.stdout + done.stderr
+    done = fork(9, 2, model, "4e6,4e6", *flags, "--base_bits", 4, **options)
+    plan = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))["plan"]
+    peaks = plan["predicted"]["peak_memory"].values()
+    print(f"two machines of 4 MB each: {max(peaks) / 1e6:.2f} MB at most")
+
+
+@pytest.mark.parametrize("ranks, flags, message", [
+    (1, ["--base_bits", 4], "--base_bits are for LoRA: add --lora_rank, or leave them out"),
+    (2, ["--base_bits", 4, "--lora_rank", 4, "--tp_size", 2], "--tp_size 2 with --base_bits 4: numbers share a scale"),
+    (1, ["--base_bits", 4, "--lora_rank", 4, "--dtype", "float64"], "--base_bits 4 with --dtype float64: what is unpacked"),
+    (1, ["--base_bits", 8, "--lora_rank", 4], "argument --base_bits: invalid choice: 8 (choose from 4)")])
+def test_mistakes(folder, tmp_path, ranks, flags, message):
+    words = flags_of(tmp_path, "wrong", folder / "llama", dataset_name=folder / "text.txt", dtype="float32", max_steps=3)
+    done = fork(9, ranks, *words, "--num_microbatches", "8", *flags, script=SCRIPT, check=False)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_without_bitsandbytes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(UserError, match="--base_bits 4 needs the library bitsandbytes: pip install bitsandbytes"):
+        adapters(make("llama"), torch.float32, base_bits=4)

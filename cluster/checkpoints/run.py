@@ -138,7 +138,6 @@ class Run:
         """What plugin.configure takes as `weights`: the checkpoint's, or those of `made`, a Model, in a new run.
 
         With LoRA these are the frozen weights, and a checkpoint has the adapters. `source`: where they are read from.
-        Those in 4 bits are read again where others are moved in memory.
         """
         self.source = self.found.path if self.found else made.source
         if self.found:
@@ -146,8 +145,7 @@ class Run:
             self.loader = Moved(self.generation.held, self.specs, self.disks, device) if self.specs else Loader(
                 self.found, self.disks, device)
         if made.lora:
-            base = self.loader.weights if self.specs and not made.lora.base_bits else made.initial
-            return made.lora.weights(base, self.loader, device)
+            return made.lora.weights(made.initial, self.loader, device, is_moved=bool(self.specs))
         return self.loader.weights if self.found else made.initial
 
     def check(self, names: list[str], global_batch: int, seq_len: int) -> None:

@@ -162,9 +162,12 @@ class Lora:
                 part = split_parameter(stage.model.get_submodule(module), key, whole)
                 param.data = part.to(device, self.master_dtype, copy=True)
 
-    def weights(self, base, loader, device: torch.device):
+    def weights(self, base, loader, device: torch.device, is_moved: bool = False):
         """What plugin.configure takes as `weights`: `base` gives a stage the frozen ones, `loader` (of a checkpoint, or
-        None) the adapters."""
+        None) the adapters. Where the loader moves what ranks hold in memory, it gives the frozen ones, too, but for
+        those in 4 bits."""
+        base = loader.weights if is_moved and not self.base_bits else base
+
         def give(stage) -> None:
             with pgm.together():
                 self.prepare(stage)

@@ -195,8 +195,7 @@ def require_same_model(plan: dict, config, dtype: str, args) -> None:
     """Raises UserError where the plan is for another model, --dtype, --seq_len, --lora_rank or --base_bits."""
     lora = {flag: getattr(args, flag, None) for flag in ("lora_rank", "base_bits")}
     here = {**vars(config), **model_facts(config), "dtype": dtype, "seq_len": args.seq_len, **lora}
-    facts = {**plan["model"], "dtype": plan["dtype"], "seq_len": plan["seq_len"],
-             **{flag: plan.get(flag, lora[flag]) for flag in lora}}.items()
+    facts = {**plan["model"], **{name: {**lora, **plan}[name] for name in ("dtype", "seq_len", *lora)}}.items()
     if unlike := [f"{name} {value} (here {here.get(name)})" for name, value in facts if here.get(name) != value]:
         raise UserError(f"the plan is for {', '.join(unlike)}: make a plan for this run with cluster/plan.py")
 
