@@ -2,7 +2,7 @@
 
 from setuptools import setup
 
-FINETUNE = ["peft>=0.18", "bitsandbytes>=0.50", "gguf>=0.18"]  # for --base_bits; for tools/get_smollm2.py
+FINETUNE = ["peft>=0.18", "bitsandbytes>=0.50", "gguf>=0.18"]  # gguf: for tools/get_smollm2.py
 DOCS = ["markdown-it-py>=3.0", "pygments>=2.17", "jinja2>=3.1"]
 
 setup(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, newest, write_model
 from launch import fork, losses, metrics, modules_of
-from test_cluster_family_clock import CPU, LAYERS, SEQ_LEN as LENGTH, adapters, make, measured, world_of_one  # noqa: F401
+from test_cluster_family_clock import CPU, LAYERS, SEQ_LEN as LENGTH, adapters, make, measured
 from test_cluster_lora import FAMILIES, RANK, SAMPLES, SEQ_LEN, TOPOLOGIES, read, samples, write_data
 from test_cluster_replan import folder as replanned, run as run_replanned  # noqa: F401
 
@@ -119,7 +119,7 @@ def test_layers_that_move_in_memory(replanned, run_code):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_a_frozen_parameter_takes(world_of_one, dtype):  # noqa: F811
+def test_what_a_frozen_parameter_takes(world_of_one, dtype):
     """Half a byte and a 64th of a float32 in a matrix of a decoder layer; beside it as many bytes as the dtype has."""
     model = make("llama")
     lora = adapters(model, dtype, base_bits=4)
@@ -134,7 +134,7 @@ def test_what_a_frozen_parameter_takes(world_of_one, dtype):  # noqa: F811
 
 
 def test_a_model_that_fits_in_4_bits_only(tmp_path):
-    """The planner's free memory of two machines is made up. Then the same training runs."""
+    """Two machines, whose free memory is made up: together they have too little for the model in float32."""
     model = write_model(tmp_path / "model", "llama", "float32", vocab_size=1024, hidden_size=128, num_hidden_layers=8,
                         num_attention_heads=4, num_key_value_heads=4, intermediate_size=384, max_position_embeddings=64)
     flags = ["--lora_rank", 1, "--seq_len", 4, "--batch_size", 1, "--gradient_accumulation", 1, "--dtype", "float32"]
@@ -143,9 +143,8 @@ def test_a_model_that_fits_in_4_bits_only(tmp_path):
     done = fork(9, 2, model, "4e6,4e6", *flags, check=False, **options)
     assert done.returncode and "not enough memory" in done.stderr, done.stdout + done.stderr
     done = fork(9, 2, model, "4e6,4e6", *flags, "--base_bits", 4, **options)
-    plan = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))["plan"]
-    peaks = plan["predicted"]["peak_memory"].values()
-    print(f"two machines of 4 MB each: {max(peaks) / 1e6:.2f} MB at most")
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [line["plan"] for line in found] == [None, None], "each machine may hold the whole model"
 
 
 @pytest.mark.parametrize("ranks, flags, message", [

@@ -33,7 +33,7 @@ from membership.watch import ALONE, NEWCOMER, PATIENCE, REPLANNED, Lost, Watch, 
 from training.evaluation import Sampler
 from utils import ROOT, UserError, positive_int, zero_or_more
 
-FLAGS = "lora_rank", "lora_alpha", "lora_targets", "base_bits", "validation_split", "packing"  # that a resume does not change
+FLAGS = "lora_rank", "lora_alpha", "lora_targets", "base_bits", "validation_split", "packing"  # a resume keeps them
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 
