@@ -14,9 +14,11 @@ from test_cluster_lora import FAMILIES, RANK, SAMPLES, SEQ_LEN, TOPOLOGIES, read
 from test_cluster_replan import folder as replanned, run as run_replanned  # noqa: F401
 
 with modules_of(9):
+    from pipeline_stage import PipelineStage
+    from pipeline_template import PipelineTemplate
     from planning.clock import StageClock
+    from training.four_bits import is_matrix
     from training.loss import mean_cross_entropy
-    from utils import UserError
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
@@ -133,6 +135,29 @@ def test_what_a_frozen_parameter_takes(world_of_one, dtype):
         frozen + (16 + 2 * (dtype == torch.bfloat16)) * lora.num_trained, rel=1e-9)
 
 
+def test_one_layer_at_a_time_is_not_packed(world_of_one):
+    """While a stage loads. In the end it has all of its modules, in their places."""
+    model, seen = make("llama"), []
+    names, give = [name for name, _ in model.named_modules()], adapters(model, torch.bfloat16, base_bits=4).weights
+    stage = PipelineStage(model, PipelineTemplate.from_layers_per_stage(model, [LAYERS]), 0)
+    layers = stage.own_layers()
+
+    def load(stage):
+        for name, param in stage.model.named_parameters():
+            module, _, key = name.rpartition(".")
+            setattr(stage.model.get_submodule(module), key, torch.nn.Parameter(torch.randn(param.shape).to(param.dtype)))
+        matrices = [each for layer in layers for each in layer.modules() if is_matrix(each)]
+        seen.append(sum(each.weight.dim() == 2 and not each.weight.is_meta and each.weight.size(1) > 1
+                        for each in matrices))
+
+    give(load, None, CPU)(stage)
+    assert seen == [0, *[7] * LAYERS], "7 matrices of a layer"
+    assert {*names} <= {name.replace(".base_layer", "") for name, _ in model.named_modules()}
+    packed = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
+    assert len(packed) == 7 * LAYERS and not any(param.is_meta for param in model.parameters())
+    assert next(model.parameters()).dtype == model.dtype == torch.bfloat16
+
+
 def test_a_model_that_fits_in_4_bits_only(tmp_path):
     """Two machines, whose free memory is made up: together they have too little for the model in float32."""
     model = write_model(tmp_path / "model", "llama", "float32", vocab_size=1024, hidden_size=128, num_hidden_layers=8,
@@ -145,6 +170,20 @@ def test_a_model_that_fits_in_4_bits_only(tmp_path):
     done = fork(9, 2, model, "4e6,4e6", *flags, "--base_bits", 4, **options)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [line["plan"] for line in found] == [None, None], "each machine may hold the whole model"
+
+
+def test_a_plan(folder, tmp_path):
+    """From the machines to plan.json, and a step of training by it."""
+    path, out, flags = tmp_path / "cluster.json", tmp_path / "plan.json", ["--lora_rank", 4, "--base_bits", 4]
+    options = dict(modules=["peft", "bitsandbytes"])
+    done = fork(9, 2, "--measure", path, "--measure_seconds", 1, "--model_name", folder / "llama", "--seq_len", SEQ_LEN,
+                *flags, "--dtype", "float32", "--micro_batch_size", 1, "--global_batch", 4, "--out", out,
+                script=ROOT / "cluster" / "plan.py", **options)
+    assert json.loads(out.read_text())["base_bits"] == 4 and "--lora_targets all-linear --base_bits 4" in done.stdout
+    words = flags_of(tmp_path, "planned", folder / "llama", dataset_name=folder / "text.txt", dtype="float32",
+                     batch_size=None, max_steps=1, warmup_steps=0)
+    done = fork(9, 2, *words, "--plan", out, *flags, script=SCRIPT, **options)
+    assert "of them in 4 bits" in done.stdout and len(losses(tmp_path / "runs", "planned")) == 1
 
 
 @pytest.mark.parametrize("ranks, flags, message", [
@@ -160,5 +199,5 @@ def test_mistakes(folder, tmp_path, ranks, flags, message):
 
 def test_without_bitsandbytes(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(UserError, match="--base_bits 4 needs the library bitsandbytes: pip install bitsandbytes"):
+    with pytest.raises(ValueError, match="--base_bits 4 needs the library bitsandbytes: pip install bitsandbytes"):
         adapters(make("llama"), torch.float32, base_bits=4)
