@@ -137,7 +137,7 @@ def test_what_a_frozen_parameter_takes(world_of_one, dtype):
 
 def test_one_layer_at_a_time_is_not_packed(world_of_one):
     """While a stage loads. In the end it has all of its modules, in their places."""
-    model, seen = make("llama"), []
+    model, seen = make("qwen3"), []
     names, give = [name for name, _ in model.named_modules()], adapters(model, torch.bfloat16, base_bits=4).weights
     stage = PipelineStage(model, PipelineTemplate.from_layers_per_stage(model, [LAYERS]), 0)
     layers = stage.own_layers()
