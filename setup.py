@@ -2,7 +2,7 @@
 
 from setuptools import setup
 
-FINETUNE = ["peft>=0.18", "gguf>=0.18"]  # gguf: for tools/get_smollm2.py
+FINETUNE = ["peft>=0.18", "bitsandbytes>=0.50", "gguf>=0.18"]  # gguf: for tools/get_smollm2.py
 ENGINES = ["torchx==0.7.0", "ray>=2.50", "kubernetes>=30", "boto3>=1.34", "google-cloud-batch>=0.17",
            "kubeflow-trainer-api>=2.3"]
 DOCS = ["markdown-it-py>=3.0", "pygments>=2.17", "jinja2>=3.1"]

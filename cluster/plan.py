@@ -26,7 +26,7 @@ from training.lora import add_lora_flags, check_lora_flags
 from utils import TINY_LLAMA, ArgumentParser, UserError, number, one_clear_error, positive_int
 
 LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-LORA = ("lora_rank", "lora_alpha", "lora_targets")
+LORA = ("lora_rank", "lora_alpha", "lora_targets", "base_bits")
 MEASURED = {"model_name": TINY_LLAMA, "seq_len": 128, "dtype": "auto"}  # with --measure: a cluster.json has its own
 
 

@@ -43,9 +43,9 @@ def make(family: str) -> nn.Module:
         return model_class(model_class.config_class(**sizes))
 
 
-def adapters(model: nn.Module, dtype: torch.dtype) -> Lora:
+def adapters(model: nn.Module, dtype: torch.dtype, base_bits: int | None = None) -> Lora:
     return Lora(argparse.Namespace(model_name="toy", lora_rank=4, lora_alpha=8.0, lora_dropout=0.0, seed=1,
-                                   lora_targets="all-linear"), model, dtype)
+                                   lora_targets="all-linear", base_bits=base_bits), model, dtype)
 
 
 def clock_of(family: str, lora: bool, dtype: torch.dtype) -> StageClock:

@@ -14,6 +14,7 @@ SHAPES = dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hid
 CASES = {  # name -> flags
     "LoRA": ["--lora_rank", 16, "--batch_size", 2, "--dtype", "bfloat16"],
     "LoRA, recompute": ["--lora_rank", 16, "--batch_size", 4, "--dtype", "bfloat16", "--recompute"],
+    "LoRA, 4 bits": ["--lora_rank", 16, "--batch_size", 2, "--dtype", "bfloat16", "--base_bits", 4],
     "full": ["--batch_size", 1, "--dtype", "float32"],
     "full, recompute": ["--batch_size", 2, "--dtype", "float32", "--recompute"],
 }
@@ -34,6 +35,7 @@ def test_peak_memory_of_stages(tmp_path, model, case):
                   "--log_dir", tmp_path, "--checkpoint_dir", tmp_path, *CASES[case], script=SCRIPT, timeout=280)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"stage"')]
     assert len(rows) == 3, done.stdout
+    print(case, rows)
     for row in rows:
         predicted = row["process"] + row["model"]
         assert predicted == pytest.approx(row["measured"], rel=0.15), rows

@@ -95,6 +95,7 @@ HALVES = ([0, 1], [2, 2], 6)
     ([HALVES], {"dtype": "bfloat16"}, [], "the plan is for dtype bfloat16 (here float32)"),
     ([HALVES], {"model": {**FACTS, "hidden_size": 256}}, [], "the plan is for hidden_size 256 (here 128)"),
     ([HALVES], {"lora_rank": 4}, [], "the plan is for lora_rank 4 (here None)"),
+    ([HALVES], {"base_bits": 4}, [], "the plan is for base_bits 4 (here None)"),
     ([HALVES], {"hosts": ["pi", HERE]}, [], f"the plan is for processes on pi, {HERE}, but they run on {HERE}, {HERE}"),
     ([HALVES], {"hosts": [HERE] * 3}, [], f"but they run on {HERE}, {HERE}"),
     ([HALVES], {}, ["--batch_size", 4, "--pipelines", "2,2"], "leave out --pipelines, --batch_size"),

@@ -27,6 +27,8 @@ SAME = {  # name -> (row, the same conversation as messages, its targets)
     "completion": ({"prompt": TALK[:4], "completion": TALK[4:]}, TALK, [LAST]),
     "completion with a system": ({"system": "Be brief.", "prompt": TALK[1:2], "completion": TALK[2:]}, TALK,
                                  [FIRST, LAST]),
+    "two systems": ({"system": "Talk.", "conversations": SAID}, TALK, [FIRST, LAST]),
+    "completion with two systems": ({"system": "Talk.", "prompt": TALK[:4], "completion": TALK[4:]}, TALK, [LAST]),
 }
 OTHERS = {"conversations": SAID, "instruction": "a", "output": "b"}
 
@@ -74,6 +76,7 @@ def test_rows_of_our_own_kinds_stay_what_they_are(own):
     ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "here has a history, which is not read"),
     ({"instruction": 3, "output": "b"}, r"the content of a message is \[3\], but must be a string"),
     ({"prompt": TALK[:2], "completion": "b"}, "must be two strings, or two lists of messages, but only one is a list"),
+    ({"system": "Be brief.", "prompt": "a", "completion": "b"}, "here has a system beside plain strings"),
     ({"prompt": TALK[:3], "completion": TALK[3:4]}, "here has no message of an assistant"),
 ])
 def test_bad_rows(tokenizer, row, expected):

@@ -210,6 +210,8 @@ def test_cards(capsys):
     first, *rows = capsys.readouterr().out.splitlines()
     assert first.endswith(", rank 16, micro-batches of one sample of 32 tokens")
     assert rows[0].endswith("8 GB  yes: 0.0 GB") and rows[1].endswith("  no")
+    what_if.main(["--cards", "8", "--model_name", str(TINY_LLAMA), "--seq_len", "32", "--base_bits", "4"])
+    assert ", rank 16, base in 4 bits, micro-batches of one sample of 32 tokens" in capsys.readouterr().out
     assert "  with --recompute: 4 layers" in rows[2] and rows[2].count("on the card of 0.806") == 2
 
 

@@ -207,7 +207,7 @@ def what_if(args) -> str:
     return head + unlike(job, size, args.top)
 
 
-def measure_modules(name: str, shape: Shape, seq_len: int, lora_rank: int) -> dict:
+def measure_modules(name: str, shape: Shape, seq_len: int, lora_rank: int, base_bits: int | None = None) -> dict:
     """The content of cluster.json for a Llama of this shape with adapters, with no machines yet."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -223,7 +223,7 @@ def measure_modules(name: str, shape: Shape, seq_len: int, lora_rank: int) -> di
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     flags = argparse.Namespace(lora_rank=lora_rank, lora_alpha=2 * lora_rank, lora_dropout=0.0, lora_targets=ALL,
-                               seed=0, model_name=name)
+                               base_bits=base_bits, seed=0, model_name=name)
     clock = StageClock(model, seq_len, torch.bfloat16, torch.device("cpu"), Lora(flags, model, torch.bfloat16),
                        mean_cross_entropy)
     found = {part: Cost(facts, {}) for part, facts in clock.measure_memory(math.inf).items()}
@@ -264,6 +264,7 @@ def parse_args(argv: list[str] | None = None):
     add_search_flags(parser)
     add_device_flags(parser, "with --cluster")
     parser.add_argument("--lora_rank", type=positive_int, default=16, help="with --cards")
+    parser.add_argument("--base_bits", type=int, choices=[4], help="with --cards: a frozen base in 4 bits")
     args = parser.parse_args(argv)
     if (args.cluster is None) == (args.cards is None):
         raise UserError("say which machines: --cluster 64xH100:8, or --cards 16+12+8; one of the two")
@@ -277,8 +278,9 @@ def main(argv: list[str] | None = None) -> None:
         return
     seq_len = args.seq_len or 1024
     for name in [args.model_name] if args.model_name else ON_CARDS:
-        modules = measure_modules(name, read_shape(name, args), seq_len, args.lora_rank)
-        print(f"{name}, rank {args.lora_rank}, micro-batches of one sample of {seq_len} tokens", flush=True)
+        modules = measure_modules(name, read_shape(name, args), seq_len, args.lora_rank, args.base_bits)
+        bits = f", base in {args.base_bits} bits" if args.base_bits else ""
+        print(f"{name}, rank {args.lora_rank}{bits}, micro-batches of one sample of {seq_len} tokens", flush=True)
         for cards in args.cards or CARDS:
             print(f"    {cards:>8} GB  {on_cards(modules, cards, args.memory_fraction)}", flush=True)
 

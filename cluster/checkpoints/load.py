@@ -158,7 +158,9 @@ class Loader:
         self.bring(stage)
         for name in trained_alone(stage) or ():
             param = stage.model.get_parameter(name)
-            value = get_slice(self.found.path, self.found.state["model_map"], peft_name(name))[...]
+            module, _, key = name.rpartition(".")
+            piece = get_slice(self.found.path, self.found.state["model_map"], peft_name(name))
+            value = split_parameter(stage.model.get_submodule(module), key, piece)
             if value.shape != param.shape:
                 raise UserError(f"{peft_name(name)} has the shape {tuple(value.shape)} in {self.found.path}, but "
                                 f"{tuple(param.shape)} here: give --lora_rank and --model_name as they were")

@@ -33,7 +33,7 @@ from membership.watch import ALONE, NEWCOMER, PATIENCE, REPLANNED, Lost, Watch, 
 from training.evaluation import Sampler
 from utils import ROOT, UserError, positive_int, zero_or_more
 
-FLAGS = "lora_rank", "lora_alpha", "lora_targets", "validation_split", "packing"  # that a resume does not change
+FLAGS = "lora_rank", "lora_alpha", "lora_targets", "base_bits", "validation_split", "packing"  # a resume keeps them
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 
@@ -145,7 +145,7 @@ class Run:
             self.loader = Moved(self.generation.held, self.specs, self.disks, device) if self.specs else Loader(
                 self.found, self.disks, device)
         if made.lora:
-            return made.lora.weights(self.loader.weights if self.specs else made.initial, self.loader, device)
+            return made.lora.weights(made.initial, self.loader, device, is_moved=bool(self.specs))
         return self.loader.weights if self.found else made.initial
 
     def check(self, names: list[str], global_batch: int, seq_len: int) -> None:

@@ -10,8 +10,7 @@ A row is of one kind, by its columns; the first kind of this list that fits coun
     conversations         messages in ShareGPT's words: [{"from": "human", "value": "..."}, {"from": "gpt", ...}, ...]
     instruction, output   Alpaca's words for a conversation of one question, with what it is about in `input`
 
-Of a conversation that is not in the column messages, a column `system` is the first message.
-
+Of a conversation that is not in the column messages, a column `system` is the first message, where it has none.
 In an encoded row a token that is no target is stored as its complement -1 - id, which is negative.
 """
 
@@ -26,6 +25,7 @@ from dataloader import BLOCK, READERS, corpus_path, files_at, read_texts
 from utils import UserError, require_reachable_hub
 
 KINDS = {"messages": ("messages",), "prompt/completion": ("prompt", "completion"), "text": ("text",)}
+COLUMNS = "messages, or conversations, or prompt and completion, or instruction and output, or text"
 CONTEXT = "messages before completion"  # of a row that is known(): how many messages precede the first target
 SHAREGPT = {"human": "user", "gpt": "assistant"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -88,17 +88,20 @@ def read_rows(source: Source) -> Iterator[tuple[str, dict]]:
 def unreadable(source: Source, error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:300]
     return UserError(f"--dataset_name {source.name!r} can't be read: {reason}. It has to be rows of one kind, in UTF-8 "
-                     "text, with the columns messages, or conversations, or prompt and completion, or instruction and "
-                     "output, or text")
+                     f"text, with the columns {COLUMNS}")
 
 
 def known(place: str, row: dict) -> dict:
     """The row, as messages where it is a conversation in other words. Raises UserError for what would be ignored."""
-    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     if "messages" in row:
         return row
     pair = [row[name] for name in KINDS["prompt/completion"] if name in row]
     lists = [isinstance(each, list) for each in pair]
+    first = next((said[0] for said in (*pair[:1], row.get("conversations")) if isinstance(said, list) and said), None)
+    has_own = isinstance(first, dict) and "system" in (first.get("role"), first.get("from"))
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") and not has_own else []
+    if len(pair) == 2 and system and not any(lists):
+        raise UserError(f"{place} has a system beside plain strings: put it in front of the prompt, or use messages")
     if len(pair) == 2 and any(lists):
         if not all(lists):
             raise UserError(f"{place}: prompt and completion must be two strings, or two lists of messages, but only "
@@ -137,8 +140,7 @@ def kind_of(place: str, row: dict) -> str:
     for question, answer in (("a prompt", "completion"), ("an instruction", "output")):
         if question.split()[1] in row:
             raise UserError(f"{place} has {question} but no {answer}: each row needs an answer, remove it or add one")
-    raise UserError(f"{place} has the columns {', '.join(row) or 'none'}: rows need messages, or conversations, or "
-                    "prompt and completion, or instruction and output, or text: rename the ones that you have")
+    raise UserError(f"{place} has the columns {', '.join(row) or 'none'}: rows need {COLUMNS}: rename yours")
 
 
 def first_kind(source: Source) -> str:

@@ -211,8 +211,10 @@ class StageClock:
         """The facts of each part. One rank finds them for all, so that the others need not have the memory for it."""
         def facts_of(part: str, module: nn.Module, call: Callable) -> dict[str, float]:
             trained = sum(param.numel() for param in module.parameters() if param.requires_grad)
+            scales = [param.quant_state.absmax.nbytes // param.itemsize for param in module.parameters()
+                      if hasattr(param, "quant_state")]  # of what is packed into 4 bits
             return {"parameters": trained,
-                    "frozen_parameters": sum(param.numel() for param in module.parameters()) - trained,
+                    "frozen_parameters": sum(param.numel() for param in module.parameters()) - trained + sum(scales),
                     **memory_of(module, functools.partial(self.passes, part, call), self.device, room, seconds)}
 
         return {part: self.of_stage(part, functools.partial(facts_of, part)) for part in self.parts}

@@ -7,7 +7,7 @@ Units: seconds, bytes, bytes a second, samples. A stage is a range of modules (f
     layers      [5, 3]: the first stage has the embedding and five layers, the last one three layers, norm and head
 
 A module's `parameters` are trained: each takes a weight, a gradient and AdamW's two moments. `frozen_parameters` take a
-weight of `frozen_dtype` and nothing else. Fields that are in no older files are optional.
+weight of `frozen_dtype` and nothing else; packed ones count by their bytes. Fields in no older files are optional.
 """
 
 import json

@@ -24,7 +24,7 @@ def as_plan(cluster: Cluster, scored: Scored, setting: Setting) -> dict:
         "model_name": cluster.model_name, "model": cluster.model, "seq_len": cluster.seq_len, "dtype": cluster.dtype,
         "global_batch": size * sum(pipeline.num_microbatches for pipeline in pipelines), "micro_batch_size": size,
         **setting.for_pipelines([pipeline.layers for pipeline in pipelines])._asdict(),
-        "hosts": cluster.hosts, "lora_rank": cluster.flags.get("lora_rank"),
+        "hosts": cluster.hosts, **{flag: cluster.flags.get(flag) for flag in ("lora_rank", "base_bits")},
         "pipelines": [{"machines": list(pipeline.machines), "layers": list(pipeline.layers),
                        "num_microbatches": pipeline.num_microbatches, "tp_size": pipeline.tp_size}
                       for pipeline in pipelines],

@@ -27,8 +27,11 @@ import torch.nn as nn
 
 import process_group_manager as pgm
 from checkpoints.pieces import peft_name
+from hf_tensor_parallel import RowParallel, SharedByHeads
 from machine_facts import gather, say
 from pipeline_template import listed_modules
+from tensor_parallel import Reduce, split_parameter
+from training.four_bits import PACKED_BYTES, is_matrix, load_packed, pack, require_bitsandbytes
 from utils import UserError, number, positive_float, positive_int
 
 RATE = 2e-4  # the default learning rate
@@ -43,20 +46,31 @@ def add_lora_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora_dropout", type=probability, default=0.0, help="of what enters an adapter")
     parser.add_argument("--lora_targets", default=ALL, metavar="q_proj,v_proj",
                         help=f"the matrices that get adapters (default: {ALL}, those of all decoder layers)")
+    parser.add_argument("--base_bits", type=int, choices=[4],
+                        help="hold the frozen matrices of decoder layers in 4 bits a number (default: as --dtype says)")
 
 
 def check_lora_flags(args) -> None:
     if args.lora_rank is None:
-        if args.lora_alpha or args.lora_dropout or args.lora_targets != ALL:
-            raise UserError("--lora_alpha, --lora_dropout and --lora_targets are for LoRA: add --lora_rank, or leave "
-                            "them out")
+        if args.lora_alpha or args.lora_dropout or args.lora_targets != ALL or args.base_bits:
+            raise UserError("--lora_alpha, --lora_dropout, --lora_targets and --base_bits are for LoRA: add "
+                            "--lora_rank, or leave them out")
         return
     for flag in ("from_scratch", "local_steps"):
         if getattr(args, flag, None):
             raise UserError(f"--{flag} is for training all weights: leave it out, or --lora_rank")
-    if max(args.tp_size) > 1:
+    if len(set(args.tp_size)) > 1:
         raise UserError(f"--tp_size {';'.join(map(str, args.tp_size))} with --lora_rank: adapters are not split over "
-                        "tensor-parallel ranks; use --pipelines to divide the model")
+                        "pipelines that differ in their tp_size: give one number for all")
+    if max(args.tp_size) > 1 and args.lora_dropout:
+        raise UserError(f"--tp_size {args.tp_size[0]} with --lora_dropout {args.lora_dropout}: tensor-parallel ranks "
+                        "would drop other numbers than one rank does: leave out one of the two")
+    if max(args.tp_size) > 1 and args.base_bits:
+        raise UserError(f"--tp_size {args.tp_size[0]} with --base_bits {args.base_bits}: numbers share a scale across "
+                        "the cuts between tensor-parallel ranks; use --pipelines to divide the model")
+    if args.base_bits and args.dtype == "float64":
+        raise UserError(f"--base_bits {args.base_bits} with --dtype float64: what is unpacked is float32 or bfloat16, "
+                        "choose one of them")
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
 
 
@@ -89,6 +103,8 @@ class Lora:
             from peft import LoraConfig, TaskType
         except ImportError:
             raise UserError("--lora_rank needs the library peft: pip install peft") from None
+        if args.base_bits:
+            require_bitsandbytes()
         self.dtype, self.master_dtype, self.seed = dtype, torch.promote_types(dtype, torch.float32), args.seed
         self.targets = find_targets(model, args.lora_targets)
         largest = max(min(model.get_submodule(name).weight.shape) for name in self.targets)
@@ -100,10 +116,17 @@ class Lora:
             task_type=TaskType.CAUSAL_LM, base_model_name_or_path=os.path.abspath(args.model_name) if os.path.isdir(
                 args.model_name) else args.model_name, r=args.lora_rank, lora_alpha=args.lora_alpha,
             lora_dropout=args.lora_dropout, target_modules=leaves, inference_mode=False)
-        self.names = [peft_name(f"{name}.{part}.weight") for name in self.targets for part in ("lora_A", "lora_B")]
-        sizes = [sum(model.get_submodule(name).weight.shape) for name in self.targets]  # of A (r, in) and B (out, r)
-        self.num_trained = args.lora_rank * sum(sizes)
-        self.num_frozen = sum(param.numel() for param in model.parameters())
+        self.shapes = {}  # A (r, in) and B (out, r) of each matrix, by the names that files have
+        for name in self.targets:
+            weight = model.get_submodule(name).weight
+            width, height = weight.shape if hasattr(model.get_submodule(name), "nf") else weight.T.shape
+            self.shapes[peft_name(f"{name}.lora_A.weight")] = args.lora_rank, width
+            self.shapes[peft_name(f"{name}.lora_B.weight")] = height, args.lora_rank
+        self.names, self.num_trained = [*self.shapes], sum(map(math.prod, self.shapes.values()))
+        self.num_frozen, self.base_bits = sum(param.numel() for param in model.parameters()), args.base_bits
+        matrices = matrices_of(model) if args.base_bits else []
+        self.num_packed = sum(model.get_submodule(name).weight.numel() for name in matrices)
+        self.frozen_bytes = dtype.itemsize * (self.num_frozen - self.num_packed) + PACKED_BYTES * self.num_packed
 
     def prepare(self, stage) -> None:
         """Before a stage on the meta device gets its weights: they will be of the frozen weights' dtype."""
@@ -111,29 +134,47 @@ class Lora:
             param.data = param.data.to(self.dtype)
 
     def apply(self, stage, device: torch.device) -> None:
-        """Freezes the weights of a stage and adds the adapters of its own layers.
+        """Freezes the weights of a stage, packs them with --base_bits, and adds the adapters of its own layers.
 
         A is drawn by the seed and the parameter's name, so it is the same in every topology.
         """
         from peft import inject_adapter_in_model
+        from peft.tuners.lora import Linear, LoraLayer
 
+        if self.base_bits:
+            for layer in stage.own_layers():
+                pack(layer, self.dtype)
+        self.config._register_custom_module({RowParallel: Linear})  # which is no nn.Linear
+        for module in stage.model.modules():
+            if isinstance(module, RowParallel):
+                module.input_size, module.output_size = module.weight.shape  # peft asks; adapters get their shape below
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of peft, about transformers
             inject_adapter_in_model(self.config, stage.model)
-        for module in stage.model.modules():
-            if hasattr(module, "cast_input_dtype_enabled"):  # peft would compute adapters in float32: see autocast
-                module.cast_input_dtype_enabled = False
+        for module in [*stage.model.modules()]:
+            if isinstance(module, LoraLayer):
+                module.cast_input_dtype_enabled = False  # peft would compute adapters in float32: see autocast
+                split_adapter(module)
         for name, param in stage.model.named_parameters():
             if param.requires_grad:
-                param.data = initial_value(name, param.shape, self.seed).to(device, self.master_dtype)
+                module, _, key = name.rpartition(".")
+                whole = initial_value(name, self.shapes[peft_name(name)], self.seed)
+                part = split_parameter(stage.model.get_submodule(module), key, whole)
+                param.data = part.to(device, self.master_dtype, copy=True)
 
-    def weights(self, base, loader, device: torch.device):
+    def weights(self, base, loader, device: torch.device, is_moved: bool = False):
         """What plugin.configure takes as `weights`: `base` gives a stage the frozen ones, `loader` (of a checkpoint, or
-        None) the adapters."""
+        None) the adapters. Where the loader moves what ranks hold in memory, it gives the frozen ones, too, but for
+        those in 4 bits."""
+        base = loader.weights if is_moved and not self.base_bits else base
+
         def give(stage) -> None:
             with pgm.together():
                 self.prepare(stage)
-                base(stage)
+                if self.base_bits:
+                    load_packed(stage, base, self.dtype)
+                else:
+                    base(stage)
                 self.apply(stage, device)
             if loader:
                 loader.load_adapters(stage)
@@ -148,11 +189,15 @@ class Lora:
                 return {"adapter_config.json": json.dumps(json.load(file), indent=2).encode()}
 
 
+def matrices_of(model: nn.Module) -> list[str]:
+    """The names of all matrices of the decoder layers."""
+    layers = tuple(f"{name}." for name in listed_modules(model)[1])
+    return [name for name, module in model.named_modules() if name.startswith(layers) and is_matrix(module)]
+
+
 def find_targets(model: nn.Module, wanted: str) -> list[str]:
     """The names of the matrices that get adapters. Raises UserError where a part of `wanted` matches nothing."""
-    layers = tuple(f"{name}." for name in listed_modules(model)[1])
-    linear = [name for name, module in model.named_modules() if name.startswith(layers)
-              and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")]  # GPT-2's
+    linear = matrices_of(model)
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
     chosen = leaves if wanted == ALL else [part.strip() for part in wanted.split(",")]
     if unknown := [part for part in chosen if part not in leaves]:
@@ -161,7 +206,21 @@ def find_targets(model: nn.Module, wanted: str) -> list[str]:
     return [name for name in linear if name.rpartition(".")[2] in chosen]
 
 
-def initial_value(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+def split_adapter(layer: nn.Module) -> None:
+    """Splits the adapter of a matrix that is split over the tp group, where it is used, so that all gradients are those
+    of one process. `layer`: peft's, around the matrix."""
+    matrix, a, b = layer.base_layer, layer.lora_A, layer.lora_B
+    if type(matrix) is RowParallel:  # W x and A x are partial sums: g behind A, then each rank has all of B A x
+        a["default"].tp_dims = {"weight": 1}
+        a["default"].register_forward_hook(lambda _, args, partial_sum: Reduce.apply(partial_sum))
+    elif isinstance(matrix, RowParallel) or matrix._forward_hooks:
+        pass  # it has f and g of its own, between activations that are whole, and so is its adapter
+    elif hasattr(matrix, "tp_dims"):  # column-parallel: each rank's part of B adds its share to the gradient of A
+        b["default"].tp_dims, b["default"].tp_fused = {"weight": 0}, {"weight": matrix.tp_fused["weight"]}
+        a["default"] = SharedByHeads(a["default"])
+
+
+def initial_value(name: str, shape: tuple[int, int], seed: int) -> torch.Tensor:
     """Zeros for B; for A (r, in) what peft draws: uniform up to 1 / sqrt(in)."""
     value = torch.zeros(shape)
     if ".lora_A." in name:
@@ -172,6 +231,7 @@ def initial_value(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 def print_sizes(lora: Lora) -> None:
     """A line on rank 0: how much is trained."""
+    bits = f", {lora.num_packed:,} of them in {lora.base_bits} bits" if lora.base_bits else ""
     share = lora.num_trained / (lora.num_trained + lora.num_frozen)
     say(f"LoRA: {lora.num_trained:,} numbers are trained, {share:.2%} of all, beside {lora.num_frozen:,} frozen ones "
-        f"in {str(lora.dtype).removeprefix('torch.')}; {len(lora.targets)} matrices")
+        f"in {str(lora.dtype).removeprefix('torch.')}{bits}; {len(lora.targets)} matrices")

@@ -192,10 +192,10 @@ def plan_for(hosts: list[str], plan: dict, cluster_json: str) -> dict:
 
 
 def require_same_model(plan: dict, config, dtype: str, args) -> None:
-    """Raises UserError where the plan is for another model, --dtype, --seq_len or --lora_rank."""
-    here = {**vars(config), **model_facts(config), "dtype": dtype, "seq_len": args.seq_len, "lora_rank": args.lora_rank}
-    facts = {**plan["model"], "dtype": plan["dtype"], "seq_len": plan["seq_len"],
-             "lora_rank": plan.get("lora_rank", args.lora_rank)}.items()
+    """Raises UserError where the plan is for another model, --dtype, --seq_len, --lora_rank or --base_bits."""
+    lora = {flag: getattr(args, flag, None) for flag in ("lora_rank", "base_bits")}
+    here = {**vars(config), **model_facts(config), "dtype": dtype, "seq_len": args.seq_len, **lora}
+    facts = {**plan["model"], **{name: {**lora, **plan}[name] for name in ("dtype", "seq_len", *lora)}}.items()
     if unlike := [f"{name} {value} (here {here.get(name)})" for name, value in facts if here.get(name) != value]:
         raise UserError(f"the plan is for {', '.join(unlike)}: make a plan for this run with cluster/plan.py")
 
@@ -218,7 +218,7 @@ def rough_bytes(args, made, dtype: torch.dtype) -> float:
     """More than the whole model takes on one machine, without measuring anything."""
     config, lora, tokens = made.model.config, made.lora, args.batch_size * args.seq_len
     numbers = sum(param.numel() for param in made.model.parameters())
-    weights = dtype.itemsize * numbers + 18 * lora.num_trained if lora else 24 * numbers
+    weights = lora.frozen_bytes + 18 * lora.num_trained if lora else 24 * numbers
     kept = ROUGHLY * config.hidden_size * config.num_hidden_layers + 6 * config.vocab_size
     return weights + 4.0 * tokens * kept
 
