@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import stat
-import sys
 
 import pytest
 from bed import NODES, SSH_CONFIG, bed, processes, testbed
