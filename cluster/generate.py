@@ -85,7 +85,9 @@ def load(args, base: str, tokenizer: str, adapter: str | None):
         words = AutoTokenizer.from_pretrained(tokenizer)
         words("")  # fields of a wrong type raise only here
         model = AutoModelForCausalLM.from_pretrained(base, dtype=args.dtype)
-    except Exception as error:  # of many classes: transformers', safetensors', tokenizers'
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # of many classes; a panic of tokenizers' Rust is no Exception
         raise UserError(f"{base} can't be loaded: {' '.join(str(error).split())[:300]}") from None
     return with_adapter(model, adapter).to(device).eval() if adapter else model.to(device).eval(), words
 
@@ -141,8 +143,8 @@ def main():
     torch.manual_seed(args.seed)
     if args.merge_adapter:
         merge(model, tokenizer, args.merge_adapter)
-    for number, prompt in enumerate(args.prompt or ()):
-        torch.manual_seed(args.seed + number)
+    for k, prompt in enumerate(args.prompt or ()):
+        torch.manual_seed(args.seed + k)
         print(answer(args, model, tokenizer, [{"role": "user", "content": prompt}]), flush=True)
     if args.chat and args.prompt is None:
         print(ASKS, flush=True)

@@ -15,9 +15,6 @@ from launch import ROOT, fork, losses, metrics, modules_of
 
 with modules_of(9):
     from planning.follow import CALM, Follower, Split, changed
-    from utils import UserError
-
-    import train_distributed
 
 SEED, KILLS = int(os.environ.get("FAULT_SEED", 1)), int(os.environ.get("KILLS", 3))
 # Ranks compute for as long as SPEEDS says, [[first step, seconds of each rank for a layer of a sample], ...].
