@@ -1,4 +1,4 @@
-"""Text from a checkpoint, an adapter, or any causal model in Hugging Face's layout, by transformers' own generate().
+"""Text from a checkpoint, an adapter, or any causal model in Hugging Face's layout.
 
     python cluster/generate.py --checkpoint checkpoints/train_distributed --prompt "The state of the union is"
     python cluster/generate.py --adapter checkpoints/my_run --chat
@@ -7,8 +7,9 @@
 
 A path is a run's folder, whose newest checkpoint is taken, or one of its checkpoints. With --adapter the frozen weights
 are those that it was trained beside, or those of --checkpoint. --chat puts what one writes into the tokenizer's chat
-template, and without --prompt asks for one line after another, each an answer to what was said before. Several
-processes divide the model, which none of them need be able to hold: see inference/.
+template, and without --prompt asks for one line after another, each an answer to what was said before. One process
+writes by transformers' own generate(). Several divide the model, which none of them need be able to hold: see
+inference/.
 """
 
 import course  # noqa: F401  before step 9's modules
@@ -71,7 +72,7 @@ def parse_args() -> argparse.Namespace:
 
 def over_several() -> bool:
     """Whether this is one of several processes, which divide the model."""
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return int(os.environ.get("RANK", 0)) >= 0 and int(os.environ.get("WORLD_SIZE", 1)) > 1  # --elastic sets no RANK
 
 
 def load(args, base: str, tokenizer: str, adapter: str | None):

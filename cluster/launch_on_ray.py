@@ -55,8 +55,8 @@ def reserve(num_groups: int, need: dict[str, float], is_first: bool):
         if group.wait(5):
             return group
         ray.util.remove_placement_group(group)
-    sys.exit(f"error: room for {room} of {num_groups} groups of --tp_size neighbours, with {need} of one node each: "
-             "add nodes, end other jobs, or lower --num_workers or --cpus_per_worker")
+    sys.exit(f"error: room for {room} of {num_groups} groups of --tp_size neighbours, with {need} of one node each, or "
+             "other jobs have it: add nodes, end these, or lower --num_workers or --cpus_per_worker")
 
 
 def start(group, tp_size: int, words: list[str], variables: dict) -> list[tuple]:
@@ -117,7 +117,7 @@ def main() -> None:
         try:
             code, what = follow(start(group, args.tp_size, args.script, {
                 "TORCHELASTIC_RUN_ID": ray.get_runtime_context().get_job_id(),
-                "TORCHELASTIC_MAX_RESTARTS": args.max_restarts}))
+                "TORCHELASTIC_MAX_RESTARTS": args.max_restarts, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "inf"}))
         except ray.exceptions.RayError as error:
             code, what = LOST, f"a worker did not start ({str(error).splitlines()[0]})"
         ray.util.remove_placement_group(group)  # which ends its actors, and with them the scripts

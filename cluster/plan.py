@@ -115,7 +115,7 @@ def measure(args) -> None:
     made = make_model(args, dtype)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
     make_clock = functools.partial(StageClock, made.model, args.seq_len, dtype, device, made.lora, made.criterion)
-    is_split = args.tensor_parallel == "auto" and not args.lora_rank  # adapters are not split
+    is_split = args.tensor_parallel == "auto" and not args.lora_rank  # not measured with adapters
     parts = clocks_of_parts(make_clock, device.type) if is_split else {}
     cluster = measure_with(make_clock(), args.model_name, wanted, args.measure_seconds, args.measure_seconds / 8, parts)
     if is_home():

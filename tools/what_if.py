@@ -263,11 +263,15 @@ def parse_args(argv: list[str] | None = None):
     add_model_flags(parser, f"a directory with a config.json, a Hub id, or one of {', '.join(PRESETS)}")
     add_search_flags(parser)
     add_device_flags(parser, "with --cluster")
-    parser.add_argument("--lora_rank", type=positive_int, default=16, help="with --cards")
+    parser.add_argument("--lora_rank", type=positive_int, help="with --cards (default: 16)")
     parser.add_argument("--base_bits", type=int, choices=[4], help="with --cards: a frozen base in 4 bits")
     args = parser.parse_args(argv)
     if (args.cluster is None) == (args.cards is None):
         raise UserError("say which machines: --cluster 64xH100:8, or --cards 16+12+8; one of the two")
+    if args.cluster is not None and (args.lora_rank or args.base_bits):
+        raise UserError("--lora_rank and --base_bits are for --cards: with --cluster all weights are trained, leave "
+                        "them out")
+    args.lora_rank = args.lora_rank or 16
     return args
 
 

@@ -43,7 +43,8 @@ def make_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
     facts = from_home(lambda: read_facts(args, found and found.path, tokenizers))
     model = make_model(facts, args.dtype)
     if plan:
-        unchecked = argparse.Namespace(seq_len=plan["seq_len"], lora_rank=plan.get("lora_rank"))  # of the training
+        training = {name: plan.get(name) for name in ("seq_len", "lora_rank", "base_bits")}  # which do not matter here
+        unchecked = argparse.Namespace(**training)
         require_same_model(plan, facts.config, plan["dtype"], unchecked)
     print_banner(device, model.dtype)
     layers = plan["pipelines"][0]["layers"] if plan else args.pipelines or layers_by_memory(model, device)
@@ -94,6 +95,10 @@ def read_facts(args, whole: str | None, tokenizers: list) -> Facts:
             generation_config = GenerationConfig.from_pretrained(base)
     except Exception as error:  # of many classes
         raise UserError(f"{base} can't be loaded: {' '.join(str(error).split())[:300]}") from None
+    if generation_config and (generation_config.num_beams or 1) > 1:
+        raise UserError(f"{base}/generation_config.json asks for a beam search (num_beams "
+                        f"{generation_config.num_beams}), which works in one process only: start generate.py without "
+                        "torchrun, or set it to 1")
     config.output_router_logits = False  # for the loss of a mixture of experts' router
     return Facts(base, config, generation_config,
                  adapter and (adapter, read_json(os.path.join(adapter, ADAPTER_CONFIG), dict)))

@@ -20,9 +20,9 @@ def fit(args, config, tokenizer, talk: list[dict[str, str]]) -> list[int]:
         del talk[:2]
         ids = encode(args, tokenizer, talk)
     if not ids:
-        raise UserError(f"--prompt {talk[-1]['content']!r} has no token: write at least one word")
+        raise UserError(f"the prompt {talk[-1]['content']!r} has no token: write at least one word")
     if limit and len(ids) + args.max_new_tokens > limit:
-        raise UserError(f"--prompt has {len(ids)} tokens, and with --max_new_tokens {args.max_new_tokens} it is more "
+        raise UserError(f"the prompt has {len(ids)} tokens, and with --max_new_tokens {args.max_new_tokens} it is more "
                         f"than the {limit} positions of the model: shorten one of them")
     return ids
 

@@ -9,8 +9,8 @@
                              stage 2   . . a b c a b c
 
 What travels is one hidden state a token, (1, 1, D), and ids. A stage keeps keys and values of its own layers only, for
-each prompt in a Cache of transformers. How many tokens were there before, a model asks the cache's layer 0. Only the
-first stage of a pipeline has this layer, so each stage numbers its layers from 0 on: else positions and masks would be
+each prompt in a Cache of transformers. A model asks the cache's layer 0 how many tokens came before. Only the first
+stage of a pipeline has this layer, so each stage numbers its layers from 0 on: else positions and masks would be
 wrong on the others, silently, from the second token on.
 """
 

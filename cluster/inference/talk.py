@@ -3,7 +3,9 @@
 home_rank() has the tokenizer. It reads prompts, or what a user types, tells all ranks the ids, and prints what follows.
 """
 
+import contextlib
 import datetime
+import os
 import socket
 import sys
 import time
@@ -54,10 +56,10 @@ def chat(args, writer: Writer, tokenizer) -> None:
     talk, lines = [], (line.decode(errors="replace") for line in getattr(sys.stdin, "buffer", ()))
 
     def ask() -> list[list[int]]:
+        if not talk and has_no_input():
+            raise UserError(f"--chat, but {socket.gethostname()} gets no line to answer: it has no input, as with "
+                            "--detach. Give the --prompt, or start it without")
         line = next(filter(str.strip, lines), None)
-        if line is None and not talk:
-            raise UserError(f"--chat, but {socket.gethostname()} gets no line to answer: its input is empty, as with "
-                            "--detach, or where a --plan leaves the host idle on which you type")
         if line is None:
             return []
         talk.append({"role": "user", "content": line.strip()})
@@ -67,6 +69,13 @@ def chat(args, writer: Writer, tokenizer) -> None:
         print(ASKS, flush=True)
     while texts := write(args, writer, tokenizer, ask):
         talk.append({"role": "assistant", "content": texts[0]})
+
+
+def has_no_input() -> bool:
+    """Whether nobody can type here: standard input is closed, or it is /dev/null."""
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        return os.path.samestat(os.fstat(sys.stdin.fileno()), os.stat(os.devnull))
+    return True
 
 
 def write(args, writer: Writer, tokenizer, ask: Callable[[], list[list[int]]]) -> list[str]:

@@ -256,9 +256,9 @@ def end_of_elastic_run():
         if not is_elastic():
             let_signals_kill()  # a rank that waits for rank 0 to speak ends where it is told to
         elif isinstance(error, UserError) or not LOST.search(str(error)):
-            if VARIABLE not in os.environ:
+            if "TORCHELASTIC_ERROR_FILE" in os.environ:  # a child of torchrun
                 threading.Timer(1.0, os.kill, [os.getppid(), signal.SIGTERM]).start()  # after the message
-            elif not isinstance(error, UserError):
+            elif VARIABLE in os.environ and not isinstance(error, UserError):
                 traceback.print_exc()
                 os._exit(2)
         raise

@@ -3,7 +3,7 @@
     a block of 64 numbers of a matrix  ->  for each number 4 bits, which of 16 fractions of the block's largest is
                                            nearest to it, and that largest, in float32: 4.5 bits a number
 
-The matrices of decoder layers are packed: what multiplies there but for experts that are no modules of their own.
+The matrices of decoder layers are packed: all linear layers there, except experts whose weights are one parameter.
 Embeddings, norms and the head stay as they are. A matrix is unpacked for a moment where it is used, forward and
 backward. A stage loads and packs one layer after the other, so it is never whole in the wider dtype.
 """

@@ -25,7 +25,8 @@ from planning.schedules import SCHEDULES
 from planning.shares import shares_by_speed
 from training.compression import WIRE_DTYPES, compress
 from training.optimizer_shares import SharedOptimizerPlugin, as_shares, choose_optimizer_shares
-from training.plan_file import samples_of
+from training.lora import check_tp_of_adapters
+from training.plan_file import samples_of, tp_sizes_of
 from training.samples import SamplesPlugin
 from training.speeds import choose_shares, has_router_loss, layers_by_speed, measured_speeds
 from training.unlike_tp import Template, UnlikePlugin
@@ -168,7 +169,7 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
         shares, size = samples_of(plan), plan["micro_batch_size"]
         if total not in (None, sum(shares)) and (is_elastic() or "seconds" in plan):  # else run.check refuses it
             shares = shares_by_speed(total, plan.get("seconds") or [1 / count for count in shares])  # as planned
-        tp_sizes = [pipeline.get("tp_size", 1) for pipeline in plan["pipelines"]]
+        check_tp_of_adapters(args, tp_sizes := tp_sizes_of(plan))
         return Layout(templates_of([pipeline["layers"] for pipeline in plan["pipelines"]], tp_sizes), shares, size,
                       setting_of(plan), optimizer_shares=optimizer_shares)
     pipelines, shares = choose_pipelines(args, made.model, dtype)

@@ -24,6 +24,7 @@ import process_group_manager as pgm
 from membership.watch import is_elastic
 from machine_facts import (
     forget_ranks, free_memory, from_home, gather, host_names, is_home, machines, places_of, return_freed_memory, say,
+    wait_for_all,
 )
 from planning.clock import StageClock
 from planning.machines import Cluster, Pipeline, Setting, model_facts, read_cluster, setting_of, some_of
@@ -85,7 +86,7 @@ def take_places(plan: dict) -> None:
     rank, backend, store = dist.get_rank(), dist.get_backend(), dist.distributed_c10d._get_default_store()
     if (order := machines_of(plan)) == list(range(dist.get_world_size())):
         return
-    dist.barrier()
+    wait_for_all("places")
     dist.destroy_process_group()
     forget_ranks()
     if rank not in order:
@@ -108,7 +109,7 @@ def take_places(plan: dict) -> None:
 def plan_of_file(path: str, cluster_json: str) -> dict:
     """The plan of a rank that can read the file, home_rank() first, for the hosts that are here.
 
-    In an elastic run on other hosts than the plan's, that rank plans anew for those that are there.
+    In an elastic run on other hosts than the plan's, that rank plans anew.
     """
     own = read_plan(path)
     others, hosts = gather(("error" in own, not is_home())), host_names(machines(), own.get("hosts", ()))
@@ -264,14 +265,13 @@ def plans_that_fit(cluster: Cluster, setting: Setting, size: int, total: int) ->
 def described(cluster: Cluster, plans: Plans) -> dict:
     """The best of the plans, as in plan.json, with the `seconds` of each pipeline for a micro-batch. Prints it."""
     (pipelines, size, *_), result = plans.best[0]
-    plan, seconds, parts = as_plan(cluster, plans.best[0], plans.setting), [], []
-    for machines, layers, number, _ in pipelines:
-        stages = zip(machines, cluster.stages(layers))
+    plan, seconds, parts, memory = as_plan(cluster, plans.best[0], plans.setting), [], [], []
+    for ranks, layers, number, _ in pipelines:
+        stages = zip(ranks, cluster.stages(layers))
         seconds.append(max(cluster.seconds(rank, size, stage, plans.setting.kinds) for rank, stage in stages))
-        shares = " -> ".join(f"{cluster.machines[rank].host} {count}" for rank, count in zip(machines, layers))
+        shares = " -> ".join(f"{cluster.machines[rank].host} {count}" for rank, count in zip(ranks, layers))
         parts.append(f"{shares} ({number} micro-batch{'es' * (number > 1)})")
     idle = [machine.host for rank, machine in enumerate(cluster.machines) if rank not in machines_of(plan)]
-    memory = []
     for rank in machines_of(plan):
         machine, peak = cluster.machines[rank], result.peak_memory[rank] + cluster.machines[rank].process_memory
         memory.append(f"{machine.host} {peak / 1e9:.2f} of {(machine.process_memory + machine.free_memory) / 1e9:.2f}")

@@ -46,9 +46,11 @@ def main():
     parser.add_argument("--tokens", type=int, default=40, help="behind each prompt")
     args = parser.parse_args()
     testbed("slow", "all", args.percent)
-    with tempfile.TemporaryDirectory() as folder:
-        rates = [rate(pathlib.Path(folder), prompts, args.layers, args.tokens) for prompts in args.prompts]
-    testbed("slow", "all", "off")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            rates = [rate(pathlib.Path(folder), prompts, args.layers, args.tokens) for prompts in args.prompts]
+    finally:
+        testbed("slow", "all", "off")
     for prompts, each in zip(args.prompts, rates):
         print(f"{prompts:3} prompts at once: {each:6.1f} tokens/s, {each / rates[0]:.2f} times")
 
