@@ -17,11 +17,13 @@ As a daemon (daemon.py) it hears of no launcher, and ends when it gets a signal.
 import contextlib
 import json
 import os
+import queue
 import select
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import daemon
@@ -72,24 +74,32 @@ def find_interface(job: dict) -> None:
 
 
 def start(job: dict, variables: dict[str, str]) -> subprocess.Popen | Agent:
-    """Starts the processes of this host. With --chat they have an input, which send_on() writes."""
+    """Starts the processes of this host. With --chat they have an input: what is put into `typed`, until None is."""
     if "elastic" in job:
         return Agent(job, variables)
     has_input = "--chat" in job["command"] and not job["is_detached"]
-    return subprocess.Popen(command(job), stdin=subprocess.PIPE if has_input else subprocess.DEVNULL, env=variables,
-                            preexec_fn=ends_with_parent(signal.SIGTERM))
+    child = subprocess.Popen(command(job), stdin=subprocess.PIPE if has_input else subprocess.DEVNULL, env=variables,
+                             preexec_fn=ends_with_parent(signal.SIGTERM))
+    child.typed = queue.SimpleQueue()
+    if has_input:  # written by a thread, because it waits where the child does not read
+        threading.Thread(target=write_on, args=[child.stdin, child.typed], daemon=True).start()
+    return child
 
 
-def send_on(to, data: bytes) -> bytes:
-    """Writes what the user has typed, whole lines of it, to a child's input, if it has one. Returns what is left."""
+def write_on(to, typed: queue.SimpleQueue) -> None:
+    with contextlib.suppress(OSError):  # the child has ended
+        for text in iter(typed.get, None):
+            to.write(text.encode(errors="surrogateescape"))
+            to.flush()
+        to.close()
+
+
+def send_on(typed: queue.SimpleQueue | None, data: bytes) -> bytes:
+    """Puts what the user has typed, whole lines of it, into a queue, if there is one. Returns what is left."""
     *lines, rest = data.split(b"\n")
     for text in map(json.loads, filter(None, lines)):
-        with contextlib.suppress(OSError, ValueError):  # the child has ended, or the input has
-            if to and text is None:
-                to.close()
-            elif to:
-                to.write(text.encode(errors="surrogateescape"))
-                to.flush()
+        if typed is not None:
+            typed.put(text)
     return rest
 
 
@@ -142,7 +152,7 @@ def watch(child: subprocess.Popen | Agent | daemon.Follower, has_launcher: bool 
         elif select.select([0], [], [], 0.1)[0]:
             if not (data := os.read(0, 1 << 16)):
                 return 1  # the launcher has closed the input, or has ended itself
-            unread = send_on(getattr(child, "stdin", None), unread + data)
+            unread = send_on(getattr(child, "typed", None), unread + data)
             heard = time.monotonic()
         if has_launcher and time.monotonic() > heard + SILENCE:
             return UNHEARD
