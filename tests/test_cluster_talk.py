@@ -173,7 +173,8 @@ def write_plan(folder, **changes):
     pipelines = [{"machines": [2], "layers": [6], "num_microbatches": 1},
                  {"machines": [1, 0], "layers": [2, 4], "num_microbatches": 1, **changes}]
     plan = {"schedule": "1f1b", "pipelines": pipelines, "micro_batch_size": 1, "seq_len": 16, "dtype": "bfloat16",
-            "hosts": [socket.gethostname()] * 3, "model": {"num_hidden_layers": 6, "hidden_size": 32}}
+            "hosts": [socket.gethostname()] * 3, "model": {"num_hidden_layers": 6, "hidden_size": 32},
+            "lora_rank": 4, "base_bits": 4}  # of a training
     path = folder / f"plan{len(changes)}.json"
     path.write_text(json.dumps(plan))
     return path
@@ -215,7 +216,7 @@ def chatty(folder):
 def start_chat(path, command: list, **options) -> subprocess.Popen:
     words = [*command, *CPU, "--checkpoint", path, "--chat", "--max_new_tokens", 8]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return subprocess.Popen(list(map(str, words)), env=environment(), start_new_session=True, **pipes, **options)
+    return subprocess.Popen(list(map(str, words)), env=environment(), start_new_session=True, **{**pipes, **options})
 
 
 @pytest.mark.slow
@@ -224,8 +225,10 @@ def test_a_chat(chatty):
     found, expected = (start_chat(chatty, command).communicate(LINES, timeout=100)[0].split(f"{ASKS}\n")[1]
                        for command in (torchrun(3, SCRIPT), [sys.executable, SCRIPT]))
     assert found == expected and len(found) > 20
-    silent = start_chat(chatty, torchrun(2, SCRIPT))
-    assert f"{socket.gethostname()} gets no line to answer" in silent.communicate("", timeout=100)[0]
+    quiet = start_chat(chatty, torchrun(2, SCRIPT))
+    assert "error" not in quiet.communicate("", timeout=100)[0] and quiet.returncode == 0, "Ctrl-D before the first line"
+    silent = start_chat(chatty, torchrun(2, SCRIPT), stdin=subprocess.DEVNULL)
+    assert f"{socket.gethostname()} gets no line to answer" in silent.communicate(timeout=100)[0]
     assert silent.returncode == 1, "as torchrun ends"
 
 
@@ -289,13 +292,17 @@ def test_what_one_types_at_the_launcher(tmp_path):
     (2, ["--adapter", "{gpt2}", "--merge_adapter", "out"], "--merge_adapter needs the whole model in one process"),
     (2, ["--chat", "--prompt", "We"], "has no chat template"),
     (2, ["--prompt", ""], "has no token"),
+    (2, ["--checkpoint", "{beams}", "--prompt", "We"], "asks for a beam search (num_beams 4)"),
     (3, ["--checkpoint", "{qwen3_next}", "--prompt", "We", "--pipelines", "1,2,3"], "has none of attention"),
 ])
 def test_mistakes(folder, ranks, words, message):
     """One clear line."""
     names = {"gpt2": adapter_of(folder, "gpt2"),
              "fewer": adapter_of(folder, "llama", layers_to_transform=[0], target_modules=["q_proj"], lora_alpha=4),
-             "qwen3_next": model_of(folder, "qwen3_next")}
+             "qwen3_next": model_of(folder, "qwen3_next"), "beams": folder / "beams"}
+    if "{beams}" in words:
+        shutil.copytree(model_of(folder, "llama"), folder / "beams")
+        (folder / "beams" / "generation_config.json").write_text('{"num_beams": 4}')
     if "{fewer}" in words:  # which says that it has all layers, as that of a model of one layer does
         path = names["fewer"] / "adapter_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "layers_to_transform": None}))

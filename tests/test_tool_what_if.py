@@ -217,6 +217,7 @@ def test_cards(capsys):
 
 @pytest.mark.parametrize("flags, message", [
     ((), "say which machines: --cluster 64xH100:8, or --cards 16+12+8"),
+    (("--cluster", "8xH100", "--base_bits", "4"), "--lora_rank and --base_bits are for --cards"),
     (("--cluster", "64H100"), "write the number, the device and how many a node has"),
     (("--cluster", "0xH100"), "write the number, the device and how many a node has"),
     (("--cluster", "4xTPU"), "no 'TPU' among H100, "),

@@ -14,14 +14,15 @@ from collections.abc import Callable
 import torch
 import torch.nn as nn
 
+from machine_facts import return_freed_memory
 from utils import UserError
 
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # peft imports it, and it warns of kernels
 BLOCK = 64
 PACKED_BYTES = 0.5 + 4 / BLOCK  # of a number
 
 
 def require_bitsandbytes() -> None:
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # of kernels that it can do without
     try:
         import bitsandbytes  # noqa: F401  takes seconds
     except ImportError:
@@ -52,6 +53,7 @@ def pack(layer: nn.Module, dtype: torch.dtype) -> None:
 def load_packed(stage, load: Callable, dtype: torch.dtype) -> None:
     """Gives a stage on the meta device its weights by load(stage), which takes them for the modules that it finds
     there: first those at the model's ends, then one decoder layer after the other, which is packed."""
+    return_freed_memory()  # else the C library keeps what the layers took before they were packed
     model, layers = stage.model, stage.own_layers()
     modules = {name: model.get_submodule(name) for name in stage.template.modules_per_stage[stage.stage_index]}
     ends = {name: module for name, module in modules.items() if module not in layers}
