@@ -164,7 +164,7 @@ def test_a_lost_worker_ends_all_and_the_rest_goes_on(nodes, tmp_path):
 @pytest.mark.parametrize("flags, message", [
     ("--num_workers 9 -- train.py", "room for 8 of 9 groups of --tp_size neighbours"),
     ("--num_workers 4 --tp_size 3 -- train.py", "--num_workers 4 must be a multiple of --tp_size 3"),
-    ("--num_workers 2 -- cluster/train_distributed.py --device cpu --pipelines 9", "have 9 together, but the model has 8"),
+    ("--num_workers 2 -- cluster/train_distributed.py --device cpu --seq_len 99999", "--seq_len 99999 is more than the"),
     ("--num_workers 2 -- step8_pipeline_parallel_1f1b/train.py --pp_size 3", "needs 3 processes, but 2 run"),
 ])
 @pytest.mark.slow
