@@ -1,9 +1,7 @@
 """cluster/generate.py over several ranks, each with a stage of the model: the texts of transformers in one process."""
 
-import ast
 import contextlib
 import json
-import os
 import re
 import shutil
 import socket
@@ -13,9 +11,8 @@ import types
 
 import pytest
 import torch
-from checkpoint_runs import SCRIPT as TRAIN, flags_of, newest, write_corpus, write_model
+from checkpoint_runs import SCRIPT as TRAIN, flags_of, write_corpus, write_model
 from launch import ROOT, environment, fork, modules_of, torchrun
-from launcher import make_tools, write_hosts
 from processes import eventually
 
 with modules_of(9):
@@ -255,28 +252,6 @@ def test_a_rank_that_is_lost_in_a_chat(chatty, tmp_path):
     for rank in range(2):
         [line] = re.findall("^error: .*", (tmp_path / str(rank)).read_text(), re.MULTILINE)
         assert f"rank {rank} has lost another one" in line and "Traceback" not in (tmp_path / str(rank)).read_text()
-
-
-ECHO = f"""import sys
-print({ASKS!r}, flush=True)
-for line in sys.stdin.buffer:
-    print("got", line, flush=True)
-print("end", flush=True)
-"""
-
-
-def test_what_one_types_at_the_launcher(tmp_path):
-    """Goes to the host that asks for it, line by line as it is; its end, too."""
-    tools = make_tools(tmp_path)
-    (tmp_path / "echo.py").write_text(ECHO)
-    typed = "one\n\n two é \n".encode() + b"\xff\n" + b"x" * 200_000 + b"\nlast"
-    command = [ROOT / "cluster" / "launch_cluster.sh", write_hosts(tmp_path, f"a python={tools}/python"), "--",
-               tmp_path / "echo.py", "--chat"]
-    variables = environment(PATH=f"{tools}:{os.environ['PATH']}", PYTHON=sys.executable)
-    done = subprocess.run(list(map(str, command)), input=typed, env=variables, capture_output=True, timeout=60)
-    got = re.findall(r"a \| got (.*)", done.stdout.decode())
-    assert done.returncode == 0 and list(map(ast.literal_eval, got)) == typed.splitlines(keepends=True)
-    assert done.stdout.decode().endswith("a | end\n")
 
 
 @pytest.mark.parametrize("ranks, words, message", [

@@ -9,7 +9,7 @@ plan        what plan.py chose for the measured machines
 even        --equal_shares
 alone       the fastest machine by itself, the others idle, with the same samples a step
 each alone  all three at the same time, but each by itself, with its part of the samples. The sum of these is what they
-            can reach. (The hosts of the test bed share a processor, whose cores are slower while others compute.)
+            can reach. (The hosts of the test bed share a processor, so each is measured while others compute.)
 
 All of them train the same samples, from the same weights, in turns, round by round. The step takes 2 s or more, because
 its samples are chosen by the speeds that are measured first. A step is timed from the end of the one before to its own,
