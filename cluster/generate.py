@@ -20,7 +20,7 @@ import sys
 import warnings
 
 from inference.places import find_model
-from inference.prompts import drawing, fit
+from inference.prompts import drawing, fit, require_input
 from launching.host_facts import ASKS
 from train import counts
 from training.common import seed
@@ -58,6 +58,8 @@ def parse_args() -> argparse.Namespace:
         raise UserError("--merge_adapter writes a model with an adapter: add --adapter")
     if args.prompt is None and not args.chat and not args.merge_adapter:
         raise UserError("write a --prompt, or use --chat")
+    if args.chat and args.prompt is None and not over_several():
+        require_input()
     if odd := [prompt for prompt in args.prompt or () if not prompt.isprintable()]:
         raise UserError(f"--prompt {odd[0]!r} has characters that can't be printed: leave them out")
     if args.pipelines and args.plan:

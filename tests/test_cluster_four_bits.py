@@ -41,13 +41,13 @@ def initial_value(name: str, shape: torch.Size) -> torch.Tensor:
     return torch.zeros(shape).uniform_(-bound, bound, generator=generator)
 
 
-def in_plain_peft(folder, family: str) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """Losses and norms of steps of one process without any code of ours, and the adapter."""
+def in_plain_peft(folder, family: str, dtype=torch.float32) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Losses and norms of steps of one process without any code of ours, and the adapter. `dtype`: of all but that."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32, quantization_config=bits)
+    bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=dtype, quantization_config=bits)
     linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if ".0." in name
                      and type(module).__name__ == "Linear4bit"})
     assert len(linear) == (7 if family == "llama" else 3)
@@ -62,7 +62,8 @@ def in_plain_peft(folder, family: str) -> tuple[list[tuple[float, float]], dict[
         optimizer.zero_grad()
         total = 0.0
         for tokens, _ in samples(folder, "text"):
-            logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0]
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0].float()
             total = total + torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:])) / SAMPLES
         total.backward()
         norm = torch.nn.utils.clip_grad_norm_(trained.values(), math.inf)
@@ -74,8 +75,8 @@ def in_plain_peft(folder, family: str) -> tuple[list[tuple[float, float]], dict[
 def run(folder, name: str, family: str, topology: str, *more, check: bool = True, **changes):
     ranks, flags = TOPOLOGIES[topology]
     flags = [*flags_of(folder, name, folder / family, **{**dict(
-        dataset_name=folder / "text.txt", seq_len=SEQ_LEN, dtype="float32", max_steps=STEPS, warmup_steps=0, lr_decay="none", learning_rate=RATE,
-        max_grad_norm=0, save_every=10, lora_rank=RANK, lora_alpha=8, base_bits=4), **changes}), *flags, *more]
+        dataset_name=folder / "text.txt", seq_len=SEQ_LEN, dtype="float32", max_steps=STEPS, warmup_steps=0,
+        lr_decay="none", learning_rate=RATE, max_grad_norm=0, save_every=10, lora_rank=RANK, lora_alpha=8, base_bits=4), **changes}), *flags, *more]
     return fork(9, ranks, *flags, script=SCRIPT, modules=["peft", "bitsandbytes"], check=check)
 
 
@@ -96,6 +97,24 @@ def test_equal_to_plain_peft_and_bitsandbytes(folder, family, topology):
     assert saved.keys() == adapter.keys()
     assert max((saved[key] - adapter[key]).abs().max() for key in saved) < 0.05 * RATE
     assert "of them in 4 bits" in done.stdout
+
+
+def test_bfloat16(folder):
+    """Losses of 20 steps to 1e-3, as bfloat16 rounds: a number has three digits, and stages round in other places."""
+    run(folder, "bfloat16", "llama", "3;1,2", dtype="bfloat16")
+    expected, _ = in_plain_peft(folder, "llama", torch.bfloat16)
+    found = losses(folder / "runs", "bfloat16")
+    assert len(found) == STEPS and found == pytest.approx([loss for loss, _ in expected], rel=1e-3)
+
+
+def test_the_optimizer_in_shares(folder):
+    """Of the adapters alone: what is packed has no averages."""
+    done = run(folder, "divided", "llama", "shares", "--optimizer_shares", "4,2,1", max_steps=6)
+    run(folder, "whole", "llama", "one", max_steps=6)
+    assert "of them in 4 bits" in done.stdout
+    for key in "loss", "grad_norm":
+        found, expected = ([row[key] for row in metrics(folder / "runs", name)] for name in ("divided", "whole"))
+        assert len(found) == 6 and found == pytest.approx(expected, rel=1e-5)
 
 
 def test_resume(folder):

@@ -87,6 +87,20 @@ def test_goes_on_with_another_tp_size(folder, before, after):
     assert a.keys() == b.keys() and all((a[key] - b[key]).abs().max() <= TOLERANCE for key in a)
 
 
+def test_the_optimizer_in_shares(folder):
+    """Over two pipelines of two tensor-parallel ranks each: losses, norms and the adapter are those of one process."""
+    flags = flags_of(folder, "divided", folder / "llama", dataset_name=folder / "text.txt", seq_len=16, max_steps=STEPS,
+                     lora_rank=RANK, learning_rate=0.01, max_grad_norm=MAX_GRAD_NORM, dtype="float64")
+    for name, ranks, more in ("divided", 4, ["--num_microbatches", "5,3", "--tp_size", 2, "--optimizer_shares", "4,3,2,1"]), \
+            ("whole", 1, ["--num_microbatches", "8"]):
+        fork(9, ranks, *flags, *more, "--run_name", name, script=SCRIPT, modules=["peft"])
+    found, expected = (metrics(folder / "runs", name) for name in ("divided", "whole"))
+    for key in "loss", "grad_norm":
+        assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], abs=TOLERANCE)
+    a, b = (read(newest(folder, name) / "adapter_model.safetensors") for name in ("divided", "whole"))
+    assert len(found) == STEPS and a.keys() == b.keys() and all((a[key] - b[key]).abs().max() <= TOLERANCE for key in a)
+
+
 @pytest.mark.parametrize("ranks, more, message", [
     (2, ["--tp_size", "2", "--lora_dropout", "0.1"], "--tp_size 2 with --lora_dropout 0.1: tensor-parallel ranks would"),
     (3, ["--tp_size", "3"], "num_attention_heads=4 cannot be split over tp_size=3: use a tp_size that divides 4")])

@@ -6,10 +6,10 @@ from clusters import made_up_cluster
 from launch import modules_of
 
 with modules_of(9):
-    from planning.schedules import SCHEDULES
+    from planning.schedules import SCHEDULES, live_microbatches
     from planning.machines import Candidate, Cluster, Pipeline, Setting
     from planning.search import lower_bound
-    from planning.simulate import live_microbatches, peak_memory, simulate
+    from planning.simulate import Message, PipelineSimulation, peak_memory, simulate
 
 both = pytest.mark.parametrize("schedule", ["afab", "1f1b"])
 ONE = 1e-3 + 2e-3  # seconds of a layer, forward and backward, on a machine of speed 1
@@ -82,16 +82,30 @@ def test_slow_transfers():
     assert result.step_seconds == pytest.approx(7, rel=1e-3)  # F0, F1 with B0, ..., B5
 
 
-def test_uplinks_are_shared():
-    """A middle stage sends forward and backward through one uplink: m micro-batches are 2 m messages."""
+def test_messages_share_an_uplink():
+    """Of three stages the middle one sends a second's worth of bytes each way; the one to stage 2 half a second later.
+    First one way has the link, then both have half of it, then the other way has it. A third message waits for the one
+    before it on its way."""
+    cluster = Cluster(made_up_cluster([1] * 3, bandwidth=4096.0, parameters=0, layers=3))
+    simulation = PipelineSimulation(cluster, Pipeline((0, 1, 2), (1, 1, 1), 1), 1, Setting())
+    for second, message in (0, Message(1, 0, "B0")), (0.5, Message(1, 2, "F1")), (0.5, Message(1, 2, "F2")):
+        simulation.at(second, simulation.may_leave, message)
+    simulation.stages, simulation.outstanding = [iter([]) for _ in range(3)], [0] * 3
+    simulation.run()
+    found = [(transfer.ranks, transfer.start, transfer.end) for transfer in simulation.result.transfers]
+    assert found == [((1, 0), 0, 1.5), ((1, 2), 0.5, 2), ((1, 2), 2, 3)]
+
+
+def test_a_middle_stage_sends_both_ways():
+    """Forward and backward through one uplink: m micro-batches are 2 m messages, and more where it waits."""
     options = {"speeds": [1e6] * 3, "bandwidth": 4096.0, "parameters": 0, "layers": 3}
     m = 20
     result = simulated(options, ((0, 1, 2), (1, 1, 1), m))
-    assert 2 * m <= result.step_seconds <= 2 * m + 6
+    assert 2 * m <= result.step_seconds <= 3 * m
     for rank in range(3):
-        for end in (0, 1):
-            busy = sorted((t.start, t.end) for t in result.transfers if t.ranks[end] == rank)
-            assert all(first[1] <= second[0] + 1e-9 for first, second in zip(busy, busy[1:])), (rank, end)
+        for end in (0, 1):  # no more than the link carries
+            own = [t for t in result.transfers if t.ranks[end] == rank]
+            assert max(t.end for t in own) - min(t.start for t in own) >= len(own) * (1 - 1e-9)
 
 
 def test_latency():
@@ -124,7 +138,8 @@ def test_the_order_is_possible(schedule):
     for (kind, i, rank), transfer in arrived.items():
         assert abs(chain.index(rank) - chain.index(transfer.ranks[0])) == 1
         assert at[transfer.ranks[0], kind, i].end <= transfer.start
-        assert transfer.end - transfer.start == pytest.approx(4096 / 2e6 + 1e-3)
+        alone = 4096 / 2e6
+        assert alone + 1e-3 - 1e-9 <= transfer.end - transfer.start <= 2 * alone + 1e-3 + 1e-9
         assert transfer.end <= at[rank, kind, i].start
         order = list(SCHEDULES[schedule](chain.index(rank), 3, 7))
         if (k := order.index((kind, i))) >= 3:  # its receive is posted two actions before

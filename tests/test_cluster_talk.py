@@ -224,9 +224,10 @@ def test_a_chat(chatty):
     assert found == expected and len(found) > 20
     quiet = start_chat(chatty, torchrun(2, SCRIPT))
     assert "error" not in quiet.communicate("", timeout=100)[0] and quiet.returncode == 0, "Ctrl-D before the first line"
-    silent = start_chat(chatty, torchrun(2, SCRIPT), stdin=subprocess.DEVNULL)
-    assert f"{socket.gethostname()} gets no line to answer" in silent.communicate(timeout=100)[0]
-    assert silent.returncode == 1, "as torchrun ends"
+    for command, code in (torchrun(2, SCRIPT), 1), ([sys.executable, SCRIPT], 2):
+        silent = start_chat(chatty, command, stdin=subprocess.DEVNULL)
+        assert f"{socket.gethostname()} gets no line to answer" in silent.communicate(timeout=100)[0]
+        assert silent.returncode == code
 
 
 @pytest.mark.slow

@@ -1,5 +1,10 @@
 """What a model is asked: the ids of a prompt, or of a conversation in the tokenizer's chat template."""
 
+import contextlib
+import os
+import socket
+import sys
+
 from utils import UserError
 
 
@@ -32,3 +37,13 @@ def drawing(args) -> dict:
     if args.temperature:
         return dict(do_sample=True, temperature=args.temperature, top_p=args.top_p)
     return dict(do_sample=False, temperature=None, top_p=None)
+
+
+def require_input() -> None:
+    """Raises UserError where nobody can type: standard input is closed, or it is /dev/null."""
+    is_closed = sys.stdin is None or sys.stdin.closed
+    with contextlib.suppress(OSError, ValueError):
+        is_closed = is_closed or os.path.samestat(os.fstat(sys.stdin.fileno()), os.stat(os.devnull))
+    if is_closed:
+        raise UserError(f"--chat, but {socket.gethostname()} gets no line to answer: it has no input, as with "
+                        "--detach. Give the --prompt, or start it without")

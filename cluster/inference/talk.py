@@ -3,9 +3,7 @@
 home_rank() has the tokenizer. It reads prompts, or what a user types, tells all ranks the ids, and prints what follows.
 """
 
-import contextlib
 import datetime
-import os
 import socket
 import sys
 import time
@@ -16,7 +14,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from inference.load import make_stage
-from inference.prompts import drawing, fit
+from inference.prompts import drawing, fit, require_input
 from inference.stages import Writer
 from launching.host_facts import ASKS
 from machine_facts import home_rank, is_home
@@ -56,9 +54,8 @@ def chat(args, writer: Writer, tokenizer) -> None:
     talk, lines = [], (line.decode(errors="replace") for line in getattr(sys.stdin, "buffer", ()))
 
     def ask() -> list[list[int]]:
-        if not talk and has_no_input():
-            raise UserError(f"--chat, but {socket.gethostname()} gets no line to answer: it has no input, as with "
-                            "--detach. Give the --prompt, or start it without")
+        if not talk:
+            require_input()
         line = next(filter(str.strip, lines), None)
         if line is None:
             return []
@@ -69,13 +66,6 @@ def chat(args, writer: Writer, tokenizer) -> None:
         print(ASKS, flush=True)
     while texts := write(args, writer, tokenizer, ask):
         talk.append({"role": "assistant", "content": texts[0]})
-
-
-def has_no_input() -> bool:
-    """Whether nobody can type here: standard input is closed, or it is /dev/null."""
-    with contextlib.suppress(OSError, AttributeError, ValueError):
-        return os.path.samestat(os.fstat(sys.stdin.fileno()), os.stat(os.devnull))
-    return True
 
 
 def write(args, writer: Writer, tokenizer, ask: Callable[[], list[list[int]]]) -> list[str]:

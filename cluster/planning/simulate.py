@@ -5,8 +5,9 @@
     compute     each stage goes through the actions of the schedule function as run_schedule does: an action starts when
                 the one before has ended and its input has arrived
     transfers   go on in the background: a message leaves once it is sent, its receive is posted (two actions ahead),
-                and its sender's uplink and its receiver's downlink are free; it takes bytes / bandwidth, and arrives a
-                latency later. Forward and backward messages share the two; a machine can send and receive at once
+                and the one before it to the same stage has left; it takes bytes / bandwidth, and arrives a latency
+                later. Messages that use an uplink or a downlink at a time have equal parts of it: a middle stage's, in
+                both directions of the pipeline. A machine can send and receive at once
     gradients   bucket by bucket, last module first: an all-reduce starts when the last backward of all its owners has
                 passed the module and their network is free; a ring of n takes 2 (n-1)/n bytes / bandwidth
                 + 2 (n-1) latency
@@ -18,13 +19,12 @@ Not modelled: a host that computes slower while it sends, except as far as the m
 import heapq
 import math
 from collections.abc import Callable, Iterator
-from functools import cache
-from itertools import accumulate, count
+from itertools import count
 from typing import NamedTuple
 
 from pipeline_parallel import Action
 from planning.machines import Candidate, Cluster, Pipeline, Setting
-from planning.schedules import SCHEDULES
+from planning.schedules import SCHEDULES, live_microbatches
 
 BUCKET = 25e6  # bytes at most, as in data_parallel
 
@@ -81,6 +81,16 @@ class Result(NamedTuple):
     transfers: list[Transfer]
 
 
+class Flow(NamedTuple):
+    """A message that leaves. `left`: its bytes that have not, at second `since`; `rate`: bytes a second from then on."""
+
+    message: Message
+    left: float
+    start: float
+    since: float
+    rate: float
+
+
 class PipelineSimulation:
     """The machines of one pipeline from their optimizer step to their last backward."""
 
@@ -98,8 +108,8 @@ class PipelineSimulation:
         self.sent: set[Message] = set()  # before its receive was posted
         self.arrived: set[Message] = set()
         self.outstanding = [0] * p  # sends, see StageCommunication.send
-        self.uplink_busy, self.downlink_busy = [False] * p, [False] * p
-        self.leaving: list[list[Message]] = [[] for _ in range(p)]  # those that wait for their uplink
+        self.flows: dict[tuple[int, int], Flow] = {}  # one at a time from a stage to another
+        self.leaving = {way: [] for way in self.links}  # messages that wait for those before them
         self.result = Run([], [], [cluster.optimizer_seconds(*pair) for pair in zip(ranks, stages)], [0.0] * p)
 
     def run(self) -> Run:
@@ -164,35 +174,38 @@ class PipelineSimulation:
             self.sent.add(message)
 
     def may_leave(self, message: Message) -> None:
-        self.leaving[message.source].append(message)
-        self.use_uplink(message.source)
+        way = message.source, message.destination
+        self.leaving[way].append(message)
+        self.use_links(way)
 
-    def use_uplink(self, source: int) -> None:
-        """Starts the first message whose receiver can take it, if the uplink is free."""
-        for i, message in enumerate(self.leaving[source]):
-            if not self.uplink_busy[source] and not self.downlink_busy[message.destination]:
-                del self.leaving[source][i]
-                self.uplink_busy[source] = self.downlink_busy[message.destination] = True
-                link = self.links[source, message.destination]
-                end = self.now + self.num_bytes / link.bandwidth
-                ends = (self.ranks[source], self.ranks[message.destination])
-                self.result.transfers.append(
-                    Transfer(*message.action, ends, self.num_bytes, self.now, end + link.latency))
-                self.at(end, self.message_left, message)
-                return
+    def use_links(self, way: tuple[int, int]) -> None:
+        """Starts the next message on this way, if there is none on it, and shares out its uplink and downlink anew."""
+        if way not in self.flows and self.leaving[way]:
+            self.flows[way] = Flow(self.leaving[way].pop(0), self.num_bytes, self.now, self.now, 0.0)
+        for (source, destination), flow in [*self.flows.items()]:
+            if source == way[0] or destination == way[1]:
+                users = max(sum(a == source for a, _ in self.flows), sum(b == destination for _, b in self.flows))
+                rate = self.links[source, destination].bandwidth / users
+                if rate != flow.rate:
+                    left = flow.left - flow.rate * (self.now - flow.since)
+                    self.flows[source, destination] = flow = Flow(flow.message, left, flow.start, self.now, rate)
+                    self.at(self.now + left / rate, self.message_left, flow)
 
-    def message_left(self, message: Message) -> None:
-        source, destination, _ = message
-        self.uplink_busy[source] = self.downlink_busy[destination] = False
+    def message_left(self, flow: Flow) -> None:
+        source, destination, action = flow.message
+        if self.flows.get((source, destination)) is not flow:
+            return  # it has become slower or faster since
+        del self.flows[source, destination]
         self.result.network_free[source] = self.result.network_free[destination] = self.now
         self.result.ends[source] = max(self.result.ends[source], self.now)
         self.outstanding[source] -= 1
-        self.at(self.now + self.links[source, destination].latency, self.arrives, message)
+        arrives = self.now + self.links[source, destination].latency
+        ends = self.ranks[source], self.ranks[destination]
+        self.result.transfers.append(Transfer(*action, ends, self.num_bytes, flow.start, arrives))
+        self.at(arrives, self.arrives, flow.message)
+        self.use_links((source, destination))
         if self.is_waiting[source]:
             self.resume(source)
-        for sender in (destination - 1, destination + 1):  # the source is one of them
-            if 0 <= sender < self.p:
-                self.use_uplink(sender)
 
     def arrives(self, message: Message) -> None:
         self.arrived.add(message)
@@ -284,10 +297,3 @@ def peak_memory(cluster: Cluster, pipeline: Pipeline, size: int, setting: Settin
         messages = 4 * size * cluster.hidden_bytes if p > 1 else 0.0  # two posted receives, two sends under way
         peaks.append(part.weight_bytes(stage) + activations + messages)
     return peaks
-
-
-@cache
-def live_microbatches(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> int:
-    """Micro-batches at most whose activations a stage holds: what the schedule's own order says."""
-    actions = SCHEDULES[schedule](stage, num_stages, num_microbatches)
-    return max(accumulate(1 if action.kind == "F" else -1 for action in actions))

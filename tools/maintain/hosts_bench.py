@@ -1,13 +1,13 @@
 """Trainings in turns on the three hosts of the test bed, which are unlike: what the measurements there share.
 
 Each host has a copy of the folder of a case on its own disk; what a host leaves there is read. All trainings of a case
-run in the same processes, one after the other: this file is also the script that these run.
+run one after the other, forked from the same processes: this file is also the script that these run.
 """
 
 import tools_path  # noqa: F401  before launch
 
-import atexit
 import concurrent.futures
+import importlib
 import json
 import os
 import pathlib
@@ -38,14 +38,14 @@ def on_a_disk(path: pathlib.Path) -> pathlib.Path:
     return next(found for node in NODES if (found := pathlib.Path(disks, node, *path.parts[1:])).exists())
 
 
-def on_all_hosts(script, *args, timeout: float) -> str:
-    """torchrun of `script` over the three hosts; what the first one printed."""
+def on_all_hosts(script, *args, timeout: float, ranks: tuple[int, ...] = (1, 1, 1)) -> str:
+    """torchrun of `script` over the three hosts, so many ranks on each; what the first one printed."""
     processes = []
-    for rank, node in enumerate(NODES):
-        # Each host stays on a core, because a quota is partly lost whenever the process moves to another one.
-        core = str(min(rank, os.cpu_count() - 1))
-        command = [BED, "exec", node, "taskset", "-c", core, sys.executable, "-m", "torch.distributed.run",
-                   "--nnodes=3", "--nproc-per-node=1", f"--node-rank={rank}", "--master-addr=node0",
+    for k, node in enumerate(NODES):
+        # A host of one rank stays on a core, because a quota is partly lost whenever a process moves to another one.
+        cores = f"0-{os.cpu_count() - 1}" if ranks[k] > 1 else str(min(k, os.cpu_count() - 1))
+        command = [BED, "exec", node, "taskset", "-c", cores, sys.executable, "-m", "torch.distributed.run",
+                   "--nnodes=3", f"--nproc-per-node={ranks[k]}", f"--node-rank={k}", "--master-addr=node0",
                    f"--master-port={PORT}", script, *map(str, args)]
         pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         processes.append(subprocess.Popen(command, env=environment(), **pipes))
@@ -77,41 +77,57 @@ def note_ends() -> None:
 
 
 def rank_side(folder: pathlib.Path) -> None:
-    """On each host: the trainings of jobs.json one after the other, each with a rendezvous of its own."""
-    world = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    at_exit, register = [], atexit.register
+    """On each host: the trainings of jobs.json one after the other, each in a process of its own. It is forked when the
+    slow libraries are imported. (In one process for all, each training leaves threads and memory in pieces behind:
+    after twenty of them, a step took up to a quarter longer.)"""
     sys.path[0] = str(CLUSTER)
     note_ends()
-
-    def register_or_keep(function, *args, **kwargs):
-        """Keeps what the training would do at the end of its process, which here goes on with the next job."""
-        is_kept = function.__name__ == "tell_idle"
-        return at_exit.append(function) if is_kept else register(function, *args, **kwargs)
-
-    atexit.register = register_or_keep
+    for name in "datasets", "transformers.models.auto":
+        importlib.import_module(name)
     for job in json.loads((folder / "jobs.json").read_text()):
-        flags, *others = job["flags"]
-        os.environ.update(world, MASTER_PORT=str(job["port"]), TORCHELASTIC_USE_AGENT_STORE="False")
-        if others:
-            flags = job["flags"][int(world["RANK"])]
-            os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost")
-        sys.argv = [str(CLUSTER / "train_distributed.py"), *flags]
-        try:
-            runpy.run_path(sys.argv[0])["main"]()
-        except SystemExit as ended:  # an idle rank
-            assert not ended.code, ended.code
-        while at_exit:  # tells idle ranks that the training has ended
-            at_exit.pop()()
-        facts = sys.modules["machine_facts"]
-        facts.forget_ranks()  # the next job numbers them in another way
+        if not (child := os.fork()):
+            return train(job)
+        if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            sys.exit(code)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # this host's own; an idle rank has none
+
+
+def train(job: dict) -> None:
+    """One of them, with a rendezvous of its own."""
+    flags, *others = job["flags"]
+    os.environ.update(MASTER_PORT=str(job["port"]), TORCHELASTIC_USE_AGENT_STORE="False")
+    if others:
+        flags = job["flags"][int(os.environ["RANK"])]
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost")
+    sys.argv = [str(CLUSTER / "train_distributed.py"), *flags]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def predict(data: dict, size: int, pipelines, setting: dict) -> dict:
+    """The plan of (ranks, layers, num_microbatches, perhaps tp_size) each, on the machines of cluster.json `data`."""
+    with modules_of(9):
+        from planning.machines import Candidate, Cluster, Pipeline, Setting
+        from planning.report import as_plan
+        from planning.search import Scored
+        from planning.simulate import simulate
+        from planning.units import of_ranks, of_units, with_parts
+
+        cluster, setting, units, placed = Cluster(data), Setting(**setting), [], []
+        for ranks, layers, number, *tp_size in pipelines:
+            [tp_size] = tp_size or [1]
+            groups = [tuple(ranks[k : k + tp_size]) for k in range(0, len(ranks), tp_size)]
+            placed.append(Pipeline(tuple(range(len(units), len(units) + len(groups))), tuple(layers), number))
+            units += groups
+        candidate = Candidate(tuple(placed), size)
+        scored = Scored(candidate, simulate(of_units(with_parts(cluster), units), candidate, setting))
+        return as_plan(cluster, of_ranks(scored, units), setting)
 
 
 class Bench:
     """One case: its model, measured machines, candidates, and what was measured of them."""
 
     def __init__(self, case: dict, folder: pathlib.Path):
-        self.case, self.folder = case, folder / "case"
+        self.case, self.folder, self.ranks = case, folder / "case", case.get("ranks", (1, 1, 1))
         self.model = self.folder / "model"
         shutil.copytree(ROOT / "assets" / "tiny_llama", self.model)
         config = json.loads((self.model / "config.json").read_text())
@@ -124,8 +140,8 @@ class Bench:
             bed("slow", node, speed)
         bed("own", self.folder)
         print(on_all_hosts(CLUSTER / "plan.py", "--measure", self.folder / "cluster.json", "--model_name", self.model,
-                           "--micro_batch_size", self.case["sizes"], *self.case.get("flags", ()), timeout=300),
-              flush=True)
+                           "--micro_batch_size", self.case["sizes"], *self.case.get("flags", ()), timeout=300,
+                           ranks=self.ranks), flush=True)
         shutil.copy(on_a_disk(self.folder / "cluster.json"), self.folder)
         self.cluster = json.loads((self.folder / "cluster.json").read_text())
 
@@ -139,16 +155,7 @@ class Bench:
         return json.loads(out.read_text())
 
     def predict(self, size: int, *pipelines: tuple, **setting) -> dict:
-        """The plan of (machines, layers, num_microbatches) each."""
-        with modules_of(9):
-            from planning.machines import Candidate, Cluster, Pipeline, Setting
-            from planning.report import as_plan
-            from planning.search import Scored
-            from planning.simulate import simulate
-
-            cluster, candidate = Cluster(self.cluster), Candidate(tuple(Pipeline(*p) for p in pipelines), size)
-            setting = Setting(**setting)
-            return as_plan(cluster, Scored(candidate, simulate(cluster, candidate, setting)), setting)
+        return predict(self.cluster, size, pipelines, setting)
 
     def by_plan(self, name: str, plan: dict) -> list:
         """The flags of a training by this plan."""
@@ -170,7 +177,7 @@ class Bench:
                                                              for run, own in at_once.items()]})
         (self.folder / "jobs.json").write_text(json.dumps(jobs))
         bed("own", self.folder)
-        return on_all_hosts(__file__, self.folder, timeout=3000)
+        return on_all_hosts(__file__, self.folder, timeout=3000, ranks=self.ranks)
 
 
 if __name__ == "__main__":

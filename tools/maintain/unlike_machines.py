@@ -1,14 +1,16 @@
 """What planning is worth, and how well it predicts: plans on three unlike hosts of the test bed, in turns.
 
-    python tools/maintain/unlike_machines.py speeds links --json assets/unlike_machines.json   # as root: half an hour
-    python tools/maintain/unlike_machines.py --plot assets/unlike_machines.png --json assets/unlike_machines.json
+    python tools/maintain/unlike_machines.py --json assets/unlike_machines.json speeds links tp   # as root: 40 minutes
+    python tools/maintain/unlike_machines.py --json assets/unlike_machines.json --plot assets/unlike_machines.png
 
 speeds   quotas of 100, 50 and 25 % of a core, fast links, the tiny Llama: the plan against uniform splits and against
          each machine alone
 links    10 Mbit/s, equal speeds, 6 M parameters, 4096 tokens a step: the plan against data parallelism, and what
          travels in float32, bfloat16 or int8
+tp       quotas of 80, 40 and 40 %, fast links, the tiny Llama: a host of two ranks beside two hosts of one, in
+         pipelines of unlike tp
 
-The machines are measured first. Then the candidates are trained in turns, round by round, all in the same processes.
+The machines are measured first. Then the candidates are trained in turns, round by round, each in processes of its own.
 """
 
 import tools_path  # noqa: F401  before launch
@@ -19,13 +21,14 @@ import pathlib
 import statistics
 import tempfile
 
-from hosts_bench import Bench, bed, on_a_disk
+from hosts_bench import Bench, bed, on_a_disk, predict
 from launch import ROOT, Help, metrics
 
 CASES = {  # speeds: percent of a core; batch: samples a step; sizes: to choose from; model: changes; steps of a run
     "speeds": dict(speeds=(100, 50, 25), rate="off", batch=56, sizes="1,2,4", model={}, steps=3),
     "links": dict(speeds=(50, 50, 50), rate="10mbit", batch=32, sizes="1,2,4", steps=2,
                   model=dict(hidden_size=256, intermediate_size=688, head_dim=32)),
+    "tp": dict(speeds=(80, 40, 40), rate="off", batch=56, sizes="1,2,4", model={}, steps=3, ranks=(2, 1, 1)),
 }
 
 TITLES = {"speeds": "Speeds 4:2:1, fast links, 7168 tokens a step",
@@ -78,6 +81,21 @@ def candidates_of_links(bench: Bench, add: dict[str, dict]) -> None:
         add[name] = bench.predict(1, *data_parallel, gradient_wire_dtype=dtype)
 
 
+def candidates_of_tp(bench: Bench, add: dict[str, dict]) -> None:
+    """Ranks 0 and 1 are on node0."""
+    whole, (both, b, c) = (8,), ((0, 1), (2,), (3,))
+    add["plan"] = bench.plan()
+    add["without, shares"] = bench.predict(4, *(((k,), whole, n) for k, n in enumerate((4, 4, 3, 3))))
+    add["tp 2;1;1"] = bench.predict(4, (both, whole, 6, 2), (b, whole, 4), (c, whole, 4))
+    add["tp 2;1, 4,4"] = bench.predict(2, (both, whole, 14, 2), ((*b, *c), (4, 4), 14))
+    add["tp 2;1, 5,3"] = bench.predict(2, (both, whole, 12, 2), ((*c, *b), (5, 3), 16))
+    add["tp 2;1"] = bench.predict(4, (both, whole, 8, 2), (b, whole, 6))
+    add["tp 2 alone"] = bench.predict(4, (both, whole, 14, 2))
+
+
+CANDIDATES = {"speeds": candidates_of_speeds, "links": candidates_of_links, "tp": candidates_of_tp}
+
+
 def measure(args, results: dict) -> None:
     bed("up")
     try:
@@ -85,22 +103,42 @@ def measure(args, results: dict) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 bench = Bench(CASES[name], pathlib.Path(folder))
                 bench.prepare()
-                (candidates_of_speeds if name == "speeds" else candidates_of_links)(bench, candidates := {})
+                CANDIDATES[name](bench, candidates := {})
                 results[name] = run(bench, candidates, args.rounds)
             args.json.write_text(json.dumps(results, indent=1))
-            table(name, results[name])
+            print(table(results[name]), flush=True)
     finally:
         bed("down")
 
 
-def table(name: str, result: dict) -> None:
-    rows = sorted((statistics.median(found["measured"]), key, found) for key, found in result["candidates"].items())
-    print(f"{name:24} measured s (smallest - largest), predicted, measured / predicted, loss of the first step")
-    for seconds, key, found in rows:
-        spread = f"{min(found['measured']):.3f} - {max(found['measured']):.3f}"
-        expected = found["predicted"]
-        print(f"{key:24} {seconds:8.3f} ({spread:>15})  {expected:8.3f}  {seconds / expected:8.2f}  "
-              f"{result['losses'][key][0]:.6f}", flush=True)
+def predict_again(result: dict) -> None:
+    """By the planner as it is now, from the machines as they were measured."""
+    for found in result["candidates"].values():
+        plan = found["plan"]
+        pipelines = [[each[key] for key in ("machines", "layers", "num_microbatches", "tp_size")]
+                     for each in plan["pipelines"]]
+        setting = {key: plan[key] for key in ("schedule", "wire_dtype", "gradient_wire_dtype", "recompute")}
+        again = predict(result["cluster"], plan["micro_batch_size"], pipelines, setting)
+        found["predicted"] = again["predicted"]["step_seconds"]
+
+
+def table(result: dict) -> str:
+    """In Markdown. All candidates have to have the loss of the same samples."""
+    first = [losses[0] for losses in result["losses"].values()]
+    assert max(first) - min(first) < 0.05, f"not the same step: {result['losses']}"
+    lines = ["| plan | layers | micro-batches | machines | schedule | measured s | smallest - largest | predicted s | "
+             "measured / predicted |", "| --- | --- | --- | --- | --- | ---: | --- | ---: | ---: |"]
+    for name, found in sorted(result["candidates"].items(), key=lambda item: statistics.median(item[1]["measured"])):
+        seconds, plan = found["measured"], found["plan"]
+        measured, predicted, pipelines = statistics.median(seconds), found["predicted"], plan["pipelines"]
+        layers = ";".join(",".join(map(str, each["layers"])) for each in pipelines)
+        machines = "; ".join(",".join(map(str, each["machines"])) for each in pipelines)
+        numbers = ",".join(str(each["num_microbatches"]) for each in pipelines)
+        schedule = plan["schedule"] if max(len(each["layers"]) for each in pipelines) > 1 else ""
+        lines.append(f"| {name} | `{layers}` | {numbers} of {plan['micro_batch_size']} | {machines} | {schedule} | "
+                     f"{measured:.2f} | {min(seconds):.2f} - {max(seconds):.2f} | {predicted:.2f} | "
+                     f"{measured / predicted:.2f} |")
+    return "\n".join(lines)
 
 
 def draw(results: dict, picture: str) -> None:
@@ -143,7 +181,8 @@ def draw(results: dict, picture: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
-    parser.add_argument("cases", nargs="*", help=f"to measure: {', '.join(CASES)}")
+    parser.add_argument("cases", nargs="*", help=f"to measure: {', '.join(CASES)}. Without one, what --json holds is "
+                                                 "predicted again, by the planner as it is now")
     parser.add_argument("--json", type=pathlib.Path, default=ROOT / "runs" / "unlike_machines.json",
                         help="what was measured")
     parser.add_argument("--rounds", type=int, default=3, help="each candidate trains so often")
@@ -153,6 +192,9 @@ def main() -> None:
     if args.cases:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         measure(args, results)
+    for name, result in results.items() if not args.cases else ():
+        predict_again(result)
+        print(name, table(result), sep="\n")
     if args.plot:
         draw(results, args.plot)
 

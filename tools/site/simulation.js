@@ -70,9 +70,8 @@ class PipelineSimulation {
     this.sent = new Set(); // before its receive was posted
     this.arrived = new Set();
     this.outstanding = Array(p).fill(0);
-    this.uplinkBusy = Array(p).fill(false);
-    this.downlinkBusy = Array(p).fill(false);
-    this.leaving = Array.from({ length: p }, () => []);
+    this.flows = new Map(); // one at a time from a rank to another: seconds of it that are left, and their rate
+    this.leaving = new Map(); // messages that wait for those before them
     this.spans = [];
     this.transfers = [];
     this.ends = Array(p).fill(0);
@@ -157,32 +156,46 @@ class PipelineSimulation {
   }
 
   mayLeave(message) {
-    this.leaving[message.source].push(message);
-    this.useUplink(message.source);
+    const way = `${message.source} ${message.destination}`;
+    if (!this.leaving.has(way)) this.leaving.set(way, []);
+    this.leaving.get(way).push(message);
+    this.useLinks(message);
   }
 
-  /** Starts the first message whose receiver can take it, if the uplink is free. */
-  useUplink(source) {
-    if (this.uplinkBusy[source]) return;
-    const i = this.leaving[source].findIndex((message) => !this.downlinkBusy[message.destination]);
-    if (i < 0) return;
-    const [message] = this.leaving[source].splice(i, 1),
-      { destination, kind, microbatch } = message;
-    this.uplinkBusy[source] = this.downlinkBusy[destination] = true;
-    const start = this.queue.now,
-      end = start + this.transfer;
-    this.transfers.push({ source, destination, kind, microbatch, start, end: end + this.latency });
-    this.queue.at(end, () => this.messageLeft(message));
+  /** Starts the next message on the way of this one, if there is none on it, and shares out its uplink and downlink. */
+  useLinks({ source, destination }) {
+    const way = `${source} ${destination}`,
+      now = this.queue.now,
+      count = (isIn) => [...this.flows.values()].filter(({ message }) => isIn(message)).length;
+    if (!this.flows.has(way) && this.leaving.get(way).length)
+      this.flows.set(way, { message: this.leaving.get(way).shift(), left: this.transfer, start: now, since: now, rate: 0 });
+    for (const [key, flow] of [...this.flows]) {
+      const { source: a, destination: b } = flow.message;
+      if (a !== source && b !== destination) continue;
+      const users = Math.max(
+        count((message) => message.source === a),
+        count((message) => message.destination === b),
+      );
+      const rate = 1 / users;
+      if (rate === flow.rate) continue;
+      const next = { ...flow, left: flow.left - flow.rate * (now - flow.since), since: now, rate };
+      this.flows.set(key, next);
+      this.queue.at(now + next.left / rate, () => this.messageLeft(next));
+    }
   }
 
-  messageLeft(message) {
-    const { source, destination } = message;
-    this.uplinkBusy[source] = this.downlinkBusy[destination] = false;
-    this.ends[source] = Math.max(this.ends[source], this.queue.now);
+  messageLeft(flow) {
+    const { source, destination, kind, microbatch } = flow.message,
+      way = `${source} ${destination}`,
+      now = this.queue.now;
+    if (this.flows.get(way) !== flow) return; // it has become slower or faster since
+    this.flows.delete(way);
+    this.ends[source] = Math.max(this.ends[source], now);
     this.outstanding[source]--;
-    this.queue.at(this.queue.now + this.latency, () => this.arrives(message));
+    this.transfers.push({ source, destination, kind, microbatch, start: flow.start, end: now + this.latency });
+    this.queue.at(now + this.latency, () => this.arrives(flow.message));
+    this.useLinks(flow.message);
     if (this.isWaiting[source]) this.resume(source);
-    for (const sender of [destination - 1, destination + 1]) this.useUplink((sender + this.p) % this.p);
   }
 
   arrives(message) {
