@@ -9,6 +9,8 @@ gradients are complete on all ranks. So where one of the survivors has passed it
 otherwise nobody has changed a weight, and the step's samples are read again.
 """
 
+import collections
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from machine_facts import gather
 from stage_weights import make_buffers
 
 Key = tuple[str, str, int]
+UNDER_WAY = 8  # tensors that a rank sends or receives at a time
 
 
 class Commit(NamedTuple):
@@ -86,6 +89,10 @@ def weights_of(stage, tp_rank: int) -> dict[Key, torch.Tensor]:
     return {key_of(stage, name, "", tp_rank): value.detach() for name, value in (*params.items(), *buffers.items())}
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten().view(torch.uint8)
+
+
 class Moved:
     """Gives a stage its weights, and then an optimizer its state, as checkpoints.load.Loader does, from memory.
 
@@ -96,21 +103,30 @@ class Moved:
         self.own, self.specs, self.disks, self.device = held.tensors() if held else {}, specs, disks, device
 
     def move(self, wanted: set[Key]) -> dict[Key, torch.Tensor]:
-        """Those tensors, on this rank's device; what it held itself is the same tensor. Collective."""
+        """Those tensors, on this rank's device; what it held itself is the same tensor. Collective.
+
+        All ranks go through the same list of transfers, in which the receivers take turns, and have a few under way: so
+        different links are in use at a time.
+        """
         found = {key: self.own[key] for key in wanted if key in self.own}
-        for rank, keys in enumerate(self.disks.gather(sorted(wanted - found.keys()))):
-            for key in keys:
-                holders = [other for other, spec in enumerate(self.specs) if key in spec]
-                source = holders[rank % len(holders)]
-                if self.disks.rank == source:
-                    value = self.own[key].detach().cpu().contiguous()
-                    dist.send(value.flatten().view(torch.uint8), rank, group=self.disks.group)
-                elif self.disks.rank == rank:
-                    dtype, shape = self.specs[source][key]
-                    value = torch.empty(shape, dtype=dtype)
-                    dist.recv(value.flatten().view(torch.uint8), source, group=self.disks.group)
-                    stays = key[1] == "step" and not torch.cuda.is_initialized()
-                    found[key] = value.to("cpu" if stays else self.device)
+        needed, under_way = self.disks.gather(sorted(wanted - found.keys())), collections.deque()
+        for rank, key in (each for row in zip_longest(*needed) for each in enumerate(row) if each[1]):
+            holders = [other for other, spec in enumerate(self.specs) if key in spec]
+            source = holders[rank % len(holders)]
+            if self.disks.rank == source:
+                value = self.own[key].detach().cpu().contiguous()
+                under_way.append((dist.isend(as_bytes(value), rank, group=self.disks.group), value))
+            elif self.disks.rank == rank:
+                dtype, shape = self.specs[source][key]
+                found[key] = torch.empty(shape, dtype=dtype)
+                under_way.append((dist.irecv(as_bytes(found[key]), source, group=self.disks.group), None))
+            if len(under_way) > UNDER_WAY:
+                under_way.popleft()[0].wait()
+        for handle, _ in under_way:
+            handle.wait()
+        for key in found.keys() - self.own.keys():
+            stays = key[1] == "step" and not torch.cuda.is_initialized()
+            found[key] = found[key].to("cpu" if stays else self.device)
         return found
 
     def weights(self, stage) -> None:

@@ -42,8 +42,10 @@ def on_all_hosts(script, *args, timeout: float, ranks: tuple[int, ...] = (1, 1, 
     """torchrun of `script` over the three hosts, so many ranks on each; what the first one printed."""
     processes = []
     for k, node in enumerate(NODES):
-        # A host of one rank stays on a core, because a quota is partly lost whenever a process moves to another one.
-        cores = f"0-{os.cpu_count() - 1}" if ranks[k] > 1 else str(min(k, os.cpu_count() - 1))
+        # A host of one rank stays on a core, because a quota is partly lost whenever a process moves to another one:
+        # the first one has a core for itself, if it does not need all of them.
+        last = os.cpu_count() - 1
+        cores = f"0-{last}" if ranks[k] > 1 else str(min(k - (ranks[0] > 1), last))
         command = [BED, "exec", node, "taskset", "-c", cores, sys.executable, "-m", "torch.distributed.run",
                    "--nnodes=3", f"--nproc-per-node={ranks[k]}", f"--node-rank={k}", "--master-addr=node0",
                    f"--master-port={PORT}", script, *map(str, args)]
