@@ -13,7 +13,8 @@ each alone  all three at the same time, but each by itself, with its part of the
 
 All of them train the same samples, from the same weights, in turns, round by round. The step takes 2 s or more, because
 its samples are chosen by the speeds that are measured first. A step is timed from the end of the one before to its own,
-by rank 0's clock: all that happens between two steps is in it. The steps before work has settled do not count.
+by rank 0's clock: all that happens between two steps is in it. The steps before work has settled do not count, nor does
+the last one of a run, behind which a checkpoint is saved.
 """
 
 import tools_path  # noqa: F401  before launch
@@ -52,9 +53,9 @@ def measure(case: dict, rounds: int, folder: pathlib.Path) -> dict:
     flags = {"by speed": by_speed, "plan": bench.by_plan("plan", plan), "even": [*by_speed, "--equal_shares"]}
     fastest = seconds.index(min(seconds))
     flags["alone"] = bench.by_plan("alone", bench.predict(SIZE, ((fastest,), (LAYERS,), batch // SIZE)))
-    flags = {name: [*own, "--max_steps", SETTLED + 3 if name in OURS else 3] for name, own in flags.items()}
+    flags = {name: [*own, "--max_steps", SETTLED + 4 if name in OURS else 4] for name, own in flags.items()}
     parts = [max(1, round(batch / SIZE / each / sum(1 / each for each in seconds))) for each in seconds]
-    flags[EACH] = [["--batch_size", SIZE, "--gradient_accumulation", part, "--max_steps", SETTLED] for part in parts]
+    flags[EACH] = [["--batch_size", SIZE, "--gradient_accumulation", part, "--max_steps", SETTLED + 1] for part in parts]
     said = bench.train([(f"{name}_{k}", own) for k in range(rounds) for name, own in flags.items()])
     print(*(line for line in said.splitlines() if "samples of a step" in line or "work moves" in line), sep="\n")
     return {"batch": batch, "tokens": batch * bench.cluster["seq_len"], "cluster": bench.cluster, "plan": plan,
@@ -70,7 +71,7 @@ def read_seconds(bench: Bench, names, rounds: int) -> dict[str, list[float]]:
             ends = [float(line) for line in (folder / "ends.txt").read_text().split()]
             key = f"{name} {run[-1]}" if name == EACH else name
             seconds.setdefault(key, []).extend(end - start for start, end in
-                                               pairwise(ends[SETTLED - 1 if name in OURS else 0:]))
+                                               pairwise(ends[SETTLED - 1 if name in OURS else 0:-1]))
             if name != EACH:
                 losses[name] = metrics(folder.parent, run)[0]["loss"]
     assert max(losses.values()) - min(losses.values()) < 0.01, f"not the same step: {losses}"
