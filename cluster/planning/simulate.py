@@ -82,7 +82,7 @@ class Result(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """A message that leaves. `left`: its bytes that have not, at second `since`; `rate`: bytes a second from then on."""
+    """A message that leaves. `left`: its bytes that have not at second `since`; `rate`: bytes a second from then on."""
 
     message: Message
     left: float

@@ -55,7 +55,8 @@ def measure(case: dict, rounds: int, folder: pathlib.Path) -> dict:
     flags["alone"] = bench.by_plan("alone", bench.predict(SIZE, ((fastest,), (LAYERS,), batch // SIZE)))
     flags = {name: [*own, "--max_steps", SETTLED + 4 if name in OURS else 4] for name, own in flags.items()}
     parts = [max(1, round(batch / SIZE / each / sum(1 / each for each in seconds))) for each in seconds]
-    flags[EACH] = [["--batch_size", SIZE, "--gradient_accumulation", part, "--max_steps", SETTLED + 1] for part in parts]
+    flags[EACH] = [["--batch_size", SIZE, "--gradient_accumulation", part, "--max_steps", SETTLED + 1]
+                   for part in parts]
     said = bench.train([(f"{name}_{k}", own) for k in range(rounds) for name, own in flags.items()])
     print(*(line for line in said.splitlines() if "samples of a step" in line or "work moves" in line), sep="\n")
     return {"batch": batch, "tokens": batch * bench.cluster["seq_len"], "cluster": bench.cluster, "plan": plan,
