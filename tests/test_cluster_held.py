@@ -33,12 +33,15 @@ class Ranks:
         self.barrier.wait()
         return everyone
 
-    def send(self, tensor, to: int, group) -> None:
+    def isend(self, tensor, to: int, group):
         self.messages += 1
         self.sent[self.local.rank, to].put(tensor.clone())
+        return types.SimpleNamespace(wait=lambda: None)
 
-    def recv(self, tensor, source: int, group) -> None:
-        tensor.copy_(self.sent[source, self.local.rank].get(timeout=20))
+    def irecv(self, tensor, source: int, group):
+        """Nothing is there before wait()."""
+        arrived = self.sent[source, self.local.rank]
+        return types.SimpleNamespace(wait=lambda: tensor.copy_(arrived.get(timeout=20)))
 
     def run(self, work) -> list:
         """work(rank, disks) of each rank."""
@@ -65,7 +68,7 @@ class Ranks:
 def ranks(monkeypatch):
     def ranks(size: int) -> Ranks:
         made = Ranks(size)
-        monkeypatch.setattr(held, "dist", types.SimpleNamespace(send=made.send, recv=made.recv))
+        monkeypatch.setattr(held, "dist", types.SimpleNamespace(isend=made.isend, irecv=made.irecv))
         manager = types.SimpleNamespace(tp_rank=0)
         monkeypatch.setattr(held, "pgm", types.SimpleNamespace(process_group_manager=manager))
         monkeypatch.setattr(held, "make_buffers", lambda *_: None)
