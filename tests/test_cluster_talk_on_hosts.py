@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from bed import NODES, SSH_CONFIG, bed, testbed
-from elastic_bed import kill_all, nothing_runs
+from elastic_bed import kill_all, nothing_runs, switch_on
 from launch import ROOT, environment
 from launcher import Launch, write_hosts
 from processes import eventually
@@ -101,4 +101,4 @@ def test_a_chat_that_loses_a_host(hosts, tmp_path, how):
         assert "launch_cluster: node2 (node rank 2) failed first" in printed and "Traceback" not in printed
         assert eventually(nothing_runs, 30), "a host ends its part when it does not hear of the launcher any more"
     finally:
-        testbed("join", "node2")
+        switch_on("node2")
