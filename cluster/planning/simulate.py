@@ -6,8 +6,7 @@
                 the one before has ended and its input has arrived
     transfers   go on in the background: a message leaves once it is sent, its receive is posted (two actions ahead),
                 and the one before it to the same stage has left; it takes bytes / bandwidth, and arrives a latency
-                later. Messages that use an uplink or a downlink at a time have equal parts of it: a middle stage's, in
-                both directions of the pipeline. A machine can send and receive at once
+                later. Messages that use an uplink or a downlink at a time have equal parts of it
     gradients   bucket by bucket, last module first: an all-reduce starts when the last backward of all its owners has
                 passed the module and their network is free; a ring of n takes 2 (n-1)/n bytes / bandwidth
                 + 2 (n-1) latency
@@ -105,8 +104,7 @@ class PipelineSimulation:
         self.now, self.events, self.order = 0.0, [], count()
         self.stages, self.is_waiting = [self.run_stage(s) for s in range(p)], [False] * p
         self.posted: dict[Message, float] = {}  # when its receive was
-        self.sent: set[Message] = set()  # before its receive was posted
-        self.arrived: set[Message] = set()
+        self.sent, self.arrived = set[Message](), set[Message]()  # before its receive was posted; where it goes
         self.outstanding = [0] * p  # sends, see StageCommunication.send
         self.flows: dict[tuple[int, int], Flow] = {}  # one at a time from a stage to another
         self.leaving = {way: [] for way in self.links}  # messages that wait for those before them
@@ -174,36 +172,39 @@ class PipelineSimulation:
             self.sent.add(message)
 
     def may_leave(self, message: Message) -> None:
-        way = message.source, message.destination
-        self.leaving[way].append(message)
-        self.use_links(way)
+        self.leaving[message[:2]].append(message)
+        self.use_links(message[:2])
 
     def use_links(self, way: tuple[int, int]) -> None:
         """Starts the next message on this way, if there is none on it, and shares out its uplink and downlink anew."""
         if way not in self.flows and self.leaving[way]:
             self.flows[way] = Flow(self.leaving[way].pop(0), self.num_bytes, self.now, self.now, 0.0)
-        for (source, destination), flow in [*self.flows.items()]:
-            if source == way[0] or destination == way[1]:
-                users = max(sum(a == source for a, _ in self.flows), sum(b == destination for _, b in self.flows))
-                rate = self.links[source, destination].bandwidth / users
-                if rate != flow.rate:
-                    left = flow.left - flow.rate * (self.now - flow.since)
-                    self.flows[source, destination] = flow = Flow(flow.message, left, flow.start, self.now, rate)
-                    self.at(self.now + left / rate, self.message_left, flow)
+        for source, destination in self.with_links_of(way):
+            flow, ways = self.flows[source, destination], self.with_links_of((source, destination))
+            users = max(sum(a == source for a, _ in ways), sum(b == destination for _, b in ways))
+            rate = self.links[source, destination].bandwidth / users
+            if rate != flow.rate:
+                left = flow.left - flow.rate * (self.now - flow.since)
+                self.flows[source, destination] = flow = flow._replace(left=left, since=self.now, rate=rate)
+                self.at(self.now + left / rate, self.message_left, flow)
+
+    def with_links_of(self, way: tuple[int, int]) -> list[tuple[int, int]]:
+        """The ways on which a message is that uses the uplink or the downlink of this one."""
+        near = (way[0], way[0] - 1), (way[0], way[0] + 1), (way[1] - 1, way[1]), (way[1] + 1, way[1])
+        return [each for each in dict.fromkeys(near) if each in self.flows]
 
     def message_left(self, flow: Flow) -> None:
         source, destination, action = flow.message
-        if self.flows.get((source, destination)) is not flow:
-            return  # it has become slower or faster since
+        if self.flows.get(flow.message[:2]) is not flow:  # it has become slower or faster since
+            return
         del self.flows[source, destination]
         self.result.network_free[source] = self.result.network_free[destination] = self.now
         self.result.ends[source] = max(self.result.ends[source], self.now)
         self.outstanding[source] -= 1
-        arrives = self.now + self.links[source, destination].latency
-        ends = self.ranks[source], self.ranks[destination]
+        arrives, ends = self.now + self.links[flow.message[:2]].latency, (self.ranks[source], self.ranks[destination])
         self.result.transfers.append(Transfer(*action, ends, self.num_bytes, flow.start, arrives))
         self.at(arrives, self.arrives, flow.message)
-        self.use_links((source, destination))
+        self.use_links(flow.message[:2])
         if self.is_waiting[source]:
             self.resume(source)
 

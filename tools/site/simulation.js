@@ -165,23 +165,29 @@ class PipelineSimulation {
   /** Starts the next message on the way of this one, if there is none on it, and shares out its uplink and downlink. */
   useLinks({ source, destination }) {
     const way = `${source} ${destination}`,
-      now = this.queue.now,
-      count = (isIn) => [...this.flows.values()].filter(({ message }) => isIn(message)).length;
+      start = this.queue.now;
     if (!this.flows.has(way) && this.leaving.get(way).length)
-      this.flows.set(way, { message: this.leaving.get(way).shift(), left: this.transfer, start: now, since: now, rate: 0 });
-    for (const [key, flow] of [...this.flows]) {
-      const { source: a, destination: b } = flow.message;
-      if (a !== source && b !== destination) continue;
-      const users = Math.max(
-        count((message) => message.source === a),
-        count((message) => message.destination === b),
-      );
-      const rate = 1 / users;
+      this.flows.set(way, { message: this.leaving.get(way).shift(), left: this.transfer, start, since: start, rate: 0 });
+    for (const flow of this.withLinksOf(source, destination)) {
+      const { source: a, destination: b } = flow.message,
+        others = this.withLinksOf(a, b),
+        users = Math.max(
+          others.filter(({ message }) => message.source === a).length,
+          others.filter(({ message }) => message.destination === b).length,
+        ),
+        rate = 1 / users;
       if (rate === flow.rate) continue;
-      const next = { ...flow, left: flow.left - flow.rate * (now - flow.since), since: now, rate };
-      this.flows.set(key, next);
-      this.queue.at(now + next.left / rate, () => this.messageLeft(next));
+      const next = { ...flow, left: flow.left - flow.rate * (start - flow.since), since: start, rate };
+      this.flows.set(`${a} ${b}`, next);
+      this.queue.at(start + next.left / rate, () => this.messageLeft(next));
     }
+  }
+
+  /** The messages under way that use the uplink of rank a or the downlink of rank b. */
+  withLinksOf(a, b) {
+    const rank = (other) => (other + this.p) % this.p;
+    const ways = [`${a} ${rank(a - 1)}`, `${a} ${rank(a + 1)}`, `${rank(b - 1)} ${b}`, `${rank(b + 1)} ${b}`];
+    return [...new Set(ways)].filter((way) => this.flows.has(way)).map((way) => this.flows.get(way));
   }
 
   messageLeft(flow) {
