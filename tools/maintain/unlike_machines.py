@@ -188,6 +188,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="each candidate trains so often")
     parser.add_argument("--plot", help="draw what --json holds")
     args = parser.parse_args()
+    if unknown := {*args.cases} - {*CASES}:
+        parser.error(f"no case {unknown.pop()!r}: choose among {', '.join(CASES)}")
     results = json.loads(args.json.read_text()) if args.json.exists() else {}
     if args.cases:
         args.json.parent.mkdir(parents=True, exist_ok=True)
