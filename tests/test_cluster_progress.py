@@ -15,7 +15,7 @@ from launch import modules_of
 
 with modules_of(9):
     import course  # noqa: F401  before step 9's modules
-    from training.record import EVALUATIONS, EVERY, Board, Progress, Record, Step, duration, perplexity
+    from training.record import EVALUATIONS, EVERY, Board, Progress, Record, Step, perplexity
 
 
 class Terminal(io.StringIO):
@@ -73,7 +73,7 @@ def test_bar_on_a_terminal_is_one_line(world_of_one, tmp_path, monkeypatch):
     lines = [line for line in terminal.seen() if line]
     assert lines[:2] == ["evaluation after step 2: loss 3.2500, perplexity 25.79", "sample after step 2: 'The'"]
     assert lines[2].startswith("evaluation after step 4") and lines[4].startswith("metrics: ") and len(lines) == 5
-    assert lines[3] == f"step 4/4 |{'#' * 20}| loss 1.0000 | evaluation 3.1250 | 200 tokens/s | 0:00 left"
+    assert lines[3] == f"step 4/4 |{'#' * 20}| loss 1.0000 | evaluation 3.1250 | 200 tokens/s | 00:00 left"
     bars = re.findall(r"step \d/.*?(?=\r|\n)", terminal.getvalue())
     assert bars[0] == f"step 0/4 |{'':20}| ? left" and bars[2].startswith(f"step 2/4 |{'#' * 10:20}| loss 3.0000 | ")
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
@@ -95,20 +95,24 @@ def test_no_bar_where_nothing_is_left_or_on_other_ranks(monkeypatch):
     terminal = on_a_terminal(monkeypatch)
     for progress in (Progress(4, 4, True), Progress(4, 0, False)):
         with progress.bar():
-            progress.step(1, 2.0, 3.0)
+            progress.step(2.0, 3.0)
         progress.close()
         assert not progress.is_bar and terminal.getvalue() == ""
 
 
-def test_time_left_without_a_terminal(capsys):
+def test_time_left_without_a_terminal(capsys, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr("time.time", lambda: clock[0])
     progress = Progress(30, 10, True)
-    for number, now in ((11, 1000.0), (12, 1000.0 + EVERY / 2), (15, 1000.0 + EVERY), (16, 1001.0 + EVERY),
-                        (20, 1000.0 + 2 * EVERY), (30, 1000.0 + 9 * EVERY)):
-        progress.step(number, 1.0, 1.0, now)
+    progress.tqdm._time = lambda: clock[0]
+    for steps, now in ((1, 1000.0), (1, 1000.0 + EVERY / 2), (3, 1000.0 + EVERY), (1, 1001.0 + EVERY),
+                       (4, 1000.0 + 2 * EVERY), (10, 1000.0 + 9 * EVERY)):
+        clock[0] = now
+        for _ in range(steps):
+            progress.step(1.0, 1.0)
     assert capsys.readouterr().out.splitlines() == [
-        "50% of the steps are done, about 3:45 left",  # 4 steps in 60 seconds, 15 to go
-        "67% of the steps are done, about 2:13 left"]
-    assert [duration(seconds) for seconds in (0, 59.6, 3675)] == ["0:00", "1:00", "1:01:15"]
+        "43% of the steps are done, about 08:30 left",  # 2 steps in 60 seconds, 17 to go
+        "57% of the steps are done, about 04:20 left", "70% of the steps are done, about 08:06 left"]
 
 
 def test_evaluations_of_a_run_that_goes_on(world_of_one, tmp_path):

@@ -11,7 +11,7 @@ the latter, too; what RunLogger writes for W&B is not repeated there.
 
 On a terminal one line is drawn anew while a step is computed; elsewhere there is a line every minute:
 
-    step 12/60 |####                | loss 3.4211 | evaluation 3.5120 | 214 tokens/s | 3:12 left
+    step 12/60 |####                | loss 3.4211 | evaluation 3.5120 | 214 tokens/s | 03:12 left
 """
 
 import contextlib
@@ -20,13 +20,13 @@ import json
 import math
 import os
 import resource
-import shutil
 import sys
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from checkpoints.disks import Disks
 from checkpoints.files import replace
@@ -36,6 +36,8 @@ from metrics import RunLogger, open_metrics, peak_memory_gb
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluation.jsonl"
 BEFORE = "metrics.before.jsonl"  # rows of the runs before, until they are in the new file
 EVERY = 60  # seconds between two lines of progress where there is no terminal
+BAR = "step {n_fmt}/{total_fmt} |{bar:20}| {desc}{remaining} left"  # as tqdm fills it in
+LEFT = "{percentage:.0f}% of the steps are done, about {remaining} left"
 
 
 class Step(NamedTuple):
@@ -103,7 +105,7 @@ class Record:
     def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float) -> None:
         with contextlib.redirect_stdout(io.StringIO()) if self.progress.is_bar else contextlib.nullcontext():
             self.logger.log(step, loss, grad_norm, learning_rate, seconds)
-        self.progress.step(step, loss, self.tokens_per_step / seconds)
+        self.progress.step(loss, self.tokens_per_step / seconds)
         if self.file and not self.logger.enabled:
             row = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
                    "trained_tokens": step * self.tokens_per_step, "step_seconds": seconds}
@@ -121,7 +123,7 @@ class Record:
             with open(self.evaluations, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         if self.logger.enabled:
-            self.progress.evaluation = f"evaluation {loss:.4f} | "
+            self.progress.evaluation = f" | evaluation {loss:.4f}"
             if self.logger.wandb:
                 self.logger.wandb.log(values, step=step)
             print(f"evaluation after step {step}: loss {loss:.4f}, perplexity {values['perplexity']:.2f}", flush=True)
@@ -242,55 +244,40 @@ class Board:
 class Progress:
     """Of the steps `start` + 1 to `num_steps`, on the rank that logs; on others, with `is_shown` False, nothing.
 
-    `is_bar`: whether there is a bar, and no lines of the steps are wanted.
+    On a terminal tqdm draws a bar, and no lines of the steps are wanted: `is_bar`. Elsewhere the steps' lines are
+    RunLogger's, and the time left is added every minute. The first step, which warms up, counts neither as done nor as
+    time.
     """
 
     def __init__(self, num_steps: int, start: int, is_shown: bool):
-        self.num_steps, self.number, self.first = num_steps, start, None
-        self.loss = self.evaluation = self.speed = ""
-        self.is_shown = is_shown and start < num_steps
-        self.is_bar = self.is_shown and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        is_shown = is_shown and start < num_steps
+        self.is_bar = is_shown and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self.tqdm = tqdm(total=num_steps, initial=start, disable=not is_shown, bar_format=BAR if self.is_bar else LEFT,
+                         file=sys.stdout if self.is_bar else io.StringIO(), ascii=" #", dynamic_ncols=True,
+                         mininterval=math.inf)
+        self.tqdm.clear()
+        self.said_at, self.evaluation = None, ""
 
     @contextlib.contextmanager
     def bar(self) -> Iterator[None]:
         """On a terminal the bar is there inside of the block, in which nothing should be printed."""
-        if self.is_bar:
-            print(line := self.line(time.monotonic()), end="", flush=True)
+        self.tqdm.refresh()
         yield
-        if self.is_bar:
-            print("\r" + " " * len(line), end="\r", flush=True)
+        self.tqdm.clear()
 
-    def line(self, now: float) -> str:
-        left = self.seconds_left(now)
-        text = (f"step {self.number}/{self.num_steps} |{'#' * (20 * self.number // self.num_steps):20}| {self.loss}"
-                f"{self.evaluation}{self.speed}{'?' if left is None else duration(left)} left")
-        return text[: shutil.get_terminal_size().columns - 1]
-
-    def seconds_left(self, now: float) -> float | None:
-        """The first step, which warms up, counts neither as done nor as time."""
-        if self.first is None or self.number == (first := self.first[0]):
-            return None
-        return (now - self.first[1]) / (self.number - first) * (self.num_steps - self.number)
-
-    def step(self, number: int, loss: float, tokens_per_second: float, now: float | None = None) -> None:
-        """Step `number` is done. Without a terminal the steps' lines are RunLogger's; the time left is added."""
-        self.number, now = number, now or time.monotonic()
-        self.loss, self.speed = f"loss {loss:.4f} | ", f"{tokens_per_second:,.0f} tokens/s | "
-        if self.first is None:
-            self.first, self.last_line = (number, now), now
-        elif self.is_shown and not self.is_bar and now - self.last_line >= EVERY and number < self.num_steps:
-            left = duration(self.seconds_left(now))
-            print(f"{number / self.num_steps:.0%} of the steps are done, about {left} left", flush=True)
-            self.last_line = now
+    def step(self, loss: float, tokens_per_second: float) -> None:
+        """Another step is done."""
+        self.tqdm.update()
+        words = f"loss {loss:.4f}{self.evaluation} | {tokens_per_second:,.0f} tokens/s | "
+        self.tqdm.set_description_str(words, refresh=False)
+        now = time.time()
+        if self.said_at is None:
+            self.tqdm.initial, self.said_at = self.tqdm.n, now
+            self.tqdm.start_t = self.tqdm.last_print_t = now
+        elif not self.is_bar and not self.tqdm.disable and now - self.said_at >= EVERY and self.tqdm.n < self.tqdm.total:
+            self.said_at = now
+            print(str(self.tqdm), flush=True)
 
     def close(self) -> None:
         """The bar stays as it is, and what follows is printed below it."""
-        if self.is_bar:
-            print(self.line(time.monotonic()), flush=True)
-
-
-def duration(seconds: float) -> str:
-    """75 -> 1:15, 3675 -> 1:01:15."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        self.tqdm.close()
