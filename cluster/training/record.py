@@ -123,7 +123,7 @@ class Record:
             with open(self.evaluations, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         if self.logger.enabled:
-            self.progress.evaluation = f" | evaluation {loss:.4f}"
+            self.progress.tell(evaluation=f"evaluation {loss:.4f}")
             if self.logger.wandb:
                 self.logger.wandb.log(values, step=step)
             print(f"evaluation after step {step}: loss {loss:.4f}, perplexity {values['perplexity']:.2f}", flush=True)
@@ -256,7 +256,7 @@ class Progress:
                          file=sys.stdout if self.is_bar else io.StringIO(), ascii=" #", dynamic_ncols=True,
                          mininterval=math.inf)
         self.tqdm.clear()
-        self.said_at, self.evaluation = None, ""
+        self.said_at, self.words = None, {"loss": "", "evaluation": "", "speed": ""}
 
     @contextlib.contextmanager
     def bar(self) -> Iterator[None]:
@@ -268,8 +268,7 @@ class Progress:
     def step(self, loss: float, tokens_per_second: float) -> None:
         """Another step is done."""
         self.tqdm.update()
-        words = f"loss {loss:.4f}{self.evaluation} | {tokens_per_second:,.0f} tokens/s | "
-        self.tqdm.set_description_str(words, refresh=False)
+        self.tell(loss=f"loss {loss:.4f}", speed=f"{tokens_per_second:,.0f} tokens/s")
         now = time.time()
         if self.said_at is None:
             self.tqdm.initial, self.said_at = self.tqdm.n, now
@@ -277,6 +276,11 @@ class Progress:
         elif not self.is_bar and not self.tqdm.disable and now - self.said_at >= EVERY and self.tqdm.n < self.tqdm.total:
             self.said_at = now
             print(str(self.tqdm), flush=True)
+
+    def tell(self, **words: str) -> None:
+        """What the bar says besides: of the `loss`, the last `evaluation` and the `speed`."""
+        self.words.update(words)
+        self.tqdm.set_description_str("".join(f"{each} | " for each in self.words.values() if each), refresh=False)
 
     def close(self) -> None:
         """The bar stays as it is, and what follows is printed below it."""
