@@ -75,7 +75,7 @@ def test_bar_on_a_terminal_is_one_line(world_of_one, tmp_path, monkeypatch):
     assert lines[2].startswith("evaluation after step 4") and lines[4].startswith("metrics: ") and len(lines) == 5
     assert lines[3] == f"step 4/4 |{'#' * 20}| loss 1.0000 | evaluation 3.1250 | 200 tokens/s | 00:00 left"
     bars = re.findall(r"step \d/.*?(?=\r|\n)", terminal.getvalue())
-    assert bars[0] == f"step 0/4 |{'':20}| ? left" and bars[2].startswith(f"step 2/4 |{'#' * 10:20}| loss 3.0000 | ")
+    assert bars[0] == f"step 0/4 |{'':20}| ? left" and bars[3].startswith(f"step 2/4 |{'#' * 10:20}| loss 3.0000 | ")
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
 
 
