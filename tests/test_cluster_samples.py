@@ -214,8 +214,7 @@ def test_a_routers_loss_needs_whole_micro_batches():
     assert speeds.samples_by_speed(24, 4, [1.0, 2.0, 4.0]) == [14, 7, 3]
     assert speeds.samples_by_speed(24, 4, [1.0, 2.0, 4.0], is_whole=True) == [16, 4, 4]
     args, config = argparse.Namespace(dtype="float32", device="cpu"), argparse.Namespace(output_router_logits=True)
-    template = argparse.Namespace(tp_size=1)
-    made = layout.Layout(2 * [template], [5, 3], 2, Setting())
+    made = layout.Layout([], [5, 3], 2, Setting())
     plugin = argparse.Namespace(set_pipelines=lambda *_: None, deal=lambda _: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "SamplesPlugin", lambda *_: plugin)
@@ -229,7 +228,7 @@ def test_elastic_shares_of_told_micro_batches(monkeypatch):
     monkeypatch.setattr(speeds, "is_elastic", lambda: True)
     monkeypatch.setattr(speeds.dist, "get_world_size", lambda: 3)
     args = argparse.Namespace(batch_size=4, equal_shares=True, local_steps=None, gradient_accumulation=8)
-    shares = {(count, total): speeds.choose_shares(args, MADE, [1] * count, [4, 1], total, None, None)
+    shares = {(count, total): speeds.choose_shares(args, MADE, count, [4, 1], total, None, None)
               for count, total in ((2, None), (2, 20), (2, 18), (3, None), (3, 20))}
     assert shares == {(2, None): [16, 4], (2, 20): [16, 4], (2, 18): [9, 9], (3, None): [7, 7, 6], (3, 20): [7, 7, 6]}
 
