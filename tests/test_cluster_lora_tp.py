@@ -1,7 +1,6 @@
 """LoRA of train_distributed.py with --tp_size: losses, gradients and files are those of plain transformers and peft."""
 
 import pytest
-import pytest
 import torch
 from checkpoint_runs import SCRIPT, flags_of, newest, write_model
 from huggingface import float64_throughout

@@ -244,7 +244,7 @@ def test_a_plan_for_those_that_are_left(tmp_path):
     (tmp_path / "cluster.json").write_text(json.dumps(measured))
     made = plan_file.plan_for(["host0", "host2"], {**plan, "micro_batch_size": 2}, str(tmp_path / "cluster.json"))
     assert made["global_batch"] == sum(plan_file.samples_of(made)) == 9
-    assert all(pipeline.keys() == {"machines", "layers", "samples", "tp_size"} for pipeline in made["pipelines"])
+    assert all(pipeline.keys() == {"machines", "layers", "samples"} for pipeline in made["pipelines"])
 
 
 @pytest.mark.parametrize("change, expected", [
