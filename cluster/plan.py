@@ -10,7 +10,6 @@ With --global_batch, --measure plans in the same go. The model is a Llama or any
 
 import course  # noqa: F401  before step 9's modules
 
-import functools
 import json
 import os
 import shlex
@@ -20,7 +19,6 @@ from planning.machines import Cluster, Setting, load_cluster
 from planning.report import as_plan, report
 from planning.schedules import SCHEDULES
 from planning.search import find_plans
-from planning.units import find_tensor_parallel_plans
 from training.common import meet
 from training.lora import add_lora_flags, check_lora_flags
 from utils import TINY_LLAMA, ArgumentParser, UserError, number, one_clear_error, positive_int
@@ -71,8 +69,6 @@ def parse_args():
     parser.add_argument("--omp_num_threads", type=positive_int, default=None, help="threads a process")
     add_lora_flags(parser)
     add_search_flags(parser)
-    parser.add_argument("--tp_size", choices=["auto", "1"], default="auto", dest="tensor_parallel",
-                        help="auto: ranks of one host share each layer where that is quicker; 1: never")
     parser.add_argument("--out", default="plan.json", help="where to write the best plan")
     parser.add_argument("--cluster", metavar="64xH100:8", help="machines that are not here: see tools/what_if.py")
     args = parser.parse_args()
@@ -83,7 +79,7 @@ def parse_args():
                         "two")
     if args.lora_rank and not args.measure:
         raise UserError("--lora_rank is for --measure: a cluster.json says what was measured, leave the flag out")
-    args.tp_size = [1]
+    args.tp_size = 1
     check_lora_flags(args)
     return args
 
@@ -98,7 +94,6 @@ def measure(args) -> None:
 
     from planning.clock import StageClock
     from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
-    from planning.tensor_parallel_part import clocks_of_parts
     from training.lora import choose_lora_dtype
     from training.models import make_model
     from machine_facts import from_home, is_home
@@ -114,10 +109,8 @@ def measure(args) -> None:
     dtype = choose_lora_dtype(args, device, dtype) if args.lora_rank else dtype
     made = make_model(args, dtype)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
-    make_clock = functools.partial(StageClock, made.model, args.seq_len, dtype, device, made.lora, made.criterion)
-    is_split = args.tensor_parallel == "auto" and not args.lora_rank  # not measured with adapters
-    parts = clocks_of_parts(make_clock, device.type) if is_split else {}
-    cluster = measure_with(make_clock(), args.model_name, wanted, args.measure_seconds, args.measure_seconds / 8, parts)
+    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
+    cluster = measure_with(clock, args.model_name, wanted, args.measure_seconds, args.measure_seconds / 8)
     if is_home():
         names = (*LAYERS_AND_HEADS, "device", "omp_num_threads", *(LORA if args.lora_rank else ()))
         flags = {name: getattr(args, name) for name in names}
@@ -138,8 +131,7 @@ def plan(args) -> None:
             raise UserError(f"--{flag} {getattr(args, flag)}, but {args.cluster_json} was measured with "
                             f"{measured[flag]}: leave the flag out, or measure again with it")
     setting = Setting(args.schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
-    find = find_plans if args.tensor_parallel == "1" else find_tensor_parallel_plans
-    plans = find(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
+    plans = find_plans(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
     write_json(args.out, as_plan(cluster, plans.best[0], plans.setting))  # before printing, which `| head` may end
     print(f"{report(cluster, plans, args.top)}\nplan: {args.out}\n{command(cluster, args)}")
 

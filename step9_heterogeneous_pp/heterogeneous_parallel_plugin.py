@@ -28,7 +28,7 @@ from model import Llama
 from pipeline_parallel import StageCommunication, connect_neighbours, one_f_one_b, run_schedule
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate
-from process_group_manager import Mismatch, ProcessGroupManager
+from process_group_manager import Mismatch
 from stage_weights import load_weights, share_weights
 from tensor_parallel import clip_grad_norm
 from utils import UserError, choose_device, compile_layers, recompute_layers
@@ -54,8 +54,7 @@ class HeterogeneousParallelPlugin:
             raise UserError(f"precision={precision!r} is none of auto, {', '.join(DTYPES.values())}")
         self.tp_size, self.microbatch_size = tp_size, microbatch_size
         self.schedule, self.recompute, self.compile = schedule, recompute, compile
-        self.grid_class, self.data_parallel_class = ProcessGroupManager, DataParallelBucket  # a script may set others
-        self.communication, self.bucket_class = StageCommunication, Bucket
+        self.communication, self.bucket_class = StageCommunication, Bucket  # a script may set others
         self.device, self.compute_dtype, backend = choose_device(device, DTYPES.get(precision, precision))
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         self.pipelines: list[PipelineTemplate] = []
@@ -76,7 +75,7 @@ class HeterogeneousParallelPlugin:
         if not is_list or not all(type(count) is int and count > 0 for count in num_microbatches):
             raise Mismatch(f"All pipelines must have a corresponding number of microbatches: got {num_microbatches!r} "
                            f"for {len(pipelines)} pipelines: give a dictionary or a list with 1 or more for each")
-        pgm.setup_process_group_manager([each.num_stages for each in pipelines], self.tp_size, self.grid_class)
+        pgm.setup_process_group_manager([template.num_stages for template in pipelines], self.tp_size)
         grid = pgm.process_group_manager
         self.pipelines, self.num_microbatches = list(pipelines), list(num_microbatches)
         self.template, self.own_num_microbatches = pipelines[grid.dp_rank], num_microbatches[grid.dp_rank]
@@ -141,7 +140,7 @@ class HeterogeneousParallelPlugin:
             for group, names_of_group in zip(optimizer.param_groups, names):
                 group["param_names"] = [name for name in names_of_group if name in held]
                 group["params"] = [held[name] for name in group["param_names"]]
-        return self.data_parallel_class(stage, self.pipelines, bucket_class=self.bucket_class), optimizer, dataloader
+        return DataParallelBucket(stage, self.pipelines, bucket_class=self.bucket_class), optimizer, dataloader
 
     def execute_pipeline(self, data_iter: Iterator[dict], model: nn.Module, criterion: Callable,
                          optimizer: torch.optim.Optimizer, return_loss: bool = True) -> torch.Tensor | None:

@@ -5,7 +5,6 @@ The table PLANS does it for models without a plan, and ours. Norms stay whole on
 head of Hugging Face's models. They see the same activations there, so their gradients are equal on all tp ranks.
 """
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -160,19 +159,17 @@ def apply_tensor_parallel(model: nn.Module) -> nn.Module:
     Raises Unsupported for a model that cannot be split, UserError where tp_size does not divide the heads,
     the key/value heads or the MLP's width. Call it before PipelineStage, which then keeps the stage's part.
     """
-    tp_sizes = {block.size(1) for block in pgm.process_group_manager.ranks} - {1}  # also those of other pipelines
-    if not tp_sizes:
+    tp_size = pgm.process_group_manager.tp_world_size
+    if tp_size == 1:
         return model
     layers = [model.get_submodule(name) for name in listed_modules(model)[1]]
     places = [replacements(model, layer) for layer in layers]
-    for name, tp_size in itertools.product(SIZES, tp_sizes):
+    for name in SIZES:
         sizes = getattr(model.config, name, None) or 0
         for size in sizes if isinstance(sizes, list) else [sizes]:  # in some models layers differ
             if size % tp_size:
                 raise UserError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides "
                                 f"{size}")
-    if pgm.process_group_manager.tp_world_size == 1:
-        return model
     for layer, replaced in zip(layers, places):
         for place, replace in replaced:
             parent, _, key = place.rpartition(".")

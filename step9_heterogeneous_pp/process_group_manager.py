@@ -38,29 +38,26 @@ class ProcessGroupManager:
     Raises Mismatch where the pipelines need another number of processes.
     """
 
-    def arrange(self, stages_per_pipeline: list[int], tp_size: int) -> tuple[torch.Tensor, ...]:
-        """The ranks of each pipeline: (stages, tp_size)."""
+    def __init__(self, stages_per_pipeline: list[int], tp_size: int):
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if (needed := sum(stages_per_pipeline) * tp_size) != self.world_size:
             raise Mismatch(f"Number of ranks in pipeline templates does not match world size: stages "
                            f"{stages_per_pipeline} x tp_size={tp_size} need {needed} processes, but {self.world_size} "
                            f"run: use torchrun --nproc_per_node {needed}, or change the sizes")
-        return torch.arange(self.world_size).view(-1, tp_size).split(stages_per_pipeline)
-
-    def __init__(self, stages_per_pipeline: list[int], tp_size: int):
-        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.ranks = self.arrange(stages_per_pipeline, tp_size)  # ranks[dp][pp, tp]: a global rank
+        ranks = torch.arange(self.world_size).split([stages * tp_size for stages in stages_per_pipeline])
+        self.ranks = [block.view(-1, tp_size) for block in ranks]  # ranks[dp][pp, tp]: a global rank
         self.dp_rank = next(dp for dp, block in enumerate(self.ranks) if self.global_rank in block)
         block = self.ranks[self.dp_rank]
         self.pp_rank, self.tp_rank = (block == self.global_rank).nonzero().flatten().tolist()
-        dp_size, (pp_size, self.tp_world_size) = len(self.ranks), block.shape
-        self.dp_world_size, self.pp_world_size = dp_size, pp_size
+        dp_size, pp_size = len(self.ranks), len(block)
+        self.dp_world_size, self.pp_world_size, self.tp_world_size = dp_size, pp_size, tp_size
         self.topology = {"dp_size": dp_size, "stages_per_pipeline": stages_per_pipeline, "tp_size": tp_size,
                          "world_size": self.world_size}
 
         # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
-        rows = [row for block in self.ranks for row in block.tolist()]
+        rows = torch.cat(self.ranks)
         columns = [column for block in self.ranks for column in block.T.tolist()]
-        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows, timeout)
+        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout)
         self.pp_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
         self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)  # for gradients: they go back
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -81,16 +78,12 @@ class ProcessGroupManager:
         mine = None
         for tp_rank in range(self.tp_world_size if len(places) > 1 else 0):
             ranks = tuple(sorted({self.ranks[dp][pp, tp_rank].item() for dp, pp in places}))
-            mine = self.group_over(ranks) or mine
+            if ranks not in self.groups:
+                self.groups[ranks] = dist.new_group(ranks, timeout)
+                if self.global_rank in ranks and dist.get_backend() == "nccl":  # connects at its first use, and blocks
+                    dist.all_reduce(torch.zeros(1, device="cuda"), group=self.groups[ranks])
+            mine = self.groups[ranks] if self.global_rank in ranks else mine
         return mine
-
-    def group_over(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group of these ranks, made once. All ranks ask in the same order; None where this one is not in it."""
-        if ranks not in self.groups:
-            self.groups[ranks] = dist.new_group(ranks, timeout)
-            if self.global_rank in ranks and dist.get_backend() == "nccl":  # connects at its first use, and blocks
-                dist.all_reduce(torch.zeros(1, device="cuda"), group=self.groups[ranks])
-        return self.groups[ranks] if self.global_rank in ranks else None
 
     def __str__(self) -> str:
         stages = "+".join(str(len(block)) for block in self.ranks)
@@ -100,8 +93,7 @@ class ProcessGroupManager:
         """One line per pipeline (of the first 16): the ranks of its stages."""
         lines = [f"pipeline {dp}: " + ", ".join(f"stage {pp} on {ranks.tolist()}" for pp, ranks in enumerate(block))
                  for dp, block in enumerate(self.ranks[:16])]
-        ranks, tp_size = f"{self.world_size} rank{'s' * (self.world_size > 1)}", self.topology["tp_size"]
-        return "\n".join([f"{ranks}, tp {tp_size}", *lines])
+        return "\n".join([f"{self.world_size} rank{'s' * (self.world_size > 1)}, tp {self.tp_world_size}", *lines])
 
 
 def init_process_group(backend: str, timeout_seconds: float = 600) -> None:
@@ -144,8 +136,8 @@ def together(group: dist.ProcessGroup | None = None):
             raise kind(f"rank {rank}: {error}" if rank else str(error))
 
 
-def setup_process_group_manager(stages_per_pipeline: list[int], tp_size: int, grid_class=ProcessGroupManager) -> None:
+def setup_process_group_manager(stages_per_pipeline: list[int], tp_size: int) -> None:
     global process_group_manager
-    process_group_manager = grid_class(stages_per_pipeline, tp_size)
+    process_group_manager = ProcessGroupManager(stages_per_pipeline, tp_size)
     if dist.get_rank() == 0:
         print(process_group_manager.describe(), flush=True)

@@ -22,6 +22,7 @@ OPTIONS = {"speeds": [4, 2, 1], "parameters": 1000, "saved_bytes": 100.0, "hidde
 def flags(**changes) -> argparse.Namespace:
     return argparse.Namespace(**{"num_microbatches": None, "gradient_accumulation": 4, "pp_engine": "1f1b",
                                  "wire_dtype": None, "gradient_wire_dtype": None, "recompute": False, "batch_size": 1,
+                                 "tp_size": 1,
                                  **changes})
 
 
@@ -116,17 +117,21 @@ def test_shares_by_speed_of_a_model(monkeypatch):
         monkeypatch.setattr(layout.dist, name, lambda value=value: value)
     made = argparse.Namespace(model=argparse.Namespace(config=None), lora=None, criterion=None)
     args = flags(equal_shares=False, gradient_accumulation=5, seq_len=32, local_steps=None)
-    assert speeds.choose_shares(args, made, [1, 1], None, None, torch.device("cpu"), None) == [8, 2]
+    assert speeds.choose_shares(args, made, 2, None, None, torch.device("cpu"), None) == [8, 2]
     assert speeds.StageClock().seconds_of_whole(1, recompute=True) == pytest.approx(1.2)
+    monkeypatch.setattr(speeds, "gather", lambda value: [value, 2 * value, 8 * value, 2 * value])
+    monkeypatch.setattr(layout.dist, "get_world_size", lambda: 4)
+    args.tp_size = 2  # a stage is as fast as its slower rank
+    assert speeds.choose_shares(args, made, 2, None, None, torch.device("cpu"), None) == [8, 2]
 
 
 def test_shares_of_a_checkpoint(monkeypatch):
     """A run that goes on with other machines: its samples, by the speed of the new plan's pipelines."""
-    monkeypatch.setattr(layout.Template, "from_layers_per_stage", lambda _, layers: layout.Template("", [layers]))
+    monkeypatch.setattr(layout.PipelineTemplate, "from_layers_per_stage", lambda model, layers: layers)
     pipelines = [{"layers": [8], "num_microbatches": 6}, {"layers": [8], "num_microbatches": 2}]
     plan = {"pipelines": pipelines, "micro_batch_size": 2, "schedule": "1f1b", "seconds": [1.0, 1.0]}
     found, made = argparse.Namespace(state={"global_batch": 12}, path="there"), argparse.Namespace(model=None)
-    args = argparse.Namespace(optimizer_shares=None, lora_rank=None)
+    args = argparse.Namespace(optimizer_shares=None)
     assert layout.choose_layout(args, made, plan, found, None, None).samples == [6, 6]
     assert layout.choose_layout(args, made, plan, None, None, None).samples == [12, 4]
     found.state["global_batch"] = 13

@@ -95,8 +95,8 @@ def test_tensor_parallel_ranks_are_alike(monkeypatch):
     monkeypatch.setattr(layout, "say", print)
     monkeypatch.setattr(layout, "compress", lambda *_: None)
     monkeypatch.setattr(layout.pgm, "process_group_manager", grid)
-    two = layout.Layout(2 * [types.SimpleNamespace(tp_size=2)], [1, 1], 1, types.SimpleNamespace(
-        schedule="1f1b", recompute=False, wire_dtype=None, gradient_wire_dtype=None))
+    two = layout.Layout([], [1, 1], 1, types.SimpleNamespace(
+        schedule="1f1b", recompute=False, wire_dtype=None, gradient_wire_dtype=None), tp_size=2)
     args = types.SimpleNamespace(dtype="float32", device="auto")
     monkeypatch.setattr(layout, "gather", lambda kind: ["cuda", "cuda", "cpu", "cpu"])
     assert two.form(args, None) is plugin

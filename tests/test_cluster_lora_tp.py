@@ -1,11 +1,8 @@
 """LoRA of train_distributed.py with --tp_size: losses, gradients and files are those of plain transformers and peft."""
 
-import json
-import socket
-
 import pytest
 import torch
-from checkpoint_runs import SCRIPT, TEXT, checkpoint, flags_of, newest, write_model
+from checkpoint_runs import SCRIPT, flags_of, newest, write_model
 from huggingface import float64_throughout
 from launch import fork, metrics
 from test_cluster_lora import FAMILIES, MAX_GRAD_NORM, RANK, STEPS, TOLERANCE, TOPOLOGIES, in_plain_peft, read, run, write_data
@@ -114,15 +111,3 @@ def test_mistakes(folder, tmp_path, ranks, more, message):
     flags = flags_of(tmp_path, "wrong", folder / "llama", dataset_name=folder / "text.txt", lora_rank=RANK, max_steps=3)
     result = fork(9, ranks, *flags, "--num_microbatches", "8", *more, script=SCRIPT, check=False, modules=["peft"])
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr, result.stderr
-
-
-def test_a_plan_says_what_the_flag_may_not(folder, tmp_path):
-    """The tp size of a plan that was written by hand."""
-    plan = {"hosts": [socket.gethostname()] * 2, "pipelines": [{"machines": [0, 1], "layers": [3], "samples": 8,
-            "tp_size": 2}], "micro_batch_size": 1, "schedule": "1f1b", "seq_len": 32, "dtype": "float64", "model": {}}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    flags = flags_of(tmp_path, "plan", folder / "llama", dataset_name=folder / "text.txt", lora_rank=RANK, seq_len=32,
-                     batch_size=None)
-    result = fork(9, 2, *flags, "--plan", tmp_path / "plan.json", "--lora_dropout", 0.1, script=SCRIPT, check=False,
-                  modules=["peft"])
-    assert result.returncode == 2 and "--tp_size 2 with --lora_dropout 0.1: " in result.stderr, result.stderr

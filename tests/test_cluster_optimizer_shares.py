@@ -200,8 +200,7 @@ def test_a_plan_with_small_gradients(monkeypatch):
     plugin = types.SimpleNamespace(set_pipelines=lambda *_: None, deal=lambda _: None)
     monkeypatch.setattr(layout, "SharedOptimizerPlugin", lambda *_: plugin)
     monkeypatch.setattr(layout, "say", print)
-    one = [argparse.Namespace(tp_size=1)]
-    made = layout.Layout(one, [1], 1, Setting(gradient_wire_dtype="int8"), optimizer_shares=[1.0])
+    made = layout.Layout([], [1], 1, Setting(gradient_wire_dtype="int8"), optimizer_shares=[1.0])
     with pytest.raises(UserError, match="or with a plan that has one"):
         made.form(argparse.Namespace(dtype="float32", device="cpu"), None)
 

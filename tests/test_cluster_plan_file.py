@@ -22,8 +22,8 @@ TOLERANCE = 1e-11
 
 
 def write_plan(path, *pipelines, num_hosts=2, **changes):
-    """A plan of (machines, layers, num_microbatches), or with tp_size, each, for MODEL in micro-batches of 2 samples."""
-    fields = [dict(zip(("machines", "layers", "num_microbatches", "tp_size"), pipeline)) for pipeline in pipelines]
+    """A plan of (machines, layers, num_microbatches) for MODEL in micro-batches of 2 samples."""
+    fields = [dict(zip(("machines", "layers", "num_microbatches"), pipeline)) for pipeline in pipelines]
     plan = {"model": {**FACTS, "num_hidden_layers": 4}, "dtype": "float32", "schedule": "1f1b", "seq_len": 32,
             "hosts": [socket.gethostname()] * num_hosts, "global_batch": 12, "micro_batch_size": 2, "pipelines": fields}
     path.write_text(json.dumps({**plan, **changes}))
@@ -32,7 +32,6 @@ def write_plan(path, *pipelines, num_hosts=2, **changes):
 
 ORDERS = {  # name -> the plan's pipelines, what train.py prints of them
     "unlike": ([([3], [4], 4), ([2, 0], [1, 3], 2)], "pipeline 1: stage 0 on [1], stage 1 on [2]"),
-    "tensor parallel": ([([3], [4], 4), ([2, 0], [4], 2, 2)], "pipeline 1: stage 0 on [1, 2]"),
     "one": ([([1, 2, 3], [2, 1, 1], 6)], "pipeline 0: stage 0 on [0], stage 1 on [1], stage 2 on [2]"),
     "like": ([([0, 1], [3, 1], 5), ([2, 3], [2, 2], 1)], "pipeline 1: stage 0 on [2], stage 1 on [3]"),
 }
@@ -52,7 +51,7 @@ def runs(tmp_path_factory, selected):
     return folder, futures
 
 
-@pytest.mark.parametrize("name", ["unlike", "tensor parallel", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one", "like"))])
+@pytest.mark.parametrize("name", ["unlike", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one", "like"))])
 def test_the_plans_order_of_machines(name, runs):
     folder, futures = runs
     pipelines, printed = ORDERS[name]
@@ -90,6 +89,8 @@ HALVES = ([0, 1], [2, 2], 6)
     ([([0], [4], 3), ([0], [4], 3)], {}, [], "machines [0, 0] of 2 hosts"),
     ([([0, 1], [2, 3], 6)], {}, [], "stages of 2,3 decoder layers have 5 together, but the model has 4"),
     ([([0, 1], [4], 6)], {}, [], "machines [0, 1] of 2 hosts, each once, with its layers"),
+    ([], {"pipelines": [{"machines": [0, 1], "layers": [4], "num_microbatches": 6, "tp_size": 2}]}, [],
+     "a pipeline has tp_size, and ranks of a plan hold whole layers: use --tp_size N"),
     ([], {"schedule": "1f1b"}, [], "machines [] of 2 hosts"),
     ([HALVES], {"seq_len": 64}, [], "the plan is for seq_len 64 (here 32)"),
     ([HALVES], {"dtype": "bfloat16"}, [], "the plan is for dtype bfloat16 (here float32)"),

@@ -27,7 +27,7 @@ def with_made_up_speeds(self, run, plugin, step):
     speeds = [each for first, each in SPEEDS if step >= first][-1]
     layers, samples = self.follower.split
     works = [count * work for own, count in zip(layers, samples) for work in self.follower.work(own)
-             for _ in range(self.layout.templates[0].tp_size)]
+             for _ in range(self.layout.tp_size)]
     run.watch.told = [1e-3, *(speed * work for speed, work in zip(speeds, works))]
     follow(self, run, plugin, step)
 

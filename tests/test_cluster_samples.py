@@ -1,6 +1,7 @@
 """Shares in samples: micro-batches of unlike sizes have the losses and gradients of one process, in float64."""
 
 import argparse
+import copy
 import itertools
 import json
 import socket
@@ -214,8 +215,7 @@ def test_a_routers_loss_needs_whole_micro_batches():
     assert speeds.samples_by_speed(24, 4, [1.0, 2.0, 4.0]) == [14, 7, 3]
     assert speeds.samples_by_speed(24, 4, [1.0, 2.0, 4.0], is_whole=True) == [16, 4, 4]
     args, config = argparse.Namespace(dtype="float32", device="cpu"), argparse.Namespace(output_router_logits=True)
-    template = argparse.Namespace(tp_size=1)
-    made = layout.Layout(2 * [template], [5, 3], 2, Setting())
+    made = layout.Layout([], [5, 3], 2, Setting())
     plugin = argparse.Namespace(set_pipelines=lambda *_: None, deal=lambda _: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "SamplesPlugin", lambda *_: plugin)
@@ -229,7 +229,7 @@ def test_elastic_shares_of_told_micro_batches(monkeypatch):
     monkeypatch.setattr(speeds, "is_elastic", lambda: True)
     monkeypatch.setattr(speeds.dist, "get_world_size", lambda: 3)
     args = argparse.Namespace(batch_size=4, equal_shares=True, local_steps=None, gradient_accumulation=8)
-    shares = {(count, total): speeds.choose_shares(args, MADE, [1] * count, [4, 1], total, None, None)
+    shares = {(count, total): speeds.choose_shares(args, MADE, count, [4, 1], total, None, None)
               for count, total in ((2, None), (2, 20), (2, 18), (3, None), (3, 20))}
     assert shares == {(2, None): [16, 4], (2, 20): [16, 4], (2, 18): [9, 9], (3, None): [7, 7, 6], (3, 20): [7, 7, 6]}
 
@@ -239,18 +239,18 @@ def test_a_plan_for_those_that_are_left(tmp_path):
     (tmp_path / "cluster.json").write_text(json.dumps({**MEASURED, "hosts": ["host0", "host1", "host2"]}))
     plan = {"global_batch": 9, "schedule": "1f1b", "micro_batch_size": 1}
     assert "samples" not in plan_file.plan_for(["host0"], plan, str(tmp_path / "cluster.json"))["pipelines"][0]
-    for machine in (measured := {**MEASURED, "hosts": ["host0", "host1", "host2"]})["machines"]:
+    for machine in (measured := {**copy.deepcopy(MEASURED), "hosts": ["host0", "host1", "host2"]})["machines"]:
         for kind in "forward", "backward":
             machine[kind] = {"2": machine[kind]["1"]}
     (tmp_path / "cluster.json").write_text(json.dumps(measured))
     made = plan_file.plan_for(["host0", "host2"], {**plan, "micro_batch_size": 2}, str(tmp_path / "cluster.json"))
     assert made["global_batch"] == sum(plan_file.samples_of(made)) == 9
-    assert all(pipeline.keys() == {"machines", "layers", "samples", "tp_size"} for pipeline in made["pipelines"])
+    assert all(pipeline.keys() == {"machines", "layers", "samples"} for pipeline in made["pipelines"])
 
 
 @pytest.mark.parametrize("change, expected", [
-    ({"samples": 0}, "no positive numbers: [2, 16, 1, 1, 3, 0, "),
-    ({"samples": "5"}, "no positive numbers: [2, 16, 1, 1, 3, '5'"),
+    ({"samples": 0}, "no positive numbers: [2, 16, 3, 0, "),
+    ({"samples": "5"}, "no positive numbers: [2, 16, 3, '5'"),
     ({"samples": None}, "no positive numbers"), ({"samples": 2.0}, "no positive numbers"),
     ({"num_microbatches": 3}, "each of its pipelines has to have either num_microbatches or samples"),
 ])

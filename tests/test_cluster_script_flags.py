@@ -189,7 +189,7 @@ def test_times_of_a_gpu(monkeypatch):
 def test_numbers_of_micro_batches(parse, monkeypatch):
     def shares_of(args, total=None) -> list[int]:
         told = args.num_microbatches and args.num_microbatches[0]
-        return speeds.choose_shares(args, MADE, [1, 1, 1], told, total, None, None)
+        return speeds.choose_shares(args, MADE, 3, told, total, None, None)
 
     monkeypatch.setattr(speeds.dist, "get_world_size", lambda: 3)
     for counts in ("4,0,1", "a,b,c", "4,,1"):

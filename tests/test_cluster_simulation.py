@@ -215,7 +215,7 @@ def test_tied_parameters():
 
 
 def test_the_wire_dtype():
-    messages = {dtype: Cluster(made_up_cluster([1])).message_bytes(3, dtype, 0)
+    messages = {dtype: Cluster(made_up_cluster([1])).message_bytes(3, dtype)
                 for dtype in (None, "float32", "bfloat16", "int8")}
     assert messages == {None: 3 * 4096, "float32": 3 * 4096, "bfloat16": 3 * 2048, "int8": 3 * (1024 + 16 * 4)}
 

@@ -22,7 +22,7 @@ from planning.shares import shares_by_speed
 from run_common import local_directory
 from stage_weights import look_into
 from training.common import print_banner
-from training.plan_file import plan_of_file, require_same_model, take_places, tp_sizes_of
+from training.plan_file import plan_of_file, require_same_model, take_places
 from training.speeds import CLUSTER_JSON, parts_of
 from utils import UserError
 
@@ -69,9 +69,6 @@ def take_plan(args) -> dict:
     """The plan of --plan with one pipeline only, that of home_rank(), whose ranks go on. The others wait for the end,
     and exit. Collective. Raises UserError, on all ranks."""
     plan = plan_of_file(args.plan, CLUSTER_JSON)
-    if max(tp_sizes_of(plan)) > 1:
-        raise UserError(f"--plan {args.plan} has tensor-parallel stages, with which only the training works: make a "
-                        "plan with cluster/plan.py --tp_size 1, or use --pipelines")
     pipelines, home = plan["pipelines"], home_rank()
     own = next((pipeline for pipeline in pipelines if home in pipeline["machines"]), pipelines[0])
     if len(pipelines) > 1:

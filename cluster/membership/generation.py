@@ -137,7 +137,7 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
     Where too few are left to go on, the process ends, and its agent starts it anew.
     """
     folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
-    members, signals = Members.from_environment(os.path.join(folder, ".members"), max(args.tp_size)), Signals()
+    members, signals = Members.from_environment(os.path.join(folder, ".members"), args.tp_size), Signals()
     if members and members.is_done:
         print("the run has ended already", flush=True)
         return

@@ -24,16 +24,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from hf_tensor_parallel import apply_tensor_parallel
 from machine_facts import free_memory, memory_of_process
-from model import cast_weights_once
+from model import cast_weights_once, cross_entropy
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate, listed_modules
 from planning.links import now
 from planning.module_memory import load_code, memory_of
-from planning.tensor_parallel_part import in_tp_group
 from stage_weights import make_buffers
-from tensor_parallel import cross_entropy
 from utils import UserError
 
 BLOCKS = 5
@@ -43,8 +40,7 @@ FIRST, LAST, PAIR = "first", "last", "pair"
 UNKNOWN = {"saved_bytes": 0.0, "working_bytes": 0.0}  # the facts of a part until they are measured
 
 
-def time_runs(make_run: Callable[[int], Callable], sizes: list[int], seconds: float,
-              agreed: Callable[[bool], bool] = bool) -> dict[int, list[float]]:
+def time_runs(make_run: Callable[[int], Callable], sizes: list[int], seconds: float) -> dict[int, list[float]]:
     """Size -> the seconds that make_run(size)() returns: their means over blocks of time, and of the blocks the median.
 
     A machine that is throttled is fast and slow by turns, which no single call shows. Sizes take turns, so that what
@@ -54,7 +50,7 @@ def time_runs(make_run: Callable[[int], Callable], sizes: list[int], seconds: fl
     deadline, first, runs = time.perf_counter() + seconds, {}, {}
     for size in sizes:
         expected = max((sum(numbers) * size / before for before, numbers in first.items()), default=0.0)
-        if first and not agreed(expected <= (deadline - time.perf_counter()) / 2):
+        if first and expected > (deadline - time.perf_counter()) / 2:
             break
         runs[size] = make_run(size)
         first[size] = runs[size]()
@@ -63,7 +59,7 @@ def time_runs(make_run: Callable[[int], Callable], sizes: list[int], seconds: fl
     for turn, size in enumerate(turns):
         rows, start = [], time.perf_counter()
         end = start + (deadline - start) / (len(turns) - turn)
-        while agreed(time.perf_counter() < end):
+        while time.perf_counter() < end:
             rows.append(runs[size]())
         if rows:
             blocks[size].append([statistics.fmean(column) for column in zip(*rows)])
@@ -79,28 +75,23 @@ class Cost(NamedTuple):
 
 class StageClock:
     """Builds the stages of `whole`, a causal model whose weights are not used, one at a time, and times each. `lora`:
-    its adapters, or None. `criterion(output, batch)`: the loss of a model of transformers. `tp_size`: the stages are
-    those of a rank of a tp group of so many.
+    its adapters, or None. `criterion(output, batch)`: the loss of a model of transformers.
 
     `facts`: what measure_memory() returned, on this rank or on another one. `modules`, after measure(): for each module
     of the whole model its name, its numbers of parameters, and the bytes that it takes while it computes: `saved_bytes`
     that a sample leaves for its backward, `working_bytes` of a sample and `fixed_bytes` of any micro-batch that are
     needed for a moment besides.
 
-    Raises Unsupported for a model that step 9 can't cut, or whose buffers are not computed with its initial weights,
-    and UserError for one that it can't split over tp_size ranks.
+    Raises Unsupported for a model that step 9 can't cut, or whose buffers are not computed with its initial weights.
     """
 
     facts: dict[str, dict[str, float]] | None = None
     optimizer_seconds = 0.0  # of a parameter
-    tp_group = None  # of the ranks that are timed together, where tp_size is more than 1
 
     def __init__(self, whole: nn.Module, seq_len: int, dtype: torch.dtype, device: torch.device, lora=None,
-                 criterion: Callable | None = None, tp_size: int = 1):
-        with in_tp_group(tp_size):
-            self.whole = apply_tensor_parallel(on_meta(whole))
-        self.lora, self.criterion, self.config = lora, criterion, whole.config
-        self.seq_len, self.dtype, self.device, self.tp_size = seq_len, dtype, device, tp_size
+                 criterion: Callable | None = None):
+        self.whole, self.lora, self.criterion, self.config = on_meta(whole), lora, criterion, whole.config
+        self.seq_len, self.dtype, self.device = seq_len, dtype, device
         self.is_ours = PipelineTemplate.get_model_name(whole) == "model.Llama"
         load_code(device)
         before, self.layers, behind = listed_modules(self.whole)
@@ -138,8 +129,7 @@ class StageClock:
             ids = torch.zeros(x.size(0), self.seq_len, dtype=torch.int64, device=self.device)
             out = stage(x, input_ids=ids)
             if part == LAST:
-                return (cross_entropy(out, ids, self.config.vocab_size) if self.is_ours
-                        else self.criterion(out, {"target_ids": ids}))
+                return cross_entropy(out, ids) if self.is_ours else self.criterion(out, {"target_ids": ids})
             return out
 
         return stage.model, call
@@ -195,7 +185,7 @@ class StageClock:
         free for a model in the end, when all libraries are loaded, and what else the process has then."""
         facts, room = self.facts or dict.fromkeys(self.parts, UNKNOWN), float(free_memory(self.device))
         found = {part: Cost(facts[part], self.of_stage(part, functools.partial(
-            self.time_part, part, facts[part], sizes, seconds, room), self.tp_group)) for part in self.parts}
+            self.time_part, part, facts[part], sizes, seconds, room))) for part in self.parts}
         costs = self.modules_of(found)
         self.modules = [{"name": name, **cost.facts} for name, cost in zip(self.names, costs)]
         common = [size for size in sizes if all(size in cost.seconds for cost in costs)]
@@ -219,12 +209,11 @@ class StageClock:
 
         return {part: self.of_stage(part, functools.partial(facts_of, part)) for part in self.parts}
 
-    def of_stage(self, part: str, measure: Callable, group: dist.ProcessGroup | None = None):
+    def of_stage(self, part: str, measure: Callable):
         """What measure(module, call) returns of the stage of this part, which is in memory as long as that takes."""
         try:
             # As in training, all passes share what is cast: in our Llama, and in the outermost autocast.
-            with (cast_weights_once(), torch.autocast(self.device.type, enabled=False),
-                  in_tp_group(self.tp_size, group)):
+            with cast_weights_once(), torch.autocast(self.device.type, enabled=False):
                 return measure(*self.build(part))
         except torch.OutOfMemoryError:
             raise UserError(f"rank {dist.get_rank()} on {socket.gethostname()} has not the memory to time the part "
@@ -239,17 +228,10 @@ class StageClock:
         a_sample = facts["saved_bytes"] + facts["working_bytes"]
         fitting = [size for size in sizes if size * a_sample < room / 2] or sizes[:1]
         share = {FIRST: 0.15, LAST: 0.25}.get(part, 0.5 / (len(self.parts) - 2))
-        timed = time_runs(functools.partial(self.passes, part, call), fitting, seconds * share, self.agreed)
+        timed = time_runs(functools.partial(self.passes, part, call), fitting, seconds * share)
         if part.startswith("layer") and (trained := [param for param in module.parameters() if param.requires_grad]):
             self.optimizer_seconds = time_optimizer(trained, seconds * OPTIMIZER, self.device)
         return timed
-
-    def agreed(self, is_so: bool) -> bool:
-        """Whether it is so on all ranks of the tp group, which have to run equally often."""
-        flag = torch.tensor(float(is_so), device=self.device)
-        if self.tp_group:
-            dist.all_reduce(flag, dist.ReduceOp.MIN, self.tp_group)
-        return flag.item() > 0
 
     def passes(self, part: str, call: Callable, size: int) -> Callable:
         """What runs a micro-batch forward and backward, and returns the seconds of each."""

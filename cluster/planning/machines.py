@@ -51,7 +51,6 @@ class Machine(NamedTuple):
     optimizer_seconds: float  # of a parameter
     passed: dict[str, dict[int, list[float]]]
     process_memory: float = 0.0
-    tp_size: int = 1  # more: as many ranks, see units.py
 
 
 class Pipeline(NamedTuple):
@@ -60,7 +59,6 @@ class Pipeline(NamedTuple):
     machines: tuple[int, ...]
     layers: tuple[int, ...]
     num_microbatches: int
-    tp_size: int = 1  # ranks of a stage
 
 
 class Candidate(NamedTuple):
@@ -99,13 +97,11 @@ def setting_of(plan: dict) -> Setting:
 class Cluster:
     """cluster.json as Python objects. Raises UserError that names the field that is missing or makes no sense.
 
-    `model`: the fields MODEL of its configuration. `flags`: those of --measure that training needs, too. `parts`: by
-    tp_size, what a rank holds; part_of(machine) is that of one.
+    `model`: the fields MODEL of its configuration. `flags`: those of --measure that training needs, too.
     """
 
     def __init__(self, data: dict):
         file = checked(data, FILE)
-        self.data, self.parts = data, {1: self}
         self.model_name, self.dtype, self.seq_len = file.model_name, file.dtype, int(file.seq_len)
         self.model, self.flags, self.hosts = file.model, file.flags, file.hosts
         if self.dtype not in NUMBER_BYTES:
@@ -186,12 +182,9 @@ class Cluster:
         passed = self.machines[rank].passed
         return sum(passed[kind][size][stage[1]] - passed[kind][size][stage[0]] for kind in kinds)
 
-    def part_of(self, rank: int) -> "Cluster":
-        return self.parts[self.machines[rank].tp_size]
-
     def optimizer_seconds(self, rank: int, stage: tuple[int, int]) -> float:
         """The optimizer step of a stage, which starts when the loss of the step before is known."""
-        return self.part_of(rank).parameters_of(stage) * self.machines[rank].optimizer_seconds
+        return self.parameters_of(stage) * self.machines[rank].optimizer_seconds
 
     def layer_seconds(self, machines: tuple[int, ...], size: int, kinds: str) -> tuple[list[float], list[float]]:
         """Of the stages on these machines: seconds of one layer, and of the model's end that a stage has besides."""
@@ -231,10 +224,10 @@ class Cluster:
             layer += max(0.0, size * (self.layer_bytes - self.hidden_bytes - behind))
         return live * size * (before[stage[1]] - before[stage[0]]) + max(layer, *ends, 0.0)
 
-    def message_bytes(self, size: int, wire_dtype: str | None, rank: int) -> float:
-        """Hidden states of a micro-batch on the wire, as often as this machine sends them."""
-        copies, numbers = self.machines[rank].tp_size, size * self.hidden_bytes / self.hidden_number_bytes
-        return copies * wire_bytes(numbers, self.hidden_number_bytes, wire_dtype, size * self.seq_len)
+    def message_bytes(self, size: int, wire_dtype: str | None) -> float:
+        """Hidden states of a micro-batch on the wire."""
+        numbers = size * self.hidden_bytes / self.hidden_number_bytes
+        return wire_bytes(numbers, self.hidden_number_bytes, wire_dtype, size * self.seq_len)
 
     def gradient_bytes(self, parameters: float, wire_dtype: str | None) -> float:
         """Gradients of so many parameters on the wire."""
@@ -295,6 +288,6 @@ def read_cluster(path: str) -> dict:
 
 
 def some_of(data: dict, places: list[int]) -> dict:
-    """The content of cluster.json for some of its machines, in this order, without tensor parallelism."""
-    return {**data, **{name: [data[name][i] for i in places] for name in ("hosts", "machines")}, "tensor_parallel": {},
+    """The content of cluster.json for some of its machines, in this order."""
+    return {**data, **{name: [data[name][i] for i in places] for name in ("hosts", "machines")},
             "links": [[data["links"][i][j] for j in places] for i in places]}

@@ -12,7 +12,6 @@ repeated less often, and sizes for which no time is left are left out.
 
 import math
 import time
-from collections.abc import Mapping
 
 import torch.distributed as dist
 
@@ -26,11 +25,10 @@ MICRO_BATCH_SIZES = (1, 2, 4, 8)
 
 
 def measure_with(clock: StageClock, model_name: str, sizes: tuple[int, ...] = MICRO_BATCH_SIZES,
-                 seconds: float = 30.0, memory_seconds: float = math.inf, parts: Mapping[int, StageClock] = {}) -> dict:
+                 seconds: float = 30.0, memory_seconds: float = math.inf) -> dict:
     """The content of cluster.json on every rank, but for the flags. Collective. Takes about so many `seconds`.
 
     `sizes`: micro-batch sizes to time, in samples of clock.seq_len tokens. `memory_seconds`: for that of one module.
-    `parts`: by tp_size the clock of a rank of a tp group; each takes as long as `clock`.
     """
     n = dist.get_world_size()
     for_links = seconds * LINKS if n > 1 else 0.0
@@ -38,19 +36,13 @@ def measure_with(clock: StageClock, model_name: str, sizes: tuple[int, ...] = MI
     say(f"measuring {n} rank{'s' * (n > 1)}: each module with micro-batches of {', '.join(map(str, sizes))} samples, "
         f"about {seconds - for_links:.0f} s{links}")
     start, free = time.perf_counter(), gather(free_memory(clock.device))
-    clocks = {1: clock, **parts}
-    for each in clocks.values():
-        each.facts = from_rank(free.index(max(free)), lambda: each.measure_memory(max(free), memory_seconds))
+    clock.facts = from_rank(free.index(max(free)), lambda: clock.measure_memory(max(free), memory_seconds))
     left = max(seconds - for_links - (time.perf_counter() - start), (seconds - for_links) / 2)
-    own = {tp_size: {"device": str(clock.device), **each.measure(sorted(sizes), left / len(clocks))}
-           for tp_size, each in clocks.items()}
-    everyone, links = map(list, zip(*gather((own, measure_links(clock.device, for_links)))))
-    found = {tp_size: {"modules": each.modules, "machines": [machine[tp_size] for machine in everyone]}
-             for tp_size, each in clocks.items()}
+    machine = {"device": str(clock.device), **clock.measure(sorted(sizes), left)}
+    everyone, links = map(list, zip(*gather((machine, measure_links(clock.device, for_links)))))
     return {"model_name": model_name, "model": model_facts(clock.config), "seq_len": clock.seq_len,
             "dtype": str(clock.dtype).removeprefix("torch."), **clock.extras(),
-            "hosts": host_names(machines()), **found[1], "links": links,
-            "tensor_parallel": {str(tp_size): found[tp_size] for tp_size in parts}}
+            "hosts": host_names(machines()), "modules": clock.modules, "machines": everyone, "links": links}
 
 
 def describe_machines(cluster: dict, wanted: tuple[int, ...]) -> str:

@@ -3,8 +3,7 @@
 from collections import defaultdict
 
 from planning.machines import Cluster, Setting
-from planning.search import Plans, Scored
-from planning.units import find_tensor_parallel_plans
+from planning.search import Plans, Scored, find_plans
 from utils import to_readable_format
 
 
@@ -12,7 +11,7 @@ def make_plan(cluster: dict, global_batch: int, setting: Setting, sizes: list[in
               memory_fraction: float = 0.9) -> dict:
     """The content of plan.json out of that of cluster.json. Raises UserError as find_plans does."""
     measured = Cluster(cluster)
-    plans = find_tensor_parallel_plans(measured, global_batch, setting, sizes, memory_fraction)
+    plans = find_plans(measured, global_batch, setting, sizes, memory_fraction)
     return as_plan(measured, plans.best[0], plans.setting)
 
 
@@ -26,8 +25,7 @@ def as_plan(cluster: Cluster, scored: Scored, setting: Setting) -> dict:
         **setting.for_pipelines([pipeline.layers for pipeline in pipelines])._asdict(),
         "hosts": cluster.hosts, **{flag: cluster.flags.get(flag) for flag in ("lora_rank", "base_bits")},
         "pipelines": [{"machines": list(pipeline.machines), "layers": list(pipeline.layers),
-                       "num_microbatches": pipeline.num_microbatches, "tp_size": pipeline.tp_size}
-                      for pipeline in pipelines],
+                       "num_microbatches": pipeline.num_microbatches} for pipeline in pipelines],
         "predicted": {"step_seconds": result.step_seconds, "bubble": result.bubble,
                       "bytes_on_wire": result.bytes_on_wire,
                       "peak_memory": {str(rank): peak for rank, peak in sorted(result.peak_memory.items())}},
@@ -44,12 +42,10 @@ def describe(cluster: Cluster, scored: Scored, setting: Setting) -> list[str]:
     peaks = ", ".join(f"{result.peak_memory[rank] / 1e6:.0f}" for rank in used)
     layers = ";".join(",".join(map(str, pipeline.layers)) for pipeline in pipelines)
     shares = ",".join(str(pipeline.num_microbatches) for pipeline in pipelines)
-    tp_sizes = ";".join(str(pipeline.tp_size) for pipeline in pipelines)
-    tp_sizes = f' --tp_size "{tp_sizes}"' if any(pipeline.tp_size > 1 for pipeline in pipelines) else ""
     machines = "; ".join(",".join(map(str, pipeline.machines)) for pipeline in pipelines)
     return [f"{result.step_seconds:.4g} s a step | {to_readable_format(tokens / result.step_seconds)} tokens/s | "
             f"bubble {result.bubble:.0%} | {result.bytes_on_wire / 1e6:.3g} MB on the wire | peak memory {peaks} MB",
-            f'--pipelines "{layers}" --num_microbatches "{shares}" --micro_batch_size {size}{tp_sizes}'
+            f'--pipelines "{layers}" --num_microbatches "{shares}" --micro_batch_size {size}'
             + (" --recompute" if setting.recompute else "") + f" | machines {machines}"
             + (f" | idle: {', '.join(map(str, idle))}" if idle else "")]
 

@@ -122,18 +122,12 @@ class Search:
         layers = shares_that_fit(self.cluster.num_layers, *seconds, too_large)
         return layers and tuple(layers)
 
-    def is_mixed(self, group: tuple[int, ...]) -> bool:
-        """Whether its machines have unlike tp_size: the stages of a pipeline have one."""
-        return len({self.cluster.machines[rank].tp_size for rank in group}) > 1
-
     def by_speed(self, groups: Grouping, size: int) -> Candidate | None:
-        """The groups as pipelines, layers and micro-batches by speed; None where that is not possible."""
+        """The groups as pipelines, layers and micro-batches by speed; None where memory does not suffice."""
         number, split, each, besides = self.global_batch // size, [], [], []
         speeds = [sum(self.speed[rank] for rank in group) for group in groups]
-        if any(map(self.is_mixed, groups)):
-            return None
+        message = self.cluster.message_bytes(size, self.setting.wire_dtype)
         for group, speed in zip(groups, speeds):
-            message = self.cluster.message_bytes(size, self.setting.wire_dtype, group[0])
             share = max(1, round(number * speed / sum(speeds)))
             while not (layers := self.split_layers(group, size, share)) and share > 1:
                 share = -(-share // 2)  # fewer micro-batches need less memory
@@ -221,9 +215,8 @@ class Search:
         alone, everyone = (self.fastest_first[0],), tuple(range(n))
         even = tuple(layers // n + (s < layers % n) for s in range(n))
         plans = {"the fastest machine alone": lambda m: [Pipeline(alone, (layers,), m)]}
-        if n > 1 and not self.is_mixed(everyone):
-            plans["one pipeline, even layers"] = lambda m: [Pipeline(everyone, even, m)]
         if n > 1:
+            plans["one pipeline, even layers"] = lambda m: [Pipeline(everyone, even, m)]
             plans["data parallel, even shares"] = lambda m: [Pipeline((k,), (layers,), m // n + (k < m % n))
                                                              for k in everyone]
         found: dict[str, Scored | str] = {}
@@ -260,8 +253,8 @@ def lower_bound(cluster: Cluster, candidate: Candidate, setting: Setting) -> flo
     it and before the last one has gone back; what its uplink carries; its gradients after its last backward."""
     size, n, bound = candidate.micro_batch_size, len(candidate.pipelines), 0.0
     ranks = {rank for pipeline in candidate.pipelines for rank in pipeline.machines}
-    for machines, layers, number, _ in candidate.pipelines:
-        message = cluster.message_bytes(size, setting.wire_dtype, machines[0])
+    message = cluster.message_bytes(size, setting.wire_dtype)
+    for machines, layers, number in candidate.pipelines:
         before, others = 0.0, ranks.difference(machines)
         for s, (rank, stage) in enumerate(zip(machines, cluster.stages(layers))):
             forward, backward = (cluster.seconds(rank, size, stage, kind) for kind in setting.kinds)

@@ -100,7 +100,7 @@ class PipelineSimulation:
         self.durations = [{action: cluster.seconds(ranks[s], size, stages[s], kind)
                            for action, kind in zip("FB", setting.kinds)} for s in range(p)]
         self.links = {(a, b): cluster.links[ranks[a]][ranks[b]] for a in range(p) for b in (a - 1, a + 1) if 0 <= b < p}
-        self.num_bytes = cluster.message_bytes(size, setting.wire_dtype, ranks[0])
+        self.num_bytes = cluster.message_bytes(size, setting.wire_dtype)
         self.now, self.events, self.order = 0.0, [], count()
         self.stages, self.is_waiting = [self.run_stage(s) for s in range(p)], [False] * p
         self.posted: dict[Message, float] = {}  # when its receive was
@@ -226,8 +226,7 @@ def simulate(cluster: Cluster, candidate: Candidate, setting: Setting, runs: dic
     latency = max((cluster.links[a][b].latency for a, b in zip(ranks, ranks[1:] + ranks[:1]) if a != b), default=0.0)
     pipelines_end = max(end for run in done for end in run.ends)
     step = max([pipelines_end, *(transfer.end for transfer in sums)])
-    num_ranks = sum(cluster.machines[rank].tp_size for rank in ranks)
-    step += 2 * (num_ranks - 1) * latency  # the loss's sum over all ranks, a ring as well
+    step += 2 * (len(ranks) - 1) * latency  # the loss's sum over all ranks, a ring as well
     spans = [span for run in done for span in run.spans]
     transfers = [transfer for run in done for transfer in run.transfers] + sums
     busy = sum(span.end - span.start for span in spans)
@@ -245,13 +244,12 @@ def sum_gradients(cluster: Cluster, candidate: Candidate, setting: Setting, runs
     for pipeline, run in zip(places, runs):
         last = {span.rank: span for span in run.spans}  # spans are in the order of time: the last backward of each
         for s, (rank, stage) in enumerate(pipeline):
-            held = max(held, cluster.part_of(rank).parameters_of(stage))
+            held = max(held, cluster.parameters_of(stage))
             free[rank], ready[rank, None] = run.network_free[s], last[rank].end
             passed = cluster.machines[rank].passed[setting.kinds[1]][candidate.micro_batch_size]
             for module in range(*stage):  # backward comes from the end
                 ready[rank, module] = last[rank].start + passed[stage[1]] - passed[module]
     limit, sums = min(BUCKET, held * cluster.master_bytes / 8), []
-    limit *= min(cluster.machines[rank].tp_size for pipeline in places for rank, _ in pipeline)  # of as many ranks
     for owners, module, parameters in buckets(cluster, places, limit):
         num_bytes, n = cluster.gradient_bytes(parameters, setting.gradient_wire_dtype), len(owners) * candidate.replicas
         ring = [cluster.links[a][b] for a, b in zip(owners, owners[1:] + owners[:1]) if a != b]
@@ -277,7 +275,7 @@ def buckets(cluster: Cluster, places: list[list[tuple]], limit: float):
                  for module in range(len(cluster.names))]
     for module in reversed(range(len(cluster.names))):
         owners = owners_of[module]
-        parameters += max(cluster.machines[rank].tp_size * cluster.part_of(rank).parameters[module] for rank in owners)
+        parameters += cluster.parameters[module]
         is_full = parameters * cluster.master_bytes >= limit
         if module == 0 or is_full or owners_of[module - 1] != owners:
             if parameters:
@@ -292,9 +290,9 @@ def peak_memory(cluster: Cluster, pipeline: Pipeline, size: int, setting: Settin
     """Bytes at most, stage by stage, beside what a process takes without a model: parameters with what belongs to them,
     activations of live micro-batches, messages."""
     p, peaks = len(pipeline.machines), []
-    for s, (rank, stage) in enumerate(zip(pipeline.machines, cluster.stages(pipeline.layers))):
-        live, part = live_microbatches(setting.schedule, s, p, pipeline.num_microbatches), cluster.part_of(rank)
-        activations = part.activation_bytes(stage, size, live, setting.kinds[1])
+    for s, stage in enumerate(cluster.stages(pipeline.layers)):
+        live = live_microbatches(setting.schedule, s, p, pipeline.num_microbatches)
+        activations = cluster.activation_bytes(stage, size, live, setting.kinds[1])
         messages = 4 * size * cluster.hidden_bytes if p > 1 else 0.0  # two posted receives, two sends under way
-        peaks.append(part.weight_bytes(stage) + activations + messages)
+        peaks.append(cluster.weight_bytes(stage) + activations + messages)
     return peaks

@@ -11,7 +11,7 @@ In an elastic run the machines that are there change, and so does how samples an
 """
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,20 +20,19 @@ import process_group_manager as pgm
 import train
 from membership.watch import is_elastic
 from machine_facts import gather, say
+from pipeline_template import PipelineTemplate
 from planning.machines import Setting, setting_of
 from planning.schedules import SCHEDULES
 from planning.shares import shares_by_speed
 from training.compression import WIRE_DTYPES, compress
 from training.optimizer_shares import SharedOptimizerPlugin, as_shares, choose_optimizer_shares
-from training.lora import check_tp_of_adapters
-from training.plan_file import samples_of, tp_sizes_of
+from training.plan_file import samples_of
 from training.samples import SamplesPlugin
 from training.speeds import choose_shares, has_router_loss, layers_by_speed, measured_speeds
-from training.unlike_tp import Template, UnlikePlugin
 from utils import UserError, positive_int
 
 BY_SPEED = "by speed"  # in the place of --pipelines: one pipeline over all ranks
-DECIDED = {"pipelines": None, "num_microbatches": None, "gradient_accumulation": 8, "batch_size": 4, "tp_size": [1],
+DECIDED = {"pipelines": None, "num_microbatches": None, "gradient_accumulation": 8, "batch_size": 4, "tp_size": 1,
            "pp_engine": "1f1b", "wire_dtype": None, "gradient_wire_dtype": None,
            "recompute": False}  # the flags that a plan decides, and their defaults
 WITH_WIRE_DTYPE = ("--optimizer_shares with --gradient_wire_dtype, or with a plan that has one: the weights would "
@@ -50,11 +49,6 @@ def numbers(text: str) -> list[list[int]]:
     return [train.counts(choice) for choice in text.split("|")]
 
 
-def sizes(text: str) -> list[int]:
-    """The type of --tp_size: 2 or, for each pipeline its own, 4;2."""
-    return [positive_int(part) for part in text.split(";")]
-
-
 def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch_size", type=positive_int, help="samples of a micro-batch, at most (default: 4)")
     parser.add_argument("--gradient_accumulation", type=positive_int,
@@ -63,8 +57,7 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_microbatches", type=numbers, metavar="6,2", help="instead: those of each pipeline")
     parser.add_argument("--pipelines", type=alternatives, metavar="8;5,3",
                         help="decoder layers of each stage, with ';' between pipelines (default: one stage a rank)")
-    parser.add_argument("--tp_size", type=sizes, metavar="4;2",
-                        help="tensor-parallel ranks of a stage, with ';' between pipelines of unlike ones (default: 1)")
+    parser.add_argument("--tp_size", type=positive_int, help="tensor-parallel ranks of a stage (default: 1)")
     parser.add_argument("--pp_engine", choices=list(SCHEDULES), help="the pipelines' schedule (default: 1f1b)")
     parser.add_argument("--wire_dtype", choices=WIRE_DTYPES, help="what stages send hidden states and gradients as")
     parser.add_argument("--plan", metavar="PLAN.JSON", help="pipelines and schedule that cluster/plan.py chose")
@@ -87,28 +80,25 @@ def check_layout_flags(args) -> None:
     for name, default in DECIDED.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    tp_size = ";".join(map(str, args.tp_size))
-    if len(args.tp_size) > 1 and is_elastic():
-        raise UserError(f"--tp_size {tp_size} in an elastic run: what ranks hold is cut in unlike places, and can't "
-                        "move between them: give all pipelines one size")
-    if max(args.tp_size) > 1 and args.local_steps:
-        raise UserError(f"--tp_size {tp_size} with --local_steps: ranks that take local steps hold the whole model: "
-                        "leave out one of the two")
+    if args.tp_size > 1 and args.local_steps:
+        raise UserError(f"--tp_size {args.tp_size} with --local_steps: ranks that take local steps hold the whole "
+                        "model: leave out one of the two")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`templates`: the modules of each stage, pipeline after pipeline; ranks are counted in this order, each template's
-    tp_size to a stage. `samples`: of an optimizer step, that each pipeline takes. `setting`: the schedule, what travels
-    in which dtype, and whether layers are computed again. `local_steps`: of a round, for each rank, where ranks take
+    """`templates`: the modules of each stage, pipeline after pipeline; ranks are counted in this order, `tp_size` to a
+    stage. `samples`: of an optimizer step, that each pipeline takes. `setting`: the schedule, what travels in which
+    dtype, and whether layers are computed again. `local_steps`: of a round, for each rank, where ranks take
     them; the samples are then those of a round. `optimizer_shares`: of each rank, where they divide the optimizer."""
 
-    templates: list[Template]
+    templates: list[PipelineTemplate]
     samples: list[int]
     micro_batch_size: int
     setting: Setting
     local_steps: list[int] | None = None
     optimizer_shares: list[float] | None = None
+    tp_size: int = 1
 
     @property
     def num_microbatches(self) -> list[int]:
@@ -116,11 +106,8 @@ class Layout:
 
     def form(self, args, config) -> SamplesPlugin:
         """Makes the groups of ranks: the plugin that trains by this layout. Collective. Raises UserError."""
-        tp_size, *others = dict.fromkeys(template.tp_size for template in self.templates)
-        if others and self.optimizer_shares:
-            raise UserError("--optimizer_shares with pipelines that differ in their tp_size: leave out one of the two")
-        kind = UnlikePlugin if others else SharedOptimizerPlugin if self.optimizer_shares else SamplesPlugin
-        plugin = kind(tp_size, self.micro_batch_size, args.dtype, args.device, SCHEDULES[self.setting.schedule],
+        kind = SharedOptimizerPlugin if self.optimizer_shares else SamplesPlugin
+        plugin = kind(self.tp_size, self.micro_batch_size, args.dtype, args.device, SCHEDULES[self.setting.schedule],
                       self.setting.recompute)
         if self.local_steps:
             say(f"local steps of a round: {', '.join(map(str, self.local_steps))}")
@@ -132,9 +119,9 @@ class Layout:
                             f"{self.micro_batch_size}, and the loss of a mixture of experts' router is one of each "
                             "micro-batch: choose another --batch_size, or output_router_logits=False in config.json")
         plugin.deal(self.samples)
-        if others or tp_size > 1:
-            kinds, blocks = gather(plugin.device.type), pgm.process_group_manager.ranks
-            if any(len({kinds[rank] for rank in row}) > 1 for block in blocks for row in block.tolist()):
+        if self.tp_size > 1:
+            kinds, rows = gather(plugin.device.type), torch.cat(pgm.process_group_manager.ranks).tolist()
+            if any(len({kinds[rank] for rank in row}) > 1 for row in rows):
                 raise UserError("--tp_size, and ranks of one stage compute on unlike devices, by rank: "
                                 f"{', '.join(kinds)}: order the hosts so that they are alike, or leave out --tp_size")
         if self.optimizer_shares:
@@ -150,8 +137,7 @@ class Layout:
                   for template in self.templates]
         setting = self.setting._asdict()
         return {"pipelines": [layers], "num_microbatches": [self.num_microbatches], "samples": self.samples,
-                "tp_size": [template.tp_size for template in self.templates], "batch_size": self.micro_batch_size,
-                "pp_engine": setting.pop("schedule"), **setting}
+                "batch_size": self.micro_batch_size, "pp_engine": setting.pop("schedule"), **setting}
 
 
 def choose_layout(args, made, plan: dict | None, found, device: torch.device, dtype: torch.dtype) -> Layout:
@@ -159,9 +145,8 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
 
     Raises UserError for what is not possible.
     """
-    def templates_of(pipelines: list[list[int]], tp_sizes: list[int]) -> list[Template]:
-        templates = [Template.from_layers_per_stage(made.model, layers) for layers in pipelines]
-        return [replace(template, tp_size=size) for template, size in zip(templates, tp_sizes)]
+    def templates_of(pipelines: list[list[int]]) -> list[PipelineTemplate]:
+        return [PipelineTemplate.from_layers_per_stage(made.model, layers) for layers in pipelines]
 
     total = found and found.state["global_batch"]  # of a step: what a checkpoint has decided
     optimizer_shares = args.optimizer_shares and choose_optimizer_shares(args, device)
@@ -169,13 +154,11 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
         shares, size = samples_of(plan), plan["micro_batch_size"]
         if total not in (None, sum(shares)) and (is_elastic() or "seconds" in plan):  # else run.check refuses it
             shares = shares_by_speed(total, plan.get("seconds") or [1 / count for count in shares])  # as planned
-        check_tp_of_adapters(args, tp_sizes := tp_sizes_of(plan))
-        return Layout(templates_of([pipeline["layers"] for pipeline in plan["pipelines"]], tp_sizes), shares, size,
+        return Layout(templates_of([pipeline["layers"] for pipeline in plan["pipelines"]]), shares, size,
                       setting_of(plan), optimizer_shares=optimizer_shares)
     pipelines, shares = choose_pipelines(args, made.model, dtype)
-    tp_sizes = args.tp_size if len(args.tp_size) > 1 else args.tp_size * len(pipelines)
-    templates, local_steps = templates_of(pipelines, tp_sizes), None
-    shares = choose_shares(args, made, tp_sizes, shares, total, device, dtype)
+    templates, local_steps = templates_of(pipelines), None
+    shares = choose_shares(args, made, len(pipelines), shares, total, device, dtype)
     if args.local_steps and args.num_microbatches:  # local steps of unlike sizes, equally many on all ranks
         local_steps, shares = [args.local_steps] * len(shares), [args.local_steps * count for count in shares]
     elif args.local_steps:
@@ -184,18 +167,12 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
     setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     if is_elastic():  # with fewer machines there may be nothing to send
         setting = setting.for_pipelines(pipelines)
-    return Layout(templates, shares, args.batch_size, setting, local_steps, optimizer_shares)
+    return Layout(templates, shares, args.batch_size, setting, local_steps, optimizer_shares, args.tp_size)
 
 
 def choose_pipelines(args, model: torch.nn.Module, dtype: torch.dtype) -> tuple[list[list[int]], list[int] | None]:
     """The layers of each stage of each pipeline, and --num_microbatches for them. Collective."""
-    told, (tp_size, *others) = args.num_microbatches or [None], args.tp_size
-    if others:
-        pipelines = args.pipelines[0] if args.pipelines else [[model.config.num_hidden_layers]] * len(args.tp_size)
-        if len(pipelines) != len(args.tp_size) or args.pipelines and len(args.pipelines) > 1:
-            raise UserError(f"--tp_size {';'.join(map(str, args.tp_size))} for {len(pipelines)} pipelines: give one "
-                            "number for all, or one for each pipeline of --pipelines, without alternatives")
-        return pipelines, told[0]
+    told, tp_size = args.num_microbatches or [None], args.tp_size
     num_stages, left_over = divmod(dist.get_world_size(), tp_size)
     if left_over:
         raise UserError(f"--tp_size {tp_size} does not divide the {dist.get_world_size()} processes: start a multiple "

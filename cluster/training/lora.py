@@ -59,26 +59,16 @@ def check_lora_flags(args) -> None:
     for flag in ("from_scratch", "local_steps"):
         if getattr(args, flag, None):
             raise UserError(f"--{flag} is for training all weights: leave it out, or --lora_rank")
-    check_tp_of_adapters(args, args.tp_size)
+    if args.tp_size > 1 and args.lora_dropout:
+        raise UserError(f"--tp_size {args.tp_size} with --lora_dropout {args.lora_dropout}: tensor-parallel ranks "
+                        "would drop other numbers than one rank does: leave out one of the two")
+    if args.tp_size > 1 and args.base_bits:
+        raise UserError(f"--tp_size {args.tp_size} with --base_bits {args.base_bits}: numbers share a scale across "
+                        "the cuts between tensor-parallel ranks; use --pipelines to divide the model")
     if args.base_bits and args.dtype == "float64":
         raise UserError(f"--base_bits {args.base_bits} with --dtype float64: what is unpacked is float32 or bfloat16, "
                         "choose one of them")
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
-
-
-def check_tp_of_adapters(args, tp_sizes: list[int]) -> None:
-    """Raises UserError where adapters can't be trained with these, of --tp_size or of a plan."""
-    if args.lora_rank is None:
-        return
-    if len(set(tp_sizes)) > 1:
-        raise UserError(f"--tp_size {';'.join(map(str, tp_sizes))} with --lora_rank: adapters are not split over "
-                        "pipelines that differ in their tp_size: give one number for all")
-    if max(tp_sizes) > 1 and args.lora_dropout:
-        raise UserError(f"--tp_size {max(tp_sizes)} with --lora_dropout {args.lora_dropout}: tensor-parallel ranks "
-                        "would drop other numbers than one rank does: leave out one of the two")
-    if max(tp_sizes) > 1 and args.base_bits:
-        raise UserError(f"--tp_size {max(tp_sizes)} with --base_bits {args.base_bits}: numbers share a scale across "
-                        "the cuts between tensor-parallel ranks; use --pipelines to divide the model")
 
 
 def choose_lora_dtype(args, device: torch.device, dtype: torch.dtype) -> torch.dtype:

@@ -58,7 +58,7 @@ def find_plan(args, made, device: torch.device, dtype: torch.dtype) -> dict | No
             f"{' | idle: ' * bool(idle)}{', '.join(idle)}")
         require_same_model(plan, made.model.config, str(dtype).removeprefix("torch."), args)
         return plan
-    if args.pipelines or max(args.tp_size) > 1 or args.local_steps:
+    if args.pipelines or args.tp_size > 1 or args.local_steps:
         return None
     return plan_by_themselves(args, made, device, dtype)
 
@@ -72,10 +72,6 @@ def samples_of(plan: dict) -> list[int]:
     """Of a step, by pipeline: its `samples`, or else those of its `num_microbatches`."""
     return [pipeline["samples"] if "samples" in pipeline else plan["micro_batch_size"] * pipeline["num_microbatches"]
             for pipeline in plan["pipelines"]]
-
-
-def tp_sizes_of(plan: dict) -> list[int]:
-    return [pipeline.get("tp_size", 1) for pipeline in plan["pipelines"]]
 
 
 def take_places(plan: dict) -> None:
@@ -115,10 +111,7 @@ def plan_of_file(path: str, cluster_json: str) -> dict:
     others, hosts = gather(("error" in own, not is_home())), host_names(machines(), own.get("hosts", ()))
     reader = others.index(min(others))
     if dist.get_rank() == reader and "error" not in own:
-        if is_elastic() and max(tp_sizes_of(own)) > 1:
-            own = {"error": f"--plan {path!r} has tensor-parallel stages, which an elastic run can't move to other "
-                            "machines: use cluster/plan.py --tp_size 1"}
-        elif is_elastic() and sorted(hosts) == sorted(own["hosts"]):
+        if is_elastic() and sorted(hosts) == sorted(own["hosts"]):
             own = in_order(own, hosts)  # an elastic run has ranks in an order of its own
         elif hosts != own["hosts"]:
             own = plan_for(hosts, own, cluster_json) if is_elastic() else {
@@ -135,11 +128,14 @@ def read_plan(path: str) -> dict:
         with open(path) as file:
             plan = json.load(file)
         pipelines = plan["pipelines"]
+        if any(pipeline.get("tp_size", 1) != 1 for pipeline in pipelines):
+            raise ValueError("a pipeline has tp_size, and ranks of a plan hold whole layers: use --tp_size N for all "
+                             "pipelines instead of --plan, or make a plan anew")
         if plan["schedule"] not in SCHEDULES:
             raise ValueError(f"schedule {plan['schedule']!r} is none of {', '.join(SCHEDULES)}")
         if any(("samples" in p) == ("num_microbatches" in p) for p in pipelines):
             raise ValueError("each of its pipelines has to have either num_microbatches or samples")
-        numbers = [plan["micro_batch_size"], plan["seq_len"], *tp_sizes_of(plan),
+        numbers = [plan["micro_batch_size"], plan["seq_len"],
                    *(p.get("samples", p.get("num_microbatches")) for p in pipelines),
                    *(count for p in pipelines for count in p["layers"])]
         if not all(type(number) is int and number > 0 for number in numbers):
@@ -148,20 +144,12 @@ def read_plan(path: str) -> dict:
             raise ValueError(f"its wire dtypes are none of {', '.join(WIRE_DTYPES)}")
         used, fits = machines_of(plan), isinstance(plan["dtype"], str) and isinstance(plan["model"], dict)
         fits = fits and pipelines and all(isinstance(host, str) for host in plan["hosts"])
-        fits = fits and sorted(used) == sorted({*used} & {*range(len(plan["hosts"]))})
-        if not fits or not all(has_its_machines(pipeline, plan["hosts"]) for pipeline in pipelines):
-            raise ValueError(f"machines {used} of {len(plan['hosts'])} hosts, each once, with its layers; for a stage "
-                             "tp_size of them, on one host")
+        fits = fits and all(len(pipeline["layers"]) == len(pipeline["machines"]) for pipeline in pipelines)
+        if not fits or sorted(used) != sorted({*used} & {*range(len(plan["hosts"]))}):
+            raise ValueError(f"machines {used} of {len(plan['hosts'])} hosts, each once, with its layers")
         return plan
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return {"error": f"--plan {path!r} can't be read ({type(error).__name__}: {error}): use cluster/plan.py"}
-
-
-def has_its_machines(pipeline: dict, hosts: list[str]) -> bool:
-    """Whether each stage has tp_size machines, and these are on one host."""
-    size, machines = pipeline.get("tp_size", 1), pipeline["machines"]
-    stages = [{hosts[rank] for rank in machines[k : k + size]} for k in range(0, len(machines), size)]
-    return len(machines) == size * len(pipeline["layers"]) and all(len(stage) == 1 for stage in stages)
 
 
 def in_order(plan: dict, hosts: list[str]) -> dict:
@@ -266,7 +254,7 @@ def described(cluster: Cluster, plans: Plans) -> dict:
     """The best of the plans, as in plan.json, with the `seconds` of each pipeline for a micro-batch. Prints it."""
     (pipelines, size, *_), result = plans.best[0]
     plan, seconds, parts, memory = as_plan(cluster, plans.best[0], plans.setting), [], [], []
-    for ranks, layers, number, _ in pipelines:
+    for ranks, layers, number in pipelines:
         stages = zip(ranks, cluster.stages(layers))
         seconds.append(max(cluster.seconds(rank, size, stage, plans.setting.kinds) for rank, stage in stages))
         shares = " -> ".join(f"{cluster.machines[rank].host} {count}" for rank, count in zip(ranks, layers))

@@ -55,7 +55,7 @@ class Replanner:
             return
         stay = layout.setting.schedule == "afab" or has_router_loss(made.model.config)
         moves_samples = len(layers) > 1 and not stay and (is_asked or not args.num_microbatches)
-        is_whole = not layout.optimizer_shares and all(each.tp_size == 1 for each in layout.templates)
+        is_whole = not layout.optimizer_shares and layout.tp_size == 1
         moves_layers = is_whole and max(map(len, layers)) > 1 and (is_asked or args.pipelines in (None, BY_SPEED))
         if moves_samples or moves_layers:
             _, layer, head, _ = parts_of(made.model)

@@ -21,14 +21,13 @@ MOST, GAIN = 1 << 20, 0.03  # samples of a step, which are dealt one by one; see
 MEASURED = {"seconds": None}  # of this process's whole model: what it has measured, it knows in the next generation
 
 
-def choose_shares(args, made, tp_sizes: list[int], told: list[int] | None, total: int | None, device,
-                  dtype) -> list[int]:
-    """Samples of a step for each pipeline: of `told` micro-batches, or by speed: measured before, or now.
+def choose_shares(args, made, count: int, told: list[int] | None, total: int | None, device, dtype) -> list[int]:
+    """Samples of a step for each of `count` pipelines: of `told` micro-batches, or by speed: measured before, or now.
     With --local_steps: samples of a local step as told, or local steps of a round. Collective.
 
     `total`: the samples of a step, where a checkpoint has decided it.
     """
-    size, count, ranks = args.batch_size, len(tp_sizes), dist.get_world_size()
+    size, ranks = args.batch_size, dist.get_world_size()
     if told:
         if len(told) == count and (total in (None, size * sum(told)) or not is_elastic()):
             return [size * number for number in told]  # run.check says what the checkpoint has instead
@@ -41,7 +40,7 @@ def choose_shares(args, made, tp_sizes: list[int], told: list[int] | None, total
         raise UserError(f"{total} {'local steps a round' if args.local_steps else 'samples a step'} for {count} "
                         f"pipelines: choose {count} to {MOST}, or start fewer processes")
     seconds = [1.0] * count
-    if not args.equal_shares and sum(tp_sizes) == ranks and count > 1:  # each pipeline is one stage
+    if not args.equal_shares and count * args.tp_size == ranks and count > 1:  # each pipeline is one stage
         if measured := measured_speeds(args, size, dtype, made.model.config):
             seconds = measured.seconds_of_whole()
         else:
@@ -53,8 +52,7 @@ def choose_shares(args, made, tp_sizes: list[int], told: list[int] | None, total
                     MEASURED["seconds"] = clock.seconds_of_whole(size, args.recompute)
                 seconds = gather(MEASURED["seconds"])
         say(f"tokens/s of each rank alone: {', '.join(f'{size * args.seq_len / value:.0f}' for value in seconds)}")
-        of_stages = torch.tensor(seconds, dtype=torch.float64).split(tp_sizes)  # the slowest sets a stage's pace
-        seconds = [max(each).item() / tp_size for each, tp_size in zip(of_stages, tp_sizes)]
+        seconds = [max(seconds[k : k + args.tp_size]) for k in range(0, ranks, args.tp_size)]  # the slowest of a stage
     if args.local_steps:
         return shares_by_speed(total, seconds)
     return samples_by_speed(total, size, seconds, has_router_loss(made.model.config))

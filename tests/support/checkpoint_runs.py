@@ -35,7 +35,6 @@ TOPOLOGIES = {  # name -> ranks, flags: 8 micro-batches a step in each
     "2;1": (3, ["--num_microbatches", "5,3", "--pipelines", "3,1;4"]),
     "3": (3, ["--num_microbatches", "8", "--pipelines", "2,1,1"]),
     "1;1;2": (4, ["--num_microbatches", "3,3,2", "--pipelines", "4;4;1,3"]),
-    "tp2;1": (3, ["--num_microbatches", "5,3", "--tp_size", "2;1"]),
     "2x2x2": (8, ["--num_microbatches", "4,4", "--pipelines", "3,1;2,2", "--tp_size", "2"]),
 }
 

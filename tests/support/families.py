@@ -13,8 +13,7 @@ import torch.nn.functional as F
 import transformers
 from transformers.utils import logging
 
-for folder in "tools", "cluster":  # in a rank pytest.ini does not count
-    sys.path.append(str(pathlib.Path(__file__).parents[2] / folder))
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "tools"))  # in a rank pytest.ini does not count
 from launch import modules_of  # noqa: E402
 
 with modules_of(9):  # here, once: tests take them from this module
@@ -26,7 +25,6 @@ with modules_of(9):  # here, once: tests take them from this module
     from pipeline_stage import PipelineStage
     from pipeline_template import FAMILIES, PipelineTemplate, listed_modules
     from stage_weights import load_weights
-    from training.unlike_tp import Template, UnlikePlugin  # noqa: F401
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

@@ -1,7 +1,6 @@
 """Hugging Face's families in step 9's unlike pipelines against the plain model.
 
-`torchrun ... families_in_pipelines.py OUT TP_SIZE CASE...`, where TP_SIZE is 2 or, for the second pipeline its own,
-2;1, and a CASE is a toy of families.py, as in gpt2 or
+`torchrun ... families_in_pipelines.py OUT TP_SIZE CASE...`, where a CASE is a toy of families.py, as in gpt2 or
 gpt2-tied, or gpt2-frozen, of which only a part is trained. Pipelines of two stages and of one, with 2 and 1
 micro-batches of a step, through the plugin, which recomputes layers unless the toy is tied; before, each rank trains
 some of the plain models, in its own process, with torch.optim and torch's clipping. Each rank writes OUT/<rank>.json:
@@ -17,8 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from families import (
-    HeterogeneousParallelPlugin, PipelineTemplate, Template, UnlikePlugin, listed_modules, logits_of, pgm,
-    tensor_parallel, toy, toy_batch)
+    HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, logits_of, pgm, tensor_parallel, toy, toy_batch)
 from huggingface import float64_throughout
 
 STEPS, MICROBATCH, NUM_MICROBATCHES = 5, 2, 3
@@ -88,17 +86,14 @@ def train_all_plain(cases: list[str]) -> dict[str, tuple]:
     return {case: result for share in shares for case, result in share.items()}
 
 
-def compare(case: str, tp_sizes: list[int], losses: list[float], norms: list[float], gradients: dict) -> list[float]:
+def compare(case: str, tp_size: int, losses: list[float], norms: list[float], gradients: dict) -> list[float]:
     model = make(case)
-    plugin_class = HeterogeneousParallelPlugin if len(tp_sizes) == 1 else UnlikePlugin
-    plugin = plugin_class(tp_size=tp_sizes[0], microbatch_size=MICROBATCH, precision="fp64", device="cpu",
-                          recompute=not case.endswith("-tied"))
+    plugin = HeterogeneousParallelPlugin(tp_size=tp_size, microbatch_size=MICROBATCH, precision="fp64", device="cpu",
+                                         recompute=not case.endswith("-tied"))
     two, one = (PipelineTemplate.from_layers_per_stage(model, sizes) for sizes in ([1, 2], [3]))
     if case in HEAD_ALONE:  # nothing of it is split: with tp, the second rank counts nothing in the norm
         first, layers, last = listed_modules(model)
         two = PipelineTemplate(two.model_name, [first + layers, last])
-    if len(tp_sizes) > 1:
-        two, one = (Template(each.model_name, each.modules_per_stage, size) for each, size in zip((two, one), tp_sizes))
     plugin.set_pipelines([two, one], num_microbatches={two: 2, one: 1})
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
     loader = plugin.prepare_dataloader(samples_of(case))
@@ -120,21 +115,21 @@ def compare(case: str, tp_sizes: list[int], losses: list[float], norms: list[flo
                 whole[n] = param.grad.clone()
         optimizer.step()
     assert step == STEPS - 1
-    others = [None] * pgm.process_group_manager.tp_world_size
+    others = [None] * tp_size
     dist.all_gather_object(others, whole, pgm.process_group_manager.tp_group)
     unlike = [n for other in others for n in whole if not torch.equal(whole[n], other[n])]
     assert not unlike, f"{case}: the gradients of {unlike} differ on the tp ranks, which all have the whole of them"
     return [off_loss, off_gradient, off_norm]
 
 
-def main(out: str, tp_sizes: list[int], cases: list[str]) -> None:
+def main(out: str, tp_size: int, cases: list[str]) -> None:
     pgm.init_process_group("gloo")
     with float64_throughout():  # a norm that rounds to float32 makes 1e-8 of any 1e-16
-        errors = {case: compare(case, tp_sizes, *plain) for case, plain in train_all_plain(cases).items()}
+        errors = {case: compare(case, tp_size, *plain) for case, plain in train_all_plain(cases).items()}
     with open(os.path.join(out, f"{dist.get_rank()}.json"), "w") as file:
         json.dump(errors, file)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], [*map(int, sys.argv[2].split(";"))], sys.argv[3:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

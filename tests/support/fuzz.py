@@ -47,7 +47,7 @@ HOSTS = "# three machines\npi@pi0 iface=eth0\npi@pi1 port=2222 nproc=1 python=~/
 # flag -> good values, bad or odd ones. Flags that are not here have what their type says.
 VALUES = {
     "pipelines": (["4", "4|2,2", "2,2", "4;4"], COUNTS), "num_microbatches": (["2", "1", "2|1", "1,2"], COUNTS),
-    "tp_size": (["1", "2", "2;1"], ["3", "2;", "1;1;1", *NUMBERS]), "resume": (RESUMED, PATHS), "init_from": ([MODELS[-1]], PATHS + MODELS),
+    "tp_size": (["1", "2"], ["3", "2;1", *NUMBERS]), "resume": (RESUMED, PATHS), "init_from": ([MODELS[-1]], PATHS + MODELS),
     "model_name": (MODELS, PATHS), "adapter": (["model"], PATHS), "plan": (["plan.json", "plan2.json"], PATHS),
     "cluster_json": (["cluster.json"], PATHS), "checkpoint": (RESUMED, PATHS),
     "dataset_name": (["corpus", "corpus/0.txt", "rows.jsonl"], [*PATHS, "bad.jsonl"]),
