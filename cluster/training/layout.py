@@ -24,7 +24,6 @@ from planning.machines import Setting, setting_of
 from planning.schedules import SCHEDULES
 from planning.shares import shares_by_speed
 from training.compression import WIRE_DTYPES, compress
-from training.optimizer_shares import SharedOptimizerPlugin, as_shares, choose_optimizer_shares
 from training.lora import check_tp_of_adapters
 from training.plan_file import samples_of, tp_sizes_of
 from training.samples import SamplesPlugin
@@ -36,8 +35,6 @@ BY_SPEED = "by speed"  # in the place of --pipelines: one pipeline over all rank
 DECIDED = {"pipelines": None, "num_microbatches": None, "gradient_accumulation": 8, "batch_size": 4, "tp_size": [1],
            "pp_engine": "1f1b", "wire_dtype": None, "gradient_wire_dtype": None,
            "recompute": False}  # the flags that a plan decides, and their defaults
-WITH_WIRE_DTYPE = ("--optimizer_shares with --gradient_wire_dtype, or with a plan that has one: the weights would "
-                   "travel in full even so: leave out one of them")
 
 
 def alternatives(text: str) -> list[list[list[int]]]:
@@ -68,20 +65,11 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp_engine", choices=list(SCHEDULES), help="the pipelines' schedule (default: 1f1b)")
     parser.add_argument("--wire_dtype", choices=WIRE_DTYPES, help="what stages send hidden states and gradients as")
     parser.add_argument("--plan", metavar="PLAN.JSON", help="pipelines and schedule that cluster/plan.py chose")
-    parser.add_argument("--optimizer_shares", type=as_shares, metavar="speed|memory|4,2,1",
-                        help="ranks that hold the same parameters divide AdamW's work and its two averages among them: "
-                             "by how fast it is on each, by free memory, or by these numbers, one a rank; plans count "
-                             "whole averages (default: each rank has those of all that it holds)")
     parser.set_defaults(**dict.fromkeys(DECIDED))
 
 
 def check_layout_flags(args) -> None:
     """Fills in defaults. Raises UserError for flags beside a --plan that decides them, or that do not go together."""
-    if isinstance(args.optimizer_shares, list) and is_elastic():
-        raise UserError(f"--optimizer_shares {','.join(f'{each:g}' for each in args.optimizer_shares)} in an elastic "
-                        "run, whose ranks come and go: use speed or memory")
-    if args.optimizer_shares and args.gradient_wire_dtype:
-        raise UserError(WITH_WIRE_DTYPE)
     if args.plan and (given := [name for name in DECIDED if getattr(args, name) is not None]):
         raise UserError(f"--plan says what runs where: leave out --{', --'.join(given)}")
     for name, default in DECIDED.items():
@@ -101,14 +89,13 @@ class Layout:
     """`templates`: the modules of each stage, pipeline after pipeline; ranks are counted in this order, each template's
     tp_size to a stage. `samples`: of an optimizer step, that each pipeline takes. `setting`: the schedule, what travels
     in which dtype, and whether layers are computed again. `local_steps`: of a round, for each rank, where ranks take
-    them; the samples are then those of a round. `optimizer_shares`: of each rank, where they divide the optimizer."""
+    them; the samples are then those of a round."""
 
     templates: list[Template]
     samples: list[int]
     micro_batch_size: int
     setting: Setting
     local_steps: list[int] | None = None
-    optimizer_shares: list[float] | None = None
 
     @property
     def num_microbatches(self) -> list[int]:
@@ -117,9 +104,7 @@ class Layout:
     def form(self, args, config) -> SamplesPlugin:
         """Makes the groups of ranks: the plugin that trains by this layout. Collective. Raises UserError."""
         tp_size, *others = dict.fromkeys(template.tp_size for template in self.templates)
-        if others and self.optimizer_shares:
-            raise UserError("--optimizer_shares with pipelines that differ in their tp_size: leave out one of the two")
-        kind = UnlikePlugin if others else SharedOptimizerPlugin if self.optimizer_shares else SamplesPlugin
+        kind = UnlikePlugin if others else SamplesPlugin
         plugin = kind(tp_size, self.micro_batch_size, args.dtype, args.device, SCHEDULES[self.setting.schedule],
                       self.setting.recompute)
         if self.local_steps:
@@ -137,10 +122,6 @@ class Layout:
             if any(len({kinds[rank] for rank in row}) > 1 for block in blocks for row in block.tolist()):
                 raise UserError("--tp_size, and ranks of one stage compute on unlike devices, by rank: "
                                 f"{', '.join(kinds)}: order the hosts so that they are alike, or leave out --tp_size")
-        if self.optimizer_shares:
-            if self.setting.gradient_wire_dtype:
-                raise UserError(WITH_WIRE_DTYPE)
-            plugin.share_out(self.optimizer_shares)
         compress(plugin, config, self.setting.wire_dtype, self.setting.gradient_wire_dtype)
         return plugin
 
@@ -164,14 +145,13 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
         return [replace(template, tp_size=size) for template, size in zip(templates, tp_sizes)]
 
     total = found and found.state["global_batch"]  # of a step: what a checkpoint has decided
-    optimizer_shares = args.optimizer_shares and choose_optimizer_shares(args, device)
     if plan:
         shares, size = samples_of(plan), plan["micro_batch_size"]
         if total not in (None, sum(shares)) and (is_elastic() or "seconds" in plan):  # else run.check refuses it
             shares = shares_by_speed(total, plan.get("seconds") or [1 / count for count in shares])  # as planned
         check_tp_of_adapters(args, tp_sizes := tp_sizes_of(plan))
         return Layout(templates_of([pipeline["layers"] for pipeline in plan["pipelines"]], tp_sizes), shares, size,
-                      setting_of(plan), optimizer_shares=optimizer_shares)
+                      setting_of(plan))
     pipelines, shares = choose_pipelines(args, made.model, dtype)
     tp_sizes = args.tp_size if len(args.tp_size) > 1 else args.tp_size * len(pipelines)
     templates, local_steps = templates_of(pipelines, tp_sizes), None
@@ -184,7 +164,7 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
     setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     if is_elastic():  # with fewer machines there may be nothing to send
         setting = setting.for_pipelines(pipelines)
-    return Layout(templates, shares, args.batch_size, setting, local_steps, optimizer_shares)
+    return Layout(templates, shares, args.batch_size, setting, local_steps)
 
 
 def choose_pipelines(args, model: torch.nn.Module, dtype: torch.dtype) -> tuple[list[list[int]], list[int] | None]:
