@@ -34,7 +34,7 @@ from training.loop import print_epochs, train, warn_of_damage
 from training.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, print_sizes
 from training.models import SIZES, make_model, with_weights
 from training.plan_file import find_plan, take_places
-from training.replan import Replanner, add_replan_flag, check_replan_flag, planned_before
+from training.replan import Replanner, add_replan_flag, check_replan_flag
 from utils import ROOT, TINY_LLAMA, ArgumentParser, number, one_clear_error, positive_int
 
 threads = number(int, lambda value: 1 <= value <= 4096, "from 1 to 4096")
@@ -90,12 +90,11 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
     made = make_model(args, dtype)
     if made.lora:
         print_sizes(made.lora)
-    before = planned_before(generation)
-    if plan := before or find_plan(args, made, device, dtype):
+    if plan := find_plan(args, made, device, dtype):
         take_places(plan)
     run = Run(args, generation)  # finds the checkpoint to go on from
     layout = choose_layout(args, made, plan, run.found, device, dtype)
-    replanner = Replanner(args, layout, made, before, device)
+    replanner = Replanner(args, layout, made.model.config)
     made = with_weights(made, args, device, run.found is not None)
     args.learning_rate = args.learning_rate or made.learning_rate
     vars(args).update(layout.as_flags())  # for the records that the run leaves

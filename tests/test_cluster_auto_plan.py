@@ -131,7 +131,7 @@ def test_shares_of_a_checkpoint(monkeypatch):
     pipelines = [{"layers": [8], "num_microbatches": 6}, {"layers": [8], "num_microbatches": 2}]
     plan = {"pipelines": pipelines, "micro_batch_size": 2, "schedule": "1f1b", "seconds": [1.0, 1.0]}
     found, made = argparse.Namespace(state={"global_batch": 12}, path="there"), argparse.Namespace(model=None)
-    args = argparse.Namespace(optimizer_shares=None)
+    args = argparse.Namespace(lora_rank=None)
     assert layout.choose_layout(args, made, plan, found, None, None).samples == [6, 6]
     assert layout.choose_layout(args, made, plan, None, None, None).samples == [12, 4]
     found.state["global_batch"] = 13

@@ -21,14 +21,13 @@ FLAGS = ["--seq_len", 16, "--dtype", "float64", "--batch_size", 1, "--num_hidden
          "--learning_rate", 1e-5, "--equal_shares", "--device", "cpu"]
 LAYOUTS = {  # name -> flags; whether each host has all of the model
     "shares": (["--batch_size", 2, "--num_microbatches", 3], True),  # on two hosts micro-batches of 2 and 1 samples
-    "optimizer in shares": (["--num_microbatches", 6, "--optimizer_shares", "memory"], False),
     "one pipeline": (["--pipelines", "2,1,1|2,2", "--num_microbatches", "6"], False),
     "two pipelines": (["--pipelines", "4;2,2|4;4", "--num_microbatches", "4,2|3,3"], None),
     "adapters": (["--pipelines", "2,1,1|2,2", "--num_microbatches", "6", "--lora_rank", 4,
                   "--learning_rate", 1e-3, "--validation_split", 0.2, "--eval_every", 10], False),
 }
 LAYOUTS["adapters in 4 bits"] = ([*LAYOUTS["adapters"][0], "--base_bits", 4, "--dtype", "float32"], False)
-CASES = [("shares", "killed"), ("one pipeline", "cut"), ("optimizer in shares", "killed")]
+CASES = [("shares", "killed"), ("one pipeline", "cut")]
 if os.environ.get("ALL_WAYS"):
     CASES += [("one pipeline", "killed"), ("two pipelines", "killed"), ("adapters", "killed"),
               ("adapters in 4 bits", "killed")]

@@ -7,11 +7,10 @@ import zlib
 
 import pytest
 import torch
-from checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, newest, write_model
+from checkpoint_runs import ROOT, SCRIPT, flags_of, newest, write_model
 from launch import fork, losses, metrics, modules_of
 from test_cluster_family_clock import CPU, LAYERS, SEQ_LEN as LENGTH, adapters, make, measured
 from test_cluster_lora import FAMILIES, RANK, SAMPLES, SEQ_LEN, TOPOLOGIES, read, samples, write_data
-from test_cluster_replan import folder as replanned, run as run_replanned  # noqa: F401
 
 with modules_of(9):
     from pipeline_stage import PipelineStage
@@ -107,16 +106,6 @@ def test_bfloat16(folder):
     assert len(found) == STEPS and found == pytest.approx([loss for loss, _ in expected], rel=1e-3)
 
 
-def test_the_optimizer_in_shares(folder):
-    """Of the adapters alone: what is packed has no averages."""
-    done = run(folder, "divided", "llama", "shares", "--optimizer_shares", "4,2,1", max_steps=6)
-    run(folder, "whole", "llama", "one", max_steps=6)
-    assert "of them in 4 bits" in done.stdout
-    for key in "loss", "grad_norm":
-        found, expected = ([row[key] for row in metrics(folder / "runs", name)] for name in ("divided", "whole"))
-        assert len(found) == 6 and found == pytest.approx(expected, rel=1e-5)
-
-
 def test_resume(folder):
     """Over other stages the run goes on as without a stop; with another base it does not."""
     run(folder, "first half", "llama", "1,1,1", max_steps=3)
@@ -126,17 +115,6 @@ def test_resume(folder):
     assert losses(folder / "runs", "first half") == pytest.approx(losses(folder / "runs", "at once"), rel=1e-5)
     done = run(folder, "first half", "llama", "one", "--resume", "auto", max_steps=7, base_bits=None, check=False)
     assert done.returncode == 2 and "was saved with --base_bits 4, but this run has None: give the same" in done.stderr
-
-
-def test_layers_that_move_in_memory(replanned, run_code):
-    """What is in 4 bits is read again where other ranks get the layer. Losses as where nothing moved."""
-    flags = ["--pipelines", "2,2", "--gradient_accumulation", 4, "--replan", "auto", "--lora_rank", 2, "--base_bits", 4,
-             "--dtype", "float32"]
-    text = run_replanned(replanned, 2, "bits-moved", *flags, program=run_code, SPEEDS=[[0, [1, 1]], [12, [1, 3]]])
-    assert "layers 2,2 -> 3,1" in text
-    run_replanned(replanned, 2, "bits-still", *flags, "--replan", "off")
-    moved, still = losses(replanned / "runs", "bits-moved"), losses(replanned / "runs", "bits-still")
-    assert len(moved) == 40 and moved == pytest.approx(still, rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -174,7 +174,6 @@ class Loader:
         for name, param in stage.model.named_parameters():
             module, _, key = name.rpartition(".")
             names = (name, *(stage.tied if stage.tied and name in stage.tied else ()))
-            part = getattr(optimizer, "parts", {}).get(param)  # with --optimizer_shares
             known = next((entries[name_of(other)] for other in names if name_of(other) in entries), [])
             for entry in known:
                 piece = get_slice(self.found.path, weight_map, entry)
@@ -185,10 +184,7 @@ class Loader:
                                     f"the model {tuple(param.shape)}: is this a checkpoint of this model?")
                 place = param.device if is_split or param.is_cuda else "cpu"
                 dtype = param.dtype if is_split else value.dtype  # the run before may have had another --dtype
-                if part and is_split:
-                    value = value.flatten()[part.start : part.start + part.own.numel()]
-                optimizer.state[part.own if part else param][entry.rpartition(".")[2]] = value.to(place, dtype,
-                                                                                                  copy=True)
+                optimizer.state[param][entry.rpartition(".")[2]] = value.to(place, dtype, copy=True)
 
 
 def published_weights(directory: str) -> Callable:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-import process_group_manager as pgm
 from checkpoints.files import KINDS
 
 THEIR_NAMES = (  # our Llama's -> Hugging Face's
@@ -27,30 +26,13 @@ def their_name(name: str) -> str:
     return name
 
 
-class Part(NamedTuple):
-    """With --optimizer_shares, of a parameter of this `shape`. `own`: the numbers that this rank updates, from number
-    `start` on, maybe none: a view of them. `counts`: for each owner, by rank, how many it updates."""
-
-    own: torch.nn.Parameter
-    start: int
-    counts: dict[int, int]
-    shape: torch.Size
-
-    @property
-    def writer(self) -> int:
-        """The rank that writes it into a checkpoint: the first owner, on pipeline 0."""
-        return min(self.counts)
-
-
 class Piece(NamedTuple):
-    """A tensor that this rank holds, or its part of one: along `dim`, in each of `fused` matrices side by side. `part`:
-    of which `tensor` is this Part."""
+    """A tensor that this rank holds, or its part of one: along `dim`, in each of `fused` matrices side by side."""
 
     name: str
     tensor: torch.Tensor
     dim: int | None
     fused: int
-    part: Part | None = None
 
 
 def peft_name(name: str) -> str:
@@ -69,38 +51,31 @@ def trained_alone(stage) -> set[str] | None:
 
 
 def pieces_of(stage, optimizer: torch.optim.Optimizer) -> dict[str, list[Piece]]:
-    """What this rank writes, by kind of file: on pipeline 0 what it holds, but for a tied head where the embedding
-    stands for it. And its parts of averages, which join_parts() sends to the rank that writes these."""
+    """What this rank holds, by kind of file. A tied head is left out where the embedding stands for it."""
     found, tied, name_of = {kind: [] for kind in KINDS}, stage.tied, name_function(stage)
-    trained, parts = trained_alone(stage), getattr(optimizer, "parts", {})  # the latter with --optimizer_shares
-    is_writer = pgm.process_group_manager.dp_rank == 0
+    trained = trained_alone(stage)
     for name, param in stage.model.named_parameters():
-        writes, part = is_writer and not (tied and name == tied[1] and not stage.is_first), parts.get(param)
-        if trained and name not in trained or not writes and not part:
+        if trained and name not in trained or tied and name == tied[1] and not stage.is_first:
             continue
         module, _, key = name.rpartition(".")
-        module, name = stage.model.get_submodule(module), name_of(tied[0] if tied and name in tied else name)
+        module, name = stage.model.get_submodule(module), name_of(name)
         split = getattr(module, "tp_dims", {}).get(key), getattr(module, "tp_fused", {}).get(key, 1)
-        if writes:
-            found["model"].append(Piece(name, param.detach(), *split))
-        own = part.own if part else param
-        for entry, value in optimizer.state.get(own, {}).items():
+        found["model"].append(Piece(name, param.detach(), *split))
+        for entry, value in optimizer.state.get(param, {}).items():
             if isinstance(value, torch.Tensor):
-                is_average = value.shape == own.shape
-                if writes or is_average:
-                    found["optimizer"].append(Piece(f"{name}.{entry}", value, *(split if is_average else (None, 1)),
-                                                    part if is_average else None))
+                is_split = value.shape == param.shape
+                found["optimizer"].append(Piece(f"{name}.{entry}", value, *(split if is_split else (None, 1))))
     own = tuple(f"{name}." for name in stage.template.modules_per_stage[stage.stage_index])
     params = dict(stage.model.named_parameters(remove_duplicate=False))
     found["model"] += [Piece(name_of(name), buffer, None, 1) for name, buffer in stage.model.state_dict().items()
-                       if name not in params and name.startswith(own) and not trained and is_writer]
+                       if name not in params and name.startswith(own) and not trained]
     return {kind: sorted(pieces, key=lambda piece: (-piece.tensor.dtype.itemsize, piece.name))
             for kind, pieces in found.items()}
 
 
 def shapes_over(group: dist.ProcessGroup | None, pieces: list[Piece]) -> list[list[torch.Size]]:
     """For each piece, the shapes of the parts that the ranks of the tensor-parallel `group` hold. Collective in it."""
-    everyone = [[(piece.part or piece.tensor).shape for piece in pieces]]
+    everyone = [[piece.tensor.shape for piece in pieces]]
     if group:
         everyone *= group.size()
         dist.all_gather_object(everyone, everyone[0], group=group)
@@ -112,25 +87,6 @@ def whole_shape(piece: Piece, shapes: list[torch.Size]) -> list[int]:
     if piece.dim is not None:
         whole[piece.dim] = sum(shape[piece.dim] for shape in shapes)
     return whole
-
-
-def join_parts(piece: Piece, group: dist.ProcessGroup) -> Piece | None:
-    """The piece as a whole, on the rank that writes it, to which those that have a part of it send theirs: None there.
-    All ranks call it for their pieces in the order of pieces_of(), which is the same on all. `group`: of all ranks."""
-    if not piece.part:
-        return piece
-    own, counts = piece.tensor.cpu(), piece.part.counts
-    if dist.get_rank() != piece.part.writer:
-        if len(own):
-            dist.send(own.view(torch.uint8), piece.part.writer, group)
-        return None
-    whole = torch.empty(piece.part.shape, dtype=own.dtype)
-    for (rank, count), part in zip(counts.items(), whole.flatten().split([*counts.values()])):
-        if rank == piece.part.writer:
-            part.copy_(own)
-        elif count:
-            dist.recv(part.view(torch.uint8), rank, group)
-    return piece._replace(tensor=whole, part=None)
 
 
 def join(piece: Piece, shapes: list[torch.Size], group: dist.ProcessGroup | None) -> torch.Tensor | None:

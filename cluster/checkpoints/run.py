@@ -29,7 +29,7 @@ from checkpoints.save import Checkpointer
 from data.encoded import require_same_data
 from machine_facts import from_home, is_home, say, wait_for_all
 from membership.held import Commit, Moved, in_memory, who_has_what
-from membership.watch import ALONE, NEWCOMER, PATIENCE, REPLANNED, Lost, Watch, is_elastic
+from membership.watch import ALONE, NEWCOMER, PATIENCE, Lost, Watch, is_elastic
 from training.evaluation import Sampler
 from utils import ROOT, UserError, positive_int, zero_or_more
 
@@ -99,8 +99,7 @@ class Run:
                 self.generation.held = None  # of other steps than the run's
             return Found(name_of_step(state["step"]), self.folder, state, {}), False
         if any(self.disks.gather(self.generation.held is not None)) and is_home():
-            what = "optimizer" if self.args.optimizer_shares else "model"
-            print(f"a part of the {what} was on lost hosts alone: all ranks go back to the last checkpoint", flush=True)
+            print("a part of the model was on lost hosts alone: all ranks go back to the last checkpoint", flush=True)
         self.generation.held = None
         return None
 
@@ -200,9 +199,8 @@ class Run:
                                          args.keep, args.checkpoint_copies)
         self.sampler = args.sample_every and Sampler(plugin, model, tokenizer, args.prompt, args.seq_len)
         self.step, self.tp_rank, self.steps_per_epoch = self.start, grid.tp_rank, steps_per_epoch
-        members = self.generation.members
-        self.everything, words = who_has_what(model.module, optimizer, grid.tp_rank, members and members.me.address)
-        if members:
+        if members := self.generation.members:
+            self.everything, words = who_has_what(model.module, grid.tp_rank, members.me.address)
             say(words)
             if needed := members.roster.needed_hosts():
                 say(f"where {' or '.join(needed)} is lost, too few are left: the run then waits for it, and goes back "
@@ -229,13 +227,12 @@ class Run:
             raise Lost(self.generation.pulses.reason)
         self.commit = commit
 
-    def take_in(self, plan: dict | None = None) -> None:
-        """Where processes wait to be taken in, or for a `plan` of the next generation, ends this one. Collective."""
-        if self.watch.has_newcomers or plan:
-            self.generation.plan = plan
+    def take_in(self) -> None:
+        """Where processes wait to be taken in, ends this generation: raises Lost. Collective."""
+        if self.watch.has_newcomers:
             self.checkpointer.wait()
             wait_for_all("ended")
-            raise Lost(REPLANNED if plan else NEWCOMER)
+            raise Lost(NEWCOMER)
 
     def is_due(self, step: int, stops: bool) -> bool:
         """Whether a checkpoint is saved after this step."""
@@ -244,8 +241,7 @@ class Run:
 
     def after_step(self, step: int, stops: bool, is_last: bool) -> str | None:
         """Saves when it is time. Returns, on home_rank(), the text that was sampled after this step. Collective."""
-        ends = self.watch.has_newcomers and self.args.optimizer_shares  # all go back to what is saved now
-        if self.is_due(step, stops or is_last or ends):
+        if self.is_due(step, stops or is_last):
             self.checkpointer.save(step, stops, is_last)
         elif self.args.save_every and step == self.start + 1:
             self.checkpointer.prepare()

@@ -8,10 +8,9 @@
 A save stops the training only while the weights and the optimizer's state are copied to the host's memory. A thread
 writes them meanwhile. Where a rank has no memory for copies, none are made, and all wait until the state is written.
 Pipeline 0 holds each parameter of the model, so its ranks write: one file a stage, whose first tensor-parallel rank
-puts together what its group holds. With --optimizer_shares, all who have a part of an average send it there. A
-checkpoint gets its name, and then `latest` is moved, when all files of all ranks are on the disk. Where hosts share no
-disk, each keeps what it wrote, and one more has a copy: the host on which the run was started, which so has each
-checkpoint as a whole, and for its own files another one.
+puts together what its group holds. A checkpoint gets its name, and then `latest` is moved, when all files of all ranks
+are on the disk. Where hosts share no disk, each keeps what it wrote, and one more has a copy: the host on which the run
+was started, which so has each checkpoint as a whole, and for its own files another one.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ from checkpoints.files import (
     ADAPTER, ADAPTER_CONFIG, KINDS, STATE, TensorFile, forget_older, join_files, merge, name_of_step,
     set_latest, sync_folder, write_small, write_state,
 )
-from checkpoints.pieces import Piece, as_files_have_it, join, join_parts, pieces_of, shapes_over, whole_shape
+from checkpoints.pieces import Piece, as_files_have_it, join, pieces_of, shapes_over, whole_shape
 from machine_facts import free_memory, home_rank, is_home, memory_below_peak, ranks_of_this_machine
 from utils import UserError
 
@@ -68,7 +67,7 @@ class Checkpointer:
         While a checkpoint is still being written, the next save takes it instead.
         """
         is_writing = self.thread and self.thread.is_alive()
-        if not is_writing and not self.lacks_memory():
+        if self.grid.dp_rank == 0 and not is_writing and not self.lacks_memory():
             self.thread = threading.Thread(target=self.take_memory, args=[pieces_of(self.stage, self.optimizer)])
             self.thread.start()
 
@@ -110,9 +109,10 @@ class Checkpointer:
         self.wait()
         if step == self.written:
             return
-        state = copy.deepcopy(self.state(step))
-        waits = waits or is_last or any(self.disks.gather(self.lacks_memory()))
-        pieces = pieces_of(self.stage, self.optimizer) if waits else self.copy_to_host()
+        state, pieces = copy.deepcopy(self.state(step)), None
+        waits = waits or is_last or any(self.disks.gather(self.grid.dp_rank == 0 and self.lacks_memory()))
+        if self.grid.dp_rank == 0:
+            pieces = pieces_of(self.stage, self.optimizer) if waits else self.copy_to_host()
         self.stall = None if waits else time.perf_counter() - start
         self.thread = threading.Thread(target=self.write, args=[step, state, pieces, is_last])
         self.thread.start()
@@ -143,14 +143,15 @@ class Checkpointer:
         for _ in range(len(self.messages)):
             print(self.messages.pop(0), flush=True)
 
-    def write(self, step: int, state: dict, pieces: dict, is_last: bool) -> None:
+    def write(self, step: int, state: dict, pieces: dict | None, is_last: bool) -> None:
         """The thread: all files, and then the name. An error of a disk leaves the older checkpoints as they are."""
         name, start = name_of_step(step), time.perf_counter()
         unfinished, part = os.path.join(self.folder, f"{name}.unfinished"), None
         try:
             with self.disks.together():
-                part = self.write_part(unfinished, pieces, f"{self.grid.pp_rank + 1:05d}-of-"
-                                                           f"{self.grid.pp_world_size:05d}")
+                if pieces is not None:
+                    part = self.write_part(unfinished, pieces, f"{self.grid.pp_rank + 1:05d}-of-"
+                                                               f"{self.grid.pp_world_size:05d}")
             parts = {rank: part for rank, part in enumerate(self.disks.gather(part)) if part}
             self.complete(unfinished, state, parts, is_last)
             self.written = step
@@ -174,24 +175,20 @@ class Checkpointer:
             self.messages.append(message)
 
     def write_part(self, folder: str, pieces: dict[str, list[Piece]], number: str) -> dict | None:
-        """Writes this stage's two files, on pipeline 0. Returns what they are, on its tp rank 0. Raises OSError, when
-        all have sent."""
-        part, files, writes = merge([]), [], self.grid.dp_rank == self.grid.tp_rank == 0
+        """Writes this stage's two files. Returns what they are, on tp rank 0. Raises OSError, when all have sent."""
+        part, files = merge([]), []
         for kind in KINDS:
             saved = [(piece, shapes, as_files_have_it(self.stage.model, piece.name, kind))
                      for piece, shapes in zip(pieces[kind], shapes_over(self.tp_group, pieces[kind]))]
             entries = {}
-            for piece, shapes, convert in saved if writes else ():
-                if piece.part and dist.get_rank() != piece.part.writer:  # a tied head's
-                    continue
+            for piece, shapes, convert in saved:
                 meta = torch.empty(whole_shape(piece, shapes), dtype=piece.tensor.dtype, device="meta")
                 entries.update({key: (value.dtype, value.shape) for key, value in convert(meta).items()})
             name = f"{self.stems[kind]}-{number}.safetensors"
-            file = TensorFile(os.path.join(folder, name), entries) if writes else None
+            file = TensorFile(os.path.join(folder, name), entries) if self.grid.tp_rank == 0 else None
             for piece, shapes, convert in saved:
-                whole = join_parts(piece, self.disks.group)
-                full = whole and join(whole, shapes, self.tp_group)
-                for value in convert(full).values() if file and whole else ():
+                full = join(piece, shapes, self.tp_group)
+                for value in convert(full).values() if file else ():
                     file.write(value)
             if file:
                 files.append((name, file))

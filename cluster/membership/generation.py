@@ -5,8 +5,6 @@
         ...                               the whole training; every group of ranks belongs to this generation
         Lost, or an error of a group      what this process holds is kept, and the next generation is given it
 
-Layers move between machines in the same way, also in a run that is not elastic: then with the same ranks.
-
 So a lost process costs no start of any other one: no imports, no process, no reading of what is in memory. On NCCL,
 groups are aborted as its documentation says; that was never run.
 """
@@ -26,7 +24,7 @@ import process_group_manager as pgm
 from machine_facts import forget_ranks
 from membership.held import Held
 from membership.meeting import Members, TooFew
-from membership.watch import NEWCOMER, REPLANNED, Lost, Pulses, Signals, is_lost_peer
+from membership.watch import NEWCOMER, Lost, Pulses, Signals, is_lost_peer
 from timeline import timeline
 from utils import UserError
 
@@ -38,13 +36,12 @@ class Generation:
     """`held`: what this process has in memory of the generation before, see held.py; None of a new process.
 
     `run`: the Run of this generation, as soon as there is one. `failures`: of the generations before, so many in a row
-    have ended before they began. `plan`: what the ranks shall take, see training/replan.py, or None. `ranks`: of a run
-    that is not elastic the store, this rank and their number; None where these still have to meet.
+    have ended before they began.
     """
 
-    def __init__(self, members: Members | None, signals: Signals, held=None, failures: int = 0, plan=None, ranks=None):
+    def __init__(self, members: Members | None, signals: Signals, held=None, failures: int = 0):
         self.members, self.signals, self.held, self.failures = members, signals, held, failures
-        self.pulses, self.run, self.plan, self.ranks = None, None, plan, ranks
+        self.pulses = self.run = None
 
     @property
     def number(self) -> int:
@@ -62,11 +59,6 @@ class Generation:
                            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
                            "TORCHELASTIC_RESTART_COUNT": roster.secret}  # becomes the prefix of its keys
             self.pulses = Pulses(self.members)
-        if self.ranks:
-            store, rank, world_size = self.ranks
-            dist.init_process_group(backend, store=dist.PrefixStore("next", store), rank=rank, world_size=world_size,
-                                    timeout=pgm.timeout)
-            return
         pgm.init_process_group(backend, JOINING if self.members else TIMEOUT)
         if self.members:
             dist.barrier()
@@ -78,17 +70,14 @@ class Generation:
     def leave(self, error: RuntimeError) -> "Generation":
         """The next generation, with what this process holds. Raises the error itself where nobody is lost."""
         is_lost = is_lost_peer(error) or self.pulses is not None and self.pulses.reason
-        if not is_lost or self.members is None and str(error) != REPLANNED:
+        if not is_lost or self.members is None:
             raise error
-        if self.pulses and str(error) not in (NEWCOMER, REPLANNED):
+        if self.pulses and str(error) != NEWCOMER:
             self.pulses.noticed.wait(0.2)  # whose end it was
         reason = self.pulses and self.pulses.reason or str(error).splitlines()[0][:200]
         if self.run and self.run.has_begun:
-            if str(error) != REPLANNED:
-                print(f"rank {os.environ['RANK']}: {reason}, after step {self.run.step}", flush=True)
+            print(f"rank {os.environ['RANK']}: {reason}, after step {self.run.step}", flush=True)
             self.held = Held(self.run)
-        ranks = None if self.members else (
-            dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
         self.end_groups()
         if self.failures > FAILURES and self.held is None:  # who holds nothing need not stand in the way of others
             print(f"no generation has begun with this process, {self.failures} times in a row, the last time because "
@@ -96,8 +85,7 @@ class Generation:
             os._exit(1)
         gc.collect()  # groups and stages of this generation refer to each other
         has_begun = self.run and self.run.has_begun and self.run.step > self.run.start
-        return Generation(self.members, self.signals, self.held, 0 if has_begun else self.failures + 1, self.plan,
-                          ranks)
+        return Generation(self.members, self.signals, self.held, 0 if has_begun else self.failures + 1)
 
     def outlives(self, error: UserError) -> "Generation":
         """The next generation where another process has brought the error, as one with a full disk that has just come.

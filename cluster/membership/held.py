@@ -174,8 +174,6 @@ def in_memory(held: Held | None, disks: Disks, generation: int):
 
     `generation`: the one that begins. A rank without keys holds nothing of the run's state, whatever is in its memory.
     """
-    if held and hasattr(held.optimizer, "parts"):  # its averages are in shares, of which those of the lost are gone
-        held = None
     everyone = disks.gather(held and (held.generation, held.step, held.commit, held.keeper.written))
     last = max((each[0] for each in everyone if each), default=None)
     known = [each for each in everyone if each and each[0] == last]
@@ -201,13 +199,10 @@ def in_memory(held: Held | None, disks: Disks, generation: int):
     return [each for each, _ in everyone], next((each for each in commits if each.step == step), None), state
 
 
-def who_has_what(stage, optimizer: torch.optim.Optimizer, tp_rank: int, host: str) -> tuple[frozenset[Key], str]:
+def who_has_what(stage, tp_rank: int, host: str) -> tuple[frozenset[Key], str]:
     """The keys of all weights, and what it costs when a host is lost, in words. Collective."""
     everyone = gather((host, frozenset(weights_of(stage, tp_rank))))
     everything = frozenset().union(*(keys for _, keys in everyone))
-    if hasattr(optimizer, "parts"):
-        return everything, ("each host alone has a part of the optimizer (--optimizer_shares): whichever is lost, all "
-                            "go back to the last checkpoint (--save_every)")
     if all(frozenset().union(*(keys for other, keys in everyone if other != host)) == everything
            for host, _ in everyone):
         return everything, ("whichever host is lost, the others hold a copy of all: the run then goes on from their "

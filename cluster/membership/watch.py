@@ -37,7 +37,7 @@ BEAT, PATIENCE = 0.5, 6  # seconds
 JOINING = 5.0  # seconds in which the members of a generation reach each other
 UNKNOWN = 600.0  # seconds that a stop may take where no step was measured yet, and while the last checkpoint is written
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds until torchrun kills what it has told to end; 30 by default
-NEWCOMER, REPLANNED = "another process is taken in", "layers move between machines"
+NEWCOMER = "another process is taken in"
 ALONE = 4.0  # seconds that a rank waits for its own agent to stop it
 LOST = re.compile("peer|onnection|ocket|imed out|timeout|Broken pipe|NCCL|TCPStore|remote process", re.IGNORECASE)
 

@@ -25,7 +25,6 @@ from planning.machines import Setting, setting_of
 from planning.schedules import SCHEDULES
 from planning.shares import shares_by_speed
 from training.compression import WIRE_DTYPES, compress
-from training.optimizer_shares import SharedOptimizerPlugin, as_shares, choose_optimizer_shares
 from training.plan_file import samples_of
 from training.samples import SamplesPlugin
 from training.speeds import choose_shares, has_router_loss, layers_by_speed, measured_speeds
@@ -35,8 +34,6 @@ BY_SPEED = "by speed"  # in the place of --pipelines: one pipeline over all rank
 DECIDED = {"pipelines": None, "num_microbatches": None, "gradient_accumulation": 8, "batch_size": 4, "tp_size": 1,
            "pp_engine": "1f1b", "wire_dtype": None, "gradient_wire_dtype": None,
            "recompute": False}  # the flags that a plan decides, and their defaults
-WITH_WIRE_DTYPE = ("--optimizer_shares with --gradient_wire_dtype, or with a plan that has one: the weights would "
-                   "travel in full even so: leave out one of them")
 
 
 def alternatives(text: str) -> list[list[list[int]]]:
@@ -61,20 +58,11 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp_engine", choices=list(SCHEDULES), help="the pipelines' schedule (default: 1f1b)")
     parser.add_argument("--wire_dtype", choices=WIRE_DTYPES, help="what stages send hidden states and gradients as")
     parser.add_argument("--plan", metavar="PLAN.JSON", help="pipelines and schedule that cluster/plan.py chose")
-    parser.add_argument("--optimizer_shares", type=as_shares, metavar="speed|memory|4,2,1",
-                        help="ranks that hold the same parameters divide AdamW's work and its two averages among them: "
-                             "by how fast it is on each, by free memory, or by these numbers, one a rank; plans count "
-                             "whole averages (default: each rank has those of all that it holds)")
     parser.set_defaults(**dict.fromkeys(DECIDED))
 
 
 def check_layout_flags(args) -> None:
     """Fills in defaults. Raises UserError for flags beside a --plan that decides them, or that do not go together."""
-    if isinstance(args.optimizer_shares, list) and is_elastic():
-        raise UserError(f"--optimizer_shares {','.join(f'{each:g}' for each in args.optimizer_shares)} in an elastic "
-                        "run, whose ranks come and go: use speed or memory")
-    if args.optimizer_shares and args.gradient_wire_dtype:
-        raise UserError(WITH_WIRE_DTYPE)
     if args.plan and (given := [name for name in DECIDED if getattr(args, name) is not None]):
         raise UserError(f"--plan says what runs where: leave out --{', --'.join(given)}")
     for name, default in DECIDED.items():
@@ -90,14 +78,13 @@ class Layout:
     """`templates`: the modules of each stage, pipeline after pipeline; ranks are counted in this order, `tp_size` to a
     stage. `samples`: of an optimizer step, that each pipeline takes. `setting`: the schedule, what travels in which
     dtype, and whether layers are computed again. `local_steps`: of a round, for each rank, where ranks take
-    them; the samples are then those of a round. `optimizer_shares`: of each rank, where they divide the optimizer."""
+    them; the samples are then those of a round."""
 
     templates: list[PipelineTemplate]
     samples: list[int]
     micro_batch_size: int
     setting: Setting
     local_steps: list[int] | None = None
-    optimizer_shares: list[float] | None = None
     tp_size: int = 1
 
     @property
@@ -106,8 +93,6 @@ class Layout:
 
     def form(self, args, config) -> SamplesPlugin:
         """Makes the groups of ranks: the plugin that trains by this layout. Collective. Raises UserError."""
-        kind = SharedOptimizerPlugin if self.optimizer_shares else SamplesPlugin
-        plugin = kind(self.tp_size, self.micro_batch_size, args.dtype, args.device, SCHEDULES[self.setting.schedule],
                       self.setting.recompute)
         if self.local_steps:
             say(f"local steps of a round: {', '.join(map(str, self.local_steps))}")
@@ -124,10 +109,6 @@ class Layout:
             if any(len({kinds[rank] for rank in row}) > 1 for row in rows):
                 raise UserError("--tp_size, and ranks of one stage compute on unlike devices, by rank: "
                                 f"{', '.join(kinds)}: order the hosts so that they are alike, or leave out --tp_size")
-        if self.optimizer_shares:
-            if self.setting.gradient_wire_dtype:
-                raise UserError(WITH_WIRE_DTYPE)
-            plugin.share_out(self.optimizer_shares)
         compress(plugin, config, self.setting.wire_dtype, self.setting.gradient_wire_dtype)
         return plugin
 
@@ -149,13 +130,12 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
         return [PipelineTemplate.from_layers_per_stage(made.model, layers) for layers in pipelines]
 
     total = found and found.state["global_batch"]  # of a step: what a checkpoint has decided
-    optimizer_shares = args.optimizer_shares and choose_optimizer_shares(args, device)
     if plan:
         shares, size = samples_of(plan), plan["micro_batch_size"]
         if total not in (None, sum(shares)) and (is_elastic() or "seconds" in plan):  # else run.check refuses it
             shares = shares_by_speed(total, plan.get("seconds") or [1 / count for count in shares])  # as planned
         return Layout(templates_of([pipeline["layers"] for pipeline in plan["pipelines"]]), shares, size,
-                      setting_of(plan), optimizer_shares=optimizer_shares)
+                      setting_of(plan))
     pipelines, shares = choose_pipelines(args, made.model, dtype)
     templates, local_steps = templates_of(pipelines), None
     shares = choose_shares(args, made, len(pipelines), shares, total, device, dtype)
@@ -167,7 +147,7 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
     setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     if is_elastic():  # with fewer machines there may be nothing to send
         setting = setting.for_pipelines(pipelines)
-    return Layout(templates, shares, args.batch_size, setting, local_steps, optimizer_shares, args.tp_size)
+    return Layout(templates, shares, args.batch_size, setting, local_steps, args.tp_size)
 
 
 def choose_pipelines(args, model: torch.nn.Module, dtype: torch.dtype) -> tuple[list[list[int]], list[int] | None]:

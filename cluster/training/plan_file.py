@@ -35,7 +35,6 @@ from planning.search import Plans, find_plans
 from planning.shares import shares_by_speed
 from planning.simulate import peak_memory
 from training.compression import WIRE_DTYPES
-from training.optimizer_shares import choose_optimizer_shares
 from training.speeds import CLUSTER_JSON
 from utils import UserError, to_readable_format
 
@@ -197,10 +196,9 @@ def plan_by_themselves(args, made, device: torch.device, dtype: torch.dtype) -> 
     return_freed_memory()
     listed = ", ".join(f"{host} {room / 1e9:.2f}" for host, room in zip(host_names(machines()), free))
     say(f"the whole model may not fit into every machine's free memory (GB: {listed}): measuring")
-    shares = args.optimizer_shares and choose_optimizer_shares(args, device)
     data = measure(args, made, device, dtype)
     say(describe_machines(data, ()))
-    return from_home(lambda: choose(args, data, shares))
+    return from_home(lambda: choose(args, data))
 
 
 def rough_bytes(args, made, dtype: torch.dtype) -> float:
@@ -224,17 +222,14 @@ def measure(args, made, device: torch.device, dtype: torch.dtype) -> dict:
     return data
 
 
-def choose(args, data: dict, shares: list[float] | None = None) -> dict | None:
-    """The plan; None where every machine can hold the whole model, of the optimizer's averages its part by `shares`.
-    Where machines share the model, each counts whole averages. Raises UserError where nothing fits."""
+def choose(args, data: dict) -> dict | None:
+    """The plan; None where every machine can hold the whole model. Raises UserError where nothing fits."""
     cluster, size = Cluster(data), args.batch_size
     n, layers = len(cluster.machines), cluster.num_layers
     total = sum(args.num_microbatches[0]) if args.num_microbatches else args.gradient_accumulation * n
     setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     whole = peak_memory(cluster, Pipeline((0,), (layers,), total), size, setting)[0]
-    averages = 2 * cluster.master_bytes * cluster.parameters_of((0, len(cluster.names)))
-    if all(whole - (1 - share) * averages <= FRACTION * machine.free_memory
-           for share, machine in zip(shares or [1.0] * n, cluster.machines)):
+    if all(whole <= FRACTION * machine.free_memory for machine in cluster.machines):
         return None
     schedule = "auto" if args.pp_engine == "1f1b" else args.pp_engine
     if plans := plans_that_fit(cluster, setting._replace(schedule=schedule), size, total):

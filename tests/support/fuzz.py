@@ -60,7 +60,6 @@ VALUES = {
     "elastic": (["1:2", "1:1"], ["2:1", "0:1", "3:4", ":", "1:", HUGE, f"1:{HUGE}", "", "é"]),
     "env": (["A=1", "PATH"], [*TEXTS, "=", "=1", "A B=1"]), "port": (["29511"], NUMBERS),
     "micro_batch_size": (["1", "1,2"], COUNTS), "memory_fraction": (["0.5"], FRACTIONS),
-    "optimizer_shares": (["speed", "memory", "1", "2,1"], [*COUNTS, "speeds", "0,0", "-1,2", "1e308,1e308", "1e-320"]),
     "base_bits": (["4"], ["8", "4.0", *NUMBERS]), "adam_betas": (["0.9,0.95", "0,0"], [*COUNTS, "0.9", "1,0.9", "0.9,nan"]),
     "learning_rate": (["0.001", "0.1"], FRACTIONS), "bandwidth": (["1e9"], FRACTIONS),
     **{name: (["1", "2"], BRIEF) for name in ("epochs", "max_steps", "max_steps_per_epoch", "train_steps",
