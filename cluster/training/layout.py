@@ -93,7 +93,8 @@ class Layout:
 
     def form(self, args, config) -> SamplesPlugin:
         """Makes the groups of ranks: the plugin that trains by this layout. Collective. Raises UserError."""
-                      self.setting.recompute)
+        plugin = SamplesPlugin(self.tp_size, self.micro_batch_size, args.dtype, args.device,
+                               SCHEDULES[self.setting.schedule], self.setting.recompute)
         if self.local_steps:
             say(f"local steps of a round: {', '.join(map(str, self.local_steps))}")
         say(f"samples of a {'round' if self.local_steps else 'step'}, in micro-batches of up to "
