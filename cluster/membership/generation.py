@@ -96,7 +96,7 @@ class Generation:
             print(f"error: {error}", flush=True)
             os._exit(1)
         has_begun = self.run is not None and self.run.has_begun
-        if self.held is None or has_begun or self.failures >= FAILURES or self.members is None:
+        if self.held is None or has_begun or self.failures >= FAILURES:
             raise error
         if os.environ["RANK"] == "0":
             print(f"this generation can't begin ({error}): the run goes on with those that can", flush=True)
