@@ -12,20 +12,19 @@ writes by transformers' own generate(). Several divide the model, which none of 
 inference/.
 """
 
-import course  # noqa: F401  before step 9's modules
+from ranks import course  # noqa: F401  before step 9's modules
 
 import argparse
 import os
 import sys
 import warnings
 
-from inference.places import find_model
+from hosts.host_facts import ASKS
+from inference.find import find_model
 from inference.prompts import drawing, fit, require_input
-from launching.host_facts import ASKS
+from run.flags import seed
 from train import counts
-from training.common import seed
 from utils import ArgumentParser, UserError, choose_device, number, one_clear_error, positive_float, positive_int
-
 
 temperature = number(float, lambda value: value == 0 or value >= 0.01, "0, or 0.01 or more")
 

@@ -11,7 +11,7 @@
 #   cluster/launch_cluster.sh hosts.txt --attach                                        and look at it from any other
 #
 # A script that is not in the root of the repository is looked for in cluster/.
-# The work is done in Python (launching/), where no word of hosts.txt or of the arguments is ever read by a shell.
+# The work is done in Python (hosts/), where no word of hosts.txt or of the arguments is ever read by a shell.
 # PYTHON=/path/to/python names the Python of this machine, if it is not python3. It needs no torch.
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -20,4 +20,4 @@ if ! command -v -- "$python" >/dev/null; then
     echo "error: no $python on this machine: install Python 3.10 or later, or set PYTHON to its path" >&2
     exit 2
 fi
-exec "$python" "$here/launching/launch_cluster.py" "$@"
+exec "$python" "$here/hosts/launch_cluster.py" "$@"

@@ -8,19 +8,19 @@ With --global_batch, --measure plans in the same go. The model is a Llama or any
 --lora_rank its adapters. No machine has to hold it: modules are measured one at a time.
 """
 
-import course  # noqa: F401  before step 9's modules
+from ranks import course  # noqa: F401  before step 9's modules
 
 import json
 import os
 import shlex
 import signal
 
+from models.lora import add_lora_flags, check_lora_flags
 from planning.machines import Cluster, Setting, load_cluster
 from planning.report import as_plan, report
 from planning.schedules import SCHEDULES
 from planning.search import find_plans
-from training.common import meet
-from training.lora import add_lora_flags, check_lora_flags
+from ranks.join import meet
 from utils import TINY_LLAMA, ArgumentParser, UserError, number, one_clear_error, positive_int
 
 LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -92,11 +92,11 @@ def measure(args) -> None:
     import torch
     import torch.distributed as dist
 
+    from models.causal import make_model
+    from models.lora import choose_lora_dtype
     from planning.clock import StageClock
     from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
-    from training.lora import choose_lora_dtype
-    from training.models import make_model
-    from machine_facts import from_home, is_home
+    from ranks.placement import from_home, is_home
 
     for name, value in MEASURED.items():
         if getattr(args, name) is None:

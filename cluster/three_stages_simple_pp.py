@@ -8,6 +8,8 @@ Each process holds a stage: as many layers as make all stages take as long, by t
 runs the same training as a single stage, with the same losses.
 """
 
+from ranks import course  # noqa: F401  before step 9's modules
+
 import os
 import sys
 
@@ -38,20 +40,18 @@ def drop_password() -> None:
 if __name__ == "__main__":
     drop_password()  # before the command line is read, and before anything slow
 
-import course  # noqa: F401  before step 9's modules
-
 import argparse
 
 import torch
 
 import train_distributed
-from checkpoints.run import add_checkpoint_flags
-from membership.watch import end_of_elastic_run
-from machine_facts import once_per_machine
+from models.causal import Model, make_model
+from ranks.placement import once_per_machine
+from run.flags import add_flags, add_run_flags, from_environment
+from run.generation import end_of_elastic_run
+from run.layout import BY_SPEED
+from run.session import add_checkpoint_flags
 from run_common import local_directory
-from training.common import add_flags, add_run_flags, from_environment
-from training.layout import BY_SPEED
-from training.models import Model, make_model
 from utils import ArgumentParser, UserError, default_learning_rate, one_clear_error, positive_int, read_config
 
 TOY = dict(vocab_size=1024, hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=8,

@@ -9,10 +9,10 @@ By default each machine holds the whole model, a pipeline of one stage, and a st
 measured speed, so that none waits for the slowest. With --pipelines or a --plan machines share the model, and where one
 of them can't hold it, they plan by themselves. Every target of the global batch counts once, whoever computes it: the
 losses are those of one process that reads as many micro-batches a step. With --local_steps they are not: see
-training/local_steps.py.
+run/local_steps.py.
 """
 
-import course  # noqa: F401  before step 9's modules
+from ranks import course  # noqa: F401  before step 9's modules
 
 import argparse
 import functools
@@ -22,19 +22,21 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from checkpoints.run import Run, add_checkpoint_flags
-from data.load import add_data_flags, check_data_flags, load_data
-from membership.generation import Generation, train_in_generations
-from membership.watch import end_of_elastic_run
-from training.common import add_flags, add_run_flags, make_adamw, meet, print_banner
-from training.evaluation import Evaluator
-from training.layout import add_layout_flags, check_layout_flags, choose_layout
-from training.local_steps import add_local_flags, check_local_flags, train_rounds
-from training.loop import print_epochs, train, warn_of_damage
-from training.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, print_sizes
-from training.models import SIZES, make_model, with_weights
-from training.plan_file import find_plan, take_places
-from training.replan import Replanner, add_replan_flag, check_replan_flag
+from data.batches import add_data_flags, check_data_flags, load_data
+from models.causal import SIZES, make_model, with_weights
+from models.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, print_sizes
+from planning.plan_file import machines_of
+from ranks.join import meet, print_banner
+from ranks.placement import take_places
+from run.evaluation import Evaluator
+from run.flags import add_flags, add_run_flags, make_adamw
+from run.generation import Generation, end_of_elastic_run, train_in_generations
+from run.layout import add_layout_flags, check_layout_flags, choose_layout
+from run.local_steps import add_local_flags, check_local_flags, train_rounds
+from run.loop import print_epochs, train, warn_of_damage
+from run.plan_at_start import find_plan
+from run.replan import Replanner, add_replan_flag, check_replan_flag
+from run.session import Run, add_checkpoint_flags
 from utils import ROOT, TINY_LLAMA, ArgumentParser, number, one_clear_error, positive_int
 
 threads = number(int, lambda value: 1 <= value <= 4096, "from 1 to 4096")
@@ -91,7 +93,7 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
     if made.lora:
         print_sizes(made.lora)
     if plan := find_plan(args, made, device, dtype):
-        take_places(plan)
+        take_places(machines_of(plan))
     run = Run(args, generation)  # finds the checkpoint to go on from
     layout = choose_layout(args, made, plan, run.found, device, dtype)
     replanner = Replanner(args, layout, made.model.config)

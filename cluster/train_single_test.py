@@ -12,7 +12,7 @@ instead, so there the next batch is tried only where twice what this one kept fo
 what comes and goes, is free.
 """
 
-import course  # noqa: F401  before step 9's modules
+from ranks import course  # noqa: F401  before step 9's modules
 
 import argparse
 import itertools
@@ -25,16 +25,18 @@ import torch.distributed as dist
 
 from data.encoded import load_samples
 from dataloader import collate_batch
-from machine_facts import free_memory, gather, once_per_machine, say
 from metrics import peak_memory_gb
 from model import Llama, check_config, cross_entropy
+from models.causal import make_llama
 from planning.module_memory import saved_bytes
+from ranks.collectives import gather, say
+from ranks.join import meet, print_banner, print_table
+from ranks.memory import free_memory
+from ranks.placement import once_per_machine
+from run.flags import add_flags
 from run_common import check_positions
-from training.common import add_flags, meet, print_banner, print_table
-from training.models import make_llama
 from utils import (
-    TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, load_config, one_clear_error,
-    positive_int,
+    TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, load_config, one_clear_error, positive_int,
 )
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}  # unlike machines sum in unlike orders

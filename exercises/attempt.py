@@ -12,7 +12,7 @@ import torch.distributed as dist
 from baton import shown
 from blanks import find, put_in
 from launch import ROOT, STEPS
-from ranks import World
+from thread_ranks import World
 from step_modules import StepModules, StepSource, Training, train
 
 SECONDS = 20  # that a check may take: ours take 5 at most
@@ -21,7 +21,7 @@ SECONDS = 20  # that a check may take: ours take 5 at most
 def folders_of(folder: str) -> tuple[pathlib.Path, ...]:
     """Where the modules of a step, of "references" or of "cluster" are."""
     if folder == "cluster":
-        return ROOT / "cluster" / "planning", ROOT / "cluster" / "training", STEPS["9"]
+        return ROOT / "cluster" / "planning", ROOT / "cluster" / "run", STEPS["9"]
     return (ROOT / "exercises",) if folder == "references" else (STEPS[folder],)
 
 

@@ -10,7 +10,7 @@
 
 The name and the docstring are the exercise's, and what the reader starts with is the function at that place of step 4
 without its body (or without the statements that begin with one of the texts in `blank`). What no step holds stands in
-references.py, and "cluster" stands for cluster/planning and cluster/training.
+references.py, and "cluster" stands for cluster/planning and cluster/run.
 """
 
 import importlib

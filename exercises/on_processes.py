@@ -21,7 +21,7 @@ import torch.distributed as dist  # noqa: E402
 import baton  # noqa: E402
 from attempt import Attempt  # noqa: E402
 from catalogue import judge, load  # noqa: E402
-from ranks import World  # noqa: E402
+from thread_ranks import World  # noqa: E402
 
 TIMEOUT = datetime.timedelta(seconds=15)  # for ranks that wait for each other
 

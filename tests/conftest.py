@@ -102,7 +102,7 @@ def run_code(tmp_path):
     """
     def run_code(room, ranks: int, code: str, *words, then=None, **options):
         path = ROOT / "cluster" if room == "cluster" else STEPS[str(room)]
-        head = f"import sys\nsys.path[0] = {str(path)!r}\n" + "import course\n" * (room == "cluster")
+        head = f"import sys\nsys.path[0] = {str(path)!r}\n" + "from ranks import course\n" * (room == "cluster")
         if then:
             code += f"\nimport runpy\nsys.argv[0] = {str(path / then)!r}\n"
             code += "runpy.run_path(sys.argv[0], run_name='__main__')\n"

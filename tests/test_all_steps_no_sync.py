@@ -54,7 +54,7 @@ import metrics
 
 sys.path.append(CLUSTER)
 import train_distributed
-from training import loop, times
+from run import loop, times
 
 
 class Run:
@@ -102,7 +102,7 @@ def start(tmp_path: pathlib.Path, name: str, case: tuple, *fault: str) -> concur
                  "--model_name", ROOT / "assets" / "tiny_llama"]
     if name.startswith("cluster"):
         copy_for_fake_gpu(ROOT / "cluster", tmp_path / "cluster")
-        script, loop = folder / "train_on_cluster.py", tmp_path / "cluster" / "training" / "loop.py"
+        script, loop = folder / "train_on_cluster.py", tmp_path / "cluster" / "run" / "loop.py"
         script.write_text(CLUSTER.replace("CLUSTER", repr(str(tmp_path / "cluster"))))
         arguments += ["--batch_size", 2, "--max_steps", 2]
     else:

@@ -11,9 +11,10 @@ from clusters import made_up_cluster
 from launch import fork, modules_of
 
 with modules_of(9):
+    from planning import plan_file
     from planning.machines import Cluster, Pipeline, Setting
     from planning.simulate import peak_memory
-    from training import layout, plan_file, speeds
+    from run import layout, plan_at_start, speeds
 
 RANKS = pathlib.Path(__file__).parent / "support" / "auto_plan_ranks.py"
 OPTIONS = {"speeds": [4, 2, 1], "parameters": 1000, "saved_bytes": 100.0, "hidden_bytes": 64.0, "sizes": (1, 2)}
@@ -27,7 +28,7 @@ def flags(**changes) -> argparse.Namespace:
 
 
 def choose(args=None, **options):
-    return plan_file.choose(args or flags(), made_up_cluster(**{**OPTIONS, **options}))
+    return plan_at_start.choose(args or flags(), made_up_cluster(**{**OPTIONS, **options}))
 
 
 def test_enough_memory():

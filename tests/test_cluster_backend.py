@@ -10,8 +10,8 @@ from launch import ROOT, losses, modules_of, start_fork
 from torch.utils._python_dispatch import TorchDispatchMode
 
 with modules_of(9):
-    from training import layout
-    from training.compression import CompressedAllReduce
+    from run import layout
+    from run.compression import CompressedAllReduce
     from utils import UserError
 
 SCRIPT = ROOT / "tests" / "support" / "half_gpu.py"
@@ -71,7 +71,7 @@ def test_refused_without(runs, name, message):
 TIMES = """
 import os, torch
 import process_group_manager as pgm
-from training.times import StepTimes
+from run.times import StepTimes
 pgm.init_process_group("gloo")
 times = StepTimes(torch.device("cpu"))
 if os.environ["RANK"] == "1":

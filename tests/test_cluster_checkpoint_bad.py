@@ -15,8 +15,11 @@ from safetensors.torch import load_file
 
 with modules_of(9):
     from checkpoints import files as checkpoint_files
-    from checkpoints.disks import Disks, Lock
-    from checkpoints.load import find_checkpoint
+    from models.published import read_index
+    from ranks.files import facts_of
+    from checkpoints.folder import Lock
+    from ranks.disks import Disks
+    from checkpoints.resume import find_checkpoint
     from utils import UserError
 
 OLDER, NEWER, LAST = 2, 4, 6
@@ -176,13 +179,13 @@ def test_an_index_that_leads_elsewhere(tmp_path, weight_map, expected):
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(UserError) as error:
-        checkpoint_files.read_index(str(path))
+        read_index(str(path))
     assert str(path) in str(error.value) and expected in str(error.value)
 
 
 def pickle_with_its_checksum(path) -> None:
     damage(path, "a pickle")
-    facts = checkpoint_files.facts_of(str(path / WEIGHTS))
+    facts = facts_of(str(path / WEIGHTS))
     forge(path, lambda state: {**state, "files": {**state["files"], WEIGHTS: facts}})
 
 

@@ -36,7 +36,7 @@ RUNS = {  # name -> ranks, flags
 @pytest.fixture(scope="module")
 def wire():
     with modules_of(9):
-        from training import compression
+        from run import compression
         yield compression
 
 
@@ -156,7 +156,7 @@ def test_gradients_that_are_not_finite_reach_all(run_code):
     """A NaN of one rank ends up in everyone's sum; buffers shorter than one row a rank, and odd, sum up right."""
     run_code("cluster", 3, """
 import torch, torch.distributed as dist
-from training.compression import ROW, CompressedAllReduce
+from run.compression import ROW, CompressedAllReduce
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 for size in (1, 5, 3 * ROW, 7 * ROW + 3):

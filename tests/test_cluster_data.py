@@ -11,9 +11,9 @@ import torch
 from launch import ROOT, modules_of
 
 with modules_of(9):
-    import course  # noqa: F401  before step 9's modules
+    from ranks import course  # noqa: F401  before step 9's modules
     import utils
-    from data import encoded, load as data, rows
+    from data import encoded, batches as data, rows
 
 TINY = str(ROOT / "assets" / "tiny_llama")
 CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"

@@ -42,7 +42,7 @@ class Hosts:
 
     def __init__(self, folder: pathlib.Path, tools: pathlib.Path):
         self.folder, self.tools, self.root = folder, tools, folder / "copy"
-        shutil.copytree(ROOT / "cluster" / "launching", self.root / "cluster" / "launching",
+        shutil.copytree(ROOT / "cluster" / "hosts", self.root / "cluster" / "hosts",
                         ignore=shutil.ignore_patterns("__pycache__"))
         (folder / "count.py").write_text(COUNT)
         self.write("ab")

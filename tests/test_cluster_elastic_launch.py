@@ -206,7 +206,7 @@ def test_what_an_agent_does(tmp_path, monkeypatch, capfd):
 
 
 def test_too_few_hosts_for_too_long(tools, tmp_path):
-    (tmp_path / "launch.py").write_text(f"import sys\nsys.path.insert(0, '{ROOT}/cluster/launching')\nimport elastic, "
+    (tmp_path / "launch.py").write_text(f"import sys\nsys.path.insert(0, '{ROOT}/cluster/hosts')\nimport elastic, "
                                         "launch_cluster\nelastic.WAIT = 3\nsys.exit(launch_cluster.main())\n")
     hosts = write_hosts(tmp_path, *lines(tools, "a"), "b python=/bin/false")
     with open(tmp_path / "ssh_of_b", "w") as file:  # b can't be reached

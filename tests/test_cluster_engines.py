@@ -34,7 +34,7 @@ ALL = [(launcher, name) for launcher in ("TorchX", "Open MPI", "MPICH", "Ray") f
 
 def on_ray(num_ranks: int, neighbours: int, script: list, cpus: float, *more) -> list:
     pytest.importorskip("ray", reason="no Ray here: pip install -c constraints.txt -e '.[engines]'")
-    return [sys.executable, "cluster/launch_on_ray.py", "--num_workers", num_ranks, "--tp_size", neighbours,
+    return [sys.executable, "cluster/engines/launch_on_ray.py", "--num_workers", num_ranks, "--tp_size", neighbours,
             "--cpus_per_worker", cpus, *more, "--", *script]
 
 
@@ -52,7 +52,7 @@ def command_line(launcher: str, num_ranks: int, neighbours: int, script: list) -
     for program in filter(shutil.which, (f"mpirun.{launcher.lower().replace(' ', '')}", "mpirun")):
         said = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
         if {"Open MPI": "Open MPI", "MPICH": "HYDRA"}[launcher] in said:
-            return [program, *root, "-n", num_ranks, "cluster/mpi_rank.sh", *script]
+            return [program, *root, "-n", num_ranks, "cluster/engines/mpi_rank.sh", *script]
     pytest.skip(f"no {launcher} here: apt-get install openmpi-bin mpich")
 
 
@@ -169,7 +169,7 @@ def test_a_lost_worker_ends_all_and_the_rest_goes_on(nodes, tmp_path):
 ])
 @pytest.mark.slow
 def test_mistakes_on_ray(flags, message, nodes):
-    words = f"{sys.executable} cluster/launch_on_ray.py --cpus_per_worker 0.5 --max_restarts 3 {flags}"
+    words = f"{sys.executable} cluster/engines/launch_on_ray.py --cpus_per_worker 0.5 --max_restarts 3 {flags}"
     done = subprocess.run(words.split(), cwd=ROOT, capture_output=True, text=True, timeout=60,
                           env=environment(RAY_ADDRESS=nodes[0].address))
     said = done.stdout + done.stderr
@@ -181,6 +181,6 @@ def test_mistakes_on_ray(flags, message, nodes):
     (dict(PMI_RANK="0", PMI_SIZE="2", MPI_LOCALRANKID="0", MPI_LOCALNRANKS="1"), "give them MASTER_ADDR"),
 ])
 def test_mistakes_with_mpirun(variables, message):
-    done = subprocess.run(["cluster/mpi_rank.sh", "train.py"], cwd=ROOT, capture_output=True, text=True,
+    done = subprocess.run(["cluster/engines/mpi_rank.sh", "train.py"], cwd=ROOT, capture_output=True, text=True,
                           env=environment(**variables))
     assert done.returncode == 2 and message in done.stderr

@@ -14,8 +14,8 @@ from huggingface import float64_throughout, their_name
 from launch import metrics, modules_of, start_fork
 
 with modules_of(9):
-    from data import encoded, load as data
-    from training.evaluation import Evaluator
+    from data import encoded, batches as data
+    from run.evaluation import Evaluator
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 SAMPLES, SIZE, STEPS, RATE, TOLERANCE = 12, 2, 2, 1e-3, 1e-9  # of a step, of a micro-batch

@@ -16,8 +16,8 @@ with modules_of(9):
     from pipeline_stage import PipelineStage
     from pipeline_template import PipelineTemplate
     from planning.clock import StageClock
-    from training.four_bits import is_matrix
-    from training.loss import mean_cross_entropy
+    from models.four_bits import is_matrix
+    from models.loss import mean_cross_entropy
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 

@@ -12,8 +12,8 @@ from launch import modules_of
 from torch import nn
 
 with modules_of(9):
-    from membership import held
-    from membership.held import Commit, Held, Moved, in_memory
+    from run import live_state as held
+    from run.live_state import Commit, Held, Moved, in_memory
 
 NORM = 3.0
 

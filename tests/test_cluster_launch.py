@@ -17,7 +17,7 @@ import threading
 import check_hosts
 import host_facts
 import host_run
-import hosts as hosts_file
+import inventory
 import launch_cluster
 import pytest
 from launch import ROOT
@@ -47,20 +47,20 @@ def test_a_line_that_makes_no_sense_is_an_error(line, tmp_path, monkeypatch):
     (tmp_path / "ssh").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\necho hostname x\n")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(hosts_file.UserError, match="hosts.txt"):
-        hosts_file.read_hosts(str(write_hosts(tmp_path, line.replace("HERE", f"{tmp_path}/ran"))))
+    with pytest.raises(inventory.UserError, match="hosts.txt"):
+        inventory.read_hosts(str(write_hosts(tmp_path, line.replace("HERE", f"{tmp_path}/ran"))))
     assert not (tmp_path / "ran").exists()
 
 
 def test_what_a_line_says_arrives(tmp_path, monkeypatch, tools):
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    first, second = hosts_file.read_hosts(str(write_hosts(
+    first, second = inventory.read_hosts(str(write_hosts(
         tmp_path, "# two", "pi@pi0 port=2222 dir=~/tutorial", "desk nproc=2 address=192.168.1.7  # mine")))
     assert (first.rank, first.label, first.address, first.dir) == (0, "pi0:2222", "pi@pi0", "~/tutorial")
     assert (second.rank, second.nproc, second.address, second.dir) == (1, "2", "192.168.1.7", str(ROOT))
-    assert hosts_file.home_of([first, second]) is first, "none of them is this machine"
+    assert inventory.home_of([first, second]) is first, "none of them is this machine"
     second.address = "127.0.0.1"
-    assert hosts_file.home_of([first, second]) is second
+    assert inventory.home_of([first, second]) is second
     assert first.ssh("~/a b")[-5:] == ["-p", "2222", "--", "pi@pi0", "'a b'"]
     assert first.explain(255, "... Permission denied (publickey).")[1].startswith("ssh-copy-id -p 2222 pi@pi0, or")
 
@@ -177,7 +177,7 @@ def test_a_way_that_is_public_or_unlike_others_is_a_warning(monkeypatch, capsys,
             pass
 
     monkeypatch.setattr(check_hosts, "Contact", Answer)
-    assert check_hosts.check([hosts_file.Host(name, rank=rank) for rank, name in enumerate("abc")], 29500)
+    assert check_hosts.check([inventory.Host(name, rank=rank) for rank, name in enumerate("abc")], 29500)
     text = capsys.readouterr().out
     found = re.findall(r"^([abc]): warning: (.+)\n    cure: .+$", text, re.M)
     assert "".join(name for name, _ in found) == warned and text.count("warning") == len(warned), text
@@ -220,7 +220,7 @@ def test_a_bug_of_the_launcher_keeps_its_traceback(monkeypatch, tmp_path):
 
 def test_a_host_answers_without_torch_and_without_the_tutorial():
     """The launcher sends it the program; Python's own modules are all that it imports."""
-    program = (ROOT / "cluster" / "launching" / "host_facts.py").read_text()
+    program = (ROOT / "cluster" / "hosts" / "host_facts.py").read_text()
     question = {"root": "/nowhere/at/all", "interface": "no0", "peer": None, "port": 0}
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], input=f"{json.dumps(question)}\n[]\n", text=True,
                           capture_output=True, check=True, timeout=60)

@@ -12,7 +12,7 @@ from launch import modules_of
 from launcher import Launch, make_tools, write_hosts
 
 with modules_of(9):
-    import machine_facts
+    from ranks import collectives, memory, placement
 
 JOB = {"nproc": 1, "is_home": False, "interface": "lo", "peer": None, "environment": {}}
 
@@ -94,26 +94,26 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch, places, ranks):
         everyone[:] = [here if place == "a" else (place, None) for place in places]
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(machine_facts.dist, "get_world_size", lambda: len(places))
-    monkeypatch.setattr(machine_facts.dist, "all_gather_object", all_gather_object)
-    monkeypatch.setattr(machine_facts, "available_memory", lambda: 1200)
-    machine_facts.forget_ranks()
-    assert machine_facts.free_memory(torch.device("cpu")) == 1200 // ranks
-    machine_facts.forget_ranks()
+    monkeypatch.setattr(collectives.dist, "get_world_size", lambda: len(places))
+    monkeypatch.setattr(collectives.dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1200)
+    placement.forget_ranks()
+    assert memory.free_memory(torch.device("cpu")) == 1200 // ranks
+    placement.forget_ranks()
 
 
 @pytest.mark.parametrize("gpus, ranks", [("aab", 2), ("bab", 1), ("aaa", 3)])
 def test_ranks_of_a_gpu_share_its_memory(monkeypatch, gpus, ranks):
     """By the GPU's own number: a launcher may show each rank one GPU only, which is then called cuda:0 by all."""
-    monkeypatch.setattr(machine_facts, "gather", lambda own: [own if gpu == "a" else (own[0], gpu) for gpu in gpus])
+    monkeypatch.setattr(placement, "gather", lambda own: [own if gpu == "a" else (own[0], gpu) for gpu in gpus])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1200, 4800))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="own"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(machine_facts.dist, "get_rank", lambda: gpus.index("a"))
+    monkeypatch.setattr(placement.dist, "get_rank", lambda: gpus.index("a"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    machine_facts.forget_ranks()
-    assert machine_facts.free_memory(torch.device("cuda", 0)) == 1200 // ranks
-    machine_facts.forget_ranks()
+    placement.forget_ranks()
+    assert memory.free_memory(torch.device("cuda", 0)) == 1200 // ranks
+    placement.forget_ranks()
 
 
 def test_nccl_takes_this_interface_and_no_other():

@@ -22,9 +22,9 @@ with modules_of(9):
 
 CLONES = """
 import os, socket
-import launching.host_facts
+import hosts.host_facts
 socket.gethostname = lambda: "raspberrypi"
-launching.host_facts.interface_towards = lambda peer: ("eth0", "192.168.1.1" + os.environ["RANK"])
+hosts.host_facts.interface_towards = lambda peer: ("eth0", "192.168.1.1" + os.environ["RANK"])
 """
 
 

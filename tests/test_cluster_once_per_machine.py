@@ -15,7 +15,7 @@ def test_the_others_wait_longer_than_a_collective_may(run_code):
     run_code("cluster", 2, """
 import datetime, os, time
 import torch.distributed as dist
-from machine_facts import once_per_machine
+from ranks.placement import once_per_machine
 from utils import UserError
 
 dist.init_process_group("gloo")
@@ -47,9 +47,9 @@ def test_where_another_machines_process_is_killed_all_who_wait_end(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT / 'cluster')!r})" + """
 import os, signal, socket, time
-import course
+from ranks import course
 import torch.distributed as dist
-from machine_facts import once_per_machine
+from ranks.placement import once_per_machine
 
 dist.init_process_group("gloo")
 socket.gethostname = lambda: f"host{dist.get_rank()}"

@@ -12,7 +12,7 @@ from launch import MODELS, STEPS, modules_of, start_fork, torchrun
 from safetensors.torch import load_file, save_file
 
 with modules_of(9):
-    from checkpoints.disks import Disks
+    from ranks.disks import Disks
     from utils import UserError
 
 SIZES = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
@@ -170,7 +170,7 @@ def test_a_rank_that_waits_with_its_error_ends_when_it_is_told(run_code):
     """torchrun tells it as soon as rank 0 has said the same: else it would say it once more, after 8 seconds."""
     run_code("cluster", 1, """
 import signal
-from membership.watch import end_of_elastic_run
+from run.generation import end_of_elastic_run
 signal.signal(signal.SIGTERM, lambda *_: None)  # as Signals do
 try:
     with end_of_elastic_run():

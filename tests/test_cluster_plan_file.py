@@ -11,8 +11,8 @@ from clusters import MEASURED
 from launch import ROOT, fork, losses, modules_of, start_fork
 
 with modules_of(9):
-    from training import plan_file
-    from machine_facts import host_names
+    from planning import plan_file
+    from ranks.placement import host_names
 
 SCRIPT = ROOT / "cluster" / "train_distributed.py"
 CONFIG = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
@@ -143,7 +143,7 @@ def test_what_hosts_are_called(here, known, names):
 
 def test_speeds_of_those_that_are_left(tmp_path, monkeypatch):
     """A lost host must not end an elastic run for want of its speed; a run that is not elastic is told."""
-    from training import speeds
+    from run import speeds
 
     cluster = {**MEASURED, "hosts": ["host0", "host1", "host2"]}
     (tmp_path / "cluster.json").write_text(json.dumps(cluster))

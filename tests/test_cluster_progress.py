@@ -14,8 +14,8 @@ import torch
 from launch import modules_of
 
 with modules_of(9):
-    import course  # noqa: F401  before step 9's modules
-    from training.record import EVALUATIONS, EVERY, Board, Progress, Record, Step, perplexity
+    from ranks import course  # noqa: F401  before step 9's modules
+    from run.record import EVALUATIONS, EVERY, Board, Progress, Record, Step, perplexity
 
 
 class Terminal(io.StringIO):

@@ -16,7 +16,7 @@ with modules_of(9):
 MADE_UP = """
 import json, os
 import process_group_manager as pgm
-from training import replan
+from run import replan
 follow, SPEEDS = replan.Replanner.follow, json.loads(os.environ["SPEEDS"])
 
 def with_made_up_speeds(self, run, plugin, step):

@@ -15,8 +15,9 @@ from launch import fork, metrics, modules_of, start_fork
 with modules_of(9):
     import process_group_manager as pgm
     from dataloader import HeterogeneousDataLoader
+    from planning import plan_file
     from planning.machines import Setting
-    from training import layout, plan_file, samples, speeds
+    from run import layout, samples, speeds
 
 TOLERANCE = 1e-11
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
@@ -132,7 +133,7 @@ def test_from_two_ranks_onto_others(runs, folder):
 
 DEAL = """
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
-from training.samples import SamplesPlugin
+from run.samples import SamplesPlugin
 execute, shares = SamplesPlugin.execute_pipeline, iter([[1, 7], [7, 1], [4, 4], [2, 6]])
 def deal_and_execute(self, *args):
     self.deal(next(shares))

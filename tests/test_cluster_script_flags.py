@@ -15,8 +15,8 @@ with modules_of(9):
     import three_stages_simple_pp as three_stages
     import train_distributed
     import train_single_test as single_test
-    from machine_facts import this_host
-    from training import common, loop, speeds, times
+    from ranks.placement import this_host
+    from run import flags, loop, speeds, times
     from utils import TINY_LLAMA, load_config
 
 MADE = argparse.Namespace(model=argparse.Namespace(config=None))
@@ -145,7 +145,7 @@ def test_flags_of_adamw(parse, tmp_path):
     """Shares on two ranks, and a resume, train as torch's own AdamW with these values; others train otherwise."""
     script = ROOT / "cluster" / "train_distributed.py"
     own = ["--weight_decay", 3, "--adam_betas", "0.7,0.8"]
-    made = common.make_adamw(parse(*own, "--learning_rate", 1, module=train_distributed),
+    made = flags.make_adamw(parse(*own, "--learning_rate", 1, module=train_distributed),
                              [("trained", torch.nn.Parameter(torch.ones(1))),
                               ("frozen", torch.nn.Parameter(torch.ones(1), False))])
     assert made.defaults["betas"] == (0.7, 0.8) and made.defaults["weight_decay"] == 3

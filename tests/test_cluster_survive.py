@@ -13,7 +13,11 @@ from launch import modules_of
 from processes import run_apart
 
 with modules_of(9):
-    from membership import watch
+    from membership import pulses
+    from membership.pulses import Pulses
+    from ranks import lost, sockets
+    from ranks.stopping import Signals, Watch
+    from run.generation import end_of_elastic_run
     from membership.door import Door
     from membership.meeting import Member, Roster
     from utils import UserError
@@ -24,7 +28,7 @@ SECRET = "of the generation"
 @pytest.fixture
 def members(monkeypatch):
     """members(count): they share a process here, so what one of them shuts down would be another one's, too."""
-    monkeypatch.setattr(watch.Pulses, "shut", lambda self: None)
+    monkeypatch.setattr(Pulses, "shut", lambda self: None)
     return make_members
 
 
@@ -58,7 +62,7 @@ def within(seconds: float, condition) -> bool:
 def test_who_leaves_is_missed_by_all(members):
     """The system closes the connections of a process that ends; close() does so for one that leaves."""
     everyone = members(3)
-    pulses = [watch.Pulses(each) for each in everyone]
+    pulses = [Pulses(each) for each in everyone]
     time.sleep(0.1)
     assert [each.reason for each in pulses] == [None] * 3
     pulses[1].close()
@@ -69,24 +73,24 @@ def test_who_leaves_is_missed_by_all(members):
 
 
 def test_a_member_that_does_not_come(members, monkeypatch):
-    monkeypatch.setattr(watch, "JOINING", 0.2)
+    monkeypatch.setattr(pulses, "JOINING", 0.2)
     everyone = members(2)
     everyone[1].has_joined = False
-    with pytest.raises(watch.Lost, match="127.0.0.2"):
-        watch.Pulses(everyone[0])
+    with pytest.raises(lost.Lost, match="127.0.0.2"):
+        Pulses(everyone[0])
     with socket.create_server(("127.0.0.3", 0)) as gone:
         port = gone.getsockname()[1]
     everyone[0].next = Roster(1, (everyone[0].me, Member("x", 2, "127.0.0.3", 0, port, 1)), ("127.0.0.1", 1), SECRET)
     assert not everyone[0].not_reached  # its door answers
-    with pytest.raises(watch.Lost, match="127.0.0.3 is lost"):
-        watch.Pulses(everyone[0])
+    with pytest.raises(lost.Lost, match="127.0.0.3 is lost"):
+        Pulses(everyone[0])
     assert everyone[0].not_reached.keys() == {"x"}
 
 
 def test_no_connection_stays_open_over_fifty_generations(members):
     everyone = members(2)
     for generation in range(51):
-        pulses = [watch.Pulses(each) for each in everyone]
+        pulses = [Pulses(each) for each in everyone]
         for each in pulses:
             each.close()
         if generation == 0:
@@ -100,11 +104,13 @@ def test_shut_wakes_a_blocked_receive_and_leaves_other_sockets_alone(tmp_path):
     script = tmp_path / "waits.py"
     script.write_text(f"""
 import sys
-sys.path[0] = {str(watch.__file__.rpartition("/membership")[0])!r}
-import course
+sys.path[0] = {str(lost.__file__.rpartition("/ranks")[0])!r}
+from ranks import course
 import os, pathlib, socket, threading, time, traceback, types
 import torch, torch.distributed as dist
-from membership.watch import Pulses, connections, is_lost_peer
+from membership.pulses import Pulses
+from ranks.lost import is_lost_peer
+from ranks.sockets import connections
 done, server = pathlib.Path({str(tmp_path / "done")!r}), socket.create_server(("127.0.0.1", 0))
 mine = socket.create_connection(server.getsockname())
 other, _ = server.accept()
@@ -142,17 +148,17 @@ def test_errors_of_a_lost_rank():
     import torch
 
     for text in "Connection closed by peer [127.0.0.1]:1", "Socket Timeout", "Broken pipe", "wait timeout after 100ms":
-        assert watch.is_lost_peer(RuntimeError(text))
+        assert lost.is_lost_peer(RuntimeError(text))
     ours = torch.OutOfMemoryError("remote process"), UserError("a socket"), RuntimeError("shape"), OSError("peer")
     for error in ours:
-        assert not watch.is_lost_peer(error)
-    assert watch.is_lost_peer(watch.Lost("whatever it says"))
+        assert not lost.is_lost_peer(error)
+    assert lost.is_lost_peer(lost.Lost("whatever it says"))
 
 
 @pytest.fixture
 def signals():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield watch.Signals()
+    yield Signals()
     signal.set_wakeup_fd(-1)
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -174,10 +180,10 @@ def test_a_signal_before_and_after_there_is_something_to_lose(signals, monkeypat
                                          (RuntimeError("Connection closed by peer"), None)])
 def test_an_agent_learns_what_is_not_to_be_tried_again(monkeypatch, error, code):
     codes = []
-    monkeypatch.setenv(watch.VARIABLE, json.dumps({"id": "run", "host": 1}))
+    monkeypatch.setenv(lost.VARIABLE, json.dumps({"id": "run", "host": 1}))
     monkeypatch.setenv("RANK", "none")  # the host's number takes its place
     monkeypatch.setattr(os, "_exit", codes.append)
-    with pytest.raises(type(error)), watch.end_of_elastic_run():
+    with pytest.raises(type(error)), end_of_elastic_run():
         raise error
     assert codes == ([] if code is None else [code])
 
@@ -185,7 +191,7 @@ def test_an_agent_learns_what_is_not_to_be_tried_again(monkeypatch, error, code)
 def test_ask_all_hears_of_newcomers(world_of_one, monkeypatch):
     """Those who knock while a generation trains are taken in at a step's end."""
     waiting = []
-    it = watch.Watch(types.SimpleNamespace(newcomers=lambda: waiting), types.SimpleNamespace(asked=False, ready=False))
+    it = Watch(lambda: waiting, types.SimpleNamespace(asked=False, ready=False))
     assert it.ask_all() is False and it.has_newcomers is False
     waiting.append("somebody")
     assert it.ask_all() is False and it.has_newcomers is True
@@ -198,9 +204,9 @@ def test_ask_all_hears_of_newcomers(world_of_one, monkeypatch):
 def test_probes_find_a_cut_cable_in_time():
     """The system closes a connection whose other end has not answered for PATIENCE seconds."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
-        watch.set_probes(ours.fileno())
+        sockets.set_probes(ours.fileno())
         get = ours.getsockopt
         assert get(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         seconds = get(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + get(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) * get(
             socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
-        assert seconds == watch.PATIENCE
+        assert seconds == lost.PATIENCE

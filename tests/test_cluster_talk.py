@@ -17,8 +17,8 @@ from processes import eventually
 
 with modules_of(9):
     import generate  # noqa: F401  before what it imports
-    from inference import load
-    from launching.host_facts import ASKS
+    from inference import make_stage as load
+    from hosts.host_facts import ASKS
 
 SCRIPT, CPU = ROOT / "cluster" / "generate.py", ["--device", "cpu"]
 PROMPTS = ["The state of the union is", "We", "It was the best of times, it was the worst of times;", "And", "Why not"]

@@ -10,7 +10,7 @@ from launch import ROOT, environment, modules_of
 from launcher import make_tools, write_hosts
 
 with modules_of(9):
-    from launching.host_facts import ASKS
+    from hosts.host_facts import ASKS
 
 ECHO = f"""import sys
 print({ASKS!r}, flush=True)

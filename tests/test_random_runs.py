@@ -5,7 +5,7 @@
     FUZZ=200 pytest tests/test_random_runs.py -m "" -k "chain-17-"  one of them again
 
 A topology: train.py of a step, with any sizes, flags and shape of the model; most of them on ranks in one process
-(tools/ranks.py), a tenth of a second each. A chain: up to three runs of train_distributed.py with unlike topologies.
+(tools/thread_ranks.py), a tenth of a second each. A chain: up to three runs of train_distributed.py with unlike topologies.
 Each ends by Ctrl-C or at its --max_steps, and the next one goes on. What fails prints what was drawn; its folder stays
 there.
 """

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from baton import Violation
 from launch import fork, metrics
-from ranks import World
+from thread_ranks import World
 from step_modules import SMALL, StepSource, train
 
 

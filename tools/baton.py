@@ -1,7 +1,7 @@
 """Threads that take turns: one for each rank, of which exactly one runs at a time, so a program always runs alike.
 
 Rank 0 runs first, until it has to wait for another rank. Then the next rank that can go on gets the baton. Where none
-can, the ranks are in a deadlock, and the error says who waits for whom, and where. ranks.py adds the messages.
+can, the ranks are in a deadlock, and the error says who waits for whom, and where. thread_ranks.py adds the messages.
 """
 
 import linecache
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from launch import ROOT
 
 READER = ROOT / "exercises" / "mine"  # where readers write, see exercises/try.py
-OWN = tuple(str(ROOT / "tools" / name) for name in ("baton.py", "ranks.py", "rank_collectives.py"))
+OWN = tuple(str(ROOT / "tools" / name) for name in ("baton.py", "thread_ranks.py", "rank_collectives.py"))
 
 
 class Violation(Exception):

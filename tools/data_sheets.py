@@ -23,7 +23,7 @@ import sys
 from typing import NamedTuple
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "cluster"))
-import course  # noqa: E402, F401  before step 9's modules
+from ranks import course  # noqa: E402, F401  before step 9's modules
 
 from planning.machines import MODEL, NUMBER_BYTES  # noqa: E402
 from utils import UserError, load_config  # noqa: E402

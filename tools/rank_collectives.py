@@ -1,6 +1,6 @@
 """The collectives of ranks in one process: all ranks of a group come to the same call, and take what all have given.
 
-What they have in common with messages is here, too: the log, the groups and the clocks of ranks.py.
+What they have in common with messages is here, too: the log, the groups and the clocks of thread_ranks.py.
 """
 
 import math

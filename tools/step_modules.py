@@ -1,4 +1,4 @@
-"""The modules of a step, imported once for each rank of a world in one process (ranks.py), and changed on request.
+"""The modules of a step, imported once for each rank of a world in one process (thread_ranks.py), and changed on request.
 
 The modules of a step share one global grid, so each rank needs modules of its own:
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from launch import ROOT, STEPS
-from ranks import World
+from thread_ranks import World
 
 SMALL = ("--model_name", str(ROOT / "assets" / "tiny_llama"), "--num_hidden_layers", "4", "--seq_len", "16",
          "--micro_batch_size", "1", "--dtype", "float64", "--device", "cpu")

@@ -213,8 +213,8 @@ def measure_modules(name: str, shape: Shape, seq_len: int, lora_rank: int, base_
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from planning.clock import Cost, StageClock
-    from training.lora import ALL, Lora
-    from training.loss import mean_cross_entropy
+    from models.lora import ALL, Lora
+    from models.loss import mean_cross_entropy
 
     config = LlamaConfig(hidden_size=shape.hidden, intermediate_size=shape.width, num_hidden_layers=shape.layers,
                          num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,

@@ -13,22 +13,19 @@ tensor after the other: https://huggingface.co/docs/safetensors. No file of a ch
 runs no code.
 """
 
-import contextlib
-import glob
 import json
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save
 
-from utils import UserError, require_reachable_hub
+from ranks.files import File, facts_of, read_json, replace, sync_folder, write
 
-CHUNK = 8 << 20  # bytes that are read or sent at a time
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
           torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
           torch.bool: "BOOL"}
@@ -36,8 +33,6 @@ INDEX = "{}.safetensors.index.json"
 STATE = "state.json"
 KINDS = ("model", "optimizer")
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's
-TOKENIZER_FILES = ("*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "*.tiktoken", "chat_template*",
-                   "generation_config.json")
 
 
 def name_of_step(step: int) -> str:
@@ -48,47 +43,6 @@ def step_of(name: str) -> int:
     """The step of a checkpoint's folder, -1 for other names."""
     found = re.fullmatch(r"step_(\d+)", name)
     return int(found[1]) if found else -1
-
-
-class File:
-    """A file that is written piece by piece, with a checksum, into a folder that is made if need be.
-
-    An error of the disk is raised by close() alone: put() does nothing after it, so that those that send the pieces
-    need not know.
-    """
-
-    def __init__(self, path: str):
-        self.path, self.size, self.checksum, self.error, self.file = path, 0, 0, None, None
-        with self.keeping_errors():
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            self.file = open(path, "wb", buffering=0)
-
-    @contextlib.contextmanager
-    def keeping_errors(self):
-        try:
-            yield
-        except OSError as error:
-            error.filename = self.path
-            self.error = self.error or error
-
-    def put(self, data) -> None:
-        """`data`: bytes, or what has them."""
-        left = memoryview(data).cast("B")
-        with self.keeping_errors():
-            if self.error is None:
-                self.size, self.checksum = self.size + len(left), zlib.crc32(left, self.checksum)
-                while len(left):  # a full disk may take a part of it first
-                    left = left[self.file.write(left):]
-
-    def close(self) -> dict:
-        """Waits until all is on the disk. Returns the facts that state.json has about a file. Raises OSError."""
-        with self.keeping_errors():
-            if self.file:
-                with self.file:
-                    os.fsync(self.file.fileno())
-        if self.error:
-            raise self.error
-        return {"bytes": self.size, "crc32": f"{self.checksum:08x}"}
 
 
 class TensorFile(File):
@@ -109,37 +63,6 @@ class TensorFile(File):
         self.put(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
 
-def write(path: str, content: bytes) -> dict:
-    """Writes the file and waits until it is on the disk. Returns its facts. Raises OSError."""
-    file = File(path)
-    file.put(content)
-    return file.close()
-
-
-def replace(path: str, text: str) -> None:
-    """Writes a file that appears under its name in one go. Raises OSError."""
-    write(f"{path}.unfinished", text.encode())
-    os.replace(f"{path}.unfinished", path)
-
-
-def facts_of(path: str) -> dict:
-    """As File.close() returns them, of a file that is there."""
-    size = checksum = 0
-    with open(path, "rb", buffering=0) as file:
-        while part := file.read(CHUNK):
-            size, checksum = size + len(part), zlib.crc32(part, checksum)
-    return {"bytes": size, "crc32": f"{checksum:08x}"}
-
-
-def sync_folder(path: str) -> None:
-    """Waits until the names in a folder are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_state(path: str, state: dict) -> None:
     """state.json, with a checksum of its own. It appears in one go. Raises OSError."""
     checksum = f"{zlib.crc32(json.dumps(state, indent=1).encode()):08x}"
@@ -149,17 +72,6 @@ def write_state(path: str, state: dict) -> None:
 def read_state(path: str) -> dict:
     """The content of a state.json. Raises UserError for a file that is not what write_state wrote."""
     return read_json(path, check_state)
-
-
-def read_json(path: str, check: Callable):
-    """What check() makes of the content of a JSON file. Raises UserError where it is not as check() needs it."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return check(json.load(file))
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} can't be read ({type(error).__name__}: {error})") from None
 
 
 def check_state(state: dict) -> dict:
@@ -190,34 +102,6 @@ def check_file(folder: str, name: str, facts: dict) -> str | None:
     if facts_of(path)["crc32"] != facts["crc32"]:
         return f"{path} has another checksum than when it was written"
     return None
-
-
-def read_index(path: str) -> dict[str, str]:
-    """The weight_map of an index: parameter -> file. Raises UserError for one that names files of other folders."""
-    def check(index: dict) -> dict[str, str]:
-        names = {*index["weight_map"].values()}
-        if outside := [name for name in names if os.path.basename(name) != name or name in ("", ".", "..")]:
-            raise UserError(f"{path} names {outside[0]!r}, which is not a file of that folder: take this checkpoint "
-                            "from where it was made")
-        return index["weight_map"]
-
-    return read_json(path, check)
-
-
-def read_tokenizer_files(model_name: str) -> dict[str, bytes]:
-    """The content of the tokenizer's files of a directory or a Hub id, by name; of those that there are."""
-    if not os.path.isdir(model_name):
-        require_reachable_hub(model_name, "--model_name")
-        from huggingface_hub import snapshot_download
-
-        model_name = snapshot_download(model_name, allow_patterns=list(TOKENIZER_FILES))
-    contents = {}
-    for pattern in TOKENIZER_FILES:
-        for path in glob.glob(os.path.join(glob.escape(model_name), pattern)):
-            if os.path.isfile(path):
-                with open(path, "rb") as file:
-                    contents[os.path.basename(path)] = file.read()
-    return contents
 
 
 def merge(parts: list[dict]) -> dict:

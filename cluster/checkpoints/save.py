@@ -25,13 +25,16 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from checkpoints.disks import Disks
 from checkpoints.files import (
-    ADAPTER, ADAPTER_CONFIG, KINDS, STATE, TensorFile, forget_older, join_files, merge, name_of_step,
-    set_latest, sync_folder, write_small, write_state,
+    ADAPTER, ADAPTER_CONFIG, KINDS, STATE, TensorFile, forget_older, join_files, merge, name_of_step, set_latest,
+    write_small, write_state,
 )
-from checkpoints.pieces import Piece, as_files_have_it, join, pieces_of, shapes_over, whole_shape
-from machine_facts import free_memory, home_rank, is_home, memory_below_peak, ranks_of_this_machine
+from checkpoints.shards import Piece, join, pieces_of, shapes_over, whole_shape
+from models.names import as_files_have_it
+from ranks.disks import Disks
+from ranks.files import sync_folder
+from ranks.memory import free_memory, memory_below_peak
+from ranks.placement import home_rank, is_home, ranks_of_this_machine
 from utils import UserError
 
 CPU, FRACTION = torch.device("cpu"), 0.9  # of the memory that is free, for copies

@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from checkpoints.disks import Disks
 from data.rows import Source, documents, encode_rows, find_source, first_kind
 from dataloader import TokenSamples, encode, files_at, load_tokenizer
-from machine_facts import home_rank, once_per_machine
+from ranks.disks import Disks
+from ranks.placement import home_rank, once_per_machine
 from utils import ROOT, UserError
 
 CACHE = os.path.join(ROOT, "runs", "token_cache")

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from models.forward import forward
 from pipeline_parallel import StageCommunication
 from pipeline_stage import Absent, PipelineStage
 from pipeline_template import listed_modules
-from training.evaluation import forward
 from utils import UserError
 
 ATTENTION = "get_mask_sizes"  # what only a cache's layers of attention have

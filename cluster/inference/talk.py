@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from inference.load import make_stage
+from hosts.host_facts import ASKS
+from inference.make_stage import make_stage
 from inference.prompts import drawing, fit, require_input
 from inference.stages import Writer
-from launching.host_facts import ASKS
-from machine_facts import home_rank, is_home
-from membership.watch import connections, is_lost_peer, set_probes
-from training.common import meet
+from ranks.join import meet
+from ranks.lost import is_lost_peer
+from ranks.placement import home_rank, is_home
+from ranks.sockets import connections, set_probes
 from utils import UserError
 
 PATIENCE = 15  # seconds without an answer of a rank's system, after which it counts as lost

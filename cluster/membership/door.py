@@ -10,11 +10,12 @@ import contextlib
 import json
 import selectors
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+from ranks.sockets import set_limit
 
 LIMIT = 1 << 20  # bytes of a message
 GUESTS = 64  # connections that are served at once
@@ -43,13 +44,6 @@ def os_handle(sock: socket.socket, seconds: float | None) -> int:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each message waits 40 ms for the one before
     set_limit(sock, seconds)
     return sock.detach()
-
-
-def set_limit(sock: socket.socket, seconds: float | None) -> None:
-    """Each read and write of a blocking socket ends with an error after so many seconds."""
-    limit = struct.pack("ll", int(seconds or 0), int((seconds or 0) % 1 * 1e6))
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        sock.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 def send(connection: Connection, message) -> None:

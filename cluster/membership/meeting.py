@@ -31,12 +31,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 
-from checkpoints.files import replace
 from membership.door import Door, call
 from membership.roster import Member, Roster
+from ranks.files import replace
+from ranks.lost import VARIABLE
 from utils import UserError
 
-VARIABLE = "ELASTIC_RUN"  # of the environment: what agent.py tells its processes, as JSON
 WAIT = 600.0  # seconds that a process waits to be taken in
 FRESH = 2.0  # seconds for which somebody who has knocked counts as there
 PAUSE = 0.05  # seconds between two knocks

@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from machine_facts import free_memory, memory_of_process
 from model import cast_weights_once, cross_entropy
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate, listed_modules
 from planning.links import now
 from planning.module_memory import load_code, memory_of
+from ranks.memory import free_memory, memory_of_process
 from stage_weights import make_buffers
 from utils import UserError
 

@@ -12,12 +12,19 @@ weight of `frozen_dtype` and nothing else; packed ones count by their bytes. Fie
 
 import json
 import math
+import os
 import types
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from utils import UserError
+import torch
+
+from utils import ROOT, UserError
+
+WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+
+CLUSTER_JSON = os.path.join(ROOT, "cluster.json")  # plan.py --measure writes it on the machine that starts it
 
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int8": 1}
 SCALE_BYTES = 4  # an int8 row travels with one float32

@@ -15,10 +15,12 @@ import time
 
 import torch.distributed as dist
 
-from machine_facts import free_memory, from_rank, gather, host_names, machines, say
 from planning.clock import StageClock
 from planning.links import measure_links
 from planning.machines import model_facts
+from ranks.collectives import from_rank, gather, say
+from ranks.memory import free_memory
+from ranks.placement import host_names, machines
 
 LINKS = 1 / 3  # of the time
 MICRO_BATCH_SIZES = (1, 2, 4, 8)

@@ -12,12 +12,15 @@ import torch.distributed as dist
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent.parent / "cluster"))
 
-import course  # noqa: E402, F401  before step 9's modules
+from ranks import course  # noqa: E402, F401  before step 9's modules
 
 import process_group_manager as pgm  # noqa: E402
 import train_distributed  # noqa: E402
 from planning import clock  # noqa: E402
-from training import models, plan_file  # noqa: E402
+from models import causal  # noqa: E402
+from planning.plan_file import machines_of  # noqa: E402
+from ranks.placement import take_places  # noqa: E402
+from run import plan_at_start  # noqa: E402
 from utils import one_clear_error  # noqa: E402
 
 model, memory = sys.argv[1], [float(word) for word in sys.argv[2].split(",")]
@@ -28,11 +31,11 @@ def main() -> None:
     args = train_distributed.parse_args()
     pgm.init_process_group("gloo")
     before, device = dist.get_rank(), torch.device("cpu")
-    plan_file.free_memory = clock.free_memory = lambda device: memory[before]
-    plan_file.MEASURE_SECONDS, clock.TRAINING_BYTES = 2.0, 0.0
+    plan_at_start.free_memory = clock.free_memory = lambda device: memory[before]
+    plan_at_start.MEASURE_SECONDS, clock.TRAINING_BYTES = 2.0, 0.0
     dtype = getattr(torch, args.dtype)
-    if plan := plan_file.find_plan(args, models.make_model(args, dtype), device, dtype):
-        plan_file.take_places(plan)
+    if plan := plan_at_start.find_plan(args, causal.make_model(args, dtype), device, dtype):
+        take_places(machines_of(plan))
     total = torch.tensor([before + 1.0])
     dist.all_reduce(total)  # of the ranks that are left
     print(json.dumps({"plan": plan, "before": before, "rank": dist.get_rank(), "sum": total.item()}), flush=True)

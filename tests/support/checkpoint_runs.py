@@ -114,7 +114,7 @@ def be_a_host(folder: str) -> None:
 
 def slow_down(seconds: float) -> None:
     """From now on each step of the pipelines begins with a pause."""
-    import course  # noqa: F401  before step 9's modules
+    from ranks import course  # noqa: F401  before step 9's modules
     from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 
     execute = HeterogeneousParallelPlugin.execute_pipeline

@@ -75,7 +75,7 @@ SCRIPTS = {  # name -> share of the cases, path, flags of a run that works
     "three_stages_simple_pp": (9, "cluster/three_stages_simple_pp.py", {
         "dataset_name": "corpus", "seq_len": "16", "batch_size": "2", "microbatch_num": "2", "train_steps": "2",
         "profile_batch": "-1", **DIRECTORIES}),
-    "launch_cluster": (5, "cluster/launching/launch_cluster.py", {"hosts": "hosts.txt", "check": None}),
+    "launch_cluster": (5, "cluster/hosts/launch_cluster.py", {"hosts": "hosts.txt", "check": None}),
 }
 CLASHES = {  # a flag -> those that can't stand beside it
     "plan": ("pipelines", "num_microbatches", "batch_size", "tp_size", "pp_engine"), "local_steps": ("max_steps",),

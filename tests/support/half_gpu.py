@@ -16,7 +16,7 @@ import torch
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent.parent / "cluster"))
 
-import course  # noqa: E402, F401  before step 9's modules
+from ranks import course  # noqa: E402, F401  before step 9's modules
 
 import utils  # noqa: E402
 
@@ -50,14 +50,14 @@ if has_gpu:
     facts.synchronize = lambda: None
     utils.choose_device = choose_host_memory
 
-import machine_facts  # noqa: E402
+from ranks import memory, placement  # noqa: E402
 import train_distributed  # noqa: E402
-from membership.watch import end_of_elastic_run  # noqa: E402
-from training import times  # noqa: E402
+from run.generation import end_of_elastic_run  # noqa: E402
+from run import times  # noqa: E402
 
 if has_gpu:
-    ranks_sharing = machine_facts.ranks_sharing
-    machine_facts.ranks_sharing = lambda device: ranks_sharing(torch.device("cuda", 0))
+    ranks_sharing = placement.ranks_sharing
+    memory.ranks_sharing = lambda device: ranks_sharing(torch.device("cuda", 0))
     times.MEASURE_EVERY["cpu"] = times.MEASURE_EVERY["cuda"]
 with utils.one_clear_error(), end_of_elastic_run() if len(sys.argv) > 1 else contextlib.nullcontext():
     train_distributed.main()

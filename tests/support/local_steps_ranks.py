@@ -15,14 +15,14 @@ import torch.distributed as dist
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.append(str(ROOT / "cluster"))
 
-import course  # noqa: E402, F401  before step 9's modules
+from ranks import course  # noqa: E402, F401  before step 9's modules
 
 from dataloader import collate_batch  # noqa: E402
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin  # noqa: E402
 from model import cross_entropy  # noqa: E402
 from pipeline_template import PipelineTemplate  # noqa: E402
-from training.local_steps import train_locally  # noqa: E402
-from training.models import make_llama  # noqa: E402
+from run.local_steps import train_locally  # noqa: E402
+from models.causal import make_llama  # noqa: E402
 from utils import TINY_LLAMA, load_config  # noqa: E402
 
 DEFAULTS = dict(local_steps=2, steps=[3, 1, 2], sizes=[1, 1, 1], overlap_steps=0, outer_learning_rate=0.7,

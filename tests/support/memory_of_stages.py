@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent.parent / "cluster"))
 
-import course  # noqa: E402, F401  before step 9's modules
+from ranks import course  # noqa: E402, F401  before step 9's modules
 
-from machine_facts import gather, return_freed_memory  # noqa: E402
+from ranks.collectives import gather
+from ranks.memory import return_freed_memory  # noqa: E402
 import train_distributed  # noqa: E402
 from planning.clock import StageClock  # noqa: E402
 from planning.machines import Cluster, Pipeline, Setting  # noqa: E402

@@ -66,7 +66,7 @@ def on_all_hosts(script, *args, timeout: float, ranks: tuple[int, ...] = (1, 1, 
 
 def note_ends() -> None:
     """From now on each training of this process notes in ends.txt of its run's folder when a step has ended."""
-    from training.record import Record
+    from run.record import Record
 
     complete = Record.complete
 

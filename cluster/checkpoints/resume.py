@@ -1,0 +1,121 @@
+"""Finding the newest checkpoint that is whole, on all disks together.
+
+Where hosts share no disk, no one of them may have all files. Each says which it has. What is truncated, or has another
+checksum than state.json says, counts as missing.
+"""
+
+import os
+import socket
+from typing import NamedTuple
+
+from checkpoints.files import STATE, check_file, read_latest, read_state, step_of
+from ranks.disks import Disks
+from ranks.placement import is_home
+from utils import UserError
+
+
+class Found(NamedTuple):
+    """A checkpoint to go on from. `holders`: for each file, the leaders of the disks that have it."""
+
+    name: str
+    folder: str  # on each host
+    state: dict
+    holders: dict[str, list[int]]
+
+    @property
+    def path(self) -> str:
+        return os.path.join(self.folder, self.name)
+
+
+def find_checkpoint(wanted: str, folder: str, disks: Disks, run_id: str | None = None) -> Found | None:
+    """The checkpoint of --resume: "auto" is the newest whole one in the run's own `folder`, or None; else a path.
+
+    `run_id`: only checkpoints of this run count, whatever else is on a disk. home_rank() prints why others do not.
+    Collective. Raises UserError, on every rank, where a path has no whole checkpoint, and where disks have those of
+    unlike runs and run_id is None.
+    """
+    name = None
+    if wanted != "auto":
+        folder, name = locate(wanted, disks)
+    is_one = name and folder != wanted
+    mine = read_states(folder, [name] if is_one else None) if disks.leads else {}
+    of_disks = disks.gather((socket.gethostname(), mine))
+    run_id = run_id or only_run(folder, of_disks)
+    names = [name] if name else {each for _, states in of_disks for each, state in states.items()
+                                 if run_of(state) in (None, run_id)}
+    for each in sorted(names, key=step_of, reverse=True):
+        found = look_at(folder, each, disks, run_id, [states.get(each) for _, states in of_disks])
+        if isinstance(found, Found):
+            return found
+        if name:
+            raise UserError(f"no whole checkpoint: {found}. Name another one, or use --resume auto")
+        if is_home():
+            print(f"the checkpoint {each} is not whole: {found}. Falling back to the one before", flush=True)
+    return None
+
+
+def read_states(folder: str, names: list[str] | None = None) -> dict[str, dict | str]:
+    """The state of each checkpoint in a folder, or of `names`, that is on this disk; if it can't be read, why."""
+    if names is None:
+        names = [name for name in os.listdir(folder) if step_of(name) >= 0] if os.path.isdir(folder) else []
+    states = {}
+    for path, name in ((os.path.join(folder, name), name) for name in names):
+        if not os.path.isdir(path):
+            continue
+        try:
+            states[name] = read_state(os.path.join(path, STATE))
+        except (OSError, UserError) as error:
+            states[name] = str(error)
+    return states
+
+
+def run_of(state: dict | str) -> str | None:
+    """The run that has saved a checkpoint, by what read_states has of it; None where that can't be read."""
+    return str(state.get("run_id")) if isinstance(state, dict) else None
+
+
+def only_run(folder: str, of_disks: list[tuple[str, dict]]) -> str | None:
+    """The run of the newest checkpoint on each disk, of (host, states). Raises UserError where it is not the same."""
+    newest = {}
+    for host, states in of_disks:
+        if known := [name for name in states if run_of(states[name])]:
+            name = max(known, key=step_of)
+            newest.setdefault(run_of(states[name]), f"{name} on {host}")
+    if len(newest) > 1:
+        listed = ", and of another run ".join(newest.values())
+        raise UserError(f"{folder} has checkpoints of unlike runs: {listed}: rename the folder of the run that is not "
+                        "to go on, on its host")
+    return next(iter(newest), None)
+
+
+def locate(path: str, disks: Disks) -> tuple[str, str]:
+    """The folder and the name of the checkpoint at a path: itself, or where `latest` in it points. Collective."""
+    if not (latest := max(disks.gather(read_latest(path)))):
+        return os.path.split(os.path.abspath(path))
+    if os.path.basename(latest) != latest:
+        raise UserError(f"{os.path.join(path, 'latest')} names {latest!r}, which is no folder beside it")
+    return path, latest
+
+
+def look_at(folder: str, name: str, disks: Disks, run_id: str | None, of_disks: list) -> Found | str:
+    """The checkpoint of that name, if all disks together have it; else what is wrong with it. Collective.
+
+    `of_disks`: for each rank, if it leads a disk, what read_states has of it. Where a disk has another run's
+    checkpoint of that name, or one of other files, it counts as missing there.
+    """
+    path = os.path.join(folder, name)
+    states = {rank: state for rank, state in enumerate(of_disks) if isinstance(state, dict) and run_of(state) == run_id}
+    state = next(iter(states.values()), {"files": {}})
+    states = {rank: own for rank, own in states.items() if own["files"] == state["files"]}
+    mine = states.get(disks.rank, {"files": {}})
+    problems = disks.gather({file: check_file(path, file, facts) for file, facts in mine["files"].items()})
+    holders = {file: [rank for rank, found in enumerate(problems) if found.get(file, "") is None]
+               for file in state["files"]}
+    wrong = {STATE: error for error in of_disks if isinstance(error, str)}
+    wrong |= {file: problem for found in problems for file, problem in found.items() if problem}
+    lacking = [file for file, having in holders.items() if not having] or ([] if states else [STATE])
+    if lacking:
+        return wrong.get(lacking[0], f"{os.path.join(path, lacking[0])} is on no disk of these hosts")
+    if wrong and is_home():
+        print(f"warning: {next(iter(wrong.values()))}; another disk has it", flush=True)
+    return Found(name, folder, state, holders)

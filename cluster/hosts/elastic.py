@@ -1,0 +1,155 @@
+"""`launch_cluster.sh --elastic MIN:MAX`: a run that goes on when a host is lost, and takes hosts in while it runs.
+
+On each host an agent starts the script (agent.py). The processes meet by themselves, go on without those that are
+lost, and take new ones in. The launcher decides which hosts are there to be met:
+
+    running --- ssh ends with an error, the agent is killed ---> lost --- ssh starts its part again ---> running
+       |
+       +--- the script ends with an error of the user's ---> the run ends, with the report of the cause
+       +--- its processes fail again and again ---> left out, until its line in hosts.txt changes
+
+hosts.txt is read again when it changes. At most MAX hosts run at once; those beyond stand by, and replace a lost one.
+"""
+
+import os
+import re
+from collections.abc import Callable
+
+from agent import USER_ERROR
+from daemon import BEGUN
+from host_run import UNHEARD
+from inventory import Host, UserError, read_hosts, require_ipv4
+from remote_run import Launch, Run, say
+
+RETRY = 2.0  # seconds between two attempts to reach a host, and between two looks at hosts.txt
+WAIT = 600.0  # seconds that a run waits with fewer than MIN hosts
+AGAIN = "the same command goes on from the last checkpoint (--resume auto)"
+SSH_SAYS = re.compile(r"ssh: |Connection |Timeout, |client_loop|Read from remote|kex_exchange")
+
+
+def count(number: int) -> str:
+    return f"{number} host{'s' * (number != 1)}"
+
+
+def ended_because(run: Run) -> tuple[str, str]:
+    """(what it means, why) for a host whose part has ended with an error.
+
+    "unreachable", "lost": the host is gone, or only its connection or its agent. "script": an error of the user's.
+    "setup": the script can't be started there, or does not stop failing.
+    """
+    text = "\n".join(run.last)
+    if run.code == 255:
+        name, cure = run.host.explain(run.code, text)
+        if name != "unreachable host":
+            return "lost", f"{name}: {cure}"
+        return "unreachable", next((line for line in reversed(run.last) if SSH_SAYS.match(line)), "its ssh has ended")
+    if run.code > 128 or run.code < 0:
+        return "lost", f"{'its part' if run.code > 0 else 'ssh'} was ended by signal {abs(run.code) % 128}"
+    if run.code == UNHEARD:
+        return "lost", "it did not hear this machine any more"
+    return "script" if run.has_begun and run.code == 2 else "setup", ""
+
+
+class Elastic(Launch):
+    """The hosts of an elastic run and their states. A host that was lost is `tried` until its part begins again."""
+
+    alarm = re.compile(f"{BEGUN.pattern}|{USER_ERROR.pattern}")
+
+    def __init__(self, path: str, hosts: list[Host], at_least: int, at_most: int, make_job: Callable):
+        super().__init__(hosts, make_job)
+        self.path, self.at_least, self.at_most = path, at_least, at_most
+        self.tried: set[str] = set()
+        self.try_at: dict[str, float] = {}  # when a host that does not run is tried next
+        self.left_out: dict[str, Host] = {}  # their parts do not start: tried again when their lines change
+        self.said: set[str] = set()
+        self.modified, self.read_at, self.few_since = os.stat(path).st_mtime_ns, 0.0, None
+        self.is_done = False
+
+    def heard(self, run: Run, line: str, now: float) -> None:
+        if not BEGUN.match(line):
+            self.fail(run, now)
+        elif run.host.label in self.tried:
+            self.tried.remove(run.host.label)
+            say(f"{run.host.label} answers: its part of the run starts")
+
+    def ended(self, run: Run, now: float) -> None:
+        if run.code == 0:
+            self.is_done = True  # an agent ends well when the processes of all have
+            for label in self.tried & self.running.keys():
+                self.running[label].process.kill()
+        elif now < self.stop_at:
+            meaning, why = ended_because(run)
+            if meaning == "script":
+                self.fail(run, now)
+            elif self.is_done or self.failed:
+                return
+            elif meaning != "setup":
+                self.lose(run, why, meaning == "unreachable", now)
+            elif not self.leave_out(run):
+                self.failed = [run]
+                self.stop(now, run.code, is_quiet=True)
+
+    def lose(self, run: Run, why: str, is_unreachable: bool, now: float) -> None:
+        label, left = run.host.label, len(self.running.keys() - self.tried)
+        self.try_at[label] = now + RETRY
+        if label in self.tried:
+            if not is_unreachable and f"{label}: {why}" not in self.said:  # else it is tried quietly
+                say(f"{label} does not let this machine in: {why}")
+        elif left >= self.at_least:
+            say(f"{label} is lost ({why}): the run goes on with {count(left)}, and takes it in when it answers again")
+        else:
+            say(f"{label} is lost ({why}): {count(left)} left, but the run needs {self.at_least}, so it waits")
+        self.said.add(f"{label}: {why}")
+
+    def leave_out(self, run: Run) -> bool:
+        """Goes on without a host whose part can't be started; False if there are then too few."""
+        label = run.host.label
+        explained = run.host.explain(run.code, "\n".join(run.last))
+        lines = [line for line in run.last if not line.startswith("stopping: ")] or ["it printed nothing"]
+        why = ": ".join(explained) if explained else lines[-1]
+        self.left_out[label] = run.host
+        if sum(host.label not in self.left_out for host in self.hosts) < self.at_least:
+            return False
+        say(f"{label} can't take part, exit code {run.code}: {why} (it is tried again when its line in {self.path} "
+            "changes)")
+        return True
+
+    def look_around(self, now: float) -> None:
+        """Reads hosts.txt if it has changed, tries the hosts that could take part, and waits no longer than WAIT."""
+        if now >= self.stop_at or self.is_done or self.failed:
+            return
+        if now > self.read_at + RETRY:
+            self.read_at = now
+            self.read_again()
+        for host in sorted(self.hosts, key=lambda host: self.try_at.get(host.label, 0)):  # whoever waits longest first
+            is_idle = host.label not in self.running and host.label not in self.left_out
+            if is_idle and len(self.running) < self.at_most and now >= self.try_at.get(host.label, 0):
+                self.tried.add(host.label)
+                self.start(host, is_quiet=True)
+        if len(self.running.keys() - self.tried) >= self.at_least:
+            self.few_since = None
+        elif self.few_since is None:
+            self.few_since = now
+        elif now > self.few_since + WAIT:
+            say(f"fewer than {count(self.at_least)} for {WAIT:g} seconds, so the run ends: {AGAIN}")
+            self.stop(now, 1, is_quiet=True)
+
+    def read_again(self) -> None:
+        """Takes over what has changed in hosts.txt. A file that makes no sense changes nothing."""
+        try:
+            if (modified := os.stat(self.path).st_mtime_ns) == self.modified:
+                return
+            self.modified = modified
+            hosts = read_hosts(self.path)
+            require_ipv4(hosts)
+        except (OSError, UserError) as error:
+            if str(error) not in self.said:
+                self.said.add(str(error))
+                say(f"{error}: the run goes on with the hosts that it knows")
+            return
+        known, self.hosts = {host.label for host in self.hosts}, hosts
+        self.left_out = {host.label: self.left_out[host.label] for host in self.hosts
+                         if self.left_out.get(host.label) == host}
+        for host in hosts:
+            if host.label not in known:
+                say(f"{host.label} is new in {self.path}")

@@ -1,0 +1,196 @@
+"""A run as the launcher sees it: an ssh process a host, what it prints, when all have to end, and why one failed.
+
+The far end is host_run.py. Down ssh's standard input go the job and heartbeats, and what was started there ends when
+they do. What it prints comes back as `host | line`.
+"""
+
+import collections
+import contextlib
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from agent import USER_ERROR
+from daemon import BEGUN
+from host_facts import ASKS
+from inventory import Host
+
+HEARTBEAT = 0.5  # seconds at most between two of them
+GRACE = 3  # seconds from the first failure until the others are stopped: whose fault was it?
+STOP = 20  # seconds without a line from a host that was told to stop, until ssh itself is ended: it is out of reach
+PROCESS_ENDED = re.compile(f"torch/distributed/elastic.*exitcode|{USER_ERROR.pattern}")  # after that it's of no use
+LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|Connection refused")
+# Stack traces of torch's stores, with the empty lines in between.
+STORE_TRACE = re.compile(r"^frame #\d+: |^<omitting python frames>|^Exception raised from \w+ at /|"
+                         r"\[c10d\] (recv|send)\w+ failed|^$")
+
+
+def far_end(host: Host) -> list[str]:
+    """The local command line that starts host_run.py on a host."""
+    return host.ssh(host.python, os.path.join(host.dir, "cluster", "hosts", "host_run.py"))
+
+
+class Run:
+    """The ssh process of one host: sends the job, prints what comes back, and puts itself in `events` at its end.
+
+    A line that `alarm` matches is put there at once, as (run, line). Where there is one, stack traces of torch's stores
+    are not printed: a lost host leaves many lines of them on all others. `quiet`: print nothing until it has begun.
+    """
+
+    def __init__(self, host: Host, job: dict, width: int, events: queue.SimpleQueue, alarm: re.Pattern | None,
+                 quiet: bool):
+        self.host, self.code, self.started = host, None, time.monotonic()
+        self.alarm, self.quiet, self.heard, self.has_begun = alarm, quiet, self.started, False
+        self.prefix, self.last = f"{host.label:<{width}} | ", collections.deque(maxlen=200)
+        # In a session of its own ssh has no terminal to ask anything on, and Ctrl-C reaches the launcher alone.
+        self.process = subprocess.Popen(far_end(host), start_new_session=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.send(json.dumps(job))
+        threading.Thread(target=self.read, args=[events], daemon=True).start()
+
+    def send(self, line: str = "") -> None:
+        """The first line is the job; empty ones are heartbeats, others what the user types, as JSON."""
+        with contextlib.suppress(OSError, ValueError):  # ssh has ended, or its input was closed
+            self.process.stdin.write(line.encode() + b"\n")
+            self.process.stdin.flush()
+
+    def send_input(self) -> None:
+        """Sends what the user types to this host, from when a script there asks for it."""
+        with contextlib.suppress(OSError), open(0, errors="surrogateescape", closefd=False) as typed:
+            for line in typed:
+                self.send(json.dumps(line))
+        self.send("null")
+
+    def read(self, events: queue.SimpleQueue) -> None:
+        for line in self.process.stdout:
+            self.heard = time.monotonic()
+            text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]  # what a progress bar shows last
+            self.last.append(text)
+            if BEGUN.match(text):
+                self.has_begun, self.quiet = True, False
+            if text == ASKS:
+                threading.Thread(target=self.send_input, daemon=True).start()
+            if self.alarm and self.alarm.search(text):
+                events.put((self, text))
+            if self.quiet or self.alarm and STORE_TRACE.search(text):
+                continue
+            try:
+                sys.stdout.write(f"{self.prefix}{text}\n")
+                sys.stdout.flush()
+            except OSError:
+                events.put(signal.SIGPIPE)  # nobody reads any more
+        self.code = self.process.wait()
+        events.put(self)
+
+    def stop(self, since: float) -> None:
+        """Closing its input makes host_run.py end all; where the host is out of reach, ssh itself is ended.
+
+        `since`: when the host was first told. As long as host_run.py waits for a training to save, it says so.
+        """
+        with contextlib.suppress(OSError):  # ssh has ended meanwhile
+            self.process.stdin.close()
+        if time.monotonic() > max(since, self.heard) + STOP:
+            self.process.kill()
+
+
+def say(text: str) -> None:
+    print(f"launch_cluster: {text}", file=sys.stderr, flush=True)
+
+
+class Launch:
+    """The runs of all hosts: all of them end when one has failed, or on Ctrl-C. make_job(hosts, host): what one does.
+
+    `running`: by the hosts' labels. `failed`: in the order of their ends. From `stop_at` on all are told to end.
+    """
+
+    alarm: re.Pattern | None = None
+
+    def __init__(self, hosts: list[Host], make_job: Callable[[list[Host], Host], dict]):
+        self.hosts, self.make_job, self.width = hosts, make_job, max(len(host.label) for host in hosts)
+        self.events, self.running = queue.SimpleQueue(), {}
+        self.failed, self.is_quiet, self.code, self.stop_at = [], False, 0, float("inf")
+
+    def start(self, host: Host, is_quiet: bool = False) -> None:
+        job = self.make_job(self.hosts, host)
+        self.running[host.label] = Run(host, job, self.width, self.events, self.alarm, is_quiet)
+
+    def run(self, at_most: int | None = None) -> int:
+        """Starts the first `at_most` hosts, and waits until all have ended. The exit code."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: self.events.put(number))
+        for host in self.hosts[:at_most]:
+            self.start(host)
+        while self.running:
+            event = None
+            with contextlib.suppress(queue.Empty):
+                event = self.events.get(timeout=HEARTBEAT)
+            now = time.monotonic()
+            if isinstance(event, Run):
+                del self.running[event.host.label]
+                self.ended(event, now)
+            elif isinstance(event, tuple):
+                self.heard(*event, now)
+            elif event:
+                self.stop(now, 128 + event)
+            self.look_around(now)
+            for run in self.running.values():
+                if now < self.stop_at:
+                    run.send()
+                else:
+                    run.quiet = self.is_quiet
+                    run.stop(self.stop_at)
+        return self.report() if self.failed else self.code
+
+    def stop(self, at: float, code: int, is_quiet: bool = False) -> None:
+        """All hosts end what they run. The first reason gives the exit code. `is_quiet`: they print nothing from then
+        on, since torchrun's own reports of being stopped would bury the cause."""
+        if at < self.stop_at:
+            self.stop_at, self.code, self.is_quiet = at, code, is_quiet
+
+    def fail(self, run: Run, now: float) -> None:
+        """The others are stopped a little later, since the host that fails first need not be the one that says why."""
+        if now < self.stop_at:  # what ends later was told to
+            self.failed.append(run)
+            self.stop(now + GRACE, 1, is_quiet=True)
+
+    def ended(self, run: Run, now: float) -> None:
+        if run.code:
+            self.fail(run, now)
+
+    def heard(self, run: Run, line: str, now: float) -> None:
+        """A line that `alarm` matches."""
+
+    def look_around(self, now: float) -> None:
+        """Called twice a second at least."""
+
+    def cause(self) -> Run:
+        """The run that says why: on unlike machines the end of one that lost its peer may be reported earlier."""
+        def has_message(run: Run) -> bool:
+            return any(line.startswith("error: ") for line in run.last)
+
+        return min(self.failed, key=lambda run: (not has_message(run), any(map(LOST_PEER.search, run.last))))
+
+    def report(self) -> int:
+        """Says which host failed first, and why; returns its exit code."""
+        run = self.cause()
+        lines = list(run.last)
+        ends = [index for index, line in enumerate(lines) if PROCESS_ENDED.search(line)]
+        return describe(run, f"{run.host.label} (node rank {run.host.rank}) failed first",
+                        lines[:ends[0] + 1 if ends else None])
+
+
+def describe(run: Run, what: str, shown: list[str]) -> int:
+    """Says what has happened, what the user can do about it, and the last lines; returns the exit code."""
+    print(f"\nlaunch_cluster: {what}, with exit code {run.code}", file=sys.stderr)
+    if explained := run.host.explain(run.code, "\n".join(run.last)):
+        say(f"{explained[0]}: {explained[1]}")
+    say("its last lines:" if shown else "it printed nothing")
+    print("".join(f"    {line}\n" for line in shown[-12:]), end="", file=sys.stderr)
+    return run.code if run.code > 0 else 128 - run.code

@@ -1,0 +1,80 @@
+"""Where a model's weights, its tokenizer and its adapter lie.
+
+Over several hosts that share no disk, each of three may be somewhere else:
+
+    a directory in Hugging Face's format, a Hub id     on each host, by the same name
+    the checkpoint of a run                            its files on several disks: a host is sent those that it lacks
+    an adapter, the tokenizer                          on home_rank()'s host, which reads them for all
+"""
+
+import os
+
+from checkpoints.files import ADAPTER, ADAPTER_CONFIG, STATE, read_latest
+from checkpoints.resume import Found, find_checkpoint
+from models.published import read_index
+from ranks.collectives import gather
+from ranks.disks import Disks
+from ranks.files import read_json
+from utils import UserError
+
+
+def find(path: str, flag: str, marks: tuple[str, ...]) -> str:
+    """The checkpoint at a path, or the newest one of the run there, which has one of the files `marks`.
+
+    Raises UserError where something is missing.
+    """
+    given = path
+    if latest := read_latest(path):
+        path = os.path.join(path, os.path.basename(latest))
+    if not any(os.path.isfile(os.path.join(path, mark)) for mark in marks):
+        raise UserError(f"{flag} {given!r} has no {' and no '.join(marks)}: name the folder of a run, or one of its "
+                        "step_...")
+    if os.path.isfile(index := os.path.join(path, "model.safetensors.index.json")):
+        missing = {name for name in read_index(index).values() if not os.path.isfile(os.path.join(path, name))}
+        if missing:
+            raise UserError(f"{path} lacks {', '.join(sorted(missing))}, which its index names: where hosts share no "
+                            "disk, copy them here, or take the last checkpoint on the host that started the run")
+    return path
+
+
+def find_model(args, whole: str | None = None) -> tuple[str, str, str | None]:
+    """The directories, or Hub ids, of the weights, of the tokenizer, and of the adapter if there is one.
+
+    `whole`: the checkpoint that --checkpoint means, where one knows already that all hosts together have all of it.
+    """
+    base, adapter = whole or args.checkpoint, args.adapter
+    if base and not whole and os.path.isdir(base):
+        base = find(base, "--checkpoint", ("config.json", ADAPTER_CONFIG))
+        if not os.path.isfile(os.path.join(base, "config.json")):
+            base, adapter = None, adapter or base  # a run that trained an adapter
+    elif base and not whole and (os.path.isabs(base) or base.count("/") != 1):
+        raise UserError(f"--checkpoint {base!r} has no config.json: name the folder of a run, or one of its step_...")
+    if adapter is None:
+        return base, base, None
+    adapter = find(adapter, "--adapter", (ADAPTER_CONFIG,))
+    if not os.path.isfile(os.path.join(adapter, ADAPTER)):
+        raise UserError(f"{adapter} has no {ADAPTER}: where hosts share no disk, it is on the one that started the run")
+    base = base or read_json(os.path.join(adapter, ADAPTER_CONFIG), lambda config: config["base_model_name_or_path"])
+    if not base:
+        raise UserError(f"{adapter}/{ADAPTER_CONFIG} names no model: add --checkpoint")
+    has_tokenizer = os.path.isfile(os.path.join(adapter, "tokenizer_config.json"))
+    return base, adapter if has_tokenizer else base, adapter
+
+
+def find_checkpoint_of_run(args) -> tuple[Found | None, Disks | None]:
+    """What --checkpoint means, where that is a run's, of all weights; home_rank() then has its small files. Collective.
+
+    Raises UserError, on all ranks, where all disks together lack one of its files.
+    """
+    path = args.checkpoint and os.path.abspath(args.checkpoint)
+    latest = path and os.path.join(path, os.path.basename(read_latest(path)))
+    if not any(gather(bool(path) and os.path.isfile(os.path.join(latest, STATE))
+                      and not os.path.isfile(os.path.join(latest, ADAPTER_CONFIG)))):
+        return None, None
+    is_run = any(gather(bool(read_latest(path))))
+    disks = Disks(path if is_run else os.path.dirname(path), "can't write {}: hosts put there what they lack")
+    found = find_checkpoint(path, disks.folder, disks)
+    small, home = [name for name in found.state["files"] if not name.endswith(".safetensors")], disks.home.leader
+    disks.copy(found.path, [(name, found.holders[name][0], home) for name in small if home not in found.holders[name]])
+    state = {**found.state, "optimizer_map": {}}  # which nobody needs here
+    return found._replace(state=state), disks

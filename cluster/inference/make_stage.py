@@ -1,0 +1,197 @@
+"""A rank's stage of a model that is divided over all ranks, with its weights, and beside them its adapters, if any."""
+
+import argparse
+import contextlib
+import copy
+import os
+import warnings
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import process_group_manager as pgm
+from checkpoints.files import ADAPTER, ADAPTER_CONFIG
+from checkpoints.loader import Loader
+from inference.find import find_checkpoint_of_run, find_model
+from models.published import published_weights
+from models.sizes import parts_of
+from pipeline_parallel import connect_neighbours
+from pipeline_stage import PipelineStage
+from pipeline_template import PipelineTemplate
+from planning.machines import CLUSTER_JSON
+from planning.plan_file import machines_of, plan_of_file, require_same_model
+from planning.shares import shares_by_speed
+from ranks.collectives import gather, say
+from ranks.files import read_json
+from ranks.join import print_banner
+from ranks.memory import free_memory
+from ranks.placement import from_home, home_rank, host_names, is_home, machines, take_places
+from run_common import local_directory
+from stage_weights import look_into
+from utils import UserError
+
+
+class Facts(NamedTuple):
+    """What home_rank() reads for all ranks. `base`: where the weights are. `adapter`: its folder and configuration."""
+
+    base: str
+    config: object
+    generation_config: object | None
+    adapter: tuple[str, dict] | None
+
+
+def make_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
+    """This rank's stage, and on home_rank() the tokenizer, else None. Collective. Raises UserError, on all ranks."""
+    plan, tokenizers = take_plan(args) if args.plan else None, []
+    found, disks = find_checkpoint_of_run(args)
+    facts = from_home(lambda: read_facts(args, found and found.path, tokenizers))
+    model = make_model(facts, args.dtype)
+    if plan:
+        training = {name: plan.get(name) for name in ("seq_len", "lora_rank", "base_bits")}  # which do not matter here
+        unchecked = argparse.Namespace(**training)
+        require_same_model(plan, facts.config, plan["dtype"], unchecked)
+    print_banner(device, model.dtype)
+    layers = plan["pipelines"][0]["layers"] if plan else args.pipelines or layers_by_memory(model, device)
+    template = PipelineTemplate.from_layers_per_stage(model, layers)
+    pgm.setup_process_group_manager([template.num_stages], 1)
+    connect_neighbours()
+    require_memory(model, template, device)
+    adapters = facts.adapter and share_adapters(model, template, *facts.adapter)
+    stage = PipelineStage(model, template, pgm.process_group_manager.pp_rank)
+    with pgm.together():
+        if found:
+            Loader(found, disks, device).weights(stage)
+        else:
+            published_weights(local_directory(facts.base, "--checkpoint"))(stage, device)
+        if adapters:
+            add_adapters(stage, facts.adapter[1], adapters, device)
+    stage.model.to(device).eval()
+    return stage, next(iter(tokenizers), None)
+
+
+def take_plan(args) -> dict:
+    """The plan of --plan with one pipeline only, that of home_rank(), whose ranks go on. The others wait for the end,
+    and exit. Collective. Raises UserError, on all ranks."""
+    plan = plan_of_file(args.plan, CLUSTER_JSON)
+    pipelines, home = plan["pipelines"], home_rank()
+    own = next((pipeline for pipeline in pipelines if home in pipeline["machines"]), pipelines[0])
+    if len(pipelines) > 1:
+        hosts = ", ".join(plan["hosts"][machine] for machine in own["machines"])
+        say(f"of the plan's {len(pipelines)} pipelines, that over {hosts} writes; the other machines are idle")
+    plan = {**plan, "pipelines": [own]}
+    take_places(machines_of(plan))
+    return plan
+
+
+def read_facts(args, whole: str | None, tokenizers: list) -> Facts:
+    """On home_rank(): also reads the tokenizer. `whole`: as find_model takes it. Raises UserError."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    base, tokenizer, adapter = find_model(args, whole)
+    try:
+        tokenizers.append(AutoTokenizer.from_pretrained(tokenizer))
+        tokenizers[0]("")  # fields of a wrong type raise only here
+        config, generation_config = AutoConfig.from_pretrained(base), None
+        with contextlib.suppress(OSError):  # there is none
+            generation_config = GenerationConfig.from_pretrained(base)
+    except Exception as error:  # of many classes
+        raise UserError(f"{base} can't be loaded: {' '.join(str(error).split())[:300]}") from None
+    if generation_config and (generation_config.num_beams or 1) > 1:
+        raise UserError(f"{base}/generation_config.json asks for a beam search (num_beams "
+                        f"{generation_config.num_beams}), which works in one process only: start generate.py without "
+                        "torchrun, or set it to 1")
+    config.output_router_logits = False  # for the loss of a mixture of experts' router
+    return Facts(base, config, generation_config,
+                 adapter and (adapter, read_json(os.path.join(adapter, ADAPTER_CONFIG), dict)))
+
+
+def make_model(facts: Facts, dtype: str) -> torch.nn.Module:
+    """The whole model on the meta device. Raises UserError."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, dtype) if dtype != "auto" else facts.config.dtype or torch.float32
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(facts.config, dtype=dtype)
+    except Exception as error:  # of many classes, for fields that do not go together
+        raise UserError(f"{facts.base} can't be loaded: {' '.join(str(error).split())[:300]}") from None
+    model.generation_config = facts.generation_config or model.generation_config
+    return model
+
+
+def layers_by_memory(model: torch.nn.Module, device: torch.device) -> list[int]:
+    """Layers of each stage, so that each rank's part of the weights is in proportion to its free memory. Collective."""
+    free, (embedding, layer, head, count) = gather(free_memory(device)), parts_of(model)
+    if count < len(free):
+        raise UserError(f"the model has {count} decoder layers, and each of {len(free)} processes needs at least one: "
+                        f"start at most {count} of them")
+    besides = [0.0] * len(free)
+    besides[0], besides[-1] = embedding / free[0], besides[-1] + head / free[-1]
+    return shares_by_speed(count, [layer / each for each in free], besides=besides)
+
+
+def require_memory(model: torch.nn.Module, template: PipelineTemplate, device: torch.device) -> None:
+    """Raises UserError, on all ranks, where the weights of a stage are more than what its rank has free."""
+    own, free = template.modules_per_stage[pgm.process_group_manager.pp_rank], free_memory(device)
+    needed = sum(param.nbytes for name, param in model.named_parameters(remove_duplicate=False)
+                 if name.startswith(tuple(f"{module}." for module in own)))
+    of_ranks, hosts = gather((needed, free)), host_names(machines())
+    if any(needed > free for needed, free in of_ranks):
+        listed = ", ".join(f"{host} {needed / 1e6:.0f} of {free / 1e6:.0f}"
+                           for host, (needed, free) in zip(hosts, of_ranks))
+        raise UserError(f"not enough memory for the weights (needed of free MB: {listed}): choose other --pipelines, "
+                        "or add machines")
+
+
+def share_adapters(model: torch.nn.Module, template: PipelineTemplate, folder: str, config: dict) -> dict:
+    """The adapters of this rank's layers, by their names in peft's file, which home_rank() reads.
+    Collective.
+
+    Raises UserError, on all ranks, where the adapter is not one of this model, or of another kind than LoRA.
+    """
+    parts = None
+    with pgm.together():
+        if is_home():
+            if config.get("peft_type") != "LORA" or config.get("modules_to_save"):
+                raise UserError(f"{folder} is no plain LoRA adapter, and no other is divided over ranks: add it to the "
+                                "weights with --merge_adapter first, on one machine")
+            path = os.path.join(folder, ADAPTER)
+            tensors = look_into(path, lambda file: {name.removeprefix("base_model.model."): file.get_tensor(name)
+                                                    for name in file.keys()})
+            whole = inject(copy.deepcopy(model), config, folder).named_parameters()
+            expected = {name.replace(".default.", "."): param.shape for name, param in whole if ".lora_" in name}
+            found = {name: tensor.shape for name, tensor in tensors.items()}
+            if odd := [name for name in {**expected, **found} if expected.get(name) != found.get(name)]:
+                raise UserError(f"{folder} is no adapter for this model: {len(odd)} of its matrices or the model's "
+                                f"have no counterpart, among them {odd[0]}")
+            stages = [tuple(f"{module}." for module in stage) for stage in template.modules_per_stage]
+            parts = [{name: tensor for name, tensor in tensors.items() if name.startswith(stage)} for stage in stages]
+    group, own = dist.new_group(backend="gloo"), [None]
+    dist.scatter_object_list(own, parts, src=home_rank(), group=group)
+    return own[0]
+
+
+def inject(model: torch.nn.Module, config: dict, folder: str, **changes) -> torch.nn.Module:
+    """The model with empty adapters. Raises UserError where peft is missing, or the adapter is another model's."""
+    try:
+        from peft import PeftConfig, inject_adapter_in_model
+    except ImportError:
+        raise UserError("--adapter needs the library peft: pip install peft") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return inject_adapter_in_model(PeftConfig.from_peft_type(**{**config, **changes}), model)
+    except Exception as error:
+        raise UserError(f"{folder} is no adapter for this model: {' '.join(str(error).split())[:300]}") from None
+
+
+def add_adapters(stage: PipelineStage, config: dict, adapters: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Adds a stage's adapters to its layers, beside the weights, in float32 or more."""
+    names = sorted({name.partition(".lora_")[0] for name in adapters})
+    inject(stage.model, config, "the adapter", target_modules=names, exclude_modules=None, layers_to_transform=None,
+           layers_pattern=None)
+    dtype = torch.promote_types(stage.dtype, torch.float32)
+    for name, param in stage.model.named_parameters():
+        if ".lora_" in name:
+            param.data = adapters[name.replace(".default.", ".")].to(device, dtype)

@@ -1,0 +1,79 @@
+"""Weights and tokenizers in Hugging Face's layout, in a directory or on the Hub."""
+
+import functools
+import glob
+import os
+from collections.abc import Callable
+
+import torch
+
+from models.names import name_function, their_name
+from ranks.files import read_json
+from stage_weights import load_weights, look_into
+from utils import UserError, require_reachable_hub
+
+
+def published_weights(directory: str) -> Callable:
+    """weights(stage, device), from a directory of Hugging Face's that is no checkpoint of ours: --init_from."""
+    index, single = (os.path.join(directory, f"model.safetensors{end}") for end in (".index.json", ""))
+    if os.path.isfile(index):
+        weight_map = read_index(index)
+    elif os.path.isfile(single):
+        weight_map = look_into(single, lambda file: dict.fromkeys(file.keys(), os.path.basename(single)))
+    else:
+        raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json: name a directory "
+                        "that save_pretrained wrote, a checkpoint, or one from the Hub")
+    return functools.partial(load_stage, directory, weight_map)
+
+
+def load_stage(folder: str, weight_map: dict[str, str], stage, device: torch.device) -> None:
+    """Gives a stage its weights, from the safetensors files in a folder. Raises UserError."""
+    source = {name: functools.partial(get_slice, folder, weight_map, name) for name in weight_map}
+    if name_function(stage) is their_name:
+        ours = {*stage.model.state_dict(), *dict(stage.model.named_parameters(remove_duplicate=False)),
+                *(stage.tied or ())}
+        source = {name: source[their_name(name)] for name in ours if their_name(name) in source}
+    try:
+        load_weights(stage, source, device)
+    except UserError as error:
+        raise UserError(f"the weights in {folder}: {error}") from None
+
+
+def get_slice(folder: str, weight_map: dict[str, str], name: str):
+    """A tensor of the safetensors files in a folder, which reads when it is indexed. Raises UserError.
+
+    What stays open stays mapped into memory, and each page that was read counts as the process's: keep it for a moment.
+    """
+    return look_into(os.path.join(folder, weight_map[name]), lambda file: file.get_slice(name))
+
+
+TOKENIZER_FILES = ("*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "*.tiktoken", "chat_template*",
+                   "generation_config.json")
+
+
+def read_index(path: str) -> dict[str, str]:
+    """The weight_map of an index: parameter -> file. Raises UserError for one that names files of other folders."""
+    def check(index: dict) -> dict[str, str]:
+        names = {*index["weight_map"].values()}
+        if outside := [name for name in names if os.path.basename(name) != name or name in ("", ".", "..")]:
+            raise UserError(f"{path} names {outside[0]!r}, which is not a file of that folder: take this checkpoint "
+                            "from where it was made")
+        return index["weight_map"]
+
+    return read_json(path, check)
+
+
+def read_tokenizer_files(model_name: str) -> dict[str, bytes]:
+    """The content of the tokenizer's files of a directory or a Hub id, by name; of those that there are."""
+    if not os.path.isdir(model_name):
+        require_reachable_hub(model_name, "--model_name")
+        from huggingface_hub import snapshot_download
+
+        model_name = snapshot_download(model_name, allow_patterns=list(TOKENIZER_FILES))
+    contents = {}
+    for pattern in TOKENIZER_FILES:
+        for path in glob.glob(os.path.join(glob.escape(model_name), pattern)):
+            if os.path.isfile(path):
+                with open(path, "rb") as file:
+                    contents[os.path.basename(path)] = file.read()
+    return contents

@@ -1,0 +1,144 @@
+"""Which ranks see the same folder, and files that travel between hosts that share no disk.
+
+Three machines that mount one network disk are one Disk. Three with a disk each are three, and what is on one of them
+has to be sent to be seen on another. Which it is, is found out by writing: each rank leaves a small file in the folder
+and looks whose files are there. What an earlier start has left there has other names.
+"""
+
+import contextlib
+import errno
+import os
+import traceback
+import uuid
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import process_group_manager as pgm
+from ranks.files import CHUNK, File
+from ranks.lost import is_lost_peer
+from ranks.placement import home_rank
+from utils import UserError
+
+CANT_WRITE = "can't write {}: make room, or choose another --checkpoint_dir"
+
+
+class Disk(NamedTuple):
+    """`ranks` see one folder; the first of them does what is done once a disk."""
+
+    ranks: tuple[int, ...]
+
+    @property
+    def leader(self) -> int:
+        return self.ranks[0]
+
+
+class Disks:
+    """All disks of a run. `mine` is that of this rank, `home` that of home_rank(). All ranks make one together.
+
+    Nobody else communicates in its gloo group. Raises UserError, on every rank, where a rank can't write to the folder.
+    `needs_room`: of this rank. One that is in the middle of a training goes on also while its disk is full.
+    """
+
+    def __init__(self, folder: str, message: str = CANT_WRITE, needs_room: bool = True):
+        self.folder, self.rank = folder, dist.get_rank()
+        self.group = dist.new_group(backend="gloo")
+        stem = os.path.join(folder, f".seen-{self.gather(uuid.uuid4().hex)[0]}-by-")
+        try:
+            with self.together(message):
+                os.makedirs(folder, exist_ok=True)
+                with open(f"{stem}{self.rank}", "w") as file:
+                    file.write(str(self.rank) * needs_room)
+            seen = tuple(rank for rank in range(dist.get_world_size()) if os.path.exists(f"{stem}{rank}"))
+            self.all = sorted({Disk(ranks) for ranks in self.gather(seen)})
+        finally:
+            with contextlib.suppress(OSError):
+                os.remove(f"{stem}{self.rank}")
+        self.mine = next(disk for disk in self.all if self.rank in disk.ranks)
+        self.home = next(disk for disk in self.all if home_rank() in disk.ranks)
+        self.leads = self.mine.leader == self.rank
+
+    def gather(self, value) -> list:
+        """Every rank's value, on every rank. Collective."""
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, value, group=self.group)
+        return everyone
+
+    @contextlib.contextmanager
+    def together(self, message: str = "{}"):
+        """As pgm.together: where it fails on one rank, this raises UserError on every rank. Collective.
+
+        `message`: what it says, with the rank's error in it. Of a rank that is lost the others hear by themselves.
+        """
+        with pgm.together(self.group):
+            try:
+                yield
+            except OSError as problem:
+                raise UserError(message.format(f"{problem.filename or self.folder}: {problem.strerror}")) from None
+            except UserError as problem:
+                raise UserError(message.format(problem)) from None
+            except Exception as problem:
+                if isinstance(problem, torch.OutOfMemoryError) or is_lost_peer(problem):
+                    raise
+                raise UserError(message.format(traceback.format_exc())) from None  # a fault of ours: the others wait
+
+    def copy(self, folder: str, copies: Iterable[tuple[str, int, int]], message: str = "{}") -> None:
+        """Copies files of `folder` between disks: (name, from, to), by the disks' leaders, the same list on all ranks.
+
+        A file appears under its name when it is whole. Collective. Raises UserError where one can't be read, or
+        a disk does not take it.
+        """
+        error = None
+        for name, source, target in copies:
+            path = os.path.join(folder, name)
+            if self.rank == source:
+                error = self.send(path, target) or error
+            elif self.rank == target:
+                error = self.receive(path, source) or error
+        with self.together(message):
+            if error:
+                raise error
+
+    def send(self, path: str, to: int) -> OSError | None:
+        """Sends a file that is on this rank's disk. Rank `to` calls receive(). Returns what went wrong.
+
+        The other rank waits for as many bytes as it was told, so zeros come in place of what can't be read.
+        """
+        left, file, error = 0, None, None
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(open(path, "rb", buffering=0))
+                left = os.path.getsize(path)
+            except OSError as problem:
+                error = problem
+            dist.send(torch.tensor(left), to, group=self.group)
+            while left:
+                part = torch.zeros(min(CHUNK, left), dtype=torch.uint8)
+                try:
+                    if error is None and file.readinto(part.numpy()) < len(part):
+                        raise OSError(errno.EIO, "has become shorter", path)
+                except OSError as problem:
+                    error = problem
+                dist.send(part, to, group=self.group)
+                left -= len(part)
+        return error
+
+    def receive(self, path: str, source: int) -> OSError | None:
+        """Writes the file that rank `source` sends. Returns what went wrong, if the disk did not take it."""
+        left = torch.zeros((), dtype=torch.int64)
+        dist.recv(left, source, group=self.group)
+        left, file = left.item(), File(f"{path}.unfinished")
+        while left:  # also after an error, because the sender does not know of it
+            part = torch.empty(min(CHUNK, left), dtype=torch.uint8)
+            dist.recv(part, source, group=self.group)
+            left -= len(part)
+            file.put(part.numpy())
+        try:
+            file.close()
+            os.replace(file.path, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.remove(file.path)
+            return error

@@ -1,0 +1,57 @@
+"""The ranks meet: each chooses its device, joins the others, and rank 0 prints who is there."""
+
+import os
+import socket
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import process_group_manager as pgm
+from hosts.host_facts import interface_towards, processor
+from ranks.collectives import gather, say
+from utils import UserError, choose_device
+
+
+def meet(args, join: Callable[[str], None] = pgm.init_process_group) -> tuple[torch.device, torch.dtype]:
+    """Meets the other ranks, by `join` of a backend. Returns the device that this one computes on, and its dtype.
+    Collective. Raises UserError where ranks choose unlike backends."""
+    device, dtype, backend = choose_device(args.device, args.dtype)
+    try:
+        join(backend if args.backend == "auto" else args.backend)
+    except UserError as error:
+        raise UserError(f"{error}, or all --backend gloo, and the same --dtype") from None
+    return device, dtype
+
+
+def print_table(heads: list[str], rows: list[list]) -> None:
+    """Columns as wide as their longest cell; rank 0 prints."""
+    rows = [[str(cell) for cell in row] for row in (heads, *rows)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def print_banner(device: torch.device, dtype: torch.dtype) -> None:
+    """A line a rank: which machine it runs on. Collective. Raises UserError where ranks compute in unlike dtypes."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    everyone = gather((device.type, str(dtype).removeprefix("torch."), socket.gethostname(), name, network_name()))
+    kinds, dtypes = ([facts[k] for facts in everyone] for k in range(2))
+    if len(set(dtypes)) > 1:
+        raise UserError(f"all ranks have to compute in one dtype, but these differ, by rank: {', '.join(dtypes)}: "
+                        "give all the same --dtype, for instance --dtype float32")
+    ranks = "1 rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
+    say(f"{ranks} over {dist.get_backend()}, {dtypes[0]}, torch {torch.__version__}")
+    print_table(["rank", "host", "device" if len(set(kinds)) > 1 else device.type.upper(), "network"],
+                [[rank, *facts] for rank, (_, _, *facts) in enumerate(everyone)])
+
+
+def network_name() -> str:
+    """The interface that reaches rank 0's machine, and this machine's address there."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        name, address = interface_towards(master)
+    except OSError as error:
+        return f"no way to {master}: {error}"
+    chosen = os.environ.get("NCCL_SOCKET_IFNAME" if dist.get_backend() == "nccl" else "GLOO_SOCKET_IFNAME")
+    return f"{(chosen or name).removeprefix('=')} {address}"

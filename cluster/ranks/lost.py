@@ -1,0 +1,26 @@
+"""Whether a run is elastic, and whether an error means that another rank is lost."""
+
+import os
+import re
+
+import torch
+
+VARIABLE = "ELASTIC_RUN"  # of the environment: what agent.py tells its processes, as JSON
+PATIENCE = 6  # seconds without an answer after which a process is lost
+NEWCOMER = "another process is taken in"
+LOST = re.compile("peer|onnection|ocket|imed out|timeout|Broken pipe|NCCL|TCPStore|remote process", re.IGNORECASE)
+
+
+class Lost(RuntimeError):
+    """The generation has ended: a process of it is gone, or another one is to be taken in."""
+
+
+def is_elastic() -> bool:
+    """Whether processes that are lost are started anew: the agent then says so in the environment, as torchrun does."""
+    return VARIABLE in os.environ or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether it came of communicating with a rank that is gone."""
+    is_ours = isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError)
+    return not is_ours and bool(isinstance(error, Lost) or LOST.search(str(error)))

@@ -1,0 +1,142 @@
+"""A rank's view of its machine, and of the other ranks: hosts/host_facts.py has the facts of a host by itself."""
+
+import atexit
+import contextlib
+import datetime
+import functools
+import os
+import socket
+import sys
+import uuid
+
+import torch
+import torch.distributed as dist
+
+import process_group_manager as pgm
+from hosts.host_facts import HOME, interface_towards
+from ranks.collectives import from_rank, gather, wait_for_all
+from ranks.lost import is_elastic
+
+
+def this_host() -> tuple[str, str]:
+    """The name of this machine, and its address in the network of the run or, where it has none, that of its card."""
+    address = f"{uuid.getnode():012x}"
+    with contextlib.suppress(OSError):
+        _, address = interface_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    return socket.gethostname(), address
+
+
+def host_names(hosts: list[tuple[str, str]], known: list[str] = ()) -> list[str]:
+    """What each this_host() is called: by its name or, where several machines have the same one, by its address.
+
+    `known`: what hosts are called in a file, of which some may be gone.
+    """
+    names = [name for name, _ in set(hosts)]
+    return [address if names.count(name) > 1 or address in known else name for name, address in hosts]
+
+
+def places_of(hosts: list[str], among: list[str]) -> list[int | None]:
+    """For each of the hosts its place `among` others, each place once; None for one that is not there."""
+    left, places = list(among), []
+    for host in hosts:
+        places.append(left.index(host) if host in left else None)
+        if host in left:
+            left[places[-1]] = None
+    return places
+
+
+@functools.cache
+def places() -> list[tuple[tuple[str, str], str | None]]:
+    """this_host() of every rank, and its GPU's own number, None on a CPU. Collective at the first call."""
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid if torch.cuda.is_initialized() else None
+    return gather((this_host(), gpu and str(gpu)))
+
+
+def machines() -> list[tuple[str, str]]:
+    """this_host() of every rank. Collective at the first call."""
+    return [host for host, _ in places()]
+
+
+def ranks_of_this_machine() -> int:
+    """Not every launcher says how many these are, so the ranks tell each other where they are. As machines()."""
+    return machines().count(this_host())
+
+
+def ranks_sharing(device: torch.device) -> int:
+    """How many ranks compute on this GPU, or run on this machine. As machines()."""
+    if device.type == "cpu":
+        return ranks_of_this_machine()
+    gpus = [gpu for _, gpu in places()]
+    return gpus.count(gpus[dist.get_rank()])
+
+
+def once_per_machine(make):
+    """Calls make() in one process of each machine and returns its result in all of them. All ranks call it together.
+
+    Use it for work that is slow, or that two processes must not do at once. A UserError is raised on every rank.
+    The others wait over gloo, because NCCL aborts a collective that takes minutes. Where the process that works is
+    killed, on any machine, gloo's connections to it end, and so do all who wait.
+    """
+    first, outcome = machines().index(this_host()), None
+    waiting = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
+    with pgm.together(waiting):
+        if dist.get_rank() == first:
+            outcome = make()
+    dist.destroy_process_group(waiting)
+    return gather(outcome)[first]
+
+
+@functools.cache
+def home_rank() -> int:
+    """The first rank of the machine on which the run was started. What is for people is written, read and said there.
+
+    Rank 0 may be anywhere: plans number the ranks, and an elastic torchrun sorts its hosts by address. For
+    launch_cluster.sh see inventory.home_of; without it, and where a plan leaves that host idle or an elastic run has lost
+    it, the host with the lowest node rank is taken. Collective at the first call.
+    """
+    distances = gather((HOME not in os.environ, int(os.environ.get("GROUP_RANK", 0))))
+    return machines().index(machines()[distances.index(min(distances))])
+
+
+def is_home() -> bool:
+    """Whether this rank is home_rank()."""
+    return dist.get_rank() == home_rank()
+
+
+def from_home(make):
+    """As from_rank: what make() returns on home_rank()."""
+    return from_rank(home_rank(), make)
+
+
+def forget_ranks() -> None:
+    """Call it where the ranks are numbered anew: what is known of their places no longer counts."""
+    for known in (places, home_rank):
+        known.cache_clear()
+
+
+def take_places(order: list[int]) -> None:
+    """Makes the process group anew with the ranks in this `order`. Idle processes wait for the end, and exit.
+
+    Call it before any process group is made besides the default one. Collective.
+    """
+    rank, backend, store = dist.get_rank(), dist.get_backend(), dist.distributed_c10d._get_default_store()
+    if order == list(range(dist.get_world_size())):
+        return
+    wait_for_all("places")
+    dist.destroy_process_group()
+    forget_ranks()
+    if rank not in order:
+        try:
+            store.wait(["ended"], datetime.timedelta(days=365))
+        except RuntimeError:  # the store may end with rank 0's process
+            if is_elastic():
+                raise
+        sys.exit(0)
+
+    def tell_idle() -> None:
+        with contextlib.suppress(RuntimeError):  # of a generation that has ended
+            store.set("ended", "")
+
+    atexit.register(tell_idle)
+    dist.init_process_group(backend, store=dist.PrefixStore("planned", store), rank=order.index(rank),
+                            world_size=len(order), timeout=pgm.timeout)

@@ -1,0 +1,109 @@
+"""A run that is asked to stop.
+
+SIGTERM and Ctrl-C only leave a note: all ranks finish the step that they are in, save a checkpoint and end. Whoever
+started them has to wait for that. launch_cluster.sh is told how long a step takes; torchrun waits for as long as a
+variable said when it started, so that a run prints its name where steps take too long for it.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from hosts.host_facts import STOPS_WITHIN
+from ranks.lost import is_elastic
+
+UNKNOWN = 600.0  # seconds that a stop may take where no step was measured yet, and while the last checkpoint is written
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds until torchrun kills what it has told to end; 30 by default
+
+
+def let_signals_kill() -> None:
+    """For a training that can't end within a step: SIGTERM and Ctrl-C end the process, as they do by default."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+class Signals:
+    """Notes SIGTERM and Ctrl-C from now on: `asked`. Until `ready` is set, there is nothing to lose, and they end the
+    process."""
+
+    def __init__(self):
+        self.asked, self.ready = False, False
+        self.noted, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)  # written at once, even where Python waits in C++
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self) -> None:
+        while os.read(self.noted, 64):
+            self.asked = True
+            if not self.ready:
+                print("stopped before the training began", flush=True)
+                os._exit(is_elastic())
+
+    def wait(self, seconds: float) -> bool:
+        """Whether a signal has come, or comes in time."""
+        end = time.monotonic() + seconds
+        while not self.asked and time.monotonic() < end:
+            time.sleep(0.05)
+        return self.asked
+
+
+class Watch:
+    """Whether the ranks were told to stop, or others wait to be taken in. All ranks make one together.
+
+    `newcomers()`: of a run that goes on in place, the processes that wait; else None.
+    """
+
+    def __init__(self, newcomers: Callable | None, signals: Signals):
+        self.newcomers, self.signals, self.has_newcomers = newcomers, signals, False
+        self.longest, self.asked_at = 0.0, None  # seconds between two questions of ask_all; when the last one was
+        self.torchrun_waits = float(os.environ.get(SHUTDOWN, 30)) if "TORCHELASTIC_RUN_ID" in os.environ else math.inf
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.group = dist.new_group(backend="gloo") if self.world_size > 1 else None
+
+    def begin(self) -> None:
+        """From now on there is something to lose: a signal ends the step first."""
+        self.signals.ready = True
+        self.stops_within(UNKNOWN)
+
+    def ask_all(self, work: float = 0.0, seconds: float = 0.0) -> bool:
+        """Whether any rank was told to stop, asked where a step ends: the step that runs is the last. Collective.
+
+        Afterwards `has_newcomers` is whether processes wait to be taken in, and `told` is the largest `seconds` of all,
+        followed by each rank's `work`.
+        """
+        newcomers = self.newcomers() if self.newcomers else []
+        asked, now = torch.zeros(3 + self.world_size, dtype=torch.float64), time.monotonic()
+        asked[[0, 1, 2, 3 + self.rank]] = torch.tensor([self.signals.asked, bool(newcomers), seconds, work]).double()
+        if self.group:
+            dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
+        if self.asked_at and now - self.asked_at > self.longest:  # not of the first step, which warms up
+            self.longest = now - self.asked_at
+            self.stops_within(self.longest)
+            if self.rank == 0 and self.longest > self.torchrun_waits / 2:  # the other half is for the checkpoint
+                print(f"a step takes {self.longest:.0f} s, and torchrun ends its processes {self.torchrun_waits:.0f} s "
+                      f"after Ctrl-C, saved or not: start it with {SHUTDOWN}={max(UNKNOWN, 4 * self.longest):.0f} on "
+                      "each host", flush=True)
+                self.torchrun_waits = math.inf
+        self.asked_at = now
+        stops, newcomers, *self.told = asked.tolist()
+        stops, self.has_newcomers = bool(stops), bool(newcomers)
+        if stops:
+            self.stops_within(UNKNOWN)
+        return stops
+
+    def stops_within(self, seconds: float) -> None:
+        """Tells launch_cluster.sh, if it has started this process, how long it may take from a signal to the end."""
+        if path := os.environ.get(STOPS_WITHIN):
+            with contextlib.suppress(OSError), open(path, "r+") as file:
+                file.write(f"{seconds:10.1f}")  # always as long, over what is there: nobody reads half a number

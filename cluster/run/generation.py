@@ -1,0 +1,171 @@
+"""A run that goes on in place: one generation of its processes after the other, in the same processes.
+
+    train_in_generations(args, train)     calls train(args, generation) until it returns
+        generation.join(backend)          meets the others, and makes the groups' store and the first group
+        ...                               the whole training; every group of ranks belongs to this generation
+        Lost, or an error of a group      what this process holds is kept, and the next generation is given it
+
+So a lost process costs no start of any other one: no imports, no process, no reading of what is in memory. On NCCL,
+groups are aborted as its documentation says; that was never run.
+"""
+
+import argparse
+import contextlib
+import copy
+import datetime
+import gc
+import json
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+import process_group_manager as pgm
+from membership.meeting import Members, TooFew
+from membership.pulses import Pulses
+from ranks.lost import LOST, NEWCOMER, VARIABLE, Lost, is_elastic, is_lost_peer
+from ranks.placement import forget_ranks
+from ranks.stopping import Signals, let_signals_kill
+from run.live_state import Held
+from timeline import timeline
+from utils import UserError
+
+JOINING, TIMEOUT = 15, 600  # seconds that a process waits for the others: to join, and after that
+FAILURES = 5  # generations that may end before they begin, one after the other
+
+
+class Generation:
+    """`held`: what this process has in memory of the generation before, see held.py; None of a new process.
+
+    `run`: the Run of this generation, as soon as there is one. `failures`: of the generations before, so many in a row
+    have ended before they began.
+    """
+
+    def __init__(self, members: Members | None, signals: Signals, held=None, failures: int = 0):
+        self.members, self.signals, self.held, self.failures = members, signals, held, failures
+        self.pulses = self.run = None
+
+    @property
+    def number(self) -> int:
+        return self.members.roster.generation if self.members else 0
+
+    def join(self, backend: str) -> None:
+        """Meets the other processes. Raises UserError, Lost."""
+        if self.members:
+            roster = self.members.meet(lambda: self.signals.asked)
+            hosts = list(dict.fromkeys(member.host for member in roster.members))
+            address, port = roster.store
+            os.environ |= {"RANK": str(roster.members.index(self.members.me)), "WORLD_SIZE": str(len(roster.members)),
+                           "MASTER_ADDR": address, "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": str(len(hosts)),
+                           "GROUP_RANK": str(hosts.index(self.members.me.host)),
+                           "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
+                           "TORCHELASTIC_RESTART_COUNT": roster.secret}  # becomes the prefix of its keys
+            self.pulses = Pulses(self.members)
+        pgm.init_process_group(backend, JOINING if self.members else TIMEOUT)
+        if self.members:
+            dist.barrier()
+            self.members.begin(roster)
+            pgm.timeout = datetime.timedelta(seconds=TIMEOUT)  # from here on machines may be slow
+            dist.distributed_c10d._set_pg_timeout(pgm.timeout)
+            dist.distributed_c10d._get_default_store().set_timeout(pgm.timeout)
+
+    def leave(self, error: RuntimeError) -> "Generation":
+        """The next generation, with what this process holds. Raises the error itself where nobody is lost."""
+        is_lost = is_lost_peer(error) or self.pulses is not None and self.pulses.reason
+        if not is_lost or self.members is None:
+            raise error
+        if self.pulses and str(error) != NEWCOMER:
+            self.pulses.noticed.wait(0.2)  # whose end it was
+        reason = self.pulses and self.pulses.reason or str(error).splitlines()[0][:200]
+        if self.run and self.run.has_begun:
+            print(f"rank {os.environ['RANK']}: {reason}, after step {self.run.step}", flush=True)
+            self.held = Held(self.run)
+        self.end_groups()
+        if self.failures > FAILURES and self.held is None:  # who holds nothing need not stand in the way of others
+            print(f"no generation has begun with this process, {self.failures} times in a row, the last time because "
+                  f"{reason}: it starts anew. Can each host reach each other one at all ports?", flush=True)
+            os._exit(1)
+        gc.collect()  # groups and stages of this generation refer to each other
+        has_begun = self.run and self.run.has_begun and self.run.step > self.run.start
+        return Generation(self.members, self.signals, self.held, 0 if has_begun else self.failures + 1)
+
+    def outlives(self, error: UserError) -> "Generation":
+        """The next generation where another process has brought the error, as one with a full disk that has just come.
+
+        That one ends, as nobody needs it. Raises the error itself where that would not help.
+        """
+        if self.members and self.members.found_running and self.held is None:
+            print(f"error: {error}", flush=True)
+            os._exit(1)
+        has_begun = self.run is not None and self.run.has_begun
+        if self.held is None or has_begun or self.failures >= FAILURES:
+            raise error
+        if os.environ["RANK"] == "0":
+            print(f"this generation can't begin ({error}): the run goes on with those that can", flush=True)
+        return self.leave(Lost(str(error)))
+
+    def end_groups(self) -> None:
+        """Ends all that belongs to this generation: what waits in a group, then the groups themselves."""
+        if self.pulses:
+            self.pulses.shut()
+            self.pulses.close()
+        for thread in threading.enumerate():  # those that wait in a group: of the timeline, of a checkpoint
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join(JOINING)
+        if self.run:
+            self.run.leave()
+        timeline.recording, timeline.spans = False, []
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+        forget_ranks()
+
+
+def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
+    """train(args, generation), again and again in an elastic run until it returns. Each time with `args` as they are.
+
+    Where too few are left to go on, the process ends, and its agent starts it anew.
+    """
+    folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
+    members, signals = Members.from_environment(os.path.join(folder, ".members"), args.tp_size), Signals()
+    if members and members.is_done:
+        print("the run has ended already", flush=True)
+        return
+    generation = Generation(members, signals)
+    while True:
+        try:
+            return train(copy.deepcopy(args), generation)
+        except TooFew:
+            there, known = len(members.there()), len(members.roster.members)
+            print(f"too few: this host hears {there} of the {known} processes of the run, and the others may be "
+                  "training: this part ends, and takes part again when it hears more of them", flush=True)
+            os._exit(1)
+        except UserError as error:
+            generation = generation.outlives(error)
+        except RuntimeError as error:
+            generation = generation.leave(error)
+
+
+@contextlib.contextmanager
+def end_of_elastic_run():
+    """Around main(): an error that starting anew would only repeat ends the agent as well, which started this process.
+
+    Our own agent reads it from the exit code; torchrun's is told.
+    """
+    if VARIABLE in os.environ:  # until it has met the others: see one_clear_error
+        os.environ["RANK"] = str(json.loads(os.environ[VARIABLE])["host"])
+    try:
+        yield
+    except Exception as error:
+        if not is_elastic():
+            let_signals_kill()  # a rank that waits for rank 0 to speak ends where it is told to
+        elif isinstance(error, UserError) or not LOST.search(str(error)):
+            if "TORCHELASTIC_ERROR_FILE" in os.environ:  # a child of torchrun
+                threading.Timer(1.0, os.kill, [os.getppid(), signal.SIGTERM]).start()  # after the message
+            elif VARIABLE in os.environ and not isinstance(error, UserError):
+                traceback.print_exc()
+                os._exit(2)
+        raise

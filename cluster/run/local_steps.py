@@ -1,0 +1,253 @@
+"""Local steps (DiLoCo, Douillard et al. 2023): each rank trains by itself, and all agree on their weights once a round.
+
+A round, from weights that are the same on all ranks:
+
+    rank i   takes n_i optimizer steps of its own, with its own AdamW, and sends nothing
+    all      outer gradient = sum over i of w_i * (agreed weights - weights of rank i), summed in small messages
+    all      agreed weights: one step of SGD with Nesterov momentum, along the outer gradient; all go on from there
+
+n_i goes by speed, so that all ranks are done at the same time; --local_steps is their mean. The difference of a rank
+is the sum of its n_i updates, so w_i must not grow with n_i again. It goes by the micro-batches of one local step, and
+every sample counts once.
+
+With --overlap_steps d, ranks go on with the next round while their differences travel. After d of its steps (or d times
+n_i / mean, rounded up) a rank waits for the outer gradient and takes the outer step. What it has learned since the
+round ended is kept: weights = agreed weights + (weights - weights at the round's end). Streaming DiLoCo (Douillard et
+al. 2025) overlaps likewise, and takes a mean of the two. The place is fixed, so the network's speed changes no result.
+The last round of an epoch is not overlapped: all ranks end it with the same weights.
+"""
+
+import argparse
+import datetime
+import itertools
+import math
+import os
+import types
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+
+import process_group_manager as pgm
+from data.encoded import load_samples
+from dataloader import collate_batch
+from metrics import RunLogger
+from model import cast_weights_once
+from pipeline_stage import PipelineStage
+from planning.machines import WIRE_DTYPES
+from ranks.lost import is_elastic
+from ranks.stopping import let_signals_kill
+from run.compression import CompressedAllReduce
+from run.flags import make_adamw
+from run.loop import print_epochs, warn_of_damage
+from run.record import Board, Step
+from run.times import StepTimes
+from timeline import timeline
+from utils import UserError, make_scheduler, number, positive_float, positive_int, recompute_layers, zero_or_more
+
+OUTER = {"outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap_steps": 0}  # flags and their defaults
+below_one = number(float, lambda value: 0 <= value < 1, "from 0 to below 1")
+PATIENCE = datetime.timedelta(days=1)  # a round takes long, and ranks may end it at unlike times
+
+
+def add_local_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--local_steps", type=positive_int, metavar="H",
+                        help="optimizer steps that a rank takes by itself between two exchanges: the mean over ranks")
+    parser.add_argument("--outer_learning_rate", type=positive_float, help="of what ranks agree on (default: 1)")
+    parser.add_argument("--outer_momentum", type=below_one,
+                        help="Nesterov's (default: 0, so that weights are averaged; DiLoCo as published: 0.7 and 0.9)")
+    parser.add_argument("--overlap_steps", type=zero_or_more,
+                        help="go on for so many local steps while the differences travel (default: 0)")
+    parser.add_argument("--gradient_wire_dtype", choices=WIRE_DTYPES,
+                        help="of gradients, or of differences after local steps, while they travel")
+
+
+def check_local_flags(args) -> None:
+    """Fills in defaults. Raises UserError for flags that do not go together."""
+    if not args.local_steps:
+        if given := [name for name in OUTER if getattr(args, name) is not None]:
+            raise UserError(f"--{', --'.join(given)} without local steps: add --local_steps 50, or leave them out")
+        return
+    for name, default in OUTER.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    if args.overlap_steps >= args.local_steps:
+        raise UserError(f"--overlap_steps {args.overlap_steps} must be below --local_steps {args.local_steps}: the "
+                        "differences of a round have to arrive before the next round ends")
+    if given := [flag for flag in ("pipelines", "plan", "resume", "save_every", "max_steps", "lora_rank")
+                 if getattr(args, flag, None)]:
+        raise UserError(f"--{', --'.join(given)} with --local_steps: ranks that take local steps hold the whole model, "
+                        "from the first epoch on, and save it at the end of each: leave it out")
+    if is_elastic():
+        raise UserError("--local_steps in an elastic run: ranks that take local steps can't go on from a checkpoint "
+                        "when a host is lost or comes back: start without --elastic (torchrun: without "
+                        "--max-restarts), or leave out --local_steps")
+    if args.profile_batch >= 0:
+        raise UserError(f"--profile_batch {args.profile_batch}: ranks that take local steps have no step in common to "
+                        "draw: leave it out, or leave out --local_steps")
+    if args.max_steps_per_epoch and args.max_steps_per_epoch % args.local_steps:
+        raise UserError(f"--max_steps_per_epoch {args.max_steps_per_epoch} is no multiple of --local_steps "
+                        f"{args.local_steps}: an epoch has to end where a round ends")
+
+
+def train_rounds(args, plugin, made, layout, run) -> None:
+    """The training of train_distributed.py with --local_steps. At the end of each epoch rank 0 saves. Collective."""
+    config = made.model.config
+    samples_of_step = plugin.global_batch_size // args.local_steps
+    samples = load_samples(args, args.model_name, config.vocab_size,
+                        args.max_steps_per_epoch and args.max_steps_per_epoch * samples_of_step)
+    run.check_data(args.model_name, config.vocab_size, samples.read)
+    if len(samples) < plugin.global_batch_size:
+        raise UserError(f"the data set has {len(samples)} samples, fewer than the {plugin.global_batch_size} of a "
+                        f"round of --local_steps {args.local_steps}: lower it, or add data")
+    loader = plugin.prepare_dataloader(samples, shuffle=True, seed=args.seed, collate_fn=collate_batch)
+    stage = PipelineStage(made.model, layout.templates[0], 0)
+    with pgm.together():
+        if made.initial:  # else the model has them, drawn by --seed
+            made.initial(stage)
+        stage.model.to(plugin.device)
+    if args.recompute:
+        recompute_layers(stage.own_layers())
+    optimizer = make_adamw(args, stage.model.named_parameters())
+    run.begin(plugin, types.SimpleNamespace(module=stage), optimizer, types.SimpleNamespace(state_dict=dict),
+              made.names, made.files, args.model_name, loader.steps_per_epoch)
+    let_signals_kill()
+    board = Board(os.path.join(args.log_dir, args.run_name), plugin.device)
+    rounds = train_locally(args, plugin, stage.model, optimizer, loader, made.criterion, layout.local_steps,
+                           args.epochs * loader.steps_per_epoch)
+    for step in print_epochs(rounds, loader.steps_per_epoch):
+        board.log(step, plugin.global_batch_size * args.seq_len)
+        run.step = step.number
+        warn_of_damage(step, 0, made.source, config.vocab_size)
+        if step.number % loader.steps_per_epoch == 0:
+            run.checkpointer.save(step.number, is_last=True)
+    run.end(was_stopped=False)
+    board.close()
+
+
+class Round:
+    """What a round was on this rank: a row a local step. Its `mean` over all ranks comes with the outer gradient."""
+
+    def __init__(self, number: int):
+        self.number, self.rows, self.seconds, self.computed = number, [], 0.0, []
+
+    def log(self, logger: RunLogger) -> Step:
+        """Writes the rows of `mean`. Returns the round as a step, which ends with the last row. Collective."""
+        num_rows = len(self.mean)
+        for i, row in enumerate(self.mean.tolist()):
+            logger.log((self.number - 1) * num_rows + i + 1, *row, self.seconds / num_rows)
+        compute_seconds = None if None in self.computed else sum(self.computed)
+        return Step(self.number, self.mean[:, 0].mean().item(), *row[1:], self.seconds, compute_seconds)
+
+
+class OuterOptimizer:
+    """The agreed weights and their optimizer. All ranks make one together, and call start() and finish() in turns.
+
+    `share`: of this rank's difference in the outer gradient. Parameters of `model` become views of one flat tensor.
+    """
+
+    def __init__(self, args, plugin, model: torch.nn.Module, share: float):
+        self.num_rows, self.share = args.local_steps, share
+        self.share_of_samples = plugin.own_num_microbatches / sum(plugin.num_microbatches)
+        self.weights = parameters_to_vector(model.parameters()).detach()
+        vector_to_parameters(self.weights, model.parameters())
+        self.agreed = self.weights.clone()
+        self.wire_dtype = WIRE_DTYPES.get(args.gradient_wire_dtype, self.weights.dtype)
+        self.optimizer = torch.optim.SGD([self.agreed], args.outer_learning_rate, args.outer_momentum,
+                                         nesterov=args.outer_momentum > 0)
+        self.group, self.under_way = dist.new_group(timeout=PATIENCE), None
+
+    def start(self, ended: Round) -> None:
+        """The difference and the rows of this rank begin to travel. The mean has `num_rows` rows."""
+        self.under_way, self.at_end = ended, self.weights.clone()
+        rows = torch.tensor(ended.rows, dtype=torch.float64, device=self.weights.device)  # (n_i, 3)
+        rows = F.adaptive_avg_pool1d(rows.T, self.num_rows).T  # shrinks them, or stretches them
+        ended.mean = (rows * self.share_of_samples).contiguous()
+        self.rows_arrive = dist.all_reduce(ended.mean, group=self.group, async_op=True)
+        self.agreed.grad = (self.agreed - self.weights) * self.share
+        self.sum, self.is_gathering = CompressedAllReduce(self.agreed.grad, self.group, self.wire_dtype), False
+
+    def advance(self) -> None:
+        """Starts the second half of the sum once the first is there. No result depends on when."""
+        if self.under_way and not self.is_gathering and self.sum.handle.is_completed():
+            self.sum.gather()
+            self.is_gathering = True
+
+    def finish(self) -> Round:
+        """Waits for the outer gradient, and takes the outer step. Returns the round that has ended with it."""
+        if not self.is_gathering:
+            self.sum.gather()
+        self.sum.wait()
+        self.rows_arrive.wait()
+        self.optimizer.step()
+        self.weights.copy_(self.agreed + (self.weights - self.at_end))  # equal on all ranks, if nothing came after
+        ended, self.under_way, self.sum, self.at_end, self.agreed.grad = self.under_way, None, None, None, None
+        return ended
+
+
+def local_step(args, model, optimizer, scheduler, batches: Iterator[dict], num_microbatches: int,
+               criterion: Callable) -> tuple[float, float, float]:
+    """An optimizer step of this rank alone: its loss, gradient norm and learning rate."""
+    total = 0.0
+    with cast_weights_once():
+        for i in range(num_microbatches):
+            batch = next(batches)
+            with timeline.span("forward", i):
+                loss = criterion(model(batch["input_ids"]), batch) / num_microbatches
+            with timeline.span("backward", i):
+                loss.backward()
+            total += loss.detach()
+    grad_norm = clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+    with timeline.span("optimizer"):
+        optimizer.step()
+    optimizer.zero_grad()
+    learning_rate = scheduler.get_last_lr()[0]
+    scheduler.step()
+    return total.item(), grad_norm.item(), learning_rate
+
+
+def endless(loader) -> Iterator[dict[str, torch.Tensor]]:
+    """Epoch after epoch of micro-batches, each shuffled in its own way."""
+    for epoch in itertools.count(1):
+        loader.set_epoch(epoch)
+        yield from loader
+
+
+def train_locally(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader, criterion: Callable,
+                  steps: list[int], num_rounds: int) -> Iterator[Step]:
+    """Trains `model`, whole on each rank, in rounds of steps[i] local steps on rank i. Collective.
+
+    Yields each round as one step, when its outer step is done. Writes --local_steps rows of metrics a round: the means
+    over ranks. Where an epoch ends, all ranks have the same weights.
+    """
+    rank, tokens = pgm.process_group_manager.dp_rank, plugin.global_batch_size * args.seq_len
+    with pgm.together():
+        logger = RunLogger(args, pgm.process_group_manager, num_rounds * args.local_steps, tokens // args.local_steps)
+    num_microbatches = [count // own for count, own in zip(plugin.num_microbatches, steps)]  # of a local step
+    own, pace = steps[rank], steps[rank] / args.local_steps
+    outer = OuterOptimizer(args, plugin, model, num_microbatches[rank] / sum(num_microbatches))
+    delay = min(math.ceil(args.overlap_steps * pace), own - 1)
+    scheduler = make_scheduler(optimizer, num_rounds * own, round(args.warmup_steps * pace), args.lr_decay)
+    times, batches = StepTimes(plugin.device), endless(loader)
+
+    for number_of_round in range(1, num_rounds + 1):
+        now = Round(number_of_round)
+        is_overlapped = args.overlap_steps > 0 and number_of_round % loader.steps_per_epoch > 0
+        for step in range(own):
+            times.start((number_of_round - 1) * own + step)
+            if outer.under_way and step == delay:
+                yield outer.finish().log(logger)
+            now.rows.append(local_step(args, model, optimizer, scheduler, batches, num_microbatches[rank], criterion))
+            outer.advance()
+            if step == own - 1:
+                outer.start(now)
+                if not is_overlapped:
+                    outer.finish()
+            seconds, computed = times.stop()
+            now.seconds, now.computed = now.seconds + seconds, [*now.computed, computed]
+        if not is_overlapped:
+            yield now.log(logger)
+    logger.close()
+    times.print()

@@ -1,0 +1,146 @@
+"""A plan: which machines share the model, and in which order. Ranks are numbered anew in the order of the plan.
+
+    ranks as torchrun starts them   0     1     2           pipelines of the plan: `machines` 2, 0
+    ranks of the training           1     -     0           machine 1 is idle: training is faster without it
+
+cluster/plan.py wrote it, for --plan. Without --plan and --pipelines the machines plan by themselves where one of them
+can't hold the model:
+
+    1. may every machine hold the whole model?    a rough bound, and what it has free: then nothing more happens
+    2. they measure themselves, as plan.py --measure does
+    3. one rank looks for the best plan: without recomputation if one fits, else with it. The others get it from there
+"""
+
+import contextlib
+
+import torch
+
+from planning.clock import StageClock
+from planning.machines import CLUSTER_JSON, Cluster, Pipeline, Setting
+from planning.measure import describe_machines, measure_with
+from planning.plan_file import machines_of, plan_of_file, require_same_model
+from planning.report import as_plan
+from planning.search import Plans, find_plans
+from planning.simulate import peak_memory
+from ranks.collectives import gather, say
+from ranks.memory import free_memory, return_freed_memory
+from ranks.placement import from_home, host_names, machines
+from utils import UserError, to_readable_format
+
+MEASURE_SECONDS, FRACTION = 12.0, 0.9  # of measuring; of the free memory that may be used
+ROUGHLY = 50  # numbers that a layer keeps for each number of a hidden state, at most
+
+
+def find_plan(args, made, device: torch.device, dtype: torch.dtype) -> dict | None:
+    """The content of plan.json: that of --plan, or one that the machines make by themselves. None where each of them
+    takes all of the model, or --pipelines says who takes what. Collective.
+
+    Raises UserError, on all ranks, for a plan that can't be read, or is for other hosts or another model, and where the
+    model does not fit into all machines together.
+    """
+    if args.plan:
+        plan = plan_of_file(args.plan, getattr(args, "cluster_json", None) or CLUSTER_JSON)
+        used = machines_of(plan)
+        idle = [host for rank, host in enumerate(plan["hosts"]) if rank not in used]
+        say(f"ranks in the order of {args.plan}: {', '.join(plan['hosts'][rank] for rank in used)}"
+            f"{' | idle: ' * bool(idle)}{', '.join(idle)}")
+        require_same_model(plan, made.model.config, str(dtype).removeprefix("torch."), args)
+        return plan
+    if args.pipelines or args.tp_size > 1 or args.local_steps:
+        return None
+    return plan_by_themselves(args, made, device, dtype)
+
+
+def plan_by_themselves(args, made, device: torch.device, dtype: torch.dtype) -> dict | None:
+    """The plan for these machines; None where each of them can hold the whole model. Collective."""
+    free = gather(free_memory(device))
+    if rough_bytes(args, made, dtype) < FRACTION * min(free):
+        return None
+    return_freed_memory()
+    listed = ", ".join(f"{host} {room / 1e9:.2f}" for host, room in zip(host_names(machines()), free))
+    say(f"the whole model may not fit into every machine's free memory (GB: {listed}): measuring")
+    data = measure(args, made, device, dtype)
+    say(describe_machines(data, ()))
+    return from_home(lambda: choose(args, data))
+
+
+def rough_bytes(args, made, dtype: torch.dtype) -> float:
+    """More than the whole model takes on one machine, without measuring anything."""
+    config, lora, tokens = made.model.config, made.lora, args.batch_size * args.seq_len
+    numbers = sum(param.numel() for param in made.model.parameters())
+    weights = lora.frozen_bytes + 18 * lora.num_trained if lora else 24 * numbers
+    kept = ROUGHLY * config.hidden_size * config.num_hidden_layers + 6 * config.vocab_size
+    return weights + 4.0 * tokens * kept
+
+
+def measure(args, made, device: torch.device, dtype: torch.dtype) -> dict:
+    """The content of cluster.json, with micro-batches of 1 and of args.batch_size samples. Collective."""
+    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
+    sizes = sorted({1, args.batch_size})
+    data = {**measure_with(clock, args.model_name, tuple(sizes), MEASURE_SECONDS), "flags": {}}
+    for machine in data["machines"]:  # where there was no time or memory for a size: so many times the smallest
+        for kind in ("forward", "backward"):
+            for size in sizes[1:]:
+                machine[kind].setdefault(str(size), [size * seconds for seconds in machine[kind]["1"]])
+    return data
+
+
+def choose(args, data: dict) -> dict | None:
+    """The plan; None where every machine can hold the whole model. Raises UserError where nothing fits."""
+    cluster, size = Cluster(data), args.batch_size
+    n, layers = len(cluster.machines), cluster.num_layers
+    total = sum(args.num_microbatches[0]) if args.num_microbatches else args.gradient_accumulation * n
+    setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
+    whole = peak_memory(cluster, Pipeline((0,), (layers,), total), size, setting)[0]
+    if all(whole <= FRACTION * machine.free_memory for machine in cluster.machines):
+        return None
+    schedule = "auto" if args.pp_engine == "1f1b" else args.pp_engine
+    if plans := plans_that_fit(cluster, setting._replace(schedule=schedule), size, total):
+        return described(cluster, plans)
+    raise UserError(why_not(cluster, setting, size, total))
+
+
+def plans_that_fit(cluster: Cluster, setting: Setting, size: int, total: int) -> Plans | None:
+    """Those for `total` micro-batches of `size` samples, with recomputation only where none fits without it."""
+    for recompute in sorted({setting.recompute, True}):
+        with contextlib.suppress(UserError):
+            return find_plans(cluster, total * size, setting._replace(recompute=recompute), [size], FRACTION)
+    return None
+
+
+def described(cluster: Cluster, plans: Plans) -> dict:
+    """The best of the plans, as in plan.json, with the `seconds` of each pipeline for a micro-batch. Prints it."""
+    (pipelines, size, *_), result = plans.best[0]
+    plan, seconds, parts, memory = as_plan(cluster, plans.best[0], plans.setting), [], [], []
+    for ranks, layers, number in pipelines:
+        stages = zip(ranks, cluster.stages(layers))
+        seconds.append(max(cluster.seconds(rank, size, stage, plans.setting.kinds) for rank, stage in stages))
+        shares = " -> ".join(f"{cluster.machines[rank].host} {count}" for rank, count in zip(ranks, layers))
+        parts.append(f"{shares} ({number} micro-batch{'es' * (number > 1)})")
+    idle = [machine.host for rank, machine in enumerate(cluster.machines) if rank not in machines_of(plan)]
+    for rank in machines_of(plan):
+        machine, peak = cluster.machines[rank], result.peak_memory[rank] + cluster.machines[rank].process_memory
+        memory.append(f"{machine.host} {peak / 1e9:.2f} of {(machine.process_memory + machine.free_memory) / 1e9:.2f}")
+    tokens = plan["global_batch"] * cluster.seq_len
+    print(f"plan: decoder layers {'; '.join(parts)}{' | --recompute' * plan['recompute']}"
+          f"{' | idle: ' * bool(idle)}{', '.join(idle)}\n"
+          f"predicted: {to_readable_format(tokens / result.step_seconds)} tokens/s, {result.step_seconds:.3g} s a step;"
+          f" peak memory of the processes in GB: {', '.join(memory)}", flush=True)
+    return {**plan, "seconds": seconds}
+
+
+def why_not(cluster: Cluster, setting: Setting, size: int, total: int) -> str:
+    """One line: what the model needs, what there is, and what would fit."""
+    def needed(size: int, recompute: bool) -> float:
+        return peak_memory(cluster, Pipeline((0,), (cluster.num_layers,), total), size,
+                           setting._replace(recompute=recompute))[0]
+
+    has = ", ".join(f"{machine.host} {machine.free_memory / 1e6:.0f}" for machine in cluster.machines)
+    more = needed(1, True) / FRACTION - sum(machine.free_memory for machine in cluster.machines)
+    advice = (f"even --batch_size 1 --recompute needs {needed(1, True) / 1e6:.0f} MB: free about "
+              f"{max(more, 1e8) / 1e6:.0f} MB more, or add machines, which share the model")
+    if size > 1 and (plans := plans_that_fit(cluster, setting, 1, total)):
+        advice = "--batch_size 1" + " --recompute" * (plans.setting.recompute and not setting.recompute) + " would fit"
+    return (f"not enough memory: with micro-batches of {size} samples of {cluster.seq_len} tokens the model needs "
+            f"{needed(size, setting.recompute) / 1e6:.0f} MB on one machine, {needed(size, True) / 1e6:.0f} MB with "
+            f"--recompute; free are, in MB: {has}, of which {FRACTION:.0%} may be used; {advice}")

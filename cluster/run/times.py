@@ -1,0 +1,144 @@
+"""Where the time of each rank goes: in a table at the end, with the peak memory; in a picture for one step.
+
+The picture, or timeline, of several machines needs one clock, and theirs disagree and run at different speeds.
+Each rank compares its clock with rank 0's before and after the step (Cristian 1989). It asks for the time and assumes
+that the answer was given in the middle of the round trip, which is wrong by half of that trip at most. The quickest of
+several trips counts, and between the two comparisons the offset is interpolated.
+"""
+
+import functools
+import os
+import socket
+import statistics
+import time
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import process_group_manager as pgm
+from metrics import peak_memory_gb
+from ranks.collectives import gather, say
+from ranks.join import print_table
+from timeline import Timeline, timeline
+
+MEASURE_EVERY = {"cpu": 1, "cuda": 10}  # steps: timing what a GPU computes means waiting for it
+KINDS = ("forward", "backward", "optimizer")
+
+
+class StepTimes:
+    """Where this rank's time goes: seconds of forward, backward, optimizer, and of the whole step."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.measured, self.work = device, [], 0.0
+
+    def start(self, batch: int, profile: bool = False) -> None:
+        """Starts to time step `batch`, from 0 on. `profile`: also for timeline.write(); then this is collective."""
+        timeline.recording, timeline.spans = batch % MEASURE_EVERY[self.device.type] == 0, []
+        # Without a picture nobody looks at transfers, and a thread would have to wait for each of their handles.
+        timeline.background = functools.partial(Timeline.background, timeline) if profile else lambda handle, *_: handle
+        if profile:
+            self.clock = CommonClock(self.device)
+            timeline.start()
+        self.began = time.perf_counter()
+
+    def stop(self) -> tuple[float, float | None]:
+        """Seconds of the step, and those that this rank computed; None where they were not measured.
+
+        Afterwards `work` is those of forward and backward, 0 where they were not measured.
+        """
+        step_seconds, self.work = time.perf_counter() - self.began, 0.0
+        if not timeline.recording:
+            return step_seconds, None
+        spent = Counter(step=step_seconds)
+        for span in timeline.spans:
+            if not span.in_background:
+                is_host = isinstance(span.start, int)  # else CUDA events, which have happened: the loss is known
+                seconds = (span.end - span.start) / 1e9 if is_host else span.start.elapsed_time(span.end) / 1e3
+                spent[span.kind] += seconds
+        spent["compute"], self.work = sum(spent[kind] for kind in KINDS), spent["forward"] + spent["backward"]
+        self.measured.append(spent)
+        return step_seconds, spent["compute"]
+
+    def print(self) -> None:
+        """Of each rank: the mean milliseconds of a step by what they went to, and peak memory. Collective.
+
+        The first step, which warms up, does not count. A rank is idle while it waits for others, or for the network.
+        """
+        heads, row = [*KINDS, "idle", "step"], None
+        if steps := self.measured[1:] or self.measured:  # a GPU may have measured none, where a CPU has
+            kinds = (*KINDS, "compute", "step")
+            mean = {kind: 1e3 * statistics.fmean(spent[kind] for spent in steps) for kind in kinds}
+            mean["idle"] = mean["step"] - mean["compute"]
+            row = [socket.gethostname(), *(f"{mean[kind]:.1f}" for kind in heads), f"{peak_memory_gb():.2f}"]
+        if any(rows := gather(row)):
+            say("milliseconds of a step, mean, and peak memory")
+            print_table(["rank", "host", *heads, "GB"], [[rank, *row] for rank, row in enumerate(rows) if row])
+
+
+class ClockOffset(NamedTuple):
+    """`offset`: what to add to this rank's clock to get rank 0's. `error`: by how much that can be wrong at most. `at`:
+    when it was measured, by this rank's clock. All in nanoseconds.
+    """
+
+    offset: int
+    error: int
+    at: int
+
+
+class CommonClock:
+    """Turns moments of this rank's clock into those of rank 0's. All ranks make one before a step and end it after."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.before = device, compare_clocks(device)
+
+    def end(self) -> float:
+        """Compares the clocks again. Returns by how many microseconds those of two ranks can still differ at most."""
+        self.after = compare_clocks(self.device)
+        errors = sorted(gather(max(self.before.error, self.after.error)))
+        return sum(errors[-2:]) / 1e3
+
+    def by_rank_0(self, nanoseconds: int) -> int:
+        drift = (self.after.offset - self.before.offset) / (self.after.at - self.before.at)
+        return nanoseconds + self.before.offset + round(drift * (nanoseconds - self.before.at))
+
+
+def compare_clocks(device: torch.device, rounds: int = 10) -> ClockOffset:
+    """This rank's clock against rank 0's. All ranks call it together."""
+    message = torch.zeros(1, dtype=torch.int64, device="cpu" if dist.get_backend() == "gloo" else device)
+    best = None
+    for rank in range(1, dist.get_world_size()):
+        for _ in range(rounds):
+            if dist.get_rank() == 0:
+                dist.recv(message, rank)
+                message.item()  # NCCL's recv returns before the message is there
+                dist.send(message.fill_(time.perf_counter_ns()), rank)
+            elif dist.get_rank() == rank:
+                asked = time.perf_counter_ns()
+                dist.send(message, 0)
+                dist.recv(message, 0)
+                theirs, answered = message.item(), time.perf_counter_ns()
+                middle, error = (asked + answered) // 2, (answered - asked) // 2
+                if best is None or error < best.error:
+                    best = ClockOffset(theirs - middle, error, middle)
+    return best or ClockOffset(0, 0, time.perf_counter_ns())
+
+
+def write_timeline(args, clock: CommonClock) -> None:
+    """Writes timeline_batch<N>_all.json on the rank that logs. Collective."""
+    grid = pgm.process_group_manager
+    stem = os.path.join(args.log_dir, args.run_name, f"timeline_batch{args.profile_batch}")
+    error = clock.end()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # events have a time once they have happened
+
+    def by_rank_0(moment) -> int:
+        at = moment if isinstance(moment, int) else timeline.zero_at + round(timeline.zero.elapsed_time(moment) * 1e6)
+        return clock.by_rank_0(at)
+
+    timeline.spans = [span._replace(start=by_rank_0(span.start), end=by_rank_0(span.end)) for span in timeline.spans]
+    timeline.write(f"{stem}_all.json", grid)
+    if grid.is_logging_rank:
+        print(f"the clocks of two ranks differ by at most {error:.0f} microseconds", flush=True)
+        print(f"picture: python tools/timeline_picture.py {stem}_all.json {stem}.png", flush=True)
