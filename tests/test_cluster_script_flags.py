@@ -210,8 +210,8 @@ def test_numbers_of_micro_batches(parse, monkeypatch):
 
 def test_no_flag_is_an_ambiguous_prefix_of_torchruns():
     """torchrun's parser looks at all words, the script's too, and ends with an error where it could mean several."""
-    paths = [path for folder in (*STEPS.values(), *(ROOT / "cluster" / name for name in (".", "training", "planning")))
-             for path in folder.glob("*.py")]
+    paths = [path for folder in (*STEPS.values(), ROOT / "cluster")
+             for path in folder.rglob("*.py")]
     flags = {flag for path in paths for flag in re.findall(r'"(--[a-z_]+)"', path.read_text())}
     assert {"--measure", "--equal_shares", "--memory_gb", "--precision", "--plan", "--microbatch_size"} <= flags
     parser = get_args_parser()

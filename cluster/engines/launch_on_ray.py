@@ -1,8 +1,8 @@
 """Starts a script on a Ray cluster, one process a worker, with the variables that torchrun would set.
 
     python cluster/engines/launch_on_ray.py --num_workers 4 -- step8_pipeline_parallel_1f1b/train.py --pp_size 4
-    python cluster/engines/launch_on_ray.py --num_workers 16 --tp_size 2 --max_restarts 3 -- cluster/train_distributed.py \\
-        --tp_size 2 --save_every 50 --resume auto --checkpoint_dir /shared/checkpoints
+    python cluster/engines/launch_on_ray.py --num_workers 16 --tp_size 2 --max_restarts 3 -- \\
+        cluster/train_distributed.py --tp_size 2 --save_every 50 --resume auto --checkpoint_dir /shared/checkpoints
 
 Each worker is an actor with a child process, which may end as it likes; an actor may not. The first rank that is lost
 ends all of them. The repository has to be at the same path on all nodes.
@@ -22,7 +22,7 @@ try:
 except ImportError:
     ray = None
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 SETTLE = 3.0  # seconds in which further ranks may say why they failed
 LOST, USER_ERROR = 256, 2  # exit codes: of a rank whose node or actor is gone; of a script that was started wrongly
 

@@ -4,7 +4,7 @@ import logging
 import pathlib
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 STEP9 = ROOT / "step9_heterogeneous_pp"
 if str(STEP9) not in sys.path:
     sys.path.append(str(STEP9))
