@@ -16,10 +16,9 @@ import re
 from collections.abc import Callable
 
 from agent import USER_ERROR
-from daemon import BEGUN
-from host_run import UNHEARD
+from host_run import BEGUN, UNHEARD
 from hosts import Host, UserError, read_hosts, require_ipv4
-from remote_run import Launch, Run, say
+from remote_run import NEVER, Launch, Run, say
 
 RETRY = 2.0  # seconds between two attempts to reach a host, and between two looks at hosts.txt
 WAIT = 600.0  # seconds that a run waits with fewer than MIN hosts
@@ -51,16 +50,14 @@ def ended_because(run: Run) -> tuple[str, str]:
 
 
 class Elastic(Launch):
-    """The hosts of an elastic run and their states. A host that was lost is `tried` until its part begins again."""
+    """The hosts of an elastic run and their states. A host that was lost is `tried` until its part begins again; one whose
+    part does not start is not tried again (NEVER) until its line changes."""
 
     alarm = re.compile(f"{BEGUN.pattern}|{USER_ERROR.pattern}")
 
     def __init__(self, path: str, hosts: list[Host], at_least: int, at_most: int, make_job: Callable):
         super().__init__(hosts, make_job)
         self.path, self.at_least, self.at_most = path, at_least, at_most
-        self.tried: set[str] = set()
-        self.try_at: dict[str, float] = {}  # when a host that does not run is tried next
-        self.left_out: dict[str, Host] = {}  # their parts do not start: tried again when their lines change
         self.said: set[str] = set()
         self.modified, self.read_at, self.few_since = os.stat(path).st_mtime_ns, 0.0, None
         self.is_done = False
@@ -107,8 +104,8 @@ class Elastic(Launch):
         explained = run.host.explain(run.code, "\n".join(run.last))
         lines = [line for line in run.last if not line.startswith("stopping: ")] or ["it printed nothing"]
         why = ": ".join(explained) if explained else lines[-1]
-        self.left_out[label] = run.host
-        if sum(host.label not in self.left_out for host in self.hosts) < self.at_least:
+        self.try_at[label] = NEVER
+        if sum(self.try_at.get(host.label, 0) < NEVER for host in self.hosts) < self.at_least:
             return False
         say(f"{label} can't take part, exit code {run.code}: {why} (it is tried again when its line in {self.path} "
             "changes)")
@@ -121,11 +118,7 @@ class Elastic(Launch):
         if now > self.read_at + RETRY:
             self.read_at = now
             self.read_again()
-        for host in sorted(self.hosts, key=lambda host: self.try_at.get(host.label, 0)):  # whoever waits longest first
-            is_idle = host.label not in self.running and host.label not in self.left_out
-            if is_idle and len(self.running) < self.at_most and now >= self.try_at.get(host.label, 0):
-                self.tried.add(host.label)
-                self.start(host, is_quiet=True)
+        self.start_waiting(now, self.at_most)
         if len(self.running.keys() - self.tried) >= self.at_least:
             self.few_since = None
         elif self.few_since is None:
@@ -147,9 +140,9 @@ class Elastic(Launch):
                 self.said.add(str(error))
                 say(f"{error}: the run goes on with the hosts that it knows")
             return
-        known, self.hosts = {host.label for host in self.hosts}, hosts
-        self.left_out = {host.label: self.left_out[host.label] for host in self.hosts
-                         if self.left_out.get(host.label) == host}
+        known, self.hosts = {host.label: host for host in self.hosts}, hosts
         for host in hosts:
             if host.label not in known:
                 say(f"{host.label} is new in {self.path}")
+            if host != known.get(host.label):
+                self.try_at.pop(host.label, None)
