@@ -15,6 +15,8 @@ import fcntl
 import glob
 import json
 import os
+import pathlib
+import select
 import shlex
 import signal
 import subprocess
@@ -27,7 +29,7 @@ from typing import BinaryIO
 from check_hosts import Contact, print_rows
 from elastic import RETRY, Elastic
 from host_facts import MARK
-from host_run import BEGUN, ROOT, UNHEARD, watch
+from host_run import BEGUN, ROOT
 from hosts import Host, UserError
 from remote_run import NEVER, Launch, Run, far_end, say
 
@@ -36,17 +38,10 @@ NOTHING = "no part of the run is there"
 LAST = 20  # lines that a follower begins with
 
 
-# At the far end, in the host's copy of the repository.
+# At the far end, in the host's copy of the repository. `folder`: of this host's part of a run.
 
-def read(folder: str, name: str) -> str:
-    """The text of a file; nothing if it is not there."""
-    with contextlib.suppress(OSError), open(os.path.join(folder, name), errors="replace") as file:
-        return file.read()
-    return ""
-
-
-def is_alive(folder: str) -> bool:
-    with open(os.path.join(folder, "job.json")) as file:
+def is_alive(folder: pathlib.Path) -> bool:
+    with open(folder / "job.json") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -54,9 +49,11 @@ def is_alive(folder: str) -> bool:
     return False
 
 
-def exit_code(folder: str) -> int:
+def exit_code(folder: pathlib.Path) -> int:
     """Of a daemon that has ended. One that was killed, or whose machine was switched off, has left none."""
-    return int(read(folder, "code") or KILLED)
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return int((folder / "code").read_text())
+    return KILLED
 
 
 def last_lines(file: BinaryIO) -> list[bytes]:
@@ -66,44 +63,42 @@ def last_lines(file: BinaryIO) -> list[bytes]:
 
 def start(job: dict) -> None:
     """Starts the daemon, unless it runs, and waits until it has started the script. Raises OSError."""
-    folder = job["folder"]
-    os.makedirs(folder, exist_ok=True)
-    private = os.open(os.path.join(folder, "job.json"), os.O_RDWR | os.O_CREAT, 0o600)
-    with open(private, "r+") as file, open(os.path.join(folder, "output"), "ab") as output:
+    folder = pathlib.Path(job["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    private = os.open(folder / "job.json", os.O_RDWR | os.O_CREAT, 0o600)
+    with open(private, "r+") as file, open(folder / "output", "ab") as output:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(folder, "code"))
+        (folder / "code").unlink(missing_ok=True)
         file.truncate()
         file.write(json.dumps(job) + "\n")
         file.flush()
         file.seek(0)
-        before = len(read(folder, "output"))
+        before = output.tell()
         daemon = subprocess.Popen([sys.executable, os.path.join("cluster", "launching", "host_run.py")], stdin=file,
                                   stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        with open(os.path.join(folder, "pid"), "w") as pid:
-            pid.write(str(daemon.pid))
-    while is_alive(folder) and not any(map(BEGUN.match, read(folder, "output")[before:].splitlines())):
+        (folder / "pid").write_text(str(daemon.pid))
+    has_begun = False
+    while is_alive(folder) and not has_begun:
         time.sleep(0.05)
+        lines = (folder / "output").read_bytes()[before:].decode(errors="replace").splitlines()
+        has_begun = any(map(BEGUN.match, lines))
 
 
-class Follower:
-    """Prints the output of a part. As in a Popen, `returncode` is None until poll() finds that the part has ended."""
-
-    def __init__(self, folder: str):
-        self.folder, self.returncode = folder, None
-        self.output = open(os.path.join(folder, "output"), "rb")
-        sys.stdout.buffer.writelines([b"the last lines of this part:\n", *last_lines(self.output)])
-
-    def poll(self) -> int | None:
-        has_ended = not is_alive(self.folder)
-        sys.stdout.buffer.write(self.output.read())
-        sys.stdout.flush()
-        if has_ended:
-            self.returncode = exit_code(self.folder)
-        return self.returncode
+def follow(folder: pathlib.Path) -> int:
+    """Prints the output of a part until it has ended, and returns its exit code; 1 where the launcher is gone."""
+    with open(folder / "output", "rb") as output:
+        sys.stdout.buffer.writelines([b"the last lines of this part:\n", *last_lines(output)])
+        has_ended = False
+        while not has_ended:
+            has_ended = not is_alive(folder)
+            sys.stdout.buffer.write(output.read())
+            sys.stdout.flush()
+            if select.select([0], [], [], 0.1)[0] and not os.read(0, 1 << 16):
+                return 1
+    return exit_code(folder)
 
 
 def answer(question: dict) -> int:
@@ -112,19 +107,17 @@ def answer(question: dict) -> int:
     launcher that starts the part of another host."""
     if "job" in question:
         start(question["job"])
-    parts = glob.glob(os.path.join("logs", "launches", question["run"], glob.escape(question["label"])))
-    started = {folder: json.loads(text)["started"] for folder in parts if (text := read(folder, "job.json"))}
-    folder, state = max(started, key=started.get, default=None), {}
+    files = pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}/job.json")
+    jobs = {file.parent: json.loads(text) for file in files if (text := file.read_text())}
+    folder, state = max(jobs, key=lambda folder: jobs[folder]["started"], default=None), {}
     if question["ask"] == "follow":
-        is_there = folder and (is_alive(folder) or not question["again"])
-        return watch(Follower(folder)) if is_there else NO_PART
+        return follow(folder) if folder and (is_alive(folder) or not question["again"]) else NO_PART
     if folder:
-        with open(os.path.join(folder, "output"), "rb") as file:
-            state = {"job": json.loads(read(folder, "job.json")), "is_alive": is_alive(folder),
-                     "code": exit_code(folder), "last": [line.decode(errors="replace").rstrip()
-                                                         for line in last_lines(file)]}
+        with open(folder / "output", "rb") as file:
+            lines = [line.decode(errors="replace").rstrip() for line in last_lines(file)]
+        state = {"job": jobs[folder], "is_alive": is_alive(folder), "code": exit_code(folder), "last": lines}
         if question["ask"] == "stop" and state["is_alive"]:
-            os.kill(int(read(folder, "pid")), signal.SIGTERM)
+            os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
     print(MARK + json.dumps(state), flush=True)
     return 0
 
@@ -189,7 +182,7 @@ class Follow(Launch):
         if now >= self.stop_at:
             return
         label = run.host.label
-        is_away = run.code in (255, NO_PART, UNHEARD, 126, 127) or run.code < 0
+        is_away = run.code in (255, NO_PART, 126, 127) or run.code < 0
         if not is_away:
             self.ends[label] = run
             self.away.pop(label, None)
