@@ -16,7 +16,6 @@ import glob
 import json
 import os
 import pathlib
-import select
 import shlex
 import signal
 import subprocess
@@ -29,7 +28,7 @@ from typing import BinaryIO
 from check_hosts import Contact, print_rows
 from elastic import RETRY, Elastic
 from host_facts import MARK
-from host_run import BEGUN, ROOT
+from host_run import BEGUN, ROOT, UNHEARD, watch
 from hosts import Host, UserError
 from remote_run import NEVER, Launch, Run, far_end, say
 
@@ -87,18 +86,19 @@ def start(job: dict) -> None:
         has_begun = any(map(BEGUN.match, lines))
 
 
-def follow(folder: pathlib.Path) -> int:
-    """Prints the output of a part until it has ended, and returns its exit code; 1 where the launcher is gone."""
-    with open(folder / "output", "rb") as output:
-        sys.stdout.buffer.writelines([b"the last lines of this part:\n", *last_lines(output)])
-        has_ended = False
-        while not has_ended:
-            has_ended = not is_alive(folder)
-            sys.stdout.buffer.write(output.read())
-            sys.stdout.flush()
-            if select.select([0], [], [], 0.1)[0] and not os.read(0, 1 << 16):
-                return 1
-    return exit_code(folder)
+class Follower:
+    """Prints the output of a part. As in a Popen, `returncode` is None until poll() finds that the part has ended."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder, self.returncode, self.output = folder, None, open(folder / "output", "rb")
+        sys.stdout.buffer.writelines([b"the last lines of this part:\n", *last_lines(self.output)])
+
+    def poll(self) -> int | None:
+        has_ended = not is_alive(self.folder)
+        sys.stdout.buffer.write(self.output.read())
+        sys.stdout.flush()
+        self.returncode = exit_code(self.folder) if has_ended else None
+        return self.returncode
 
 
 def answer(question: dict) -> int:
@@ -111,7 +111,8 @@ def answer(question: dict) -> int:
     jobs = {file.parent: json.loads(text) for file in files if (text := file.read_text())}
     folder, state = max(jobs, key=lambda folder: jobs[folder]["started"], default=None), {}
     if question["ask"] == "follow":
-        return follow(folder) if folder and (is_alive(folder) or not question["again"]) else NO_PART
+        is_there = folder and (is_alive(folder) or not question["again"])
+        return watch(Follower(folder)) if is_there else NO_PART
     if folder:
         with open(folder / "output", "rb") as file:
             lines = [line.decode(errors="replace").rstrip() for line in last_lines(file)]
@@ -182,7 +183,7 @@ class Follow(Launch):
         if now >= self.stop_at:
             return
         label = run.host.label
-        is_away = run.code in (255, NO_PART, 126, 127) or run.code < 0
+        is_away = run.code in (255, NO_PART, UNHEARD, 126, 127) or run.code < 0
         if not is_away:
             self.ends[label] = run
             self.away.pop(label, None)
@@ -211,7 +212,7 @@ class Follow(Launch):
             for run in self.running.values():  # those that are out of reach
                 run.process.kill()
         else:
-            self.start_waiting(now)
+            self.start()
 
 
 def detach(hosts: list[Host], path: str, elastic: tuple[int, int] | None, env: dict, run: dict, job: Callable) -> int:

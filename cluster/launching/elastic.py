@@ -13,14 +13,15 @@ hosts.txt is read again when it changes. At most MAX hosts run at once; those be
 
 import os
 import re
+import time
 from collections.abc import Callable
 
 from agent import USER_ERROR
 from host_run import BEGUN, UNHEARD
-from hosts import Host, UserError, read_hosts, require_ipv4
+from hosts import Host, UserError, read_hosts, require_elastic
 from remote_run import NEVER, Launch, Run, say
 
-RETRY = 2.0  # seconds between two attempts to reach a host, and between two looks at hosts.txt
+RETRY = 2.0  # seconds between two attempts to reach a host
 WAIT = 600.0  # seconds that a run waits with fewer than MIN hosts
 AGAIN = "the same command goes on from the last checkpoint (--resume auto)"
 SSH_SAYS = re.compile(r"ssh: |Connection |Timeout, |client_loop|Read from remote|kex_exchange")
@@ -50,8 +51,8 @@ def ended_because(run: Run) -> tuple[str, str]:
 
 
 class Elastic(Launch):
-    """The hosts of an elastic run and their states. A host that was lost is `tried` until its part begins again; one whose
-    part does not start is not tried again (NEVER) until its line changes."""
+    """The hosts of an elastic run and their states. A host that was lost is `tried` until its part begins again. One
+    whose part can't be started is tried at NEVER, until its line in hosts.txt changes."""
 
     alarm = re.compile(f"{BEGUN.pattern}|{USER_ERROR.pattern}")
 
@@ -59,7 +60,7 @@ class Elastic(Launch):
         super().__init__(hosts, make_job)
         self.path, self.at_least, self.at_most = path, at_least, at_most
         self.said: set[str] = set()
-        self.modified, self.read_at, self.few_since = os.stat(path).st_mtime_ns, 0.0, None
+        self.modified, self.enough_at = os.stat(path).st_mtime_ns, time.monotonic()
         self.is_done = False
 
     def heard(self, run: Run, line: str, now: float) -> None:
@@ -115,15 +116,11 @@ class Elastic(Launch):
         """Reads hosts.txt if it has changed, tries the hosts that could take part, and waits no longer than WAIT."""
         if now >= self.stop_at or self.is_done or self.failed:
             return
-        if now > self.read_at + RETRY:
-            self.read_at = now
-            self.read_again()
-        self.start_waiting(now, self.at_most)
+        self.read_again()
+        self.start()
         if len(self.running.keys() - self.tried) >= self.at_least:
-            self.few_since = None
-        elif self.few_since is None:
-            self.few_since = now
-        elif now > self.few_since + WAIT:
+            self.enough_at = now
+        elif now > self.enough_at + WAIT:
             say(f"fewer than {count(self.at_least)} for {WAIT:g} seconds, so the run ends: {AGAIN}")
             self.stop(now, 1, is_quiet=True)
 
@@ -134,7 +131,7 @@ class Elastic(Launch):
                 return
             self.modified = modified
             hosts = read_hosts(self.path)
-            require_ipv4(hosts)
+            require_elastic(hosts, self.path)
         except (OSError, UserError) as error:
             if str(error) not in self.said:
                 self.said.add(str(error))

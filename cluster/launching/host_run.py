@@ -140,9 +140,9 @@ def end_all(mark: str, patience: float = PATIENCE, file: str | None = None) -> N
         time.sleep(0.05)
 
 
-def watch(child: subprocess.Popen | Agent, has_launcher: bool) -> int:
-    """The exit code of the child, or that of a signal that came, as a shell gives it; 1 where the launcher is gone,
-    UNHEARD where the way to it is."""
+def watch(child, has_launcher: bool = True) -> int:
+    """The exit code of the child, a Popen or what has its poll() and returncode, or that of a signal that came, as a
+    shell gives it; 1 where the launcher is gone, UNHEARD where the way to it is."""
     stopped = []
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, frame: stopped.append(number))

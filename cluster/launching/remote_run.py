@@ -113,6 +113,7 @@ class Launch:
     """
 
     program = "host_run.py"  # the far end
+    at_most = NEVER  # hosts that run at once
     alarm: re.Pattern | None = None
 
     def __init__(self, hosts: list[Host], make_job: Callable[[list[Host], Host], dict]):
@@ -122,23 +123,19 @@ class Launch:
         self.tried: set[str] = set()  # were started again, and have not begun yet
         self.failed, self.is_quiet, self.code, self.stop_at = [], False, 0, NEVER
 
-    def start(self, host: Host, is_quiet: bool = False) -> None:
-        self.running[host.label] = Run(self, host, is_quiet)
-
-    def start_waiting(self, now: float, at_most: float = NEVER) -> None:
-        """Starts hosts that do not run while fewer than `at_most` do: first those that have waited longest."""
+    def start(self, is_again: bool = True) -> None:
+        """Starts hosts that do not run, first those that have waited longest. `is_again`: they print nothing yet."""
         for host in sorted(self.hosts, key=lambda host: self.try_at.get(host.label, 0)):
-            is_due = host.label not in self.running and now >= self.try_at.get(host.label, 0)
-            if is_due and len(self.running) < at_most:
-                self.tried.add(host.label)
-                self.start(host, is_quiet=True)
+            is_due = host.label not in self.running and time.monotonic() >= self.try_at.get(host.label, 0)
+            if is_due and len(self.running) < self.at_most:
+                self.running[host.label] = Run(self, host, is_again)
+                self.tried |= {host.label} if is_again else set()
 
-    def run(self, at_most: int | None = None) -> int:
-        """Starts the first `at_most` hosts, and waits until all have ended. The exit code."""
+    def run(self) -> int:
+        """Starts the hosts, and waits until all have ended. The exit code."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, frame: self.events.put(number))
-        for host in self.hosts[:at_most]:
-            self.start(host)
+        self.start(is_again=False)
         while self.running:
             event = None
             with contextlib.suppress(queue.Empty):
