@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import host_facts
@@ -126,6 +127,13 @@ class Contact:
         self.said.close()
 
 
+def print_rows(table: list[Sequence[str]]) -> None:
+    """Columns as wide as their widest cells."""
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for cells in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip())
+
+
 def print_table(contacts: list[Contact]) -> None:
     """A row per host, `!` before what is wrong, and below the table the problems with their cures."""
     table = [COLUMNS]
@@ -133,9 +141,7 @@ def print_table(contacts: list[Contact]) -> None:
         wrong = {column: name for column, name, *_ in contact.problems}
         contact.cells["ssh"] = wrong.get("ssh", "ok")
         table.append([f"{'! ' if column in wrong else ''}{contact.cells.get(column) or '-'}" for column in COLUMNS])
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for cells in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip())
+    print_rows(table)
     for contact in contacts:
         for _, name, details, cure in contact.problems:
             print(f"\n{contact.host.label}: {name}: {details}\n    cure: {cure}")

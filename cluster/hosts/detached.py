@@ -1,30 +1,139 @@
-"""--detach, --attach, --status and --stop: runs that outlive the launcher, as a daemon on each host (daemon.py).
+"""--detach, --attach, --status and --stop: runs that outlive the launcher, as a daemon on each host.
 
-A launcher only looks on, and Ctrl-C leaves the run alone. Any machine that has hosts.txt and reaches the hosts will do.
+    logs/launches/RUN/HOST/    job.json, with the token of the run: nobody else may read it
+                               output, pid, and at the end the exit code, in `code`
+
+The daemon is host_run.py in a session of its own, with job.json as its standard input. That file stays open and locked
+for as long as it runs: the number in `pid` could be another program's after the machine was switched off.
+
+A launcher only looks on, and Ctrl-C leaves the run alone. Any machine that has hosts.txt and reaches the hosts will do:
+over ssh it starts this module there, which reads one question about that host's part, a line of JSON, and answers it.
 """
 
+import contextlib
+import fcntl
+import glob
+import json
 import os
+import pathlib
 import shlex
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO
 
-from check_hosts import Contact
-from daemon import KILLED, NO_PART
+from check_hosts import Contact, print_rows
 from elastic import RETRY, Elastic
-from host_run import UNHEARD
+from host_facts import MARK
+from host_run import BEGUN, ROOT, UNHEARD, watch
 from inventory import Host, UserError
-from remote_run import Launch, Run, far_end, say
+from remote_run import NEVER, Launch, Run, far_end, say
 
-STOPPED = 143  # the exit code of a daemon that was asked to end
+NO_PART, KILLED, STOPPED = 76, 137, 143  # exit codes: of a follower; of a daemon, the last if it was asked to end
 NOTHING = "no part of the run is there"
+LAST = 20  # lines that a follower begins with
 
+
+# At the far end, in the host's copy of the repository. `folder`: of this host's part of a run.
+
+def is_alive(folder: pathlib.Path) -> bool:
+    with open(folder / "job.json") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def exit_code(folder: pathlib.Path) -> int:
+    """Of a daemon that has ended. One that was killed, or whose machine was switched off, has left none."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return int((folder / "code").read_text())
+    return KILLED
+
+
+def last_lines(file: BinaryIO) -> list[bytes]:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - 200 * LAST))
+    return file.readlines()[-LAST:]
+
+
+def start(job: dict) -> None:
+    """Starts the daemon, unless it runs, and waits until it has started the script. Raises OSError."""
+    folder = pathlib.Path(job["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    private = os.open(folder / "job.json", os.O_RDWR | os.O_CREAT, 0o600)
+    with open(private, "r+") as file, open(folder / "output", "ab") as output:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        (folder / "code").unlink(missing_ok=True)
+        file.truncate()
+        file.write(json.dumps(job) + "\n")
+        file.flush()
+        file.seek(0)
+        before = output.tell()
+        daemon = subprocess.Popen([sys.executable, os.path.join("cluster", "hosts", "host_run.py")], stdin=file,
+                                  stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        (folder / "pid").write_text(str(daemon.pid))
+    has_begun = False
+    while is_alive(folder) and not has_begun:
+        time.sleep(0.05)
+        lines = (folder / "output").read_bytes()[before:].decode(errors="replace").splitlines()
+        has_begun = any(map(BEGUN.match, lines))
+
+
+class Follower:
+    """Prints the output of a part. As in a Popen, `returncode` is None until poll() finds that the part has ended."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder, self.returncode, self.output = folder, None, open(folder / "output", "rb")
+        sys.stdout.buffer.writelines([b"the last lines of this part:\n", *last_lines(self.output)])
+
+    def poll(self) -> int | None:
+        has_ended = not is_alive(self.folder)
+        sys.stdout.buffer.write(self.output.read())
+        sys.stdout.flush()
+        self.returncode = exit_code(self.folder) if has_ended else None
+        return self.returncode
+
+
+def answer(question: dict) -> int:
+    """What the launcher asks about this host's newest part of the `run`, where "*" stands for any run. To "look",
+    "start" and "stop" the answer is a line of JSON, {} where there is no part. It has the job with its token, for a
+    launcher that starts the part of another host."""
+    if "job" in question:
+        start(question["job"])
+    files = pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}/job.json")
+    jobs = {file.parent: json.loads(text) for file in files if (text := file.read_text())}
+    folder, state = max(jobs, key=lambda folder: jobs[folder]["started"], default=None), {}
+    if question["ask"] == "follow":
+        is_there = folder and (is_alive(folder) or not question["again"])
+        return watch(Follower(folder)) if is_there else NO_PART
+    if folder:
+        with open(folder / "output", "rb") as file:
+            lines = [line.decode(errors="replace").rstrip() for line in last_lines(file)]
+        state = {"job": jobs[folder], "is_alive": is_alive(folder), "code": exit_code(folder), "last": lines}
+        if question["ask"] == "stop" and state["is_alive"]:
+            os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
+    print(MARK + json.dumps(state), flush=True)
+    return 0
+
+
+# At the near end, where the user types.
 
 def ask_all(hosts: list[Host], what: str, jobs: dict[str, dict] | None = None) -> dict[str, dict]:
-    """The states of the hosts' parts, by label, as daemon.answer() gives them; {"away": why} where a host is silent."""
+    """The states of the hosts' parts, by label, as answer() gives them; {"away": why} where a host is silent. `jobs`:
+    what is started, by label."""
     def ask(host: Host) -> dict:
-        contact = Contact(host, far_end(host))
-        part = contact.ask(60, {"ask": what, "label": host.label, "run": "*", "job": (jobs or {}).get(host.label)})
+        question = {"ask": what, "label": host.label, "run": "*"}
+        if jobs:
+            question |= {"run": jobs[host.label]["id"], "job": jobs[host.label]}
+        contact = Contact(host, far_end(host, "detached.py"))
+        part = contact.ask(60, question)
         contact.end()
         return {"away": "{1}: {2}".format(*contact.problems[0])} if part is None else part
 
@@ -52,52 +161,49 @@ def status(hosts: list[Host], path: str) -> int:
             row[2:] = [part["job"]["id"][:8], shlex.join([os.path.basename(script), *words])[:40],
                        f"runs since {since}" if part["is_alive"] else ending(part["code"]), *part["last"][-1:]]
         table.append(row)
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for cells in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip())
+    print_rows(table)
     return 0
 
 
 class Follow(Launch):
     """Prints what the parts of a run print, until it has ended. A host that is out of reach or has no part is tried
     again and again, and so is one whose part was killed, which --detach may start again. By label, `ends`: whose parts
-    have ended; `away`: why there is none, and when to look again; `killed`: when to look again."""
+    have ended; `away`: why there is none."""
+
+    program = "detached.py"
 
     def __init__(self, hosts: list[Host], run: dict):
         super().__init__(hosts, lambda hosts, host: {"ask": "follow", "label": host.label, "run": run["id"],
-                                                     "again": host.label in self.killed})
+                                                     "again": host.label in self.ends})
         self.is_elastic = "elastic" in run
         self.alarm = Elastic.alarm if self.is_elastic else None
-        self.ends, self.away, self.killed, self.is_over = {}, {}, {}, False
+        self.ends, self.away, self.is_over = {}, {}, False
 
     def ended(self, run: Run, now: float) -> None:
-        label = run.host.label
         if now >= self.stop_at:
             return
-        why, _ = self.away.pop(label, ("", 0.0))
+        label = run.host.label
         is_away = run.code in (255, NO_PART, UNHEARD, 126, 127) or run.code < 0
-        if is_away and label in self.killed:
-            self.killed[label] = now + RETRY
-        elif is_away:
-            found = ": ".join(run.host.explain(run.code, "\n".join(run.last)) or (NOTHING,))
-            if found != why:
-                say(f"{label}: {found}")
-            self.away[label] = found, now + RETRY
-        else:
+        if not is_away:
             self.ends[label] = run
-            if self.is_elastic and run.code == KILLED:
-                self.killed[label] = now + RETRY
+            self.away.pop(label, None)
             say(f"{label}: its part of the run {ending(run.code)}")
+        elif label not in self.ends:
+            why = ": ".join(run.host.explain(run.code, "\n".join(run.last)) or (NOTHING,))
+            if why != self.away.get(label):
+                say(f"{label}: {why}")
+            self.away[label] = why
+        may_begin = is_away or self.is_elastic and run.code == KILLED
+        self.try_at[label] = now + RETRY if may_begin else NEVER
 
     def look_around(self, now: float) -> None:
         if now >= self.stop_at:
             return
-        self.away = {label: away for label, away in self.away.items()
-                     if label not in self.running or not self.running[label].has_begun}
-        for label in [label for label in self.killed if label in self.running and self.running[label].has_begun]:
-            del self.killed[label], self.ends[label]
+        for label in [label for label, run in self.running.items() if run.has_begun]:
+            self.ends.pop(label, None)
+            self.away.pop(label, None)
         codes = {run.code for run in self.ends.values()}
-        is_known = not self.is_elastic or codes & {0, STOPPED} or all(why == NOTHING for why, _ in self.away.values())
+        is_known = not self.is_elastic or codes & {0, STOPPED} or set(self.away.values()) <= {NOTHING}
         if codes and len(self.ends) + len(self.away) == len(self.hosts) and is_known:
             self.is_over = True
             if not self.is_elastic or 0 not in codes:  # an elastic run goes on without those that have failed
@@ -105,11 +211,8 @@ class Follow(Launch):
             self.stop(now, STOPPED if STOPPED in codes else 0)
             for run in self.running.values():  # those that are out of reach
                 run.process.kill()
-            return
-        for host in self.hosts:
-            again_at = self.killed.get(host.label, self.away.get(host.label, ("", now))[1])
-            if host.label not in self.running and now > again_at:
-                self.start(host, is_quiet=True)
+        else:
+            self.start()
 
 
 def detach(hosts: list[Host], path: str, elastic: tuple[int, int] | None, env: dict, run: dict, job: Callable) -> int:
@@ -169,3 +272,8 @@ def stop(hosts: list[Host], path: str) -> int:
         away += follow.away
     say(f"out of reach, where it may go on: {', '.join(away)}" if away else "no part of a run is alive any more")
     return 1 if away else 0
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    sys.exit(answer(json.loads(sys.stdin.readline())))

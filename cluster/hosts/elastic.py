@@ -13,15 +13,15 @@ hosts.txt is read again when it changes. At most MAX hosts run at once; those be
 
 import os
 import re
+import time
 from collections.abc import Callable
 
 from agent import USER_ERROR
-from daemon import BEGUN
-from host_run import UNHEARD
-from inventory import Host, UserError, read_hosts, require_ipv4
-from remote_run import Launch, Run, say
+from host_run import BEGUN, UNHEARD
+from inventory import Host, UserError, read_hosts, require_elastic
+from remote_run import NEVER, Launch, Run, say
 
-RETRY = 2.0  # seconds between two attempts to reach a host, and between two looks at hosts.txt
+RETRY = 2.0  # seconds between two attempts to reach a host
 WAIT = 600.0  # seconds that a run waits with fewer than MIN hosts
 AGAIN = "the same command goes on from the last checkpoint (--resume auto)"
 SSH_SAYS = re.compile(r"ssh: |Connection |Timeout, |client_loop|Read from remote|kex_exchange")
@@ -51,18 +51,16 @@ def ended_because(run: Run) -> tuple[str, str]:
 
 
 class Elastic(Launch):
-    """The hosts of an elastic run and their states. A host that was lost is `tried` until its part begins again."""
+    """The hosts of an elastic run and their states. A host that was lost is `tried` until its part begins again. One
+    whose part can't be started is tried at NEVER, until its line in hosts.txt changes."""
 
     alarm = re.compile(f"{BEGUN.pattern}|{USER_ERROR.pattern}")
 
     def __init__(self, path: str, hosts: list[Host], at_least: int, at_most: int, make_job: Callable):
         super().__init__(hosts, make_job)
         self.path, self.at_least, self.at_most = path, at_least, at_most
-        self.tried: set[str] = set()
-        self.try_at: dict[str, float] = {}  # when a host that does not run is tried next
-        self.left_out: dict[str, Host] = {}  # their parts do not start: tried again when their lines change
         self.said: set[str] = set()
-        self.modified, self.read_at, self.few_since = os.stat(path).st_mtime_ns, 0.0, None
+        self.modified, self.enough_at = os.stat(path).st_mtime_ns, time.monotonic()
         self.is_done = False
 
     def heard(self, run: Run, line: str, now: float) -> None:
@@ -107,8 +105,8 @@ class Elastic(Launch):
         explained = run.host.explain(run.code, "\n".join(run.last))
         lines = [line for line in run.last if not line.startswith("stopping: ")] or ["it printed nothing"]
         why = ": ".join(explained) if explained else lines[-1]
-        self.left_out[label] = run.host
-        if sum(host.label not in self.left_out for host in self.hosts) < self.at_least:
+        self.try_at[label] = NEVER
+        if sum(self.try_at.get(host.label, 0) < NEVER for host in self.hosts) < self.at_least:
             return False
         say(f"{label} can't take part, exit code {run.code}: {why} (it is tried again when its line in {self.path} "
             "changes)")
@@ -118,19 +116,11 @@ class Elastic(Launch):
         """Reads hosts.txt if it has changed, tries the hosts that could take part, and waits no longer than WAIT."""
         if now >= self.stop_at or self.is_done or self.failed:
             return
-        if now > self.read_at + RETRY:
-            self.read_at = now
-            self.read_again()
-        for host in sorted(self.hosts, key=lambda host: self.try_at.get(host.label, 0)):  # whoever waits longest first
-            is_idle = host.label not in self.running and host.label not in self.left_out
-            if is_idle and len(self.running) < self.at_most and now >= self.try_at.get(host.label, 0):
-                self.tried.add(host.label)
-                self.start(host, is_quiet=True)
+        self.read_again()
+        self.start()
         if len(self.running.keys() - self.tried) >= self.at_least:
-            self.few_since = None
-        elif self.few_since is None:
-            self.few_since = now
-        elif now > self.few_since + WAIT:
+            self.enough_at = now
+        elif now > self.enough_at + WAIT:
             say(f"fewer than {count(self.at_least)} for {WAIT:g} seconds, so the run ends: {AGAIN}")
             self.stop(now, 1, is_quiet=True)
 
@@ -141,15 +131,15 @@ class Elastic(Launch):
                 return
             self.modified = modified
             hosts = read_hosts(self.path)
-            require_ipv4(hosts)
+            require_elastic(hosts, self.path)
         except (OSError, UserError) as error:
             if str(error) not in self.said:
                 self.said.add(str(error))
                 say(f"{error}: the run goes on with the hosts that it knows")
             return
-        known, self.hosts = {host.label for host in self.hosts}, hosts
-        self.left_out = {host.label: self.left_out[host.label] for host in self.hosts
-                         if self.left_out.get(host.label) == host}
+        known, self.hosts = {host.label: host for host in self.hosts}, hosts
         for host in hosts:
             if host.label not in known:
                 say(f"{host.label} is new in {self.path}")
+            if host != known.get(host.label):
+                self.try_at.pop(host.label, None)

@@ -11,13 +11,14 @@ A worker whose torchrun is killed would train on alone: it is known by a variabl
 
 What the user types for a chat comes between heartbeats, which are empty lines, each line as JSON; null is its end.
 
-As a daemon (daemon.py) it hears of no launcher, and ends when it gets a signal.
+As a daemon (detached.py) it hears of no launcher, and ends when it gets a signal.
 """
 
 import contextlib
 import json
 import os
 import queue
+import re
 import select
 import signal
 import subprocess
@@ -26,7 +27,6 @@ import tempfile
 import threading
 import time
 
-import daemon
 from agent import Agent, ends_with_parent
 from host_facts import HOME, STOPS_WITHIN, run_interface, usable_cores
 
@@ -35,6 +35,7 @@ SILENCE, UNHEARD = 15, 75  # seconds, where the launcher sends two heartbeats a 
 PATIENCE = 12  # seconds between asking a process to end and ending it, besides those that a training needs
 SAYS = 5  # seconds between two lines about what is waited for: the launcher takes a silent host as out of reach
 TORCHRUN_PATIENCE = "900"  # seconds that torchrun itself waits, longer than this module
+BEGUN = re.compile(r"^[0-9]+ process(es)? with OMP_NUM_THREADS=|^the last lines of this part:")  # precede the script's
 MARK = "LAUNCH_CLUSTER_PART"  # the variable that tells which host's part of which run a process belongs to
 
 
@@ -139,9 +140,9 @@ def end_all(mark: str, patience: float = PATIENCE, file: str | None = None) -> N
         time.sleep(0.05)
 
 
-def watch(child: subprocess.Popen | Agent | daemon.Follower, has_launcher: bool = True) -> int:
-    """The child's exit code, or that of a signal that came, as a shell gives it; 1 where the launcher is gone,
-    UNHEARD where the way to it is."""
+def watch(child, has_launcher: bool = True) -> int:
+    """The exit code of the child, a Popen or what has its poll() and returncode, or that of a signal that came, as a
+    shell gives it; 1 where the launcher is gone, UNHEARD where the way to it is."""
     stopped = []
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, frame: stopped.append(number))
@@ -191,9 +192,6 @@ def main() -> int:
         return 2
     os.chdir(ROOT)
     job = json.loads(sys.stdin.readline())
-    if "ask" in job:
-        answer = daemon.answer(job)
-        return answer if isinstance(answer, int) else watch(answer)
     code = run(job)
     if job["is_detached"]:
         with open(os.path.join(job["folder"], "code"), "w") as file:

@@ -148,11 +148,14 @@ def read_hosts(path: str) -> list[Host]:
     return hosts
 
 
-def require_ipv4(hosts: list[Host]) -> None:
-    """Raises UserError where a host of an elastic run is known by an address of IPv6."""
+def require_elastic(hosts: list[Host], path: str) -> None:
+    """Raises UserError where a host of an elastic run is known by an address of IPv6, or by that of another one."""
     if found := [host.label for host in hosts if ":" in host.address]:
         raise UserError(f"--elastic meets at IPv4 addresses only, but {', '.join(found)} has one of IPv6: give it "
                         "another address=, or start the run without --elastic")
+    if len({host.address for host in hosts}) < len(hosts):
+        raise UserError(f"--elastic knows hosts by their addresses, but {path} has one of them twice: give each "
+                        "host an address= of its own, and for more processes on one host nproc=2")
 
 
 def home_of(hosts: list[Host]) -> Host:

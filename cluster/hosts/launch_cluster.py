@@ -19,7 +19,7 @@ import detached
 import inventory
 from elastic import Elastic
 from host_facts import PROJECT
-from inventory import ROOT, Host, UserError, home_of, peer, read_hosts, require_ipv4
+from inventory import ROOT, Host, UserError, home_of, peer, read_hosts, require_elastic
 from install import install
 from remote_run import Launch
 
@@ -102,10 +102,7 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
         raise UserError(f"--elastic {args.elastic[0]}:{args.elastic[1]} needs {args.elastic[0]} hosts to begin "
                         f"with, but {args.hosts} has {len(hosts)}: add hosts, or lower MIN")
     if args.elastic:
-        require_ipv4(hosts)
-    if args.elastic and len({host.address for host in hosts}) < len(hosts):
-        raise UserError(f"--elastic knows hosts by their addresses, but {args.hosts} has one of them twice: give each "
-                        "host an address= of its own, and for more processes on one host nproc=2")
+        require_elastic(hosts, args.hosts)
     if args.install and not install(hosts, ROOT, PROJECT, dict(args.env)):
         return 1
     if args.check:
@@ -122,7 +119,7 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
     if args.what == "detach":
         return detached.detach(hosts, args.hosts, args.elastic, dict(args.env), run, job)
     if args.elastic:
-        return Elastic(args.hosts, hosts, *args.elastic, job).run(args.elastic[1])
+        return Elastic(args.hosts, hosts, *args.elastic, job).run()
     return Launch(hosts, job).run()
 
 

@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable
 
 from agent import USER_ERROR
-from daemon import BEGUN
 from host_facts import ASKS
+from host_run import BEGUN
 from inventory import Host
 
 HEARTBEAT = 0.5  # seconds at most between two of them
 GRACE = 3  # seconds from the first failure until the others are stopped: whose fault was it?
+NEVER = float("inf")
 STOP = 20  # seconds without a line from a host that was told to stop, until ssh itself is ended: it is out of reach
 PROCESS_ENDED = re.compile(f"torch/distributed/elastic.*exitcode|{USER_ERROR.pattern}")  # after that it's of no use
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|Connection refused")
@@ -32,28 +33,28 @@ STORE_TRACE = re.compile(r"^frame #\d+: |^<omitting python frames>|^Exception ra
                          r"\[c10d\] (recv|send)\w+ failed|^$")
 
 
-def far_end(host: Host) -> list[str]:
-    """The local command line that starts host_run.py on a host."""
-    return host.ssh(host.python, os.path.join(host.dir, "cluster", "hosts", "host_run.py"))
+def far_end(host: Host, program: str) -> list[str]:
+    """The local command line that starts a program of this folder on a host."""
+    return host.ssh(host.python, os.path.join(host.dir, "cluster", "hosts", program))
 
 
 class Run:
-    """The ssh process of one host: sends the job, prints what comes back, and puts itself in `events` at its end.
+    """The ssh process of one host: sends the job, prints what comes back, and puts itself in the launch's `events` at
+    its end.
 
-    A line that `alarm` matches is put there at once, as (run, line). Where there is one, stack traces of torch's stores
-    are not printed: a lost host leaves many lines of them on all others. `quiet`: print nothing until it has begun.
+    A line that the launch's `alarm` matches is put there at once, as (run, line). Where there is one, stack traces of
+    torch's stores are not printed: a lost host leaves many lines of them on all others. `quiet`: print nothing until it
+    has begun.
     """
 
-    def __init__(self, host: Host, job: dict, width: int, events: queue.SimpleQueue, alarm: re.Pattern | None,
-                 quiet: bool):
-        self.host, self.code, self.started = host, None, time.monotonic()
-        self.alarm, self.quiet, self.heard, self.has_begun = alarm, quiet, self.started, False
-        self.prefix, self.last = f"{host.label:<{width}} | ", collections.deque(maxlen=200)
+    def __init__(self, launch: "Launch", host: Host, quiet: bool):
+        self.host, self.quiet, self.code, self.heard, self.has_begun = host, quiet, None, time.monotonic(), False
+        self.last = collections.deque(maxlen=200)
         # In a session of its own ssh has no terminal to ask anything on, and Ctrl-C reaches the launcher alone.
-        self.process = subprocess.Popen(far_end(host), start_new_session=True, stdin=subprocess.PIPE,
+        self.process = subprocess.Popen(far_end(host, launch.program), start_new_session=True, stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        self.send(json.dumps(job))
-        threading.Thread(target=self.read, args=[events], daemon=True).start()
+        self.send(json.dumps(launch.make_job(launch.hosts, host)))
+        threading.Thread(target=self.read, args=[launch], daemon=True).start()
 
     def send(self, line: str = "") -> None:
         """The first line is the job; empty ones are heartbeats, others what the user types, as JSON."""
@@ -68,7 +69,8 @@ class Run:
                 self.send(json.dumps(line))
         self.send("null")
 
-    def read(self, events: queue.SimpleQueue) -> None:
+    def read(self, launch: "Launch") -> None:
+        prefix = f"{self.host.label:<{launch.width}} | "
         for line in self.process.stdout:
             self.heard = time.monotonic()
             text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]  # what a progress bar shows last
@@ -77,17 +79,17 @@ class Run:
                 self.has_begun, self.quiet = True, False
             if text == ASKS:
                 threading.Thread(target=self.send_input, daemon=True).start()
-            if self.alarm and self.alarm.search(text):
-                events.put((self, text))
-            if self.quiet or self.alarm and STORE_TRACE.search(text):
+            if launch.alarm and launch.alarm.search(text):
+                launch.events.put((self, text))
+            if self.quiet or launch.alarm and STORE_TRACE.search(text):
                 continue
             try:
-                sys.stdout.write(f"{self.prefix}{text}\n")
+                sys.stdout.write(f"{prefix}{text}\n")
                 sys.stdout.flush()
             except OSError:
-                events.put(signal.SIGPIPE)  # nobody reads any more
+                launch.events.put(signal.SIGPIPE)  # nobody reads any more
         self.code = self.process.wait()
-        events.put(self)
+        launch.events.put(self)
 
     def stop(self, since: float) -> None:
         """Closing its input makes host_run.py end all; where the host is out of reach, ssh itself is ended.
@@ -110,23 +112,30 @@ class Launch:
     `running`: by the hosts' labels. `failed`: in the order of their ends. From `stop_at` on all are told to end.
     """
 
+    program = "host_run.py"  # the far end
+    at_most = NEVER  # hosts that run at once
     alarm: re.Pattern | None = None
 
     def __init__(self, hosts: list[Host], make_job: Callable[[list[Host], Host], dict]):
         self.hosts, self.make_job, self.width = hosts, make_job, max(len(host.label) for host in hosts)
         self.events, self.running = queue.SimpleQueue(), {}
-        self.failed, self.is_quiet, self.code, self.stop_at = [], False, 0, float("inf")
+        self.try_at: dict[str, float] = {}  # when a host that does not run may be started; without it at any time
+        self.tried: set[str] = set()  # were started again, and have not begun yet
+        self.failed, self.is_quiet, self.code, self.stop_at = [], False, 0, NEVER
 
-    def start(self, host: Host, is_quiet: bool = False) -> None:
-        job = self.make_job(self.hosts, host)
-        self.running[host.label] = Run(host, job, self.width, self.events, self.alarm, is_quiet)
+    def start(self, is_again: bool = True) -> None:
+        """Starts hosts that do not run, first those that have waited longest. `is_again`: they print nothing yet."""
+        for host in sorted(self.hosts, key=lambda host: self.try_at.get(host.label, 0)):
+            is_due = host.label not in self.running and time.monotonic() >= self.try_at.get(host.label, 0)
+            if is_due and len(self.running) < self.at_most:
+                self.running[host.label] = Run(self, host, is_again)
+                self.tried |= {host.label} if is_again else set()
 
-    def run(self, at_most: int | None = None) -> int:
-        """Starts the first `at_most` hosts, and waits until all have ended. The exit code."""
+    def run(self) -> int:
+        """Starts the hosts, and waits until all have ended. The exit code."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, frame: self.events.put(number))
-        for host in self.hosts[:at_most]:
-            self.start(host)
+        self.start(is_again=False)
         while self.running:
             event = None
             with contextlib.suppress(queue.Empty):
@@ -178,19 +187,14 @@ class Launch:
         return min(self.failed, key=lambda run: (not has_message(run), any(map(LOST_PEER.search, run.last))))
 
     def report(self) -> int:
-        """Says which host failed first, and why; returns its exit code."""
+        """Says which host failed first, what the user can do about it, and its last lines; returns its exit code."""
         run = self.cause()
         lines = list(run.last)
-        ends = [index for index, line in enumerate(lines) if PROCESS_ENDED.search(line)]
-        return describe(run, f"{run.host.label} (node rank {run.host.rank}) failed first",
-                        lines[:ends[0] + 1 if ends else None])
-
-
-def describe(run: Run, what: str, shown: list[str]) -> int:
-    """Says what has happened, what the user can do about it, and the last lines; returns the exit code."""
-    print(f"\nlaunch_cluster: {what}, with exit code {run.code}", file=sys.stderr)
-    if explained := run.host.explain(run.code, "\n".join(run.last)):
-        say(f"{explained[0]}: {explained[1]}")
-    say("its last lines:" if shown else "it printed nothing")
-    print("".join(f"    {line}\n" for line in shown[-12:]), end="", file=sys.stderr)
-    return run.code if run.code > 0 else 128 - run.code
+        end = next((index for index, line in enumerate(lines, 1) if PROCESS_ENDED.search(line)), None)
+        print(f"\nlaunch_cluster: {run.host.label} (node rank {run.host.rank}) failed first, with exit code {run.code}",
+              file=sys.stderr)
+        if explained := run.host.explain(run.code, "\n".join(lines)):
+            say(": ".join(explained))
+        say("its last lines:" if lines else "it printed nothing")
+        print("".join(f"    {line}\n" for line in lines[:end][-12:]), end="", file=sys.stderr)
+        return run.code if run.code > 0 else 128 - run.code
