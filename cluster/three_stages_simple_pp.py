@@ -47,10 +47,11 @@ import torch
 import train_distributed
 from models.causal import Model, make_model
 from ranks.placement import once_per_machine
-from run.flags import add_flags, add_run_flags, from_environment
+from run.flags import add_flags, add_run_flags
 from run.generation import end_of_elastic_run
 from run.layout import BY_SPEED
-from run.session import add_checkpoint_flags
+from run.start import add_checkpoint_flags
+from run.train import check_flags, run_training
 from run_common import local_directory
 from utils import ArgumentParser, UserError, default_learning_rate, one_clear_error, positive_int, read_config
 
@@ -78,6 +79,16 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def from_environment(name: str, default: int, kind=positive_int) -> int:
+    """The number in an environment variable, `default` where it is not set or empty. Raises UserError."""
+    text = os.environ.get(name, "").strip()
+    try:
+        return kind(text) if text else default
+    except (ValueError, argparse.ArgumentTypeError):
+        raise UserError(f"the environment variable {name}={text!r} is no number that --{name.lower()} takes: correct "
+                        "it, or unset it") from None
+
+
 def load_qwen(args, dtype: torch.dtype) -> Model:
     """The Qwen of --model_name, or the toy, which has random weights. Collective."""
     if args.model_name is not None:
@@ -96,8 +107,8 @@ def main():
     own = {"batch_size": args.batch_size // args.microbatch_num, "num_microbatches": [[args.microbatch_num]],
            "max_steps": args.train_steps, "pipelines": BY_SPEED, "from_scratch": args.model_name is None}
     others = train_distributed.make_parser().parse_args([])
-    train_distributed.check_flags(others)
-    train_distributed.main(argparse.Namespace(**{**vars(others), **vars(args), **own}), load_qwen)
+    check_flags(others)
+    run_training(argparse.Namespace(**{**vars(others), **vars(args), **own}), load_qwen)
 
 
 if __name__ == "__main__":

@@ -54,18 +54,19 @@ import metrics
 
 sys.path.append(CLUSTER)
 import train_distributed
-from run import loop, times
+from run import loop, times, train
+from run.start import Start
 
 
-class Run:
+class Session:
     """What a run has around its training, without any of it."""
 
-    start, disks, found, commit = 0, None, None, None
     ask_all, after_step, end = lambda self, *_: False, lambda self, *_: None, lambda self, was_stopped: None
-    watch, check, begin = property(lambda self: self), lambda self, *_: None, lambda self, *_, **__: None
-    check_data = commits = check
-    take_in = lambda self: None
-    weights, source = lambda self, device, made: made.initial, None
+    watch, commit, source = property(lambda self: self), None, None
+    commits = take_in = lambda self, *_: None
+
+    def __init__(self, args, start, generation, made, loader, trained, *_):
+        self.args, self.start, self.generation, self.trained = args, start, generation, trained
 
 
 class Record(metrics.RunLogger):
@@ -81,7 +82,8 @@ class Record(metrics.RunLogger):
 def main():
     times.MEASURE_EVERY["gpu"] = 1
     loop.Record = Record
-    train_distributed.Run, train_distributed.print_banner = lambda *_: Run(), lambda device, dtype: None
+    train.Session, train.print_banner, Start.clear_folder = Session, lambda device, dtype: None, lambda self: None
+    train.find_start = lambda *_: Start("", None, None, None, "", None, False, False, None)
     train_distributed.main()
 '''
 

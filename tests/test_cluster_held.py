@@ -12,8 +12,8 @@ from launch import modules_of
 from torch import nn
 
 with modules_of(9):
-    from run import live_state as held
-    from run.live_state import Commit, Held, Moved, in_memory
+    from run import live_state
+    from run.live_state import Commit, LiveState, PeerLoader, in_memory
 
 NORM = 3.0
 
@@ -68,10 +68,10 @@ class Ranks:
 def ranks(monkeypatch):
     def ranks(size: int) -> Ranks:
         made = Ranks(size)
-        monkeypatch.setattr(held, "dist", types.SimpleNamespace(isend=made.isend, irecv=made.irecv))
+        monkeypatch.setattr(live_state, "dist", types.SimpleNamespace(isend=made.isend, irecv=made.irecv))
         manager = types.SimpleNamespace(tp_rank=0)
-        monkeypatch.setattr(held, "pgm", types.SimpleNamespace(process_group_manager=manager))
-        monkeypatch.setattr(held, "make_buffers", lambda *_: None)
+        monkeypatch.setattr(live_state, "pgm", types.SimpleNamespace(process_group_manager=manager))
+        monkeypatch.setattr(live_state, "make_buffers", lambda *_: None)
         return made
 
     return ranks
@@ -94,18 +94,18 @@ class Stage:
         self.template = types.SimpleNamespace(modules_per_stage=[[f"layers.{i}" for i in layers]])
 
 
-def held_by(stage, step: int, everything=None, generation: int = 1) -> Held:
+def held_by(stage, step: int, everything=None, generation: int = 1) -> LiveState:
     optimizer = torch.optim.AdamW(stage.model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     keeper = types.SimpleNamespace(stage=stage, optimizer=optimizer, scheduler=scheduler, host=[1], written=0,
                                    state=lambda step: {"step": step})
-    everything = frozenset(everything or held.weights_of(stage, 0))
-    return Held(types.SimpleNamespace(checkpointer=keeper, step=step, commit=None, everything=everything, tp_rank=0,
+    everything = frozenset(everything or live_state.weights_of(stage, 0))
+    return LiveState(types.SimpleNamespace(checkpointer=keeper, step=step, commit=None, everything=everything, tp_rank=0,
                                       args=types.SimpleNamespace(max_grad_norm=1.0),
                                       generation=types.SimpleNamespace(number=generation)))
 
 
-def after(stage_of, state: str) -> Held:
+def after(stage_of, state: str) -> LiveState:
     """A rank that was lost in its second step: its gradients are half there, or it is committed, or it has applied it.
     """
     stage = stage_of()
@@ -178,13 +178,13 @@ def test_steps_of_a_part_that_was_cut_off(ranks):
 
 def test_what_nobody_holds(ranks):
     """Then all go back to a checkpoint; and where nobody holds anything, too."""
-    everything = held.weights_of(Stage(range(4)), 0)
+    everything = live_state.weights_of(Stage(range(4)), 0)
     each = [held_by(Stage([0, 1]), 5, everything=everything), held_by(Stage([2]), 5, everything=everything), None]
     assert ranks(3).run(lambda rank, disks: in_memory(each[rank], disks, 9)) == [None] * 3
     assert ranks(2).run(lambda rank, disks: in_memory(None, disks, 9)) == [None] * 2
 
 
-def with_optimizer_state(it: Held) -> Held:
+def with_optimizer_state(it: LiveState) -> LiveState:
     for param in it.stage.model.parameters():
         it.optimizer.state[param] = {"step": torch.tensor(7.0), "exp_avg": param.detach() * 10,
                                      "exp_avg_sq": param.detach() * 100}
@@ -204,7 +204,7 @@ def test_from_any_layout_to_any_other(ranks, seed):
         return [stages[i] if i < len(stages) else [*range(4)] for i in range(size)]
 
     old, new = layout(), layout()
-    everything = held.weights_of(Stage(range(4), tied, value=1), 0)
+    everything = live_state.weights_of(Stage(range(4), tied, value=1), 0)
     each = [with_optimizer_state(held_by(Stage(layers, tied, value=1), 5, everything)) for layers in old]
     fresh = rng.randrange(size) if all(0 in layers and 3 in layers for layers in old) else None
     if fresh is not None:
@@ -213,7 +213,7 @@ def test_from_any_layout_to_any_other(ranks, seed):
 
     def move(rank: int, disks):
         specs, _, _ = in_memory(each[rank], disks, 9)
-        moved = Moved(each[rank], specs, disks, torch.device("cpu"))
+        moved = PeerLoader(each[rank], specs, disks, torch.device("cpu"))
         moved.weights(targets[rank])
         optimizer = torch.optim.AdamW(targets[rank].model.parameters(), lr=0.1)
         moved.load_optimizer(optimizer, targets[rank])
@@ -245,11 +245,11 @@ def test_tensor_parallel_parts_keep_apart(ranks, monkeypatch):
     for it in each[:2]:
         it.everything = frozenset((f"layers.0.{name}", "", rank) for name in ("weight", "seen") for rank in (0, 1))
     world, target = ranks(3), Stage([0])
-    held.pgm.process_group_manager.tp_rank = 1
+    live_state.pgm.process_group_manager.tp_rank = 1
 
     def move(rank: int, disks):
         specs, _, _ = in_memory(each[rank], disks, 9)
-        moved = Moved(each[rank], specs, disks, torch.device("cpu"))
+        moved = PeerLoader(each[rank], specs, disks, torch.device("cpu"))
         moved.move({("layers.0.weight", "", 1)} if rank == 2 else set()) if rank < 2 else moved.assign(
             target, {"layers.0.weight": ("layers.0.weight", "", 1)})
 
@@ -260,5 +260,5 @@ def test_tensor_parallel_parts_keep_apart(ranks, monkeypatch):
 def test_adapters_and_what_they_are_beside():
     """A weight that an adapter has been put beside keeps its key; the adapters have theirs, and move by themselves."""
     stage = types.SimpleNamespace(tied=None)
-    assert held.key_of(stage, "layers.0.base_layer.weight", "", 0) == ("layers.0.weight", "", 0)
-    assert held.key_of(stage, "layers.0.lora_a", "exp_avg", 1) == ("layers.0.lora_a", "exp_avg", 1)
+    assert live_state.key_of(stage, "layers.0.base_layer.weight", "", 0) == ("layers.0.weight", "", 0)
+    assert live_state.key_of(stage, "layers.0.lora_a", "exp_avg", 1) == ("layers.0.lora_a", "exp_avg", 1)

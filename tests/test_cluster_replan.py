@@ -16,17 +16,17 @@ with modules_of(9):
 MADE_UP = """
 import json, os
 import process_group_manager as pgm
-from run import replan
-follow, SPEEDS = replan.Replanner.follow, json.loads(os.environ["SPEEDS"])
+from run import samples
+follow, SPEEDS = samples.Rebalancer.follow, json.loads(os.environ["SPEEDS"])
 
-def with_made_up_speeds(self, run, plugin, step):
+def with_made_up_speeds(self, session, step):
     speeds = [each for first, each in SPEEDS if step >= first][-1]
     counts = [count for count, block in zip(self.follower.samples, pgm.process_group_manager.ranks)
               for _ in block.flatten()]
-    run.watch.told = [1e-3, *(speed * count for speed, count in zip(speeds, counts))]
-    follow(self, run, plugin, step)
+    session.watch.told = [1e-3, *(speed * count for speed, count in zip(speeds, counts))]
+    follow(self, session, step)
 
-replan.Replanner.follow = with_made_up_speeds
+samples.Rebalancer.follow = with_made_up_speeds
 """
 
 

@@ -18,7 +18,7 @@ from launch import losses, metrics, modules_of, start_fork
 with modules_of(9):
     from checkpoints import save as checkpoint
     from ranks import disks
-    from run import session
+    from run import session, start
     from checkpoints.files import check_file, read_state
     from utils import UserError
 
@@ -143,9 +143,9 @@ def test_an_elastic_launch_needs_an_id(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(UserError, match="without --rdzv-id"):
-        session.launch_id("auto")
+        start.launch_id("auto")
     monkeypatch.setenv("ELASTIC_RUN", '{"id": "of launch_cluster.sh"}')
-    assert session.launch_id(None) == ("of launch_cluster.sh", True)
+    assert start.launch_id(None) == ("of launch_cluster.sh", True)
 
 
 def test_no_start_is_misled_by_what_another_left(monkeypatch, tmp_path):
@@ -217,9 +217,9 @@ def test_home_has_each_checkpoint_as_a_whole(tmp_path, copies, sent):
                                            (0, "begins anew, as no step was saved")])
 def test_a_stop_says_what_is_saved(monkeypatch, capsys, written, says):
     """The disk may have been full at the last step, or always."""
-    ours = object.__new__(session.Run)
-    ours.step, ours.generation, ours.disks = 5, types.SimpleNamespace(pulses=None, members=None), types.SimpleNamespace(
-        group=None)
+    ours = object.__new__(session.Session)
+    ours.step, ours.generation = 5, types.SimpleNamespace(pulses=None, members=None)
+    ours.start = types.SimpleNamespace(disks=types.SimpleNamespace(group=None))
     ours.checkpointer = types.SimpleNamespace(wait=lambda: None, written=written)
     barrier = types.SimpleNamespace(wait=lambda timeout: None)
     monkeypatch.setattr(session, "dist", types.SimpleNamespace(get_rank=lambda: 0, barrier=lambda group, async_op: barrier))

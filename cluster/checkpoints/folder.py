@@ -48,6 +48,11 @@ class Lock:
                     return False
             time.sleep(0.2)
 
+    def close(self) -> None:
+        """Another run may have the folder."""
+        if self.file:
+            self.file.close()
+
     def write(self, run_id: str, launch: str | None) -> None:
         """Leaves on each disk which run has it. Collective. Raises UserError, on every rank, where one is full."""
         record = {"run_id": run_id, "launch": launch}

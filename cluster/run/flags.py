@@ -1,11 +1,11 @@
-"""What the training scripts of cluster/ share: flags, and what rank 0 prints about all ranks."""
+"""Flags that the training scripts share, and the optimizer that some of them describe."""
 
 import argparse
 import os
 
 import torch
 
-from utils import ROOT, UserError, number, positive_float, positive_int, zero_or_more, zero_or_more_float
+from utils import ROOT, number, positive_float, positive_int, zero_or_more, zero_or_more_float
 
 OLDER_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # spellings that are accepted too
 
@@ -63,13 +63,3 @@ def make_adamw(args, params) -> torch.optim.AdamW:
     trained = [(name, param) for name, param in params if param.requires_grad]
     return torch.optim.AdamW(trained, lr=args.learning_rate, betas=tuple(args.adam_betas),
                              weight_decay=args.weight_decay, fused=True)
-
-
-def from_environment(name: str, default: int, kind=positive_int) -> int:
-    """The number in an environment variable, `default` where it is not set or empty. Raises UserError."""
-    text = os.environ.get(name, "").strip()
-    try:
-        return kind(text) if text else default
-    except (ValueError, argparse.ArgumentTypeError):
-        raise UserError(f"the environment variable {name}={text!r} is no number that --{name.lower()} takes: correct "
-                        "it, or unset it") from None

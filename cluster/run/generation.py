@@ -29,7 +29,7 @@ from membership.pulses import Pulses
 from ranks.lost import LOST, NEWCOMER, VARIABLE, Lost, is_elastic, is_lost_peer
 from ranks.placement import forget_ranks
 from ranks.stopping import Signals, let_signals_kill
-from run.live_state import Held
+from run.live_state import LiveState
 from timeline import timeline
 from utils import UserError
 
@@ -38,15 +38,15 @@ FAILURES = 5  # generations that may end before they begin, one after the other
 
 
 class Generation:
-    """`held`: what this process has in memory of the generation before, see held.py; None of a new process.
+    """`held`: what this process has in memory of the generation before, a LiveState; None of a new process.
 
-    `run`: the Run of this generation, as soon as there is one. `failures`: of the generations before, so many in a row
-    have ended before they began.
+    `session`: the Session of this generation, as soon as there is one. `failures`: of the generations before, so many
+    in a row have ended before they began. `at_end`: what is closed when this one ends.
     """
 
     def __init__(self, members: Members | None, signals: Signals, held=None, failures: int = 0):
         self.members, self.signals, self.held, self.failures = members, signals, held, failures
-        self.pulses = self.run = None
+        self.pulses, self.session, self.at_end = None, None, contextlib.ExitStack()
 
     @property
     def number(self) -> int:
@@ -80,17 +80,17 @@ class Generation:
         if self.pulses and str(error) != NEWCOMER:
             self.pulses.noticed.wait(0.2)  # whose end it was
         reason = self.pulses and self.pulses.reason or str(error).splitlines()[0][:200]
-        if self.run and self.run.has_begun:
-            print(f"rank {os.environ['RANK']}: {reason}, after step {self.run.step}", flush=True)
-            self.held = Held(self.run)
+        if self.session:
+            print(f"rank {os.environ['RANK']}: {reason}, after step {self.session.step}", flush=True)
+            self.held = LiveState(self.session)
         self.end_groups()
         if self.failures > FAILURES and self.held is None:  # who holds nothing need not stand in the way of others
             print(f"no generation has begun with this process, {self.failures} times in a row, the last time because "
                   f"{reason}: it starts anew. Can each host reach each other one at all ports?", flush=True)
             os._exit(1)
         gc.collect()  # groups and stages of this generation refer to each other
-        has_begun = self.run and self.run.has_begun and self.run.step > self.run.start
-        return Generation(self.members, self.signals, self.held, 0 if has_begun else self.failures + 1)
+        has_made_steps = self.session and self.session.step > self.session.start.step
+        return Generation(self.members, self.signals, self.held, 0 if has_made_steps else self.failures + 1)
 
     def outlives(self, error: UserError) -> "Generation":
         """The next generation where another process has brought the error, as one with a full disk that has just come.
@@ -100,8 +100,7 @@ class Generation:
         if self.members and self.members.found_running and self.held is None:
             print(f"error: {error}", flush=True)
             os._exit(1)
-        has_begun = self.run is not None and self.run.has_begun
-        if self.held is None or has_begun or self.failures >= FAILURES:
+        if self.held is None or self.session or self.failures >= FAILURES:
             raise error
         if os.environ["RANK"] == "0":
             print(f"this generation can't begin ({error}): the run goes on with those that can", flush=True)
@@ -115,8 +114,7 @@ class Generation:
         for thread in threading.enumerate():  # those that wait in a group: of the timeline, of a checkpoint
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join(JOINING)
-        if self.run:
-            self.run.leave()
+        self.at_end.close()
         timeline.recording, timeline.spans = False, []
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):

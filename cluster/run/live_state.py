@@ -19,6 +19,7 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from ranks.collectives import gather
 from ranks.disks import Disks
+from ranks.placement import is_home
 from stage_weights import make_buffers
 
 Key = tuple[str, str, int]
@@ -34,20 +35,21 @@ class Commit(NamedTuple):
     learning_rate: float
 
 
-class Held:
-    """Of a Run whose generation has ended. `everything`: the keys of all weights. `generation`: the last one in which
-    this state was that of the run: who was cut off has steps that the others may have made anew, or never made."""
+class LiveState:
+    """Of a Session whose generation has ended. `everything`: the keys of all weights. `generation`: the last one in
+    which this state was that of the run: who was cut off has steps that the others may have made anew, or never made.
+    """
 
-    def __init__(self, run):
-        keeper = run.checkpointer
+    def __init__(self, session):
+        keeper = session.checkpointer
         keeper.host = []  # the memory for copies
         for param in keeper.stage.model.parameters():  # what they call refers to the buckets, and these to the groups
             if hooks := param._post_accumulate_grad_hooks:
                 hooks.clear()
-        self.generation = run.generation.number
+        self.generation = session.generation.number
         self.stage, self.optimizer, self.scheduler = keeper.stage, keeper.optimizer, keeper.scheduler
-        self.step, self.commit, self.everything, self.tp_rank = run.step, run.commit, run.everything, run.tp_rank
-        self.max_grad_norm, self.keeper = run.args.max_grad_norm, keeper
+        self.step, self.commit, self.tp_rank = session.step, session.commit, session.tp_rank
+        self.everything, self.max_grad_norm, self.keeper = session.everything, session.args.max_grad_norm, keeper
 
     def agree(self, commits: list[Commit]) -> None:
         """Takes the step that others of the generation know to be complete, if this rank has not taken it."""
@@ -93,13 +95,13 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten().view(torch.uint8)
 
 
-class Moved:
-    """Gives a stage its weights, and then an optimizer its state, as checkpoints.load.Loader does, from memory.
+class PeerLoader:
+    """Gives a stage its weights, and then an optimizer its state, as checkpoints.loader.Loader does, from memory.
 
     `held`: of this rank, or None. `specs`: for each rank the dtype and the shape of each key that it holds.
     """
 
-    def __init__(self, held: Held | None, specs: list[dict[Key, tuple]], disks: Disks, device: torch.device):
+    def __init__(self, held: LiveState | None, specs: list[dict[Key, tuple]], disks: Disks, device: torch.device):
         self.own, self.specs, self.disks, self.device = held.tensors() if held else {}, specs, disks, device
 
     def move(self, wanted: set[Key]) -> dict[Key, torch.Tensor]:
@@ -168,12 +170,30 @@ class Moved:
             optimizer.state[params[name, "", rank]][entry] = value
 
 
-def in_memory(held: Held | None, disks: Disks, generation: int):
+class InMemory(NamedTuple):
     """What all ranks hold of one step together: for each rank the dtype and shape of each key, the Commit of the step,
-    and the state as state.json has it. None where something is held by nobody. Collective.
+    and the state as state.json has it. A rank without keys holds nothing of the run's state, whatever it has."""
 
-    `generation`: the one that begins. A rank without keys holds nothing of the run's state, whatever is in its memory.
+    specs: list[dict[Key, tuple]]
+    commit: Commit | None
+    state: dict
+
+
+def find_in_memory(generation, disks: Disks) -> InMemory | None:
+    """What the ranks hold since the last `generation`; None where something is held by nobody. Collective.
+
+    Afterwards generation.held is None on a rank whose state is not that of the run.
     """
+    found, held = in_memory(generation.held, disks, generation.number), generation.held
+    if found is None and any(disks.gather(held is not None)) and is_home():
+        print("a part of the model was on lost hosts alone: all ranks go back to the last checkpoint", flush=True)
+    if found is None or not found.specs[disks.rank]:
+        generation.held = None
+    return found
+
+
+def in_memory(held: LiveState | None, disks: Disks, generation: int) -> InMemory | None:
+    """As find_in_memory(). `generation`: the number of the one that begins. Collective."""
     everyone = disks.gather(held and (held.generation, held.step, held.commit, held.keeper.written))
     last = max((each[0] for each in everyone if each), default=None)
     known = [each for each in everyone if each and each[0] == last]
@@ -196,7 +216,8 @@ def in_memory(held: Held | None, disks: Disks, generation: int):
         held.generation = generation
         for param in held.stage.model.parameters():
             param.grad = None  # all have taken the step that they were for
-    return [each for each, _ in everyone], next((each for each in commits if each.step == step), None), state
+    commit = next((each for each in commits if each.step == step), None)
+    return InMemory([each for each, _ in everyone], commit, state)
 
 
 def who_has_what(stage, tp_rank: int, host: str) -> tuple[frozenset[Key], str]:

@@ -43,6 +43,7 @@ from run.compression import CompressedAllReduce
 from run.flags import make_adamw
 from run.loop import print_epochs, warn_of_damage
 from run.record import Board, Step
+from run.session import Session, Trained
 from run.times import StepTimes
 from timeline import timeline
 from utils import UserError, make_scheduler, number, positive_float, positive_int, recompute_layers, zero_or_more
@@ -92,13 +93,12 @@ def check_local_flags(args) -> None:
                         f"{args.local_steps}: an epoch has to end where a round ends")
 
 
-def train_rounds(args, plugin, made, layout, run) -> None:
+def train_rounds(args, plugin, made, layout, start, generation) -> None:
     """The training of train_distributed.py with --local_steps. At the end of each epoch rank 0 saves. Collective."""
     config = made.model.config
     samples_of_step = plugin.global_batch_size // args.local_steps
     samples = load_samples(args, args.model_name, config.vocab_size,
                         args.max_steps_per_epoch and args.max_steps_per_epoch * samples_of_step)
-    run.check_data(args.model_name, config.vocab_size, samples.read)
     if len(samples) < plugin.global_batch_size:
         raise UserError(f"the data set has {len(samples)} samples, fewer than the {plugin.global_batch_size} of a "
                         f"round of --local_steps {args.local_steps}: lower it, or add data")
@@ -111,19 +111,21 @@ def train_rounds(args, plugin, made, layout, run) -> None:
     if args.recompute:
         recompute_layers(stage.own_layers())
     optimizer = make_adamw(args, stage.model.named_parameters())
-    run.begin(plugin, types.SimpleNamespace(module=stage), optimizer, types.SimpleNamespace(state_dict=dict),
-              made.names, made.files, args.model_name, loader.steps_per_epoch)
+    start.clear_folder()
+    trained = Trained(plugin, types.SimpleNamespace(module=stage), optimizer, types.SimpleNamespace(state_dict=dict))
+    session = Session(args, start, generation, made, None, trained, args.model_name, samples.read,
+                      loader.steps_per_epoch)
     let_signals_kill()
     board = Board(os.path.join(args.log_dir, args.run_name), plugin.device)
     rounds = train_locally(args, plugin, stage.model, optimizer, loader, made.criterion, layout.local_steps,
                            args.epochs * loader.steps_per_epoch)
     for step in print_epochs(rounds, loader.steps_per_epoch):
         board.log(step, plugin.global_batch_size * args.seq_len)
-        run.step = step.number
+        session.step = step.number
         warn_of_damage(step, 0, made.source, config.vocab_size)
         if step.number % loader.steps_per_epoch == 0:
-            run.checkpointer.save(step.number, is_last=True)
-    run.end(was_stopped=False)
+            session.checkpointer.save(step.number, is_last=True)
+    session.end(was_stopped=False)
     board.close()
 
 

@@ -1,4 +1,4 @@
-"""The training loop of the scripts that train on all machines together."""
+"""The loop over optimizer steps that all machines make together."""
 
 import math
 import statistics
@@ -9,39 +9,44 @@ import torch
 import process_group_manager as pgm
 from ranks.collectives import gather, say
 from ranks.placement import is_home
+from run.evaluation import Evaluator
 from run.record import Record, Step
+from run.samples import Rebalancer
+from run.session import Session
 from run.times import StepTimes, write_timeline
 from timeline import timeline
-from utils import UserError, make_scheduler
+from utils import UserError
 
 
-def train(args, plugin, model: torch.nn.Module, optimizer, loader, criterion: Callable, num_steps: int, run,
-          make_run_ready: Callable, steps_per_epoch: int | None, evaluator, replanner) -> Iterator[Step]:
-    """Trains what plugin.configure returned until step `num_steps`; yields each step when it is done. Collective.
-
-    `loader`: of the whole run's samples, unshuffled; what was trained before a resume is skipped. `run`: see run.py of
-    checkpoints/; make_run_ready(scheduler) calls run.begin(). `evaluator`: an Evaluator or None, used before the first step,
-    after the last one, and after every args.eval_every ones: where a stop comes then, when the run goes on.
-    `replanner`: a Replanner. Writes metrics, and the timeline of step profile_batch. In the end rank 0 prints where the
-    time of each rank went. Raises UserError for a --profile_batch that is no step, and for a loss that is not finite.
-    """
-    grid = pgm.process_group_manager
+def check_profile_batch(args, num_steps: int) -> None:
+    """Raises UserError for a --profile_batch that is no step."""
     if not -1 <= args.profile_batch < num_steps:
         raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 0 to {num_steps - 1}: choose "
                         "one of them, or -1 for none")
-    scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
-    make_run_ready(scheduler)
-    record = run.record = Record(args, grid, run.disks, plugin.device, num_steps,
-                                 plugin.global_batch_size * args.seq_len, run.start,
-                                 run.found and run.found.state["flags"], run.commit)
-    if run.start >= num_steps:
-        has_made_all(run, num_steps)
-    loader.first_step = run.start
+
+
+def train(session: Session, loader, criterion: Callable, num_steps: int, evaluator: Evaluator | None,
+          rebalancer: Rebalancer) -> Iterator[Step]:
+    """Trains until optimizer step `num_steps`; yields each step when it is done. Collective.
+
+    `loader`: of the whole run's samples, unshuffled; what was trained before a resume is skipped. The evaluator is used
+    before the first step, after the last one, and after every args.eval_every ones: where a stop comes then, when the
+    run goes on. Writes metrics, and the timeline of step args.profile_batch. In the end rank 0 prints where the time of
+    each rank went. Raises UserError for a loss that is not finite.
+    """
+    grid, args, (plugin, model, optimizer, scheduler) = pgm.process_group_manager, session.args, session.trained
+    first = session.start.step
+    record = Record(args, grid, session.start.disks, plugin.device, num_steps, plugin.global_batch_size * args.seq_len,
+                    first, session.start.flags, session.commit)
+    session.generation.at_end.callback(record.leave)
+    if first >= num_steps:
+        has_made_all(session, num_steps)
+    loader.first_step = first
     batches, times, first_bad = iter(loader), StepTimes(plugin.device), FirstBadLoss(criterion)
     stops = is_last = False
-    if evaluator and record.is_evaluation_due(run.start, args.eval_every):
-        record.evaluated(run.start, evaluator.evaluate())
-    for batch in range(run.start, num_steps):
+    if evaluator and record.is_evaluation_due(first, args.eval_every):
+        record.evaluated(first, evaluator.evaluate())
+    for batch in range(first, num_steps):
         with record.progress.bar():
             times.start(batch, profile=batch == args.profile_batch)
             torch.manual_seed(args.seed + 1000 * grid.dp_rank + grid.pp_rank + 1_000_000 * batch)  # of dropout
@@ -49,41 +54,42 @@ def train(args, plugin, model: torch.nn.Module, optimizer, loader, criterion: Ca
             with timeline.span("gradient norm"):
                 grad_norm = plugin.clip_grad_norm(model, args.max_grad_norm)
             learning_rate = scheduler.get_last_lr()[0]
-            run.commits(batch + 1, loss, grad_norm, learning_rate)
+            session.commits(batch + 1, loss, grad_norm, learning_rate)
             with timeline.span("optimizer"):
                 optimizer.step()
             scheduler.step()
-            run.step = batch + 1
-            step = Step(run.step, loss.item(), grad_norm.item(), learning_rate, *times.stop())  # waits for a GPU
+            session.step = batch + 1
+            step = Step(session.step, loss.item(), grad_norm.item(), learning_rate, *times.stop())  # waits for a GPU
         if not math.isfinite(step.loss + step.grad_norm):
-            raise UserError(first_bad.message(step, model, run))
+            raise UserError(first_bad.message(step, session))
         record.log(*step[:5])
         if batch == args.profile_batch:
             write_timeline(args, times.clock)
-        stops, is_last = run.watch.ask_all(times.work, step.seconds), step.number == num_steps
+        stops, is_last = session.watch.ask_all(times.work, step.seconds), step.number == num_steps
         if evaluator and not stops and record.is_evaluation_due(step.number, args.eval_every):
             step = step._replace(evaluation=evaluator.evaluate())
             record.evaluated(step.number, step.evaluation)
-            stops = run.watch.ask_all(times.work, step.seconds)  # an evaluation may take longer than a step
-        step = step._replace(sample=run.after_step(step.number, stops, is_last))
+            stops = session.watch.ask_all(times.work, step.seconds)  # an evaluation may take longer than a step
+        step = step._replace(sample=session.after_step(step.number, stops, is_last))
         record.complete(step)
         yield step
         if stops:
             break
         if not is_last:
-            run.take_in()
-            replanner.follow(run, plugin, step.number)
+            session.take_in()
+            rebalancer.follow(session, step.number)
     record.close()
     times.print()
-    run.end(stops and not is_last)
+    session.end(stops and not is_last)
 
 
-def has_made_all(run, num_steps: int) -> None:
+def has_made_all(session: Session, num_steps: int) -> None:
     """A run that goes on after its last step. Where a host was lost before that was saved, it is saved now. Collective.
     """
-    run.checkpointer.save(run.start, is_last=True)
-    if is_home() and not run.specs:
-        print(f"nothing to do: {run.found.path} is that of step {run.start}, of {num_steps}", flush=True)
+    start = session.start
+    session.checkpointer.save(start.step, is_last=True)
+    if is_home() and not start.memory:
+        print(f"nothing to do: {start.found.path} is that of step {start.step}, of {num_steps}", flush=True)
 
 
 def print_epochs(steps: Iterator[Step], steps_per_epoch: int | None) -> Iterator[Step]:
@@ -115,18 +121,18 @@ class FirstBadLoss:
         self.total = self.total + loss.detach()  # not finite where one of them is not
         return loss
 
-    def message(self, step: Step, model: torch.nn.Module, run) -> str:
+    def message(self, step: Step, session: Session) -> str:
         """What went wrong, where, and what is left. Collective."""
         bad = not math.isfinite(float(self.total))
         if not any(everyone := gather(bad)):  # then it came with the gradients
-            everyone = gather(any(not param.grad.isfinite().all() for param in model.parameters()
+            everyone = gather(any(not param.grad.isfinite().all() for param in session.trained.model.parameters()
                                   if param.grad is not None))
         ranks = ", ".join(str(rank) for rank, is_bad in enumerate(everyone) if is_bad)
         first = f", first on rank {ranks}" * bool(ranks)  # no rank where only their sum is too large a number
-        last = run.checkpointer.last()
-        if step.number == run.start + 1:  # no step has changed the weights
-            what_next = (f"Nothing was trained yet with the weights that were read from {run.source}: they may be "
-                         "damaged, get them anew or take others") if run.source else (
+        last = session.checkpointer.last()
+        if step.number == session.start.step + 1:  # no step has changed the weights
+            what_next = (f"Nothing was trained yet with the weights that were read from {session.source}: they may be "
+                         "damaged, get them anew or take others") if session.source else (
                 "Nothing was trained yet, and the weights were drawn at random: look at config.json, rms_norm_eps and "
                 "initializer_range for instance, and at --dtype")
         else:

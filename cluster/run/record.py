@@ -57,19 +57,19 @@ class Step(NamedTuple):
 class Record:
     """A RunLogger that goes on after step `start`, and the same rows on the other disks. All ranks make one together.
 
-    `before`: the flags of the run that it goes on from; like `args`, with its run_id. `last`: the Commit of step
+    `before`: the flags of the run that it goes on from, {} of a new one; like `args`, with its run_id. `last`: the Commit of step
     `start`, where the ranks have it in memory; its row is written where none has written it.
     """
 
     def __init__(self, args, grid, disks: Disks, device: torch.device, num_steps: int, tokens_per_step: int, start: int,
-                 before: dict | None, last=None):
+                 before: dict, last=None):
         self.folder = folder = source = os.path.join(args.log_dir, args.run_name)
         is_logging = disks.gather(grid.is_logging_rank)
         writes = grid.is_logging_rank or disks.leads and not any(is_logging[rank] for rank in disks.mine.ranks)
         rows, evaluations = [], []
         if before:  # the training that goes on may have had another name
             source = os.path.join(before["log_dir"], before["run_name"])
-        run_ids = {flags.get("run_id") for flags in (vars(args), before or {})}
+        run_ids = {flags.get("run_id") for flags in (vars(args), before)}
         with disks.together():
             if start and writes and not is_of_another_run(source, run_ids):
                 rows, evaluations = read_rows(source, start, BEFORE, METRICS), read_rows(source, start, EVALUATIONS)

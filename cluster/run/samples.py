@@ -5,10 +5,13 @@ one that takes 7 has two of 4 and 3. The mean loss of a micro-batch of n samples
 once, and the gradients are those of one process that takes all 17.
 
 The executor sums criterion / M over the step's M micro-batches, so the plugin multiplies each mean with n M / 17, which
-is 1 where all micro-batches are alike. Where rows have unlike numbers of targets, data/load.py has weighted the mean
+is 1 where all micro-batches are alike. Where rows have unlike numbers of targets, data/batches.py has weighted the mean
 before: against the mean over the step's samples, whatever the sizes of its micro-batches.
+
+Where machines become slower or faster while a run trains, samples move from one pipeline to another: see Rebalancer.
 """
 
+import argparse
 import itertools
 from collections.abc import Callable, Iterator
 from zlib import crc32
@@ -18,6 +21,10 @@ import torch
 import process_group_manager as pgm
 from dataloader import MicroBatches, deal_microbatches
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
+from planning.follow import Follower
+from ranks.collectives import say
+from run.speeds import has_router_loss
+from utils import UserError
 
 
 class SamplesPlugin(HeterogeneousParallelPlugin):
@@ -96,3 +103,51 @@ class SamplesLoader:
             value = value.pin_memory()
         dtype = self.plugin.master_dtype if value.is_floating_point() else None
         return value.to(self.plugin.device, dtype, non_blocking=True)
+
+
+def add_replan_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--replan", choices=["auto", "off"],
+                        help="auto: where machines become slower or faster, samples move while the run trains "
+                             "(default: auto, but what --num_microbatches says stays)")
+
+
+def check_replan_flag(args) -> None:
+    """Raises UserError for what can't follow the machines."""
+    for flag in ("local_steps", "equal_shares"):
+        if args.replan == "auto" and getattr(args, flag):
+            raise UserError(f"--replan auto moves work between machines from step to step, and --{flag} leaves it "
+                            "where it is: leave out one of them")
+
+
+class Rebalancer:
+    """Moves samples between pipelines while a run trains, as planning/follow.py decides. `config`: the model's.
+
+    Each rank measures anyway how many seconds of a step it computes, and at the end of each step all tell each other.
+    So all ranks decide the same from the same numbers, without another message, and nothing is sent: each pipeline
+    reads other samples from the next step on. All ranks make one together.
+    """
+
+    def __init__(self, args, layout, config):
+        self.args, self.follower = args, None
+        if args.replan == "off" or args.local_steps or args.equal_shares:
+            return
+        is_asked, stay = args.replan == "auto", layout.setting.schedule == "afab" or has_router_loss(config)
+        if len(layout.samples) > 1 and not stay and (is_asked or not args.num_microbatches):
+            self.follower = Follower(layout.samples, layout.micro_batch_size)
+        elif is_asked:
+            say("--replan auto: nothing can move here. Samples move between pipelines, but not with --pp_engine afab, "
+                "which keeps the activations of all, nor with the loss of a router")
+
+    def follow(self, session, step: int) -> None:
+        """Call it after each step, on all ranks."""
+        if self.follower is None:
+            return
+        plugin = session.trained.plugin
+        old, (seconds, *of_ranks) = self.follower.samples, session.watch.told
+        self.follower.observe(seconds, [[max(of_ranks[rank] for rank in row) for row in block.tolist()]
+                                        for block in pgm.process_group_manager.ranks])
+        if new := self.follower.decide(step):
+            before, after = (",".join(map(str, samples)) for samples in (old, new))
+            say(f"after step {step} work moves to faster machines: samples {before} -> {after}")
+            plugin.deal(new)
+            self.args.num_microbatches, self.args.samples = [plugin.num_microbatches], new

@@ -31,7 +31,7 @@ def choose_shares(args, made, count: int, told: list[int] | None, total: int | N
     size, ranks = args.batch_size, dist.get_world_size()
     if told:
         if len(told) == count and (total in (None, size * sum(told)) or not is_elastic()):
-            return [size * number for number in told]  # run.check says what the checkpoint has instead
+            return [size * number for number in told]  # Start.check says what the checkpoint has instead
         if not is_elastic():
             raise UserError(f"--num_microbatches {','.join(map(str, told))}: write {count} numbers, one per pipeline, "
                             "with commas between them")

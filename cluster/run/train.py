@@ -1,0 +1,120 @@
+"""One training, from its flags to its last step. In an elastic run it begins anew where processes come or go.
+
+    join            the ranks meet
+    make_model      the model without weights, on the meta device
+    find_plan       where the model is too large for one machine, or --plan says so: who holds which layers
+    find_start      the run's folder, and the checkpoint to go on from
+    choose_layout   which rank holds which modules, and takes which samples
+    load_data       samples, the same on all machines
+    set_up          this rank's stage with its weights, optimizer and scheduler: the session begins
+    train           the loop over optimizer steps
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from data.batches import Data, check_data_flags, load_data
+from data.encoded import require_same_data
+from models.causal import Model, with_weights
+from models.lora import check_lora_flags, choose_lora_dtype, print_sizes
+from planning.plan_file import machines_of
+from ranks.join import meet, print_banner
+from ranks.placement import take_places
+from run.evaluation import Evaluator
+from run.flags import make_adamw
+from run.generation import Generation, train_in_generations
+from run.layout import check_layout_flags, choose_layout
+from run.local_steps import check_local_flags, train_rounds
+from run.loop import check_profile_batch, print_epochs, train, warn_of_damage
+from run.plan_at_start import find_plan
+from run.samples import Rebalancer, SamplesPlugin, check_replan_flag
+from run.session import Session, Trained
+from run.start import Start, find_start
+from utils import TINY_LLAMA, make_scheduler
+
+
+def check_flags(args) -> None:
+    """Fills in defaults. Raises UserError for flags that do not go together."""
+    check_layout_flags(args)
+    check_local_flags(args)
+    check_replan_flag(args)
+    check_lora_flags(args)
+    check_data_flags(args)
+
+
+def run_training(args: argparse.Namespace, make_model: Callable) -> None:
+    """`make_model(args, dtype)` returns a Model. Raises UserError."""
+    train_in_generations(args, functools.partial(train_generation, make_model))
+
+
+def train_generation(make_model: Callable, args: argparse.Namespace, generation: Generation) -> None:
+    """The whole training with the processes that are there."""
+    device, dtype = join(args, generation)
+    made = make_model(args, dtype)
+    if made.lora:
+        print_sizes(made.lora)
+    if plan := find_plan(args, made, device, dtype):
+        take_places(machines_of(plan))
+    start = find_start(args, generation)
+    layout = choose_layout(args, made, plan, start.found, device, dtype)
+    made = with_weights(made, args, device, start.found is not None)
+    args.run_id = start.run_id  # from here on `args` are what the run's records say
+    args.learning_rate = args.learning_rate or start.flags.get("learning_rate") or made.learning_rate
+    vars(args).update(layout.as_flags())
+    plugin = layout.form(args, made.model.config)
+    if args.local_steps:
+        train_rounds(args, plugin, made, layout, start, generation)
+    else:
+        train_together(args, plugin, made, start, generation, Rebalancer(args, layout, made.model.config))
+    dist.destroy_process_group()
+
+
+def join(args, generation: Generation) -> tuple[torch.device, torch.dtype]:
+    """Meets the other ranks. Returns the device that this one computes on, and the dtype of all."""
+    device, dtype = meet(args, generation.join)
+    if args.omp_num_threads:
+        torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
+    if args.lora_rank:
+        dtype = choose_lora_dtype(args, device, dtype)
+    print_banner(device, dtype)
+    return device, dtype
+
+
+def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, generation: Generation,
+                   rebalancer: Rebalancer) -> None:
+    """Synchronous training: all machines make each optimizer step together."""
+    tokenizer, vocab_size = args.model_name or TINY_LLAMA, made.model.config.vocab_size
+    start.check(args, made.names, plugin.global_batch_size)
+    data = load_data(args, tokenizer, vocab_size, plugin.global_batch_size, args.max_steps, args.max_steps_per_epoch)
+    require_same_data(start.found, args, tokenizer, vocab_size, data.read)
+    num_steps = args.max_steps or args.epochs * data.train.steps_per_epoch
+    data.train.set_steps(num_steps)
+    check_profile_batch(args, num_steps)
+    loader = plugin.prepare_dataloader(data.train, collate_fn=data.collate)
+    session = set_up(args, plugin, made, start, generation, tokenizer, data, num_steps)
+    evaluator = None
+    if data.evaluation:
+        evaluator = Evaluator(plugin, session.trained.model, data.evaluation, data.collate_evaluation, made.criterion,
+                              args.eval_batches)
+    steps = train(session, loader, data.weighted(made.criterion), num_steps, evaluator, rebalancer)
+    for step in print_epochs(steps, data.train.steps_per_epoch):
+        warn_of_damage(step, start.step, session.source, vocab_size)
+
+
+def set_up(args, plugin: SamplesPlugin, made: Model, start: Start, generation: Generation, tokenizer: str, data: Data,
+           num_steps: int) -> Session:
+    """This rank's stage with its weights, its optimizer and its scheduler. Collective."""
+    start.clear_folder()
+    loader = start.loader(generation.held, plugin.device)
+    weights = loader.weights if loader else made.initial
+    if made.lora:  # the frozen weights are the model's own, and a checkpoint has the adapters
+        weights = made.lora.weights(made.initial, loader, plugin.device, is_moved=start.memory is not None)
+    model, optimizer, _ = plugin.configure(made.model, functools.partial(make_adamw, args), weights=weights,
+                                           seed=args.seed)
+    scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
+    return Session(args, start, generation, made, loader, Trained(plugin, model, optimizer, scheduler), tokenizer,
+                   data.read, data.train.steps_per_epoch)
