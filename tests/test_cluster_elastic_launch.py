@@ -148,9 +148,15 @@ def test_the_first_host_is_like_any_other(tools, tmp_path):
     assert says(run, r"a is lost \(its part was ended by signal 9\): the run goes on with 1 host, and takes it in")
     assert says(run, "launch_cluster: a answers: its part of the run starts")
     assert eventually(lambda: run.pids(2)["a"] != pids["a"]) and run.pids(2)["b"] == pids["b"]
+    assert "b is lost" not in run.output()
+    mark = len(run.lines)
+    for _, agent_pid in run.pids(2).values():
+        os.kill(agent_pid, signal.SIGKILL)
+    assert says(run, "0 hosts left, but the run needs 1, so it waits", mark), "all are lost at once"
+    assert says(run, "a answers", mark) and says(run, "b answers", mark)
     os.killpg(run.process.pid, signal.SIGINT)
     code, text = run.end()
-    assert code == 130 and all_gone(run.pids(2)) and "b is lost" not in text, text
+    assert code == 130 and all_gone(run.pids(2)), text
 
 
 def test_a_process_that_fails_is_started_anew_alone(tools, tmp_path):
