@@ -106,7 +106,7 @@ def test_a_script_is_looked_for_in_cluster_too(monkeypatch, tmp_path):
 
 
 def test_hosts_come_and_go(tools, tmp_path):
-    """b is lost and comes back, c is new in hosts.txt, first without a Python; what makes no sense there changes nothing."""
+    """b is lost and comes back, c is new in hosts.txt, first without a Python; what makes no sense is left out."""
     run = Launch(write_hosts(tmp_path, *lines(tools, "ab")), "--elastic", "1:3", "--", tools / "sleep.py", tools=tools)
     pids = run.pids(2)
     os.kill(pids["b"][1], signal.SIGKILL)
