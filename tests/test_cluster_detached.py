@@ -165,6 +165,8 @@ def test_detach_twice(hosts):
     assert code == 0 and eventually(lambda: hosts.pids()["a"] != pids["a"]) and hosts.pids()["b"] == pids["b"], text
     assert eventually(lambda: any(re.match(r"a +\| number", line) for line in attached.lines[mark:]), 20)
     assert hosts.end("--stop")[0] == 0 and all_gone(hosts.pids(), 0)
+    code, text = attached.end(10)
+    assert code == 143 and text.count("was killed") == 1 and text.count("its part of the run was stopped") == 2, text
 
 
 def test_the_end_of_a_run_is_seen(hosts):

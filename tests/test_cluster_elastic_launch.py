@@ -106,7 +106,7 @@ def test_a_script_is_looked_for_in_cluster_too(monkeypatch, tmp_path):
 
 
 def test_hosts_come_and_go(tools, tmp_path):
-    """b is lost and comes back, c is new in hosts.txt, d has no Python; what makes no sense there changes nothing."""
+    """b is lost and comes back, c is new in hosts.txt, first without a Python; what makes no sense is left out."""
     run = Launch(write_hosts(tmp_path, *lines(tools, "ab")), "--elastic", "1:3", "--", tools / "sleep.py", tools=tools)
     pids = run.pids(2)
     os.kill(pids["b"][1], signal.SIGKILL)
@@ -118,14 +118,14 @@ def test_hosts_come_and_go(tools, tmp_path):
     assert says(run, "launch_cluster: .*hosts.txt, line 3: .*: the run goes on with the hosts that it knows")
     write_hosts(tmp_path, *lines(tools, "ab"), lines(tools, "c")[0] + " address=fd00::2")
     assert says(run, "launch_cluster: --elastic meets at IPv4 addresses only, but c has one of IPv6: .*that it knows")
-    write_hosts(tmp_path, *lines(tools, "ab"), "d python=/nowhere/python", *lines(tools, "c"))
-    assert says(run, "launch_cluster: d can't take part, exit code 127: no Python: can't start /nowhere/python")
-    assert set(run.pids(3)) == {"a", "b", "c"}
+    write_hosts(tmp_path, *lines(tools, "ab"), "c python=/nowhere/python")
+    assert says(run, "launch_cluster: c can't take part, exit code 127: no Python: can't start /nowhere/python")
     time.sleep(3)  # longer than between two attempts
+    write_hosts(tmp_path, *lines(tools, "abc"))
     pids = run.pids(3)
     os.killpg(run.process.pid, signal.SIGINT)
     code, text = run.end()
-    assert code == 130 and all_gone(pids) and text.count("d can't take part") == 1, text
+    assert code == 130 and all_gone(pids) and text.count("c can't take part") == 1, text
     assert len(re.findall("c is new in", text)) == 1 and text.count("answers: its part of the run starts") == 2, text
 
 
@@ -148,9 +148,15 @@ def test_the_first_host_is_like_any_other(tools, tmp_path):
     assert says(run, r"a is lost \(its part was ended by signal 9\): the run goes on with 1 host, and takes it in")
     assert says(run, "launch_cluster: a answers: its part of the run starts")
     assert eventually(lambda: run.pids(2)["a"] != pids["a"]) and run.pids(2)["b"] == pids["b"]
+    assert "b is lost" not in run.output()
+    mark = len(run.lines)
+    for _, agent_pid in run.pids(2).values():
+        os.kill(agent_pid, signal.SIGKILL)
+    assert says(run, "0 hosts left, but the run needs 1, so it waits", mark), "all are lost at once"
+    assert says(run, "a answers", mark) and says(run, "b answers", mark)
     os.killpg(run.process.pid, signal.SIGINT)
     code, text = run.end()
-    assert code == 130 and all_gone(run.pids(2)) and "b is lost" not in text, text
+    assert code == 130 and all_gone(run.pids(2)), text
 
 
 def test_a_process_that_fails_is_started_anew_alone(tools, tmp_path):

@@ -112,9 +112,12 @@ class Elastic(Launch):
             "changes)")
         return True
 
+    def goes_on(self) -> bool:
+        return time.monotonic() < self.stop_at and not self.is_done and not self.failed
+
     def look_around(self, now: float) -> None:
         """Reads hosts.txt if it has changed, tries the hosts that could take part, and waits no longer than WAIT."""
-        if now >= self.stop_at or self.is_done or self.failed:
+        if not self.goes_on():
             return
         self.read_again()
         self.start()

@@ -136,7 +136,7 @@ class Launch:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, frame: self.events.put(number))
         self.start(is_again=False)
-        while self.running:
+        while self.running or self.goes_on():
             event = None
             with contextlib.suppress(queue.Empty):
                 event = self.events.get(timeout=HEARTBEAT)
@@ -175,6 +175,10 @@ class Launch:
 
     def heard(self, run: Run, line: str, now: float) -> None:
         """A line that `alarm` matches."""
+
+    def goes_on(self) -> bool:
+        """Whether hosts may still be started when none runs."""
+        return False
 
     def look_around(self, now: float) -> None:
         """Called twice a second at least."""
