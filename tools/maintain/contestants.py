@@ -66,12 +66,10 @@ GROUPS = {
         Run("torch DDP", None, 4, "ddp"),
     ],
     "Tensor parallel": [
-        Run("step 8, tp 2", 8, 2, TP_2, (("DTensor, tp 2", 1.6), ("Hugging Face, tp 2", None), (BASELINE, 1.15))),
+        Run("step 8, tp 2", 8, 2, TP_2, (("DTensor, tp 2", 1.6), (BASELINE, 1.15))),
         Run("DTensor, tp 2", None, 2, "dtensor"),
-        Run("Hugging Face, tp 2", None, 2, "hf-tp"),
-        Run("step 8, tp 4", 8, 4, TP_4, (("DTensor, tp 4", 1.8), ("Hugging Face, tp 4", None), (BASELINE, None))),
+        Run("step 8, tp 4", 8, 4, TP_4, (("DTensor, tp 4", 1.8), (BASELINE, None))),
         Run("DTensor, tp 4", None, 4, "dtensor"),
-        Run("Hugging Face, tp 4", None, 4, "hf-tp"),
     ],
     "Sequence parallel": [
         Run("step 14, tp 2, sp", 14, 2, TP_2 + " --sequence_parallel",

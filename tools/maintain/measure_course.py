@@ -63,7 +63,7 @@ def speed(args) -> None:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         make(f"{folder}/model", vocab_size=512, hidden_size=256, intermediate_size=688)
-        tokens = make_tokens(folder, args.rounds)
+        tokens = make_tokens(folder, (args.rounds + 1) * TOKENS_A_STEP + 1)
         for group, members in GROUPS.items():
             if mine := [run for run in members if run.name in chosen]:
                 others = {name: RUNS[name] for run in mine for name, _ in run.against if name in chosen}
@@ -72,11 +72,10 @@ def speed(args) -> None:
     print(table_of_speed(found))
 
 
-def make_tokens(folder: str, rounds: int) -> str:
+def make_tokens(folder: str, num_tokens: int) -> str:
     """The file of token ids that the loader of step 3 caches: ours find it there, the peers read it."""
     program = ("import sys; sys.path.insert(0, sys.argv[1]); from dataloader import encode_to_file; "
                "print(encode_to_file('sotu', sys.argv[2], int(sys.argv[3]), sys.argv[4]))")
-    num_tokens = (rounds + 1) * TOKENS_A_STEP + 1
     arguments = [STEPS["3"], f"{folder}/model", num_tokens, f"{folder}/token_cache"]
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.splitlines()[-1]
@@ -84,33 +83,35 @@ def make_tokens(folder: str, rounds: int) -> str:
 
 def measure(runs: dict[str, Run], folder: str, tokens: str, args) -> dict[str, list[float]]:
     """The seconds of each run's steps: {name: [...]}. Exits where two runs did not do the same work."""
-    seconds = programs_in_turns({name: functools.partial(start, run, folder, tokens, args)
+    seconds = programs_in_turns({name: functools.partial(start, run, folder, tokens, args.rounds + 1, args.old)
                                  for name, run in runs.items()}, args.rounds)
     check_losses({name: read_results(run, folder) for name, run in runs.items()})
     return seconds
 
 
-def start(run: Run, folder: str, tokens: str, args) -> Program:
+def start(run: Run, folder: str, tokens: str, steps: int, old: str | None = None, **variables: str) -> Program:
+    """`old`: another checkout of this repository. `variables`: of the environment."""
+    words, variables = ["--model_name", f"{folder}/model"], {"OMP_NUM_THREADS": str(run.threads), **variables}
     if run.step is None:
-        return Program(run.name, run.ranks, ROOT / "tools/maintain/peers.py", *run.flags.split(), "--model_name",
-                       f"{folder}/model", "--tokens", tokens, "--out", f"{folder}/{run.name}.json", "--steps",
-                       args.rounds + 1, "--threads", run.threads, threads=run.threads)
-    script = pathlib.Path(args.old or ROOT, STEPS[str(run.step)].relative_to(ROOT), "train.py")
-    return Program(run.name, run.ranks, script, "--model_name", f"{folder}/model", "--log_dir", folder, "--run_name",
-                   run.name, "--seq_len", 128, "--learning_rate", 3e-4, "--max_grad_norm", 0, "--max_tokens",
-                   (args.rounds + 1) * TOKENS_A_STEP, "--omp_num_threads", run.threads, *run.flags.split(),
-                   threads=run.threads)
+        kind, *flags = run.flags.split()
+        return Program(run.name, run.ranks, ROOT / "tools/maintain/peers.py", kind, *words, "--tokens", tokens, "--out",
+                       f"{folder}/{run.name}.json", "--steps", steps, "--threads", run.threads, *flags, **variables)
+    script = pathlib.Path(old or ROOT, STEPS[str(run.step)].relative_to(ROOT), "train.py")
+    return Program(run.name, run.ranks, script, *words, "--log_dir", folder, "--run_name", run.name, "--seq_len", 128,
+                   "--learning_rate", 3e-4, "--max_grad_norm", 0, "--max_tokens", steps * TOKENS_A_STEP,
+                   "--omp_num_threads", run.threads, *run.flags.split(), **variables)
 
 
 def read_results(run: Run, folder: str) -> dict:
-    """{"losses": [one a step], "grad_norm": the last step's}"""
+    """{"losses": [one a step], "seconds": [one a step], "memory_gb": at the peak, "grad_norm": the last step's}"""
     if run.step is None:
         return json.loads(pathlib.Path(folder, f"{run.name}.json").read_text())
     rows = metrics(folder, run.name)
-    return {"losses": [row["loss"] for row in rows], "grad_norm": rows[-1]["grad_norm"]}
+    return {"losses": [row["loss"] for row in rows], "seconds": [row["step_seconds"] for row in rows],
+            "memory_gb": rows[-1]["memory_gb"], "grad_norm": rows[-1]["grad_norm"]}
 
 
-def check_losses(results: dict[str, dict]) -> None:
+def check_losses(results: dict[str, dict], of_loss: float = 1e-5, of_norm: float = 1e-4) -> None:
     """Exits where two runs did not do the same work; compiled runs are allowed ten times as much, of reordered sums.
 
     AdamW hardly sees the scale of gradients, and so the losses don't: their norm must agree too.
@@ -119,10 +120,10 @@ def check_losses(results: dict[str, dict]) -> None:
     for name, result in results.items():
         reordered = 10 if "compile" in name else 1
         worst = max(abs(a - b) for a, b in zip(reference["losses"], result["losses"], strict=True))
-        if worst > 1e-5 * reordered:
+        if not worst <= of_loss * reordered:  # a NaN is no agreement
             sys.exit(f"error: the losses of {name!r} are off by {worst:.1e}: not the same work, nothing to compare")
         norms = result["grad_norm"], reference["grad_norm"]
-        if not abs(norms[0] / norms[1] - 1) <= 1e-4 * reordered:  # a NaN is no agreement
+        if not abs(norms[0] / norms[1] - 1) <= of_norm * reordered:
             sys.exit(f"error: the gradient norm of {name!r} is {norms[0]:.6f} and not {norms[1]:.6f}: "
                      "not the same work, nothing to compare")
 

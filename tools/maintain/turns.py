@@ -67,18 +67,19 @@ def keep(path: pathlib.Path | None, group: str, found: dict) -> None:
 class Program:
     """`script arguments` on several ranks of this machine, which prints a line "step ..." at the end of each step.
 
-    The ranks find each other as under torchrun, by environment variables. The first turn() is the start and the first
-    step. After the last one, end() lets the ranks end by themselves, and kill() does not.
+    The ranks find each other as under torchrun, by environment variables, to which `variables` are added. The first
+    turn() is the start and the first step. After the last one, end() lets the ranks end by themselves, and kill() does
+    not.
     """
 
-    def __init__(self, name: str, num_ranks: int, script, *arguments, threads: int = 1):
+    def __init__(self, name: str, num_ranks: int, script, *arguments, **variables: str):
         self.name = name
         self.last_lines, self.lines = collections.deque(maxlen=40), queue.SimpleQueue()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        shared = environment(OMP_NUM_THREADS=str(threads), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                             WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks), PYTHONUNBUFFERED="1")
+        shared = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(num_ranks),
+                             LOCAL_WORLD_SIZE=str(num_ranks), PYTHONUNBUFFERED="1", **variables)
         read_end, write_end = os.pipe()
         self.ranks = [subprocess.Popen([sys.executable, str(script), *map(str, arguments)], stdin=subprocess.DEVNULL,
                                        stdout=write_end, stderr=write_end,
