@@ -13,7 +13,6 @@ class Run(NamedTuple):
     ranks: int
     flags: str
     against: tuple[tuple[str, float | None], ...] = ()  # (name, ratio to reach)
-    threads: int = 1
 
 
 def micro_batch(size: int, accumulation: int) -> str:
@@ -44,8 +43,6 @@ GROUPS = {
     "One process": [
         Run(BASELINE, 3, 1, micro_batch(4, 8), (("Hugging Face", 1.0),)),
         Run("Hugging Face", None, 1, "hf"),
-        Run("step 3, 2 threads", 3, 1, micro_batch(4, 8), (("Hugging Face, 2 threads", 1.0), (BASELINE, None)), 2),
-        Run("Hugging Face, 2 threads", None, 1, "hf", (), 2),
     ],
     "Two stages": [*two_stages(4, 1.1), *two_stages(8, 1.05)],
     "Four stages, or twice four": [
@@ -58,8 +55,6 @@ GROUPS = {
         Run("torch zero bubble", None, 4, "zb"),
         Run("torch interleaved zero bubble", None, 4, "interleaved-zb"),
         Run("torch zero bubble V", None, 4, "zbv"),
-        Run("step 8, pp 4, AFAB", 8, 4, PP_4 + " --pp_engine afab", (("torch ScheduleGPipe", None), (BASELINE, None))),
-        Run("torch ScheduleGPipe", None, 4, "gpipe"),
     ],
     "Data parallel": [
         Run("step 6, dp 4", 6, 4, DP_4, (("torch DDP", 1.0), (BASELINE, 1.45))),
@@ -81,21 +76,12 @@ GROUPS = {
     ],
     "Compiled": [
         Run(COMPILED, 3, 1, micro_batch(4, 8) + " --compile", (("Hugging Face", 1.1), (BASELINE, None))),
-        Run("step 3, --compile, 2 threads", 3, 1, micro_batch(4, 8) + " --compile",
-            (("Hugging Face, 2 threads", 1.1), (BASELINE, None)), 2),
         Run("step 8, pp 4, 1F1B, --compile", 8, 4, PP_4 + " --compile",
             (("step 8, pp 4, 1F1B", None), (COMPILED, None))),
         Run("step 6, dp 4, --compile", 6, 4, DP_4 + " --compile", (("step 6, dp 4", None), (COMPILED, None))),
         Run("step 8, tp 2, --compile", 8, 2, TP_2 + " --compile", (("step 8, tp 2", None), (COMPILED, None))),
     ],
-    "Virtual stages on two ranks": [
-        Run("step 11, pp 2, interleaved", 11, 2, PP_2 + INTERLEAVED, (("torch interleaved 1F1B, pp 2", 1.0),)),
-        Run("torch interleaved 1F1B, pp 2", None, 2, "interleaved-1f1b"),
-        Run("step 11, pp 2, interleaved_zb", 11, 2, PP_2 + INTERLEAVED + "_zb",
-            (("torch interleaved zero bubble, pp 2", 1.0),)),
-        Run("torch interleaved zero bubble, pp 2", None, 2, "interleaved-zb"),
-    ],
-    "Virtual stages on four ranks": [
+    "Virtual stages": [
         Run("step 11, pp 4, interleaved", 11, 4, PP_4 + INTERLEAVED, (("torch interleaved 1F1B", 1.0),)),
         Run("step 11, pp 4, interleaved_zb", 11, 4, PP_4 + INTERLEAVED + "_zb",
             (("torch interleaved zero bubble", 1.0),)),

@@ -1,5 +1,6 @@
-"""What ranks hold, measured beside the formulas of the chapters 12 to 15.
+"""What ranks hold: the most of a whole process, and what is divided beside the formulas of the chapters 12 to 15.
 
+peaks         GB of the process that needs most, as its operating system counts them, for several topologies.
 shards        Bytes a parameter: all tensors that live in the process, weights, gradients, the optimizer's averages,
               copies in bfloat16, buffers of messages. In the second optimizer step the ranks count after each gradient,
               before the optimizer's step and after it: the most of these, and that before the optimizer's step.
@@ -9,7 +10,7 @@ activations   Bytes that autograd keeps of a micro-batch of one sample, see test
               on the CPU in float32, where the norm keeps its input, the input divided by its root mean square, and this
               root.
 
-Both are of the rank that holds most.
+All are of the rank that holds most.
 """
 
 import tools_path  # noqa: F401  before launch
@@ -24,10 +25,20 @@ import runpy
 import sys
 import tempfile
 
-from launch import ROOT, STEPS, launch
+from launch import ROOT, STEPS, launch, metrics
 from make_tiny_llama import resized
 from turns import table
 
+PEAKS = {  # name -> step, ranks, flags
+    "one process": (3, 1, "--gradient_accumulation_steps 16"),
+    "tp 4": (4, 4, "--gradient_accumulation_steps 16 --tp_size 4"),
+    "dp 4": (6, 4, "--gradient_accumulation_steps 4 --dp_size 4"),
+    "pp 4, AFAB": (8, 4, "--gradient_accumulation_steps 16 --pp_size 4 --pp_engine afab"),
+    "pp 4, 1F1B": (8, 4, "--gradient_accumulation_steps 16 --pp_size 4"),
+    "pp 4, 1F1B, recompute": (8, 4, "--gradient_accumulation_steps 16 --pp_size 4 --recompute"),
+    "dp 2 x pp 2 x tp 2": (8, 8, "--gradient_accumulation_steps 8 --dp_size 2 --pp_size 2 --tp_size 2"),
+    "almost nothing": (3, 1, f"--model_name {ROOT}/assets/tiny_llama --num_hidden_layers 1 --micro_batch_size 1"),
+}
 RANKS, ACCUMULATION, SEQ_LEN = 4, 2, 16
 WIDTH, MLP_WIDTH, KEYS_WIDTH, VOCABULARY = 1024, 2816, 512, 1024
 SHARDS = {  # name -> step, flags, bytes a parameter at the most, and before the optimizer's step
@@ -136,6 +147,18 @@ def formula_of_activations(seq_len: int, tp: int = 1, sequence: bool = False, cp
     # cos and sin, the last norm, what the projection multiplies, the softmax
     rest = ids + 2 * head_dim + norm + d + config["vocab_size"] / tp
     return {"layer": 4 * seq_len * layer / cp, "whole": 4 * seq_len * (LAYERS[1] * layer + rest) / cp}
+
+
+def peaks(args) -> None:
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = resized(folder, hidden_size=512, intermediate_size=1376, head_dim=64)
+        for name, (step, ranks, flags) in PEAKS.items():
+            if re.search(args.only, name):
+                launch(step, ranks, "--model_name", model, "--log_dir", folder, "--micro_batch_size", 2, "--max_tokens",
+                       2 * 32 * 128, *flags.split(), timeout=300)
+                rows.append([name, f"{metrics(folder)[-1]['memory_gb']:.2f}"])
+    print(table(["", "GB"], rows))
 
 
 def shards(args) -> None:

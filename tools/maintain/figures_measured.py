@@ -57,11 +57,12 @@ def bubble_of(spans: list[Span]) -> float:
 
 
 def last_backward(spans: list[Span]) -> list[Span]:
-    """From where the last micro-batch's backward begins on the first rank."""
+    """From where the last micro-batch's backward begins on the first rank, to the last sum. Of several runs, that is
+    shortest where the ranks begin together: where one is late, the others' sums wait for it."""
     last = max(span.microbatch for span in spans if span.kind == "backward")
     begin = min(span.start for span in spans if (span.kind, span.microbatch) == ("backward", last))
     return [span._replace(start=max(span.start, begin) - begin, end=span.end - begin) for span in spans
-            if span.end > begin]
+            if span.end > begin and span.kind in ("backward", "all-reduce", "wait")]
 
 
 def save(figure, axes, picture: pathlib.Path, label: str, kinds=(), **more: str) -> None:
@@ -180,20 +181,6 @@ def unlike(trace: pathlib.Path, picture: pathlib.Path) -> None:
     draw_compute(axes[0, 0], spans, {rank: f"rank {rank}: pipeline {dp}\nstage {pp}, {layers[dp, pp]}" for rank, (
         dp, pp, _) in sorted({(span.rank, span.place) for span in spans})}, ";   ".join(titles))
     save(figure, axes, picture, "seconds; the number in a block is its micro-batch", COMPUTE[:2], bubble=BUBBLE)
-
-
-def memory(gigabytes: dict[str, float], floor: float, picture: pathlib.Path) -> None:
-    """Peak memory of the rank that needs most, for each topology. `floor`: of a process that trains almost nothing."""
-    figure, axes = canvas(10, 4.0, bare=False)
-    one, names, values = axes[0, 0], list(gigabytes), list(gigabytes.values())
-    one.barh(names, [min(floor, value) for value in values], color=BUBBLE, height=0.66)
-    one.barh(names, [max(0, value - floor) for value in values], left=floor, color="#4477aa", height=0.66)
-    for row, value in enumerate(values):
-        one.text(value, row, f"  {value:.2f} GB", va="center", fontsize=11.5, color=INK)
-    one.set(xlim=(0, 1.12 * max(values)))
-    one.invert_yaxis()
-    save(figure, axes, picture, "GB of the rank that needs most, at its peak", **{
-        "Python and torch": BUBBLE, "parameters, gradients, AdamW's state, activations": "#4477aa"})
 
 
 def plan(seconds: list[float], planned: dict, spans: list[tuple], picture: pathlib.Path) -> None:

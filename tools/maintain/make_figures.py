@@ -29,15 +29,6 @@ from turns import Program
 
 SLICE, REPEATS = 0.004, 5  # seconds of a turn; runs of which the shortest is drawn
 LARGER = dict(hidden_size=256, intermediate_size=688, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
-TOPOLOGIES = {  # of the figure of memory: name -> step, ranks, flags
-    "one process": (3, 1, []),
-    "tp 4": (4, 4, ["--tp_size", 4]),
-    "dp 4": (6, 4, ["--dp_size", 4]),
-    "pp 4, AFAB": (8, 4, ["--pp_size", 4, "--pp_engine", "afab"]),
-    "pp 4, 1F1B": (8, 4, ["--pp_size", 4]),
-    "pp 4, 1F1B, recompute": (8, 4, ["--pp_size", 4, "--recompute"]),
-    "dp 2 x pp 2 x tp 2": (8, 8, ["--dp_size", 2, "--pp_size", 2, "--tp_size", 2]),
-}
 
 
 def run_slowed(groups: list[list[int]], num_ranks: int, script, *args) -> None:
@@ -91,26 +82,19 @@ def of_schedules(draw, engines: tuple[str, ...]):
     return lambda folder, picture: draw({engine: traces_of_schedules(folder)[engine] for engine in engines}, picture)
 
 
-def buckets(folder: pathlib.Path, picture: pathlib.Path) -> None:
-    """Of a run whose ranks begin the last backward together: where one is late, the others' sums wait for it."""
-    runs = {"buckets": ["6", "--dp_size", 2, "--gradient_accumulation_steps", 4]}
-    part = figures_measured.last_backward
-    trace = traces(folder, runs, [], 2, part)["buckets"]
-    figures_measured.transfers([span for span in part(figures_measured.read_trace(trace)) if span.kind != "optimizer"],
-                               ("all-reduce",), picture, "seconds since the last micro-batch's backward began")
+def background(step: str, flags: list, kinds: tuple[str, ...], label: str, part=lambda spans: spans):
+    """A figure of what two ranks send in the background during a step, or a part of it."""
+    def draw(folder: pathlib.Path, picture: pathlib.Path) -> None:
+        trace = traces(folder, {f"step{step}": [step, "--dp_size", 2, *flags]}, [], 2, part)[f"step{step}"]
+        figures_measured.transfers(part(figures_measured.read_trace(trace)), kinds, picture, label)
+
+    return draw
 
 
 def sharded(step: str, level: int):
-    """A figure of a step of two micro-batches on two ranks."""
-    def draw(folder: pathlib.Path, picture: pathlib.Path) -> None:
-        runs = {f"zero{level}": [step, "--dp_size", 2, "--zero", level, "--gradient_accumulation_steps", 2,
-                                 "--micro_batch_size", 8]}
-        trace = figures_measured.read_trace(traces(folder, runs, [], 2)[f"zero{level}"])
-        figures_measured.transfers([span for span in trace if span.kind != "all-reduce"],
-                                   ("all-gather", "reduce-scatter"), picture,
-                                   "seconds since the step's first forward began")
-
-    return draw
+    """A step of two micro-batches."""
+    return background(step, ["--zero", level, "--gradient_accumulation_steps", 2, "--micro_batch_size", 8],
+                      ("all-gather", "reduce-scatter"), "seconds since the step's first forward began")
 
 
 def expert_load(folder: pathlib.Path, picture: pathlib.Path) -> None:
@@ -127,21 +111,6 @@ def unlike(folder: pathlib.Path, picture: pathlib.Path) -> None:
     """The machine that holds the whole model is three times as fast as each of the two others."""
     runs = {"unlike": ["9", "--pipelines", "8;5,3", "--num_microbatches", "6,2"]}
     figures_measured.unlike(traces(folder, runs, [[1], [2], [1, 2]], 3)["unlike"], picture)
-
-
-def memory(folder: pathlib.Path, picture: pathlib.Path) -> None:
-    model = resized(folder, **{**LARGER, "hidden_size": 512, "intermediate_size": 1376, "head_dim": 64})
-
-    def peak(step: int, ranks: int, flags: list, **changes) -> float:
-        size = flags[flags.index("--dp_size") + 1] if "--dp_size" in flags else 1
-        launch(step, ranks, "--model_name", model, "--log_dir", folder, "--run_name", "memory", "--seq_len", 128,
-               "--micro_batch_size", 2, "--gradient_accumulation_steps", 16 // size, "--max_tokens", 2 * 32 * 128,
-               *flags, timeout=300)
-        return metrics(folder, "memory")[-1]["memory_gb"]
-
-    least = ["--num_hidden_layers", 1, "--model_name", ROOT / "assets" / "tiny_llama", "--micro_batch_size", 1]
-    figures_measured.memory({name: peak(*topology) for name, topology in TOPOLOGIES.items()}, peak(3, 1, least),
-                            picture)
 
 
 def plan(folder: pathlib.Path, picture: pathlib.Path) -> None:
@@ -176,7 +145,9 @@ FIGURES = {  # name -> draw(folder of runs, picture)
     "virtual_stages": of_schedules(figures_measured.timelines, VIRTUAL),
     "zero_bubble_activations": of_schedules(figures_measured.activations, BEYOND),
     "zero": sharded("12", 2), "fsdp": sharded("13", 3),
-    "expert_load": expert_load, "buckets": buckets, "unlike": unlike, "memory": memory, "plan": plan,
+    "buckets": background("6", ["--gradient_accumulation_steps", 4], ("all-reduce",),
+                          "seconds since the last micro-batch's backward began", figures_measured.last_backward),
+    "expert_load": expert_load, "unlike": unlike, "plan": plan,
 }
 
 

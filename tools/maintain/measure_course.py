@@ -2,10 +2,10 @@
 
     python tools/maintain/measure_course.py speed                  about three quarters of an hour on two cores
     python tools/maintain/measure_course.py speed --only '1f1b|one process' --rounds 3
+    python tools/maintain/measure_course.py peaks                  GB of a rank, of several topologies
     python tools/maintain/measure_course.py shards                 bytes a parameter, of steps 12 and 13 (8 GB of memory)
     python tools/maintain/measure_course.py activations            MB that are kept for backward, of steps 14 and 15
     python tools/maintain/measure_course.py collectives --ranks 2  step 12's, beside those of the library
-    python tools/maintain/measure_course.py attention --ranks 2 --seq_len 8192    step 15's, beside that of one rank
 
 Of `speed`, everyone does the same work: Llama of hidden 256, intermediate 688, 8 layers, 8 heads, 4 key/value heads,
 vocabulary 512; 4096 tokens a step, in samples of 128 where not said otherwise; float32; no clipping, though ours
@@ -44,9 +44,9 @@ def main():
     parser.add_argument("what", choices=MEASUREMENTS, help="to measure")
     parser.add_argument("--only", default="", metavar="REGEX", help="run those whose name fits")
     parser.add_argument("--rounds", type=int, default=20, help="of turns")
-    parser.add_argument("--ranks", type=int, default=4, help="of collectives and attention")
+    parser.add_argument("--ranks", type=int, default=4, help="of collectives")
     parser.add_argument("--layers", type=int, default=9, help="of shards: 9 are 108 million parameters")
-    parser.add_argument("--seq_len", type=int, default=4096, help="of activations and attention: tokens in a sample")
+    parser.add_argument("--seq_len", type=int, default=4096, help="of activations: tokens in a sample")
     parser.add_argument("--json", type=pathlib.Path, help="keep the seconds of each step here")
     parser.add_argument("--old", metavar="CHECKOUT", help="take the steps from another checkout of this repository")
     args = parser.parse_args()
@@ -91,15 +91,15 @@ def measure(runs: dict[str, Run], folder: str, tokens: str, args) -> dict[str, l
 
 def start(run: Run, folder: str, tokens: str, steps: int, old: str | None = None, **variables: str) -> Program:
     """`old`: another checkout of this repository. `variables`: of the environment."""
-    words, variables = ["--model_name", f"{folder}/model"], {"OMP_NUM_THREADS": str(run.threads), **variables}
+    words = ["--model_name", f"{folder}/model"]
     if run.step is None:
         kind, *flags = run.flags.split()
         return Program(run.name, run.ranks, ROOT / "tools/maintain/peers.py", kind, *words, "--tokens", tokens, "--out",
-                       f"{folder}/{run.name}.json", "--steps", steps, "--threads", run.threads, *flags, **variables)
+                       f"{folder}/{run.name}.json", "--steps", steps, *flags, **variables)
     script = pathlib.Path(old or ROOT, STEPS[str(run.step)].relative_to(ROOT), "train.py")
     return Program(run.name, run.ranks, script, *words, "--log_dir", folder, "--run_name", run.name, "--seq_len", 128,
                    "--learning_rate", 3e-4, "--max_grad_norm", 0, "--max_tokens", steps * TOKENS_A_STEP,
-                   "--omp_num_threads", run.threads, *run.flags.split(), **variables)
+                   *run.flags.split(), **variables)
 
 
 def read_results(run: Run, folder: str) -> dict:
@@ -144,13 +144,13 @@ def table_of_speed(found: dict[str, dict[str, list[float]]]) -> str:
     return table(["run", "tokens/s", "against", "ratio", "quartiles", "at least"], rows)
 
 
-def on_ranks(args) -> None:
-    script = ROOT / "tools/maintain/course_calls.py"
-    subprocess.run(torchrun(args.ranks, script, args.what, args.rounds, args.seq_len), check=True, env=environment())
+def collectives(args) -> None:
+    script = ROOT / "tools/maintain/course_collectives.py"
+    subprocess.run(torchrun(args.ranks, script, args.rounds), check=True, env=environment())
 
 
-MEASUREMENTS = {"speed": speed, "shards": course_memory.shards, "activations": course_memory.activations,
-                "collectives": on_ranks, "attention": on_ranks}
+MEASUREMENTS = {"speed": speed, "peaks": course_memory.peaks, "shards": course_memory.shards, "activations": course_memory.activations,
+                "collectives": collectives}
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,6 @@
 """How fast is step 3 on one GPU, beside Hugging Face's Llama?
 
-    python tools/maintain/measure_gpu.py --json gpu.json                 TinyLlama-1.1B, seq_len 1024 and 4096
+    python tools/maintain/measure_gpu.py --gpu H100                      TinyLlama-1.1B, seq_len 1024 and 4096
     python tools/maintain/measure_gpu.py --device cpu --shape toy        the same code without a GPU
 
 Step 3's train.py and peers.py train in bf16 with float32 masters: the same initial weights, samples, loss and fused
@@ -22,7 +22,6 @@ import tools_path  # noqa: F401  before launch
 import argparse
 import os
 import pathlib
-import re
 import statistics
 import sys
 import tempfile
@@ -48,14 +47,14 @@ def main() -> None:
     args = parse_args()
     shape, default_seq_lens = SHAPES[args.shape]
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    peak = args.peak_tflops or peak_tflops(name)
+    peak = DEVICES[args.gpu].bfloat16 if args.gpu else None  # FLOP/s
     with tempfile.TemporaryDirectory() as folder:
         num_params, per_token = size_of(resized(folder, initializer_range=0.02, **shape))
-        print(f"{num_params / 1e6:.1f} M parameters on {name}, dense bf16 peak: " + (
-            f"{peak:g} TFLOP/s" if peak else "not known, so no MFU: give it with --peak_tflops"), flush=True)
+        print(f"{num_params / 1e6:.1f} M parameters on {name}" + (
+            f", dense bf16 peak {peak / 1e12:g} TFLOP/s" if peak else ", no MFU without --gpu"), flush=True)
         for seq_len in args.seq_len or default_seq_lens:
             found = measure(seq_len, folder, args)
-            keep(args.json, f"{name}, seq_len {seq_len}", {**found, "torch": torch.__version__, "peak_tflops": peak})
+            keep(args.json, f"{name}, seq_len {seq_len}", {**found, "torch": torch.__version__, "gpu": args.gpu})
             flops = 6 * num_params + per_token * seq_len
             print(f"\nseq_len {seq_len}, micro-batch {args.micro_batch_size}\n\n"
                   + table_of(found, args.micro_batch_size * seq_len, flops, peak), flush=True)
@@ -70,22 +69,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=7, help="of a turn")
     parser.add_argument("--micro_batch_size", type=int, default=4, help="samples of a step")
     parser.add_argument("--no_compile", action="store_true", help="the two eager runs only")
-    parser.add_argument("--peak_tflops", type=float, help="dense bf16 peak of this GPU, TFLOP/s")
+    parser.add_argument("--gpu", choices=DEVICES, help="whose data sheet has the peak for the MFU (data centres: SXM)")
     parser.add_argument("--json", type=pathlib.Path, help="keep the seconds of each turn here")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("error: torch sees no CUDA device: run this on a machine with a GPU and a CUDA build of torch, "
                  "or try the code with --device cpu --shape toy")
     return args
-
-
-def peak_tflops(name: str) -> float | None:
-    """By the name that CUDA gives a GPU; None: not known. Data sheets are of whole chips, in data centres of SXM."""
-    if re.search(r"\b(MIG|PCIe|NVL|Laptop)\b", name):
-        return None
-    name = name.replace("RTX ", "RTX").replace(" Ti", "Ti")
-    return next((device.bfloat16 / 1e12 for short, device in DEVICES.items()
-                 if device.bfloat16 and re.search(rf"\b{short}\b", name)), None)
 
 
 def size_of(model: pathlib.Path) -> tuple[int, int]:
@@ -132,7 +122,7 @@ def table_of(found: dict[str, dict], num_tokens: int, flops: float, peak: float 
     for name, seconds in found["seconds"].items():
         speed, other = num_tokens / statistics.median(seconds), name.replace(OURS, THEIRS)
         lower, median, upper = times_as_fast(seconds, found["seconds"][other])
-        rows.append([name, f"{speed:.0f}", f"{speed * flops / peak / 1e12:.1%}" if peak else "",
+        rows.append([name, f"{speed:.0f}", f"{speed * flops / peak:.1%}" if peak else "",
                      f"{found['memory_gb'][name]:.1f}",
                      f"{median:.2f} ({lower:.2f} to {upper:.2f})" if other != name else ""])
     return table(["run", "tokens/s", "MFU", "peak GB", "ours / theirs"], rows)

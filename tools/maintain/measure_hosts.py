@@ -4,7 +4,6 @@
     python tools/maintain/measure_hosts.py together --only "4:2:1 fast$" --rounds 2           one case
     python tools/maintain/measure_hosts.py plans --json assets/unlike_machines.json           about half an hour
     python tools/maintain/measure_hosts.py recovery --rounds 10
-    python tools/maintain/measure_hosts.py talk                  needs models/smollm2-135m-instruct (get_smollm2.py)
 
 together   what three machines reach together, beside the sum of what each reaches alone, in tokens a second:
            by speed    train_distributed.py without flags for the layout: each machine has the whole model, samples are
@@ -19,8 +18,7 @@ plans      what planning is worth, and how well it predicts: the plan beside oth
            speeds      4:2:1, fast links, the tiny Llama
            links       10 Mbit/s, equal speeds, 6 M parameters, 4096 tokens a step, and what travels in float32, bfloat16
                        or int8
-recovery   how long a run stands still that loses a host (hosts_launched.py)
-talk       how many tokens a second three stages write (hosts_launched.py)
+recovery   how long a run stands still that loses a host (hosts_recovery.py)
 
 Of `together` and `plans`, the machines are measured first. Then all candidates train the same samples, from the same
 weights, in turns, round by round, each in processes of its own (hosts_bench.py).
@@ -35,7 +33,7 @@ import statistics
 import tempfile
 
 from launch import Help
-import hosts_launched
+import hosts_recovery
 from bed import testbed
 from hosts_bench import Bench, Candidate
 from turns import keep, read_results, table
@@ -54,8 +52,9 @@ PLANS = {
 }
 
 
-def measure_together(bench: Bench, rounds: int) -> dict:
-    if "flags" in bench.case:
+def measure_together(case: dict, rounds: int, folder: pathlib.Path) -> dict:
+    bench = Bench(case, folder)
+    if "flags" in case:
         write_weights(bench.model)
     bench.prepare()
     seconds = [(sum(machine["forward"][str(SIZE)]) + sum(machine["backward"][str(SIZE)])) / SIZE
@@ -133,9 +132,10 @@ def plans_of_links(bench: Bench) -> dict[str, dict]:
     return plans
 
 
-def measure_plans(bench: Bench, rounds: int) -> dict:
+def measure_plans(case: dict, rounds: int, folder: pathlib.Path) -> dict:
+    bench = Bench(case, folder)
     bench.prepare()
-    plans = (plans_of_links if bench.case["rate"] != "off" else plans_of_speeds)(bench)
+    plans = (plans_of_links if case["rate"] != "off" else plans_of_speeds)(bench)
     seconds = bench.train({name: Candidate([*bench.by_plan(name, plan), "--replan", "off"])
                            for name, plan in plans.items()}, rounds)
     return {"seconds": seconds, "plans": plans, "cluster": bench.cluster}
@@ -163,8 +163,7 @@ def table_of_case(found: dict) -> str:
 CASES = {  # what -> its cases, how each is measured, and the table of all of them
     "together": (TOGETHER, measure_together, table_together),
     "plans": (PLANS, measure_plans, table_of_plans),
-    "recovery": (hosts_launched.LOSSES, hosts_launched.recover, hosts_launched.table_of_recovery),
-    "talk": (hosts_launched.PROMPTS, hosts_launched.talk, hosts_launched.table_of_talk),
+    "recovery": (hosts_recovery.LOSSES, hosts_recovery.recover, hosts_recovery.table_of_recovery),
 }
 
 
@@ -183,10 +182,7 @@ def main() -> None:
     try:
         for name in chosen:
             with tempfile.TemporaryDirectory() as folder:
-                case = cases[name]
-                if args.what in ("together", "plans"):
-                    case = Bench(case, pathlib.Path(folder))
-                results[name] = measure(case, args.rounds)
+                results[name] = measure(cases[name], args.rounds, pathlib.Path(folder))
             keep(args.json, name, results[name])
             print(table_of({name: results[name] for name in cases if name in results}), flush=True)
     finally:

@@ -38,7 +38,6 @@ def main():
     parser.add_argument("--tokens", required=True, help="int32 ids, as the loader of step 3 caches them")
     parser.add_argument("--out", required=True, help="the JSON to write: losses, and the last gradient norm")
     parser.add_argument("--steps", type=int, default=7, help="optimizer steps")
-    parser.add_argument("--threads", type=int, default=1, help="of a rank")
     parser.add_argument("--samples", type=int, default=32, help="of a step")
     parser.add_argument("--microbatches", type=int, default=8, help="of a step, on each data-parallel rank")
     parser.add_argument("--seq_len", type=int, default=128, help="tokens in a sample")
@@ -47,7 +46,6 @@ def main():
     parser.add_argument("--dtype", default="float32", help="of Hugging Face's activations, by autocast")
     parser.add_argument("--compile", action="store_true", help="Hugging Face's layers")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     dist.init_process_group("gloo")
     train(*PEERS[args.kind](initial_model(args.model_name), args), args)
     dist.destroy_process_group()
@@ -167,7 +165,7 @@ def tensor_parallel(model, args):
 
 
 SCHEDULES = {  # kind -> class, stages a rank
-    "gpipe": ("ScheduleGPipe", 1), "1f1b": ("Schedule1F1B", 1), "interleaved-1f1b": ("ScheduleInterleaved1F1B", 2),
+    "1f1b": ("Schedule1F1B", 1), "interleaved-1f1b": ("ScheduleInterleaved1F1B", 2),
     "zb": ("ScheduleInterleavedZeroBubble", 1), "interleaved-zb": ("ScheduleInterleavedZeroBubble", 2),
     "zbv": ("ScheduleZBVZeroBubble", 2)}
 
@@ -188,7 +186,7 @@ def pipeline(model, args):
     stages = [pipelining.PipelineStage(module, stage, num_stages, torch.device("cpu"))
               for module, stage in zip(modules, mine)]
     schedule = getattr(pipelining, schedule_class)(
-        stages[0] if args.kind in ("gpipe", "1f1b") else stages, args.microbatches, loss_fn=cross_entropy)
+        stages[0] if args.kind == "1f1b" else stages, args.microbatches, loss_fn=cross_entropy)
 
     def forward_backward(samples):
         inputs, losses = (samples[:, :-1].contiguous(),) if 0 in mine else (), []
