@@ -8,8 +8,8 @@ import types
 
 import pytest
 
+import course_gpu
 import measure_course
-import measure_gpu
 from contestants import BASELINE, GROUPS, RUNS
 from launch import ROOT, environment
 from make_tiny_llama import make
@@ -75,16 +75,16 @@ def test_a_ratio_is_the_median_of_the_rounds():
 
 
 def run_gpu(*flags) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "tools/maintain/measure_gpu.py", *map(str, flags)]
+    command = [sys.executable, ROOT / "tools/maintain/measure_course.py", "gpu", *map(str, flags)]
     return subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
 
 def test_the_gpu_measurement_on_the_cpu(tmp_path):
-    done = run_gpu("--device", "cpu", "--shape", "toy", "--no_compile", "--seq_len", 32, "--rounds", 1, "--steps", 3,
+    done = run_gpu("--device", "cpu", "--shape", "toy", "--only", "(ours|autocast)$", "--seq_len", 32, "--rounds", 1,
                    "--gpu", "L40S", "--json", tmp_path / "gpu.json")
     (found,) = json.loads((tmp_path / "gpu.json").read_text()).values()
-    assert {*found["seconds"]} == {*found["memory_gb"]} == {measure_gpu.OURS, measure_gpu.THEIRS}, done.stderr
-    assert f"| ours | {4 * 32 / found['seconds'][measure_gpu.OURS][0]:.0f} | " in done.stdout
+    assert {*found["seconds"]} == {*found["memory_gb"]} == {course_gpu.OURS, course_gpu.THEIRS}, done.stderr
+    assert f"| ours | {4 * 32 / found['seconds'][course_gpu.OURS][0]:.0f} | " in done.stdout
 
 
 def test_without_cuda_it_is_one_clear_error():

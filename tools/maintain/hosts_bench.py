@@ -10,7 +10,6 @@ a checkpoint is saved.
 
 import tools_path  # noqa: F401  before launch
 
-import concurrent.futures
 import importlib
 import json
 import os
@@ -24,13 +23,14 @@ import time
 from itertools import pairwise
 from typing import NamedTuple
 
-from launch import ROOT, environment, metrics, modules_of
-from bed import NODES, on_disk, start, testbed
+from launch import ROOT, metrics, modules_of
+from bed import NODES, SSH_CONFIG, on_disk, testbed
+from launcher import Launch, write_hosts
 from make_tiny_llama import resized
 
 CLUSTER = ROOT / "cluster"
 sys.path.append(str(CLUSTER))  # for the planner
-PORT, COUNTED = 29500, 3  # of the measurement's rendezvous; steps of a training that count
+COUNTED = 3  # steps of a training
 
 
 class Candidate(NamedTuple):
@@ -42,26 +42,6 @@ class Candidate(NamedTuple):
     @property
     def is_apart(self) -> bool:
         return isinstance(self.flags[0], list)
-
-
-def on_all_hosts(script, *args, timeout: float) -> str:
-    """torchrun of `script` over the three hosts, a rank on each; what the first one printed."""
-    processes = []
-    for k, node in enumerate(NODES):
-        # A host stays on a core, because a quota is partly lost whenever a process moves to another one.
-        command = ["taskset", "-c", min(k, os.cpu_count() - 1), sys.executable, "-m", "torch.distributed.run",
-                   "--nnodes=3", f"--node-rank={k}", "--master-addr=node0", f"--master-port={PORT}", script, *args]
-        processes.append(start(node, *command, env=environment()))
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        outputs = [pool.submit(process.communicate) for process in processes]
-        done, _ = concurrent.futures.wait(outputs, timeout, concurrent.futures.FIRST_COMPLETED)
-        if not done or any(processes[outputs.index(output)].returncode for output in done):
-            time.sleep(5)  # the others' own reports
-            for process in processes:
-                process.kill()
-        outputs = [output.result()[0] for output in outputs]
-    assert not any(process.returncode for process in processes), "\n".join(output[-3000:] for output in outputs)
-    return outputs[0]
 
 
 def note_ends() -> None:
@@ -79,29 +59,31 @@ def note_ends() -> None:
 
 
 def rank_side(folder: pathlib.Path) -> None:
-    """On each host: the trainings of jobs.json one after the other, each in a process of its own. It is forked when the
-    slow libraries are imported. (In one process for all, each training leaves threads and memory in pieces behind:
-    after twenty of them, a step took up to a quarter longer.)"""
+    """On each host: the jobs of jobs.json one after the other, each in a process of its own. It is forked when the slow
+    libraries are imported. (In one process for all, each training leaves threads and memory in pieces behind: after
+    twenty of them, a step took up to a quarter longer.) A host stays on a core, because a quota is partly lost whenever
+    a process moves to another one."""
     sys.path[0] = str(CLUSTER)
+    os.sched_setaffinity(0, {min(int(os.environ["RANK"]), os.cpu_count() - 1)})
     note_ends()
     for name in "datasets", "transformers.models.auto":
         importlib.import_module(name)
     for job in json.loads((folder / "jobs.json").read_text()):
         if not (child := os.fork()):
-            return train(job)
+            return run_job(job)
         if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
             sys.exit(code)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # this host's own; an idle rank has none
 
 
-def train(job: dict) -> None:
+def run_job(job: dict) -> None:
     """One of them, with a rendezvous of its own."""
     flags, *others = job["flags"]
     os.environ.update(MASTER_PORT=str(job["port"]), TORCHELASTIC_USE_AGENT_STORE="False")
     if others:
         flags = job["flags"][int(os.environ["RANK"])]
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost")
-    sys.argv = [str(CLUSTER / "train_distributed.py"), *flags]
+    sys.argv = [str(CLUSTER / job["script"]), *flags]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
@@ -112,16 +94,30 @@ class Bench:
     def __init__(self, case: dict, folder: pathlib.Path):
         self.case, self.folder, self.model = case, folder / "case", resized(folder / "case", **case["model"])
 
+    def run(self, script: str, jobs: list[list[list]], timeout: float) -> str:
+        """Runs the script once for each of `jobs`: the flags of all hosts, or of each. What the hosts printed."""
+        ports = random.sample(range(20000, 29000), len(jobs))
+        (self.folder / "jobs.json").write_text(json.dumps([
+            {"script": script, "port": port, "flags": [[*map(str, words)] for words in flags]}
+            for port, flags in zip(ports, jobs)]))
+        testbed("own", self.folder)
+        hosts = write_hosts(self.folder, *(f"{node} python={sys.executable}" for node in NODES))
+        code, text = Launch(hosts, "--env", "OMP_NUM_THREADS=1", "--", "tools/maintain/hosts_bench.py", self.folder,
+                            options=f"-F {SSH_CONFIG}").end(timeout)
+        assert code == 0, text[-9000:]
+        return text
+
     def prepare(self) -> None:
         for node, speed in zip(NODES, self.case["speeds"]):
             testbed("rate", node, self.case["rate"])
             testbed("slow", node, speed)
-        testbed("own", self.folder)
-        print(on_all_hosts(CLUSTER / "plan.py", "--measure", self.folder / "cluster.json", "--model_name", self.model,
-                           "--micro_batch_size", self.case["sizes"], *self.case.get("flags", ()), timeout=300),
-              flush=True)
-        measured = next(path for node in NODES if (path := on_disk(node, self.folder / "cluster.json")).exists())
-        self.cluster = json.loads(measured.read_text())
+        print(self.run("plan.py", [[["--measure", self.folder / "cluster.json", "--model_name", self.model,
+                                     "--micro_batch_size", self.case["sizes"], *self.case.get("flags", ())]]], 300))
+        self.cluster = json.loads(self.find("cluster.json").read_text())
+
+    def find(self, name: str) -> pathlib.Path:
+        """Where this machine sees a file of the first host that has it."""
+        return next(path for node in NODES if (path := on_disk(node, self.folder / name)).exists())
 
     def plan(self, batch: int, *flags) -> dict:
         """What plan.py finds best for so many samples a step."""
@@ -153,17 +149,14 @@ class Bench:
         """Trains all in turns, round by round. The seconds of the steps that count, of each host where it is apart."""
         common = ["--model_name", self.model, "--log_dir", self.folder / "runs", "--checkpoint_dir",
                   self.folder / "checkpoints", *self.case.get("flags", ())]
-        jobs, ports = [], iter(random.sample(range(20000, 29000), rounds * len(candidates)))
+        jobs = []
         for k in range(rounds):
             for name, (flags, settled) in candidates.items():
                 runs = [(f"{name} {host}", own) for host, own in enumerate(flags)] if candidates[name].is_apart else [
                     (name, flags)]
-                jobs.append({"port": next(ports), "flags": [
-                    [*map(str, (*common, *own, "--max_steps", settled + COUNTED + 1, "--run_name", f"{run}_{k}"))]
-                    for run, own in runs]})
-        (self.folder / "jobs.json").write_text(json.dumps(jobs))
-        testbed("own", self.folder)
-        said = on_all_hosts(__file__, self.folder, timeout=3000)
+                jobs.append([[*common, *own, "--max_steps", settled + COUNTED + 1, "--run_name", f"{run}_{k}"]
+                             for run, own in runs])
+        said = self.run("train_distributed.py", jobs, 3000)
         print(*(line for line in said.splitlines() if "samples of a step" in line or "work moves" in line), sep="\n")
         return self.read_seconds(candidates, rounds)
 
@@ -173,8 +166,7 @@ class Bench:
         for name, candidate in candidates.items():
             for run in [f"{name} {host}" for host in range(3)] if candidate.is_apart else [name]:
                 for k in range(rounds):
-                    path = self.folder / "runs" / f"{run}_{k}" / "ends.txt"
-                    path = next(found for node in NODES if (found := on_disk(node, path)).exists())
+                    path = self.find(f"runs/{run}_{k}/ends.txt")
                     ends = [float(line) for line in path.read_text().split()][candidate.settled - 1 : -1]
                     seconds.setdefault(run, []).extend(end - start for start, end in pairwise(ends))
                 if not candidate.is_apart:
