@@ -1,7 +1,7 @@
 """Step 12's reduce-scatter and all-gather beside the library's over gloo, of 16.8 MB: all ranks call them in turns.
 
-measure_course.py runs this under torchrun. Bytes are those of the loopback interface in the last round, which only Linux
-counts.
+measure_course.py runs this under torchrun. Bytes are those of the loopback interface in the last round. Only Linux
+counts them.
 """
 
 import tools_path  # noqa: F401  before launch

@@ -9,9 +9,9 @@ In each round everyone trains once, from its start to its end, since the GPU's m
 is one micro-batch and one update; a turn's figure is the median step without the first. Where losses differ by more
 than 0.1, someone did other work, and the program exits with 1.
 
-Model FLOPs utilization (MFU, PaLM, Chowdhery et al. 2022, appendix B) = tokens/s * FLOPs a token / the chip's peak, with
-6N + 12 L (H hd) T FLOPs a token of forward and backward: N parameters, L layers, H heads of hd, and attention as if each
-token saw all T of its sample.
+Model FLOPs utilization (MFU, PaLM, Chowdhery et al. 2022, appendix B) = tokens/s * FLOPs a token / the chip's peak.
+Forward and backward of a token are 6N + 12 L (H hd) T FLOPs: N parameters, L layers, H heads of hd, and attention as if
+each token saw all T of its sample.
 """
 
 import os

@@ -101,7 +101,8 @@ def count_on_rank(out: str, script: str) -> None:
     register_optimizer_step_post_hook(lambda *_: counts.append(live_bytes()))
     sys.path[0] = os.path.dirname(script)
     runpy.run_path(script)["main"]()
-    pathlib.Path(out, f"rank{os.environ['RANK']}.json").write_text(json.dumps({"most": max(counts), "before": steps[1]}))
+    found = {"most": max(counts), "before": steps[1]}
+    pathlib.Path(out, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 def measure_shards(step: int, flags: str, layers: int) -> dict[str, float]:

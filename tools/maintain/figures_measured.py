@@ -135,7 +135,7 @@ def activations(traces: dict[str, pathlib.Path], picture: pathlib.Path) -> None:
 
 
 def transfers(spans: list[Span], background: tuple[str, ...], picture: pathlib.Path, label: str) -> None:
-    """On each rank, its passes, waits and optimizer, and below them a row for what each kind sends in the background."""
+    """On each rank, its passes, waits and optimizer, and below them a row for each kind of message."""
     figure, axes = canvas(10, 4.2, bare=False)
     one, rows = axes[0, 0], 1 + len(background)
     for span in spans:

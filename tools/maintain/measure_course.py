@@ -3,8 +3,8 @@
     python tools/maintain/measure_course.py speed                  about three quarters of an hour on two cores
     python tools/maintain/measure_course.py speed --only '1f1b|one process' --rounds 3
     python tools/maintain/measure_course.py peaks                  GB of a rank, of several topologies
-    python tools/maintain/measure_course.py shards                 bytes a parameter, of steps 12 and 13 (8 GB of memory)
-    python tools/maintain/measure_course.py activations            MB that are kept for backward, of steps 14 and 15
+    python tools/maintain/measure_course.py shards                 bytes a parameter, steps 12 and 13 (8 GB of memory)
+    python tools/maintain/measure_course.py activations            MB that are kept for backward, steps 14 and 15
     python tools/maintain/measure_course.py collectives --ranks 2  step 12's, beside those of the library
     python tools/maintain/measure_course.py gpu --gpu H100 --rounds 3     step 3 beside Hugging Face's Llama
     python tools/maintain/measure_course.py gpu --device cpu --shape toy --seq_len 32    the same code without a GPU
@@ -25,7 +25,6 @@ import tools_path  # noqa: F401  before launch
 import argparse
 import functools
 import json
-import os
 import pathlib
 import re
 import statistics
@@ -53,7 +52,7 @@ def main():
     parser.add_argument("--json", type=pathlib.Path, help="keep the seconds of each step here")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="of gpu")
     parser.add_argument("--shape", choices=course_gpu.SHAPES, default="tinyllama", help="of gpu: of the model")
-    parser.add_argument("--gpu", metavar="NAME", help="whose data sheet (tools/data_sheets.py) has the peak for the MFU")
+    parser.add_argument("--gpu", metavar="NAME", help="the MFU is of this data sheet of tools/data_sheets.py")
     parser.add_argument("--old", metavar="CHECKOUT", help="take the steps from another checkout of this repository")
     args = parser.parse_args()
     if args.rounds < 1:
@@ -156,8 +155,8 @@ def collectives(args) -> None:
     subprocess.run(torchrun(args.ranks, script, args.rounds), check=True, env=environment())
 
 
-MEASUREMENTS = {"speed": speed, "peaks": course_memory.peaks, "shards": course_memory.shards, "activations": course_memory.activations,
-                "collectives": collectives, "gpu": course_gpu.gpu}
+MEASUREMENTS = {"speed": speed, "gpu": course_gpu.gpu, "collectives": collectives, "peaks": course_memory.peaks,
+                "shards": course_memory.shards, "activations": course_memory.activations}
 
 if __name__ == "__main__":
     main()

@@ -16,8 +16,8 @@ together   what three machines reach together, beside the sum of what each reach
            The step takes 2 s or more, because its samples are chosen by the speeds that are measured first.
 plans      what planning is worth, and how well it predicts: the plan beside others, measured and predicted
            speeds      4:2:1, fast links, the tiny Llama
-           links       10 Mbit/s, equal speeds, 6 M parameters, 4096 tokens a step, and what travels in float32, bfloat16
-                       or int8
+           links       10 Mbit/s, equal speeds, 6 M parameters, 4096 tokens a step; on the wire is float32, bfloat16 or
+                       int8
 recovery   how long a run stands still that loses a host (hosts_recovery.py)
 
 Of `together` and `plans`, the machines are measured first. Then all candidates train the same samples, from the same

@@ -4,7 +4,7 @@ The speed of a machine with other users changes from minute to minute. Programs 
 different speeds. Here all of them are started, and then each continues for one step and is stopped again (SIGCONT,
 SIGSTOP) while the others have their turns. A ratio of two programs then compares steps that are seconds apart.
 
-What is measured is kept as {group: {"seconds": {candidate: [of each turn]}, ...}}, where a group's candidates took turns.
+What is measured is kept as {group: {"seconds": {candidate: [of each turn]}, ...}}.
 """
 
 import collections
@@ -27,7 +27,7 @@ from launch import environment
 
 
 def take_turns(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """In each round every candidate has one turn, which returns its seconds. The first round warms up and is dropped."""
+    """In each round every candidate has one turn, which returns its seconds. The first round only warms up."""
     seconds = {name: [] for name in turns}
     for number in range(rounds + 1):
         for name, turn in turns.items():
