@@ -138,13 +138,14 @@ def transfers(spans: list[Span], background: tuple[str, ...], picture: pathlib.P
     """On each rank, its passes, waits and optimizer, and below them a row for each kind of message."""
     figure, axes = canvas(10, 4.2, bare=False)
     one, rows = axes[0, 0], 1 + len(background)
+    spans = [span for span in spans if span.kind in (*COMPUTE, "wait", "optimizer", *background)]
     for span in spans:
         if span.kind in background:
             others = [other for other in spans if (other.rank, other.kind) == (span.rank, span.kind)]
             lane = 0.9 * (others.index(span) + 0.5) / len(others) - 0.45  # each has its own height in the row
             one.barh(rows * span.rank + 1 + background.index(span.kind) + lane, span.end - span.start, left=span.start,
                      height=0.9 / len(others), color=COLOURS[span.kind])
-        elif span.kind in COLOURS:
+        else:
             one.barh(rows * span.rank, span.end - span.start, left=span.start, height=0.8, color=COLOURS[span.kind],
                      linewidth=0)
     ranks = range(1 + max(span.rank for span in spans))
