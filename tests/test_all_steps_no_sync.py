@@ -72,7 +72,7 @@ class Session:
 class Record(metrics.RunLogger):
     """A run's metrics, and nothing else."""
 
-    bar, complete = contextlib.nullcontext, lambda self, step: None
+    bar, complete, leave = contextlib.nullcontext, lambda self, step: None, lambda self: None
     progress = property(lambda self: self)
 
     def __init__(self, args, grid, disks, device, num_steps, tokens, *_):

@@ -90,7 +90,6 @@ def test_three_stages(trained):
     trace = json.loads((folder / "runs3" / "three_stages" / "timeline_batch0_all.json").read_text())
     computed = [(event["pid"], event["name"]) for event in trace["traceEvents"] if event.get("cat") == "forward"]
     assert sorted(computed) == [(rank, f"forward {i}") for rank in range(3) for i in range(4)]
-    assert (folder / "runs3" / "three_stages" / "timeline_batch0.png").stat().st_size > 5000
     assert not list((folder / "runs3" / "uneven").glob("timeline*"))  # train_distributed.py records none by default
 
 

@@ -37,7 +37,7 @@ NEEDS = {  # what a command asks for that a test has not -> how it shows
 SHORTER = {  # program -> flags that cut a run short, and what tells that it is short enough already
     r"step\d\w*/train\.py": ("--max_tokens 20480", r"--max_tokens (\d{1,4}|[1-3]\d{4})\b|--steps"),
     r"/run_(causal_lm|gpt2|llama|qwen|bert|vit)\.py": ("--steps 3", r"--steps"),
-    r"tools/(sanity_check|maintain/(make_figures|benchmark))\.py": ("--help", "--help|--list|--plot"),
+    r"tools/(sanity_check|maintain/\w+)\.py": ("--help", "--help|--list|--plot"),
     r"--max_steps 5000": ("--max_steps 20", r"--max_steps \d\d\b"),
     r"^pytest|&& pytest": ("--collect-only -q", "--collect-only"),
 }

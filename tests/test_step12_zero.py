@@ -4,8 +4,8 @@ The memory of steps 12 and 13. Their gradients, norms and weights: test_all_step
 """
 
 import pytest
+from course_memory import SHARDS, measure_shards
 from launch import fork
-from memory_of_shards import SETTINGS, measure
 from test_step8_timeline import read_trace
 
 
@@ -77,7 +77,7 @@ def test_timeline_has_the_transfers_in_the_background(tmp_path, level, scattered
 @pytest.mark.parametrize("name", ["zero 2", "zero 1, shares 4,2,1,1", "zero 3, bfloat16"])
 def test_what_is_divided_is_not_held(name):
     """Of 26 million parameters. Buckets under way come on top, before the optimizer's step there are none."""
-    step, flags, most, before = SETTINGS[name]
-    found = measure(step, flags, layers=2)
+    step, flags, most, before = SHARDS[name]
+    found = measure_shards(step, flags, layers=2)
     assert found["before"] == pytest.approx(before, rel=0.01)
     assert most <= found["most"] < most + 5 * 4 * 0.46, "five layers, of which each is 46 % of the parameters"

@@ -1,30 +1,18 @@
-"""The benchmark's contestants do the same work: our steps' command lines, and each peer beside one process of ours."""
+"""The contestants of the measurements do the same work: each peer beside one process of ours."""
 
 import functools
 import json
+import subprocess
+import sys
 import types
 
 import pytest
 
-import benchmark
-from benchmark import RUNS
-from launch import ROOT, STEPS
+import course_gpu
+import measure_course
+from contestants import BASELINE, GROUPS, RUNS
+from launch import ROOT, environment
 from make_tiny_llama import make
-
-ONE_ROUND = types.SimpleNamespace(rounds=1, old=None)
-
-
-@pytest.mark.parametrize("run", [run for run in RUNS if run.step], ids=lambda run: run.name)
-def test_ours_do_not_clip_since_the_peers_do_not(run, tmp_path, monkeypatch):
-    """An older checkout has no flag for it, and did not clip."""
-    old = tmp_path / "old" / STEPS[str(run.step)].relative_to(ROOT)
-    old.mkdir(parents=True)
-    (old / "train.py").write_text("parser.add_argument('--seq_len')")
-    monkeypatch.setattr(benchmark, "Program", lambda name, num_ranks, script, *arguments, threads: (script, arguments))
-    script, now = benchmark.start(run, str(tmp_path), "tokens", ONE_ROUND)
-    assert script == STEPS[str(run.step)] / "train.py" and now[now.index("--max_grad_norm") + 1] == "0"
-    script, then = benchmark.start(run, str(tmp_path), "tokens", types.SimpleNamespace(rounds=1, old=tmp_path / "old"))
-    assert script == old / "train.py" and "--max_grad_norm" not in then
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +20,11 @@ def work(tmp_path_factory):
     """work(run): the result of two steps on a small model, where the baseline has run before."""
     folder = str(tmp_path_factory.mktemp("benchmark"))
     make(f"{folder}/model", vocab_size=512, hidden_size=32, intermediate_size=64)
-    tokens = benchmark.make_tokens(folder, rounds=1)
+    tokens = measure_course.make_tokens(folder, 2 * measure_course.TOKENS_A_STEP + 1)
 
     def work(run):
-        benchmark.take_turns([run], folder, tokens, ONE_ROUND)
-        return benchmark.read_results(run, folder)
+        measure_course.measure({run.name: run}, folder, tokens, types.SimpleNamespace(rounds=1, old=None))
+        return measure_course.read_results(run, folder)
 
     return functools.cache(work)
 
@@ -45,14 +33,13 @@ QUICK = ("Hugging Face", "torch zero bubble V")  # the latter's last stage is on
 
 
 @pytest.mark.parametrize("peer", [
-    pytest.param(run, id=run.name, marks=() if run.name in QUICK else pytest.mark.slow)
-    for run in RUNS if run.step is None])
+    pytest.param(run, id=name, marks=() if name in QUICK else pytest.mark.slow)
+    for name, run in RUNS.items() if run.step is None])
 def test_a_peer_does_our_work(peer, work):
     """Its losses and its gradient norm."""
-    results = {benchmark.BASELINE: work(RUNS[0]), peer.name: work(peer)}
+    results = {BASELINE: work(RUNS[BASELINE]), peer.name: work(peer)}
     assert [len(result["losses"]) for result in results.values()] == [2, 2]
-    assert None not in [result["grad_norm"] for result in results.values()]
-    benchmark.check_losses(results)
+    measure_course.check_losses(results)
 
 
 @pytest.mark.parametrize("losses, norm, message", [
@@ -63,38 +50,44 @@ def test_a_peer_does_our_work(peer, work):
 def test_other_work_is_an_error(losses, norm, message):
     ours, peer = {"losses": [6.0, 5.0], "grad_norm": 0.7}, {"losses": losses, "grad_norm": norm}
     with pytest.raises(SystemExit, match=message):
-        benchmark.check_losses({"a": ours, "b": peer})
+        measure_course.check_losses({"a": ours, "b": peer})
     if norm == 0.7002:
-        benchmark.check_losses({"a": ours, "b, --compile": peer, "an older checkout": {**ours, "grad_norm": None}})
+        measure_course.check_losses({"a": ours, "b, --compile": peer})
 
 
-def test_the_page_has_the_recorded_runs(capsys):
-    """The table, the rows from which the picture is drawn, and the recorded seconds of each round are of one run."""
+def test_the_page_has_the_recorded_runs():
+    """The page's table is that of the recorded seconds of each round."""
     record = json.loads((ROOT / "assets" / "benchmark.json").read_text())
-    rows = [row for group, members in benchmark.GROUPS.items()
-            for row in benchmark.summarise(group, members, record["seconds"][group])]
-    assert json.loads(json.dumps(rows)) == record["rows"]
-    benchmark.print_table([row for row in rows if row["ours"]])
-    page = (ROOT / "docs" / "BENCHMARKS.md").read_text().splitlines()
-    assert not [line for line in capsys.readouterr().out.splitlines() if line not in page and "**" not in line]
+    table = measure_course.table_of_speed({group: found["seconds"] for group, found in record.items()})
+    assert table in (ROOT / "docs" / "BENCHMARKS.md").read_text()
 
 
 def test_runs_are_compared_with_runs_of_the_table():
-    names = [run.name for run in RUNS]
-    assert len(set(names)) == len(names)
-    assert {other for run in RUNS for other, _ in run.against} <= set(names)
+    assert len(RUNS) == sum(map(len, GROUPS.values()))  # names are unique
+    assert {other for run in RUNS.values() for other, _ in run.against} <= {*RUNS}
 
 
-def test_the_table_has_a_heading_a_group(capsys):
-    """A ratio is the median of the rounds' ratios: here 2, 1 and 4, whose quartiles are 1.5 and 3."""
-    baseline, peer, ddp = (next(run for run in RUNS if run.name == name)
-                           for name in (benchmark.BASELINE, "Hugging Face", "torch DDP"))
-    seconds = {baseline.name: [2.0, 4.0, 1.0], peer.name: [4.0, 4.0, 4.0], ddp.name: [1.0, 2.0, 0.5]}
-    rows = benchmark.summarise("One process", [baseline, peer], seconds)
-    benchmark.print_table(rows + benchmark.summarise("Data parallel", [ddp], seconds))
-    assert capsys.readouterr().out.splitlines()[3:] == [
-        "| **One process** | | | | | |",
-        "| step 3, one process | 2048 | Hugging Face | 2.00 | 1.50 to 3.00 | 1.00 |",
-        "| Hugging Face | 1024 | | | | |",
-        "| **Data parallel** | | | | | |",
-        "| torch DDP | 4096 | step 3, one process | 2.00 | 2.00 to 2.00 |  |"]
+def test_a_ratio_is_the_median_of_the_rounds():
+    """Here of 2, 1 and 4, whose quartiles are 1.5 and 3."""
+    seconds = {BASELINE: [2.0, 4.0, 1.0], "Hugging Face": [4.0, 4.0, 4.0]}
+    assert measure_course.table_of_speed({"One process": seconds}).splitlines()[-1] == (
+        "| step 3, one process | 2048 | Hugging Face | 2.00 | 1.50 to 3.00 | 1.00 |")
+
+
+def run_gpu(*flags) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "tools/maintain/measure_course.py", "gpu", *map(str, flags)]
+    return subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+
+def test_the_gpu_measurement_on_the_cpu(tmp_path):
+    done = run_gpu("--device", "cpu", "--shape", "toy", "--only", "(ours|autocast)$", "--seq_len", 32, "--rounds", 1,
+                   "--gpu", "L40S", "--json", tmp_path / "gpu.json")
+    (found,) = json.loads((tmp_path / "gpu.json").read_text()).values()
+    assert {*found["seconds"]} == {*found["memory_gb"]} == {course_gpu.OURS, course_gpu.THEIRS}, done.stderr
+    assert f"| ours | {4 * 32 / found['seconds'][course_gpu.OURS][0]:.0f} | " in done.stdout
+
+
+def test_without_cuda_it_is_one_clear_error():
+    done = run_gpu()
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.startswith("error: torch sees no CUDA device") and done.stderr.count("\n") == 1

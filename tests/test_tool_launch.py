@@ -31,7 +31,7 @@ def test_the_environment_has_no_way_out(monkeypatch):
 def test_without_affinity():
     """As on macOS: what the tests and the tools import counts processors in another way there."""
     script = ("import os\nif hasattr(os, 'sched_getaffinity'):\n    del os.sched_getaffinity\n"
-              "import launch, benchmark\nassert launch.SLOTS >= 4")
+              "import launch, measure_course\nassert launch.SLOTS >= 4")
     subprocess.run([sys.executable, "-c", script], check=True, env=environment(PYTHONPATH=f"{ROOT}/tools{os.pathsep}{ROOT}/tools/maintain"))
 
 

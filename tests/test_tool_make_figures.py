@@ -2,7 +2,6 @@
 
 import json
 
-import figures_drawn
 import figures_measured
 import make_figures
 import pytest
@@ -34,19 +33,9 @@ def test_what_is_read_out_of_a_trace(trace, tmp_path):
         assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
-def test_drawn_figures(tmp_path, capsys):
+def test_drawn_figures(tmp_path):
     make_figures.main([*make_figures.DRAWN, "--out", str(tmp_path)])
     assert len(list(tmp_path.glob("figure_*.png"))) == len(make_figures.DRAWN) == 5
-    assert figures_drawn.grid is make_figures.DRAWN["grid"] and "column_row: " in capsys.readouterr().out
-
-
-def test_pictures_of_other_tools_are_asked_for_by_their_flag(tmp_path, monkeypatch):
-    commands = []
-    monkeypatch.setattr(make_figures.subprocess, "run", lambda command, **kwargs: commands.append(command))
-    make_figures.main([*make_figures.OTHERS, "--out", str(tmp_path)])
-    asked = {command[1].name: command[command.index("--figure") + 1] for command in commands}
-    assert asked == {f"{name}.py": tmp_path / f"{name}.png" for name in make_figures.OTHERS}
-    assert {*asked} == {"sanity_check.py"}
 
 
 def test_an_unknown_figure(capsys):

@@ -30,7 +30,7 @@ def make_program(tmp_path):
 
     def make(name: str, fails_at: int = 0) -> Program:
         (tmp_path / "script.py").write_text(SCRIPT)
-        programs.append(Program(name, 2, tmp_path / "script.py", name, tmp_path / "log", fails_at, threads=3))
+        programs.append(Program(name, 2, tmp_path / "script.py", name, tmp_path / "log", fails_at, OMP_NUM_THREADS="3"))
         return programs[-1]
 
     yield make

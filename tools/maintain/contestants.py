@@ -1,4 +1,4 @@
-"""The contestants of benchmark.py: our steps and what they are compared with."""
+"""The contestants of `measure_course.py speed`: our steps and what they are compared with."""
 
 from typing import NamedTuple
 
@@ -13,67 +13,58 @@ class Run(NamedTuple):
     ranks: int
     flags: str
     against: tuple[tuple[str, float | None], ...] = ()  # (name, ratio to reach)
-    threads: int = 1
 
 
 def micro_batch(size: int, accumulation: int) -> str:
     return f"--micro_batch_size {size} --gradient_accumulation_steps {accumulation}"
 
 
+def two_stages(count: int, bar: float) -> list[Run]:
+    """With so many micro-batches a step."""
+    flags, name = micro_batch(32 // count, count) + " --pp_size 2", f"{count} micro-batches"
+    theirs, ours = f"torch Schedule1F1B, pp 2, {name}", f"step 8, pp 2, 1F1B, {name}"
+    return [
+        Run(f"step 10, pp 2, zb, {name}", 10, 2, flags + " --pp_engine zb", ((theirs, bar), (ours, None))),
+        Run(ours, 8, 2, flags, ((theirs, None),)),
+        Run(theirs, None, 2, f"1f1b --microbatches {count}"),
+        Run(f"torch zero bubble, pp 2, {name}", None, 2, f"zb --microbatches {count}"),
+    ]
+
+
 COMPILED = "step 3, --compile"
 PP_4, PP_2 = micro_batch(4, 8) + " --pp_size 4", micro_batch(4, 8) + " --pp_size 2"
-PP_2_FEW = micro_batch(8, 4) + " --pp_size 2"
 DP_4 = micro_batch(1, 8) + " --dp_size 4"
 INTERLEAVED = " --virtual_stages 2 --pp_engine interleaved"
 TP_2, TP_4 = micro_batch(4, 8) + " --tp_size 2", micro_batch(4, 8) + " --tp_size 4"
+LONG = micro_batch(1, 1) + " --seq_len 4096"
+# Routers that stay as they are, made about even: uneven choices of experts cost time, but differ from run to run.
+EXPERTS = " --num_experts 8 --learning_rate 1e-9 --balance_bias 0.01"
 GROUPS = {
     "One process": [
         Run(BASELINE, 3, 1, micro_batch(4, 8), (("Hugging Face", 1.0),)),
         Run("Hugging Face", None, 1, "hf"),
-        Run("step 3, 2 threads", 3, 1, micro_batch(4, 8), (("Hugging Face, 2 threads", 1.0), (BASELINE, None)), 2),
-        Run("Hugging Face, 2 threads", None, 1, "hf", (), 2),
     ],
-    "Two stages": [
-        Run("step 10, pp 2, zb, 4 micro-batches", 10, 2, PP_2_FEW + " --pp_engine zb",
-            (("torch Schedule1F1B, pp 2, 4 micro-batches", 1.1), ("step 8, pp 2, 1F1B, 4 micro-batches", None))),
-        Run("step 8, pp 2, 1F1B, 4 micro-batches", 8, 2, PP_2_FEW,
-            (("torch Schedule1F1B, pp 2, 4 micro-batches", None),)),
-        Run("torch Schedule1F1B, pp 2, 4 micro-batches", None, 2, "1f1b --microbatches 4"),
-        Run("torch zero bubble, pp 2, 4 micro-batches", None, 2, "zb --microbatches 4",
-            (("torch Schedule1F1B, pp 2, 4 micro-batches", None),)),
-        Run("step 10, pp 2, zb, 8 micro-batches", 10, 2, PP_2 + " --pp_engine zb",
-            (("torch Schedule1F1B, pp 2, 8 micro-batches", 1.05), ("step 8, pp 2, 1F1B, 8 micro-batches", None))),
-        Run("step 8, pp 2, 1F1B, 8 micro-batches", 8, 2, PP_2,
-            (("torch Schedule1F1B, pp 2, 8 micro-batches", None),)),
-        Run("torch Schedule1F1B, pp 2, 8 micro-batches", None, 2, "1f1b"),
-        Run("torch zero bubble, pp 2, 8 micro-batches", None, 2, "zb",
-            (("torch Schedule1F1B, pp 2, 8 micro-batches", None),)),
-    ],
+    "Two stages": [*two_stages(4, 1.1), *two_stages(8, 1.05)],
     "Four stages, or twice four": [
         Run("step 10, pp 4, zb", 10, 4, PP_4 + " --pp_engine zb",
             (("torch Schedule1F1B", 1.03), ("torch zero bubble", 1.03), ("torch interleaved zero bubble", 1.03),
              ("torch zero bubble V", 1.03), (BASELINE, 1.77))),
         Run("step 8, pp 4, 1F1B", 8, 4, PP_4, (("torch Schedule1F1B", 1.05), (BASELINE, 1.8))),
-        Run("torch Schedule1F1B", None, 4, "1f1b", ((BASELINE, None),)),
-        Run("torch interleaved 1F1B", None, 4, "interleaved-1f1b", ((BASELINE, None),)),
-        Run("torch zero bubble", None, 4, "zb", ((BASELINE, None),)),
-        Run("torch interleaved zero bubble", None, 4, "interleaved-zb", ((BASELINE, None),)),
-        Run("torch zero bubble V", None, 4, "zbv", ((BASELINE, None),)),
-        Run("step 8, pp 4, AFAB", 8, 4, PP_4 + " --pp_engine afab",
-            (("torch ScheduleGPipe", None), (BASELINE, None))),
-        Run("torch ScheduleGPipe", None, 4, "gpipe", ((BASELINE, None),)),
+        Run("torch Schedule1F1B", None, 4, "1f1b"),
+        Run("torch interleaved 1F1B", None, 4, "interleaved-1f1b"),
+        Run("torch zero bubble", None, 4, "zb"),
+        Run("torch interleaved zero bubble", None, 4, "interleaved-zb"),
+        Run("torch zero bubble V", None, 4, "zbv"),
     ],
     "Data parallel": [
         Run("step 6, dp 4", 6, 4, DP_4, (("torch DDP", 1.0), (BASELINE, 1.45))),
-        Run("torch DDP", None, 4, "ddp", ((BASELINE, None),)),
+        Run("torch DDP", None, 4, "ddp"),
     ],
     "Tensor parallel": [
-        Run("step 8, tp 2", 8, 2, TP_2, (("DTensor, tp 2", 1.6), ("Hugging Face, tp 2", None), (BASELINE, 1.15))),
-        Run("DTensor, tp 2", None, 2, "dtensor", ((BASELINE, None),)),
-        Run("Hugging Face, tp 2", None, 2, "hf-tp", ((BASELINE, None),)),
-        Run("step 8, tp 4", 8, 4, TP_4, (("DTensor, tp 4", 1.8), ("Hugging Face, tp 4", None), (BASELINE, None))),
-        Run("DTensor, tp 4", None, 4, "dtensor", ((BASELINE, None),)),
-        Run("Hugging Face, tp 4", None, 4, "hf-tp", ((BASELINE, None),)),
+        Run("step 8, tp 2", 8, 2, TP_2, (("DTensor, tp 2", 1.6), (BASELINE, 1.15))),
+        Run("DTensor, tp 2", None, 2, "dtensor"),
+        Run("step 8, tp 4", 8, 4, TP_4, (("DTensor, tp 4", 1.8), (BASELINE, None))),
+        Run("DTensor, tp 4", None, 4, "dtensor"),
     ],
     "Sequence parallel": [
         Run("step 14, tp 2, sp", 14, 2, TP_2 + " --sequence_parallel",
@@ -85,22 +76,12 @@ GROUPS = {
     ],
     "Compiled": [
         Run(COMPILED, 3, 1, micro_batch(4, 8) + " --compile", (("Hugging Face", 1.1), (BASELINE, None))),
-        Run("Hugging Face, compiled", None, 1, "hf --compile", (("Hugging Face", None),)),
-        Run("step 3, --compile, 2 threads", 3, 1, micro_batch(4, 8) + " --compile",
-            (("Hugging Face, 2 threads", 1.1), (BASELINE, None)), 2),
         Run("step 8, pp 4, 1F1B, --compile", 8, 4, PP_4 + " --compile",
             (("step 8, pp 4, 1F1B", None), (COMPILED, None))),
         Run("step 6, dp 4, --compile", 6, 4, DP_4 + " --compile", (("step 6, dp 4", None), (COMPILED, None))),
         Run("step 8, tp 2, --compile", 8, 2, TP_2 + " --compile", (("step 8, tp 2", None), (COMPILED, None))),
     ],
-    "Virtual stages on two ranks": [
-        Run("step 11, pp 2, interleaved", 11, 2, PP_2 + INTERLEAVED, (("torch interleaved 1F1B, pp 2", 1.0),)),
-        Run("torch interleaved 1F1B, pp 2", None, 2, "interleaved-1f1b"),
-        Run("step 11, pp 2, interleaved_zb", 11, 2, PP_2 + INTERLEAVED + "_zb",
-            (("torch interleaved zero bubble, pp 2", 1.0),)),
-        Run("torch interleaved zero bubble, pp 2", None, 2, "interleaved-zb"),
-    ],
-    "Virtual stages on four ranks": [
+    "Virtual stages": [
         Run("step 11, pp 4, interleaved", 11, 4, PP_4 + INTERLEAVED, (("torch interleaved 1F1B", 1.0),)),
         Run("step 11, pp 4, interleaved_zb", 11, 4, PP_4 + INTERLEAVED + "_zb",
             (("torch interleaved zero bubble", 1.0),)),
@@ -112,5 +93,17 @@ GROUPS = {
         Run("step 13, dp 4, FSDP", 13, 4, DP_4 + " --zero 3", (("torch fully_shard", 1.0),)),
         Run("torch fully_shard", None, 4, "fsdp"),
     ],
+    "Context parallel": [
+        Run("step 15, one process", 15, 1, LONG),
+        Run("step 15, cp 2, zigzag", 15, 2, LONG + " --cp_size 2", (("step 15, one process", None),)),
+        Run("step 15, cp 2, contiguous", 15, 2, LONG + " --cp_size 2 --cp_layout contiguous",
+            (("step 15, one process", None),)),
+    ],
+    "Experts": [
+        Run("step 16, one process", 16, 1, micro_batch(4, 8) + EXPERTS),
+        Run("step 16, dp 2", 16, 2, micro_batch(2, 8) + " --dp_size 2" + EXPERTS, (("step 16, one process", None),)),
+        Run("step 16, ep 2", 16, 2, micro_batch(2, 8) + " --dp_size 2 --ep_size 2" + EXPERTS,
+            (("step 16, one process", None), ("step 16, dp 2", None))),
+    ],
 }
-RUNS = [run for runs in GROUPS.values() for run in runs]
+RUNS = {run.name: run for runs in GROUPS.values() for run in runs}

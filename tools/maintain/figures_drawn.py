@@ -2,25 +2,27 @@
 ring attention. See make_figures.py.
 """
 
-import tools_path  # noqa: F401  before launch
-
 import types
 
 import matplotlib.patches as patches
 from launch import modules_of
 from matplotlib.figure import Figure
 
-INK, FAINT = "#222222", "#8a8a8a"
+GROUND, INK, FAINT = "#fcfcfa", "#222222", "#8a8a8a"
 RANKS = ["#4477aa", "#ee6677", "#228833", "#ccbb44"]  # a colour for each rank's data
 LIGHT = ["#c7d8e8", "#f9cfd4", "#bfe0c4", "#efe8bd"]  # the same, as a background
 
 
-def canvas(width: float, height: float, columns: int = 1, rows: int = 1, **options):
-    """A figure on an opaque light ground, which is legible on dark pages, too. Axes are bare, in inches if alone."""
-    figure = Figure(figsize=(width, height), dpi=150, facecolor="#fcfcfa", layout="constrained")
+def canvas(width: float, height: float, columns: int = 1, rows: int = 1, bare: bool = True, **options):
+    """A figure on an opaque light ground, which is legible on dark pages, too; bare axes are in inches if alone."""
+    figure = Figure(figsize=(width, height), dpi=150, facecolor=GROUND, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     for one in axes.flat:
-        one.set_axis_off()
+        one.set_facecolor(GROUND)
+        one.spines[["top", "right"]].set_visible(False)
+        one.tick_params(labelsize=11, colors=INK)
+        if bare:
+            one.set_axis_off()
     return figure, axes
 
 
@@ -34,6 +36,12 @@ def box(axes, x: float, y: float, width: float, height: float, text: str, colour
 def arrow(axes, start: tuple, end: tuple, colour: str = INK, style: str = "-|>", bend: float = 0.0) -> None:
     axes.add_patch(patches.FancyArrowPatch(start, end, arrowstyle=style, mutation_scale=14, color=colour, linewidth=1.6,
                                            connectionstyle=f"arc3,rad={bend}"))
+
+
+def operator(axes, x: float, y: float, letter: str) -> None:
+    """One of the conjugate operators f and g."""
+    axes.add_patch(patches.Circle((x, y), 0.26, facecolor="#ffffff", edgecolor=INK, linewidth=1.4, zorder=3))
+    axes.text(x, y, letter, ha="center", va="center", fontsize=15, style="italic", color=INK, zorder=4)
 
 
 def grid(picture) -> None:
@@ -112,8 +120,7 @@ def column_row(picture) -> None:
     box(one, 10.9, 2.2, 1.2, 0.9, "y\n(B, T, D)", "#f2f2f0", 12)
     for x, text in ((1.57, "f"), (10.5, "g")):
         one.plot((x, x - 0.4 if text == "f" else x + 0.4), (2.65, 2.65), color=INK, linewidth=1.6, zorder=0)
-        one.add_patch(patches.Circle((x, 2.65), 0.28, facecolor="#ffffff", edgecolor=INK, linewidth=1.4, zorder=3))
-        one.text(x, 2.65, text, ha="center", va="center", fontsize=15, style="italic", color=INK, zorder=4)
+        operator(one, x, 2.65, text)
     one.text(4.4, 2.65, "columns of A are split:\nno message is needed", ha="center", va="center", fontsize=12,
              color="#666666")
     one.text(7.65, 2.65, "rows of B are split:\na sum is left to do", ha="center", va="center", fontsize=12,
@@ -150,8 +157,7 @@ def sequence_parallel(picture) -> None:
                                          (4, "g", "reduce-scatter", "all-gather")):
         x = apart * k + wide + 0.41
         one.plot((x, x), (1.1, 3.3), color=INK, linewidth=1.6, zorder=0)
-        one.add_patch(patches.Circle((x, 2.2), 0.24, facecolor="#ffffff", edgecolor=INK, linewidth=1.4, zorder=3))
-        one.text(x, 2.2, letter, ha="center", va="center", fontsize=15, style="italic", color=INK, zorder=4)
+        operator(one, x, 2.2, letter)
         one.text(x, 0.12, f"forward: {forward}\nbackward: {backward}", ha="center", va="top", fontsize=11.5, color=INK)
     one.text(-1.15, 0.12, "rows: 8 tokens\ncolumns: D", va="top", fontsize=11.5, color="#666666")
     one.set(xlim=(-1.2, 10.7), ylim=(-0.5, 4.8), aspect="equal")
@@ -188,7 +194,7 @@ def ring(picture) -> None:
                             mask.text(x, y, hop, ha="center", va="center", fontsize=11.5, color=INK)
                 work.append(len(rows) * len(columns) * (0.5 if is_causal else 1) / length**2)
             for rank, units in enumerate(work):
-                times.barh(rank, units, left=start, height=0.75, color=RANKS[rank], edgecolor="#fcfcfa", linewidth=2)
+                times.barh(rank, units, left=start, height=0.75, color=RANKS[rank], edgecolor=GROUND, linewidth=2)
                 if units:
                     times.text(start + units / 2, rank, hop, ha="center", va="center", fontsize=11, color="#ffffff")
             start += max(work)

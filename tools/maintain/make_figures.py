@@ -1,4 +1,4 @@
-"""Draws the chapters' figures, from runs that it starts itself: assets/figure_*.png, and what sanity_check.py draws.
+"""Draws the chapters' figures, from runs that it starts itself: assets/figure_*.png.
 
     python tools/maintain/make_figures.py                      # all of them: about a quarter of an hour on two cores
     python tools/maintain/make_figures.py grid timelines       # some
@@ -15,86 +15,55 @@ import functools
 import json
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 import figures_drawn
 import figures_measured
 from launch import ROOT, STEPS, Help, environment, launch, metrics, modules_of
+from make_tiny_llama import resized
 from turns import Program
 
-ASSETS = ROOT / "assets"
 SLICE, REPEATS = 0.004, 5  # seconds of a turn; runs of which the shortest is drawn
 LARGER = dict(hidden_size=256, intermediate_size=688, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
-TOPOLOGIES = {  # of the figure of memory: name -> step, ranks, flags
-    "one process": (3, 1, []),
-    "tp 4": (4, 4, ["--tp_size", 4]),
-    "dp 4": (6, 4, ["--dp_size", 4]),
-    "pp 4, AFAB": (8, 4, ["--pp_size", 4, "--pp_engine", "afab"]),
-    "pp 4, 1F1B": (8, 4, ["--pp_size", 4]),
-    "pp 4, 1F1B, recompute": (8, 4, ["--pp_size", 4, "--recompute"]),
-    "dp 2 x pp 2 x tp 2": (8, 8, ["--dp_size", 2, "--pp_size", 2, "--tp_size", 2]),
-}
 
 
-def write_model(folder: pathlib.Path, **changes) -> pathlib.Path:
-    """A copy of the tiny Llama with other sizes."""
-    target = shutil.copytree(ROOT / "assets" / "tiny_llama", folder / "model", dirs_exist_ok=True)
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, **changes}))
-    return target
-
-
-def run_in_turns(groups: list[list[int]], num_ranks: int, script, *args) -> None:
+def run_slowed(groups: list[list[int]], num_ranks: int, script, *args) -> None:
     """Runs a script on so many ranks. In each turn one of `groups` stands still; the ranks in none always run.
 
     Turns begin when it prints its first line: all ranks have started by then. Raises SystemExit where a rank fails.
     """
-    program, over = Program(pathlib.Path(script).parent.name, num_ranks, script, *args), threading.Event()
-
-    def take_turns() -> None:
-        while not over.is_set():
+    program = Program(pathlib.Path(script).parent.name, num_ranks, script, *args)
+    try:
+        program.wait_for_line()
+        while groups and None in (codes := [rank.poll() for rank in program.ranks]) and not any(codes):
             for resting in groups:
                 for rank in {*sum(groups, [])}:
                     if program.ranks[rank].poll() is None:
                         program.ranks[rank].send_signal(signal.SIGSTOP if rank in resting else signal.SIGCONT)
                 time.sleep(SLICE)
-
-    turns = threading.Thread(target=take_turns)
-    try:
-        program.wait_for_line()
-        if groups:
-            turns.start()
         program.end()
-    except BaseException:
-        over.set()
-        program.kill()
-        raise
     finally:
-        over.set()
-        if groups:
-            turns.join()
+        program.kill()
 
 
-def traces(folder: pathlib.Path, runs: dict[str, list], groups: list[list[int]], num_ranks: int, steps: int = 3,
-           seconds=figures_measured.seconds_of) -> dict[str, pathlib.Path]:
-    """A trace of each of `runs`, name -> step and flags, with a larger model: of REPEATS runs that of fewest seconds.
+def traces(folder: pathlib.Path, runs: dict[str, list], groups: list[list[int]], num_ranks: int,
+           part=lambda spans: spans) -> dict[str, pathlib.Path]:
+    """A trace of each of `runs`, name -> step and flags, with a larger model: of REPEATS runs the shortest, or that in
+    which `part` of the trace is shortest.
 
     What else the machine does can only lengthen a step. The runs take turns, so that it disturbs all of them alike.
     """
-    model, found = write_model(folder, **LARGER), {name: [] for name in runs}
+    model, found, steps = resized(folder, **LARGER), {name: [] for name in runs}, 3
     for k in range(REPEATS):
         for name, (step, *flags) in runs.items():
-            run_in_turns(groups, num_ranks, STEPS[step] / "train.py", "--model_name", model, "--log_dir", folder,
-                         "--run_name", f"{name}_{k}", "--profile_batch", steps,
-                         "--max_tokens", steps * 32 * 128, *flags)
+            run_slowed(groups, num_ranks, STEPS[step] / "train.py", "--model_name", model, "--log_dir", folder,
+                       "--run_name", f"{name}_{k}", "--profile_batch", steps, "--max_tokens", steps * 32 * 128, *flags)
             path = folder / f"{name}_{k}" / f"timeline_batch{steps}_all.json"
-            found[name].append((seconds(figures_measured.read_trace(path)), path))
+            found[name].append((figures_measured.seconds_of(part(figures_measured.read_trace(path))), path))
     return {name: min(pairs)[1] for name, pairs in found.items()}
 
 
@@ -113,21 +82,19 @@ def of_schedules(draw, engines: tuple[str, ...]):
     return lambda folder, picture: draw({engine: traces_of_schedules(folder)[engine] for engine in engines}, picture)
 
 
-def buckets(folder: pathlib.Path, picture: pathlib.Path) -> None:
-    """Of a run whose ranks begin the last backward together: where one is late, the others' sums wait for it."""
-    runs = {"buckets": ["6", "--dp_size", 2, "--gradient_accumulation_steps", 4]}
-    trace = traces(folder, runs, [], 2, seconds=figures_measured.seconds_of_last_backward)["buckets"]
-    figures_measured.buckets(trace, picture)
+def background(step: str, flags: list, kinds: tuple[str, ...], label: str, part=lambda spans: spans):
+    """A figure of what two ranks send in the background during a step, or a part of it."""
+    def draw(folder: pathlib.Path, picture: pathlib.Path) -> None:
+        trace = traces(folder, {f"step{step}": [step, "--dp_size", 2, *flags]}, [], 2, part)[f"step{step}"]
+        figures_measured.transfers(part(figures_measured.read_trace(trace)), kinds, picture, label)
+
+    return draw
 
 
 def sharded(step: str, level: int):
-    """A figure of a step of two micro-batches on two ranks."""
-    def draw(folder: pathlib.Path, picture: pathlib.Path) -> None:
-        runs = {f"zero{level}": [step, "--dp_size", 2, "--zero", level, "--gradient_accumulation_steps", 2,
-                                 "--micro_batch_size", 8]}
-        figures_measured.transfers(traces(folder, runs, [], 2)[f"zero{level}"], picture)
-
-    return draw
+    """A step of two micro-batches."""
+    return background(step, ["--zero", level, "--gradient_accumulation_steps", 2, "--micro_batch_size", 8],
+                      ("all-gather", "reduce-scatter"), "seconds since the step's first forward began")
 
 
 def expert_load(folder: pathlib.Path, picture: pathlib.Path) -> None:
@@ -140,33 +107,17 @@ def expert_load(folder: pathlib.Path, picture: pathlib.Path) -> None:
     figures_measured.expert_load({name: metrics(folder, name) for name in runs}, picture)
 
 
-def trace_of_unlike_pipelines(folder: pathlib.Path) -> pathlib.Path:
+def unlike(folder: pathlib.Path, picture: pathlib.Path) -> None:
     """The machine that holds the whole model is three times as fast as each of the two others."""
     runs = {"unlike": ["9", "--pipelines", "8;5,3", "--num_microbatches", "6,2"]}
-    return traces(folder, runs, [[1], [2], [1, 2]], 3)["unlike"]
-
-
-def unlike(folder: pathlib.Path, picture: pathlib.Path) -> None:
-    figures_measured.unlike(trace_of_unlike_pipelines(folder), picture)
-
-
-def memory(folder: pathlib.Path, picture: pathlib.Path) -> None:
-    model = write_model(folder, **{**LARGER, "hidden_size": 512, "intermediate_size": 1376, "head_dim": 64})
-    found = {}
-    for name, (step, ranks, flags) in {"floor": (3, 1, ["--num_hidden_layers", 1]), **TOPOLOGIES}.items():
-        size = 1 if "--dp_size" not in flags else flags[flags.index("--dp_size") + 1]
-        launch(step, ranks, "--model_name", model if name != "floor" else ROOT / "assets" / "tiny_llama", "--log_dir",
-               folder, "--run_name", "memory", "--seq_len", 128, "--micro_batch_size", 2 if name != "floor" else 1,
-               "--gradient_accumulation_steps", 16 // size, "--max_tokens", 2 * 32 * 128, *flags, timeout=300)
-        found[name] = metrics(folder, "memory")[-1]["memory_gb"]
-    figures_measured.memory({name: found[name] for name in TOPOLOGIES}, found["floor"], picture)
+    figures_measured.unlike(traces(folder, runs, [[1], [2], [1, 2]], 3)["unlike"], picture)
 
 
 def plan(folder: pathlib.Path, picture: pathlib.Path) -> None:
     """Three machines, one of them twice as fast: measured, and planned for."""
-    model, measured, planned = write_model(folder, **LARGER), folder / "cluster.json", folder / "plan.json"
+    model, measured, planned = resized(folder, **LARGER), folder / "cluster.json", folder / "plan.json"
     script = ROOT / "cluster" / "plan.py"
-    run_in_turns([[1], [2]], 3, script, "--measure", measured, "--model_name", model, "--measure_seconds", 20)
+    run_slowed([[1], [2]], 3, script, "--measure", measured, "--model_name", model, "--measure_seconds", 20)
     subprocess.run([sys.executable, script, measured, "--global_batch", "32", "--out", planned], check=True,
                    stdout=subprocess.DEVNULL, env=environment())
     with modules_of(9):
@@ -181,50 +132,41 @@ def plan(folder: pathlib.Path, picture: pathlib.Path) -> None:
         spans = simulate(cluster, Candidate(tuple(pipelines), chosen["micro_batch_size"]), setting).spans
         whole = cluster.stages((cluster.num_layers,))[0]
         seconds = [sum(cluster.seconds(rank, 1, whole, kind) for kind in "FB") for rank in range(len(cluster.machines))]
-    figures_measured.plan({"seconds": seconds}, chosen, spans, picture)
+    figures_measured.plan(seconds, chosen, spans, picture)
 
 
-DRAWN = {name: getattr(figures_drawn, name)
-         for name in ("grid", "collectives", "column_row", "sequence_parallel", "ring")}
 COURSE, BEYOND, VIRTUAL = ("afab", "1f1b"), ("1f1b", "zb"), ("1f1b", "interleaved", "interleaved_zb")
-MEASURED = {
+DRAWN = ("grid", "collectives", "column_row", "sequence_parallel", "ring")
+FIGURES = {  # name -> draw(folder of runs, picture)
+    **{name: lambda _, picture, draw=getattr(figures_drawn, name): draw(picture) for name in DRAWN},
     "timelines": of_schedules(figures_measured.timelines, COURSE),
     "activations": of_schedules(figures_measured.activations, COURSE),
     "zero_bubble": of_schedules(figures_measured.timelines, BEYOND),
     "virtual_stages": of_schedules(figures_measured.timelines, VIRTUAL),
     "zero_bubble_activations": of_schedules(figures_measured.activations, BEYOND),
     "zero": sharded("12", 2), "fsdp": sharded("13", 3),
-    "expert_load": expert_load, "buckets": buckets, "unlike": unlike, "memory": memory, "plan": plan,
+    "buckets": background("6", ["--gradient_accumulation_steps", 4], ("all-reduce",),
+                          "seconds since the last micro-batch's backward began", figures_measured.last_backward),
+    "expert_load": expert_load, "unlike": unlike, "plan": plan,
 }
-OTHERS = {"sanity_check": ["--steps", "20"]}  # other tools, and their flags
-NAMES = [*DRAWN, *MEASURED, *OTHERS]
-
-
-def draw(name: str, folder: pathlib.Path, picture: pathlib.Path) -> None:
-    if name in OTHERS:
-        subprocess.run([sys.executable, ROOT / "tools" / f"{name}.py", *OTHERS[name], "--figure", picture], check=True)
-    elif name in DRAWN:
-        DRAWN[name](picture)
-    else:
-        MEASURED[name](folder, picture)
 
 
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(NAMES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(FIGURES)}")
     parser.add_argument("--list", action="store_true", help="print the names and files")
-    parser.add_argument("--out", type=pathlib.Path, default=ASSETS, help="the folder to write to")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "assets", help="the folder to write to")
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.names if name not in NAMES]:
-        parser.error(f"no figure {unknown[0]!r}: choose from {', '.join(NAMES)}")
+    if unknown := [name for name in args.names if name not in FIGURES]:
+        parser.error(f"no figure {unknown[0]!r}: choose from {', '.join(FIGURES)}")
     os.environ["OMP_NUM_THREADS"] = "1"
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        for name in args.names or NAMES:
-            picture, start = args.out / f"{'' if name in OTHERS else 'figure_'}{name}.png", time.perf_counter()
+        for name in args.names or FIGURES:
+            picture = args.out / f"figure_{name}.png"
             if not args.list:
-                draw(name, pathlib.Path(folder), picture)
-            print(f"{name}: {picture}" + ("" if args.list else f", {time.perf_counter() - start:.0f} s"), flush=True)
+                FIGURES[name](pathlib.Path(folder), picture)
+            print(f"{name}: {picture}", flush=True)
 
 
 if __name__ == "__main__":

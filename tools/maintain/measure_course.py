@@ -1,0 +1,162 @@
+"""How fast are the steps beside what a user would pick instead, and what do their ranks hold? In tables.
+
+    python tools/maintain/measure_course.py speed                  about three quarters of an hour on two cores
+    python tools/maintain/measure_course.py speed --only '1f1b|one process' --rounds 3
+    python tools/maintain/measure_course.py peaks                  GB of a rank, of several topologies
+    python tools/maintain/measure_course.py shards                 bytes a parameter, steps 12 and 13 (8 GB of memory)
+    python tools/maintain/measure_course.py activations            MB that are kept for backward, steps 14 and 15
+    python tools/maintain/measure_course.py collectives --ranks 2  step 12's, beside those of the library
+    python tools/maintain/measure_course.py gpu --gpu H100 --rounds 3     step 3 beside Hugging Face's Llama
+    python tools/maintain/measure_course.py gpu --device cpu --shape toy --seq_len 32    the same code without a GPU
+
+Of `speed`, everyone does the same work: Llama of hidden 256, intermediate 688, 8 layers, 8 heads, 4 key/value heads,
+vocabulary 512; 4096 tokens a step, in samples of 128 where not said otherwise; float32; no clipping, though ours
+computes the gradient norm; one thread a rank. The runs of a group, and those that they are compared with, are started
+together and take turns, see turns.py. A run's figure is the median of its steps; a ratio is the median of the rounds'
+ratios, given with its quartiles. Runs whose losses differ by more than 1e-5, or whose last step's gradient norm by more
+than one part in 10,000, are no peers.
+
+torch's schedules: "zero bubble" is ScheduleInterleavedZeroBubble with one stage a rank, "interleaved" ones have two
+stages a rank, and so has "zero bubble V", which is ScheduleZBVZeroBubble.
+"""
+
+import tools_path  # noqa: F401  before launch
+
+import argparse
+import functools
+import json
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+
+import course_gpu
+import course_memory
+from contestants import GROUPS, RUNS, Run
+from launch import ROOT, STEPS, Help, environment, metrics, torchrun
+from turns import Program, keep, programs_in_turns, table, times_as_fast
+
+TOKENS_A_STEP = 4096
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("what", choices=MEASUREMENTS, help="to measure")
+    parser.add_argument("--only", default="", metavar="REGEX", help="run those whose name fits")
+    parser.add_argument("--rounds", type=int, default=20, help="of turns")
+    parser.add_argument("--ranks", type=int, default=4, help="of collectives")
+    parser.add_argument("--layers", type=int, default=9, help="of shards: 9 are 108 million parameters")
+    parser.add_argument("--seq_len", type=int, default=4096, help="of activations and gpu: tokens in a sample")
+    parser.add_argument("--json", type=pathlib.Path, help="keep the seconds of each step here")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="of gpu")
+    parser.add_argument("--shape", choices=course_gpu.SHAPES, default="tinyllama", help="of gpu: of the model")
+    parser.add_argument("--gpu", metavar="NAME", help="the MFU is of this data sheet of tools/data_sheets.py")
+    parser.add_argument("--old", metavar="CHECKOUT", help="take the steps from another checkout of this repository")
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: at least 1")
+    MEASUREMENTS[args.what](args)
+
+
+def speed(args) -> None:
+    if not (chosen := [name for name in RUNS if re.search(args.only, name)]):
+        sys.exit(f"error: --only {args.only!r} fits none of: {'; '.join(RUNS)}")
+    from make_tiny_llama import make  # imports transformers: seconds, too many for --help
+
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        make(f"{folder}/model", vocab_size=512, hidden_size=256, intermediate_size=688)
+        tokens = make_tokens(folder, (args.rounds + 1) * TOKENS_A_STEP + 1)
+        for group, members in GROUPS.items():
+            if mine := [run for run in members if run.name in chosen]:
+                others = {name: RUNS[name] for run in mine for name, _ in run.against if name in chosen}
+                found[group] = measure({run.name: run for run in mine} | others, folder, tokens, args)
+                keep(args.json, group, {"seconds": found[group]})
+    print(table_of_speed(found))
+
+
+def make_tokens(folder: str, num_tokens: int) -> str:
+    """The file of token ids that the loader of step 3 caches: ours find it there, the peers read it."""
+    program = ("import sys; sys.path.insert(0, sys.argv[1]); from dataloader import encode_to_file; "
+               "print(encode_to_file('sotu', sys.argv[2], int(sys.argv[3]), sys.argv[4]))")
+    arguments = [STEPS["3"], f"{folder}/model", num_tokens, f"{folder}/token_cache"]
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.splitlines()[-1]
+
+
+def measure(runs: dict[str, Run], folder: str, tokens: str, args) -> dict[str, list[float]]:
+    """The seconds of each run's steps: {name: [...]}. Exits where two runs did not do the same work."""
+    seconds = programs_in_turns({name: functools.partial(start, run, folder, tokens, args.rounds + 1, args.old)
+                                 for name, run in runs.items()}, args.rounds)
+    check_losses({name: read_results(run, folder) for name, run in runs.items()})
+    return seconds
+
+
+def start(run: Run, folder: str, tokens: str, steps: int, old: str | None = None, **variables: str) -> Program:
+    """`old`: another checkout of this repository. `variables`: of the environment."""
+    words = ["--model_name", f"{folder}/model"]
+    if run.step is None:
+        kind, *flags = run.flags.split()
+        return Program(run.name, run.ranks, ROOT / "tools/maintain/peers.py", kind, *words, "--tokens", tokens, "--out",
+                       f"{folder}/{run.name}.json", "--steps", steps, *flags, **variables)
+    script = pathlib.Path(old or ROOT, STEPS[str(run.step)].relative_to(ROOT), "train.py")
+    return Program(run.name, run.ranks, script, *words, "--log_dir", folder, "--run_name", run.name, "--seq_len", 128,
+                   "--learning_rate", 3e-4, "--max_grad_norm", 0, "--max_tokens", steps * TOKENS_A_STEP,
+                   *run.flags.split(), **variables)
+
+
+def read_results(run: Run, folder: str) -> dict:
+    """{"losses": [one a step], "seconds": [one a step], "memory_gb": at the peak, "grad_norm": the last step's}"""
+    if run.step is None:
+        return json.loads(pathlib.Path(folder, f"{run.name}.json").read_text())
+    rows = metrics(folder, run.name)
+    return {"losses": [row["loss"] for row in rows], "seconds": [row["step_seconds"] for row in rows],
+            "memory_gb": rows[-1]["memory_gb"], "grad_norm": rows[-1]["grad_norm"]}
+
+
+def check_losses(results: dict[str, dict], of_loss: float = 1e-5, of_norm: float = 1e-4,
+                 of_compiled: float = 10) -> None:
+    """Exits where two runs did not do the same work. Compiled runs, whose sums are reordered, are allowed more.
+
+    AdamW hardly sees the scale of gradients, and so the losses don't: their norm must agree too.
+    """
+    reference = next(iter(results.values()))
+    for name, result in results.items():
+        reordered = of_compiled if "compile" in name else 1
+        worst = max(abs(a - b) for a, b in zip(reference["losses"], result["losses"], strict=True))
+        if not worst <= of_loss * reordered:  # a NaN is no agreement
+            sys.exit(f"error: the losses of {name!r} are off by {worst:.1e}: not the same work, nothing to compare")
+        norms = result["grad_norm"], reference["grad_norm"]
+        if not abs(norms[0] / norms[1] - 1) <= of_norm * reordered:
+            sys.exit(f"error: the gradient norm of {name!r} is {norms[0]:.6f} and not {norms[1]:.6f}: "
+                     "not the same work, nothing to compare")
+
+
+def table_of_speed(found: dict[str, dict[str, list[float]]]) -> str:
+    """Our runs' tokens a second, and their speed against others, from {group: {name: seconds}}."""
+    rows = []
+    for group, seconds in found.items():
+        for run in (run for run in GROUPS[group] if run.step and run.name in seconds):
+            first = [run.name, f"{TOKENS_A_STEP / statistics.median(seconds[run.name]):.0f}"]
+            for other, bar in [pair for pair in run.against if pair[0] in seconds] or [(None, None)]:
+                ratio = ["", ""]
+                if other:
+                    lower, median, upper = times_as_fast(seconds[run.name], seconds[other])
+                    ratio = [f"{median:.2f}", f"{lower:.2f} to {upper:.2f}"]
+                rows.append([*first, other or "", *ratio, f"{bar:.2f}" if bar else ""])
+                first = ["", ""]
+    return table(["run", "tokens/s", "against", "ratio", "quartiles", "at least"], rows)
+
+
+def collectives(args) -> None:
+    script = ROOT / "tools/maintain/course_collectives.py"
+    subprocess.run(torchrun(args.ranks, script, args.rounds), check=True, env=environment())
+
+
+MEASUREMENTS = {"speed": speed, "gpu": course_gpu.gpu, "collectives": collectives, "peaks": course_memory.peaks,
+                "shards": course_memory.shards, "activations": course_memory.activations}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""What several unlike machines are worth, on the three hosts of the test bed: as root.
+
+    python tools/maintain/measure_hosts.py together --json assets/table_of_unlike.json        all cases, about an hour
+    python tools/maintain/measure_hosts.py together --only "4:2:1 fast$" --rounds 2           one case
+    python tools/maintain/measure_hosts.py plans --json assets/unlike_machines.json           about half an hour
+    python tools/maintain/measure_hosts.py recovery --rounds 10
+
+together   what three machines reach together, beside the sum of what each reaches alone, in tokens a second:
+           by speed    train_distributed.py without flags for the layout: each machine has the whole model, samples are
+                       shared out by speed. It measures that before the first step, and corrects it by the first steps
+           plan        what plan.py chose for the measured machines
+           even        --equal_shares
+           alone       the fastest machine by itself, the others idle, with the same samples a step
+           each alone  all three at the same time, but each by itself, with its part of the samples. The sum of these is
+                       what they can reach. (The hosts share a processor, so each is measured while others compute.)
+           The step takes 2 s or more, because its samples are chosen by the speeds that are measured first.
+plans      what planning is worth, and how well it predicts: the plan beside others, measured and predicted
+           speeds      4:2:1, fast links, the tiny Llama
+           links       10 Mbit/s, equal speeds, 6 M parameters, 4096 tokens a step; on the wire is float32, bfloat16 or
+                       int8
+recovery   how long a run stands still that loses a host (hosts_recovery.py)
+
+Of `together` and `plans`, the machines are measured first. Then all candidates train the same samples, from the same
+weights, in turns, round by round, each in processes of its own (hosts_bench.py).
+"""
+
+import tools_path  # noqa: F401  before launch
+
+import argparse
+import pathlib
+import re
+import statistics
+import tempfile
+
+from launch import Help
+import hosts_recovery
+from bed import testbed
+from hosts_bench import Bench, Candidate
+from turns import keep, read_results, table
+
+SIZE, LAYERS, SECONDS = 4, 8, 2.2  # samples of a micro-batch; of the tiny Llama; of a step, if all compute all the time
+SETTLED = 5  # steps: the early move of --replan is made after the fourth one, or sooner
+QUOTAS = {"4:2:1": (100, 50, 25), "2:1:1": (80, 40, 40), "60:30:15": (60, 30, 15)}  # percent of a core
+NETWORKS = {"fast": "off", "100 Mbit/s": "100mbit"}
+TOGETHER = {f"{speeds} {network}": dict(speeds=quotas, rate=rate, model={}, sizes=f"1,2,{SIZE}")
+            for speeds, quotas in QUOTAS.items() for network, rate in NETWORKS.items()}
+TOGETHER["4:2:1 fast, LoRA"] = {**TOGETHER["4:2:1 fast"], "flags": ["--lora_rank", "16"]}
+PLANS = {
+    "speeds": dict(speeds=(100, 50, 25), rate="off", sizes="1,2,4", model={}),
+    "links": dict(speeds=(50, 50, 50), rate="10mbit", sizes="1,2,4",
+                  model=dict(hidden_size=256, intermediate_size=688, head_dim=32)),
+}
+
+
+def measure_together(case: dict, rounds: int, folder: pathlib.Path) -> dict:
+    bench = Bench(case, folder)
+    if "flags" in case:
+        write_weights(bench.model)
+    bench.prepare()
+    seconds = [(sum(machine["forward"][str(SIZE)]) + sum(machine["backward"][str(SIZE)])) / SIZE
+               for machine in bench.cluster["machines"]]  # of a sample
+    speed, unit = sum(1 / each for each in seconds), SIZE * len(seconds)
+    batch = unit * round(SECONDS * speed / unit)
+    parts = [max(1, round(batch / SIZE / each / speed)) for each in seconds]
+    by_speed, plan = ["--batch_size", SIZE, "--gradient_accumulation", batch // unit], bench.plan(batch)
+    alone = bench.predict(SIZE, ((seconds.index(min(seconds)),), (LAYERS,), batch // SIZE))
+    measured = bench.train({
+        "by speed": Candidate(by_speed, SETTLED),
+        "plan": Candidate(bench.by_plan("plan", plan), SETTLED),
+        "even": Candidate([*by_speed, "--equal_shares"]),
+        "alone": Candidate(bench.by_plan("alone", alone)),
+        "each alone": Candidate([["--batch_size", SIZE, "--gradient_accumulation", part] for part in parts]),
+    }, rounds)
+    return {"seconds": measured, "batch": batch, "parts": parts, "plan": plan, "cluster": bench.cluster}
+
+
+def write_weights(model: pathlib.Path) -> None:
+    """Random ones, beside which LoRA trains."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+
+
+def layers_of(plan: dict) -> str:
+    return f"`{';'.join(','.join(map(str, each['layers'])) for each in plan['pipelines'])}`"
+
+
+def table_together(results: dict) -> str:
+    """In tokens a second."""
+    rows = []
+    for name, found in results.items():
+        step = {key: statistics.median(seconds) for key, seconds in found["seconds"].items()}
+        seq_len = found["cluster"]["seq_len"]
+        speed = {key: found["batch"] * seq_len / step[key] for key in ("by speed", "plan", "even", "alone")}
+        each = [SIZE * part * seq_len / step[f"each alone {k}"] for k, part in enumerate(found["parts"])]
+        rows.append([name, f"{step['by speed']:.2f}", f"{speed['by speed']:.0f}", f"{speed['plan']:.0f}",
+                     layers_of(found["plan"]), f"{speed['even']:.0f}", f"{speed['alone']:.0f}",
+                     ", ".join(f"{one:.0f}" for one in each), f"{sum(each):.0f}",
+                     *(f"{speed[key] / sum(each):.3f}" for key in ("by speed", "plan"))])
+    return table(["speeds, network", "step s", "by speed", "plan", "its layers", "even", "fastest alone", "each alone",
+                  "sum of these", "by speed / sum", "plan / sum"], rows)
+
+
+def plans_of_speeds(bench: Bench) -> dict[str, dict]:
+    whole, batch = (LAYERS,), 56
+    return {
+        "plan": bench.plan(batch),
+        "uniform, data parallel": bench.predict(4, *(((k,), whole, n) for k, n in enumerate((5, 5, 4)))),
+        "uniform, one pipeline": bench.predict(4, ((0, 1, 2), (3, 3, 2), batch // 4)),
+        **{f"machine {k} alone": bench.predict(4, ((k,), whole, batch // 4)) for k in range(3)},
+        "pipeline 5,2,1": bench.predict(2, ((0, 1, 2), (5, 2, 1), batch // 2)),
+        "pipeline 1,2,5": bench.predict(1, ((2, 1, 0), (1, 2, 5), batch)),
+        "8; 5,3": bench.predict(2, ((0,), whole, 16), ((1, 2), (5, 3), 12)),
+        "6,2; 8": bench.predict(2, ((0, 2), (6, 2), 20), ((1,), whole, 8)),
+        "shares 8;4;2": bench.predict(4, ((0,), whole, 8), ((1,), whole, 4), ((2,), whole, 2)),
+        "two machines": bench.predict(2, ((0,), whole, 19), ((1,), whole, 9)),
+    }
+
+
+def plans_of_links(bench: Bench) -> dict[str, dict]:
+    whole, batch = (LAYERS,), 32
+    plans = {"pipeline 4,4": bench.predict(2, ((0, 1), (4, 4), batch // 2)),
+             "machine 0 alone": bench.predict(4, ((0,), whole, batch // 4))}
+    for dtype in (None, "bfloat16", "int8"):
+        of_dtype = f", {dtype}" if dtype else ""
+        plans[f"plan{of_dtype}"] = bench.plan(batch, *(("--wire_dtype", dtype) if dtype else ()))
+        for schedule in ("1f1b", "1f1b-2"):
+            plans[f"3,3,2, {schedule}{of_dtype}"] = bench.predict(1, ((0, 1, 2), (3, 3, 2), batch), wire_dtype=dtype,
+                                                                  schedule=schedule)
+        plans[f"data parallel{of_dtype}"] = bench.predict(
+            1, *(((k,), whole, n) for k, n in enumerate((11, 11, 10))), gradient_wire_dtype=dtype)
+    return plans
+
+
+def measure_plans(case: dict, rounds: int, folder: pathlib.Path) -> dict:
+    bench = Bench(case, folder)
+    bench.prepare()
+    plans = (plans_of_links if case["rate"] != "off" else plans_of_speeds)(bench)
+    seconds = bench.train({name: Candidate([*bench.by_plan(name, plan), "--replan", "off"])
+                           for name, plan in plans.items()}, rounds)
+    return {"seconds": seconds, "plans": plans, "cluster": bench.cluster}
+
+
+def table_of_plans(results: dict) -> str:
+    return "\n\n".join(f"{name}:\n\n{table_of_case(found)}" for name, found in results.items())
+
+
+def table_of_case(found: dict) -> str:
+    rows = []
+    for name, seconds in sorted(found["seconds"].items(), key=lambda item: statistics.median(item[1])):
+        plan, measured = found["plans"][name], statistics.median(seconds)
+        predicted, pipelines = plan["predicted"]["step_seconds"], plan["pipelines"]
+        numbers = ",".join(str(each["num_microbatches"]) for each in pipelines)
+        rows.append([name, layers_of(plan), f"{numbers} of {plan['micro_batch_size']}",
+                     "; ".join(",".join(map(str, each["machines"])) for each in pipelines),
+                     plan["schedule"] if max(len(each["layers"]) for each in pipelines) > 1 else "",
+                     f"{measured:.2f}", f"{min(seconds):.2f} - {max(seconds):.2f}", f"{predicted:.2f}",
+                     f"{measured / predicted:.2f}"])
+    return table(["plan", "layers", "micro-batches", "machines", "schedule", "measured s", "smallest - largest",
+                  "predicted s", "measured / predicted"], rows)
+
+
+CASES = {  # what -> its cases, how each is measured, and the table of all of them
+    "together": (TOGETHER, measure_together, table_together),
+    "plans": (PLANS, measure_plans, table_of_plans),
+    "recovery": (hosts_recovery.LOSSES, hosts_recovery.recover, hosts_recovery.table_of_recovery),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument("what", choices=CASES, help="to measure")
+    parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name fits")
+    parser.add_argument("--rounds", type=int, default=3, help="each candidate trains so often, or so many losses")
+    parser.add_argument("--json", type=pathlib.Path, help="keep what is found here; the table is of all that it holds")
+    args = parser.parse_args()
+    cases, measure, table_of = CASES[args.what]
+    if not (chosen := [name for name in cases if re.search(args.only, name)]):
+        parser.error(f"--only {args.only!r} fits none of: {'; '.join(cases)}")
+    results = read_results(args.json) if args.json else {}
+    testbed("up")
+    try:
+        for name in chosen:
+            with tempfile.TemporaryDirectory() as folder:
+                results[name] = measure(cases[name], args.rounds, pathlib.Path(folder))
+            keep(args.json, name, results[name])
+            print(table_of({name: results[name] for name in cases if name in results}), flush=True)
+    finally:
+        testbed("down")
+
+
+if __name__ == "__main__":
+    main()
