@@ -18,7 +18,8 @@ from launch import losses, metrics, modules_of, start_fork
 with modules_of(9):
     from checkpoints import save as checkpoint
     from ranks import disks
-    from run import session, start
+    from run import session
+    from run.start import launch_id
     from checkpoints.files import check_file, read_state
     from utils import UserError
 
@@ -143,9 +144,9 @@ def test_an_elastic_launch_needs_an_id(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(UserError, match="without --rdzv-id"):
-        start.launch_id("auto")
+        launch_id("auto")
     monkeypatch.setenv("ELASTIC_RUN", '{"id": "of launch_cluster.sh"}')
-    assert start.launch_id(None) == ("of launch_cluster.sh", True)
+    assert launch_id(None) == ("of launch_cluster.sh", True)
 
 
 def test_no_start_is_misled_by_what_another_left(monkeypatch, tmp_path):

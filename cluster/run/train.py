@@ -62,6 +62,7 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
     start = find_start(args, generation)
     layout = choose_layout(args, made, plan, start.found, device, dtype)
     made = with_weights(made, args, device, start.found is not None)
+    rebalancer = Rebalancer(args, layout, made.model.config)
     args.run_id = start.run_id  # from here on `args` are what the run's records say
     args.learning_rate = args.learning_rate or start.flags.get("learning_rate") or made.learning_rate
     vars(args).update(layout.as_flags())
@@ -69,7 +70,7 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
     if args.local_steps:
         train_rounds(args, plugin, made, layout, start, generation)
     else:
-        train_together(args, plugin, made, start, generation, Rebalancer(args, layout, made.model.config))
+        train_together(args, plugin, made, start, generation, rebalancer)
     dist.destroy_process_group()
 
 
