@@ -27,7 +27,7 @@ from models.causal import SIZES, make_model, with_weights
 from models.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, print_sizes
 from planning.plan_file import machines_of
 from ranks.join import meet, print_banner
-from ranks.placement import take_places
+from ranks.placement import renumber_ranks
 from run.evaluation import Evaluator
 from run.flags import add_flags, add_run_flags, make_adamw
 from run.generation import Generation, end_of_elastic_run, train_in_generations
@@ -93,7 +93,7 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
     if made.lora:
         print_sizes(made.lora)
     if plan := find_plan(args, made, device, dtype):
-        take_places(machines_of(plan))
+        renumber_ranks(machines_of(plan))
     run = Run(args, generation)  # finds the checkpoint to go on from
     layout = choose_layout(args, made, plan, run.found, device, dtype)
     replanner = Replanner(args, layout, made.model.config)

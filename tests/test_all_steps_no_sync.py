@@ -61,8 +61,8 @@ class Run:
     """What a run has around its training, without any of it."""
 
     start, disks, found, commit = 0, None, None, None
-    ask_all, after_step, end = lambda self, *_: False, lambda self, *_: None, lambda self, was_stopped: None
-    watch, check, begin = property(lambda self: self), lambda self, *_: None, lambda self, *_, **__: None
+    agree, after_step, end = lambda self, *_: False, lambda self, *_: None, lambda self, was_stopped: None
+    stop_agreement, check, begin = property(lambda self: self), lambda self, *_: None, lambda self, *_, **__: None
     check_data = commits = check
     take_in = lambda self: None
     weights, source = lambda self, device, made: made.initial, None

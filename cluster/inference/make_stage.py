@@ -26,7 +26,7 @@ from ranks.collectives import gather, say
 from ranks.files import read_json
 from ranks.join import print_banner
 from ranks.memory import free_memory
-from ranks.placement import from_home, home_rank, host_names, is_home, machines, take_places
+from ranks.placement import from_home, home_rank, host_names, is_home, machines, renumber_ranks
 from run_common import local_directory
 from stage_weights import look_into
 from utils import UserError
@@ -80,7 +80,7 @@ def take_plan(args) -> dict:
         hosts = ", ".join(plan["hosts"][machine] for machine in own["machines"])
         say(f"of the plan's {len(pipelines)} pipelines, that over {hosts} writes; the other machines are idle")
     plan = {**plan, "pipelines": [own]}
-    take_places(machines_of(plan))
+    renumber_ranks(machines_of(plan))
     return plan
 
 

@@ -10,7 +10,7 @@ from planning.schedules import SCHEDULES
 from planning.shares import shares_by_speed
 from ranks.collectives import gather
 from ranks.lost import is_elastic
-from ranks.placement import host_names, is_home, machines, places_of
+from ranks.placement import host_names, is_home, machines, positions_of
 from utils import UserError
 
 
@@ -77,7 +77,7 @@ def read_plan(path: str) -> dict:
 
 def in_order(plan: dict, hosts: list[str]) -> dict:
     """The plan for the same hosts in another order."""
-    places = places_of(plan["hosts"], hosts)
+    places = positions_of(plan["hosts"], hosts)
     for pipeline in plan["pipelines"]:
         pipeline["machines"] = [places[machine] for machine in pipeline["machines"]]
     return {**plan, "hosts": hosts}
@@ -88,7 +88,7 @@ def plan_for(hosts: list[str], plan: dict, cluster_json: str) -> dict:
     try:
         total, size = plan["global_batch"], plan["micro_batch_size"]
         data = read_cluster(cluster_json)
-        places = places_of(hosts, data["hosts"])
+        places = positions_of(hosts, data["hosts"])
         ranks = [rank for rank, place in enumerate(places) if place is not None]
         data = some_of(data, [places[rank] for rank in ranks])
         made = make_plan(data, -(-total // size) * size, setting_of(plan), [size])

@@ -35,7 +35,7 @@ def host_names(hosts: list[tuple[str, str]], known: list[str] = ()) -> list[str]
     return [address if names.count(name) > 1 or address in known else name for name, address in hosts]
 
 
-def places_of(hosts: list[str], among: list[str]) -> list[int | None]:
+def positions_of(hosts: list[str], among: list[str]) -> list[int | None]:
     """For each of the hosts its place `among` others, each place once; None for one that is not there."""
     left, places = list(among), []
     for host in hosts:
@@ -114,7 +114,7 @@ def forget_ranks() -> None:
         known.cache_clear()
 
 
-def take_places(order: list[int]) -> None:
+def renumber_ranks(order: list[int]) -> None:
     """Makes the process group anew with the ranks in this `order`. Idle processes wait for the end, and exit.
 
     Call it before any process group is made besides the default one. Collective.

@@ -60,11 +60,11 @@ def train(args, plugin, model: torch.nn.Module, optimizer, loader, criterion: Ca
         record.log(*step[:5])
         if batch == args.profile_batch:
             write_timeline(args, times.clock)
-        stops, is_last = run.watch.ask_all(times.work, step.seconds), step.number == num_steps
+        stops, is_last = run.stop_agreement.agree(times.work, step.seconds), step.number == num_steps
         if evaluator and not stops and record.is_evaluation_due(step.number, args.eval_every):
             step = step._replace(evaluation=evaluator.evaluate())
             record.evaluated(step.number, step.evaluation)
-            stops = run.watch.ask_all(times.work, step.seconds)  # an evaluation may take longer than a step
+            stops = run.stop_agreement.agree(times.work, step.seconds)  # an evaluation may take longer than a step
         step = step._replace(sample=run.after_step(step.number, stops, is_last))
         record.complete(step)
         yield step

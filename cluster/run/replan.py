@@ -1,6 +1,6 @@
 """Samples that move between pipelines while a run trains, as planning/follow.py decides.
 
-Each rank measures anyway how many seconds of a step it computes, and ask_all(), at the end of each step, tells all of
+Each rank measures anyway how many seconds of a step it computes, and agree(), at the end of each step, tells all of
 them. So all ranks decide the same from the same numbers, without another message, and nothing is sent: each pipeline
 reads other samples from the next step on.
 """
@@ -46,7 +46,7 @@ class Replanner:
         """Call it after each step, on all ranks."""
         if self.follower is None:
             return
-        old, (seconds, *of_ranks) = self.follower.samples, run.watch.told
+        old, (seconds, *of_ranks) = self.follower.samples, run.stop_agreement.told
         self.follower.observe(seconds, [[max(of_ranks[rank] for rank in row) for row in block.tolist()]
                                         for block in pgm.process_group_manager.ranks])
         if new := self.follower.decide(step):

@@ -31,9 +31,9 @@ from data.encoded import require_same_data
 from models.published import read_tokenizer_files
 from ranks.collectives import say, wait_for_all
 from ranks.disks import CANT_WRITE, Disks
-from ranks.lost import NEWCOMER, PATIENCE, Lost, is_elastic
+from ranks.lost import NEWCOMER, PATIENCE, MembershipChanged, is_elastic
 from ranks.placement import from_home, is_home
-from ranks.stopping import Watch
+from ranks.stopping import StopAgreement
 from run.evaluation import Sampler
 from run.live_state import Commit, Moved, in_memory, who_has_what
 from utils import ROOT, UserError, positive_int, zero_or_more
@@ -78,7 +78,8 @@ class Run:
             if isinstance(value, str) and not value.isprintable():  # bytes that are no UTF-8, line ends
                 raise UserError(f"--{name} {value!r} has characters that can't be printed: leave them out")
         self.args, self.folder = args, os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
-        self.generation, self.watch = generation, Watch(generation.members and generation.members.newcomers, generation.signals)
+        newcomers = generation.members and generation.members.newcomers
+        self.generation, self.stop_agreement = generation, StopAgreement(newcomers, generation.signals)
         self.disks = Disks(self.folder, needs_room=generation.held is None)
         if is_home() and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # hosts
             print(f"what the run leaves for you is on {socket.gethostname()}, in {self.folder}", flush=True)
@@ -216,7 +217,7 @@ class Run:
             held = self.generation.held
             self.checkpointer.written = max(self.disks.gather(held.keeper.written if held else 0))
         self.has_begun, self.generation.held, self.loader = True, None, None
-        self.watch.begin()
+        self.stop_agreement.begin()
         if self.specs:
             if self.is_due(self.start, False) and self.start > self.checkpointer.written:
                 self.checkpointer.save(self.start, waits=True)
@@ -227,19 +228,19 @@ class Run:
 
     def commits(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, learning_rate: float) -> None:
         """All gradients of a step are complete on all ranks: from here on it counts, also where a rank is lost."""
-        if not self.generation.pulses:
+        if not (detector := self.generation.failure_detector):
             return
         commit = Commit(step, loss.item(), grad_norm.item(), learning_rate)
-        if dist.get_backend() == "nccl" and self.generation.pulses.reason:  # the group was aborted: these are no sums
-            raise Lost(self.generation.pulses.reason)
+        if dist.get_backend() == "nccl" and detector.reason:  # the group was aborted: these are no sums
+            raise MembershipChanged(detector.reason)
         self.commit = commit
 
     def take_in(self) -> None:
-        """Where processes wait to be taken in, ends this generation: raises Lost. Collective."""
-        if self.watch.has_newcomers:
+        """Where processes wait to be taken in, ends this generation: raises MembershipChanged. Collective."""
+        if self.stop_agreement.has_newcomers:
             self.checkpointer.wait()
             wait_for_all("ended")
-            raise Lost(NEWCOMER)
+            raise MembershipChanged(NEWCOMER)
 
     def is_due(self, step: int, stops: bool) -> bool:
         """Whether a checkpoint is saved after this step."""
@@ -262,10 +263,10 @@ class Run:
     def end(self, was_stopped: bool) -> None:
         """Waits for the last checkpoint. From then on no rank needs to hear of another one. Collective."""
         self.checkpointer.wait()
-        if self.generation.pulses:
+        if self.generation.failure_detector:
             if self.checkpointer.is_broken:
-                raise Lost("a rank was lost while the last checkpoint was written")
-            self.generation.pulses.ended.set()
+                raise MembershipChanged("a rank was lost while the last checkpoint was written")
+            self.generation.failure_detector.ended.set()
         with contextlib.suppress(RuntimeError):  # others may have left
             dist.barrier(self.disks.group, async_op=True).wait(datetime.timedelta(seconds=PATIENCE))
         if self.generation.members and not was_stopped:
@@ -276,7 +277,7 @@ class Run:
                 goes_on = f"goes on {'from there' if saved == self.step else f'after step {saved}'}" if saved else (
                     "begins anew, as no step was saved")
                 print(f"stopped after step {self.step}, as it was told: --resume auto {goes_on}", flush=True)
-            if is_elastic() and (not self.watch.signals.wait(ALONE) or self.generation.members):
+            if is_elastic() and (not self.stop_agreement.signals.wait(ALONE) or self.generation.members):
                 os._exit(1)  # its agent, unless it ends too, starts this process anew, with those that are there
 
     def leave(self) -> None:
