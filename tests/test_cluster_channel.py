@@ -72,7 +72,7 @@ def test_nothing_of_a_stranger_is_unpickled(listener, tmp_path):
         answer_challenge(wrong, b"another token")
     wrong.send_bytes(harm)
     assert closes(wrong) and not listener.heard
-    own, key = stranger(listener), TOKEN + b" %s %d" % (listener.at[0].encode(), listener.port)  # even one that knows the token
+    own, key = stranger(listener), TOKEN + b" %s %d" % (listener.at[0].encode(), listener.port)  # one that knows it
     answer_challenge(own, key)
     deliver_challenge(own, key)
     own.send_bytes(harm)

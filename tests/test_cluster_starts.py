@@ -219,10 +219,10 @@ def test_a_stop_says_what_is_saved(monkeypatch, capsys, written, says):
     """The disk may have been full at the last step, or always."""
     ours = object.__new__(session.Run)
     ours.step, ours.generation = 5, types.SimpleNamespace(failure_detector=None, members=None)
-    ours.disks = types.SimpleNamespace(
-        group=None)
+    ours.disks = types.SimpleNamespace(group=None)
     ours.checkpointer = types.SimpleNamespace(wait=lambda: None, written=written)
     barrier = types.SimpleNamespace(wait=lambda timeout: None)
-    monkeypatch.setattr(session, "dist", types.SimpleNamespace(get_rank=lambda: 0, barrier=lambda group, async_op: barrier))
+    monkeypatch.setattr(session, "dist", types.SimpleNamespace(
+        get_rank=lambda: 0, barrier=lambda group, async_op: barrier))
     ours.end(True)
     assert capsys.readouterr().out == f"stopped after step 5, as it was told: --resume auto {says}\n"

@@ -33,8 +33,7 @@ from utils import UserError
 
 
 class Facts(NamedTuple):
-    """What home_rank() finds for all ranks. `base`, `tokenizer`: where they are. `adapter`: its folder and configuration.
-    """
+    """What home_rank() finds for all ranks. `base`, `tokenizer`: where they are. `adapter`: folder, configuration."""
 
     base: str
     tokenizer: str

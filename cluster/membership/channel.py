@@ -1,4 +1,4 @@
-"""An authenticated channel to a process: the other processes of its run are answered there, and strangers learn nothing.
+"""An authenticated channel to a process: others of its run are answered there, and strangers learn nothing.
 
 Who connects has to know the run's token, and who answers, too: each side answers a challenge of the other one by an
 HMAC, as multiprocessing.connection does it, so that the token itself never travels. What is said then is JSON, so

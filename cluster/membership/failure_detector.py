@@ -2,8 +2,8 @@
 
 Each process keeps a connection to each other one, over which nothing travels. When a process ends, or leaves its
 generation, the system closes its connections; when a cable is cut, the system's own probes get no answer for PATIENCE
-seconds. Either ends the generation for all: what the main thread waits for will not come, in whichever receive it may be
-blocked. Neither destroying nor aborting a group of gloo's from another thread ends such a wait, but shutting down the
+seconds. Either ends the generation for all: what the main thread waits for will not come, in whichever receive it may
+be blocked. Neither destroying nor aborting a group of gloo's from another thread ends such a wait, but shutting down the
 group's sockets does. A board that swaps is slow, and not lost: its system answers the probes.
 """
 

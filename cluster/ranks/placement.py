@@ -36,17 +36,15 @@ def host_names(hosts: list[tuple[str, str]], known: list[str] = ()) -> list[str]
 
 
 def positions_of(hosts: list[str], among: list[str]) -> list[int | None]:
-    """For each of the hosts its place `among` others, each place once; None for one that is not there."""
-    left, places = list(among), []
-    for host in hosts:
-        places.append(left.index(host) if host in left else None)
-        if host in left:
-            left[places[-1]] = None
-    return places
+    """For each of the hosts its position `among` others, each position once; None for one that is not there."""
+    left = {}
+    for position, host in enumerate(among):
+        left.setdefault(host, []).append(position)
+    return [left[host].pop(0) if left.get(host) else None for host in hosts]
 
 
 @functools.cache
-def places() -> list[tuple[tuple[str, str], str | None]]:
+def hardware_of_ranks() -> list[tuple[tuple[str, str], str | None]]:
     """this_host() of every rank, and its GPU's own number, None on a CPU. Collective at the first call."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid if torch.cuda.is_initialized() else None
     return gather((this_host(), gpu and str(gpu)))
@@ -54,7 +52,7 @@ def places() -> list[tuple[tuple[str, str], str | None]]:
 
 def machines() -> list[tuple[str, str]]:
     """this_host() of every rank. Collective at the first call."""
-    return [host for host, _ in places()]
+    return [host for host, _ in hardware_of_ranks()]
 
 
 def ranks_of_this_machine() -> int:
@@ -66,7 +64,7 @@ def ranks_sharing(device: torch.device) -> int:
     """How many ranks compute on this GPU, or run on this machine. As machines()."""
     if device.type == "cpu":
         return ranks_of_this_machine()
-    gpus = [gpu for _, gpu in places()]
+    gpus = [gpu for _, gpu in hardware_of_ranks()]
     return gpus.count(gpus[dist.get_rank()])
 
 
@@ -109,8 +107,8 @@ def from_home(make):
 
 
 def forget_ranks() -> None:
-    """Call it where the ranks are numbered anew: what is known of their places no longer counts."""
-    for known in (places, home_rank):
+    """Call it where the ranks are numbered anew: what is known of their machines no longer counts."""
+    for known in (hardware_of_ranks, home_rank):
         known.cache_clear()
 
 
@@ -122,7 +120,7 @@ def renumber_ranks(order: list[int]) -> None:
     rank, backend, store = dist.get_rank(), dist.get_backend(), dist.distributed_c10d._get_default_store()
     if order == list(range(dist.get_world_size())):
         return
-    wait_for_all("places")
+    wait_for_all("renumbered")
     dist.destroy_process_group()
     forget_ranks()
     if rank not in order:
