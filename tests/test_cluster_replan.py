@@ -23,7 +23,7 @@ def with_made_up_speeds(self, session, step):
     speeds = [each for first, each in SPEEDS if step >= first][-1]
     counts = [count for count, block in zip(self.follower.samples, pgm.process_group_manager.ranks)
               for _ in block.flatten()]
-    session.watch.told = [1e-3, *(speed * count for speed, count in zip(speeds, counts))]
+    session.stop_agreement.told = [1e-3, *(speed * count for speed, count in zip(speeds, counts))]
     follow(self, session, step)
 
 samples.Rebalancer.follow = with_made_up_speeds

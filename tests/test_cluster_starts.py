@@ -219,7 +219,7 @@ def test_home_has_each_checkpoint_as_a_whole(tmp_path, copies, sent):
 def test_a_stop_says_what_is_saved(monkeypatch, capsys, written, says):
     """The disk may have been full at the last step, or always."""
     ours = object.__new__(session.Session)
-    ours.step, ours.generation = 5, types.SimpleNamespace(pulses=None, members=None)
+    ours.step, ours.generation = 5, types.SimpleNamespace(failure_detector=None, members=None)
     ours.start = types.SimpleNamespace(disks=types.SimpleNamespace(group=None))
     ours.checkpointer = types.SimpleNamespace(wait=lambda: None, written=written)
     barrier = types.SimpleNamespace(wait=lambda timeout: None)

@@ -7,6 +7,8 @@ Over several hosts that share no disk, each of three may be somewhere else:
     an adapter, the tokenizer                          on home_rank()'s host, which reads them for all
 """
 
+import contextlib
+import importlib.util
 import os
 
 from checkpoints.files import ADAPTER, ADAPTER_CONFIG, STATE, read_latest
@@ -16,6 +18,27 @@ from ranks.collectives import gather
 from ranks.disks import Disks
 from ranks.files import read_json
 from utils import UserError
+
+
+@contextlib.contextmanager
+def reading(what: str):
+    """Around libraries that read a model: each of their many errors becomes a UserError, `what` and its own words."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, UserError):
+        raise
+    except BaseException as error:  # a panic of tokenizers' Rust is no Exception
+        raise UserError(f"{what}: {' '.join(str(error).split())[:300]}") from None
+
+
+def read_tokenizer(path: str):
+    """Raises UserError where it can't be loaded."""
+    from transformers import AutoTokenizer
+
+    with reading(f"{path} can't be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer("")  # fields of a wrong type raise only here
+        return tokenizer
 
 
 def find(path: str, flag: str, marks: tuple[str, ...]) -> str:
@@ -52,6 +75,8 @@ def find_model(args, whole: str | None = None) -> tuple[str, str, str | None]:
     if adapter is None:
         return base, base, None
     adapter = find(adapter, "--adapter", (ADAPTER_CONFIG,))
+    if not importlib.util.find_spec("peft"):
+        raise UserError("--adapter needs the library peft: pip install peft")
     if not os.path.isfile(os.path.join(adapter, ADAPTER)):
         raise UserError(f"{adapter} has no {ADAPTER}: where hosts share no disk, it is on the one that started the run")
     base = base or read_json(os.path.join(adapter, ADAPTER_CONFIG), lambda config: config["base_model_name_or_path"])

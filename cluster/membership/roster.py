@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A process: `key` is its own, `host` its place in hosts.txt, `address` and `port` those of its door."""
+    """A process: `key` is its own, `host` its place in hosts.txt, `address` and `port` where it listens."""
 
     key: str
     host: int
@@ -20,7 +20,7 @@ class Member:
         return self.address, self.local_rank
 
     @property
-    def door(self) -> tuple[str, int]:
+    def endpoint(self) -> tuple[str, int]:
         return self.address, self.port
 
 
@@ -35,9 +35,7 @@ class Roster:
     secret: str = ""
 
     @classmethod
-    def of(cls, record: dict | None) -> "Roster | None":
-        if not record:
-            return None
+    def of(cls, record: dict) -> "Roster":
         members = tuple(Member(**each) for each in record["members"])
         return cls(record["generation"], members, record["store"] and tuple(record["store"]), record["secret"])
 

@@ -10,7 +10,7 @@ from planning.schedules import SCHEDULES
 from planning.shares import shares_by_speed
 from ranks.collectives import gather
 from ranks.lost import is_elastic
-from ranks.placement import host_names, is_home, machines, places_of
+from ranks.placement import host_names, is_home, machines, positions_of
 from utils import UserError
 
 
@@ -77,9 +77,9 @@ def read_plan(path: str) -> dict:
 
 def in_order(plan: dict, hosts: list[str]) -> dict:
     """The plan for the same hosts in another order."""
-    places = places_of(plan["hosts"], hosts)
+    positions = positions_of(plan["hosts"], hosts)
     for pipeline in plan["pipelines"]:
-        pipeline["machines"] = [places[machine] for machine in pipeline["machines"]]
+        pipeline["machines"] = [positions[machine] for machine in pipeline["machines"]]
     return {**plan, "hosts": hosts}
 
 
@@ -88,9 +88,9 @@ def plan_for(hosts: list[str], plan: dict, cluster_json: str) -> dict:
     try:
         total, size = plan["global_batch"], plan["micro_batch_size"]
         data = read_cluster(cluster_json)
-        places = places_of(hosts, data["hosts"])
-        ranks = [rank for rank, place in enumerate(places) if place is not None]
-        data = some_of(data, [places[rank] for rank in ranks])
+        positions = positions_of(hosts, data["hosts"])
+        ranks = [rank for rank, position in enumerate(positions) if position is not None]
+        data = some_of(data, [positions[rank] for rank in ranks])
         made = make_plan(data, -(-total // size) * size, setting_of(plan), [size])
     except (ValueError, KeyError, TypeError, IndexError) as error:
         return {"error": f"no plan for {', '.join(hosts)}: {cluster_json}: {error}"}

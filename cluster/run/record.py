@@ -57,8 +57,8 @@ class Step(NamedTuple):
 class Record:
     """A RunLogger that goes on after step `start`, and the same rows on the other disks. All ranks make one together.
 
-    `before`: the flags of the run that it goes on from, {} of a new one; like `args`, with its run_id. `last`: the Commit of step
-    `start`, where the ranks have it in memory; its row is written where none has written it.
+    `before`: the flags of the run that it goes on from, {} of a new one; like `args`, with its run_id. `last`: the Commit of
+    step `start`, where the ranks have it in memory; its row is written where none has written it.
     """
 
     def __init__(self, args, grid, disks: Disks, device: torch.device, num_steps: int, tokens_per_step: int, start: int,
@@ -274,9 +274,14 @@ class Progress:
         if self.said_at is None:
             self.tqdm.initial, self.said_at = self.tqdm.n, now
             self.tqdm.start_t = self.tqdm.last_print_t = now
-        elif not self.is_bar and not self.tqdm.disable and now - self.said_at >= EVERY and self.tqdm.n < self.tqdm.total:
+        elif self.is_due(now):
             self.said_at = now
             print(str(self.tqdm), flush=True)
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time for a line on a log without a terminal."""
+        is_on_a_log = not self.is_bar and not self.tqdm.disable
+        return is_on_a_log and now - self.said_at >= EVERY and self.tqdm.n < self.tqdm.total
 
     def tell(self, **words: str) -> None:
         """What the bar says besides: of the `loss`, the last `evaluation` and the `speed`."""

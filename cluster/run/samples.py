@@ -143,7 +143,7 @@ class Rebalancer:
         if self.follower is None:
             return
         plugin = session.trained.plugin
-        old, (seconds, *of_ranks) = self.follower.samples, session.watch.told
+        old, (seconds, *of_ranks) = self.follower.samples, session.stop_agreement.told
         self.follower.observe(seconds, [[max(of_ranks[rank] for rank in row) for row in block.tolist()]
                                         for block in pgm.process_group_manager.ranks])
         if new := self.follower.decide(step):

@@ -15,7 +15,7 @@ from planning.machines import CLUSTER_JSON, Cluster, Setting, model_facts, read_
 from planning.shares import shares_by_speed
 from ranks.collectives import gather, say
 from ranks.lost import is_elastic
-from ranks.placement import from_home, host_names, machines, places_of, ranks_sharing
+from ranks.placement import from_home, host_names, machines, positions_of, ranks_sharing
 from utils import UserError
 
 MOST, GAIN = 1 << 20, 0.03  # samples of a step, which are dealt one by one; see samples_by_speed
@@ -108,10 +108,10 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
             cluster = Cluster(data)
             hosts = host_names(here, cluster.hosts)
             if is_elastic():
-                if None in (places := places_of(hosts, cluster.hosts)):  # it came later: the run must not end for it
+                if None in (positions := positions_of(hosts, cluster.hosts)):  # it came later: the run goes on
                     print(f"equal shares, since {path} does not have all of {', '.join(hosts)}", flush=True)
                     return None
-                cluster = Cluster(some_of(data, places))
+                cluster = Cluster(some_of(data, positions))
             run = {"hosts": hosts, "dtype": str(dtype).removeprefix("torch."),
                    **(model_facts(config) if config else {})}
             measured = {"hosts": cluster.hosts, "dtype": cluster.dtype, **cluster.model}

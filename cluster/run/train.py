@@ -23,7 +23,7 @@ from models.causal import Model, with_weights
 from models.lora import check_lora_flags, choose_lora_dtype, print_sizes
 from planning.plan_file import machines_of
 from ranks.join import meet, print_banner
-from ranks.placement import take_places
+from ranks.placement import renumber_ranks
 from run.evaluation import Evaluator
 from run.flags import make_adamw
 from run.generation import Generation, train_in_generations
@@ -58,7 +58,7 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
     if made.lora:
         print_sizes(made.lora)
     if plan := find_plan(args, made, device, dtype):
-        take_places(machines_of(plan))
+        renumber_ranks(machines_of(plan))
     start = find_start(args, generation)
     layout = choose_layout(args, made, plan, start.found, device, dtype)
     made = with_weights(made, args, device, start.found is not None)
