@@ -89,8 +89,8 @@ def home_rank() -> int:
     """The first rank of the machine on which the run was started. What is for people is written, read and said there.
 
     Rank 0 may be anywhere: plans number the ranks, and an elastic torchrun sorts its hosts by address. For
-    launch_cluster.sh see inventory.home_of. Without it, where a plan leaves that host idle, and where an elastic run has
-    lost it, the host with the lowest node rank is taken. Collective at the first call.
+    launch_cluster.sh see inventory.home_of. Without it, where a plan leaves that host idle, and where an elastic run
+    has lost it, the host with the lowest node rank is taken. Collective at the first call.
     """
     distances = gather((HOME not in os.environ, int(os.environ.get("GROUP_RANK", 0))))
     return machines().index(machines()[distances.index(min(distances))])

@@ -57,8 +57,8 @@ class Step(NamedTuple):
 class Record:
     """A RunLogger that goes on after step `start`, and the same rows on the other disks. All ranks make one together.
 
-    `before`: the flags of the run that it goes on from, {} of a new one; like `args`, with its run_id. `last`: the Commit of
-    step `start`, where the ranks have it in memory; its row is written where none has written it.
+    `before`: the flags of the run that it goes on from, {} of a new one; like `args`, with its run_id. `last`: the
+    Commit of step `start`, where the ranks have it in memory; its row is written where none has written it.
     """
 
     def __init__(self, args, grid, disks: Disks, device: torch.device, num_steps: int, tokens_per_step: int, start: int,
