@@ -94,7 +94,7 @@ def measure(args) -> None:
 
     from models.causal import make_model
     from models.lora import choose_lora_dtype
-    from planning.clock import StageClock
+    from planning.profiler import LayerProfiler
     from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
     from ranks.placement import from_home, is_home
 
@@ -109,8 +109,8 @@ def measure(args) -> None:
     dtype = choose_lora_dtype(args, device, dtype) if args.lora_rank else dtype
     made = make_model(args, dtype)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
-    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
-    cluster = measure_with(clock, args.model_name, wanted, args.measure_seconds, args.measure_seconds / 8)
+    profiler = LayerProfiler(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
+    cluster = measure_with(profiler, args.model_name, wanted, args.measure_seconds, args.measure_seconds / 8)
     if is_home():
         names = (*LAYERS_AND_HEADS, "device", "omp_num_threads", *(LORA if args.lora_rank else ()))
         flags = {name: getattr(args, name) for name in names}

@@ -126,17 +126,13 @@ class Search:
         """The groups as pipelines, layers and micro-batches by speed; None where memory does not suffice."""
         number, split, each, besides = self.global_batch // size, [], [], []
         speeds = [sum(self.speed[rank] for rank in group) for group in groups]
-        message = self.cluster.message_bytes(size, self.setting.wire_dtype)
         for group, speed in zip(groups, speeds):
             share = max(1, round(number * speed / sum(speeds)))
             while not (layers := self.split_layers(group, size, share)) and share > 1:
                 share = -(-share // 2)  # fewer micro-batches need less memory
             if not layers:
                 return None
-            stages = zip(group, self.cluster.stages(layers))
-            seconds = [self.cluster.seconds(rank, size, stage, self.setting.kinds) for rank, stage in stages]
-            links = [self.cluster.links[a][b] for a, b in pairwise(group)]
-            seconds += [2 * (message / link.bandwidth + link.latency) for link in links]
+            seconds = busy_seconds(self.cluster, Pipeline(group, layers, share), size, self.setting)
             split.append(layers)
             each.append(max(*seconds, 1e-12))  # the slowest stage or link sets the pace
             besides.append(sum(seconds) - each[-1])
@@ -175,22 +171,14 @@ class Search:
 
     def improve(self, scored: Scored) -> None:
         """Goes from a plan to a better neighbour, and from there on, until there is none or ACTIONS are simulated."""
-        most = self.num_actions + ACTIONS
-        better: Scored | None = scored
-        while better:
+        most, better = self.num_actions + ACTIONS, scored
+        while better and self.num_actions <= most:
             scored, better = better, None
             below = scored.result.step_seconds * (1 - 1e-6)
             for neighbours in self.one_change, self.two_changes:
-                for candidate in self.promising(neighbours(scored.candidate), below):
-                    other = self.score(candidate)
-                    if self.num_actions > most:
-                        return
-                    if other and other.result.step_seconds < below:
-                        better = other
-                        break
-                if better:
-                    break
-
+                found = (self.score(candidate) for candidate in self.promising(neighbours(scored.candidate), below)
+                         if self.num_actions <= most)
+                better = better or next((other for other in found if other and other.result.step_seconds < below), None)
     def one_change(self, candidate: Candidate) -> Iterator[Candidate | None]:
         yield from self.regrouped(candidate)
         yield from microbatch_moves(candidate)
@@ -248,26 +236,15 @@ class Search:
                 "or take fewer layers, a smaller --seq_len or other sizes")
 
 
+def busy_seconds(cluster: Cluster, pipeline: Pipeline, size: int, setting: Setting) -> list[float]:
+    """What each stage computes for a micro-batch, and for how long it takes each link to the next stage."""
+    message, machines = cluster.message_bytes(size, setting.wire_dtype), pipeline.machines
+    stages = zip(machines, cluster.stages(pipeline.layers))
+    return [*(cluster.seconds(rank, size, stage, setting.kinds) for rank, stage in stages),
+            *(message / cluster.links[a][b].bandwidth for a, b in pairwise(machines))]
+
+
 def lower_bound(cluster: Cluster, candidate: Candidate, setting: Setting) -> float:
-    """Seconds that no simulated step is shorter than: what each stage computes, after the first micro-batch has come to
-    it and before the last one has gone back; what its uplink carries; its gradients after its last backward."""
-    size, n, bound = candidate.micro_batch_size, len(candidate.pipelines), 0.0
-    ranks = {rank for pipeline in candidate.pipelines for rank in pipeline.machines}
-    message = cluster.message_bytes(size, setting.wire_dtype)
-    for machines, layers, number in candidate.pipelines:
-        before, others = 0.0, ranks.difference(machines)
-        for s, (rank, stage) in enumerate(zip(machines, cluster.stages(layers))):
-            forward, backward = (cluster.seconds(rank, size, stage, kind) for kind in setting.kinds)
-            computed = before + number * (forward + backward)
-            neighbours = [machines[t] for t in (s - 1, s + 1) if 0 <= t < len(machines)]
-            sent = sum(number * message / cluster.links[rank][other].bandwidth for other in neighbours)
-            bound = max(bound, computed, sent)
-            if others:
-                num_bytes = cluster.gradient_bytes(cluster.parameters_of(stage), setting.gradient_wire_dtype)
-                fastest = max(cluster.links[rank][other].bandwidth for other in others)
-                bound = max(bound, computed - backward + 2 * (n - 1) / n * num_bytes / fastest)
-            before += forward + backward
-            if s + 1 < len(machines):
-                there, back = cluster.links[rank][machines[s + 1]], cluster.links[machines[s + 1]][rank]
-                before += sum(message / link.bandwidth + link.latency for link in (there, back))
-    return bound
+    """Seconds that no simulated step is shorter than: the slowest stage or link of each pipeline sets its pace."""
+    return max(pipeline.num_microbatches * max(busy_seconds(cluster, pipeline, candidate.micro_batch_size, setting))
+               for pipeline in candidate.pipelines)

@@ -15,7 +15,7 @@ import contextlib
 
 import torch
 
-from planning.clock import StageClock
+from planning.profiler import LayerProfiler
 from planning.machines import CLUSTER_JSON, Cluster, Pipeline, Setting
 from planning.measure import describe_machines, measure_with
 from planning.plan_file import machines_of, plan_of_file, require_same_model
@@ -75,9 +75,9 @@ def rough_bytes(args, made, dtype: torch.dtype) -> float:
 
 def measure(args, made, device: torch.device, dtype: torch.dtype) -> dict:
     """The content of cluster.json, with micro-batches of 1 and of args.batch_size samples. Collective."""
-    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
+    profiler = LayerProfiler(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
     sizes = sorted({1, args.batch_size})
-    data = {**measure_with(clock, args.model_name, tuple(sizes), MEASURE_SECONDS), "flags": {}}
+    data = {**measure_with(profiler, args.model_name, tuple(sizes), MEASURE_SECONDS), "flags": {}}
     for machine in data["machines"]:  # where there was no time or memory for a size: so many times the smallest
         for kind in ("forward", "backward"):
             for size in sizes[1:]:

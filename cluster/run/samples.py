@@ -21,7 +21,7 @@ import torch
 import process_group_manager as pgm
 from dataloader import MicroBatches, deal_microbatches
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
-from planning.follow import Follower
+from planning.rebalancing import Rebalancing
 from ranks.collectives import say
 from run.speeds import has_router_loss
 from utils import UserError
@@ -120,7 +120,7 @@ def check_replan_flag(args) -> None:
 
 
 class Rebalancer:
-    """Moves samples between pipelines while a run trains, as planning/follow.py decides. `config`: the model's.
+    """Moves samples between pipelines while a run trains, as planning/rebalancing.py decides. `config`: the model's.
 
     Each rank measures anyway how many seconds of a step it computes, and at the end of each step all tell each other.
     So all ranks decide the same from the same numbers, without another message, and nothing is sent: each pipeline
@@ -128,25 +128,25 @@ class Rebalancer:
     """
 
     def __init__(self, args, layout, config):
-        self.args, self.follower = args, None
+        self.args, self.rebalancing = args, None
         if args.replan == "off" or args.local_steps or args.equal_shares:
             return
         is_asked, stay = args.replan == "auto", layout.setting.schedule == "afab" or has_router_loss(config)
         if len(layout.samples) > 1 and not stay and (is_asked or not args.num_microbatches):
-            self.follower = Follower(layout.samples, layout.micro_batch_size)
+            self.rebalancing = Rebalancing(layout.samples, layout.micro_batch_size)
         elif is_asked:
             say("--replan auto: nothing can move here. Samples move between pipelines, but not with --pp_engine afab, "
                 "which keeps the activations of all, nor with the loss of a router")
 
     def follow(self, session, step: int) -> None:
         """Call it after each step, on all ranks."""
-        if self.follower is None:
+        if self.rebalancing is None:
             return
         plugin = session.trained.plugin
-        old, (seconds, *of_ranks) = self.follower.samples, session.stop_agreement.told
-        self.follower.observe(seconds, [[max(of_ranks[rank] for rank in row) for row in block.tolist()]
+        old, (seconds, *of_ranks) = self.rebalancing.samples, session.stop_agreement.told
+        self.rebalancing.observe(seconds, [[max(of_ranks[rank] for rank in row) for row in block.tolist()]
                                         for block in pgm.process_group_manager.ranks])
-        if new := self.follower.decide(step):
+        if new := self.rebalancing.decide(step):
             before, after = (",".join(map(str, samples)) for samples in (old, new))
             say(f"after step {step} work moves to faster machines: samples {before} -> {after}")
             plugin.deal(new)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from models.sizes import parts_of
 from pipeline_template import Unsupported
-from planning.clock import StageClock
+from planning.profiler import LayerProfiler
 from planning.machines import CLUSTER_JSON, Cluster, Setting, model_facts, read_cluster, some_of
 from planning.shares import shares_by_speed
 from ranks.collectives import gather, say
@@ -49,8 +49,8 @@ def choose_shares(args, made, count: int, told: list[int] | None, total: int | N
                 ranks_sharing(device)  # asked while one measures alone; the first call is collective
                 dist.barrier()
                 if MEASURED["seconds"] is None:
-                    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
-                    MEASURED["seconds"] = clock.seconds_of_whole(size, args.recompute)
+                    profiler = LayerProfiler(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
+                    MEASURED["seconds"] = profiler.seconds_of_whole(size, args.recompute)
                 seconds = gather(MEASURED["seconds"])
         say(f"tokens/s of each rank alone: {', '.join(f'{size * args.seq_len / value:.0f}' for value in seconds)}")
         seconds = [max(seconds[k : k + args.tp_size]) for k in range(0, ranks, args.tp_size)]  # the slowest of a stage

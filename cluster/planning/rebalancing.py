@@ -35,7 +35,7 @@ class Seen(NamedTuple):
     rates: list[list[float]]
 
 
-class Follower:
+class Rebalancing:
     """Decides by what it observes. The same numbers give the same decisions on all ranks.
 
     `samples`: of each pipeline in a step. `size`: samples of a micro-batch.

@@ -73,7 +73,7 @@ class Cost(NamedTuple):
     seconds: dict[int, list[float]]
 
 
-class StageClock:
+class LayerProfiler:
     """Builds the stages of `whole`, a causal model whose weights are not used, one at a time, and times each. `lora`:
     its adapters, or None. `criterion(output, batch)`: the loss of a model of transformers.
 
