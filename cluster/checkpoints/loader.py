@@ -44,8 +44,8 @@ class Loader:
         for name in trained_alone(stage) or ():
             param = stage.model.get_parameter(name)
             module, _, key = name.rpartition(".")
-            piece = get_slice(self.found.path, self.found.state["model_map"], peft_name(name))
-            value = split_parameter(stage.model.get_submodule(module), key, piece)
+            shard = get_slice(self.found.path, self.found.state["model_map"], peft_name(name))
+            value = split_parameter(stage.model.get_submodule(module), key, shard)
             if value.shape != param.shape:
                 raise UserError(f"{peft_name(name)} has the shape {tuple(value.shape)} in {self.found.path}, but "
                                 f"{tuple(param.shape)} here: give --lora_rank and --model_name as they were")
@@ -61,9 +61,9 @@ class Loader:
             names = (name, *(stage.tied if stage.tied and name in stage.tied else ()))
             known = next((entries[name_of(other)] for other in names if name_of(other) in entries), [])
             for entry in known:
-                piece = get_slice(self.found.path, weight_map, entry)
-                is_split = len(piece.get_shape()) == param.dim() > 0
-                value = split_parameter(stage.model.get_submodule(module), key, piece) if is_split else piece[...]
+                shard = get_slice(self.found.path, weight_map, entry)
+                is_split = len(shard.get_shape()) == param.dim() > 0
+                value = split_parameter(stage.model.get_submodule(module), key, shard) if is_split else shard[...]
                 if (is_split or not entry.endswith(".step")) and value.shape != param.shape:
                     raise UserError(f"{entry} has the shape {tuple(value.shape)} in {self.found.path}, but {name} of "
                                     f"the model {tuple(param.shape)}: is this a checkpoint of this model?")

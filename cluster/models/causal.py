@@ -21,9 +21,9 @@ from run_common import check_positions, load_model, local_directory
 from tensor_parallel import cross_entropy, split_over_tp
 from utils import UserError, default_learning_rate, load_config, read_config, recompute_layers
 
-COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+POSITIVE_INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads", "head_dim", "max_position_embeddings")
-SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+OVERRIDES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
 class Model(NamedTuple):
@@ -90,7 +90,7 @@ def find_published(args) -> Callable | None:
 
 def is_ours(fields: dict) -> bool:
     """Whether our Llama can be made of a configuration; transformers says below what is wrong with an odd one."""
-    counts = [fields.get(name) for name in COUNTS]
+    counts = [fields.get(name) for name in POSITIVE_INTEGERS]
     rotary = fields["rope_parameters"] if isinstance(fields.get("rope_parameters"), dict) else {}
     numbers = [fields.get("rms_norm_eps"), fields.get("initializer_range"), rotary.get("rope_theta")]
     if not all(type(count) is int and count > 0 for count in counts) or fields["head_dim"] % 2:
@@ -108,7 +108,7 @@ def is_ours(fields: dict) -> bool:
 
 
 def our_llama(args, dtype: torch.dtype) -> Model:
-    config = once_per_machine(lambda: load_config(args.model_name, **{name: getattr(args, name) for name in SIZES}))
+    config = once_per_machine(lambda: load_config(args.model_name, **{name: getattr(args, name) for name in OVERRIDES}))
     with torch.device("meta"):  # shapes only; memory comes with the weights
         model = Llama(config, dtype)
     if config.head_dim % 2:

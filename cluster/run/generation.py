@@ -38,7 +38,7 @@ FAILURES = 5  # generations that may end before they begin, one after the other
 
 
 class Generation:
-    """`held`: what this process has in memory of the generation before, see held.py; None of a new process.
+    """`held`: what this process has in memory of the generation before, see live_state.py; None of a new process.
 
     `run`: the Run of this generation, as soon as there is one. `failures`: of the generations before, so many in a row
     have ended before they began.

@@ -19,8 +19,8 @@ def train(args, plugin, model: torch.nn.Module, optimizer, loader, criterion: Ca
           make_run_ready: Callable, steps_per_epoch: int | None, evaluator, replanner) -> Iterator[Step]:
     """Trains what plugin.configure returned until step `num_steps`; yields each step when it is done. Collective.
 
-    `loader`: of the whole run's samples, unshuffled; what was trained before a resume is skipped. `run`: see run.py of
-    checkpoints/; make_run_ready(scheduler) calls run.begin(). `evaluator`: an Evaluator or None, used before the first step,
+    `loader`: of the whole run's samples, unshuffled; what was trained before a resume is skipped. `run`: see
+    session.py; make_run_ready(scheduler) calls run.begin(). `evaluator`: an Evaluator or None, used before the first step,
     after the last one, and after every args.eval_every ones: where a stop comes then, when the run goes on.
     `replanner`: a Replanner. Writes metrics, and the timeline of step profile_batch. In the end rank 0 prints where the
     time of each rank went. Raises UserError for a --profile_batch that is no step, and for a loss that is not finite.

@@ -5,7 +5,7 @@ one that takes 7 has two of 4 and 3. The mean loss of a micro-batch of n samples
 once, and the gradients are those of one process that takes all 17.
 
 The executor sums criterion / M over the step's M micro-batches, so the plugin multiplies each mean with n M / 17, which
-is 1 where all micro-batches are alike. Where rows have unlike numbers of targets, data/load.py has weighted the mean
+is 1 where all micro-batches are alike. Where rows have unlike numbers of targets, data/batches.py has weighted the mean
 before: against the mean over the step's samples, whatever the sizes of its micro-batches.
 """
 
