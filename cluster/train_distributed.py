@@ -22,8 +22,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from data.batches import add_data_flags, check_data_flags, load_data
-from models.causal import SIZES, make_model, with_weights
+from data.batches import Data, add_data_flags, check_data_flags, pad, weighted
+from models.causal import OVERRIDES, make_model, with_weights
 from models.lora import add_lora_flags, check_lora_flags, choose_lora_dtype, print_sizes
 from planning.plan_file import machines_of
 from ranks.join import meet, print_banner
@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max_steps_per_epoch", type=positive_int, help="an epoch of so much of the data only")
     parser.add_argument("--max_steps", type=positive_int, help="instead of --epochs: optimizer steps in all")
     parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with config.json, or a Hub id")
-    for name in SIZES:
+    for name in OVERRIDES:
         parser.add_argument(f"--{name}", type=positive_int, help="instead of the model's own")
     parser.add_argument("--init_from", help="weights to start from: a directory with safetensors, or a Hub id "
                                             "(default: those of --model_name)")
@@ -123,8 +123,8 @@ def train_together(args, plugin, made, run: Run, replanner: Replanner) -> None:
     """Synchronous training: all machines make each optimizer step together."""
     tokenizer = args.model_name or TINY_LLAMA
     run.check(made.names, plugin.global_batch_size, args.seq_len)
-    data = load_data(args, tokenizer, made.model.config.vocab_size, plugin.global_batch_size, args.max_steps,
-                     args.max_steps_per_epoch)
+    data = Data(args, tokenizer, made.model.config.vocab_size, plugin.global_batch_size, args.max_steps,
+                args.max_steps_per_epoch)
     run.check_data(tokenizer, made.model.config.vocab_size, data.read)
     steps_per_epoch = data.train.steps_per_epoch
     num_steps = args.max_steps or args.epochs * steps_per_epoch
@@ -134,10 +134,9 @@ def train_together(args, plugin, made, run: Run, replanner: Replanner) -> None:
     model, optimizer, _ = plugin.configure(made.model, adamw, weights=weights, seed=args.seed)
     ready = functools.partial(run.begin, plugin, model, optimizer, names=made.names, files=made.files,
                               tokenizer=tokenizer, steps_per_epoch=steps_per_epoch)
-    criterion, evaluator = data.weighted(made.criterion), None
+    criterion, evaluator = weighted(made.criterion), None
     if data.evaluation:
-        evaluator = Evaluator(plugin, model, data.evaluation, data.collate_evaluation, made.criterion,
-                              args.eval_batches)
+        evaluator = Evaluator(plugin, model, data.evaluation, pad, made.criterion, args.eval_batches)
     steps = train(args, plugin, model, optimizer, loader, criterion, num_steps, run, ready, steps_per_epoch, evaluator,
                   replanner)
     for step in print_epochs(steps, steps_per_epoch):

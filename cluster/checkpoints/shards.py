@@ -41,32 +41,31 @@ def shards_of(stage, optimizer: torch.optim.Optimizer) -> dict[str, list[Shard]]
             for kind, shards in found.items()}
 
 
-def shapes_over(group: dist.ProcessGroup | None, shards: list[Shard]) -> list[list[torch.Size]]:
-    """For each shard, the shapes of the parts that the ranks of the tensor-parallel `group` hold. Collective in it."""
-    everyone = [[shard.tensor.shape for shard in shards]]
+def parts_over(group: dist.ProcessGroup | None, shards: list[Shard]) -> list[list[torch.Tensor]]:
+    """For each shard, the parts that the ranks of the tensor-parallel `group` hold, on the meta device; one part where
+    each rank holds all. Collective in the group."""
+    everyone = [[shard.tensor.to("meta") for shard in shards]]
     if group:
         everyone *= group.size()
         dist.all_gather_object(everyone, everyone[0], group=group)
-    return [shapes[:1] if shard.dim is None else shapes for shard, *shapes in zip(shards, *everyone)]
+    return [parts[:1] if shard.dim is None else parts for shard, *parts in zip(shards, *everyone)]
 
 
-def whole_shape(shard: Shard, shapes: list[torch.Size]) -> list[int]:
-    whole = list(shapes[0])
-    if shard.dim is not None:
-        whole[shard.dim] = sum(shape[shard.dim] for shape in shapes)
-    return whole
-
-
-def join(shard: Shard, shapes: list[torch.Size], group: dist.ProcessGroup | None) -> torch.Tensor | None:
-    """The whole tensor, on the first rank of `group`, to which the others send their parts of it."""
+def collect(shard: Shard, parts: list[torch.Tensor], group: dist.ProcessGroup | None) -> list[torch.Tensor] | None:
+    """`parts` with their numbers, on the first rank of `group`, to which the others send theirs."""
     own = shard.tensor.cpu().contiguous()
-    if len(shapes) == 1:
-        return own
-    if group.rank() > 0:
+    if len(parts) > 1 and group.rank() > 0:
         dist.send(own.flatten().view(torch.uint8), group=group, group_dst=0)
         return None
-    parts = [own, *(torch.empty(shape, dtype=own.dtype) for shape in shapes[1:])]
+    parts = [own, *(torch.empty_like(part, device="cpu") for part in parts[1:])]
     for source, part in enumerate(parts[1:], 1):
         dist.recv(part.flatten().view(torch.uint8), group=group, group_src=source)
+    return parts
+
+
+def join(shard: Shard, parts: list[torch.Tensor]) -> torch.Tensor:
+    """The whole tensor."""
+    if len(parts) == 1:
+        return parts[0]
     chunks = [part.chunk(shard.fused, shard.dim) for part in parts]  # of each rank, one of each fused matrix
     return torch.cat([chunk[k] for k in range(shard.fused) for chunk in chunks], shard.dim)
