@@ -254,18 +254,17 @@ def end_of_answer(place: str, whole: str, start: int, until: str, content: str, 
     `until` is the conversation up to and with this answer. Some templates render an answer in another way once others
     follow; then the answer's own words are looked for.
     """
+    specials = tuple(tokenizer.all_special_tokens)
     if whole.startswith(until):
-        end = len(until)
-    else:
-        if (at := whole.find(content.strip(), start)) < 0:
-            raise UserError(f"{place}: the tokenizer's chat template changes the answer {content[:40]!r}, so that it "
-                            "can't be told which tokens are its own: use another template, or prompt and completion")
-        end = at + len(content.strip())
-        rest = whole[end:].lstrip()
-        special = next((token for token in tokenizer.all_special_tokens if rest.startswith(token)), "")
-        return end + (len(whole) - end - len(rest) + len(special) if special else 0)
-    answer = until[start:].rstrip()  # the white space after the end of a turn is no part of it
-    return start + len(answer) if answer.endswith(tuple(tokenizer.all_special_tokens)) else end
+        answer = until[start:].rstrip()  # the white space after the end of a turn is no part of it
+        return start + len(answer) if answer.endswith(specials) else len(until)
+    if (at := whole.find(content.strip(), start)) < 0:
+        raise UserError(f"{place}: the tokenizer's chat template changes the answer {content[:40]!r}, so that it "
+                        "can't be told which tokens are its own: use another template, or prompt and completion")
+    end = at + len(content.strip())
+    rest = whole[end:].lstrip()
+    special = next((token for token in specials if rest.startswith(token)), None)
+    return len(whole) - len(rest) + len(special) if special else end
 
 
 def common_length(a, b) -> int:
