@@ -72,7 +72,7 @@ class Record:
         run_ids = {flags.get("run_id") for flags in (vars(args), before)}
         with disks.together():
             if start and writes and not is_of_another_run(source, run_ids):
-                rows, evaluations = read_rows(source, start, BEFORE, METRICS), read_rows(source, start, EVALUATIONS)
+                rows, evaluations = read_metrics(source, start, BEFORE, METRICS), read_metrics(source, start, EVALUATIONS)
                 if rows and os.path.realpath(source) == os.path.realpath(folder):  # room for a new metrics.jsonl
                     replace(os.path.join(folder, BEFORE), "".join(rows))
                     with contextlib.suppress(FileNotFoundError):
@@ -155,7 +155,7 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))  # a larger one is no float
 
 
-def read_rows(folder: str, last: int, *names: str) -> list[str]:
+def read_metrics(folder: str, last: int, *names: str) -> list[str]:
     """The lines of the steps up to `last`, each once, in order. A line that is cut off does not count."""
     rows = {}
     for name in names:
