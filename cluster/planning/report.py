@@ -7,22 +7,14 @@ from planning.search import Plans, Scored, find_plans
 from utils import to_readable_format
 
 
-def make_plan(cluster: dict, global_batch: int, setting: Setting, sizes: list[int] | None = None,
-              memory_fraction: float = 0.9) -> dict:
-    """The content of plan.json out of that of cluster.json. Raises UserError as find_plans does."""
-    measured = Cluster(cluster)
-    plans = find_plans(measured, global_batch, setting, sizes, memory_fraction)
-    return as_plan(measured, plans.best[0], plans.setting)
-
-
-def as_plan(cluster: Cluster, scored: Scored, setting: Setting) -> dict:
-    """The content of plan.json. Machines are the ranks that measured, in stage order; those in no pipeline idle."""
-    pipelines, size = scored.candidate[:2]
-    result = scored.result
+def as_plan(cluster: Cluster, plans: Plans) -> dict:
+    """The best plan as the content of plan.json. Machines are the ranks that measured, in stage order; those in no
+    pipeline idle."""
+    (pipelines, size, *_), result = plans.best[0]
     return {
         "model_name": cluster.model_name, "model": cluster.model, "seq_len": cluster.seq_len, "dtype": cluster.dtype,
         "global_batch": size * sum(pipeline.num_microbatches for pipeline in pipelines), "micro_batch_size": size,
-        **setting.for_pipelines([pipeline.layers for pipeline in pipelines])._asdict(),
+        **plans.setting.for_pipelines([pipeline.layers for pipeline in pipelines])._asdict(),
         "hosts": cluster.hosts, **{flag: cluster.flags.get(flag) for flag in ("lora_rank", "base_bits")},
         "pipelines": [{"machines": list(pipeline.machines), "layers": list(pipeline.layers),
                        "num_microbatches": pipeline.num_microbatches} for pipeline in pipelines],
