@@ -15,13 +15,20 @@ import os
 import shlex
 import signal
 
-from models.lora import add_lora_flags, check_lora_flags
+import torch
+import torch.distributed as dist
+
+from models.causal import make_model
+from models.lora import add_lora_flags, check_lora_flags, choose_lora_dtype
 from planning.machines import Cluster, Setting, load_cluster
+from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
+from planning.profiler import LayerProfiler
 from planning.report import as_plan, report
 from planning.schedules import SCHEDULES
 from planning.search import find_plans
 from ranks.join import meet
 from ranks.memory import USABLE_MEMORY
+from ranks.placement import from_home, is_home
 from utils import TINY_LLAMA, ArgumentParser, UserError, number, one_clear_error, positive_int
 
 LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -88,15 +95,6 @@ def measure(args) -> None:
     if "RANK" not in os.environ:
         raise UserError("--measure times the machines and their network: start it with torchrun on all of them, "
                         "as the training will be")
-    import torch
-    import torch.distributed as dist
-
-    from models.causal import make_model
-    from models.lora import choose_lora_dtype
-    from planning.profiler import LayerProfiler
-    from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
-    from ranks.placement import from_home, is_home
-
     for name, value in MEASURED.items():
         if getattr(args, name) is None:
             setattr(args, name, value)

@@ -228,8 +228,8 @@ def measure_modules(name: str, shape: Shape, seq_len: int, lora_rank: int, base_
     profiler = LayerProfiler(model, seq_len, torch.bfloat16, torch.device("cpu"), Lora(flags, model, torch.bfloat16),
                        mean_cross_entropy)
     profiler.facts = profiler.measure_memory(math.inf)
-    return {"model_name": name, "model": model_facts(config), "seq_len": seq_len, "dtype": "bfloat16",
-            **profiler.extras(), "flags": {}, "modules": profiler.modules()}
+    return {"model_name": name, "model": model_facts(config), "seq_len": seq_len, **profiler.dtypes(), "flags": {},
+            "modules": profiler.modules()}
 
 
 def on_cards(modules: dict, cards: str, memory_fraction: float) -> str:

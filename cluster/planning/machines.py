@@ -126,8 +126,8 @@ class Cluster:
         if not len(file.hosts) == len(file.machines) == len(file.links) > 0:
             raise broken(f"{len(file.hosts)} hosts, {len(file.machines)} machines and {len(file.links)} rows of links")
         self.machines = [self.read_machine(entry, rank) for rank, entry in enumerate(file.machines)]
-        self.links = [[None if i == j else read_link(row, i, j) for j in range(len(file.links))]
-                      for i, row in enumerate(file.links)]  # links[i][j], from i to j
+        ranks = range(len(file.links))
+        self.links = [[None if i == j else read_link(file.links, i, j) for j in ranks] for i in ranks]  # from i to j
         self.sizes = sorted(set.intersection(*(set(machine.passed["R"]) for machine in self.machines)))
         if not self.sizes:
             raise broken(f"its {len(self.machines)} machines have no micro-batch size in common")
@@ -254,12 +254,12 @@ def wire_bytes(numbers: float, own_bytes: int, wire_dtype: str | None, rows: flo
     return numbers * NUMBER_BYTES.get(wire_dtype, own_bytes) + (rows * SCALE_BYTES if wire_dtype == "int8" else 0)
 
 
-def read_link(row: list, i: int, j: int) -> Link:
-    where = f"the link from machine {i} to machine {j}"
+def read_link(rows: list, i: int, j: int) -> Link:
+    where, row = f"the link from machine {i} to machine {j}", rows[i]
     link = checked(row[j] if isinstance(row, list) and j < len(row) else None, LINK, where)
     if link.bandwidth == 0:
         raise broken("bandwidth 0", where)
-    return Link(link.latency, link.bandwidth)
+    return Link(**vars(link))
 
 
 def broken(what: str, where: str = "") -> UserError:

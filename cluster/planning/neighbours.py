@@ -30,8 +30,7 @@ def first_groupings(orders: list[list[int]]) -> set[Grouping]:
 
 
 def regroupings(groups: Grouping, num_machines: int) -> Iterator[Grouping]:
-    """Two machines swapped; a machine moved into any place of a pipeline, alone, or idle; a pipeline idle or appended
-    to another one."""
+    """Two machines swapped; a machine moved into any place of a pipeline, alone, or idle."""
     used = [rank for group in groups for rank in group]
     idle = [rank for rank in range(num_machines) if rank not in used]
     for a, b in [*combinations(used, 2), *((a, b) for a in used for b in idle)]:
@@ -44,12 +43,6 @@ def regroupings(groups: Grouping, num_machines: int) -> Iterator[Grouping]:
         for k, group in enumerate(others):
             for place in range(len(group) + 1):
                 yield (*others[:k], (*group[:place], rank, *group[place:]), *others[k + 1 :])
-    for k, group in enumerate(groups):
-        others = groups[:k] + groups[k + 1 :]
-        yield others
-        for j, other in enumerate(others):
-            yield (*others[:j], other + group, *others[j + 1 :])
-
 
 def moves(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """One piece, such as a layer, moved from one that has several to another."""

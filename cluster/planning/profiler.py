@@ -174,11 +174,10 @@ class LayerProfiler:
         (forward,), (backward,) = found["forward"].values(), found["backward"].values()
         return sum(forward) + sum(backward) + (sum(forward[1:-1]) if recompute else 0.0)
 
-    def extras(self) -> dict:
-        """Dtypes of what stages send each other, and of frozen weights."""
-        found = {"hidden_dtype": self.hidden_dtype}
-        if self.lora:
-            found["frozen_dtype"] = self.lora.dtype
+    def dtypes(self) -> dict[str, str]:
+        """Of the activations, of what stages send each other, and of frozen weights where there are any."""
+        found = {"dtype": self.dtype, "hidden_dtype": self.hidden_dtype,
+                 **({"frozen_dtype": self.lora.dtype} if self.lora else {})}
         return {name: str(dtype).removeprefix("torch.") for name, dtype in found.items()}
 
     def measure(self, sizes: list[int], seconds: float) -> dict:
