@@ -13,7 +13,7 @@ with modules_of(9):
     import plan
     from pipeline_stage import PipelineStage
     from pipeline_template import PipelineTemplate
-    from planning.profiler import Cost, LayerProfiler
+    from planning.profiler import LayerProfiler
     from planning.machines import Cluster, Pipeline, Setting
     from planning.measure import measure_with
     from planning.module_memory import peak_bytes, saved_bytes
@@ -125,10 +125,10 @@ def test_a_plan_for_lora(tmp_path):
 def test_what_a_stage_takes_without_layers():
     """Masks and the like, here 3 seconds and 10 bytes a stage, are subtracted from a layer's cost."""
     profiler = profiler_of("llama", False, torch.float32)
-    facts = dict.fromkeys(("parameters", "frozen_parameters", "working_bytes", "fixed_bytes"), 1.0)
-    found = {part: Cost({**facts, "saved_bytes": 10.0 + size * 100}, {1: [3.0 + size * 7.0, size * 9.0]})
+    found = {part: {"parameters": size, "working_bytes": 1.0, "saved_bytes": 10.0 + size * 100,
+                    ("forward", 1): 3.0 + size * 7.0, ("backward", 1): size * 9.0}
              for part, size in (("first", 0), ("layer 0", 1), ("pair", 2), ("last", 1))}
     first, *layers, last = profiler.modules_of(found)
-    assert len(layers) == LAYERS and all(layer.seconds == {1: [7.0, 9.0]} for layer in layers)
-    assert all(layer.facts["saved_bytes"] == 100 and layer.facts["parameters"] == 1 for layer in layers)
-    assert first.seconds == {1: [3.0, 0.0]} and last.seconds == {1: [10.0, 9.0]}
+    assert layers == [{"parameters": 1, "working_bytes": 1.0, "saved_bytes": 100.0, ("forward", 1): 7.0,
+                       ("backward", 1): 9.0}] * LAYERS
+    assert first == found["first"] and last == found["last"]

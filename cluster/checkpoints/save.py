@@ -33,11 +33,11 @@ from checkpoints.shards import Shard, collect, join, parts_over, shards_of
 from models.names import as_files_have_it
 from ranks.disks import Disks
 from ranks.files import sync_folder
-from ranks.memory import free_memory, memory_below_peak
+from ranks.memory import USABLE_MEMORY, free_memory, memory_below_peak
 from ranks.placement import home_rank, is_home, ranks_of_this_machine
 from utils import UserError
 
-CPU, FRACTION = torch.device("cpu"), 0.9  # of the memory that is free, for copies
+CPU = torch.device("cpu")
 
 
 class Checkpointer:
@@ -80,7 +80,7 @@ class Checkpointer:
         if len(self.host) == len(tensors):
             return False
         needed, free = sum(tensor.nbytes for tensor in tensors), free_memory(CPU) - memory_below_peak()
-        was_short, self.is_short = self.is_short, needed > FRACTION * free
+        was_short, self.is_short = self.is_short, needed > USABLE_MEMORY * free
         if self.is_short and not was_short:
             print(f"rank {dist.get_rank()}: a copy of its part of a checkpoint takes {needed / 1e6:.0f} MB, and "
                   f"{max(0, free) / 1e6:.0f} MB are free: training waits while checkpoints are written", flush=True)

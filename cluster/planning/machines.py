@@ -10,7 +10,7 @@ A module's `parameters` are trained: each takes a weight, a gradient and AdamW's
 weight of `frozen_dtype` and nothing else; packed ones count by their bytes. Fields in no older files are optional.
 """
 
-import json
+import copy
 import math
 import os
 import types
@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from ranks.files import read_json
 from utils import ROOT, UserError
 
 WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -117,15 +118,16 @@ class Cluster:
         if not all(isinstance(host, str) for host in self.hosts):
             raise broken(f"hosts {self.hosts} are not all names")
         dtypes = checked({**dict.fromkeys(OTHER_DTYPES, self.dtype), **data}, OTHER_DTYPES)
-        self.hidden_number_bytes, self.frozen_bytes = NUMBER_BYTES[dtypes.hidden_dtype], NUMBER_BYTES[dtypes.frozen_dtype]
+        self.hidden_number_bytes = NUMBER_BYTES[dtypes.hidden_dtype]
+        self.frozen_bytes = NUMBER_BYTES[dtypes.frozen_dtype]
         self.hidden_bytes = self.seq_len * self.model["hidden_size"] * self.hidden_number_bytes
         self.master_bytes = max(4, NUMBER_BYTES[self.dtype])  # of a parameter, a gradient, a moment
         self.read_modules(file.modules)
         if not len(file.hosts) == len(file.machines) == len(file.links) > 0:
             raise broken(f"{len(file.hosts)} hosts, {len(file.machines)} machines and {len(file.links)} rows of links")
         self.machines = [self.read_machine(entry, rank) for rank, entry in enumerate(file.machines)]
-        self.links = [[None if i == j else read_link(row, i, j) for j in range(len(file.links))]
-                      for i, row in enumerate(file.links)]  # links[i][j], from i to j
+        ranks = range(len(file.links))
+        self.links = [[None if i == j else read_link(file.links, i, j) for j in ranks] for i in ranks]  # from i to j
         self.sizes = sorted(set.intersection(*(set(machine.passed["R"]) for machine in self.machines)))
         if not self.sizes:
             raise broken(f"its {len(self.machines)} machines have no micro-batch size in common")
@@ -173,6 +175,15 @@ class Cluster:
                        for size, forward in passed["F"].items() if size in passed["B"]}
         return Machine(str(self.hosts[rank]), machine.free_memory, machine.optimizer_seconds, passed,
                        machine.process_memory)
+
+    def only(self, ranks: list[int]) -> "Cluster":
+        """The cluster of some of these machines, in this order. Raises UserError where there are none."""
+        if not ranks:
+            raise broken("none of its hosts is here")
+        some = copy.copy(self)
+        some.hosts, some.machines = [self.hosts[rank] for rank in ranks], [self.machines[rank] for rank in ranks]
+        some.links = [[self.links[a][b] for b in ranks] for a in ranks]
+        return some
 
     def stages(self, layers: tuple[int, ...]) -> list[tuple[int, int]]:
         """The modules of each stage, as (first, stop)."""
@@ -243,12 +254,12 @@ def wire_bytes(numbers: float, own_bytes: int, wire_dtype: str | None, rows: flo
     return numbers * NUMBER_BYTES.get(wire_dtype, own_bytes) + (rows * SCALE_BYTES if wire_dtype == "int8" else 0)
 
 
-def read_link(row: list, i: int, j: int) -> Link:
-    where = f"the link from machine {i} to machine {j}"
+def read_link(rows: list, i: int, j: int) -> Link:
+    where, row = f"the link from machine {i} to machine {j}", rows[i]
     link = checked(row[j] if isinstance(row, list) and j < len(row) else None, LINK, where)
     if link.bandwidth == 0:
         raise broken("bandwidth 0", where)
-    return Link(link.latency, link.bandwidth)
+    return Link(**vars(link))
 
 
 def broken(what: str, where: str = "") -> UserError:
@@ -283,15 +294,5 @@ def model_facts(config) -> dict[str, int | bool]:
     return {**facts, "tie_word_embeddings": bool(facts["tie_word_embeddings"])}
 
 
-def read_cluster(path: str) -> dict:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} can't be read as JSON ({error}): write it with plan.py --measure") from None
-
-
-def some_of(data: dict, places: list[int]) -> dict:
-    """The content of cluster.json for some of its machines, in this order."""
-    return {**data, **{name: [data[name][i] for i in places] for name in ("hosts", "machines")},
-            "links": [[data["links"][i][j] for j in places] for i in places]}
+def load_cluster(path: str) -> Cluster:
+    return read_json(path, Cluster, "write it with plan.py --measure")

@@ -43,8 +43,8 @@ def measure_with(profiler: LayerProfiler, model_name: str, sizes: tuple[int, ...
     machine = {"device": str(profiler.device), **profiler.measure(sorted(sizes), left)}
     everyone, links = map(list, zip(*gather((machine, measure_links(profiler.device, for_links)))))
     return {"model_name": model_name, "model": model_facts(profiler.config), "seq_len": profiler.seq_len,
-            "dtype": str(profiler.dtype).removeprefix("torch."), **profiler.extras(),
-            "hosts": host_names(machines()), "modules": profiler.modules, "machines": everyone, "links": links}
+            **profiler.dtypes(), "hosts": host_names(machines()), "modules": profiler.modules(),
+            "machines": everyone, "links": links}
 
 
 def describe_machines(cluster: dict, wanted: tuple[int, ...]) -> str:

@@ -8,6 +8,7 @@ Plans are compared by simulating them. A lower bound of the step's time decides 
 leaves out those that can't be better.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterable, Iterator
@@ -16,8 +17,9 @@ from typing import NamedTuple
 
 from planning.machines import Candidate, Cluster, Pipeline, Setting
 from planning.neighbours import Grouping, first_groupings, layer_moves, microbatch_moves, regroupings
-from planning.shares import shares_that_fit
+from planning.shares import shares_by_speed, shares_that_fit
 from planning.simulate import Result, peak_memory, simulate
+from ranks.memory import USABLE_MEMORY
 from utils import UserError
 
 ALIKE = 1.1  # the ratio of two speeds up to which they count as one
@@ -42,7 +44,7 @@ class Plans(NamedTuple):
 
 
 def find_plans(cluster: Cluster, global_batch: int, setting: Setting, sizes: list[int] | None = None,
-               memory_fraction: float = 0.9) -> Plans:
+               memory_fraction: float = USABLE_MEMORY) -> Plans:
     """The best plans for `global_batch` samples a step. `sizes`: micro-batch sizes to choose from (None: all measured).
 
     The schedule "auto" is 1F1B, then with more micro-batches in flight, as long as the step gets shorter by 1 % or
@@ -199,29 +201,27 @@ class Search:
 
     def uniform_plans(self) -> dict[str, Scored | str]:
         """What one would write without a planner, with its best micro-batch size, or why it is not possible."""
-        n, layers = len(self.speed), self.cluster.num_layers
-        alone, everyone = (self.fastest_first[0],), tuple(range(n))
-        even = tuple(layers // n + (s < layers % n) for s in range(n))
-        plans = {"the fastest machine alone": lambda m: [Pipeline(alone, (layers,), m)]}
-        if n > 1:
-            plans["one pipeline, even layers"] = lambda m: [Pipeline(everyone, even, m)]
-            plans["data parallel, even shares"] = lambda m: [Pipeline((k,), (layers,), m // n + (k < m % n))
-                                                             for k in everyone]
-        found: dict[str, Scored | str] = {}
-        for name, pipelines in plans.items():
-            options = [Candidate(tuple(pipelines(self.global_batch // size)), size) for size in self.sizes]
-            options = [option for option in options
-                       if all(min(*pipeline.layers, pipeline.num_microbatches) > 0 for pipeline in option.pipelines)]
-            scored = [score for option in options if (score := self.score(option))]
-            if not options:
-                found[name] = f"{layers} decoder layers and {self.global_batch} samples for {n} machines"
-            elif scored:
-                found[name] = min(scored, key=lambda score: score.result.step_seconds)
-            else:
-                rank = next(pipeline.machines[stages[0]] for pipeline in options[0].pipelines
-                            if (stages := self.lacks_memory(pipeline, options[0].micro_batch_size)))
-                found[name] = f"the memory of machine {rank} ({self.cluster.machines[rank].host}) does not suffice"
-        return found
+        everyone = tuple(range(len(self.speed)))
+        plans = {"the fastest machine alone": ((self.fastest_first[0],),)}
+        if len(everyone) > 1:
+            plans |= {"one pipeline, even layers": (everyone,),
+                      "data parallel, even shares": tuple((rank,) for rank in everyone)}
+        return {name: self.uniform(groups) for name, groups in plans.items()}
+
+    def uniform(self, groups: Grouping) -> Scored | str:
+        options, layers = [], self.cluster.num_layers
+        for size in self.sizes:
+            with contextlib.suppress(UserError):  # too few layers or micro-batches
+                shares = shares_by_speed(self.global_batch // size, [1.0] * len(groups))
+                split = [tuple(shares_by_speed(layers, [1.0] * len(group))) for group in groups]
+                options.append(Candidate(tuple(map(Pipeline, groups, split, shares)), size))
+        if not options:
+            return f"{layers} decoder layers and {self.global_batch} samples for {len(self.speed)} machines"
+        if scored := [score for option in options if (score := self.score(option))]:
+            return min(scored, key=lambda score: score.result.step_seconds)
+        rank = next(pipeline.machines[stages[0]] for pipeline in options[0].pipelines
+                    if (stages := self.lacks_memory(pipeline, options[0].micro_batch_size)))
+        return f"the memory of machine {rank} ({self.cluster.machines[rank].host}) does not suffice"
 
     def missing_memory(self) -> str:
         """Why no plan fits: what the model takes, and what each machine has."""

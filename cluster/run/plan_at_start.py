@@ -23,11 +23,11 @@ from planning.report import as_plan
 from planning.search import Plans, find_plans
 from planning.simulate import peak_memory
 from ranks.collectives import gather, say
-from ranks.memory import free_memory, return_freed_memory
+from ranks.memory import USABLE_MEMORY, free_memory, return_freed_memory
 from ranks.placement import from_home, host_names, machines
 from utils import UserError, to_readable_format
 
-MEASURE_SECONDS, FRACTION = 12.0, 0.9  # of measuring; of the free memory that may be used
+MEASURE_SECONDS = 12.0
 ROUGHLY = 50  # numbers that a layer keeps for each number of a hidden state, at most
 
 
@@ -54,7 +54,7 @@ def find_plan(args, made, device: torch.device, dtype: torch.dtype) -> dict | No
 def plan_by_themselves(args, made, device: torch.device, dtype: torch.dtype) -> dict | None:
     """The plan for these machines; None where each of them can hold the whole model. Collective."""
     free = gather(free_memory(device))
-    if rough_bytes(args, made, dtype) < FRACTION * min(free):
+    if rough_bytes(args, made, dtype) < USABLE_MEMORY * min(free):
         return None
     return_freed_memory()
     listed = ", ".join(f"{host} {room / 1e9:.2f}" for host, room in zip(host_names(machines()), free))
@@ -92,7 +92,7 @@ def choose(args, data: dict) -> dict | None:
     total = sum(args.num_microbatches[0]) if args.num_microbatches else args.gradient_accumulation * n
     setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     whole = peak_memory(cluster, Pipeline((0,), (layers,), total), size, setting)[0]
-    if all(whole <= FRACTION * machine.free_memory for machine in cluster.machines):
+    if all(whole <= USABLE_MEMORY * machine.free_memory for machine in cluster.machines):
         return None
     schedule = "auto" if args.pp_engine == "1f1b" else args.pp_engine
     if plans := plans_that_fit(cluster, setting._replace(schedule=schedule), size, total):
@@ -104,14 +104,14 @@ def plans_that_fit(cluster: Cluster, setting: Setting, size: int, total: int) ->
     """Those for `total` micro-batches of `size` samples, with recomputation only where none fits without it."""
     for recompute in sorted({setting.recompute, True}):
         with contextlib.suppress(UserError):
-            return find_plans(cluster, total * size, setting._replace(recompute=recompute), [size], FRACTION)
+            return find_plans(cluster, total * size, setting._replace(recompute=recompute), [size])
     return None
 
 
 def described(cluster: Cluster, plans: Plans) -> dict:
     """The best of the plans, as in plan.json, with the `seconds` of each pipeline for a micro-batch. Prints it."""
     (pipelines, size, *_), result = plans.best[0]
-    plan, seconds, parts, memory = as_plan(cluster, plans.best[0], plans.setting), [], [], []
+    plan, seconds, parts, memory = as_plan(cluster, plans), [], [], []
     for ranks, layers, number in pipelines:
         stages = zip(ranks, cluster.stages(layers))
         seconds.append(max(cluster.seconds(rank, size, stage, plans.setting.kinds) for rank, stage in stages))
@@ -136,11 +136,11 @@ def why_not(cluster: Cluster, setting: Setting, size: int, total: int) -> str:
                            setting._replace(recompute=recompute))[0]
 
     has = ", ".join(f"{machine.host} {machine.free_memory / 1e6:.0f}" for machine in cluster.machines)
-    more = needed(1, True) / FRACTION - sum(machine.free_memory for machine in cluster.machines)
+    more = needed(1, True) / USABLE_MEMORY - sum(machine.free_memory for machine in cluster.machines)
     advice = (f"even --batch_size 1 --recompute needs {needed(1, True) / 1e6:.0f} MB: free about "
               f"{max(more, 1e8) / 1e6:.0f} MB more, or add machines, which share the model")
     if size > 1 and (plans := plans_that_fit(cluster, setting, 1, total)):
         advice = "--batch_size 1" + " --recompute" * (plans.setting.recompute and not setting.recompute) + " would fit"
     return (f"not enough memory: with micro-batches of {size} samples of {cluster.seq_len} tokens the model needs "
             f"{needed(size, setting.recompute) / 1e6:.0f} MB on one machine, {needed(size, True) / 1e6:.0f} MB with "
-            f"--recompute; free are, in MB: {has}, of which {FRACTION:.0%} may be used; {advice}")
+            f"--recompute; free are, in MB: {has}, of which {USABLE_MEMORY:.0%} may be used; {advice}")

@@ -72,7 +72,8 @@ class Record:
         run_ids = {flags.get("run_id") for flags in (vars(args), before)}
         with disks.together():
             if start and writes and not is_of_another_run(source, run_ids):
-                rows, evaluations = read_metrics(source, start, BEFORE, METRICS), read_metrics(source, start, EVALUATIONS)
+                rows = read_metrics(source, start, BEFORE, METRICS)
+                evaluations = read_metrics(source, start, EVALUATIONS)
                 if rows and os.path.realpath(source) == os.path.realpath(folder):  # room for a new metrics.jsonl
                     replace(os.path.join(folder, BEFORE), "".join(rows))
                     with contextlib.suppress(FileNotFoundError):
