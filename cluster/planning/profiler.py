@@ -142,12 +142,6 @@ class LayerProfiler:
             self.lora.apply(stage, self.device)
         stage.model.to(self.device)
 
-    def input_of(self, part: str, size: int) -> torch.Tensor:
-        if part == FIRST:
-            return torch.randint(self.config.vocab_size, (size, self.seq_len), device=self.device)
-        shape = (size, self.seq_len, self.config.hidden_size)
-        return torch.randn(shape, dtype=self.hidden_dtype, device=self.device).requires_grad_()
-
     def modules_of(self, found: dict[str, dict]) -> list[dict]:
         """For each of `names` its costs, such as bytes and seconds, out of those of the parts.
 
@@ -232,7 +226,11 @@ class LayerProfiler:
 
     def passes(self, part: str, call: Callable, size: int) -> Callable:
         """What runs a micro-batch forward and backward, and returns the seconds of each."""
-        x = self.input_of(part, size)
+        if part == FIRST:
+            x = torch.randint(self.config.vocab_size, (size, self.seq_len), device=self.device)
+        else:
+            shape = (size, self.seq_len, self.config.hidden_size)
+            x = torch.randn(shape, dtype=self.hidden_dtype, device=self.device).requires_grad_()
         gradient = None if part == LAST else torch.randn_like(call(x))
 
         def run() -> tuple[float, float]:

@@ -87,7 +87,6 @@ class Search:
         self.memory = [memory_fraction * machine.free_memory for machine in cluster.machines]
         self.speed = [1 / max(cluster.seconds(rank, sizes[0], whole, setting.kinds), 1e-12) for rank in ranks]
         self.fastest_first = sorted(ranks, key=lambda rank: -self.speed[rank])
-        self.most_memory_first = sorted(ranks, key=lambda rank: -self.memory[rank])
         self.scored: dict[Candidate, Scored] = {}
         self.runs: dict = {}
         self.num_actions = 0
@@ -97,7 +96,8 @@ class Search:
 
     def run(self) -> Plans:
         uniform = self.uniform_plans()
-        orders = [self.fastest_first, self.fastest_first[::-1], self.most_memory_first]
+        most_memory_first = sorted(self.fastest_first, key=lambda rank: -self.memory[rank])
+        orders = [self.fastest_first, self.fastest_first[::-1], most_memory_first]
         candidates = [self.by_speed(groups, size) for groups in first_groupings(orders) for size in self.sizes]
         for candidate in self.promising(candidates):
             if self.num_actions > 2 * ACTIONS:
