@@ -57,7 +57,6 @@ def parse_args() -> argparse.Namespace:
         raise UserError(f"--prompt {odd[0]!r} has characters that can't be printed: leave them out")
     if args.pipelines and args.plan:
         raise UserError("--plan says which process holds which layers: leave out --pipelines")
-    int(os.environ.get("RANK", 0))  # --elastic sets none
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         args.backend = "gloo"  # NCCL would take memory of the GPU, for nothing
         if args.pipelines or args.plan:

@@ -13,7 +13,6 @@ import os
 
 from checkpoints.files import ADAPTER, ADAPTER_CONFIG, STATE, read_latest
 from checkpoints.resume import Found, find_checkpoint
-from models.published import read_index
 from ranks.collectives import gather
 from ranks.disks import Disks
 from ranks.files import read_json
@@ -41,22 +40,14 @@ def read_tokenizer(path: str):
         return tokenizer
 
 
-def find(path: str, flag: str, marks: tuple[str, ...]) -> str:
-    """The checkpoint at a path, or the newest one of the run there, which has one of the files `marks`.
-
-    Raises UserError where something is missing.
-    """
+def find(path: str, flag: str, *marks: str) -> str:
+    """The checkpoint at a path, or the newest one of the run there. Raises UserError where it has none of `marks`."""
     given = path
     if latest := read_latest(path):
         path = os.path.join(path, os.path.basename(latest))
     if not any(os.path.isfile(os.path.join(path, mark)) for mark in marks):
         raise UserError(f"{flag} {given!r} has no {' and no '.join(marks)}: name the folder of a run, or one of its "
                         "step_...")
-    if os.path.isfile(index := os.path.join(path, "model.safetensors.index.json")):
-        missing = {name for name in read_index(index).values() if not os.path.isfile(os.path.join(path, name))}
-        if missing:
-            raise UserError(f"{path} lacks {', '.join(sorted(missing))}, which its index names: where hosts share no "
-                            "disk, copy them here, or take the last checkpoint on the host that started the run")
     return path
 
 
@@ -66,19 +57,16 @@ def find_model(args, whole: str | None = None) -> tuple[str, str, str | None]:
     `whole`: the checkpoint that --checkpoint means, where one knows already that all hosts together have all of it.
     """
     base, adapter = whole or args.checkpoint, args.adapter
-    if base and not whole and os.path.isdir(base):
-        base = find(base, "--checkpoint", ("config.json", ADAPTER_CONFIG))
+    is_hub_id = base and not os.path.isdir(base) and not os.path.isabs(base) and base.count("/") == 1
+    if base and not whole and not is_hub_id:
+        base = find(base, "--checkpoint", "config.json", ADAPTER_CONFIG)
         if not os.path.isfile(os.path.join(base, "config.json")):
             base, adapter = None, adapter or base  # a run that trained an adapter
-    elif base and not whole and (os.path.isabs(base) or base.count("/") != 1):
-        raise UserError(f"--checkpoint {base!r} has no config.json: name the folder of a run, or one of its step_...")
     if adapter is None:
         return base, base, None
-    adapter = find(adapter, "--adapter", (ADAPTER_CONFIG,))
+    adapter = find(adapter, "--adapter", ADAPTER)
     if not importlib.util.find_spec("peft"):
         raise UserError("--adapter needs the library peft: pip install peft")
-    if not os.path.isfile(os.path.join(adapter, ADAPTER)):
-        raise UserError(f"{adapter} has no {ADAPTER}: where hosts share no disk, it is on the one that started the run")
     base = base or read_json(os.path.join(adapter, ADAPTER_CONFIG), lambda config: config["base_model_name_or_path"])
     if not base:
         raise UserError(f"{adapter}/{ADAPTER_CONFIG} names no model: add --checkpoint")

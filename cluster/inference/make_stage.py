@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import copy
+import operator
 import os
 import warnings
 from typing import NamedTuple
@@ -54,11 +55,12 @@ def make_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
         require_same_model(plan, facts.config, plan["dtype"], argparse.Namespace(**{  # which do not matter here
             name: plan.get(name) for name in ("seq_len", "lora_rank", "base_bits")}))
     print_banner(device, model.dtype)
-    layers = plan["pipelines"][0]["layers"] if plan else args.pipelines or layers_by_memory(model, device)
+    free = gather(free_memory(device))
+    layers = plan["pipelines"][0]["layers"] if plan else args.pipelines or layers_by_memory(model, free)
     template = PipelineTemplate.from_layers_per_stage(model, layers)
     pgm.setup_process_group_manager([template.num_stages], 1)
     connect_neighbours()
-    require_memory(model, template, device)
+    require_memory(model, template, free)
     adapters = facts.adapter and share_adapters(model, template, *facts.adapter)
     stage = PipelineStage(model, template, pgm.process_group_manager.pp_rank)
     with pgm.together():
@@ -115,9 +117,9 @@ def make_model(facts: Facts, dtype: str) -> torch.nn.Module:
     return model
 
 
-def layers_by_memory(model: torch.nn.Module, device: torch.device) -> list[int]:
-    """Layers of each stage, so that each rank's part of the weights is in proportion to its free memory. Collective."""
-    free, (embedding, layer, head, count) = gather(free_memory(device)), parts_of(model)
+def layers_by_memory(model: torch.nn.Module, free: list[int]) -> list[int]:
+    """Layers of each stage, so that each rank's part of the weights is in proportion to its `free` memory."""
+    embedding, layer, head, count = parts_of(model)
     if count < len(free):
         raise UserError(f"the model has {count} decoder layers, and each of {len(free)} processes needs at least one: "
                         f"start at most {count} of them")
@@ -126,17 +128,21 @@ def layers_by_memory(model: torch.nn.Module, device: torch.device) -> list[int]:
     return shares_by_speed(count, [layer / each for each in free], besides=besides)
 
 
-def require_memory(model: torch.nn.Module, template: PipelineTemplate, device: torch.device) -> None:
+def require_memory(model: torch.nn.Module, template: PipelineTemplate, free: list[int]) -> None:
     """Raises UserError, on all ranks, where the weights of a stage are more than what its rank has free."""
-    own, free = template.modules_per_stage[pgm.process_group_manager.pp_rank], free_memory(device)
-    needed = sum(param.nbytes for name, param in model.named_parameters(remove_duplicate=False)
-                 if name.startswith(tuple(f"{module}." for module in own)))
-    of_ranks, hosts = gather((needed, free)), host_names(machines())
-    if any(needed > free for needed, free in of_ranks):
-        listed = ", ".join(f"{host} {needed / 1e6:.0f} of {free / 1e6:.0f}"
-                           for host, (needed, free) in zip(hosts, of_ranks))
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    needed = [sum(param.nbytes for param in own.values()) for own in by_stage(template, weights)]
+    if any(map(operator.gt, needed, free)):
+        listed = ", ".join(f"{host} {need / 1e6:.0f} of {room / 1e6:.0f}"
+                           for host, need, room in zip(host_names(machines()), needed, free))
         raise UserError(f"not enough memory for the weights (needed of free MB: {listed}): choose other --pipelines, "
                         "or add machines")
+
+
+def by_stage(template: PipelineTemplate, tensors: dict) -> list[dict]:
+    """Those of the tensors, by their names in the model, that each stage has."""
+    stages = [tuple(f"{module}." for module in stage) for stage in template.modules_per_stage]
+    return [{name: tensor for name, tensor in tensors.items() if name.startswith(stage)} for stage in stages]
 
 
 def share_adapters(model: torch.nn.Module, template: PipelineTemplate, folder: str, config: dict) -> dict:
@@ -160,8 +166,7 @@ def share_adapters(model: torch.nn.Module, template: PipelineTemplate, folder: s
             if odd := [name for name in {**expected, **found} if expected.get(name) != found.get(name)]:
                 raise UserError(f"{folder} is no adapter for this model: {len(odd)} of its matrices or the model's "
                                 f"have no counterpart, among them {odd[0]}")
-            stages = [tuple(f"{module}." for module in stage) for stage in template.modules_per_stage]
-            parts = [{name: tensor for name, tensor in tensors.items() if name.startswith(stage)} for stage in stages]
+            parts = by_stage(template, tensors)
     group, own = dist.new_group(backend="gloo"), [None]
     dist.scatter_object_list(own, parts, src=home_rank(), group=group)
     return own[0]

@@ -33,7 +33,7 @@ from multiprocessing.connection import Connection
 import torch.distributed as dist
 
 from membership.channel import Listener, call
-from membership.roster import Member, Roster
+from membership.roster import Member, Roster, since_last
 from ranks.files import replace
 from ranks.lost import VARIABLE
 from utils import UserError
@@ -56,11 +56,11 @@ class TooFew(RuntimeError):
 class Caller:
     """A process that takes part in a rendezvous: what it says, and when it came first and was last heard.
 
-    `knows`: see Members.knows(). `cut_off`: the keys of processes that it does not reach.
+    `knows`: rosters, see Members.knows(). `cut_off`: the keys of processes that it does not reach.
     """
 
     member: Member
-    knows: dict
+    knows: list[dict]
     cut_off: list[str]
     since: float
     at: float
@@ -79,7 +79,7 @@ class Members:
         self.multiple, self.is_done, self.is_kept, self.heard_at = multiple, False, True, 0.0
         self.next, self.state, self.said = None, "meeting", ""
         self.callers: dict[str, Caller] = {}  # by their keys
-        self.basis: dict[str, dict] = {}  # what the members of `next` knew when this process decided on it
+        self.basis: dict[str, list] = {}  # what the members of `next` knew when this process decided on it
         self.silent: dict[str, float] = {}  # addresses that did not answer, until when they are not asked
         self.links: list[Connection] = []  # of other members, see failure_detector.py
         self.not_reached: dict[str, list[float]] = {}  # keys of processes: when, since the last generation began
@@ -98,24 +98,22 @@ class Members:
 
     def read(self) -> tuple[Roster | None, list[Roster]]:
         """The last roster of this run that a process of this host knew, and those that were agreed on since."""
-        lasts, agreed = [], []
+        rosters = []
         for path in glob.glob(f"{glob.escape(self.path)}.*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(path, encoding="utf-8") as file:
                 record = json.load(file)
                 if record["run"] == self.run_id:
-                    lasts += [Roster.of(record["last"])] if record["last"] else []
-                    agreed += [Roster.of(each) for each in record["agreed"]]
+                    rosters += map(Roster.of, record["knows"])
                     self.is_done = self.is_done or record["is_done"]
-        last = max(lasts, key=lambda roster: roster.generation, default=None)
-        return last, [each for each in agreed if last is None or each.generation > last.generation]
+        return since_last(rosters)
 
-    def knows(self) -> dict:
-        last = self.roster and dataclasses.asdict(self.roster)
-        return {"last": last, "agreed": [dataclasses.asdict(each) for each in self.agreed]}
+    def knows(self) -> list[dict]:
+        """This process's generation, and those that it has agreed to since, as JSON has them."""
+        return [dataclasses.asdict(each) for each in [self.roster, *self.agreed] if each]
 
     def begin(self, roster: Roster) -> None:
         """All members have joined: from now on this process belongs to that generation."""
-        self.roster, self.agreed, self.state = roster, [], "running"
+        self.roster, self.agreed, self.state = dataclasses.replace(roster, has_begun=True), [], "running"
         self.callers.clear()  # what they said then is no longer so
         self.not_reached.clear()
         self.keep()
@@ -124,7 +122,7 @@ class Members:
         """Writes what this process knows. Where a disk is full, `is_kept` is False: it must then not start anew."""
         try:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            record = {"run": self.run_id, "is_done": is_done, **self.knows()}
+            record = {"run": self.run_id, "is_done": is_done, "knows": self.knows()}
             replace(f"{self.path}.{self.me.local_rank}.json", json.dumps(record))
             self.is_kept = True
         except OSError:
@@ -150,7 +148,7 @@ class Members:
                 return {"state": "agreed", "roster": dataclasses.asdict(self.next)}
         return {"state": self.state}
 
-    def hear(self, member: Member, knows: dict, cut_off: list[str]) -> Caller:
+    def hear(self, member: Member, knows: list[dict], cut_off: list[str]) -> Caller:
         now, before = time.monotonic(), self.callers.get(member.key)
         self.callers[member.key] = Caller(member, knows, cut_off, before.since if before else now, now)
         return self.callers[member.key]
@@ -268,13 +266,11 @@ class Members:
         """Leads the rendezvous: sets `next` where all is known that has to be. Raises TooFew."""
         found = self.reaching_each_other()
         members = [caller.member for caller in found]
-        last = max((Roster.of(caller.knows["last"]) for caller in found if caller.knows["last"]),
-                   key=lambda roster: roster.generation, default=None)
+        last, agreed = since_last([Roster.of(each) for caller in found for each in caller.knows])
         if self.may_come(members, last):
             return
-        number = last.generation if last else 0
-        agreed = [Roster.of(each) for caller in found for each in caller.knows["agreed"] if each["generation"] > number]
-        if not all(roster.may_go_on(members) for roster in ([last] if last else []) + agreed):
+        known = [each for each in [last, *agreed] if each]
+        if not all(roster.may_go_on(members) for roster in known):
             self.too_few_since = self.too_few_since or time.monotonic()
             if time.monotonic() > self.too_few_since + ALONE:
                 self.state = "too few"
@@ -284,7 +280,7 @@ class Members:
                     raise TooFew
             return
         if (hosts := len({member.address for member in members})) < self.at_least or len(members) % self.multiple or (
-                not last and not agreed and not self.may_begin(members)):
+                not known and not self.may_begin(members)):
             if self.said != (text := f"waiting for others: hosts {hosts} of at least {self.at_least}, and to begin "
                                      f"with more than half of {', '.join(self.hosts[:self.at_most])}; processes "
                                      f"{len(members)}, which has to be a multiple of {self.multiple}"):
@@ -294,7 +290,7 @@ class Members:
         self.store = dist.TCPStore(self.me.address, 0, is_master=True, wait_for_workers=False,  # while it is referenced
                                    timeout=datetime.timedelta(seconds=SILENT))
         self.basis = {caller.member.key: caller.knows for caller in found}
-        self.next = Roster(1 + max([number, *(each.generation for each in agreed)]), tuple(members),
+        self.next = Roster(1 + max([0, *(each.generation for each in known)]), tuple(members),
                            (self.me.address, self.store.port), secrets.token_hex(8))
 
     def may_come(self, members: list[Member], last: Roster | None) -> bool:
