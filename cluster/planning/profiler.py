@@ -131,9 +131,13 @@ class LayerProfiler:
         """Gives the stage random weights, and its adapters where it has layers."""
         if self.lora:
             self.lora.prepare(stage)
-        for param in list(stage.model.parameters()):  # in place, so that what is tied stays tied
-            value = torch.empty(param.shape, dtype=param.dtype, device=self.device).uniform_(-0.05, 0.05)
-            torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=self.lora is None))
+        made: dict[nn.Parameter, nn.Parameter] = {}  # what is tied stays tied
+        for name, param in list(stage.model.named_parameters(remove_duplicate=False)):
+            module, _, key = name.rpartition(".")
+            if param not in made:
+                value = torch.empty(param.shape, dtype=param.dtype, device=self.device).uniform_(-0.05, 0.05)
+                made[param] = nn.Parameter(value, requires_grad=self.lora is None)
+            setattr(stage.model.get_submodule(module), key, made[param])
         make_buffers(stage.model, self.device, dict(stage.model.named_buffers()))
         for buffer in stage.model.buffers():  # those that only files have
             if buffer.is_floating_point():
