@@ -99,12 +99,11 @@ class Layout:
             say(f"local steps of a round: {', '.join(map(str, self.local_steps))}")
         say(f"samples of a {'round' if self.local_steps else 'step'}, in micro-batches of up to "
             f"{self.micro_batch_size}: {', '.join(map(str, self.samples))}")
-        plugin.set_pipelines(self.templates, self.num_microbatches)
         if has_router_loss(config) and not self.local_steps and any(n % self.micro_batch_size for n in self.samples):
             raise UserError(f"samples {', '.join(map(str, self.samples))} of a step are no whole micro-batches of "
                             f"{self.micro_batch_size}, and the loss of a mixture of experts' router is one of each "
                             "micro-batch: choose another --batch_size, or output_router_logits=False in config.json")
-        plugin.deal(self.samples)
+        plugin.set_pipelines(self.templates, self.samples)
         if self.tp_size > 1:
             kinds, rows = gather(plugin.device.type), torch.cat(pgm.process_group_manager.ranks).tolist()
             if any(len({kinds[rank] for rank in row}) > 1 for row in rows):
