@@ -132,8 +132,8 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
     total = found and found.state["global_batch"]  # of a step: what a checkpoint has decided
     if plan:
         shares, size = samples_of(plan), plan["micro_batch_size"]
-        if total not in (None, sum(shares)) and (is_elastic() or "seconds" in plan):  # else Start.check refuses it
-            shares = shares_by_speed(total, plan.get("seconds") or [1 / count for count in shares])  # as planned
+        if total not in (None, sum(shares)) and (is_elastic() or not args.plan):  # else Start.check refuses it
+            shares = shares_by_speed(total, [1 / count for count in shares])  # as planned
         return Layout(templates_of([pipeline["layers"] for pipeline in plan["pipelines"]]), shares, size,
                       setting_of(plan))
     pipelines, shares = choose_pipelines(args, made.model, dtype)
