@@ -130,11 +130,11 @@ def test_shares_of_a_checkpoint(monkeypatch):
     """A run that goes on with other machines: its samples, by the speed of the new plan's pipelines."""
     monkeypatch.setattr(layout.PipelineTemplate, "from_layers_per_stage", lambda model, layers: layers)
     pipelines = [{"layers": [8], "num_microbatches": 6}, {"layers": [8], "num_microbatches": 2}]
-    plan = {"pipelines": pipelines, "micro_batch_size": 2, "schedule": "1f1b", "seconds": [1.0, 1.0]}
+    plan = {"pipelines": pipelines, "micro_batch_size": 2, "schedule": "1f1b"}
     found, made = argparse.Namespace(state={"global_batch": 12}, path="there"), argparse.Namespace(model=None)
-    args = argparse.Namespace(lora_rank=None)
-    assert layout.choose_layout(args, made, plan, found, None, None).samples == [6, 6]
+    args = argparse.Namespace(plan=None)
+    assert layout.choose_layout(args, made, plan, found, None, None).samples == [9, 3]
     assert layout.choose_layout(args, made, plan, None, None, None).samples == [12, 4]
     found.state["global_batch"] = 13
     chosen = layout.choose_layout(args, made, plan, found, None, None)
-    assert chosen.samples == [7, 6] and chosen.num_microbatches == [4, 3]
+    assert chosen.samples == [10, 3] and chosen.num_microbatches == [5, 2]

@@ -63,12 +63,11 @@ class Record:
 
     def __init__(self, args, grid, disks: Disks, device: torch.device, num_steps: int, tokens_per_step: int, start: int,
                  before: dict, last=None):
-        self.folder = folder = source = os.path.join(args.log_dir, args.run_name)
+        self.folder = folder = os.path.join(args.log_dir, args.run_name)
         is_logging = disks.gather(grid.is_logging_rank)
         writes = grid.is_logging_rank or disks.leads and not any(is_logging[rank] for rank in disks.mine.ranks)
-        rows, evaluations = [], []
-        if before:  # the training that goes on may have had another name
-            source = os.path.join(before["log_dir"], before["run_name"])
+        rows, evaluations, before = [], [], before or vars(args)
+        source = os.path.join(before["log_dir"], before["run_name"])  # what goes on may have had another name
         run_ids = {flags.get("run_id") for flags in (vars(args), before)}
         with disks.together():
             if start and writes and not is_of_another_run(source, run_ids):
@@ -80,9 +79,7 @@ class Record:
                         os.remove(os.path.join(folder, METRICS))
         rows, evaluations = (max(disks.gather(each), key=len) if start else [] for each in (rows, evaluations))
         if last and (not rows or json.loads(rows[-1])["step"] < start):
-            row = {"step": last.step, "loss": last.loss, "grad_norm": last.grad_norm,
-                   "learning_rate": last.learning_rate, "trained_tokens": start * tokens_per_step}
-            rows = [*rows, json.dumps(row) + "\n"]
+            rows = [*rows, json.dumps({**last._asdict(), "trained_tokens": start * tokens_per_step}) + "\n"]
         self.evaluated_before = {json.loads(row)["step"] for row in evaluations}
         with disks.together():
             self.logger, self.tokens_per_step = RunLogger(args, grid, num_steps, tokens_per_step), tokens_per_step
@@ -96,8 +93,8 @@ class Record:
                 elif start and not rows:
                     print(f"the metrics of the steps up to {start} are on none of these hosts", flush=True)
                 self.file.writelines(rows)
-                if start and os.path.exists(path := os.path.join(folder, BEFORE)):
-                    os.remove(path)
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(os.path.join(folder, BEFORE))
                 self.evaluations = os.path.join(folder, EVALUATIONS)
                 if evaluations or os.path.exists(self.evaluations):  # those of later steps are made again
                     replace(self.evaluations, "".join(evaluations))
@@ -147,8 +144,7 @@ class Record:
         self.logger.close()
         if self.board:
             self.board.close()
-        if self.file and not self.logger.enabled:
-            self.file.close()
+        self.leave()
 
 
 def perplexity(loss: float) -> float:
