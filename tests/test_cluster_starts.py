@@ -7,11 +7,9 @@ import contextlib
 import os
 import shutil
 import threading
-import time
 import types
 
 import pytest
-import torch
 from checkpoint_runs import ROOT, SCRIPT, flags_of, write_corpus, write_model
 from launch import losses, metrics, modules_of, start_fork
 

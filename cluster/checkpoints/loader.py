@@ -54,7 +54,7 @@ class Loader:
                 optimizer.state[param][entry.rpartition(".")[2]] = self.part(stage, name, "optimizer", entry)
 
     def part(self, stage, name: str, kind: str, entry: str) -> torch.Tensor:
-        """What this rank holds of a tensor of the checkpoint, which is split as the parameter `name` is, or is a number.
+        """What this rank holds of a tensor of the checkpoint: its part, as of the parameter `name`, or a number of steps.
 
         Raises UserError for a tensor of another shape. The run before may have had another --dtype.
         """
