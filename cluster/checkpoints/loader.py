@@ -54,7 +54,7 @@ class Loader:
                 optimizer.state[param][entry.rpartition(".")[2]] = self.part(stage, name, "optimizer", entry)
 
     def part(self, stage, name: str, kind: str, entry: str) -> torch.Tensor:
-        """What this rank holds of a tensor of the checkpoint: its part, as of the parameter `name`, or a number of steps.
+        """What this rank holds of a tensor of the checkpoint: its part, as of parameter `name`, or a step count.
 
         Raises UserError for a tensor of another shape. The run before may have had another --dtype.
         """
