@@ -7,11 +7,9 @@ import contextlib
 import os
 import shutil
 import threading
-import time
 import types
 
 import pytest
-import torch
 from checkpoint_runs import ROOT, SCRIPT, flags_of, write_corpus, write_model
 from launch import losses, metrics, modules_of, start_fork
 
@@ -171,7 +169,7 @@ def test_no_start_is_misled_by_what_another_left(monkeypatch, tmp_path):
 def test_one_thread_writes_at_a_time(monkeypatch):
     """The first checkpoint of a run may be under way when the first step is done."""
     ours, ends = object.__new__(checkpoint.Checkpointer), threading.Event()
-    monkeypatch.setattr(checkpoint, "shards_of", lambda stage, optimizer: {"model": [], "optimizer": []})
+    monkeypatch.setattr(checkpoint, "shards_of", lambda stage, optimizer: [])
     ours.stage, ours.optimizer, ours.grid = None, None, types.SimpleNamespace(dp_rank=0)
     ours.thread = writer = threading.Thread(target=ends.wait)
     writer.start()

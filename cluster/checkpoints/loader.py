@@ -54,7 +54,7 @@ class Loader:
                 optimizer.state[param][entry.rpartition(".")[2]] = self.part(stage, name, "optimizer", entry)
 
     def part(self, stage, name: str, kind: str, entry: str) -> torch.Tensor:
-        """What this rank holds of a tensor of the checkpoint, a number or split as the parameter `name` is.
+        """What this rank holds of a tensor of the checkpoint: its part, as of parameter `name`, or a step count.
 
         Raises UserError for a tensor of another shape. The run before may have had another --dtype.
         """

@@ -52,7 +52,6 @@ class Checkpointer:
         self.folder, self.disks, self.stage = folder, disks, model.module
         self.optimizer, self.scheduler = optimizer, scheduler
         self.describe, self.small, self.keep, self.copies = describe, small, keep, min(copies, len(disks.all))
-        self.stems = {"model": "adapter" if ADAPTER_CONFIG in small else "model", "optimizer": "optimizer"}
         grid = self.grid = pgm.process_group_manager
         rows = [row for block in grid.ranks for row in block.tolist()]
         self.tp_group = dist.new_subgroups_by_enumeration(rows, backend="gloo")[0] if grid.tp_world_size > 1 else None
@@ -76,7 +75,7 @@ class Checkpointer:
 
     def lacks_memory(self) -> bool:
         """Whether there are no copies yet, and what is free is too little for them and for what the next step takes."""
-        tensors = [shard.tensor for each in shards_of(self.stage, self.optimizer).values() for shard in each]
+        tensors = [shard.tensor for shard in shards_of(self.stage, self.optimizer)]
         if len(self.host) == len(tensors):
             return False
         needed, free = sum(tensor.nbytes for tensor in tensors), free_memory(CPU) - memory_below_peak()
@@ -86,18 +85,16 @@ class Checkpointer:
                   f"{max(0, free) / 1e6:.0f} MB are free: training waits while checkpoints are written", flush=True)
         return self.is_short
 
-    def take_memory(self, shards: dict[str, list[Shard]]) -> None:
-        self.host = [torch.zeros_like(shard.tensor, device=CPU, pin_memory=shard.tensor.is_cuda)
-                     for kind in KINDS for shard in shards[kind]]
+    def take_memory(self, shards: list[Shard]) -> None:
+        self.host = [torch.zeros_like(shard.tensor, device=CPU, pin_memory=shard.tensor.is_cuda) for shard in shards]
 
-    def copy_to_host(self) -> dict[str, list[Shard]]:
+    def copy_to_host(self) -> list[Shard]:
         """The shards with copies of their tensors, in memory that the next save uses again."""
         shards = shards_of(self.stage, self.optimizer)
-        if len(self.host) != sum(map(len, shards.values())):
+        if len(self.host) != len(shards):
             self.take_memory(shards)
-        buffers = iter(self.host)
-        copied = {kind: [shard._replace(tensor=next(buffers).copy_(shard.tensor, non_blocking=True)) for shard in each]
-                  for kind, each in shards.items()}
+        copied = [shard._replace(tensor=buffer.copy_(shard.tensor, non_blocking=True))
+                  for shard, buffer in zip(shards, self.host)]
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return copied
@@ -146,7 +143,7 @@ class Checkpointer:
         while self.messages:
             print(self.messages.pop(0), flush=True)
 
-    def write(self, step: int, state: dict, shards: dict | None, is_last: bool, stall: float | None) -> None:
+    def write(self, step: int, state: dict, shards: list[Shard] | None, is_last: bool, stall: float | None) -> None:
         """The thread: all files, and then the name. An error of a disk leaves the older checkpoints as they are.
 
         `stall`: seconds for which the training stood still; None if it does until this ends.
@@ -178,14 +175,14 @@ class Checkpointer:
         if is_home():
             self.messages.append(message)
 
-    def write_part(self, folder: str, shards: dict[str, list[Shard]]) -> dict | None:
+    def write_part(self, folder: str, shards: list[Shard]) -> dict | None:
         """Writes this stage's two files. Returns what they are, on tp rank 0. Raises OSError, when all have sent."""
-        number, files = f"{self.grid.pp_rank + 1:05d}-of-{self.grid.pp_world_size:05d}", {}
-        part = {}
+        number, part, files = f"{self.grid.pp_rank + 1:05d}-of-{self.grid.pp_world_size:05d}", {}, {}
         for kind in KINDS:
-            name, entries = f"{self.stems[kind]}-{number}.safetensors", {}
+            stem = "adapter" if kind == "model" and ADAPTER_CONFIG in self.small else kind
+            own, name, entries = [shard for shard in shards if shard.kind == kind], f"{stem}-{number}.safetensors", {}
             saved = [(shard, parts, as_files_have_it(self.stage.model, shard.name, kind))
-                     for shard, parts in zip(shards[kind], parts_over(self.tp_group, shards[kind]))]
+                     for shard, parts in zip(own, parts_over(self.tp_group, own))]
             for shard, parts, convert in saved:
                 entries |= convert(join(shard, parts))
             if self.grid.tp_rank == 0:
@@ -196,7 +193,7 @@ class Checkpointer:
                     files[name].write(value)
             part[f"{kind}_map"] = dict.fromkeys(entries, name)
             if kind == "model":
-                part["parameters"] = {shard.name: name for shard in shards[kind]}
+                part["parameters"] = {shard.name: name for shard in own}
         return {**part, "files": {name: file.close() for name, file in files.items()}} if files else None
 
     def complete(self, folder: str, state: dict, parts: dict[int, dict], is_last: bool) -> None:

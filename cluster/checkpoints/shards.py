@@ -5,40 +5,39 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from checkpoints.files import KINDS
 from models.names import name_function, trained_alone
 
 
 class Shard(NamedTuple):
-    """A tensor that this rank holds, or its part of one: along `dim`, in each of `fused` matrices side by side."""
+    """A tensor that this rank holds, or its part of one: along `dim`, in each of `fused` matrices side by side.
 
+    `kind`: of the file that it is for, one of KINDS.
+    """
+
+    kind: str
     name: str
     tensor: torch.Tensor
-    dim: int | None
-    fused: int
+    dim: int | None = None
+    fused: int = 1
 
 
-def shards_of(stage, optimizer: torch.optim.Optimizer) -> dict[str, list[Shard]]:
-    """What this rank holds, by kind of file. A tied head is left out where the embedding stands for it."""
-    found, tied, name_of = {kind: [] for kind in KINDS}, stage.tied, name_function(stage)
-    trained = trained_alone(stage)
+def shards_of(stage, optimizer: torch.optim.Optimizer) -> list[Shard]:
+    """What this rank holds. A tied head is left out where the embedding stands for it."""
+    found, tied, name_of, trained = [], stage.tied, name_function(stage), trained_alone(stage)
     for name, param in stage.model.named_parameters():
         if trained and name not in trained or tied and name == tied[1] and not stage.is_first:
             continue
         module, _, key = name.rpartition(".")
         module, name = stage.model.get_submodule(module), name_of(name)
         split = getattr(module, "tp_dims", {}).get(key), getattr(module, "tp_fused", {}).get(key, 1)
-        found["model"].append(Shard(name, param.detach(), *split))
+        found.append(Shard("model", name, param.detach(), *split))
         for entry, value in optimizer.state.get(param, {}).items():
-            if isinstance(value, torch.Tensor):
-                is_split = value.shape == param.shape
-                found["optimizer"].append(Shard(f"{name}.{entry}", value, *(split if is_split else (None, 1))))
+            found.append(Shard("optimizer", f"{name}.{entry}", value, *(split if value.shape == param.shape else ())))
     own = tuple(f"{name}." for name in stage.template.modules_per_stage[stage.stage_index])
     params = dict(stage.model.named_parameters(remove_duplicate=False))
-    found["model"] += [Shard(name_of(name), buffer, None, 1) for name, buffer in stage.model.state_dict().items()
-                       if name not in params and name.startswith(own) and not trained]
-    return {kind: sorted(shards, key=lambda shard: (-shard.tensor.dtype.itemsize, shard.name))
-            for kind, shards in found.items()}
+    found += [Shard("model", name_of(name), buffer) for name, buffer in stage.model.state_dict().items()
+              if name not in params and name.startswith(own) and not trained]
+    return sorted(found, key=lambda shard: (-shard.tensor.dtype.itemsize, shard.name))
 
 
 def parts_over(group: dist.ProcessGroup | None, shards: list[Shard]) -> list[list[torch.Tensor]]:
