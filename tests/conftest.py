@@ -3,11 +3,13 @@
     pytest                                  what a change has to pass, without root: minutes
     pytest -m step4                         all tests of step 4, the slow ones too
     pytest -m "slow or hosts or tools"      what the first leaves out
+    pytest --all-cases                      all cases of the tables of which a run draws some; DRAW=17 repeats a draw
 """
 
 import gc
 import os
 import pathlib
+import random
 import re
 import sys
 from collections import Counter, defaultdict
@@ -25,11 +27,28 @@ ROOMS = (  # file name -> mark
 NEED_LINUX = r"test_cluster_((elastic_)?launch|limits)\b"  # files that start what a host runs, which is Linux
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cases", action="store_true", help="all cases of the tables of which a run draws some")
+
+
 def pytest_configure() -> None:
     """Before a test module imports torch, which reads OMP_NUM_THREADS at that time."""
-    variables = environment()
+    variables = environment(DRAW=os.environ.get("DRAW", str(random.randrange(1000))))
     os.environ.clear()
     os.environ.update(variables)
+
+
+def pytest_report_header() -> str:
+    return f"cases are drawn with DRAW={os.environ['DRAW']}"
+
+
+def not_drawn(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Of each test that is marked drawn(n), all cases but n of them."""
+    tables, chance = defaultdict(list), random.Random(os.environ["DRAW"])
+    for item in items:
+        if drawn := item.get_closest_marker("drawn"):
+            tables[item.function, drawn.args[0]].append(item)
+    return {item for (_, count), cases in tables.items() for item in chance.sample(cases, max(0, len(cases) - count))}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -39,6 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if "commands" not in config.option.markexpr:
         items[:] = [item for item in items if not item.get_closest_marker("commands")]
+    if not (config.option.all_cases or config.option.keyword):
+        left_out = not_drawn(items)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         for pattern, mark in ROOMS:
             if match := re.match(pattern, item.path.name):

@@ -1,18 +1,17 @@
 """Every topology computes what one process computes: losses, gradients and their norm, in float64, through train.py.
-In bfloat16 they stay near, and replicas keep equal bits.
+In bfloat16, and between processes, they stay near, and replicas keep equal bits.
 
 AdamW hides a wrong scale of the gradients, and a loss curve hides replicas that drift apart. So besides the losses of
 some steps these tests compare each gradient of the first step, and at the end that copies of a parameter are still
 equal. A norm that is wrong scales all gradients alike, which AdamW hides as well: cases differ in --max_grad_norm.
-Further sizes are those of test_random_runs.py.
+Ranks are in one process here; further sizes, and processes, are those of test_random_runs.py.
 """
 
-import dataclasses
+import functools
 
 import pytest
 import torch
-from launch import losses, metrics
-from recordings import NUM_LAYERS, Case, assemble, assert_same_math, load, record
+from recordings import NUM_LAYERS, Case, Run, assemble, assert_same_math, read_run, record, train_here
 
 CASES = [  # each idea of a step once
     Case(4, tp=4, accumulation=2, variant="vocab1022", max_grad_norm=0),
@@ -48,113 +47,57 @@ CASES = [  # each idea of a step once
     Case(9, pipelines="1,4;5", num_microbatches="5,3", tp=2, variant="llama3"),
 ]
 BFLOAT16 = [Case(step, num_steps=6, dtype="bfloat16", **sizes) for step, sizes in (
-    (8, {"tp": 2, "accumulation": 2}), (8, {"dp": 2, "accumulation": 2}), (8, {"pp": 2, "engine": "1f1b"}),
-    (10, {"pp": 2, "engine": "zb"}), (12, {"dp": 2, "accumulation": 2, "zero": 2}),
-    (13, {"dp": 2, "accumulation": 2, "zero": 3}), (14, {"tp": 2, "accumulation": 2, "sequence_parallel": True}),
-    (8, {"dp": 2, "pp": 2, "tp": 2, "accumulation": 4, "engine": "1f1b"}),
-    (9, {"pipelines": "3,2;5", "num_microbatches": "6,2"}), (15, {"cp": 2, "accumulation": 2, "seq_len": 24}))]
-LONGER = [dataclasses.replace(case, num_steps=10) for case in (  # further sizes, and more steps
-    *(Case(11, pp=2, engine=engine, virtual_stages=2, variant="seven", samples=12, accumulation=m)
-      for engine in ("interleaved", "interleaved_zb") for m in (1, 2, 3, 6)),
-    Case(11, dp=2, pp=2, tp=2, accumulation=4, engine="interleaved_zb", virtual_stages=2, variant="tied"),
-    Case(11, tp=2, pp=2, engine="interleaved", virtual_stages=2), Case(11, dp=2, pp=2, engine="1f1b"),
-    Case(11, pp=3, engine="interleaved_zb", virtual_stages=2, variant="seven"),
-    Case(16, dp=4, ep=4, accumulation=2, num_experts=8, balance_loss=0.1, balance_bias=0.01, max_grad_norm=0.1),
-    Case(16, dp=3, ep=3, samples=24, accumulation=4, num_experts=6, experts_per_token=3, variant="vocab1022"),
-    Case(16, dp=2, pp=2, tp=2, ep=2, accumulation=4, engine="1f1b", num_experts=8, variant="tied", max_grad_norm=0.1),
-    Case(16, dp=2, ep=2, pp=2, accumulation=4, engine="interleaved", virtual_stages=2, num_experts=4, variant="seven"),
-    Case(16, dp=2, tp=2, accumulation=2, num_experts=4, balance_bias=0.01, recompute=True, max_grad_norm=0.1),
-    Case(16, tp=3, accumulation=2, num_experts=4, experts_per_token=1, balance_loss=0.1, variant="thirds"),
-    *(Case(max(12, 10 + zero), dp=dp, samples=8 * dp, accumulation=4, zero=zero, variant=variant, max_grad_norm=0.1)
-      for zero in (1, 2, 3) for dp, variant in ((2, "tied"), (3, "plain"), (4, "vocab1022"))),
-    Case(12, dp=2, tp=2, accumulation=4, zero=1, zero_shares="3,1", variant="tied", max_grad_norm=0.1),
-    Case(12, dp=2, pp=2, tp=2, accumulation=4, engine="1f1b", zero=1, zero_shares="1,2", max_grad_norm=0),
-    *(Case(14, sequence_parallel=True, max_grad_norm=0.1, **sizes) for sizes in (
-        {"tp": 2, "accumulation": 4, "variant": "tied", "recompute": True},
-        {"tp": 3, "accumulation": 2, "variant": "thirds", "seq_len": 9}, {"tp": 3, "variant": "thirds", "seq_len": 3},
-        {"dp": 2, "tp": 2, "accumulation": 2, "variant": "llama3"},
-        {"pp": 2, "tp": 2, "engine": "1f1b", "accumulation": 4},
-        {"pp": 2, "tp": 2, "engine": "1f1b", "accumulation": 4, "recompute": True, "variant": "tied"},
-        {"dp": 2, "pp": 2, "tp": 2, "engine": "interleaved", "virtual_stages": 2, "accumulation": 4, "zero": 1,
-         "variant": "tied"},
-        {"pp": 2, "tp": 2, "engine": "interleaved_zb", "virtual_stages": 2, "variant": "seven"},
-        # in a bucket with final_proj and down_proj, 29/39 would end inside of final_norm, elsewhere on tp rank 2
-        {"dp": 2, "tp": 4, "accumulation": 2, "zero": 1, "zero_shares": "29,10", "variant": "vocab1022"},
-        {"dp": 2, "tp": 4, "accumulation": 2, "zero": 2, "variant": "vocab1022"},
-        {"dp": 2, "tp": 4, "accumulation": 2, "zero": 3, "variant": "vocab1022"},
-        {"dp": 4, "tp": 2, "accumulation": 2, "zero": 3, "variant": "tied"},  # two ranks' shards hold no norm
-        {"dp": 2, "tp": 3, "samples": 12, "accumulation": 2, "zero": 1, "variant": "thirds", "seq_len": 9})),
-    *(Case(15, seq_len=24, max_grad_norm=0.1, **sizes) for sizes in (
-        {"cp": 2, "accumulation": 2, "variant": "llama3"}, {"cp": 4, "accumulation": 2, "variant": "thirds"},
-        {"cp": 2, "accumulation": 2, "cp_layout": "contiguous", "variant": "vocab1022"},
-        {"cp": 3, "accumulation": 2, "cp_layout": "contiguous"}, {"cp": 4, "cp_layout": "contiguous"},
-        {"cp": 2, "accumulation": 2, "recompute": True, "variant": "tied"},
-        {"cp": 2, "tp": 2, "accumulation": 2, "variant": "tied"},
-        {"cp": 2, "tp": 2, "accumulation": 4, "sequence_parallel": True, "variant": "vocab1022"},
-        {"cp": 4, "tp": 3, "accumulation": 2, "sequence_parallel": True, "variant": "thirds"},
-        {"cp": 2, "dp": 2, "accumulation": 4, "variant": "tied"}, {"cp": 3, "dp": 2, "accumulation": 2},
-        {"cp": 2, "pp": 2, "engine": "afab", "accumulation": 4}, {"cp": 2, "pp": 3, "engine": "zb"},
-        {"cp": 2, "pp": 2, "engine": "1f1b", "recompute": True, "cp_layout": "contiguous", "variant": "tied"},
-        {"cp": 2, "pp": 2, "engine": "interleaved", "virtual_stages": 2, "variant": "tied"},
-        {"cp": 3, "pp": 2, "engine": "interleaved_zb", "virtual_stages": 2, "variant": "seven"},
-        *({"cp": 2, "accumulation": 4, "zero": zero, "variant": variant}
-          for zero, variant in ((1, "tied"), (2, "plain"), (3, "tied"))),
-        {"cp": 2, "zero": 1, "zero_shares": "3,1", "accumulation": 2}, {"cp": 3, "dp": 2, "zero": 3, "accumulation": 2},
-        {"cp": 2, "dp": 2, "zero": 1, "zero_shares": "1,2,3,4", "accumulation": 2},
-        {"cp": 2, "dp": 2, "tp": 2, "zero": 2, "accumulation": 2, "sequence_parallel": True, "variant": "tied"},
-        {"cp": 2, "tp": 2, "zero": 3, "accumulation": 2, "sequence_parallel": True, "recompute": True},
-        {"cp": 2, "pp": 2, "zero": 1, "engine": "interleaved_zb", "virtual_stages": 2, "variant": "tied"},
-        {"dp": 2, "pp": 2, "cp": 2, "tp": 2, "engine": "1f1b", "accumulation": 4, "zero": 1, "variant": "tied",
-         "sequence_parallel": True},
-        {"dp": 2, "pp": 2, "cp": 2, "tp": 2, "engine": "1f1b", "accumulation": 4})),
-)] + BFLOAT16[7:]
+    (8, {"dp": 2, "pp": 2, "tp": 2, "accumulation": 4, "engine": "1f1b"}), (12, {"dp": 2, "accumulation": 2, "zero": 2}),
+    (14, {"tp": 2, "accumulation": 2, "sequence_parallel": True}), (13, {"dp": 2, "accumulation": 2, "zero": 3}),
+    (10, {"pp": 2, "engine": "zb"}), (9, {"pipelines": "3,2;5", "num_microbatches": "6,2"}),
+    (15, {"cp": 2, "accumulation": 2, "seq_len": 24}))]
 OFF = 0.02  # of losses around 7. One process in bfloat16 is 0.009 from one in float64
 # tp_size or cp_size -> of a gradient's norm: tp adds rounded sums, cp rounds probabilities of other blocks. One process
 # is 0.024 from one in float64, and cp 0.025.
 OFF_GRADIENT = {1: 0.01, 2: 0.06}
 
 
-def start(case: Case, folder):
-    """The future of the case's run."""
-    return record(folder / str(case), case.step, case.num_processes, case.flags(folder))
+@pytest.fixture(scope="module")
+def alone(models):
+    """alone(case): what one process computes."""
+    return functools.cache(lambda case: train_here(case, models))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_topology_equals_one_process(case, alone, models):
+    one, many = alone(case.baseline), train_here(case, models)
+    assert_same_math(one, many, case.num_steps)
+    check_clipping(case, one)
+    if case.num_experts and case.samples == 2:
+        check_unreached(case, one.ranks[0])
+    check_live_activations(case, many.ranks)
 
 
 @pytest.fixture(scope="module")
 def runs(selected, models):
-    """case -> the future of its run. The runs of all selected cases start together, those of one process first."""
-    cases = selected("case")
-    return {case: start(case, models) for case in dict.fromkeys([*(case.baseline for case in cases), *cases])}
+    """case -> the future of its run in processes. The runs of all selected cases start together."""
+    cases = selected("bfloat16")
+    return {case: record(models / str(case), case.step, case.num_processes, case.flags(models))
+            for case in dict.fromkeys([*(case.baseline for case in cases), *cases])}
 
 
-@pytest.mark.parametrize("case", [*CASES, *BFLOAT16[:7], *(pytest.param(case, marks=pytest.mark.slow)
-                                                           for case in LONGER)], ids=str)
-def test_topology_equals_one_process(case, runs, models):
-    runs[case.baseline].result(), runs[case].result()
-    if case.dtype == "bfloat16":
-        check_nearness(case, models)
-        return
-    assert_same_math(models / str(case.baseline), models / str(case), case.num_steps)
-    check_clipping(case, models / str(case.baseline))
-    if case.num_experts and case.samples == 2:
-        check_unreached(case, *load(models / str(case.baseline)))
-    check_live_activations(case, load(models / str(case)))
-
-
-def check_nearness(case: Case, models) -> None:
+@pytest.mark.parametrize("bfloat16", [*BFLOAT16[:3], *(pytest.param(case, marks=pytest.mark.slow)
+                                                      for case in BFLOAT16[3:])], ids=str)
+def test_bfloat16_is_near(bfloat16, runs, models):
     """assemble() compares the copies of each parameter, which differ in the end if any all-reduce differed once."""
-    one, many = losses(models, str(case.baseline)), losses(models, str(case))
-    assert max(abs(a - b) for a, b in zip(one, many, strict=True)) < OFF
-    [base], ranks = load(models / str(case.baseline)), load(models / str(case))
-    gradients = assemble(ranks, "grads")
-    for name, expected in base["grads"].items():
+    runs[bfloat16.baseline].result(), runs[bfloat16].result()
+    one, many = (read_run(models / str(case)) for case in (bfloat16.baseline, bfloat16))
+    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one.rows, many.rows, strict=True)) < OFF
+    gradients = assemble(many.ranks, "grads")
+    for name, expected in one.ranks[0]["grads"].items():
         off = (gradients[name] - expected).norm() / expected.norm()
-        assert off < OFF_GRADIENT[max(case.tp, case.cp)], (name, off)
-    assert assemble(ranks, "final").keys() == base["final"].keys()
+        assert off < OFF_GRADIENT[max(bfloat16.tp, bfloat16.cp)], (name, off)
+    assert assemble(many.ranks, "final").keys() == one.ranks[0]["final"].keys()
 
 
-def check_clipping(case: Case, folder) -> None:
+def check_clipping(case: Case, one: Run) -> None:
     """In the first step the bound is exceeded, and what the optimizer sees has this norm. A bound of 0 is none."""
-    first, [rank] = metrics(folder.parent, folder.name)[0]["grad_norm"], load(folder)
+    first, [rank] = one.rows[0]["grad_norm"], one.ranks
     assert first > 1.5 * case.max_grad_norm
     seen = torch.cat([grad.flatten() for grad in rank["grads"].values()]).norm().item()
     assert seen == pytest.approx(case.max_grad_norm or first, rel=2e-6), "torch divides by the norm plus 1e-6"
@@ -184,14 +127,3 @@ def check_live_activations(case: Case, ranks: list[dict]) -> None:
         limit = {"afab": m, "zb": num_stages, "interleaved_zb": first_round + num_stages,
                  "interleaved": first_round + 2 * ahead - 1}.get(engine, ahead)
         assert rank["peak"] == min(limit, v * m), (rank["place"], rank["peak"])
-
-
-@pytest.mark.slow
-@pytest.mark.step9
-def test_like_pipelines_of_step_9_are_step_8(models):
-    """To the last bit: the same schedule, the same sums in the same order."""
-    eight = Case(8, dp=2, pp=2, accumulation=4, engine="1f1b")
-    nine = Case(9, pipelines="3,2;3,2", num_microbatches="4,4")
-    for run in [start(case, models) for case in (eight, nine)]:
-        run.result()
-    assert losses(models, str(eight)) == losses(models, str(nine)) != []

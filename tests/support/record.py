@@ -14,38 +14,47 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-FIRST: dict = {}
-GAPS: list[float] = []  # between the value of the k-th expert and of the next one, the smallest of each micro-batch and layer
 
+class Recording:
+    """What one rank's optimizer sees, and how near the choice of experts came to a tie."""
 
-def watch_choice(module, _args, output) -> None:
-    """A choice jumps where two values are equal. Rounding, which differs between runs, must not decide any.
+    def __init__(self):
+        self.first, self.gaps = {}, []
 
-    Without a bias, experts are chosen by their logits, of which scores are softmax: logarithms differ as these do.
-    """
-    if type(module).__name__ == "Router" and module.k < output[0].size(-1):
-        scores, bias = output[0].detach(), module.bias_of_choice
-        values = scores + bias if torch.is_tensor(bias) and bias.any() else scores.log()
-        values = values.topk(module.k + 1).values
-        GAPS.append((values[:, -2] - values[:, -1]).min().item())
+    def watch_choice(self, module, _args, output) -> None:
+        """A choice jumps where two values are equal. Rounding, which differs between runs, must not decide any: kept
+        is the smallest gap between the value of the k-th expert and that of the next one.
 
+        Without a bias, experts are chosen by their logits, of which scores are softmax: logarithms differ as these do.
+        """
+        if type(module).__name__ == "Router" and module.k < output[0].size(-1):
+            scores, bias = output[0].detach(), module.bias_of_choice
+            values = scores + bias if torch.is_tensor(bias) and bias.any() else scores.log()
+            values = values.topk(module.k + 1).values
+            self.gaps.append((values[:, -2] - values[:, -1]).min().item())
 
-def snapshot(optimizer, _args, _kwargs) -> None:
-    """Before each optimizer step; only the first one counts."""
-    if FIRST:
-        return
-    group = optimizer.param_groups[0]
-    owner = group["params"][0]
-    wrappers = [module for module in gc.get_objects() if isinstance(module, torch.nn.Module)
-                and any(each.__name__ == "DataParallelBucket" for each in type(module).__mro__)
-                and any(param is owner for param in module.parameters())]
-    if wrappers and any(getattr(bucket, "shard", None) is owner for bucket in wrappers[0].buckets):
-        FIRST["read"] = lambda what: from_shards(wrappers[0], what)
-    else:
-        params = dict(zip((name.removeprefix("module.") for name in group["param_names"]), group["params"]))
-        FIRST["read"] = lambda what: {name: read(param, what).clone() for name, param in params.items()}
-    FIRST["initial"], FIRST["grads"] = FIRST["read"]("data"), FIRST["read"]("grad")
-    FIRST["wrappers"] = wrappers
+    def snapshot(self, optimizer, *_) -> None:
+        """Before each optimizer step; only the first one counts."""
+        if self.first:
+            return
+        group = optimizer.param_groups[0]
+        owner = group["params"][0]
+        wrappers = [module for module in gc.get_objects() if issubclass(type(module), torch.nn.Module)
+                    and any(each.__name__ == "DataParallelBucket" for each in type(module).__mro__)
+                    and any(param is owner for param in module.parameters())]
+        if wrappers and any(getattr(bucket, "shard", None) is owner for bucket in wrappers[0].buckets):
+            self.read = lambda what: from_shards(wrappers[0], what)
+        else:
+            params = dict(zip((name.removeprefix("module.") for name in group["param_names"]), group["params"]))
+            self.read = lambda what: {name: read(param, what).clone() for name, param in params.items()}
+        self.first = {"initial": self.read("data"), "grads": self.read("grad")}
+        self.wrapper = wrappers[0] if wrappers else None
+
+    def result(self, grid) -> dict:
+        """After the last step; `grid` is the rank's process group manager."""
+        place = {"dp": grid.dp_rank, "pp": grid.pp_rank, "tp": grid.tp_rank}
+        return {**self.first, "final": self.read("data"), "place": place, "gap": min(self.gaps, default=None),
+                "peak": getattr(self.wrapper, "peak_live_activations", None)}
 
 
 def read(param: torch.Tensor, what: str) -> torch.Tensor:
@@ -70,23 +79,19 @@ def from_shards(wrapper: torch.nn.Module, what: str) -> dict[str, torch.Tensor]:
 
 
 def run(out: str, script: str) -> None:
+    recording = Recording()
+    register_optimizer_step_pre_hook(recording.snapshot)
+    torch.nn.modules.module.register_module_forward_hook(recording.watch_choice)
     sys.path[0] = os.path.dirname(script)
     runpy.run_path(script)["main"]()
     grid = sys.modules["process_group_manager"].process_group_manager
     if grid is None:  # a script whose ranks train by themselves
         return
-    peaks = [getattr(module, "peak_live_activations", None) for module in FIRST.pop("wrappers")]
-    place = {"dp": grid.dp_rank, "pp": grid.pp_rank, "tp": grid.tp_rank}
-    final = FIRST.pop("read")("data")
     os.makedirs(out, exist_ok=True)
-    recording = {**FIRST, "final": final, "place": place, "peak": peaks[0] if peaks else None,
-                 "gap": min(GAPS, default=None)}
-    torch.save(recording, os.path.join(out, f"rank{grid.global_rank}.pt"))
+    torch.save(recording.result(grid), os.path.join(out, f"rank{grid.global_rank}.pt"))
 
 
 if __name__ == "__main__":
-    register_optimizer_step_pre_hook(snapshot)
-    torch.nn.modules.module.register_module_forward_hook(watch_choice)
     out, script = sys.argv[1:3]
     sys.argv = sys.argv[2:]
     run(out, script)

