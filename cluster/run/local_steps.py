@@ -103,7 +103,7 @@ def train_rounds(args, plugin, made, layout, start, generation) -> None:
                         f"round of --local_steps {args.local_steps}: lower it, or add data")
     epochs = Epochs(samples, plugin.global_batch_size, args.seed)
     epochs.set_steps(args.epochs * epochs.steps_per_epoch)
-    batches = iter(plugin.prepare_dataloader(epochs, collate_batch))
+    batches = plugin.batches(epochs, collate_batch)
     stage = PipelineStage(made.model, layout.templates[0], 0)
     with pgm.together():
         if made.initial:  # else the model has them, drawn by --seed

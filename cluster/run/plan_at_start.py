@@ -48,11 +48,6 @@ def find_plan(args, made, device: torch.device, dtype: torch.dtype) -> dict | No
         return plan
     if args.pipelines or args.tp_size > 1 or args.local_steps:
         return None
-    return plan_by_themselves(args, made, device, dtype)
-
-
-def plan_by_themselves(args, made, device: torch.device, dtype: torch.dtype) -> dict | None:
-    """The plan for these machines; None where each of them can hold the whole model. Collective."""
     free = gather(free_memory(device))
     if rough_bytes(args, made, dtype) < FRACTION * min(free):
         return None

@@ -270,7 +270,7 @@ class Progress:
         if self.said_at is None:
             self.tqdm.initial, self.said_at = self.tqdm.n, now
             self.tqdm.start_t = self.tqdm.last_print_t = now
-        elif not self.is_bar and not self.tqdm.disable and now - self.said_at >= EVERY and self.tqdm.n < self.tqdm.total:
+        elif not (self.is_bar or self.tqdm.disable) and now >= self.said_at + EVERY and self.tqdm.n < self.tqdm.total:
             self.said_at = now
             print(str(self.tqdm), flush=True)
 
