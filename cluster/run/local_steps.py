@@ -77,7 +77,7 @@ def check_local_flags(args) -> None:
         raise UserError(f"--overlap_steps {args.overlap_steps} must be below --local_steps {args.local_steps}: the "
                         "differences of a round have to arrive before the next round ends")
     if given := [flag for flag in ("pipelines", "plan", "resume", "save_every", "max_steps", "lora_rank")
-                 if getattr(args, flag, None)]:
+                 if getattr(args, flag, None)] + ["tp_size"] * (args.tp_size > 1):
         raise UserError(f"--{', --'.join(given)} with --local_steps: ranks that take local steps hold the whole model, "
                         "from the first epoch on, and save it at the end of each: leave it out")
     if is_elastic():
