@@ -23,12 +23,12 @@ def drop_password() -> None:
     A command line is public: `ps` shows it, W&B uploads it, logs repeat it. Only a program that starts anew without the
     flag has a process title without it.
     """
-    kept, is_value = [], False
-    for argument in sys.argv[1:]:
-        is_flag = not is_value and argument.partition("=")[0] == "--sudo_pass"
-        if not is_flag and not is_value:
-            kept.append(argument)
-        is_value = is_flag and "=" not in argument
+    words, kept = iter(sys.argv[1:]), []
+    for word in words:
+        if word == "--sudo_pass":
+            next(words, None)  # its value
+        elif not word.startswith("--sudo_pass="):
+            kept.append(word)
     if kept == sys.argv[1:]:
         return
     if os.environ.get("RANK", "0") == "0":

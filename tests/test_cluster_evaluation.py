@@ -15,7 +15,7 @@ from launch import metrics, modules_of, start_fork
 
 with modules_of(9):
     from data import encoded, batches as data
-    from run.evaluation import Evaluator
+    from run import evaluation
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 SAMPLES, SIZE, STEPS, RATE, TOLERANCE = 12, 2, 2, 1e-3, 1e-9  # of a step, of a micro-batch
@@ -125,14 +125,17 @@ def test_every_target_counts_once(runs, folder, name):
 
 @pytest.mark.parametrize("was_training", [True, False])
 def test_dropout_is_off_meanwhile_and_no_generator_is_drawn_from(monkeypatch, was_training):
-    evaluator, seen = object.__new__(Evaluator), []
-    evaluator.plugin, evaluator.model = argparse.Namespace(device=torch.device("cpu")), torch.nn.Dropout(0.5)
-    evaluator.model.train(was_training)
+    plugin = argparse.Namespace(device=torch.device("cpu"), microbatch_size=1, num_microbatches=[1])
+    model = torch.nn.Dropout(0.5).train(was_training)
+    evaluator = evaluation.Evaluator(plugin, model, torch.ones(2, 1, 9), lambda rows: {"target_ids": rows[0]},
+                                     lambda output, batch: output.sum())
     state = torch.get_rng_state()
-    monkeypatch.setattr(Evaluator, "forward_all", lambda self: seen.append(self.model(torch.ones(9)).sum()) or
-                        torch.tensor([3.0, 2.0]))
-    assert evaluator.evaluate() == 1.5 and seen == [9.0]
-    assert evaluator.model.training == was_training and torch.equal(torch.get_rng_state(), state)
+    monkeypatch.setattr(evaluation.pgm, "process_group_manager", argparse.Namespace(
+        dp_rank=0, tp_rank=0, pp_is_last_stage=True))
+    monkeypatch.setattr(evaluation, "outputs", lambda plugin, model, batches: (
+        (batch, model(torch.ones(1, 9))) for batch in batches))
+    assert evaluator.evaluate() == 9.0
+    assert model.training == was_training and torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_microbatch_without_a_target_has_gradients_of_zeros():

@@ -170,9 +170,7 @@ def test_each_sample_is_read_once(monkeypatch, first_step):
     for pipeline in range(3):
         monkeypatch.setattr(pgm, "process_group_manager", argparse.Namespace(dp_rank=pipeline))
         plugin = made_plugin(4, shares[first_step])
-        loader = plugin.prepare_dataloader(torch.arange(170), lambda ids: {"ids": torch.stack(ids)})
-        loader.first_step = first_step
-        batches = iter(loader)
+        batches = plugin.batches(torch.arange(170), lambda ids: {"ids": torch.stack(ids)}, first_step)
         for step in range(first_step, 4):
             plugin.deal(shares[step])
             mine = [next(batches)["ids"].tolist() for _ in range(plugin.own_num_microbatches)]
@@ -191,7 +189,7 @@ def test_whole_micro_batches_are_dealt_as_in_step_9(monkeypatch):
         plugin = made_plugin(4, [4 * count for count in counts])
         theirs = HeterogeneousDataLoader(torch.arange(70), 4, counts, pipeline, plugin.device, torch.float64,
                                          collate_fn=lambda ids: {"ids": torch.stack(ids)})
-        ours = plugin.prepare_dataloader(torch.arange(70), theirs.dataset.collate)
+        ours = plugin.batches(torch.arange(70), theirs.dataset.collate)
         assert [batch["ids"].tolist() for batch in ours] == [batch["ids"].tolist() for batch in theirs]
 
 

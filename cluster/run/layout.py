@@ -62,15 +62,12 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_layout_flags(args) -> None:
-    """Fills in defaults. Raises UserError for flags beside a --plan that decides them, or that do not go together."""
+    """Fills in defaults. Raises UserError for flags beside a --plan that decides them."""
     if args.plan and (given := [name for name in DECIDED if getattr(args, name) is not None]):
         raise UserError(f"--plan says what runs where: leave out --{', --'.join(given)}")
     for name, default in DECIDED.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    if args.tp_size > 1 and args.local_steps:
-        raise UserError(f"--tp_size {args.tp_size} with --local_steps: ranks that take local steps hold the whole "
-                        "model: leave out one of the two")
 
 
 @dataclass(frozen=True)

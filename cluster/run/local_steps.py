@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 import process_group_manager as pgm
+from data.batches import pad
 from data.encoded import load_samples
 from data.epochs import Epochs
-from dataloader import collate_batch
 from metrics import RunLogger
 from model import cast_weights_once
 from pipeline_stage import PipelineStage
@@ -77,7 +77,7 @@ def check_local_flags(args) -> None:
         raise UserError(f"--overlap_steps {args.overlap_steps} must be below --local_steps {args.local_steps}: the "
                         "differences of a round have to arrive before the next round ends")
     if given := [flag for flag in ("pipelines", "plan", "resume", "save_every", "max_steps", "lora_rank")
-                 if getattr(args, flag, None)]:
+                 if getattr(args, flag, None)] + ["tp_size"] * (args.tp_size > 1):
         raise UserError(f"--{', --'.join(given)} with --local_steps: ranks that take local steps hold the whole model, "
                         "from the first epoch on, and save it at the end of each: leave it out")
     if is_elastic():
@@ -101,9 +101,9 @@ def train_rounds(args, plugin, made, layout, start, generation) -> None:
     if len(samples) < plugin.global_batch_size:
         raise UserError(f"the data set has {len(samples)} samples, fewer than the {plugin.global_batch_size} of a "
                         f"round of --local_steps {args.local_steps}: lower it, or add data")
-    epochs = Epochs(samples, plugin.global_batch_size, args.seed)
+    epochs = Epochs(samples, range(len(samples)), plugin.global_batch_size, args.seed, is_all=True)
     epochs.set_steps(args.epochs * epochs.steps_per_epoch)
-    batches = iter(plugin.prepare_dataloader(epochs, collate_batch))
+    batches = plugin.batches(epochs, pad)
     stage = PipelineStage(made.model, layout.templates[0], 0)
     with pgm.together():
         if made.initial:  # else the model has them, drawn by --seed

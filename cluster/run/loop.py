@@ -25,14 +25,14 @@ def check_profile_batch(args, num_steps: int) -> None:
                         "one of them, or -1 for none")
 
 
-def train(session: Session, loader, criterion: Callable, num_steps: int, evaluator: Evaluator | None,
+def train(session: Session, batches: Iterator[dict], criterion: Callable, num_steps: int, evaluator: Evaluator | None,
           rebalancer: Rebalancer) -> Iterator[Step]:
     """Trains until optimizer step `num_steps`; yields each step when it is done. Collective.
 
-    `loader`: of the whole run's samples, unshuffled; what was trained before a resume is skipped. The evaluator is used
-    before the first step, after the last one, and after every args.eval_every ones: where a stop comes then, when the
-    run goes on. Writes metrics, and the timeline of step args.profile_batch. In the end rank 0 prints where the time of
-    each rank went. Raises UserError for a loss that is not finite.
+    `batches`: this pipeline's, without those that were trained before a resume. The evaluator is used before the first
+    step, after the last one, and after every args.eval_every ones: where a stop comes then, when the run goes on.
+    Writes metrics, and the timeline of step args.profile_batch. In the end rank 0 prints where the time of each rank
+    went. Raises UserError for a loss that is not finite.
     """
     grid, args, (plugin, model, optimizer, scheduler) = pgm.process_group_manager, session.args, session.trained
     first = session.start.step
@@ -41,8 +41,7 @@ def train(session: Session, loader, criterion: Callable, num_steps: int, evaluat
     session.generation.at_end.callback(record.leave)
     if first >= num_steps:
         has_made_all(session, num_steps)
-    loader.first_step = first
-    batches, times, first_bad = iter(loader), StepTimes(plugin.device), FirstBadLoss(criterion)
+    times, first_bad = StepTimes(plugin.device), FirstBadLoss(criterion)
     stops = is_last = False
     if evaluator and record.is_evaluation_due(first, args.eval_every):
         record.evaluated(first, evaluator.evaluate())

@@ -39,7 +39,7 @@ def find_plan(args, made, device: torch.device, dtype: torch.dtype) -> dict | No
     model does not fit into all machines together.
     """
     if args.plan:
-        plan = plan_of_file(args.plan, getattr(args, "cluster_json", None) or CLUSTER_JSON)
+        plan = plan_of_file(args.plan, args.cluster_json or CLUSTER_JSON)
         used = machines_of(plan)
         idle = [host for rank, host in enumerate(plan["hosts"]) if rank not in used]
         say(f"ranks in the order of {args.plan}: {', '.join(plan['hosts'][rank] for rank in used)}"

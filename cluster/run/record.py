@@ -156,18 +156,11 @@ def read_metrics(folder: str, last: int, *names: str) -> list[str]:
     """The lines of the steps up to `last`, each once, in order. A line that is cut off does not count."""
     rows = {}
     for name in names:
-        try:
-            with open(os.path.join(folder, name), encoding="utf-8") as file:
-                lines = file.readlines()
-        except OSError:
-            continue
-        for line in lines:
-            try:
-                step = json.loads(line)["step"]
-            except (ValueError, KeyError, TypeError):
-                continue
-            if line.endswith("\n") and 0 <= step <= last:
-                rows[step] = line
+        with contextlib.suppress(OSError), open(os.path.join(folder, name), encoding="utf-8") as file:
+            for line in file:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    if 0 <= (step := json.loads(line)["step"]) <= last and line.endswith("\n"):
+                        rows[step] = line
     return [rows[step] for step in sorted(rows)]
 
 
@@ -227,10 +220,8 @@ class Board:
             values["wait_seconds"] = max(step.seconds - step.compute_seconds, 0.0)
         if self.device.type == "cuda":
             values["gpu_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
-            try:
+            with contextlib.suppress(ImportError, RuntimeError):  # it needs the package nvidia-ml-py
                 values["gpu_percent"] = float(torch.cuda.utilization(self.device))
-            except (ImportError, RuntimeError):
-                pass  # it needs the package nvidia-ml-py
         return values
 
     def close(self) -> None:

@@ -53,8 +53,23 @@ class SamplesPlugin(HeterogeneousParallelPlugin):
         ends = [0, *itertools.accumulate(sizes)]
         return [range(ends[place], ends[place + 1]) for place in places[pgm.process_group_manager.dp_rank]]
 
-    def prepare_dataloader(self, dataset, collate_fn: Callable) -> "SamplesLoader":
-        return SamplesLoader(self, dataset, collate_fn)
+    def batches(self, dataset, collate: Callable, first_step: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+        """This pipeline's micro-batches from a step on, as they are dealt when each step begins.
+
+        The samples of a step follow those of the step before. `collate` makes a micro-batch of a list of them. They are
+        read in this process and never ahead.
+        """
+        size = self.global_batch_size
+        for first in range(first_step * size, len(dataset) - size + 1, size):
+            for those in self.own_microbatches():
+                batch = collate([dataset[first + i] for i in those])
+                yield {name: self.on_device(value) for name, value in batch.items()}
+
+    def on_device(self, value: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cuda":  # from pinned memory, the copy overlaps with computing
+            value = value.pin_memory()
+        dtype = self.master_dtype if value.is_floating_point() else None
+        return value.to(self.device, dtype, non_blocking=True)
 
     def execute_pipeline(self, data_iter: Iterator[dict], model, criterion: Callable, *others, **options):
         def of_samples(output, batch) -> torch.Tensor:
@@ -62,25 +77,6 @@ class SamplesPlugin(HeterogeneousParallelPlugin):
             return criterion(output, batch) * (count * sum(self.num_microbatches) / self.global_batch_size)
 
         return super().execute_pipeline(data_iter, model, of_samples, *others, **options)
-
-
-class SamplesLoader:
-    """Iterates over this pipeline's micro-batches as the plugin deals them when a step begins, from `first_step` on.
-
-    The samples of a step follow those of the step before. `collate` makes a micro-batch of a list of them. It reads in
-    this process and never ahead.
-    """
-
-    def __init__(self, plugin: SamplesPlugin, dataset, collate: Callable):
-        self.plugin, self.dataset, self.collate, self.first_step = plugin, dataset, collate, 0
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        size = self.plugin.global_batch_size
-        for first in range(self.first_step * size, len(self.dataset) - size + 1, size):
-            for those in self.plugin.own_microbatches():
-                batch = self.collate([self.dataset[first + i] for i in those])
-                yield {name: value.to(self.plugin.device, self.plugin.master_dtype if value.is_floating_point() else
-                                      None, non_blocking=True) for name, value in batch.items()}
 
 
 def add_replan_flag(parser: argparse.ArgumentParser) -> None:

@@ -29,14 +29,12 @@ def choose_shares(args, made, count: int, told: list[int] | None, total: int | N
     `total`: the samples of a step, where a checkpoint has decided it.
     """
     size, ranks = args.batch_size, dist.get_world_size()
-    if told:
-        if len(told) == count and (total in (None, size * sum(told)) or not is_elastic()):
-            return [size * number for number in told]  # Start.check says what the checkpoint has instead
-        if not is_elastic():
-            raise UserError(f"--num_microbatches {','.join(map(str, told))}: write {count} numbers, one per pipeline, "
-                            "with commas between them")
-        total = total or size * sum(told)
-    total = total or (args.local_steps or size * args.gradient_accumulation) * count
+    if told and len(told) == count and (total in (None, size * sum(told)) or not is_elastic()):
+        return [size * number for number in told]  # Start.check says what the checkpoint has instead
+    if told and not is_elastic():
+        raise UserError(f"--num_microbatches {','.join(map(str, told))}: write {count} numbers, one per pipeline, with "
+                        "commas between them")
+    total = total or size * sum(told or ()) or (args.local_steps or size * args.gradient_accumulation) * count
     if not count <= total <= MOST:
         raise UserError(f"{total} {'local steps a round' if args.local_steps else 'samples a step'} for {count} "
                         f"pipelines: choose {count} to {MOST}, or start fewer processes")

@@ -24,7 +24,7 @@ from ranks.join import print_table
 from timeline import Timeline, timeline
 
 MEASURE_EVERY = {"cpu": 1, "cuda": 10}  # steps: timing what a GPU computes means waiting for it
-KINDS = ("forward", "backward", "optimizer")
+KINDS = ("forward", "backward", "optimizer")  # of what a rank computes; else it is idle
 
 
 class StepTimes:
@@ -57,9 +57,10 @@ class StepTimes:
                 is_host = isinstance(span.start, int)  # else CUDA events, which have happened: the loss is known
                 seconds = (span.end - span.start) / 1e9 if is_host else span.start.elapsed_time(span.end) / 1e3
                 spent[span.kind] += seconds
-        spent["compute"], self.work = sum(spent[kind] for kind in KINDS), spent["forward"] + spent["backward"]
+        computed, self.work = sum(spent[kind] for kind in KINDS), spent["forward"] + spent["backward"]
+        spent["idle"] = step_seconds - computed
         self.measured.append(spent)
-        return step_seconds, spent["compute"]
+        return step_seconds, computed
 
     def print(self) -> None:
         """Of each rank: the mean milliseconds of a step by what they went to, and peak memory. Collective.
@@ -68,10 +69,8 @@ class StepTimes:
         """
         heads, row = [*KINDS, "idle", "step"], None
         if steps := self.measured[1:] or self.measured:  # a GPU may have measured none, where a CPU has
-            kinds = (*KINDS, "compute", "step")
-            mean = {kind: 1e3 * statistics.fmean(spent[kind] for spent in steps) for kind in kinds}
-            mean["idle"] = mean["step"] - mean["compute"]
-            row = [socket.gethostname(), *(f"{mean[kind]:.1f}" for kind in heads), f"{peak_memory_gb():.2f}"]
+            means = [statistics.fmean(spent[kind] for spent in steps) for kind in heads]
+            row = [socket.gethostname(), *(f"{1e3 * seconds:.1f}" for seconds in means), f"{peak_memory_gb():.2f}"]
         if any(rows := gather(row)):
             say("milliseconds of a step, mean, and peak memory")
             print_table(["rank", "host", *heads, "GB"], [[rank, *row] for rank, row in enumerate(rows) if row])

@@ -95,13 +95,13 @@ def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, gener
     num_steps = args.max_steps or args.epochs * data.train.steps_per_epoch
     data.train.set_steps(num_steps)
     check_profile_batch(args, num_steps)
-    loader = plugin.prepare_dataloader(data.train, collate_fn=data.collate)
+    batches = plugin.batches(data.train, data.collate, start.step)
     session = set_up(args, plugin, made, start, generation, tokenizer, data, num_steps)
     evaluator = None
     if data.evaluation:
         evaluator = Evaluator(plugin, session.trained.model, data.evaluation, pad, made.criterion,
                               args.eval_batches)
-    steps = train(session, loader, weighted(made.criterion), num_steps, evaluator, rebalancer)
+    steps = train(session, batches, weighted(made.criterion), num_steps, evaluator, rebalancer)
     for step in print_epochs(steps, data.train.steps_per_epoch):
         warn_of_damage(step, start.step, session.source, vocab_size)
 
