@@ -147,17 +147,6 @@ def test_files_that_are_no_answer(content, words, tmp_path):
         judge(one, tmp_path / f"{one.name}.py")
 
 
-def test_an_answer_in_another_style(tmp_path):
-    """With a byte order mark, future imports, decorators and helpers."""
-    one = EXERCISES["ring_all_reduce"]
-    text = "\ufefffrom __future__ import annotations\nimport functools\n\n" + solution(one)
-    assert verdict(one, text + "\n\ndef helper():\n    return 1\n", tmp_path).is_right
-    found = verdict(one, "\nimport no_such_thing\n\n\ndef ring_all_reduce(tensor):\n    pass\n", tmp_path)
-    assert "line 2: import no_such_thing" in found.message
-    text = "def ring_all_reduce(tensor):\n    helper(tensor)\n\n\n@staticmethod\ndef helper(tensor):\n    tensor[99]\n"
-    assert "line 7: tensor[99]" in verdict(one, text, tmp_path).message
-
-
 def test_a_count_below_the_bound_is_refused(tmp_path):
     """What goes around the count can't get stars."""
     one, path = EXERCISES["ring_all_reduce"], tmp_path / "ring_all_reduce.py"

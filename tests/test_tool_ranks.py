@@ -81,19 +81,6 @@ def test_deadlock_shows_who_waits_for_whom():
     assert "rank 0 -> rank 1 -> rank 0" in message and f"{dist.recv.__name__}(torch.empty(1), 1 - rank)" in message
 
 
-def test_all_send_first():
-    def program(rank: int) -> None:
-        dist.send(torch.ones(1), 1 - rank)
-        dist.recv(torch.ones(1), 1 - rank)
-
-    assert "deadlock" in violation(2, program)
-
-
-def test_rank_that_leaves_out_a_collective():
-    message = violation(2, lambda rank: dist.all_reduce(torch.ones(1)) if rank else None)
-    assert "rank 0             has ended" in message and "rank 1 --> rank 0" in message
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_tensor_that_changes_while_it_is_sent(late):
     def program(rank: int) -> None:
@@ -138,7 +125,6 @@ def test_nothing_is_there_before_wait():
 @pytest.mark.parametrize("program, words", [
     (lambda rank: dist.send(torch.ones(2), 1) if rank == 0 else dist.recv(torch.ones(3), 0), "sends 2 numbers"),
     (lambda rank: dist.all_reduce(torch.ones(2 + rank)), "do not match"),
-    (lambda rank: dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM), "do not match"),
     (lambda rank: dist.all_reduce(torch.ones(2)) if rank else dist.barrier(), "do not match"),
     (lambda rank: dist.isend(torch.ones(2), 1) and None if rank == 0 else None, "were not received"),
     (lambda rank: dist.irecv(torch.ones(2), 1) and None if rank == 0 else None, "has not come"),
@@ -146,28 +132,15 @@ def test_nothing_is_there_before_wait():
     (lambda rank: (dist.isend(torch.ones(2), 1), dist.recv(torch.ones(2), 1)) and None if rank == 0 else (
         dist.recv(torch.ones(2), 0), dist.send(torch.ones(2), 0)) and None, "has not waited for what it sends"),
     (lambda rank: dist.all_reduce(torch.ones(2, 3).T), "not contiguous"),
-    (lambda rank: dist.send(torch.ones(4)[::2], 1) if rank == 0 else dist.recv(torch.ones(2), 0), "not contiguous"),
     (lambda rank: dist.send(torch.ones(2), 1, tag=3) if rank == 0 else dist.recv(torch.ones(2), 0), "uses the tag 3"),
     (lambda rank: [dist.new_group(ranks) for ranks in ([0], [1])[:: 1 if rank else -1]] and None, "in the same order"),
     (lambda rank: dist.new_group([0]) and None if rank else None, "unlike numbers of groups"),
     (lambda rank: dist.all_reduce(torch.ones(2), group=dist.new_group([0])), "rank 1 is not in the group"),
     (lambda rank: dist.reduce(torch.ones(2), 0), "calls reduce, which"),
-    (lambda rank: dist.all_reduce(torch.ones(2), dist.ReduceOp.AVG), "use SUM, MAX or MIN"),
     (lambda rank: dist.send(torch.ones(2), rank), "choose another of these ranks"),
-    (lambda rank: dist.send(torch.ones(2), 7), "choose another of these ranks"),
 ])
 def test_what_does_not_work_between_processes(program, words):
     assert words in violation(2, program)
-
-
-def test_a_rank_may_ask_again_and_again():
-    def program(rank: int) -> None:
-        handle = dist.irecv(torch.empty(1), 1 - rank) if rank == 0 else dist.isend(torch.ones(1), 0)
-        while not handle.is_completed():
-            pass
-        handle.wait()
-
-    World(2).run(program, timeout=5)
 
 
 def test_rank_that_does_not_end():

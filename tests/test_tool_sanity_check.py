@@ -7,7 +7,6 @@ import sys
 import pytest
 
 import sanity_check
-import sanity_figure
 from launch import ROOT
 
 CONFIG = dict(model_name="tiny_llama", num_hidden_layers=None, num_attention_heads=None, num_key_value_heads=None,
@@ -46,11 +45,6 @@ def write_run(folder, losses, norms=None, **config):
             for i, (loss, norm) in enumerate(zip(losses, norms or NORMS), 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
-
-
-def test_each_row_has_a_colour_of_its_own():
-    """A line's colour says what it is."""
-    assert len(set(sanity_figure.COLOURS)) == len(sanity_figure.COLOURS) >= len(sanity_check.ROWS) - 1
 
 
 @pytest.fixture
@@ -116,22 +110,6 @@ def test_plot_draws_and_writes_the_table(check, tmp_path):
     cells = [cell.strip() for cell in baseline.strip("|").split("|")]
     assert cells == ["a", "1", "30", "4.1000", "", "", "", "1,600"], "the speed is the median without the first step"
     assert len(others) == 2 and all(len(line) == len(header) for line in others)
-
-
-def test_runs_that_cannot_be_compared(check, no_figure, tmp_path):
-    baseline = write_run(tmp_path / "baseline", CURVE)
-    other = write_run(tmp_path / "other", CURVE, micro_batch_size=2)
-    code, printed = check("--plot", baseline, other)
-    assert code == 1 and "other can't be compared: its number of tokens a step is 2048, the baseline's 4096" in printed
-
-
-def test_only_a_dtype_of_auto_is_named_by_the_flag(check, no_figure, tmp_path):
-    apart = [loss + 0.01 for loss in CURVE]  # in bfloat16 nothing, in float32 much
-    for dtype, code in (("auto", 0), ("float32", 1)):
-        curves = {"a": CURVE, "b": apart}
-        runs = [write_run(tmp_path / dtype / name, curve, dtype=dtype) for name, curve in curves.items()]
-        assert check("--dtype", "bfloat16", "--plot", *runs)[0] == code
-    assert check("--plot", *(tmp_path / "auto" / name for name in "ab"))[0] == 1
 
 
 def test_missing_runs_are_reported(check, no_figure, tmp_path):

@@ -114,19 +114,3 @@ def test_zb_v_is_legal_and_as_long_as_the_page_says():
         assert (units == 6 * m + p - 1) == (2 * m >= 3 * p - 1)
         assert max(result["live"]) == 2 * min(p, m), (p, m)
         assert len(result["transfers"]) == 4 * m * (p - 1)
-
-
-@needs_node
-def test_bubble_and_live_microbatches_of_the_textbook():
-    """Where F, B and W take a unit each and messages nothing: the formulas of steps 8, 10 and 11."""
-    cases = [(name, p, m, v) for name in OF_STEP_11 for p in (1, 2, 4, 8) for m in (8, 16)
-             for v in ((2, 3) if name.startswith("interleaved") else (1,))]
-    found = node("""return input.map(([schedule, p, m, v]) => schedules.simulate(
-                        { p, m, v, schedule, costs: { F: v, B: v, W: v }, speeds: Array(p).fill(1) }));""", cases)
-    for (name, p, m, v), result in zip(cases, found, strict=True):
-        ideal = (p - 1) / ((3 if name.endswith("zb") else 1) * v * m + p - 1)
-        assert result["bubble"] == pytest.approx(ideal, abs=1e-12), (name, p, m, v)
-        live = {"afab": [m] * p, "1f1b": [p - s for s in range(p)], "zb": [p] * p, "interleaved_zb": [v * p] * p,
-                "interleaved": [min((v - 1) * p + 2 * (p - s) - 1, v * m) for s in range(p)]}[name]
-        assert len(result["transfers"]) == 2 * m * (v * p - 1) * (p > 1), (name, p, m, v)
-        assert result["live"] == live, (name, p, m)

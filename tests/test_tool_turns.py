@@ -67,11 +67,3 @@ def test_a_rank_that_fails_ends_the_others(make_program):
     for rank in program.ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(rank.pid, 0)
-
-
-def test_a_program_that_does_fewer_steps(make_program):
-    program = make_program("a")
-    for _ in range(4):
-        program.turn()
-    with pytest.raises(SystemExit, match="a ended in the middle"):
-        program.turn()

@@ -8,7 +8,6 @@ VERSIONS = {
             Wrong("the root mean square is taken for a constant", " - normalised * common)", ")", "has to be 0"),
             Wrong("each token keeps its own gradient of the weight", ".flatten(0, -2).sum(0)", "", "has shape [3, 4]"),
             Wrong("eps is forgotten", "keepdim=True) + eps)", "keepdim=True))", "and eps = 0.5"),
-            Wrong("the weight is forgotten", "grad * weight", "grad", "the gradient of x"),
         ],
         right='''
 def rms_norm_backward(x, weight, grad, eps):
@@ -30,8 +29,6 @@ def rms_norm_backward(x, weight, grad, eps):
             Wrong("the minus at the wrong half", "torch.cat([-x2, x1]", "torch.cat([x2, -x1]", "the other way"),
             Wrong("neighbours form the pairs", "torch.cat([-x2, x1], dim=-1)",
                   "torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)", "length of a pair"),
-            Wrong("the heads take the place of the positions", "return x * cos + ",
-                  "cos, sin = cos[: x.size(1), None], sin[: x.size(1), None]\n    return x * cos + ", "expected"),
         ],
         right='''
 def apply_rotary(x, cos, sin):
@@ -48,8 +45,6 @@ def apply_rotary(x, cos, sin):
             Wrong("tokens read from later ones", "is_causal=True", "is_causal=False", "must not read from later"),
             Wrong("heads and tokens are not exchanged",
                   "out.transpose(1, 2).reshape", "out.reshape", "in each other's place"),
-            Wrong("the scores are not divided by sqrt(hd)", "is_causal=True", "is_causal=True, scale=1.0",
-                  "2 query and 2 key/value heads"),
         ],
         right='''
 def forward(self, x, cos, sin):

@@ -13,10 +13,6 @@ VERSIONS = {
             Wrong("hops is not used", "hops * (num_stages", "(num_stages", "forwards before its first backward"),
             Wrong("the whole first round", "len(forwards[0]) // num_chunks * (num_chunks - 1)", "len(forwards[0])",
                   "does 7 forwards before its first backward, and has to do 5"),
-            Wrong("no cool-down", "yield from backwards[len(forwards[warm_up:]) :]", "pass", "never does B"),
-            Wrong("backward comes first in a pair", "yield forward\n        yield backward",
-                  "yield backward\n        yield forward",
-                  "deadlock"),
         ],
         right='''
 def interleave(stage, num_stages, num_microbatches, num_chunks, hops):
@@ -39,8 +35,6 @@ def interleave(stage, num_stages, num_microbatches, num_chunks, hops):
                   "deadlock"),
             Wrong("one chunk only", "enumerate((rank, last - rank))", "enumerate((rank,))", "never does F0'"),
             Wrong("backwards come too late", "4 * i + 2 * last", "8 * num_ranks * i + 2 * last", "and may take"),
-            Wrong("no micro-batch overlaps with another", "sorted(times)",
-                  "sorted(times, key=lambda each: (each[2], each[0]))", "and may take"),
         ],
         right='''
 def v_shape(rank, num_ranks, num_microbatches):

@@ -13,9 +13,6 @@ VERSIONS = {
                       "still arriving"),
             Wrong("the rest is not gathered", "        self.rest.start_gather()\n", "        return\n",
                   "forward reaches embedding, whose weights are freed"),
-            Wrong("the rest is used before it is there", "        self.rest.gather()\n", "", "still arriving"),
-            Wrong("the unit of the next layer is freed", "            self.units[layer].free()",
-                  "            self.units[self.following[layer]].free()", "weights are still arriving"),
         ],
         right='''
 class FullyShardedDataParallel(Zero):

@@ -10,11 +10,6 @@ VERSIONS = {
             Wrong("the order is not undone", "order.argsort()), received, sent", "order), received, sent",
                   "the results of its rows"),
             Wrong("the numbers are not swapped on the way back", "received, sent)", "sent, received)", "rank"),
-            Wrong("there is no backward", "rows = AllToAll.apply(rows, sent, received)", "rows = exchange(rows, "
-                "sent, received)",
-                  "the gradient of its rows"),
-            Wrong("the counts are taken for everybody's", "exchange(counts, equal, equal)",
-                  "counts.view(size, -1)[pgm.process_group_manager.ep_rank].repeat(size)", "rows to rank"),
         ],
         right='''
 def run(self, rows, counts):

@@ -10,8 +10,6 @@ VERSIONS = {
                   "grad = grad.contiguous()", "Autograd may use it elsewhere"),
             Wrong("the copy has the strides of the gradient", "grad.clone(memory_format=torch.contiguous_format)",
                   "grad.clone()", "is_contiguous()"),
-            Wrong("forward sums, too", "return x.view_as(x)", "x = x.clone(); all_reduce(x); return x", "the output"),
-            Wrong("the sum is over all ranks", "all_reduce(grad)", "dist.all_reduce(grad)", "dp 2 x tp 2"),
         ],
         right='''
 class Copy(torch.autograd.Function):
@@ -33,8 +31,6 @@ class Copy(torch.autograd.Function):
             Wrong("nothing is summed", "        all_reduce(x)\n", "", "the output"),
             Wrong("the mean instead of the sum", "        return x\n",
                   "        x /= pgm.process_group_manager.tp_world_size\n        return x\n", "(1/2 of it)"),
-            Wrong("the gradient is shared out", "return grad", "return grad / pgm.process_group_manager.tp_world_size",
-                  "the gradient of this rank's term"),
         ],
         right='''
 class Reduce(torch.autograd.Function):
@@ -57,9 +53,6 @@ class Reduce(torch.autograd.Function):
             Wrong("other ranks count column 0 as the target",
                   ".squeeze(-1).masked_fill(elsewhere, 0.0)", ".squeeze(-1)",
                   "the loss of 4 tokens"),
-            Wrong("the sums of the ranks are not added", "all_reduce(sums)", "pass", "the loss of 4 tokens"),
-            Wrong("the softmax is that of this rank alone", "exp.div_(sum_exp.unsqueeze(-1))",
-                  "exp.div_(exp.sum(dim=-1, keepdim=True))", "the gradient of 3 * loss"),
         ],
         right='''
 def forward(ctx, logits, target_ids, vocab_size):
@@ -82,10 +75,6 @@ def forward(ctx, logits, target_ids, vocab_size):
                   "all_reduce(squares)", "pass", "the gradient norm with tp_size 2"),
             Wrong("norms are summed instead of squares", "get_total_norm(rows) ** 2\n", "get_total_norm(rows)\n",
                   "the gradient norm with tp_size 2"),
-            Wrong("each rank clips by its own norm", "squares.sqrt())\n", "torch.nn.utils.get_total_norm(rows))\n",
-                  "the gradients that the optimizer gets, with tp_size 2 and max_grad_norm 0.5"),
-            Wrong("0 clips everything away", "if max_norm:", "if True:",
-                  "the gradients that the optimizer gets, with tp_size 2 and max_grad_norm 0"),
         ],
         right='''
 def clip_grad_norm(model, max_norm):
