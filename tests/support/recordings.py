@@ -179,7 +179,7 @@ def train_flags_here(step: int, num_ranks: int, flags: list) -> Run:
         modules.train.main = main_and_result
 
     hooks = [register_optimizer_step_pre_hook(lambda *args: recordings[dist.get_rank()].snapshot(*args)),
-             torch.nn.modules.module.register_module_forward_hook(recordings[0].watch_choice)]
+             torch.nn.modules.module.register_module_forward_hook(lambda *args: recordings[dist.get_rank()].watch(*args))]
     try:
         return Run(train(StepSource(step), num_ranks, flags, prepare).rows, found)
     finally:
