@@ -80,7 +80,7 @@ def test_wrong_answers_are_refused(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("name", [name for name in EXERCISES if versions(name).right])
 def test_another_right_answer_is_accepted(name, tmp_path):
     found = verdict(EXERCISES[name], versions(name).right, tmp_path)
     assert found.is_right and found.stars >= 1, found.message
@@ -167,6 +167,6 @@ def test_an_answer_that_does_not_end(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["ring_all_reduce", "executor"])  # the second one trains
 def test_on_processes(name, commands, tmp_path, capfd):
     one = EXERCISES[name]
-    (tmp_path / f"{one.name}.py").write_text(versions(one.name).right)
+    (tmp_path / f"{one.name}.py").write_text(solution(one))
     assert commands.main(["check", one.name, "--torchrun", "--folder", str(tmp_path)]) == 0
     assert "right on processes, too" in capfd.readouterr().out

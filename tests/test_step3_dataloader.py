@@ -1,6 +1,5 @@
 """The data loader, as step 5 completes it: which tokens are in which sample, and which rank reads which sample."""
 
-import json
 import pickle
 import sys
 import types
@@ -10,7 +9,6 @@ import torch
 from tokenizers import Tokenizer
 
 from launch import ROOT, fork, losses, modules_of
-from test_step3_token_cache import write_jsonl, write_parquet, write_txt_folder
 
 with modules_of(5):
     import dataloader
@@ -121,22 +119,6 @@ def test_a_short_corpus_is_repeated_and_says_so(loader, corpus, capsys):
     assert capsys.readouterr().out == f"the corpus holds {per_epoch} samples: this run reads it {times} times\n"
     epoch = consecutive(ids, per_epoch)
     assert take(data, 3 * (per_epoch - 1)) == (epoch * 3)[: 3 * (per_epoch - 1)]
-
-
-def write_jsonl_folder(folder, texts):
-    (folder / "c").mkdir()
-    for part in (1, 0):
-        rows = [json.dumps({"text": text}) + "\n" for text in texts[6 * part : 6 * part + 6]]
-        (folder / "c" / f"part{part}.jsonl").write_text("".join(rows))
-    return folder / "c"
-
-
-@pytest.mark.parametrize("write", [write_txt_folder, write_jsonl, write_parquet, write_jsonl_folder])
-def test_kinds_of_corpora(loader, tmp_path, write):
-    ids = token_ids(DOCUMENTS)
-    assert ids.count(END) == len(DOCUMENTS)
-    count = (len(ids) - 1) // 8
-    assert take(loader(write(tmp_path, DOCUMENTS), micro_batch_size=1, num_samples=count), count) == consecutive(ids, count)
 
 
 def test_workers_change_nothing(tmp_path):

@@ -4,7 +4,6 @@ import ast
 import pathlib
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 
@@ -13,7 +12,6 @@ import pytest
 from break_faults import CHECKSUMS, SGD, Edit
 from break_it import FAULTS
 from launch import ROOT, STEPS, environment, fork, metrics, start_fork
-from processes import eventually
 from test_pages import missing_paths
 
 PAGE = (ROOT / "docs" / "DEBUGGING.md").read_text(encoding="utf-8")
@@ -72,28 +70,6 @@ def test_each_fault_changes_a_copy_and_shows_it(tmp_path, name):
     for file, _, new in fault.edits:
         assert new in (script.parent / file).read_text()
         ast.parse((script.parent / file).read_text())
-
-
-def test_hang_stands_still_and_py_spy_shows_where(command, tmp_path):
-    if shutil.which("py-spy") is None:
-        pytest.skip("py-spy is not installed")
-    run = command([sys.executable, ROOT / "tools" / "break_it.py", "hang", "--", "--timeout", 60, "--log_dir", tmp_path,
-                   *TWO_STEPS])
-    dumps = {}
-
-    def stand_still() -> bool:
-        for rank, pid in run.ranks().items():
-            dumps[rank] = subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True)
-        stacks = [dumps[rank].stdout for rank in sorted(dumps)]
-        return len(stacks) == 2 and "all_reduce_loss_across_dp_ranks (data_parallel.py" in stacks[0] and (
-            "log (metrics.py" in stacks[1])
-
-    stands_still = eventually(stand_still, 40)  # --timeout ends it later
-    if any("ermission" in dump.stderr for dump in dumps.values()):
-        pytest.skip(f"py-spy may not look: {dumps[0].stderr}")
-    assert stands_still, dumps
-    run.process.terminate()
-    assert "+    if grid.is_logging_rank:" in run.end(30)  # the diff; and SIGTERM to the tool has ended the ranks
 
 
 def test_timeouts_name_the_lines(tmp_path):

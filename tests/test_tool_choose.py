@@ -1,10 +1,8 @@
 """choose.py: its formulas against the schedules, the planner and real runs of the steps; the page computes the same."""
 
 import json
-import types
 
 import pytest
-import torch
 from launch import ROOT, STEPS, fork, modules_of
 from test_tool_site_scripts import needs_node, node
 
@@ -16,9 +14,6 @@ with modules_of(9):
     from planning.simulate import peak_memory
     from splits import Job, Split
 with modules_of(11):
-    import weight_gradients
-    from model import DecoderLayer, get_cos_sin
-    from utils import TINY_LLAMA, load_config
     from virtual_stages import SCHEDULES
 
 TINY = Shape(128, 352, 8, 8, 4, 1024, False, 16)
@@ -72,19 +67,6 @@ def test_activations_of_real_runs(tmp_path, step, split, more):
     found = splits.activations(JOB._replace(seq_len=24, experts=4 if step == 16 else 0), split, 0, 4)
     messages = 4 * 2 * 24 * 128 * 4 / (2 if split.sp else 1)
     assert kept == pytest.approx(found - messages, rel=0.02)
-
-
-def test_what_waits_for_w_is_what_the_step_keeps():
-    layer = DecoderLayer(load_config(TINY_LLAMA, num_attention_heads=None))
-    weight_gradients.divide_backward(types.SimpleNamespace(pp_size=1))
-    weight_gradients.postpone(True)
-    x, grad = torch.randn(2, 16, 128), torch.randn(2, 16, 128)
-    layer(x.requires_grad_(), *get_cos_sin(16, 16, torch.float32, "cpu", rope_theta=1e4)).backward(grad)
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-                for _, *tensors in weight_gradients.take() for tensor in tensors}
-    job, split = JOB._replace(global_batch=64, shape=TINY._replace(layers=4)), Split(1, 1, 4, "zb", 0)
-    more = splits.activations(job, split, 2, 32) - splits.activations(job, split._replace(engine="1f1b"), 2, 32)
-    assert more / 2 == pytest.approx(sum(storages.values()), rel=0.02)  # two micro-batches wait for their W on stage 2
 
 
 @pytest.mark.parametrize("step, split, more", [

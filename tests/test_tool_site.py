@@ -196,13 +196,6 @@ def test_pages_are_accessible_and_fit_a_phone(browsed):
 
 
 @pytest.mark.slow
-def test_keys_turn_pages(browsed):
-    expected = {key: key.rpartition(" ")[2] for key in browsed["keyboard"] if key != "in a field"}
-    assert browsed["keyboard"] == {**expected, "in a field": "playground.html"} and len(expected) == 4
-    assert browsed["fold"] == {"open": True, "seen": True}
-
-
-@pytest.mark.slow
 def test_playground_follows_its_fields(browsed):
     found = browsed["playground"]
     assert found["start"]["facts"] == ["33", "27.3 %", "4", "48"] and found["start"]["live"] == list("4321")

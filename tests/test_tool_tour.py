@@ -97,12 +97,6 @@ def test_check_names_what_is_wrong(root, check, name, old, new, problem):
     assert code == 1 and problem in out, out
 
 
-def test_a_text_that_fits_two_places_is_refused(root, check):
-    write(root, "step1_one/TOUR.md", tour_of(AREA, LENGTH, PRINTS, "[`model.py` at `total`](model.py)"))
-    code, out = check("--fix-counts")
-    assert code == 1 and "scene 'Scene 3' has lost its place: `total` stands 3 times in model.py" in out
-
-
 def test_stale_lines_are_found_and_mended(root, check):
     replace(root, "step2_two/grid.py", "def place", "# A comment.\ndef place")
     replace(root, "step2_two/README.md", "+2", "+3")

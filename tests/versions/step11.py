@@ -13,22 +13,7 @@ VERSIONS = {
             Wrong("hops is not used", "hops * (num_stages", "(num_stages", "forwards before its first backward"),
             Wrong("the whole first round", "len(forwards[0]) // num_chunks * (num_chunks - 1)", "len(forwards[0])",
                   "does 7 forwards before its first backward, and has to do 5"),
-        ],
-        right='''
-def interleave(stage, num_stages, num_microbatches, num_chunks, hops):
-    sizes = (num_stages, num_microbatches, num_chunks)
-    forwards = [action for each in rounds("F", *sizes) for action in each]
-    backwards = [action for each in rounds("B", *sizes) for action in each]
-    first = next(k for k, action in enumerate(forwards) if action.chunk == num_chunks - 1)
-    ahead = first + hops * (num_stages - 1 - stage)
-    while backwards:
-        if forwards:
-            yield forwards.pop(0)
-        if ahead > 0 and forwards:
-            ahead -= 1
-        else:
-            yield backwards.pop(0)
-'''),
+        ]),
     "v_shape": Versions(
         wrong=[
             Wrong("the second chunk goes down the ranks again", "(rank, last - rank)", "(rank, num_ranks + rank)",

@@ -44,22 +44,5 @@ def local_positions(layout, seq_len):
                 "values"),
             Wrong("nothing is sent where nothing is visible", "        message = Message(",
                   "        message = message if block is None else Message(", "rank"),
-        ],
-        right='''
-@staticmethod
-def backward(ctx, grad):
-    q, own, out, lse = ctx.saved_tensors
-    grad_q, gradients = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(own, dtype=lse.dtype)
-    for hop, ((k, v), block) in enumerate(go_around(own, ctx.layout)):
-        if hop:
-            gradients = Message(gradients, "gradients").wait()  # right, but nothing computes meanwhile
-        if block:
-            m, n, is_causal = block
-            mine = (grad[:, :, m], q[:, :, m], k[:, :, n], v[:, :, n], out[:, :, m], lse[:, :, m])
-            parts = attend_backward(*mine, is_causal)
-            grad_q[:, :, m] += parts[0]
-            gradients[0][:, :, n] += parts[1]
-            gradients[1][:, :, n] += parts[2]
-    return None, grad_q, *Message(gradients, "gradients").wait()
-'''),
+        ]),
 }

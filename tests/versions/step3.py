@@ -12,22 +12,7 @@ VERSIONS = {
                   "i % self.samples_per_epoch * (self.seq_len + 1)", "sample 1 in a corpus of the 13 tokens"),
             Wrong("the corpus is not repeated", "i % self.samples_per_epoch * self.seq_len", "i * self.seq_len",
                   "sample 3 in a corpus"),
-        ],
-        right='''
-class TokenSamples(Dataset):
-    def __init__(self, path, seq_len, num_samples):
-        self.path, self.seq_len, self.num_samples = path, seq_len, num_samples
-        self.tokens = np.memmap(path, dtype=np.int32, mode="r")
-        self.samples_per_epoch = len(range(0, len(self.tokens) - seq_len, seq_len))
-
-    def __len__(self):
-        return self.num_samples
-
-    def __getitem__(self, i):
-        while i >= self.samples_per_epoch:
-            i -= self.samples_per_epoch
-        return torch.tensor([int(self.tokens[i * self.seq_len + t]) for t in range(self.seq_len + 1)])
-'''),
+        ]),
     "accumulation": Versions(
         wrong=[
             Wrong("no division", " / num_microbatches", "", "(3 times as large)"),

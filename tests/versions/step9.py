@@ -31,30 +31,7 @@ def deal_microbatches(num_microbatches):
                   "expected  [0, 3]"),
             Wrong("the tied parameter has the owners of its first module", "for module in ends for place",
                   "for module in ends[:1] for place", "tied, the owners of"),
-        ],
-        right='''
-def find_owners(stage, pipelines):
-    grid, found = pgm.process_group_manager, []
-    modules = [name for names in pipelines[0].modules_per_stage for name in names]
-    places = {}
-    for k, template in enumerate(pipelines):
-        for s, names in enumerate(template.modules_per_stage):
-            for name in names:
-                places.setdefault(name, set()).add((k, s))
-    params = dict(reversed([*stage.model.named_parameters()]))
-    for module in reversed(modules):
-        group = grid.group_of(places[module])
-        found += [(param, group) for name, param in params.items()
-                  if name.startswith(module + ".") and name not in (stage.tied or ())]
-    if stage.tied:
-        both = set()
-        for module in modules:
-            if any(name.startswith(module + ".") for name in stage.tied):
-                both |= places[module]
-        group = grid.group_of(both)
-        found += [(params[name], group) for name in stage.tied if name in params]
-    return found
-'''),
+        ]),
     "cut_layers": Versions(
         wrong=[
             Wrong("a stage without layers is allowed", "for first in range(stages - 1, layers):",
