@@ -1,4 +1,4 @@
-"""Virtual stages: the interleaved schedules without a process, against formulas, and refusals.
+"""Virtual stages: the interleaved schedules without a process, against formulas.
 
 Their gradients: test_all_steps_same_math.py. Over NCCL: test_all_steps_nccl.py.
 """
@@ -73,16 +73,3 @@ def test_timeline_is_the_schedule(tmp_path):
     for rank, events in read_trace(tmp_path / "default_run" / "timeline_batch2_all.json").items():
         assert order(events) == orders[rank], rank
     assert "(p-1)/(6m+p-1) with p=2 stages and m=2 micro-batches" in done.stdout
-
-
-@pytest.mark.parametrize("flags, said", [
-    ("--pp_size 2 --virtual_stages 2 --pp_engine 1f1b", "--virtual_stages 2 with --pp_engine 1f1b: interleaved and"),
-    ("--pp_size 2 --virtual_stages 2 --pp_engine zb", "--virtual_stages 2 with --pp_engine zb: interleaved and"),
-    ("--pp_size 2 --pp_engine interleaved", "--virtual_stages 1 with --pp_engine interleaved: interleaved and"),
-    ("--dp_size 2 --virtual_stages 2", "--virtual_stages 2 divides the stages of a pipeline: use --pp_size 2 or more"),
-    ("--pp_size 2 --virtual_stages 5 --pp_engine interleaved", "pp_size=2 x virtual_stages=5 for num_hidden_layers=3"),
-    ("--pp_size 2 --virtual_stages 2 --num_hidden_layers 4 --pp_engine interleaved_zb --recompute", "--recompute would save no memory"),
-    ("--pp_size 2 --compile", "--pp_engine zb divides backward, but --compile leaves it in one piece")])
-def test_what_does_not_go_together_is_refused(flags, said, tmp_path):
-    done = fork(11, 2, *SHORT, tmp_path, *flags.split(), check=False)
-    assert done.returncode == 2 and done.stderr.count("error: ") == 1 and said in done.stderr, done.stderr

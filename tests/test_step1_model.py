@@ -40,13 +40,6 @@ def test_equals_huggingface(tied, kv_heads, exact_norm, tolerance):
     compare(config, 48, tolerance, exact_norm)
 
 
-@pytest.mark.parametrize("rope", [LLAMA3, LINEAR], ids=["llama3", "linear"])
-def test_stretched_angles_equal_huggingface(rope):
-    """Heads of Llama 3.2, and texts more than three times as long as those of the first training."""
-    compare(tiny_config(hidden_size=256, head_dim=64, tie_word_embeddings=True, max_position_embeddings=2048,
-                        rope_parameters=rope), 200, 1e-9)
-
-
 def compare(config, seq_len: int, tolerance: float, exact_norm: bool = True) -> None:
     """Logits, loss and every gradient."""
     ours = build(config)

@@ -154,7 +154,7 @@ def bytes_read() -> int:
     return int(pathlib.Path("/proc/self/io").read_text().split()[1])
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc/self/io").exists(), reason="only Linux counts the bytes that are read: run it there")
+@pytest.mark.skipif(not pathlib.Path("/proc/self/io").exists(), reason="only Linux counts what is read: run it there")
 @pytest.mark.parametrize("write", [write_txt_folder, write_line])  # of .jsonl, 20 MB; of .parquet, a row group at least
 def test_no_more_is_read_than_is_needed(tmp_path, write):
     rng = np.random.default_rng(0)  # letters that do not compress much, 18 MB

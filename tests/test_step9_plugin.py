@@ -9,6 +9,7 @@ from families import (
 from launch import modules_of
 
 with modules_of(9):
+    from data_parallel import Bucket
     from pipeline_parallel import afab
 
 
@@ -112,6 +113,19 @@ def test_buffers_with_values_keep_them(plugin):
     frequencies = model.model.rotary_emb.inv_freq.mul_(2).clone()
     stage, _, _ = configured(plugin, model)
     assert torch.equal(stage.module.model.model.rotary_emb.inv_freq, frequencies)
+
+
+def test_buckets_are_launched_in_order(plugin):
+    """Whatever arrives first: ranks that launch in unlike orders would sum what does not belong together."""
+    wrapper, _, _ = configured(plugin, toy("gpt2"))
+    first, second = params = list(wrapper.parameters())[:2]
+    wrapper.buckets = [Bucket([param], dist.group.WORLD) for param in params]
+    wrapper.bucket_of = dict(zip(params, wrapper.buckets, strict=True))
+    for param, launched in ((second, [False, False]), (first, [True, True])):
+        param.grad = torch.ones_like(param)
+        wrapper.mark_param_as_ready(param)
+        assert [bucket.handle is not None for bucket in wrapper.buckets] == launched
+    wrapper.finish_gradient_sync()
 
 
 def test_a_precision_and_a_meta_model(make_plugin):

@@ -64,12 +64,13 @@ def node(script: str, argument) -> object:
 
 @needs_node
 def test_schedules_are_those_of_python():
-    found = node("""return input.map(([name, p, m]) => Array.from({ length: p }, (_, s) =>
-                        schedules.SCHEDULES[name](s, p, m)));""",
-                 cases := [(name, p, m) for name in SCHEDULES for p, m in SIZES])
-    for (name, p, m), stages in zip(cases, found, strict=True):
-        expected = [[list(action) for action in SCHEDULES[name](s, p, m)] for s in range(p)]
-        assert stages == expected, (name, p, m)
+    cases = [(name, p, m) for name in SCHEDULES for p, m in SIZES]
+    cases += [(name, p, m, v) for name in ("interleaved", "interleaved_zb") for p, m in SIZES for v in (2, 3, 4)]
+    found = node("""return input.map(([name, p, ...sizes]) => Array.from({ length: p }, (_, s) =>
+                        schedules.SCHEDULES[name](s, p, ...sizes)));""", cases)
+    for (name, *sizes), stages in zip(cases, found, strict=True):
+        expected = [[list(action) for action in (OF_STEP_11 | SCHEDULES)[name](s, *sizes)] for s in range(sizes[0])]
+        assert stages == expected, (name, sizes)
 
 
 @needs_node
@@ -88,15 +89,6 @@ def test_simulation_is_that_of_python(costs):
         assert result["ends"] == pytest.approx(run.ends, rel=1e-12), case
         assert result["makespan"] == max(result["ends"])
         assert (result["spans"], result["transfers"]) == (len(run.spans), len(run.transfers)), case
-
-
-@needs_node
-def test_interleaved_schedules_are_those_of_step_11():
-    cases = [(name, p, m, v) for name in ("interleaved", "interleaved_zb") for p, m in SIZES for v in (2, 3, 4)]
-    found = node("""return input.map(([name, p, m, v]) => Array.from({ length: p }, (_, s) =>
-                        schedules.SCHEDULES[name](s, p, m, v)));""", cases)
-    for (name, p, m, v), stages in zip(cases, found, strict=True):
-        assert stages == [[list(action) for action in OF_STEP_11[name](s, p, m, v)] for s in range(p)], (name, p, m, v)
 
 
 @needs_node

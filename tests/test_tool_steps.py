@@ -40,14 +40,6 @@ def test_identical_file_takes_the_change_and_a_changed_one_is_merged(repo, run):
     assert (repo / "step3_three/model.py").read_text() == fixed + "size = 6\n"
 
 
-def test_dry_run_writes_nothing(repo, run):
-    replace(repo, "step1_one/model.py", "layer2 = 2", "layer2 = 22")
-    before = snapshot(repo)
-    code, out = run("propagate", 1, "model.py", "--dry-run")
-    assert code == 0 and "step3_three/model.py: would be merged" in out
-    assert snapshot(repo) == before
-
-
 def test_conflict_stops_and_leaves_later_steps_untouched(repo, run):
     write(repo, "step3_three/model.py", "first = 0\n" + MODEL.replace("layer4 = 4", "layer4 = 40"))
     write(repo, "step4_four/model.py", MODEL)
@@ -62,24 +54,6 @@ def test_conflict_stops_and_leaves_later_steps_untouched(repo, run):
     assert "<<<<<<< step3_three/model.py\nlayer4 = 40\n" in out and "layer4 = 44\n>>>>>>> step2_two/model.py\n" in out
     after = snapshot(repo)
     assert {path for path in after if after[path] != before[path]} == {repo / "step2_two/model.py"}
-
-
-def test_propagate_without_a_change(run):
-    code, out = run("propagate", 1, "model.py")
-    assert code == 0 and "the same as in HEAD, nothing to carry" in out
-
-
-def test_propagate_without_commits_asks_for_a_base(repo, run, tmp_path_factory):
-    bare = tmp_path_factory.mktemp("no_commits")
-    for step in ("step1_one", "step2_two"):
-        write(bare, f"{step}/model.py", MODEL)
-    git(bare, "init", "-q")
-    git(bare, "add", "-A")
-    replace(bare, "step1_one/model.py", "layer2 = 2", "layer2 = 22")
-    code, out = run("propagate", 1, "model.py", root=bare)
-    assert code == 2 and "--base" in out, out
-    assert run("propagate", 1, "model.py", "--base", ":0", root=bare)[0] == 0
-    assert "layer2 = 22" in (bare / "step2_two/model.py").read_text()
 
 
 def test_propagate_of_a_file_not_yet_committed_writes_nothing(repo, run):

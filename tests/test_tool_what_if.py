@@ -90,13 +90,6 @@ def test_every_grid_once_with_its_best_size():
     assert what_if.tp_sizes(job_on("24xH100:6")) == [1, 2]  # 4 and 8 would straddle nodes of 6
 
 
-def test_slow_links_call_for_pipelines_and_fast_ones_for_replicas():
-    small = {"seq_len": 512, "global_batch": 64, "memory_fraction": 1.0}
-    slow, fast = (min(what_if.grids(job_on(f"4xH100:1@{rate}", PRESETS["llama-1b"], **small), None),
-                      key=lambda grid: grid.step_seconds) for rate in ("1gbit", "9tbit"))
-    assert slow[:3] == (1, 4, 1) and fast[:3] == (4, 1, 1)
-
-
 def test_clusters_as_written():
     assert parse_rate("--x", "100mbit") == 12.5e6 and parse_rate("--x", "450GB") == 450e9
     home = parse_nodes("1xRTX5070Ti:1+1xrtx4070+1xRTX3070Ti:1@1gbit")
