@@ -1,4 +1,4 @@
-"""Context parallelism: ring attention is whole attention, its work is balanced, and a timeline shows the ring.
+"""Context parallelism: ring attention is whole attention, and its work is balanced.
 
 Losses, norms and every gradient of train.py: test_all_steps_same_math.py. Its messages: test_all_steps_messages.py.
 """
@@ -7,8 +7,7 @@ import types
 
 import pytest
 import torch
-from launch import fork, modules_of
-from test_step8_timeline import read_trace
+from launch import modules_of
 
 LAYOUTS = ("zigzag", "contiguous")
 with modules_of(15):

@@ -3,7 +3,7 @@
 import pytest
 
 from launch import modules_of
-from schedule_check import play, problem, simulate
+from schedule_check import play, simulate
 
 with modules_of(8):
     from pipeline_parallel import Action, afab, one_f_one_b
