@@ -18,7 +18,7 @@ with modules_of(9):
     from planning.schedules import SCHEDULES
     from planning.simulate import PipelineSimulation
 
-needs_node = pytest.mark.skipif(not shutil.which("node"), reason="there is no node to run the site's JavaScript")
+needs_node = pytest.mark.skipif(not shutil.which("node"), reason="the site's JavaScript needs node: apt-get install nodejs")
 SCRIPTS = ROOT / "tools" / "site"
 SIZES = [(p, m) for p in range(1, 9) for m in range(1, 17)]
 COSTS = [  # F, B and W, transfer, latency, speeds
