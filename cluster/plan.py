@@ -15,12 +15,20 @@ import os
 import shlex
 import signal
 
-from models.lora import add_lora_flags, check_lora_flags
+import torch
+import torch.distributed as dist
+
+from models.causal import make_model
+from models.lora import add_lora_flags, check_lora_flags, choose_lora_dtype
 from planning.machines import Cluster, Setting, load_cluster
+from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
+from planning.profiler import LayerProfiler
 from planning.report import as_plan, report
 from planning.schedules import SCHEDULES
 from planning.search import find_plans
 from ranks.join import meet
+from ranks.memory import USABLE_MEMORY
+from ranks.placement import from_home, is_home
 from utils import TINY_LLAMA, ArgumentParser, UserError, number, one_clear_error, positive_int
 
 LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -28,11 +36,11 @@ LORA = ("lora_rank", "lora_alpha", "lora_targets", "base_bits")
 MEASURED = {"model_name": TINY_LLAMA, "seq_len": 128, "dtype": "auto"}  # with --measure: a cluster.json has its own
 
 
-def sizes(text: str) -> list[int]:
+def positive_ints(text: str) -> list[int]:
     return [positive_int(part) for part in text.split(",")]
 
 
-fraction = number(float, lambda value: 0 < value <= 1, "more than 0 and at most 1")
+share_of_memory = number(float, lambda value: 0 < value <= 1, "more than 0 and at most 1")
 
 
 def add_model_flags(parser, what_names: str = "a directory with a config.json, or a Hub id") -> None:
@@ -45,9 +53,10 @@ def add_model_flags(parser, what_names: str = "a directory with a config.json, o
 
 def add_search_flags(parser) -> None:
     parser.add_argument("--global_batch", type=positive_int, help="samples a step (32); with --measure: plan too")
-    parser.add_argument("--micro_batch_size", type=sizes, default=None, metavar="1,2,4",
+    parser.add_argument("--micro_batch_size", type=positive_ints, default=None, metavar="1,2,4",
                         help="sizes to measure, or to choose from (default: those measured)")
-    parser.add_argument("--memory_fraction", type=fraction, default=0.9, help="of the free memory that may be used")
+    parser.add_argument("--memory_fraction", type=share_of_memory, default=USABLE_MEMORY,
+                        help="of the free memory that may be used")
     parser.add_argument("--wire_dtype", choices=["float32", "bfloat16", "int8"], default=None,
                         help="of what stages send each other (default: the activation's)")
     parser.add_argument("--gradient_wire_dtype", choices=["float32", "bfloat16", "int8"], default=None,
@@ -70,10 +79,7 @@ def parse_args():
     add_lora_flags(parser)
     add_search_flags(parser)
     parser.add_argument("--out", default="plan.json", help="where to write the best plan")
-    parser.add_argument("--cluster", metavar="64xH100:8", help="machines that are not here: see tools/what_if.py")
     args = parser.parse_args()
-    if args.cluster:
-        raise UserError("--cluster: machines that are not here are planned for by tools/what_if.py, with this flag")
     if bool(args.cluster_json) == bool(args.measure):
         raise UserError("say what to do: --measure PATH under torchrun, or the cluster.json to plan for; one of the "
                         "two")
@@ -89,28 +95,21 @@ def measure(args) -> None:
     if "RANK" not in os.environ:
         raise UserError("--measure times the machines and their network: start it with torchrun on all of them, "
                         "as the training will be")
-    import torch
-    import torch.distributed as dist
-
-    from models.causal import make_model
-    from models.lora import choose_lora_dtype
-    from planning.clock import StageClock
-    from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
-    from ranks.placement import from_home, is_home
-
     for name, value in MEASURED.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.seed = 0  # does not matter here
     device, dtype = meet(args)
-    from_home(lambda: check_outputs(args))
+    from_home(lambda: check_writable("--measure", args.measure))
+    if args.global_batch:
+        from_home(lambda: check_writable("--out", args.out))
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)
     dtype = choose_lora_dtype(args, device, dtype) if args.lora_rank else dtype
     made = make_model(args, dtype)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
-    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
-    cluster = measure_with(clock, args.model_name, wanted, args.measure_seconds, args.measure_seconds / 8)
+    profiler = LayerProfiler(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
+    cluster = measure_with(profiler, args.model_name, wanted, args.measure_seconds, args.measure_seconds / 8)
     if is_home():
         names = (*LAYERS_AND_HEADS, "device", "omp_num_threads", *(LORA if args.lora_rank else ()))
         flags = {name: getattr(args, name) for name in names}
@@ -132,7 +131,7 @@ def plan(args) -> None:
                             f"{measured[flag]}: leave the flag out, or measure again with it")
     setting = Setting(args.schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     plans = find_plans(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
-    write_json(args.out, as_plan(cluster, plans.best[0], plans.setting))  # before printing, which `| head` may end
+    write_json(args.out, as_plan(cluster, plans))  # before printing, which `| head` may end
     print(f"{report(cluster, plans, args.top)}\nplan: {args.out}\n{command(cluster, args)}")
 
 
@@ -148,13 +147,6 @@ def command(cluster: Cluster, args) -> str:
             f"     or: torchrun --nnodes {len(hosts)} --nproc_per_node 1 --node_rank K --master_addr {hosts[0]} "
             f"--master_port 29500 {words}\n         with K = "
             + ", ".join(f"{rank} on {host}" for rank, host in enumerate(hosts)))
-
-
-def check_outputs(args) -> None:
-    if args.measure:
-        check_writable("--measure", args.measure)
-    if args.cluster_json or args.global_batch:
-        check_writable("--out", args.out)
 
 
 def check_writable(flag: str, path: str) -> None:
@@ -178,7 +170,7 @@ def main():
     if args.measure:
         measure(args)
     else:
-        check_outputs(args)
+        check_writable("--out", args.out)
         plan(args)
 
 

@@ -18,7 +18,7 @@ import argparse
 import os
 
 from data.batches import add_data_flags
-from models.causal import SIZES, make_model
+from models.causal import OVERRIDES, make_model
 from models.lora import add_lora_flags
 from run.flags import add_flags, add_run_flags
 from run.generation import end_of_elastic_run
@@ -38,7 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max_steps_per_epoch", type=positive_int, help="an epoch of so much of the data only")
     parser.add_argument("--max_steps", type=positive_int, help="instead of --epochs: optimizer steps in all")
     parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with config.json, or a Hub id")
-    for name in SIZES:
+    for name in OVERRIDES:
         parser.add_argument(f"--{name}", type=positive_int, help="instead of the model's own")
     parser.add_argument("--init_from", help="weights to start from: a directory with safetensors, or a Hub id "
                                             "(default: those of --model_name)")

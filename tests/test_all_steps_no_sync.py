@@ -58,8 +58,8 @@ from run.start import Start
 class Session:
     """What a run has around its training, without any of it."""
 
-    ask_all, after_step, end = lambda self, *_: False, lambda self, *_: None, lambda self, was_stopped: None
-    watch, commit, source = property(lambda self: self), None, None
+    agree, after_step, end = lambda self, *_: False, lambda self, *_: None, lambda self, was_stopped: None
+    stop_agreement, commit, source = property(lambda self: self), None, None
     commits = take_in = lambda self, *_: None
 
     def __init__(self, args, start, generation, made, loader, trained, *_):

@@ -108,8 +108,8 @@ def test_one_clear_line_where_nothing_fits(tmp_path):
 def test_shares_by_speed_of_a_model(monkeypatch):
     """Where all machines hold the model, each rank's speed is measured layer by layer."""
     found = {"forward": {"1": [0.0, 0.2, 0.2]}, "backward": {"1": [0.2, 0.2, 0.2]}}
-    monkeypatch.setattr(speeds.StageClock, "__init__", lambda *_: None)
-    monkeypatch.setattr(speeds.StageClock, "measure", lambda clock, sizes, seconds: found)
+    monkeypatch.setattr(speeds.LayerProfiler, "__init__", lambda *_: None)
+    monkeypatch.setattr(speeds.LayerProfiler, "measure", lambda profiler, sizes, seconds: found)
     monkeypatch.setattr(speeds, "gather", lambda value: [value, 4 * value])
     monkeypatch.setattr(speeds, "measured_speeds", lambda *args: None)
     monkeypatch.setattr(speeds, "ranks_sharing", lambda device: 1)
@@ -119,7 +119,7 @@ def test_shares_by_speed_of_a_model(monkeypatch):
     made = argparse.Namespace(model=argparse.Namespace(config=None), lora=None, criterion=None)
     args = flags(equal_shares=False, gradient_accumulation=5, seq_len=32, local_steps=None)
     assert speeds.choose_shares(args, made, 2, None, None, torch.device("cpu"), None) == [8, 2]
-    assert speeds.StageClock().seconds_of_whole(1, recompute=True) == pytest.approx(1.2)
+    assert speeds.LayerProfiler().seconds_of_whole(1, recompute=True) == pytest.approx(1.2)
     monkeypatch.setattr(speeds, "gather", lambda value: [value, 2 * value, 8 * value, 2 * value])
     monkeypatch.setattr(layout.dist, "get_world_size", lambda: 4)
     args.tp_size = 2  # a stage is as fast as its slower rank
@@ -130,11 +130,11 @@ def test_shares_of_a_checkpoint(monkeypatch):
     """A run that goes on with other machines: its samples, by the speed of the new plan's pipelines."""
     monkeypatch.setattr(layout.PipelineTemplate, "from_layers_per_stage", lambda model, layers: layers)
     pipelines = [{"layers": [8], "num_microbatches": 6}, {"layers": [8], "num_microbatches": 2}]
-    plan = {"pipelines": pipelines, "micro_batch_size": 2, "schedule": "1f1b", "seconds": [1.0, 1.0]}
+    plan = {"pipelines": pipelines, "micro_batch_size": 2, "schedule": "1f1b"}
     found, made = argparse.Namespace(state={"global_batch": 12}, path="there"), argparse.Namespace(model=None)
-    args = argparse.Namespace(lora_rank=None)
-    assert layout.choose_layout(args, made, plan, found, None, None).samples == [6, 6]
+    args = argparse.Namespace(plan=None)
+    assert layout.choose_layout(args, made, plan, found, None, None).samples == [9, 3]
     assert layout.choose_layout(args, made, plan, None, None, None).samples == [12, 4]
     found.state["global_batch"] = 13
     chosen = layout.choose_layout(args, made, plan, found, None, None)
-    assert chosen.samples == [7, 6] and chosen.num_microbatches == [4, 3]
+    assert chosen.samples == [10, 3] and chosen.num_microbatches == [5, 2]

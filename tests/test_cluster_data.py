@@ -83,6 +83,10 @@ def flags(path: str, **changes) -> argparse.Namespace:
                                         data_from_rank0=False), **changes})
 
 
+def ids_of(sample: torch.Tensor) -> list[int]:
+    return torch.maximum(sample, -1 - sample).tolist()
+
+
 def in_runs(words, row) -> list[str]:
     """The text of each run of targets. `row`: ids, complemented where they are no targets."""
     runs, before = [], False
@@ -110,10 +114,10 @@ def test_prompt_and_completion(dataset):
     words, samples = load(TINY), encoded.load_samples(flags(dataset(pairs)), TINY, 1024, packing="auto")
     for i, pair in enumerate(pairs):
         prompt, answer = (words(pair[name], add_special_tokens=False)["input_ids"] for name in pair)
-        assert samples[i].tokens.tolist() == [*prompt, *answer, words.eos_token_id]
+        assert ids_of(samples[i]) == [*prompt, *answer, words.eos_token_id]
         no_targets = len(prompt) or 1  # the first token is predicted by none
-        assert samples[i].is_target.tolist() == [False] * no_targets + [True] * (len(answer) + 1 - (not prompt))
-        assert samples.num_targets(i) == samples[i].is_target.sum()
+        assert (samples[i] >= 0).tolist() == [False] * no_targets + [True] * (len(answer) + 1 - (not prompt))
+        assert samples.num_targets(i) == (samples[i] >= 0).sum()
 
 
 @pytest.mark.parametrize("is_file", [True, False])
@@ -127,7 +131,7 @@ def test_text_that_is_not_packed_is_a_sample_a_document(dataset, tmp_path, is_fi
     samples, words = encoded.load_samples(flags(str(path)), TINY, 1024, packing="off"), load(TINY)
     for i, text in enumerate(texts):
         ids = [*words(text, add_special_tokens=False)["input_ids"], words.eos_token_id][:33]
-        assert samples[i].tokens.tolist() == ids and samples.num_targets(i) == len(ids) - 1
+        assert ids_of(samples[i]) == ids and samples.num_targets(i) == len(ids) - 1
     assert len(ids) == 33, "the second one is truncated"
 
 
@@ -135,31 +139,30 @@ def test_packed_rows_follow_each_other_and_keep_their_targets(dataset):
     pairs = [{"prompt": f"What is {i}? ", "completion": f"The number {i}."} for i in range(20)]
     path = dataset(pairs)
     alone = encoded.load_samples(flags(path), TINY, 1024, packing="off")
-    stream = torch.cat([torch.where(row.is_target, row.tokens, -1 - row.tokens) for row in alone])
+    stream = torch.cat([*alone])
     samples = encoded.load_samples(flags(path), TINY, 1024, packing="on")
     assert len(samples) == math.ceil((len(stream) - 1) / 32)
     for i, row in enumerate(samples):
         part = stream[32 * i : 32 * i + 33]
-        assert row.tokens.tolist() == torch.where(part < 0, -1 - part, part).tolist()
-        assert row.is_target[1:].tolist() == (part[1:] >= 0).tolist() and not row.is_target[0]
+        assert ids_of(row) == ids_of(part) and torch.equal(row[1:], part[1:]) and row[0] < 0
     assert sum(map(samples.num_targets, range(len(samples)))) > 0.8 * (stream >= 0).sum()
 
 
 def test_packed_text_is_as_before(dataset):
     """Without --packing nothing changes for text: consecutive tokens, all of them targets, no weights."""
     path = dataset([{"text": f"This is sentence {i}."} for i in range(60)])
-    made = data.load_data(flags(path, seq_len=8), TINY, 1024, 4)
+    made = data.Data(flags(path, seq_len=8), TINY, 1024, 4)
     batch = made.collate([made.train[i] for i in range(2)])
     assert batch.keys() == {"input_ids", "target_ids"} and batch["input_ids"].shape == (2, 8)
     assert torch.equal(batch["input_ids"][:, 1:], batch["target_ids"][:, :-1])
-    assert made.weighted(len) is len and made.evaluation is None
+    assert made.evaluation is None
 
 
 def test_what_is_too_long_is_truncated_and_said(dataset, capfd):
     pairs = [{"prompt": "Short? ", "completion": "Yes."}, {"prompt": "Short? ", "completion": "No, " * 60},
              {"prompt": "Long " * 60, "completion": "Yes."}]
     samples = encoded.load_samples(flags(dataset(pairs)), TINY, 1024, packing="auto")
-    assert [len(row.tokens) for row in samples] == [len(samples[0].tokens), 33]
+    assert [len(row) for row in samples] == [len(samples[0]), 33]
     for _ in range(2):  # also in a run that finds the file
         assert "2 rows are longer than seq_len + 1 = 33 tokens and were truncated; 1 samples have no target and are " \
                "left out; 2 samples remain" in capfd.readouterr().out
@@ -173,9 +176,6 @@ BAD = {  # name -> rows, changes of the flags, chat template, words of the error
     "empty answer": ([{"messages": [*TALK[:2], {"role": "assistant", "content": " "}]}], {}, CHATML, ["row 1"]),
     "empty completion": ([PAIR, {**PAIR, "completion": ""}], {}, None, ["data.jsonl, row 2", "empty completion"]),
     "no completion": ([{"prompt": "a"}], {}, None, ["data.jsonl, row 1", "no completion"]),
-    "role": ([{"messages": [{"role": "robot", "content": "a"}]}], {}, CHATML, ["row 1", "'robot'", "assistant"]),
-    "messages": ([{"messages": "hello"}], {}, CHATML, ["row 1", "must be a list", "hello"]),
-    "content": ([{"messages": [{"role": "user", "content": 3}]}], {}, CHATML, ["row 1", "3", "a string"]),
     "number": ([{"prompt": "a", "completion": 3}], {}, None, ["row 1", "'completion'", "a string"]),
     "columns": ([{"question": "a", "answer": "b"}], {}, None, ["row 1", "question, answer", "prompt and completion"]),
     "mixed": ([{"text": "a"}, PAIR], {}, None, ["row 2", "prompt/completion", "the kind text", "of its own"]),
@@ -193,7 +193,7 @@ def test_bad_data_is_one_clear_error(dataset, tokenizers, name):
     lines, changes, template, words = BAD[name]
     with pytest.raises(utils.UserError) as caught:
         tokenizer = tokenizers(template) if template else TINY
-        data.load_data(flags(dataset(lines), **{"packing": "off", **changes}), tokenizer, 4096, 3)
+        data.Data(flags(dataset(lines), **{"packing": "off", **changes}), tokenizer, 4096, 3)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
@@ -211,7 +211,7 @@ def test_a_script_that_reads_text_only_refuses_chats(dataset):
 
 def test_the_tokenizer_must_be_the_models(dataset, tokenizers):
     with pytest.raises(utils.UserError, match="vocab_size=1024"):
-        data.load_data(flags(dataset(CHATS)), tokenizers(CHATML), 1024, 1)
+        data.Data(flags(dataset(CHATS)), tokenizers(CHATML), 1024, 1)
 
 
 def test_a_configuration_of_a_hub_set(dataset, tmp_path, monkeypatch):
@@ -255,8 +255,7 @@ def test_a_checkpoint_goes_on_with_its_own_data(dataset):
 
 
 def test_padding_is_on_the_right_and_no_target():
-    short = encoded.Row(torch.tensor([5, 6]), torch.tensor([False, True]))
-    long = encoded.Row(torch.tensor([7, 8, 9, 1]), torch.tensor([False, False, True, True]))
+    short, long = torch.tensor([-1 - 5, 6]), torch.tensor([-1 - 7, -1 - 8, 9, 1])
     batch = data.pad([short, long])
     assert batch["input_ids"].tolist() == [[5, 6, 0], [7, 8, 9]]
     assert batch["target_ids"].tolist() == [[6, -100, -100], [-100, 9, 1]]
@@ -265,12 +264,12 @@ def test_padding_is_on_the_right_and_no_target():
 
 def test_the_split_is_drawn_from_all_and_never_trained_on(dataset):
     pairs = [{"prompt": f"{i} ", "completion": f"number {i}"} for i in range(40)]
-    made = data.load_data(flags(dataset(pairs), validation_split=0.25), TINY, 1024, 4)
-    texts = [load(TINY).decode(row.tokens) for row in made.evaluation]
+    made = data.Data(flags(dataset(pairs), validation_split=0.25), TINY, 1024, 4)
+    texts = [load(TINY).decode(ids_of(row)) for row in made.evaluation]
     numbers = [int(text.split()[0]) for text in texts]
     assert len(set(numbers)) == 10 and numbers == sorted(numbers) and min(numbers) < 10 and max(numbers) >= 30
-    again = data.load_data(flags(dataset(pairs), validation_split=0.25, seed=2), TINY, 1024, 4)
-    assert [load(TINY).decode(row.tokens) for row in again.evaluation] == texts, "the same, whatever the --seed"
+    again = data.Data(flags(dataset(pairs), validation_split=0.25, seed=2), TINY, 1024, 4)
+    assert [load(TINY).decode(ids_of(row)) for row in again.evaluation] == texts, "the same, whatever the --seed"
     made.train.set_steps(20)  # more than two epochs
-    seen = {load(TINY).decode(row.tokens) for row, _ in (made.train[i] for i in range(80))}
+    seen = {load(TINY).decode(ids_of(row)) for row, _ in (made.train[i] for i in range(80))}
     assert len(seen) == 30 and not seen & set(texts) and made.train.steps_per_epoch == 7

@@ -68,18 +68,17 @@ def load(folder, words: str):
                               dataset_name=str(folder / f"{words}.jsonl"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoded, "CACHE", str(folder / "cache"))
-        made = data.load_data(args, str(folder / "llama"), 1024, SAMPLES)
+        made = data.Data(args, str(folder / "llama"), 1024, SAMPLES)
     made.train.set_steps(STEPS)
     rows = [made.train[i] for i in range(STEPS * SAMPLES)]
-    rows = [row[0] if isinstance(row, tuple) else row for row in rows]
-    return *([row if isinstance(row, encoded.Row) else encoded.Row(row, torch.ones_like(row, dtype=torch.bool))
-              for row in part] for part in (rows, made.evaluation)),
+    return [row[0] if isinstance(row, tuple) else row for row in rows], [*made.evaluation]
 
 
 def losses_of(model, row) -> torch.Tensor:
     """The loss of each target."""
-    logits = model(row.tokens[None, :-1]).logits[0]
-    return F.cross_entropy(logits, row.tokens[1:], reduction="none")[row.is_target[1:]]
+    tokens = torch.maximum(row, -1 - row)  # no targets are complemented
+    logits = model(tokens[None, :-1]).logits[0]
+    return F.cross_entropy(logits, tokens[1:], reduction="none")[row[1:] >= 0]
 
 
 def in_plain_torch(folder, kind: str, words: str, num_batches: int | None):

@@ -9,13 +9,13 @@ import pytest
 import torch
 from checkpoint_runs import ROOT, SCRIPT, flags_of, newest, write_model
 from launch import fork, losses, metrics, modules_of
-from test_cluster_family_clock import CPU, LAYERS, SEQ_LEN as LENGTH, adapters, make, measured
+from test_cluster_family_profiler import CPU, LAYERS, SEQ_LEN as LENGTH, adapters, make, measured
 from test_cluster_lora import FAMILIES, RANK, SAMPLES, SEQ_LEN, TOPOLOGIES, read, samples, write_data
 
 with modules_of(9):
     from pipeline_stage import PipelineStage
     from pipeline_template import PipelineTemplate
-    from planning.clock import StageClock
+    from planning.profiler import LayerProfiler
     from models.four_bits import is_matrix
     from models.loss import mean_cross_entropy
 
@@ -122,8 +122,8 @@ def test_what_a_frozen_parameter_takes(world_of_one, dtype):
     """Half a byte and a 64th of a float32 in a matrix of a decoder layer; beside it as many bytes as the dtype has."""
     model = make("llama")
     lora = adapters(model, dtype, base_bits=4)
-    clock = StageClock(model, LENGTH, dtype, CPU, lora, mean_cross_entropy)
-    cluster, layers = measured(clock), [model.get_submodule(name) for name in clock.layers]
+    profiler = LayerProfiler(model, LENGTH, dtype, CPU, lora, mean_cross_entropy)
+    cluster, layers = measured(profiler), [model.get_submodule(name) for name in profiler.layers]
     packed = sum(param.numel() for layer in layers for param in layer.parameters() if param.dim() == 2)
     others = sum(param.numel() for param in model.parameters()) - packed
     assert packed == lora.num_packed > 0 and len(layers) == LAYERS

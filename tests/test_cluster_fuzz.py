@@ -26,8 +26,9 @@ with modules_of(9):
     import plan
     import three_stages_simple_pp
     import train_distributed
-    from planning.machines import Setting
-    from planning.report import make_plan
+    from planning.machines import Cluster, Setting
+    from planning.report import as_plan
+    from planning.search import find_plans
     from checkpoints import files as checkpoint_files
 
 LIMIT = 20  # seconds of a case
@@ -41,7 +42,12 @@ CASES = [pytest.param((kind, seed), marks=pytest.mark.slow if seed >= quick else
 def good(tmp_path_factory):
     """A folder with one of each file, and the checkpoints of a run, all of which are as they should be."""
     folder = tmp_path_factory.mktemp("good")
-    fuzz.write_good_files(folder, lambda cluster: make_plan(cluster, 4, Setting("1f1b"), [1]))
+
+    def make_plan(data: dict) -> dict:
+        cluster = Cluster(data)
+        return as_plan(cluster, find_plans(cluster, 4, Setting("1f1b"), [1]))
+
+    fuzz.write_good_files(folder, make_plan)
     flags = flags_of(folder, "run", folder / "model", max_steps=4, save_every=2)
     fork(9, 1, *flags, "--num_microbatches", 2, script=SCRIPT)
     return folder

@@ -38,7 +38,7 @@ def chat(tmp_path_factory):
         monkeypatch.setattr(LlamaForCausalLM, "generate", listen)
         monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", folder, "--chat", "--device", "cpu",
                                           "--max_new_tokens", str(TOKENS)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO("\n\n".join(lines)))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n\n".join(lines).encode())))
         generate.main()
         return asked, said
 

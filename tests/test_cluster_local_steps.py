@@ -212,7 +212,7 @@ def test_an_epoch_shorter_than_a_round(script_run):
     (["--outer_learning_rate", 1, "--overlap_steps", 0], "--outer_learning_rate, --overlap_steps without local steps"),
     (["--local_steps", 0], "--local_steps: must be at least 1, got 0"),
     (["--local_steps", 4, "--overlap_steps", 4], "--overlap_steps 4 must be below --local_steps 4"),
-    (["--local_steps", 4, "--outer_momentum", 1], "--outer_momentum: must be from 0 to below 1, got 1"),
+    (["--local_steps", 4, "--outer_momentum", 1], "--outer_momentum: must be from 0 to less than 1, got 1"),
     (["--local_steps", 4, "--profile_batch", 0], "--profile_batch 0: ranks that take local steps have no step"),
     (["--local_steps", 4, "--max_steps_per_epoch", 6], "--max_steps_per_epoch 6 is no multiple of --local_steps 4"),
     (["--local_steps", 4, "--gradient_wire_dtype", "fp8"], "--gradient_wire_dtype: invalid choice: 'fp8'"),

@@ -13,7 +13,7 @@ from launch import modules_of
 with modules_of(9):
     import plan
     from model import Llama
-    from planning import clock, links, module_memory
+    from planning import links, module_memory, profiler
     from planning.machines import load_cluster
     from planning.measure import describe_machines, measure_with
     from planning.search import find_plans
@@ -56,17 +56,17 @@ def test_what_measuring_writes(run_code, tmp_path):
     assert find_plans(cluster, 8, plan.Setting()).best
 
 
-def clock_of(layers: int = 8, dtype: torch.dtype = torch.float32) -> clock.StageClock:
+def profiler_of(layers: int = 8, dtype: torch.dtype = torch.float32) -> profiler.LayerProfiler:
     with torch.device("meta"):
         whole = Llama(load_config(TINY_LLAMA, num_attention_heads=None, num_hidden_layers=layers), dtype)
-    return clock.StageClock(whole, 16, dtype, torch.device("cpu"))
+    return profiler.LayerProfiler(whole, 16, dtype, torch.device("cpu"))
 
 
 def test_two_layers_at_a_time(world_of_one, monkeypatch):
     """No machine has to hold the model: of 40 layers two are in memory at most, all freed before the next ones. Free
     memory is read before all of this, and after it."""
     alive, largest, when_read = [], [], []
-    make, free_memory, deep = nn.Parameter.__new__, clock.free_memory, clock_of(layers=40)
+    make, free_memory, deep = nn.Parameter.__new__, profiler.free_memory, profiler_of(layers=40)
 
     def living() -> int:
         return sum(param().numel() for param in alive if param() is not None and param().device.type != "meta")
@@ -82,7 +82,7 @@ def test_two_layers_at_a_time(world_of_one, monkeypatch):
         return free_memory(device)
 
     monkeypatch.setattr(nn.Parameter, "__new__", count)
-    monkeypatch.setattr(clock, "free_memory", read)
+    monkeypatch.setattr(profiler, "free_memory", read)
     cluster = measure_with(deep, "tiny", (1,), seconds=0.2)
     assert set(when_read) == {0} and 184_576 < max(largest) <= 2 * 184_576
     assert len(cluster["modules"]) == len(cluster["machines"][0]["forward"]["1"]) == 42
@@ -94,7 +94,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        for module in clock, links, module_memory:
+        for module in links, module_memory, profiler:
             monkeypatch.setattr(module, "time", self)
 
     def perf_counter(self) -> float:
@@ -108,15 +108,15 @@ class Clock:
 def test_slow_machines_keep_to_the_time(world_of_one, monkeypatch):
     """Each module takes 30 ms a sample forward, four of them and backward: larger sizes find no time left."""
     time = Clock(monkeypatch)
-    built = clock.StageClock.build
+    built = profiler.LayerProfiler.build
 
     def slow(self, part):
         module, call = built(self, part)
         return module, lambda x: time.sleep(0.03 * len(x) * max(1, len(self.parts[part]))) or call(x)
 
-    monkeypatch.setattr(clock.StageClock, "build", slow)
+    monkeypatch.setattr(profiler.LayerProfiler, "build", slow)
     start = time.perf_counter()
-    cluster = measure_with(clock_of(layers=2), "tiny", (1, 2, 4, 64), seconds=8.0)
+    cluster = measure_with(profiler_of(layers=2), "tiny", (1, 2, 4, 64), seconds=8.0)
     assert time.perf_counter() - start < 11.0  # what has begun is finished
     machine = cluster["machines"][0]
     assert {"1", "2"} <= machine["forward"].keys() and "64" not in machine["forward"]
@@ -154,7 +154,7 @@ def test_the_copies_of_weights_are_not_counted_as_activations(world_of_one):
     """In bfloat16 each weight has a copy, which the micro-batches share: a sample leaves about half of float32's."""
     saved = {}
     for dtype in torch.float32, torch.bfloat16:
-        cluster = measure_with(clock_of(dtype=dtype), "tiny", (1,), seconds=0.2)
+        cluster = measure_with(profiler_of(dtype=dtype), "tiny", (1,), seconds=0.2)
         saved[dtype] = {module["name"]: module["saved_bytes"] for module in cluster["modules"]}
     layer, head = "decoder_layers.0", "final_norm+final_proj"
     assert 0.4 < saved[torch.bfloat16][layer] / saved[torch.float32][layer] < 0.7

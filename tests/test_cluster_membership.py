@@ -1,4 +1,4 @@
-"""Who takes part in an elastic run: meetings, of which only one half of a cut network may go on.
+"""Who takes part in an elastic run: rendezvous, of which only one half of a cut network may go on.
 
 Most of them are in a network and a time that are made up, so that each is over in no time.
 """
@@ -14,8 +14,8 @@ from launch import modules_of
 
 with modules_of(9):
     from made_up_network import Network
-    from membership import meeting
-    from membership.door import call
+    from membership import rendezvous, roster
+    from membership.channel import call
     from utils import UserError
 
 
@@ -31,7 +31,7 @@ def places(process) -> list[tuple[int, int]]:
 def test_the_first_meeting_waits_for_all_hosts(network):
     net = network(3, nproc=2)
     processes = [net.start(host, local_rank) for host, local_rank in ((2, 1), (0, 1), (1, 0), (2, 0), (0, 0))]
-    net.run(meeting.SETTLED - 0.5)
+    net.run(rendezvous.SETTLED - 0.5)
     assert all(each.phase == "meeting" for each in processes)
     processes.append(net.start(1, 1))
     net.run(1)
@@ -42,7 +42,7 @@ def test_the_first_meeting_waits_for_all_hosts(network):
 def test_a_host_that_is_not_switched_on_is_not_waited_for(network):
     net = network(3)
     processes = [net.start(0), net.start(2)]
-    net.run(meeting.SETTLED - 0.5)
+    net.run(rendezvous.SETTLED - 0.5)
     assert all(each.phase == "meeting" for each in processes)
     net.run(2)
     assert all(each.phase == "training" and places(each) == [(0, 0), (2, 0)] for each in processes)
@@ -77,7 +77,7 @@ def test_survivors_go_on_at_once_and_the_lost_one_comes_back(network, lost):
 
 
 def test_a_rank_that_has_not_noticed_is_waited_for(network, monkeypatch):
-    """It still computes, and its door answers."""
+    """It still computes, and its listener answers."""
     net = network(3)
     processes = net.begun(3)
     net.end(processes[2])
@@ -101,7 +101,7 @@ def test_halves(network, seed):
         rng.choice(parts).add(host)
     net.parts = parts
     goes_on = [part for part in parts if 2 * len(part) > hosts or 2 * len(part) == hosts and 0 in part]
-    net.run(20 + meeting.ALONE)
+    net.run(20 + rendezvous.ALONE)
     training = [each for each in net.processes if each.phase == "training"]
     assert len(goes_on) <= 1 and {each.host for each in training} == set().union(*goes_on)
     assert all({host for host, _ in places(each)} == goes_on[0] for each in training)
@@ -174,7 +174,7 @@ def test_a_host_without_its_first_process_knows_the_last_generation(network):
     net.run(3)
     assert places(two) == [(0, 1), (1, 0), (1, 1)]
     net.parts = [{0}, {1}]
-    net.run(10 + meeting.ALONE)
+    net.run(10 + rendezvous.ALONE)
     net.start(0, 0), net.start(0, 1)
     net.run(20)
     assert {each.host for each in net.processes if each.phase == "training"} == {1}
@@ -182,9 +182,9 @@ def test_a_host_without_its_first_process_knows_the_last_generation(network):
 
 def test_who_could_not_write_what_it_knows_does_not_start_anew(network, monkeypatch):
     """The disks of hosts 1 and 2 are full: with the process the knowledge of the larger generation would go."""
-    net, write = network(5), meeting.replace
+    net, write = network(5), rendezvous.replace
     processes = [net.start(host) for host in range(3)]
-    net.run(meeting.SETTLED + 2)
+    net.run(rendezvous.SETTLED + 2)
     assert all(each.phase == "training" for each in processes)
 
     def full(path, text):
@@ -192,7 +192,7 @@ def test_who_could_not_write_what_it_knows_does_not_start_anew(network, monkeypa
             raise OSError(28, "No space left on device")
         write(path, text)
 
-    monkeypatch.setattr(meeting, "replace", full)
+    monkeypatch.setattr(rendezvous, "replace", full)
     net.start(3), net.start(4)
     net.run(5)
     assert len(places(processes[0])) == 5
@@ -250,8 +250,8 @@ def test_faults_by_chance(network, seed):
 def member(monkeypatch, tmp_path, host: int, port: int, hosts: int = 3, **more):
     record = {"id": "run", "token": "token", "hosts": [f"127.0.0.{i + 1}" for i in range(hosts)], "host": host,
               "port": port, "at_least": 1, "at_most": hosts, "nproc": 1, **more}
-    monkeypatch.setenv(meeting.VARIABLE, json.dumps(record))
-    return meeting.Members.from_environment(str(tmp_path / str(host) / ".members.json"), 1)
+    monkeypatch.setenv(rendezvous.VARIABLE, json.dumps(record))
+    return rendezvous.Members.from_environment(str(tmp_path / str(host) / ".members.json"), 1)
 
 
 def test_three_processes_meet_over_sockets(monkeypatch, tmp_path):
@@ -273,7 +273,7 @@ def test_three_processes_meet_over_sockets(monkeypatch, tmp_path):
 
     first, *others = all_meet(everyone)
     assert [each.host for each in first.members] == [0, 1, 2] and others == [first, first]
-    monkeypatch.setattr(meeting, "call", lambda at, *more: None if at[0] == "127.0.0.1" else call(at, *more))
+    monkeypatch.setattr(rendezvous, "call", lambda at, *more: None if at[0] == "127.0.0.1" else call(at, *more))
     start = time.monotonic()
     second, other = all_meet(everyone[1:])  # the first host is gone
     assert other == second and second.generation == 2 and [each.host for each in second.members] == [1, 2]
@@ -290,6 +290,6 @@ def test_a_port_that_is_taken_is_one_error(monkeypatch, tmp_path):
 @pytest.mark.parametrize("processes, needed", [([1], []), ([1, 1], ["a"]), ([1, 1, 1], []), ([1, 1, 2], []),
                                                ([2, 1, 1], ["a"]), ([1, 3], ["b"])])
 def test_hosts_without_which_the_others_do_not_go_on(processes, needed):
-    members = [meeting.Member(f"{host}{rank}", "abc".index(host), host, rank, 1, count)
+    members = [roster.Member(f"{host}{rank}", "abc".index(host), host, rank, 1, count)
                for host, count in zip("abc", processes) for rank in range(count)]
-    assert meeting.Roster(1, tuple(members)).needed_hosts() == needed
+    assert roster.Roster(1, tuple(members)).needed_hosts() == needed

@@ -92,7 +92,7 @@ for i in range(2):
     samples = encoded.load_samples(args, tokenizer if has_data else "nobody", 1024, packing="auto")
     assert len(samples) == 40
 everyone = [None] * 3
-dist.all_gather_object(everyone, [row.tokens.tolist() for row in samples])
+dist.all_gather_object(everyone, [row.tolist() for row in samples])
 assert everyone[0] == everyone[1] == everyone[2]
 encoded.Disks.send = lambda *words: sys.exit("what is there is sent again")
 encoded.load_samples(args, tokenizer if has_data else "nobody", 1024, packing="auto")

@@ -122,8 +122,10 @@ def test_a_plan_for_those_that_are_left(tmp_path):
     assert made["global_batch"] == 12 and made["hosts"] == ["host2", "unknown", "host0"]
     assert set(plan_file.machines_of(made)) <= {0, 2}, "a host that was not measured is idle"
     assert sum(pipeline["num_microbatches"] for pipeline in made["pipelines"]) == 12
-    assert "no plan for host9" in plan_file.plan_for(["host9"], plan, str(tmp_path / "cluster.json"))["error"]
-    assert "no plan" in plan_file.plan_for(["host0"], plan, str(tmp_path / "missing.json"))["error"]
+    with pytest.raises(ValueError, match="no plan for host9"):
+        plan_file.plan_for(["host9"], plan, str(tmp_path / "cluster.json"))
+    with pytest.raises(ValueError, match="no plan for host0.*No such file"):
+        plan_file.plan_for(["host0"], plan, str(tmp_path / "missing.json"))
 
 
 def test_the_same_hosts_in_another_order():

@@ -50,7 +50,7 @@ def a_record(folder, start: int = 0, num_steps: int = 4) -> Record:
     grid = types.SimpleNamespace(is_logging_rank=True, world_size=1, topology={})
     disks = types.SimpleNamespace(gather=lambda value: [value], leads=True, mine=types.SimpleNamespace(ranks=[0]),
                                   together=contextlib.nullcontext)
-    before = {"log_dir": str(folder), "run_name": "run"} if start else None
+    before = {"log_dir": str(folder), "run_name": "run"} if start else {}
     return Record(args, grid, disks, torch.device("cpu"), num_steps, 100, start, before)
 
 

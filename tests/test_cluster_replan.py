@@ -10,7 +10,7 @@ from checkpoint_runs import newest, write_corpus, write_model
 from launch import ROOT, fork, losses, modules_of
 
 with modules_of(9):
-    from planning.follow import CALM, Follower
+    from planning.rebalancing import CALM, Rebalancing
 
 # Ranks compute for as long as SPEEDS says, [[first step, seconds of each rank for a sample], ...].
 MADE_UP = """
@@ -21,23 +21,23 @@ follow, SPEEDS = samples.Rebalancer.follow, json.loads(os.environ["SPEEDS"])
 
 def with_made_up_speeds(self, session, step):
     speeds = [each for first, each in SPEEDS if step >= first][-1]
-    counts = [count for count, block in zip(self.follower.samples, pgm.process_group_manager.ranks)
+    counts = [count for count, block in zip(self.rebalancing.samples, pgm.process_group_manager.ranks)
               for _ in block.flatten()]
-    session.watch.told = [1e-3, *(speed * count for speed, count in zip(speeds, counts))]
+    session.stop_agreement.told = [1e-3, *(speed * count for speed, count in zip(speeds, counts))]
     follow(self, session, step)
 
 samples.Rebalancer.follow = with_made_up_speeds
 """
 
 
-def steps_of(follower: Follower, speeds, steps, first: int = 1, noise=None) -> list[tuple[int, list[int]]]:
+def steps_of(rebalancing: Rebalancing, speeds, steps, first: int = 1, noise=None) -> list[tuple[int, list[int]]]:
     """The moves in so many steps. `speeds`: seconds of each stage for a sample, by pipeline."""
     moves = []
     for step in range(first, first + steps):
         of_stages = [[rate * count * (noise.lognormvariate(0, 0.25) if noise else 1) for rate in rates]
-                     for rates, count in zip(speeds, follower.samples)]
-        follower.observe(1.02 * max(map(max, of_stages)), of_stages)
-        if samples := follower.decide(step):
+                     for rates, count in zip(speeds, rebalancing.samples)]
+        rebalancing.observe(1.02 * max(map(max, of_stages)), of_stages)
+        if samples := rebalancing.decide(step):
             moves.append((step, samples))
     return moves
 
@@ -45,65 +45,66 @@ def steps_of(follower: Follower, speeds, steps, first: int = 1, noise=None) -> l
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_a_throttled_host_is_noticed_within_ten_steps(count):
     """At half the speed; afterwards a step takes at most 1 / 0.95 of what it takes with a plan that knows the speeds."""
-    follower, rates = Follower([32] * count, 4), [[1.0]] * count
-    assert steps_of(follower, rates, 40) == []
+    rebalancing, rates = Rebalancing([32] * count, 4), [[1.0]] * count
+    assert steps_of(rebalancing, rates, 40) == []
     slow = [[2.0], *rates[1:]]
-    [(step, samples)] = steps_of(follower, slow, 40, 41)
+    [(step, samples)] = steps_of(rebalancing, slow, 40, 41)
     ideal = 32 * count / sum(1 / each for [each] in slow)
     assert step - 40 <= 10 and sum(samples) == 32 * count
-    assert follower.seconds(samples, slow) <= ideal / 0.95
-    [(step, samples)] = steps_of(follower, rates, 40, 81 + CALM)
+    assert rebalancing.seconds(samples, slow) <= ideal / 0.95
+    [(step, samples)] = steps_of(rebalancing, rates, 40, 81 + CALM)
     assert step - 80 - CALM <= 20 and samples == [32] * count, "it is as fast as before"
 
 
 def test_a_small_gain_takes_twenty_steps():
     """Two pipelines of 10 samples, and the second one takes 1.23 times as long: 11 and 9 are 11 % faster."""
-    follower = Follower([10, 10], 1)
-    assert steps_of(follower, [[1.0], [1.0]], 30) == []
-    [(step, samples)] = steps_of(follower, [[1.0], [1.23]], 60, 31)
+    rebalancing = Rebalancing([10, 10], 1)
+    assert steps_of(rebalancing, [[1.0], [1.0]], 30) == []
+    [(step, samples)] = steps_of(rebalancing, [[1.0], [1.23]], 60, 31)
     assert samples == [11, 9] and 48 <= step <= 52, step
-    follower = Follower([10, 10], 1)
-    assert steps_of(follower, [[1.0], [1.0]], 30) == [] == steps_of(follower, [[1.0], [1.15]], 99, 31), "less than 10 %"
+    rebalancing = Rebalancing([10, 10], 1)
+    assert steps_of(rebalancing, [[1.0], [1.0]], 30) == []
+    assert steps_of(rebalancing, [[1.0], [1.15]], 99, 31) == [], "less than 10 %"
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_moves_nothing(seed):
     """Seconds that vary by 25 %: samples may be corrected once, early."""
     noise, rates = random.Random(seed), [[1.0], [0.5], [0.7]]
-    follower = Follower([16, 32, 23], 4)
-    assert all(step <= 4 for step, _ in steps_of(follower, rates, 400, noise=noise))
+    rebalancing = Rebalancing([16, 32, 23], 4)
+    assert all(step <= 4 for step, _ in steps_of(rebalancing, rates, 400, noise=noise))
 
 
 def test_a_machine_that_is_fast_and_slow_by_turns():
     """For twenty steps each: every move doubles what the next one needs, so there are three in 100 steps at most."""
-    follower, moves = Follower([32, 32], 4), []
+    rebalancing, moves = Rebalancing([32, 32], 4), []
     for turn in range(30):
-        moves += steps_of(follower, [[1.0], [1.0 + 8 * (turn % 2)]], 20, 1 + 20 * turn)
+        moves += steps_of(rebalancing, [[1.0], [1.0 + 8 * (turn % 2)]], 20, 1 + 20 * turn)
     at = [step for step, _ in moves]
     assert 3 <= len(at) and all(sum(first <= step < first + CALM for step in at) <= 3 for first in at), at
 
 
 def test_a_pause_is_no_slow_machine():
     """One step, or two, in which a host does something else for as long as ten steps take."""
-    follower = Follower([32, 32], 4)
-    assert steps_of(follower, [[1.0], [1.0]], 20) == []
-    assert steps_of(follower, [[1.0], [10.0]], 2, 21) == [] == steps_of(follower, [[1.0], [1.0]], 40, 23)
+    rebalancing = Rebalancing([32, 32], 4)
+    assert steps_of(rebalancing, [[1.0], [1.0]], 20) == []
+    assert steps_of(rebalancing, [[1.0], [10.0]], 2, 21) == [] == steps_of(rebalancing, [[1.0], [1.0]], 40, 23)
 
 
 def test_the_early_correction():
     """After the second to fourth step, once, where it gains 3 %; the first step warms up and says nothing."""
-    follower = Follower([32, 32], 4)
-    follower.observe(99.0, [[99.0], [1.0]])
-    assert steps_of(follower, [[1.0], [0.9]], 20, 2) == [(4, [30, 34])] and follower.moved == []
-    assert steps_of(Follower([32, 32], 4), [[1.0], [0.95]], 99) == [], "less than 3 %"
+    rebalancing = Rebalancing([32, 32], 4)
+    rebalancing.observe(99.0, [[99.0], [1.0]])
+    assert steps_of(rebalancing, [[1.0], [0.9]], 20, 2) == [(4, [30, 34])] and rebalancing.moved == []
+    assert steps_of(Rebalancing([32, 32], 4), [[1.0], [0.95]], 99) == [], "less than 3 %"
 
 
 def test_what_a_gpu_has_not_measured():
-    follower = Follower([32, 32], 4)
+    rebalancing = Rebalancing([32, 32], 4)
     for step in range(1, 100):
-        follower.observe(1.0, [[0.0 if step % 10 else 9.0], [1.0]])
-        follower.decide(step)
-    assert follower.samples[0] < 10 and len(follower.seen) < 10
+        rebalancing.observe(1.0, [[0.0 if step % 10 else 9.0], [1.0]])
+        rebalancing.decide(step)
+    assert rebalancing.samples[0] < 10 and len(rebalancing.seen) < 10
 
 
 def run(folder, ranks: int, name: str, *flags, program=None, **variables):

@@ -45,8 +45,8 @@ def tokenizer():
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_conversation(tokenizer, name):
     row, messages, targets = SAME[name]
-    row = rows.known("here", row)
-    assert rows.kind_of("here", row) == "messages"
+    kind, row = rows.understood("here", row)
+    assert kind == "messages"
     ids = rows.encode_messages("here", row["messages"], tokenizer, row.get(rows.CONTEXT, 0)).tolist()
     assert tokenizer.decode([max(id, -1 - id) for id in ids]) == tokenizer.apply_chat_template(messages, tokenize=False)
     runs, before = [], False
@@ -62,7 +62,7 @@ def test_the_same_conversation(tokenizer, name):
                                  {"text": "a", "completion": TALK}])
 def test_rows_of_our_own_kinds_stay_what_they_are(own):
     """What is encoded already, or was saved with a checkpoint, keeps its meaning."""
-    assert rows.known("here", {**own, **OTHERS}) == {**own, **OTHERS}
+    assert rows.understood("here", {**own, **OTHERS})[1] == {**own, **OTHERS}
 
 
 @pytest.mark.parametrize("row, expected", [
@@ -81,6 +81,5 @@ def test_rows_of_our_own_kinds_stay_what_they_are(own):
 ])
 def test_bad_rows(tokenizer, row, expected):
     with pytest.raises(UserError, match=expected):
-        row = rows.known("here", row)
-        rows.kind_of("here", row)
+        _, row = rows.understood("here", row)
         rows.encode_messages("here", row["messages"], tokenizer, row.get(rows.CONTEXT, 0))

@@ -36,7 +36,7 @@ def speeds_in(path, content, **flags) -> speeds.Measured | None:
 
 
 @pytest.mark.parametrize("content, expected", [
-    (None, "No such file"), ("{", "can't be read as JSON"), ("[]", "'model_name' is missing"),
+    (None, "No such file"), ("{", "can't be read .JSONDecodeError"), ("[]", "'model_name' is missing"),
     ({**MEASURED, "machines": [{}, {}, {}]}, "machine 0: 'free_memory' is missing"),
     ({**MEASURED, "modules": []}, "no row of numbered layers"),
     (measured(1.0, 1.0), r"was measured with hosts \['(\S+)', '\1'\], but this run has \['\1', '\1', '\1'\]"),

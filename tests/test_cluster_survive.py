@@ -1,5 +1,6 @@
 """What ends a wait in an elastic run: a process that is lost or leaves, others that wait to be taken in, a signal."""
 
+import functools
 import json
 import os
 import signal
@@ -13,13 +14,14 @@ from launch import modules_of
 from processes import run_apart
 
 with modules_of(9):
-    from membership import pulses
-    from membership.pulses import Pulses
+    from membership import failure_detector
+    from membership.channel import Listener
+    from membership.failure_detector import FailureDetector
+    from membership.rendezvous import Members
+    from membership.roster import Member, Roster
     from ranks import lost, sockets
-    from ranks.stopping import Signals, Watch
+    from ranks.stopping import Signals, StopAgreement
     from run.generation import end_of_elastic_run
-    from membership.door import Door
-    from membership.meeting import Member, Roster
     from utils import UserError
 
 SECRET = "of the generation"
@@ -28,24 +30,17 @@ SECRET = "of the generation"
 @pytest.fixture
 def members(monkeypatch):
     """members(count): they share a process here, so what one of them shuts down would be another one's, too."""
-    monkeypatch.setattr(Pulses, "shut", lambda self: None)
+    monkeypatch.setattr(FailureDetector, "shut", lambda self: None)
     return make_members
 
 
 def make_members(count: int):
-    """Members of one generation, each with a door of its own that answers as Members.answer does for pulses."""
+    """Members of one generation, which have agreed to it."""
     made = []
     for rank in range(count):
-        it = types.SimpleNamespace(kept=[], token=b"token", has_joined=True, not_reached={})
-
-        def answer(message, connection, it=it):
-            is_mine = it.has_joined and message["secret"] == SECRET
-            if is_mine:
-                it.kept.append(connection)
-            return {"ok": is_mine}, is_mine
-
-        it.door = Door(b"token", answer, f"127.0.0.{rank + 1}")
-        it.me = Member(f"key {rank}", rank, f"127.0.0.{rank + 1}", 0, it.door.port, 1)
+        it = types.SimpleNamespace(links=[], token=b"token", not_reached={})
+        it.listener = Listener(b"token", functools.partial(Members.answer, it), f"127.0.0.{rank + 1}")
+        it.me = Member(f"key {rank}", rank, f"127.0.0.{rank + 1}", 0, it.listener.port, 1)
         made.append(it)
     for it in made:
         it.next = Roster(1, tuple(each.me for each in made), ("127.0.0.1", 1), SECRET)
@@ -62,36 +57,36 @@ def within(seconds: float, condition) -> bool:
 def test_who_leaves_is_missed_by_all(members):
     """The system closes the connections of a process that ends; close() does so for one that leaves."""
     everyone = members(3)
-    pulses = [Pulses(each) for each in everyone]
+    detectors = [FailureDetector(each) for each in everyone]
     time.sleep(0.1)
-    assert [each.reason for each in pulses] == [None] * 3
-    pulses[1].close()
-    assert within(2, lambda: pulses[0].reason and pulses[2].reason)
-    assert {pulses[0].reason.split()[0], pulses[2].reason.split()[0]} == {"127.0.0.2"} and pulses[1].reason is None
-    pulses[0].close(), pulses[2].close()
-    assert not any(each.kept for each in everyone)
+    assert [each.reason for each in detectors] == [None] * 3
+    detectors[1].close()
+    assert within(2, lambda: detectors[0].reason and detectors[2].reason)
+    assert [each.reason and each.reason.split()[0] for each in detectors] == ["127.0.0.2", None, "127.0.0.2"]
+    detectors[0].close(), detectors[2].close()
+    assert not any(each.links for each in everyone)
 
 
 def test_a_member_that_does_not_come(members, monkeypatch):
-    monkeypatch.setattr(pulses, "JOINING", 0.2)
+    monkeypatch.setattr(failure_detector, "JOINING", 0.2)
     everyone = members(2)
-    everyone[1].has_joined = False
-    with pytest.raises(lost.Lost, match="127.0.0.2"):
-        Pulses(everyone[0])
+    everyone[1].next = None
+    with pytest.raises(lost.MembershipChanged, match="127.0.0.2"):
+        FailureDetector(everyone[0])
     with socket.create_server(("127.0.0.3", 0)) as gone:
         port = gone.getsockname()[1]
     everyone[0].next = Roster(1, (everyone[0].me, Member("x", 2, "127.0.0.3", 0, port, 1)), ("127.0.0.1", 1), SECRET)
-    assert not everyone[0].not_reached  # its door answers
-    with pytest.raises(lost.Lost, match="127.0.0.3 is lost"):
-        Pulses(everyone[0])
+    assert not everyone[0].not_reached  # it answers
+    with pytest.raises(lost.MembershipChanged, match="127.0.0.3 is lost"):
+        FailureDetector(everyone[0])
     assert everyone[0].not_reached.keys() == {"x"}
 
 
 def test_no_connection_stays_open_over_fifty_generations(members):
     everyone = members(2)
     for generation in range(51):
-        pulses = [Pulses(each) for each in everyone]
-        for each in pulses:
+        detectors = [FailureDetector(each) for each in everyone]
+        for each in detectors:
             each.close()
         if generation == 0:
             within(1, lambda: threading.active_count() <= 3)
@@ -108,15 +103,15 @@ sys.path[0] = {str(lost.__file__.rpartition("/ranks")[0])!r}
 from ranks import course
 import os, pathlib, socket, threading, time, traceback, types
 import torch, torch.distributed as dist
-from membership.pulses import Pulses
+from membership.failure_detector import FailureDetector
 from ranks.lost import is_lost_peer
 from ranks.sockets import connections
 done, server = pathlib.Path({str(tmp_path / "done")!r}), socket.create_server(("127.0.0.1", 0))
 mine = socket.create_connection(server.getsockname())
 other, _ = server.accept()
-pulses = object.__new__(Pulses)
-pulses.before = {{inode for inode, _ in connections()}}
-pulses.links, pulses.members = {{}}, types.SimpleNamespace(kept=[])
+detector = object.__new__(FailureDetector)
+detector.before = {{inode for inode, _ in connections()}}
+detector.links, detector.members = {{}}, types.SimpleNamespace(links=[])
 dist.init_process_group("gloo")
 group = dist.new_group(backend="gloo")
 dist.barrier(group)
@@ -126,7 +121,7 @@ if dist.get_rank() == 1:
         time.sleep(0.05)
     os._exit(not done.exists())
 try:
-    threading.Timer(0.5, pulses.shut).start()
+    threading.Timer(0.5, detector.shut).start()
     try:
         dist.recv(torch.zeros(1), 1, group=group)
     except RuntimeError as error:
@@ -152,7 +147,7 @@ def test_errors_of_a_lost_rank():
     ours = torch.OutOfMemoryError("remote process"), UserError("a socket"), RuntimeError("shape"), OSError("peer")
     for error in ours:
         assert not lost.is_lost_peer(error)
-    assert lost.is_lost_peer(lost.Lost("whatever it says"))
+    assert lost.is_lost_peer(lost.MembershipChanged("whatever it says"))
 
 
 @pytest.fixture
@@ -188,15 +183,15 @@ def test_an_agent_learns_what_is_not_to_be_tried_again(monkeypatch, error, code)
     assert codes == ([] if code is None else [code])
 
 
-def test_ask_all_hears_of_newcomers(world_of_one, monkeypatch):
-    """Those who knock while a generation trains are taken in at a step's end."""
+def test_the_agreement_hears_of_newcomers(world_of_one, monkeypatch):
+    """Those who call while a generation trains are taken in at a step's end."""
     waiting = []
-    it = Watch(lambda: waiting, types.SimpleNamespace(asked=False, ready=False))
-    assert it.ask_all() is False and it.has_newcomers is False
+    it = StopAgreement(lambda: waiting, types.SimpleNamespace(asked=False, ready=False))
+    assert it.agree() is False and it.has_newcomers is False
     waiting.append("somebody")
-    assert it.ask_all() is False and it.has_newcomers is True
+    assert it.agree() is False and it.has_newcomers is True
     it.signals.asked = True
-    assert it.ask_all() is True
+    assert it.agree() is True
     it.begin()
     assert it.signals.ready
 

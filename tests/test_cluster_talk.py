@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from processes import eventually
 
 with modules_of(9):
     import generate  # noqa: F401  before what it imports
-    from inference import make_stage as load
     from hosts.host_facts import ASKS
+    from inference import make_stage
 
 SCRIPT, CPU = ROOT / "cluster" / "generate.py", ["--device", "cpu"]
 PROMPTS = ["The state of the union is", "We", "It was the best of times, it was the worst of times;", "And", "Why not"]
@@ -184,17 +183,14 @@ def test_a_plan_of_two_pipelines(folder):
     assert texts(done) == in_one_process(path)
     assert f"of the plan's 2 pipelines, that over {host}, {host} writes; the other machines are idle" in done.stdout
     done = write(3, "--checkpoint", path, "--plan", write_plan(folder, tp_size=2, layers=[6]), *prompts(), check=False)
-    assert done.returncode == 2 and "has tensor-parallel stages, with which only the training works" in done.stderr
+    assert done.returncode == 2 and "a pipeline has tp_size" in done.stderr
 
 
 def test_layers_by_memory(monkeypatch):
     """The embedding and the head, of which each is worth four layers, count on the first and the last rank."""
-    model = types.SimpleNamespace()
-    monkeypatch.setattr(load, "parts_of", lambda model: (400, 100, 400, 12))
-    monkeypatch.setattr(load, "free_memory", lambda device: None)
+    monkeypatch.setattr(make_stage, "parts_of", lambda model: (400, 100, 400, 12))
     for free, layers in ([8, 8, 8], [3, 7, 2]), ([16, 8, 8], [6, 5, 1]), ([8, 8, 1], [4, 7, 1]):
-        monkeypatch.setattr(load, "gather", lambda _: free)
-        assert load.layers_by_memory(model, None) == layers
+        assert make_stage.layers_by_memory(None, free) == layers
 
 
 TEMPLATE = ("{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"

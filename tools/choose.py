@@ -19,6 +19,7 @@ from data_sheets import (  # before the modules of cluster/, which it makes know
     LINK_SHARE, PRESETS, add_device_flags, read_nodes, read_shape,
 )
 from plan import add_model_flags
+from ranks.memory import USABLE_MEMORY
 from splits import AXES, Job, Split, all_parameters, chunks, held, refusal, sent, splits
 from utils import ArgumentParser, UserError, one_clear_error, positive_int, to_readable_format, zero_or_more
 
@@ -119,7 +120,8 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
     parser.add_argument("--num_experts", type=zero_or_more, default=0, help="of each layer, in place of its MLP")
     parser.add_argument("--experts_per_token", type=positive_int, default=2, help="of these")
-    parser.add_argument("--memory_fraction", type=float, default=0.9, help="of a device's memory that may be used")
+    parser.add_argument("--memory_fraction", type=float, default=USABLE_MEMORY,
+                        help="of a device's memory that may be used")
     parser.add_argument("--top", type=positive_int, default=10, help="splits to print")
     add_device_flags(parser, "the devices")
     return parser.parse_args(argv)

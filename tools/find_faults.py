@@ -3,7 +3,8 @@
     norm        loss, gradient norm and learning rate of each step beside those of one process, in float64
     checksum    the weights after each step, between all ranks that hold the same ones, to the last bit
     bytes       what a rank sends in a step beside the formulas of splits.py
-    replay      the messages: a deadlock, collectives that do not match, a tensor changed while it is sent (thread_ranks.py)
+    replay      the messages: a deadlock, collectives that do not match, a tensor changed while it is sent
+                (thread_ranks.py)
     simulation  the schedules, without ranks: do all micro-batches get through, and once each?
 
 break_it.py NAME --find runs the check that a fault names, and --find --healthy all five on TOPOLOGIES.

@@ -1,4 +1,4 @@
-"""The modules of a step, imported once for each rank of a world in one process (thread_ranks.py), and changed on request.
+"""The modules of a step, imported once for each rank of a world in one process (thread_ranks.py), maybe with changes.
 
 The modules of a step share one global grid, so each rank needs modules of its own:
 

@@ -27,6 +27,7 @@ from planning.report import report
 from planning.search import find_plans
 from planning.shares import shares_by_speed
 from planning.simulate import peak_memory, simulate
+from ranks.memory import USABLE_MEMORY
 from utils import TINY_LLAMA, ArgumentParser, UserError, one_clear_error, positive_int
 from utils import to_readable_format
 
@@ -45,7 +46,7 @@ class Job(NamedTuple):
     dtype: str
     setting: Setting
     efficiency: float = EFFICIENCY
-    memory_fraction: float = 0.9
+    memory_fraction: float = USABLE_MEMORY
 
     @property
     def num_devices(self) -> int:
@@ -212,7 +213,7 @@ def measure_modules(name: str, shape: Shape, seq_len: int, lora_rank: int, base_
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from planning.clock import Cost, StageClock
+    from planning.profiler import LayerProfiler
     from models.lora import ALL, Lora
     from models.loss import mean_cross_entropy
 
@@ -224,12 +225,11 @@ def measure_modules(name: str, shape: Shape, seq_len: int, lora_rank: int, base_
         model = LlamaForCausalLM(config)
     flags = argparse.Namespace(lora_rank=lora_rank, lora_alpha=2 * lora_rank, lora_dropout=0.0, lora_targets=ALL,
                                base_bits=base_bits, seed=0, model_name=name)
-    clock = StageClock(model, seq_len, torch.bfloat16, torch.device("cpu"), Lora(flags, model, torch.bfloat16),
+    profiler = LayerProfiler(model, seq_len, torch.bfloat16, torch.device("cpu"), Lora(flags, model, torch.bfloat16),
                        mean_cross_entropy)
-    found = {part: Cost(facts, {}) for part, facts in clock.measure_memory(math.inf).items()}
-    modules = [{"name": name, **cost.facts} for name, cost in zip(clock.names, clock.modules_of(found))]
-    return {"model_name": name, "model": model_facts(config), "seq_len": seq_len, "dtype": "bfloat16",
-            **clock.extras(), "flags": {}, "modules": modules}
+    profiler.facts = profiler.measure_memory(math.inf)
+    return {"model_name": name, "model": model_facts(config), "seq_len": seq_len, **profiler.dtypes(), "flags": {},
+            "modules": profiler.modules()}
 
 
 def on_cards(modules: dict, cards: str, memory_fraction: float) -> str:

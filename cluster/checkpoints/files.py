@@ -18,9 +18,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save
 
@@ -46,14 +44,14 @@ def step_of(name: str) -> int:
 
 
 class TensorFile(File):
-    """A safetensors file that is written tensor by tensor, in the order of `entries`: name -> (dtype, shape)."""
+    """A safetensors file that is written tensor by tensor, in the order of `entries`: by name, tensors like these."""
 
-    def __init__(self, path: str, entries: dict[str, tuple[torch.dtype, Iterable[int]]]):
+    def __init__(self, path: str, entries: dict[str, torch.Tensor]):
         super().__init__(path)
         header, position = {"__metadata__": {"format": "pt"}}, 0
-        for name, (dtype, shape) in entries.items():
-            end = position + int(np.prod(list(shape), dtype=np.int64)) * dtype.itemsize
-            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        for name, tensor in entries.items():
+            end = position + tensor.nbytes
+            header[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [position, end]}
             position = end
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
@@ -63,10 +61,13 @@ class TensorFile(File):
         self.put(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
 
+def checksum_of(state: dict) -> str:
+    return f"{zlib.crc32(json.dumps(state, indent=1).encode()):08x}"
+
+
 def write_state(path: str, state: dict) -> None:
     """state.json, with a checksum of its own. It appears in one go. Raises OSError."""
-    checksum = f"{zlib.crc32(json.dumps(state, indent=1).encode()):08x}"
-    replace(path, json.dumps({"crc32": checksum, **state}, indent=1))
+    replace(path, json.dumps({"crc32": checksum_of(state), **state}, indent=1))
 
 
 def read_state(path: str) -> dict:
@@ -76,7 +77,7 @@ def read_state(path: str) -> dict:
 
 def check_state(state: dict) -> dict:
     """The state without its checksum. Raises errors where it does not have what a checkpoint needs."""
-    if state.pop("crc32") != f"{zlib.crc32(json.dumps(state, indent=1).encode()):08x}":
+    if state.pop("crc32") != checksum_of(state):
         raise ValueError("its checksum is not that of its content")
     maps = [state["parameters"], *(state[f"{kind}_map"] for kind in KINDS)]
     facts = [(each["bytes"], each["crc32"]) for each in state["files"].values()]
@@ -105,12 +106,9 @@ def check_file(folder: str, name: str, facts: dict) -> str | None:
 
 
 def merge(parts: list[dict]) -> dict:
-    """What several ranks wrote, as if one had: the files of all of them, and the other fields of the first."""
-    files = {"files": {}, **{f"{kind}_map": {} for kind in KINDS}, "parameters": {}}
-    for part in parts:
-        for key, found in files.items():
-            found.update(part[key])
-    return {**(parts[0] if parts else {}), **files}
+    """What state.json says of the files that several ranks wrote."""
+    return {key: {name: value for part in parts for name, value in part[key].items()}
+            for key in ("files", "parameters", *(f"{kind}_map" for kind in KINDS))}
 
 
 def write_small(folder: str, small: dict[str, bytes], merged: dict) -> dict[str, dict]:

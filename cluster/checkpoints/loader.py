@@ -1,9 +1,6 @@
-"""Finding the newest checkpoint that is whole, on all disks together, and loading from it under any topology.
+"""Loading from a checkpoint under any topology. A file that some rank needs and its host lacks is sent to it."""
 
-Where hosts share no disk, no one of them may have all files. Each says which it has; a file that some rank needs and
-its host lacks is sent to it. What is truncated, or has another checksum than state.json says, counts as missing.
-"""
-
+import functools
 
 import torch
 
@@ -24,7 +21,9 @@ class Loader:
     def weights(self, stage) -> None:
         """As plugin.configure(weights=...) calls it."""
         self.bring(stage)
-        load_stage(self.found.path, self.found.state["model_map"], stage, self.device)
+        weight_map = self.found.state["model_map"]
+        source = {name: functools.partial(get_slice, self.found.path, weight_map, name) for name in weight_map}
+        load_stage(self.found.path, source, stage, self.device)
 
     def bring(self, stage) -> None:
         """Sends the files that this stage needs to its host, if that lacks them. Collective. Raises UserError."""
@@ -42,31 +41,29 @@ class Loader:
         """Gives the adapters that a stage has their values. Collective."""
         self.bring(stage)
         for name in trained_alone(stage) or ():
-            param = stage.model.get_parameter(name)
-            module, _, key = name.rpartition(".")
-            piece = get_slice(self.found.path, self.found.state["model_map"], peft_name(name))
-            value = split_parameter(stage.model.get_submodule(module), key, piece)
-            if value.shape != param.shape:
-                raise UserError(f"{peft_name(name)} has the shape {tuple(value.shape)} in {self.found.path}, but "
-                                f"{tuple(param.shape)} here: give --lora_rank and --model_name as they were")
-            param.data.copy_(value)
+            stage.model.get_parameter(name).data.copy_(self.part(stage, name, "model", peft_name(name)))
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, stage) -> None:
         """The state of each parameter, in slices as this rank holds it. Learning rates follow from the flags."""
-        weight_map, name_of, entries = self.found.state["optimizer_map"], name_function(stage), {}
-        for entry in weight_map:
+        name_of, entries = name_function(stage), {}
+        for entry in self.found.state["optimizer_map"]:
             entries.setdefault(entry.rpartition(".")[0], []).append(entry)
         for name, param in stage.model.named_parameters():
-            module, _, key = name.rpartition(".")
             names = (name, *(stage.tied if stage.tied and name in stage.tied else ()))
-            known = next((entries[name_of(other)] for other in names if name_of(other) in entries), [])
-            for entry in known:
-                piece = get_slice(self.found.path, weight_map, entry)
-                is_split = len(piece.get_shape()) == param.dim() > 0
-                value = split_parameter(stage.model.get_submodule(module), key, piece) if is_split else piece[...]
-                if (is_split or not entry.endswith(".step")) and value.shape != param.shape:
-                    raise UserError(f"{entry} has the shape {tuple(value.shape)} in {self.found.path}, but {name} of "
-                                    f"the model {tuple(param.shape)}: is this a checkpoint of this model?")
-                place = param.device if is_split or param.is_cuda else "cpu"
-                dtype = param.dtype if is_split else value.dtype  # the run before may have had another --dtype
-                optimizer.state[param][entry.rpartition(".")[2]] = value.to(place, dtype, copy=True)
+            for entry in next((entries[name_of(other)] for other in names if name_of(other) in entries), []):
+                optimizer.state[param][entry.rpartition(".")[2]] = self.part(stage, name, "optimizer", entry)
+
+    def part(self, stage, name: str, kind: str, entry: str) -> torch.Tensor:
+        """What this rank holds of a tensor of the checkpoint: its part, as of parameter `name`, or a step count.
+
+        Raises UserError for a tensor of another shape. The run before may have had another --dtype.
+        """
+        (module, _, key), param = name.rpartition("."), stage.model.get_parameter(name)
+        whole = get_slice(self.found.path, self.found.state[f"{kind}_map"], entry)
+        if entry.endswith(".step"):
+            return whole[...].to(param.device, copy=True)
+        value = split_parameter(stage.model.get_submodule(module), key, whole)
+        if value.shape != param.shape:
+            raise UserError(f"{entry} has the shape {tuple(value.shape)} in {self.found.path}, but {name} of the model "
+                            f"{tuple(param.shape)}: give --model_name and --lora_rank as they were")
+        return value.to(param.device, param.dtype, copy=True)

@@ -59,13 +59,12 @@ def read_states(folder: str, names: list[str] | None = None) -> dict[str, dict |
     if names is None:
         names = [name for name in os.listdir(folder) if step_of(name) >= 0] if os.path.isdir(folder) else []
     states = {}
-    for path, name in ((os.path.join(folder, name), name) for name in names):
-        if not os.path.isdir(path):
-            continue
-        try:
-            states[name] = read_state(os.path.join(path, STATE))
-        except (OSError, UserError) as error:
-            states[name] = str(error)
+    for name in names:
+        if os.path.isdir(path := os.path.join(folder, name)):
+            try:
+                states[name] = read_state(os.path.join(path, STATE))
+            except UserError as error:
+                states[name] = str(error)
     return states
 
 

@@ -29,15 +29,15 @@ from checkpoints.files import (
     ADAPTER, ADAPTER_CONFIG, KINDS, STATE, TensorFile, forget_older, join_files, merge, name_of_step, set_latest,
     write_small, write_state,
 )
-from checkpoints.shards import Piece, join, pieces_of, shapes_over, whole_shape
+from checkpoints.shards import Shard, collect, join, parts_over, shards_of
 from models.names import as_files_have_it
 from ranks.disks import Disks
 from ranks.files import sync_folder
-from ranks.memory import free_memory, memory_below_peak
+from ranks.memory import USABLE_MEMORY, free_memory, memory_below_peak
 from ranks.placement import home_rank, is_home, ranks_of_this_machine
 from utils import UserError
 
-CPU, FRACTION = torch.device("cpu"), 0.9  # of the memory that is free, for copies
+CPU = torch.device("cpu")
 
 
 class Checkpointer:
@@ -52,11 +52,10 @@ class Checkpointer:
         self.folder, self.disks, self.stage = folder, disks, model.module
         self.optimizer, self.scheduler = optimizer, scheduler
         self.describe, self.small, self.keep, self.copies = describe, small, keep, min(copies, len(disks.all))
-        self.stems = {"model": "adapter" if ADAPTER_CONFIG in small else "model", "optimizer": "optimizer"}
         grid = self.grid = pgm.process_group_manager
         rows = [row for block in grid.ranks for row in block.tolist()]
         self.tp_group = dist.new_subgroups_by_enumeration(rows, backend="gloo")[0] if grid.tp_world_size > 1 else None
-        self.thread, self.host, self.written, self.stall, self.messages = None, [], 0, None, []
+        self.thread, self.host, self.written, self.messages = None, [], 0, []
         self.is_short = self.is_broken = False  # of memory for copies; whether a rank was lost while one was written
         ranks_of_this_machine()  # which free_memory() asks; the first call is collective
         if disks.leads:  # of a run that was killed
@@ -71,33 +70,31 @@ class Checkpointer:
         """
         is_writing = self.thread and self.thread.is_alive()
         if self.grid.dp_rank == 0 and not is_writing and not self.lacks_memory():
-            self.thread = threading.Thread(target=self.take_memory, args=[pieces_of(self.stage, self.optimizer)])
+            self.thread = threading.Thread(target=self.take_memory, args=[shards_of(self.stage, self.optimizer)])
             self.thread.start()
 
     def lacks_memory(self) -> bool:
         """Whether there are no copies yet, and what is free is too little for them and for what the next step takes."""
-        tensors = [piece.tensor for each in pieces_of(self.stage, self.optimizer).values() for piece in each]
+        tensors = [shard.tensor for shard in shards_of(self.stage, self.optimizer)]
         if len(self.host) == len(tensors):
             return False
         needed, free = sum(tensor.nbytes for tensor in tensors), free_memory(CPU) - memory_below_peak()
-        was_short, self.is_short = self.is_short, needed > FRACTION * free
+        was_short, self.is_short = self.is_short, needed > USABLE_MEMORY * free
         if self.is_short and not was_short:
             print(f"rank {dist.get_rank()}: a copy of its part of a checkpoint takes {needed / 1e6:.0f} MB, and "
                   f"{max(0, free) / 1e6:.0f} MB are free: training waits while checkpoints are written", flush=True)
         return self.is_short
 
-    def take_memory(self, pieces: dict[str, list[Piece]]) -> None:
-        self.host = [torch.zeros_like(piece.tensor, device=CPU, pin_memory=piece.tensor.is_cuda)
-                     for kind in KINDS for piece in pieces[kind]]
+    def take_memory(self, shards: list[Shard]) -> None:
+        self.host = [torch.zeros_like(shard.tensor, device=CPU, pin_memory=shard.tensor.is_cuda) for shard in shards]
 
-    def copy_to_host(self) -> dict[str, list[Piece]]:
-        """The pieces with copies of their tensors, in memory that the next save uses again."""
-        pieces = pieces_of(self.stage, self.optimizer)
-        if len(self.host) != sum(map(len, pieces.values())):
-            self.take_memory(pieces)
-        buffers = iter(self.host)
-        copied = {kind: [piece._replace(tensor=next(buffers).copy_(piece.tensor, non_blocking=True)) for piece in each]
-                  for kind, each in pieces.items()}
+    def copy_to_host(self) -> list[Shard]:
+        """The shards with copies of their tensors, in memory that the next save uses again."""
+        shards = shards_of(self.stage, self.optimizer)
+        if len(self.host) != len(shards):
+            self.take_memory(shards)
+        copied = [shard._replace(tensor=buffer.copy_(shard.tensor, non_blocking=True))
+                  for shard, buffer in zip(shards, self.host)]
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return copied
@@ -112,12 +109,12 @@ class Checkpointer:
         self.wait()
         if step == self.written:
             return
-        state, pieces = copy.deepcopy(self.state(step)), None
+        state, shards = copy.deepcopy(self.state(step)), None
         waits = waits or is_last or any(self.disks.gather(self.grid.dp_rank == 0 and self.lacks_memory()))
         if self.grid.dp_rank == 0:
-            pieces = pieces_of(self.stage, self.optimizer) if waits else self.copy_to_host()
-        self.stall = None if waits else time.perf_counter() - start
-        self.thread = threading.Thread(target=self.write, args=[step, state, pieces, is_last])
+            shards = shards_of(self.stage, self.optimizer) if waits else self.copy_to_host()
+        stall = None if waits else time.perf_counter() - start
+        self.thread = threading.Thread(target=self.write, args=[step, state, shards, is_last, stall])
         self.thread.start()
         if waits:
             self.wait()
@@ -143,25 +140,26 @@ class Checkpointer:
         self.report()
 
     def report(self) -> None:
-        for _ in range(len(self.messages)):
+        while self.messages:
             print(self.messages.pop(0), flush=True)
 
-    def write(self, step: int, state: dict, pieces: dict | None, is_last: bool) -> None:
-        """The thread: all files, and then the name. An error of a disk leaves the older checkpoints as they are."""
+    def write(self, step: int, state: dict, shards: list[Shard] | None, is_last: bool, stall: float | None) -> None:
+        """The thread: all files, and then the name. An error of a disk leaves the older checkpoints as they are.
+
+        `stall`: seconds for which the training stood still; None if it does until this ends.
+        """
         name, start = name_of_step(step), time.perf_counter()
         unfinished, part = os.path.join(self.folder, f"{name}.unfinished"), None
         try:
             with self.disks.together():
-                if pieces is not None:
-                    part = self.write_part(unfinished, pieces, f"{self.grid.pp_rank + 1:05d}-of-"
-                                                               f"{self.grid.pp_world_size:05d}")
+                if shards is not None:
+                    part = self.write_part(unfinished, shards)
             parts = {rank: part for rank, part in enumerate(self.disks.gather(part)) if part}
             self.complete(unfinished, state, parts, is_last)
             self.written = step
             size, seconds = sum(facts["bytes"] for facts in state["files"].values()), time.perf_counter() - start
-            stall = seconds if self.stall is None else self.stall
             self.say(f"checkpoint: {os.path.join(self.folder, name)} ({size / 1e6:.1f} MB in {seconds:.2f} s, for "
-                     f"which training stood still {1e3 * stall:.1f} ms)")
+                     f"which training stood still {1e3 * (seconds if stall is None else stall):.1f} ms)")
             with contextlib.suppress(OSError):
                 if self.disks.leads:
                     forget_older(self.folder, step, self.keep)
@@ -177,36 +175,31 @@ class Checkpointer:
         if is_home():
             self.messages.append(message)
 
-    def write_part(self, folder: str, pieces: dict[str, list[Piece]], number: str) -> dict | None:
+    def write_part(self, folder: str, shards: list[Shard]) -> dict | None:
         """Writes this stage's two files. Returns what they are, on tp rank 0. Raises OSError, when all have sent."""
-        part, files = merge([]), []
+        number, part, files = f"{self.grid.pp_rank + 1:05d}-of-{self.grid.pp_world_size:05d}", {}, {}
         for kind in KINDS:
-            saved = [(piece, shapes, as_files_have_it(self.stage.model, piece.name, kind))
-                     for piece, shapes in zip(pieces[kind], shapes_over(self.tp_group, pieces[kind]))]
-            entries = {}
-            for piece, shapes, convert in saved:
-                meta = torch.empty(whole_shape(piece, shapes), dtype=piece.tensor.dtype, device="meta")
-                entries.update({key: (value.dtype, value.shape) for key, value in convert(meta).items()})
-            name = f"{self.stems[kind]}-{number}.safetensors"
-            file = TensorFile(os.path.join(folder, name), entries) if self.grid.tp_rank == 0 else None
-            for piece, shapes, convert in saved:
-                full = join(piece, shapes, self.tp_group)
-                for value in convert(full).values() if file else ():
-                    file.write(value)
-            if file:
-                files.append((name, file))
-                part[f"{kind}_map"] = dict.fromkeys(entries, name)
-                part["parameters"].update({piece.name: name for piece in pieces[kind] if kind == "model"})
-        part["files"] = {name: file.close() for name, file in files}
-        return part if files else None
+            stem = "adapter" if kind == "model" and ADAPTER_CONFIG in self.small else kind
+            own, name, entries = [shard for shard in shards if shard.kind == kind], f"{stem}-{number}.safetensors", {}
+            saved = [(shard, parts, as_files_have_it(self.stage.model, shard.name, kind))
+                     for shard, parts in zip(own, parts_over(self.tp_group, own))]
+            for shard, parts, convert in saved:
+                entries |= convert(join(shard, parts))
+            if self.grid.tp_rank == 0:
+                files[name] = TensorFile(os.path.join(folder, name), entries)
+            for shard, parts, convert in saved:
+                parts = collect(shard, parts, self.tp_group)
+                for value in convert(join(shard, parts)).values() if name in files else ():
+                    files[name].write(value)
+            part[f"{kind}_map"] = dict.fromkeys(entries, name)
+            if kind == "model":
+                part["parameters"] = {shard.name: name for shard in own}
+        return {**part, "files": {name: file.close() for name, file in files.items()}} if files else None
 
     def complete(self, folder: str, state: dict, parts: dict[int, dict], is_last: bool) -> None:
         """Copies between disks, the small files, state.json, the name, `latest`. Collective. Raises UserError."""
         disks, merged, copies, final = self.disks, merge([*parts.values()]), [], folder.removesuffix(".unfinished")
         has_adapters = ADAPTER_CONFIG in self.small  # they are small, and at home they are written as one file as well
-        with disks.together():
-            if disks.leads:
-                merged["files"] |= write_small(folder, self.small, merged)
         state.update(merged)
         for rank, part in parts.items():
             number, own = next((i, disk) for i, disk in enumerate(disks.all) if rank in disk.ranks)
@@ -217,6 +210,7 @@ class Checkpointer:
         disks.copy(folder, copies)
         with disks.together():
             if disks.leads:
+                merged["files"] |= write_small(folder, self.small, merged)
                 if has_adapters and disks.mine == disks.home:
                     join_files(folder, [name for name in merged["files"] if name.startswith("adapter-")], ADAPTER)
                 write_state(os.path.join(folder, STATE), state)

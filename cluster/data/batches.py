@@ -13,18 +13,16 @@ sees what comes after it, and the outputs at the padding are no targets.
 """
 
 import argparse
-import functools
 import math
 import types
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
-from torch.utils.data import Dataset, Subset
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Subset
 
-from data.encoded import Row, RowSamples, load_samples
+from data.encoded import load_samples
 from data.epochs import BLOCK, Epochs
-from dataloader import collate_batch
 from utils import UserError, number, positive_int, zero_or_more
 
 NO_TARGET = -100  # in target_ids; the value that torch's and transformers' losses leave out too
@@ -61,51 +59,36 @@ def check_data_flags(args) -> None:
                         "leave them out, or leave out --local_steps")
 
 
-class WeightedEpochs(Epochs):
-    """Items (Row, N): a sample, and how many targets its optimizer step has. Its samples are a RowSamples."""
-
-    def __getitem__(self, i: int) -> tuple[Row, int]:
-        return super().__getitem__(i), self.num_targets(i // self.global_batch)
-
-    @functools.lru_cache(1)
-    def num_targets(self, step: int) -> int:
-        """Of optimizer step `step`, from 0 on."""
-        mine = range(step * self.global_batch, (step + 1) * self.global_batch)
-        return sum(self.samples.num_targets(self.position_of(i)) for i in mine)
-
-
 class Data:
-    """What a run reads. `train`: an Epochs. `evaluation`: the validation samples, or None. See load_data.
+    """What a run of `num_steps` steps (None: of whole epochs) reads. All ranks make it together.
 
-    `read`: see encoded.load_samples.
-    `collate` makes a micro-batch of items of `train`, `collate_evaluation` one of items of `evaluation`.
+    `train`: an Epochs. `evaluation`: the validation samples, or None. `read`: see encoded.load_samples.
+    No more of the data set is encoded than is read; with a validation split all, because the split is drawn from all
+    of it: a corpus may be sorted by its age, or by its kind.
+    Raises UserError, on every rank, as load_samples, split and Epochs do.
     """
 
-    def __init__(self, samples: Dataset, validation_split: float | None, global_batch: int, seed: int,
-                 is_all: bool = True, limit: int | None = None):
-        self.has_rows, self.global_batch, self.evaluation = isinstance(samples, RowSamples), global_batch, None
-        self.read, places = samples.read, range(len(samples))
-        if validation_split:  # drawn from all samples: a corpus may be sorted by its age, or by its kind
-            kept = split(len(samples), validation_split)
-            places = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
-            self.evaluation, places = Subset(samples, sorted(places[:kept])), places[kept:]
-        epochs = WeightedEpochs if self.has_rows else Epochs
-        self.train = epochs(samples, global_batch, seed, is_all, places[:limit])
+    def __init__(self, args, tokenizer: str, vocab_size: int, global_batch: int, num_steps: int | None = None,
+                 max_steps_per_epoch: int | None = None):
+        limit = max_steps_per_epoch and max_steps_per_epoch * global_batch
+        wanted = limit or num_steps and -(-num_steps * global_batch // BLOCK) * BLOCK  # None: all
+        samples = load_samples(args, tokenizer, vocab_size, None if args.validation_split else wanted, args.packing)
+        self.read, self.evaluation, numbers = samples.read, None, range(len(samples))
+        is_all = args.validation_split or wanted == limit or len(samples) < wanted
+        if args.validation_split:
+            kept = split(len(samples), args.validation_split)
+            numbers = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
+            self.evaluation, numbers = Subset(samples, sorted(numbers[:kept])), numbers[kept:]
+        self.train = Epochs(samples, numbers[:limit], global_batch, args.seed, bool(is_all))
 
     def collate(self, items: list) -> dict[str, torch.Tensor]:
-        """-> input_ids, target_ids (B, T) and, for rows, the scalar loss_weight; see the head of this module."""
-        if not self.has_rows:
-            return collate_batch(items)
+        """A micro-batch of items of `train`: as pad() and, for rows, the scalar loss_weight; see the head of this
+        module."""
+        if isinstance(items[0], torch.Tensor):
+            return pad(items)
         batch, num_targets = pad([row for row, _ in items]), items[0][1]
-        own, num_alike = (batch["target_ids"] != NO_TARGET).sum(), self.global_batch / len(items)
+        own, num_alike = (batch["target_ids"] != NO_TARGET).sum(), self.train.global_batch / len(items)
         return {**batch, "loss_weight": own.double() * num_alike / num_targets}
-
-    def collate_evaluation(self, items: list) -> dict[str, torch.Tensor]:
-        return pad(items) if self.has_rows else collate_batch(items)
-
-    def weighted(self, criterion: Callable) -> Callable:
-        """The criterion to train with: weighted(criterion) for rows, the criterion itself for packed text."""
-        return weighted(criterion) if self.has_rows else criterion
 
 
 def split(count: int, part: float) -> int:
@@ -120,27 +103,15 @@ def split(count: int, part: float) -> int:
     return kept
 
 
-def load_data(args, tokenizer: str, vocab_size: int, global_batch: int, num_steps: int | None = None,
-              max_steps_per_epoch: int | None = None) -> Data:
-    """The data set as a run of `num_steps` steps (None: of whole epochs) needs it. Collective.
+def pad(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Samples of 2 tokens or more -> inputs and targets, (B, T) each, where T + 1 is the length of the longest one.
 
-    No more of it is encoded than is read; with a validation split all, because the split is drawn from all of it.
-    Raises UserError, on every rank, as load_samples, split and Epochs do.
+    In a sample, tokens that are no targets are complemented, as in rows.py.
     """
-    limit = max_steps_per_epoch and max_steps_per_epoch * global_batch
-    wanted = limit or num_steps and -(-num_steps * global_batch // BLOCK) * BLOCK  # None: all
-    samples = load_samples(args, tokenizer, vocab_size, None if args.validation_split else wanted, args.packing)
-    is_all = args.validation_split or wanted == limit or len(samples) < wanted
-    return Data(samples, args.validation_split, global_batch, args.seed, bool(is_all), limit)
-
-
-def pad(rows: list[Row]) -> dict[str, torch.Tensor]:
-    """Rows of 2 tokens or more -> inputs and targets, (B, T) each, where T + 1 is the length of the longest row."""
-    width = max(len(row.tokens) for row in rows)
-    tokens = torch.stack([F.pad(row.tokens, (0, width - len(row.tokens))) for row in rows])  # (B, T + 1)
-    is_target = torch.stack([F.pad(row.is_target, (0, width - len(row.tokens))) for row in rows])
-    targets = tokens.masked_fill(~is_target, NO_TARGET)
-    return {"input_ids": tokens[:, :-1].contiguous(), "target_ids": targets[:, 1:].contiguous()}
+    tokens = pad_sequence(rows, batch_first=True, padding_value=-1)  # (B, T + 1); the complement of 0
+    targets = tokens.masked_fill(tokens < 0, NO_TARGET)
+    return {"input_ids": torch.maximum(tokens, -1 - tokens)[:, :-1].contiguous(),
+            "target_ids": targets[:, 1:].contiguous()}
 
 
 def select(output, batch: dict[str, torch.Tensor], router_scale: torch.Tensor | None = None):

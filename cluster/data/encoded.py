@@ -20,15 +20,15 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from data.rows import Source, documents, encode_rows, find_source, first_kind
+from data.rows import encode_rows, find_source, first_kind, texts
 from dataloader import TokenSamples, encode, files_at, load_tokenizer
+from ranks.collectives import gather
 from ranks.disks import Disks
 from ranks.placement import home_rank, once_per_machine
 from utils import ROOT, UserError
@@ -39,15 +39,8 @@ FORMAT = "rows 1"  # changes when encoded rows do
 BEFORE = 2  # numbers in front of a row's tokens
 
 
-class Row(NamedTuple):
-    """A sample: `tokens` (L,), int64, L from 2 to T + 1; `is_target` (L,), which tokens the loss counts."""
-
-    tokens: torch.Tensor
-    is_target: torch.Tensor
-
-
 class RowSamples(Dataset):
-    """The rows of a table, see above."""
+    """The rows of a table, see above: (L,), int64, L from 2 to T + 1, in which what is no target is complemented."""
 
     def __init__(self, table: np.ndarray):
         self.header, self.table = table[0], table[1:]
@@ -58,9 +51,8 @@ class RowSamples(Dataset):
     def num_targets(self, i: int) -> int:
         return int(self.table[i, 1])
 
-    def __getitem__(self, i: int) -> Row:
-        row = self.table[i, BEFORE : BEFORE + self.table[i, 0]].astype(np.int64)
-        return Row(torch.from_numpy(np.where(row < 0, -1 - row, row)), torch.from_numpy(row >= 0))
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.from_numpy(self.table[i, BEFORE : BEFORE + self.table[i, 0]].astype(np.int64))
 
 
 def load_samples(args, tokenizer: str, vocab_size: int, num_samples: int | None = None,
@@ -73,12 +65,9 @@ def load_samples(args, tokenizer: str, vocab_size: int, num_samples: int | None 
     sample, or whose tokenizer is not the model's. `samples.read` says what was read, for a checkpoint's state.json.
     """
     make = lambda: encode_data(args.dataset_name, tokenizer, args.seq_len, num_samples or ALL, packing)  # noqa: E731
-    if getattr(args, "data_from_rank0", False):
-        path = from_homes_disk(make)
-    else:
-        path = once_per_machine(make)
-    digest = common_digest(args, path)
+    path = (from_homes_disk if getattr(args, "data_from_rank0", False) else once_per_machine)(make)
     numbers = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
+    digest = common_digest(args, numbers)
     if path.endswith(".rows"):
         samples = RowSamples(numbers.reshape(-1, BEFORE + args.seq_len + 1))
         truncated, left_out, largest, *_ = samples.header.tolist()
@@ -96,11 +85,10 @@ def load_samples(args, tokenizer: str, vocab_size: int, num_samples: int | None 
     return samples
 
 
-def common_digest(args, path: str) -> str:
+def common_digest(args, numbers: np.ndarray) -> str:
     """The digest of each machine's encoded file. Collective. Raises UserError, on every rank, where they differ."""
-    everyone = [None] * dist.get_world_size()
-    digest = once_per_machine(lambda: digest_of(path))  # other machines wait as long as it takes
-    dist.all_gather_object(everyone, (digest, socket.gethostname()))
+    digest = once_per_machine(lambda: hashlib.sha256(numbers).hexdigest())  # other machines wait as long as it takes
+    everyone = gather((digest, socket.gethostname()))
     if unlike := [f"{host} (rank {rank})" for rank, (other, host) in enumerate(everyone) if other != everyone[0][0]]:
         remedy = "copy the data and the tokenizer of rank 0 to all machines"
         if hasattr(args, "data_from_rank0"):
@@ -108,14 +96,6 @@ def common_digest(args, path: str) -> str:
         raise UserError(f"--dataset_name {args.dataset_name!r}, once encoded, is not the same on all machines: "
                         f"{', '.join(unlike)} would read other tokens than {everyone[0][1]} (rank 0): {remedy}")
     return digest
-
-
-def digest_of(path: str) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
 
 
 def require_same_data(found, args, tokenizer: str, vocab_size: int, read: dict) -> None:
@@ -148,20 +128,19 @@ def report_rows(args, truncated: int, left_out: int, count: int) -> None:
               flush=True)
 
 
-def encode_data(dataset_name: str, tokenizer: str, seq_len: int, num_samples: int, packing: str,
-                cache: str | None = None) -> str:
+def encode_data(dataset_name: str, tokenizer: str, seq_len: int, num_samples: int, packing: str) -> str:
     """The path of the encoded file, which is written if it is not there. For one process of a machine."""
-    source, cache, width = find_source(dataset_name), cache or CACHE, seq_len + 1
+    source, width = find_source(dataset_name), seq_len + 1
     stamps = [(file, os.path.getsize(file), os.path.getmtime(file)) for file in source.files + files_at(tokenizer)]
     key = (FORMAT, packing, os.path.abspath(source.path), source.config, os.path.abspath(tokenizer), stamps, seq_len,
            num_samples)
-    stem = os.path.join(cache, hashlib.sha256(repr(key).encode()).hexdigest()[:16])
+    stem = os.path.join(CACHE, hashlib.sha256(repr(key).encode()).hexdigest()[:16])
     text, rows = f"{stem}.bin", f"{stem}.rows"
     for path in text, rows:
         if os.path.exists(path):
             return path
     if (kind := first_kind(source)) == "text" and packing != "off":
-        write(text, up_to(num_samples * seq_len + 1, encode(pieces_of(source), load_tokenizer(tokenizer))))
+        write(text, up_to(num_samples * seq_len + 1, encode(texts(source), load_tokenizer(tokenizer))))
         return text
     if packing == "text":
         raise UserError(f"--dataset_name {dataset_name!r} holds rows of the kind {kind}, and this training reads a "
@@ -170,12 +149,6 @@ def encode_data(dataset_name: str, tokenizer: str, seq_len: int, num_samples: in
     header = [0] * (BEFORE + width)  # rows truncated, samples left out, the largest id
     write(rows, table_of(packed(encoded, width) if packing == "on" else encoded, width, num_samples, header), header)
     return rows
-
-
-def pieces_of(source: Source) -> Iterator[str]:
-    for document in documents(source):
-        yield from filter(None, document)
-        yield ""
 
 
 def up_to(count: int, parts: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
@@ -203,11 +176,11 @@ def table_of(rows: Iterator[np.ndarray], width: int, num_samples: int, header: l
     for row in rows:
         header[0] += len(row) > width
         tokens = row[:width].copy()
-        tokens[:1] = np.where(tokens[:1] < 0, tokens[:1], -1 - tokens[:1])  # nothing predicts the first
+        tokens[:1] = np.minimum(tokens[:1], -1 - tokens[:1])  # nothing predicts the first
         if not (tokens >= 0).any():
             header[1] += 1
             continue
-        header[2] = max(header[2], int(np.where(tokens < 0, -1 - tokens, tokens).max()))
+        header[2] = max(header[2], int(np.maximum(tokens, -1 - tokens).max()))
         yield np.array([len(tokens), (tokens >= 0).sum(), *tokens, *[0] * (width - len(tokens))], np.int32)
         if (written := written + 1) >= num_samples:
             break
@@ -218,12 +191,11 @@ def write(path: str, parts: Iterator[np.ndarray], header: list[int] | None = Non
 
     Raises UserError where the folder can't be written.
     """
-    cache = os.path.dirname(path)
     try:
-        os.makedirs(cache, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(dir=cache)
+        os.makedirs(CACHE, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=CACHE)
     except OSError as error:
-        raise UserError(f"can't write to {cache} ({error.strerror}): free space there, or make it writable") from None
+        raise UserError(f"can't write to {CACHE} ({error.strerror}): free space there, or make it writable") from None
     with folder as name:
         with open(unfinished := os.path.join(name, "unfinished"), "wb") as file:
             file.seek(4 * len(header or ()))

@@ -14,7 +14,6 @@ Of a conversation that is not in the column messages, a column `system` is the f
 In an encoded row a token that is no target is stored as its complement -1 - id, which is negative.
 """
 
-import itertools
 import os
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,9 +23,8 @@ import numpy as np
 from dataloader import BLOCK, READERS, corpus_path, files_at, read_texts
 from utils import UserError, require_reachable_hub
 
-KINDS = {"messages": ("messages",), "prompt/completion": ("prompt", "completion"), "text": ("text",)}
 COLUMNS = "messages, or conversations, or prompt and completion, or instruction and output, or text"
-CONTEXT = "messages before completion"  # of a row that is known(): how many messages precede the first target
+CONTEXT = "messages before completion"  # of a row that is understood(): how many messages precede the first target
 SHAREGPT = {"human": "user", "gpt": "assistant"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -91,38 +89,61 @@ def unreadable(source: Source, error: Exception) -> UserError:
                      f"text, with the columns {COLUMNS}")
 
 
-def known(place: str, row: dict) -> dict:
-    """The row, as messages where it is a conversation in other words. Raises UserError for what would be ignored."""
+def understood(place: str, row: dict) -> tuple[str, dict]:
+    """The kind of a row, and the row, as messages where it is a conversation in other words.
+
+    Raises UserError for a row whose columns are those of no kind, that lacks a string, or of which something would be
+    ignored.
+    """
     if "messages" in row:
-        return row
-    pair = [row[name] for name in KINDS["prompt/completion"] if name in row]
-    lists = [isinstance(each, list) for each in pair]
-    first = next((said[0] for said in (*pair[:1], row.get("conversations")) if isinstance(said, list) and said), None)
-    has_own = isinstance(first, dict) and "system" in (first.get("role"), first.get("from"))
-    system = [{"role": "system", "content": row["system"]}] if row.get("system") and not has_own else []
-    if len(pair) == 2 and system and not any(lists):
-        raise UserError(f"{place} has a system beside plain strings: put it in front of the prompt, or use messages")
-    if len(pair) == 2 and any(lists):
-        if not all(lists):
+        return "messages", row
+    if "prompt" in row and "completion" in row:
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, list) != isinstance(completion, list):
             raise UserError(f"{place}: prompt and completion must be two strings, or two lists of messages, but only "
                             "one is a list")
-        before = system + row["prompt"]
-        return {"messages": before + row["completion"], CONTEXT: len(before)}
-    if len(pair) == 2 or "text" in row:
-        return row
+        if isinstance(prompt, list):
+            before = after_system(row, prompt)
+            return "messages", {"messages": before + completion, CONTEXT: len(before)}
+        if row.get("system"):
+            raise UserError(f"{place} has a system beside plain strings: put it in front of the prompt, or use "
+                            "messages")
+        return "prompt/completion", with_strings(place, row, "prompt", "completion")
+    if "text" in row:
+        return "text", with_strings(place, row, "text")
     if "conversations" in row:
         said = row["conversations"]
-        if isinstance(said, list) and any(isinstance(m, dict) and m.get("weight") not in (None, 1) for m in said):
-            raise UserError(f"{place}: a message has a weight, but each answer counts: remove those that should not")
-        return {"messages": system + [as_message(each) for each in said] if isinstance(said, list) else said}
+        if isinstance(said, list):
+            if any(isinstance(each, dict) and each.get("weight") not in (None, 1) for each in said):
+                raise UserError(f"{place}: a message has a weight, but each answer counts: remove those that should "
+                                "not")
+            said = after_system(row, [as_message(each) for each in said])
+        return "messages", {"messages": said}
     if "instruction" in row and "output" in row:
         if row.get("history"):
             raise UserError(f"{place} has a history, which is not read: write the conversation as messages")
         words = [row[name] for name in ("instruction", "input") if row.get(name)]
         question = "\n\n".join(words) if all(isinstance(each, str) for each in words) else words
-        return {"messages": [*system, {"role": "user", "content": question},
-                             {"role": "assistant", "content": row["output"]}]}
+        return "messages", {"messages": after_system(row, [{"role": "user", "content": question},
+                                                           {"role": "assistant", "content": row["output"]}])}
+    for question, answer in (("a prompt", "completion"), ("an instruction", "output")):
+        if question.split()[1] in row:
+            raise UserError(f"{place} has {question} but no {answer}: each row needs an answer, remove it or add one")
+    raise UserError(f"{place} has the columns {', '.join(row) or 'none'}: rows need {COLUMNS}: rename yours")
+
+
+def with_strings(place: str, row: dict, *columns: str) -> dict:
+    for column in columns:
+        if not isinstance(row[column], str):
+            raise UserError(f"{place}: the column {column!r} holds a {type(row[column]).__name__}, but must hold a "
+                            "string")
     return row
+
+
+def after_system(row: dict, messages: list) -> list:
+    """The messages of a row behind its column `system`, unless they begin with one of their own."""
+    has_own = messages and isinstance(messages[0], dict) and messages[0].get("role") == "system"
+    return messages if has_own or not row.get("system") else [{"role": "system", "content": row["system"]}, *messages]
 
 
 def as_message(said):
@@ -132,57 +153,39 @@ def as_message(said):
     return {"role": SHAREGPT.get(str(said["from"]), said["from"]), "content": said.get("value")}
 
 
-def kind_of(place: str, row: dict) -> str:
-    """Of a row that is known(). Raises UserError for one whose columns are those of no kind."""
-    for kind, columns in KINDS.items():
-        if all(column in row for column in columns):
-            return kind
-    for question, answer in (("a prompt", "completion"), ("an instruction", "output")):
-        if question.split()[1] in row:
-            raise UserError(f"{place} has {question} but no {answer}: each row needs an answer, remove it or add one")
-    raise UserError(f"{place} has the columns {', '.join(row) or 'none'}: rows need {COLUMNS}: rename yours")
-
-
 def first_kind(source: Source) -> str:
     """The kind of the first row, which all others must have. Raises UserError for a data set without rows."""
     if source.suffix == ".txt":
         return "text"
     for place, row in read_rows(source):
-        return kind_of(place, known(place, row))
+        return understood(place, row)[0]
     raise UserError(f"--dataset_name {source.name!r} holds no rows: choose another")
 
 
 def rows_of_kind(source: Source, kind: str) -> Iterator[tuple[str, dict]]:
-    """The rows, known(). Raises UserError where one is of another kind than the first, or lacks a string."""
+    """The rows, understood(). Raises UserError where one is of another kind than the first."""
     for place, row in read_rows(source):
-        row = known(place, row)
-        if (other := kind_of(place, row)) != kind:
+        other, row = understood(place, row)
+        if other != kind:
             raise UserError(f"{place} is of the kind {other}, and the first row is of the kind {kind}: give each kind "
                             "a data set of its own")
-        for column in KINDS[kind] if kind != "messages" else ():
-            if not isinstance(row[column], str):
-                raise UserError(f"{place}: the column {column!r} holds a {type(row[column]).__name__}, but must hold "
-                                "a string")
         yield place, row
 
 
-def documents(source: Source) -> Iterator[Iterator[str]]:
-    """Each document's pieces of text: those of a .txt file, or the one of a row. Raises UserError."""
-    def pieces(file: str) -> Iterator[str]:
-        try:
-            yield from itertools.takewhile(bool, read_texts([file]))  # an empty piece ends the document
-        except (OSError, UnicodeError) as error:
-            raise unreadable(source, error) from error
-
-    if source.suffix == ".txt":
-        yield from map(pieces, source.files)
-    else:
+def texts(source: Source) -> Iterator[str]:
+    """The text of all documents, a .txt file in pieces and a row as a whole, and "" after each. Raises UserError."""
+    if source.suffix != ".txt":
         for _, row in rows_of_kind(source, "text"):
-            yield iter([row["text"]])
+            yield from (row["text"], "") if row["text"] else ("",)
+        return
+    try:
+        yield from read_texts(source.files)
+    except (OSError, UnicodeError) as error:
+        raise unreadable(source, error) from error
 
 
 def encode_rows(source: Source, kind: str, tokenizer, width: int) -> Iterator[np.ndarray]:
-    """Each row's int32 ids, complemented where they are no targets; see KINDS.
+    """Each row's int32 ids, complemented where they are no targets.
 
     Of a document, little more than `width` are encoded. Raises UserError where the tokenizer has no chat template and
     the rows are conversations.
@@ -191,44 +194,28 @@ def encode_rows(source: Source, kind: str, tokenizer, width: int) -> Iterator[np
         raise UserError(f"the rows are conversations (messages), and the tokenizer of {tokenizer.name_or_path!r} has "
                         "no chat template: use the instruction-tuned model's tokenizer, add a chat_template.jinja to "
                         "the model's directory, or rewrite the rows as prompt and completion")
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if kind == "text":
-        for document in documents(source):
-            ids = []
-            for piece in document:
-                ids += ids_of(tokenizer, piece) if len(ids) <= width else []
-            yield mark(ids + end_of_text(tokenizer), [(0, len(ids) + 1)])
-    else:
-        for place, row in rows_of_kind(source, kind):
-            if kind == "messages":
-                yield encode_messages(place, row[kind], tokenizer, row.get(CONTEXT, 0))
+        ids = []
+        for text in texts(source):
+            if text:
+                ids += ids_of(tokenizer, text) if len(ids) <= width else []
             else:
-                yield encode_pair(place, row, tokenizer)
-
-
-def end_of_text(tokenizer) -> list[int]:
-    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-
-def encode_pair(place: str, row: dict, tokenizer) -> np.ndarray:
-    """The prompt is encoded by itself, as it will be when the model is asked."""
-    if not row["completion"].strip():
-        raise UserError(f"{place} has an empty completion: each row needs an answer, remove it or add one")
-    prompt, answer = (ids_of(tokenizer, row[column]) for column in ("prompt", "completion"))
-    ids = prompt + answer + end_of_text(tokenizer)
-    return mark(ids, [(len(prompt), len(ids))])
+                yield np.array(ids + end, np.int32)
+                ids = []
+        return
+    for place, row in rows_of_kind(source, kind):
+        if kind == "messages":
+            yield encode_messages(place, row["messages"], tokenizer, row.get(CONTEXT, 0))
+        elif not row["completion"].strip():
+            raise UserError(f"{place} has an empty completion: each row needs an answer, remove it or add one")
+        else:  # the prompt is encoded by itself, as it will be when the model is asked
+            prompt, answer = (ids_of(tokenizer, row[column]) for column in ("prompt", "completion"))
+            yield np.array([*(-1 - id for id in prompt), *answer, *end], np.int32)
 
 
 def ids_of(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
-
-
-def mark(ids: list[int], targets: list[tuple[int, int]]) -> np.ndarray:
-    """The ids, complemented outside of the ranges `targets`."""
-    row = np.array(ids, dtype=np.int32)
-    is_target = np.zeros(len(row), dtype=bool)
-    for start, end in targets:
-        is_target[start:end] = True
-    return np.where(is_target, row, -1 - row)
 
 
 def encode_messages(place: str, messages, tokenizer, first: int = 0) -> np.ndarray:
@@ -254,8 +241,11 @@ def encode_messages(place: str, messages, tokenizer, first: int = 0) -> np.ndarr
             start = common_length(whole, render(i, ask=True)) if i else max(0, whole.find(message["content"].strip()))
             spans.append((start, end_of_answer(place, whole, start, render(i + 1), message["content"], tokenizer)))
     ids = ids_of(tokenizer, whole)
-    before = lambda end: common_length(ids, ids_of(tokenizer, whole[:end]))  # noqa: E731  tokens that end before it
-    return mark(ids, [(before(start), before(end)) for start, end in spans])
+    row = -1 - np.array(ids, np.int32)
+    for span in spans:
+        first, last = (common_length(ids, ids_of(tokenizer, whole[:end])) for end in span)  # the tokens before its ends
+        row[first:last] = ids[first:last]
+    return row
 
 
 def end_of_answer(place: str, whole: str, start: int, until: str, content: str, tokenizer) -> int:
@@ -264,23 +254,22 @@ def end_of_answer(place: str, whole: str, start: int, until: str, content: str, 
     `until` is the conversation up to and with this answer. Some templates render an answer in another way once others
     follow; then the answer's own words are looked for.
     """
+    specials = tuple(tokenizer.all_special_tokens)
     if whole.startswith(until):
-        end = len(until)
-    else:
-        if (at := whole.find(content.strip(), start)) < 0:
-            raise UserError(f"{place}: the tokenizer's chat template changes the answer {content[:40]!r}, so that it "
-                            "can't be told which tokens are its own: use another template, or prompt and completion")
-        end = at + len(content.strip())
-        rest = whole[end:].lstrip()
-        special = next((token for token in tokenizer.all_special_tokens if rest.startswith(token)), "")
-        return end + (len(whole) - end - len(rest) + len(special) if special else 0)
-    answer = until[start:].rstrip()  # the white space after the end of a turn is no part of it
-    return start + len(answer) if answer.endswith(tuple(tokenizer.all_special_tokens)) else end
+        answer = until[start:].rstrip()  # the white space after the end of a turn is no part of it
+        return start + len(answer) if answer.endswith(specials) else len(until)
+    if (at := whole.find(content.strip(), start)) < 0:
+        raise UserError(f"{place}: the tokenizer's chat template changes the answer {content[:40]!r}, so that it "
+                        "can't be told which tokens are its own: use another template, or prompt and completion")
+    end = at + len(content.strip())
+    rest = whole[end:].lstrip()
+    special = next((token for token in specials if rest.startswith(token)), None)
+    return len(whole) - len(rest) + len(special) if special else end
 
 
 def common_length(a, b) -> int:
     """How many items from the first on are equal."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return len(os.path.commonprefix([a, b]))
 
 
 def check_messages(place: str, messages, first: int = 0) -> list[dict]:

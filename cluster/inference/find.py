@@ -7,33 +7,47 @@ Over several hosts that share no disk, each of three may be somewhere else:
     an adapter, the tokenizer                          on home_rank()'s host, which reads them for all
 """
 
+import contextlib
+import importlib.util
 import os
 
 from checkpoints.files import ADAPTER, ADAPTER_CONFIG, STATE, read_latest
 from checkpoints.resume import Found, find_checkpoint
-from models.published import read_index
 from ranks.collectives import gather
 from ranks.disks import Disks
 from ranks.files import read_json
 from utils import UserError
 
 
-def find(path: str, flag: str, marks: tuple[str, ...]) -> str:
-    """The checkpoint at a path, or the newest one of the run there, which has one of the files `marks`.
+@contextlib.contextmanager
+def reading(what: str):
+    """Around libraries that read a model: each of their many errors becomes a UserError, `what` and its own words."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, UserError):
+        raise
+    except BaseException as error:  # a panic of tokenizers' Rust is no Exception
+        raise UserError(f"{what}: {' '.join(str(error).split())[:300]}") from None
 
-    Raises UserError where something is missing.
-    """
+
+def read_tokenizer(path: str):
+    """Raises UserError where it can't be loaded."""
+    from transformers import AutoTokenizer
+
+    with reading(f"{path} can't be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer("")  # fields of a wrong type raise only here
+        return tokenizer
+
+
+def find(path: str, flag: str, *marks: str) -> str:
+    """The checkpoint at a path, or the newest one of the run there. Raises UserError where it has none of `marks`."""
     given = path
     if latest := read_latest(path):
         path = os.path.join(path, os.path.basename(latest))
     if not any(os.path.isfile(os.path.join(path, mark)) for mark in marks):
         raise UserError(f"{flag} {given!r} has no {' and no '.join(marks)}: name the folder of a run, or one of its "
                         "step_...")
-    if os.path.isfile(index := os.path.join(path, "model.safetensors.index.json")):
-        missing = {name for name in read_index(index).values() if not os.path.isfile(os.path.join(path, name))}
-        if missing:
-            raise UserError(f"{path} lacks {', '.join(sorted(missing))}, which its index names: where hosts share no "
-                            "disk, copy them here, or take the last checkpoint on the host that started the run")
     return path
 
 
@@ -43,17 +57,16 @@ def find_model(args, whole: str | None = None) -> tuple[str, str, str | None]:
     `whole`: the checkpoint that --checkpoint means, where one knows already that all hosts together have all of it.
     """
     base, adapter = whole or args.checkpoint, args.adapter
-    if base and not whole and os.path.isdir(base):
-        base = find(base, "--checkpoint", ("config.json", ADAPTER_CONFIG))
+    is_hub_id = base and not os.path.isdir(base) and not os.path.isabs(base) and base.count("/") == 1
+    if base and not whole and not is_hub_id:
+        base = find(base, "--checkpoint", "config.json", ADAPTER_CONFIG)
         if not os.path.isfile(os.path.join(base, "config.json")):
             base, adapter = None, adapter or base  # a run that trained an adapter
-    elif base and not whole and (os.path.isabs(base) or base.count("/") != 1):
-        raise UserError(f"--checkpoint {base!r} has no config.json: name the folder of a run, or one of its step_...")
     if adapter is None:
         return base, base, None
-    adapter = find(adapter, "--adapter", (ADAPTER_CONFIG,))
-    if not os.path.isfile(os.path.join(adapter, ADAPTER)):
-        raise UserError(f"{adapter} has no {ADAPTER}: where hosts share no disk, it is on the one that started the run")
+    adapter = find(adapter, "--adapter", ADAPTER)
+    if not importlib.util.find_spec("peft"):
+        raise UserError("--adapter needs the library peft: pip install peft")
     base = base or read_json(os.path.join(adapter, ADAPTER_CONFIG), lambda config: config["base_model_name_or_path"])
     if not base:
         raise UserError(f"{adapter}/{ADAPTER_CONFIG} names no model: add --checkpoint")

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import copy
+import operator
 import os
 import warnings
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from checkpoints.files import ADAPTER, ADAPTER_CONFIG
 from checkpoints.loader import Loader
-from inference.find import find_checkpoint_of_run, find_model
+from inference.find import find_checkpoint_of_run, find_model, read_tokenizer, reading
 from models.published import published_weights
 from models.sizes import parts_of
 from pipeline_parallel import connect_neighbours
@@ -26,16 +27,17 @@ from ranks.collectives import gather, say
 from ranks.files import read_json
 from ranks.join import print_banner
 from ranks.memory import free_memory
-from ranks.placement import from_home, home_rank, host_names, is_home, machines, take_places
+from ranks.placement import from_home, home_rank, host_names, is_home, machines, renumber_ranks
 from run_common import local_directory
 from stage_weights import look_into
 from utils import UserError
 
 
 class Facts(NamedTuple):
-    """What home_rank() reads for all ranks. `base`: where the weights are. `adapter`: its folder and configuration."""
+    """What home_rank() finds for all ranks. `base`, `tokenizer`: where they are. `adapter`: folder, configuration."""
 
     base: str
+    tokenizer: str
     config: object
     generation_config: object | None
     adapter: tuple[str, dict] | None
@@ -43,20 +45,22 @@ class Facts(NamedTuple):
 
 def make_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
     """This rank's stage, and on home_rank() the tokenizer, else None. Collective. Raises UserError, on all ranks."""
-    plan, tokenizers = take_plan(args) if args.plan else None, []
+    plan = take_plan(args) if args.plan else None
     found, disks = find_checkpoint_of_run(args)
-    facts = from_home(lambda: read_facts(args, found and found.path, tokenizers))
+    facts = from_home(lambda: read_facts(args, found and found.path))
+    with pgm.together():
+        tokenizer = read_tokenizer(facts.tokenizer) if is_home() else None
     model = make_model(facts, args.dtype)
     if plan:
-        training = {name: plan.get(name) for name in ("seq_len", "lora_rank", "base_bits")}  # which do not matter here
-        unchecked = argparse.Namespace(**training)
-        require_same_model(plan, facts.config, plan["dtype"], unchecked)
+        require_same_model(plan, facts.config, plan["dtype"], argparse.Namespace(**{  # which do not matter here
+            name: plan.get(name) for name in ("seq_len", "lora_rank", "base_bits")}))
     print_banner(device, model.dtype)
-    layers = plan["pipelines"][0]["layers"] if plan else args.pipelines or layers_by_memory(model, device)
+    free = gather(free_memory(device))
+    layers = plan["pipelines"][0]["layers"] if plan else args.pipelines or layers_by_memory(model, free)
     template = PipelineTemplate.from_layers_per_stage(model, layers)
     pgm.setup_process_group_manager([template.num_stages], 1)
     connect_neighbours()
-    require_memory(model, template, device)
+    require_memory(model, template, free)
     adapters = facts.adapter and share_adapters(model, template, *facts.adapter)
     stage = PipelineStage(model, template, pgm.process_group_manager.pp_rank)
     with pgm.together():
@@ -67,7 +71,7 @@ def make_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
         if adapters:
             add_adapters(stage, facts.adapter[1], adapters, device)
     stage.model.to(device).eval()
-    return stage, next(iter(tokenizers), None)
+    return stage, tokenizer
 
 
 def take_plan(args) -> dict:
@@ -80,29 +84,25 @@ def take_plan(args) -> dict:
         hosts = ", ".join(plan["hosts"][machine] for machine in own["machines"])
         say(f"of the plan's {len(pipelines)} pipelines, that over {hosts} writes; the other machines are idle")
     plan = {**plan, "pipelines": [own]}
-    take_places(machines_of(plan))
+    renumber_ranks(machines_of(plan))
     return plan
 
 
-def read_facts(args, whole: str | None, tokenizers: list) -> Facts:
-    """On home_rank(): also reads the tokenizer. `whole`: as find_model takes it. Raises UserError."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+def read_facts(args, whole: str | None) -> Facts:
+    """On home_rank(). `whole`: as find_model takes it. Raises UserError."""
+    from transformers import AutoConfig, GenerationConfig
 
     base, tokenizer, adapter = find_model(args, whole)
-    try:
-        tokenizers.append(AutoTokenizer.from_pretrained(tokenizer))
-        tokenizers[0]("")  # fields of a wrong type raise only here
+    with reading(f"{base} can't be loaded"):
         config, generation_config = AutoConfig.from_pretrained(base), None
         with contextlib.suppress(OSError):  # there is none
             generation_config = GenerationConfig.from_pretrained(base)
-    except Exception as error:  # of many classes
-        raise UserError(f"{base} can't be loaded: {' '.join(str(error).split())[:300]}") from None
     if generation_config and (generation_config.num_beams or 1) > 1:
         raise UserError(f"{base}/generation_config.json asks for a beam search (num_beams "
                         f"{generation_config.num_beams}), which works in one process only: start generate.py without "
                         "torchrun, or set it to 1")
     config.output_router_logits = False  # for the loss of a mixture of experts' router
-    return Facts(base, config, generation_config,
+    return Facts(base, tokenizer, config, generation_config,
                  adapter and (adapter, read_json(os.path.join(adapter, ADAPTER_CONFIG), dict)))
 
 
@@ -111,18 +111,15 @@ def make_model(facts: Facts, dtype: str) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, dtype) if dtype != "auto" else facts.config.dtype or torch.float32
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(facts.config, dtype=dtype)
-    except Exception as error:  # of many classes, for fields that do not go together
-        raise UserError(f"{facts.base} can't be loaded: {' '.join(str(error).split())[:300]}") from None
+    with reading(f"{facts.base} can't be loaded"), torch.device("meta"):  # fields may not go together
+        model = AutoModelForCausalLM.from_config(facts.config, dtype=dtype)
     model.generation_config = facts.generation_config or model.generation_config
     return model
 
 
-def layers_by_memory(model: torch.nn.Module, device: torch.device) -> list[int]:
-    """Layers of each stage, so that each rank's part of the weights is in proportion to its free memory. Collective."""
-    free, (embedding, layer, head, count) = gather(free_memory(device)), parts_of(model)
+def layers_by_memory(model: torch.nn.Module, free: list[int]) -> list[int]:
+    """Layers of each stage, so that each rank's part of the weights is in proportion to its `free` memory."""
+    embedding, layer, head, count = parts_of(model)
     if count < len(free):
         raise UserError(f"the model has {count} decoder layers, and each of {len(free)} processes needs at least one: "
                         f"start at most {count} of them")
@@ -131,17 +128,21 @@ def layers_by_memory(model: torch.nn.Module, device: torch.device) -> list[int]:
     return shares_by_speed(count, [layer / each for each in free], besides=besides)
 
 
-def require_memory(model: torch.nn.Module, template: PipelineTemplate, device: torch.device) -> None:
+def require_memory(model: torch.nn.Module, template: PipelineTemplate, free: list[int]) -> None:
     """Raises UserError, on all ranks, where the weights of a stage are more than what its rank has free."""
-    own, free = template.modules_per_stage[pgm.process_group_manager.pp_rank], free_memory(device)
-    needed = sum(param.nbytes for name, param in model.named_parameters(remove_duplicate=False)
-                 if name.startswith(tuple(f"{module}." for module in own)))
-    of_ranks, hosts = gather((needed, free)), host_names(machines())
-    if any(needed > free for needed, free in of_ranks):
-        listed = ", ".join(f"{host} {needed / 1e6:.0f} of {free / 1e6:.0f}"
-                           for host, (needed, free) in zip(hosts, of_ranks))
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    needed = [sum(param.nbytes for param in own.values()) for own in by_stage(template, weights)]
+    if any(map(operator.gt, needed, free)):
+        listed = ", ".join(f"{host} {need / 1e6:.0f} of {room / 1e6:.0f}"
+                           for host, need, room in zip(host_names(machines()), needed, free))
         raise UserError(f"not enough memory for the weights (needed of free MB: {listed}): choose other --pipelines, "
                         "or add machines")
+
+
+def by_stage(template: PipelineTemplate, tensors: dict) -> list[dict]:
+    """Those of the tensors, by their names in the model, that each stage has."""
+    stages = [tuple(f"{module}." for module in stage) for stage in template.modules_per_stage]
+    return [{name: tensor for name, tensor in tensors.items() if name.startswith(stage)} for stage in stages]
 
 
 def share_adapters(model: torch.nn.Module, template: PipelineTemplate, folder: str, config: dict) -> dict:
@@ -165,8 +166,7 @@ def share_adapters(model: torch.nn.Module, template: PipelineTemplate, folder: s
             if odd := [name for name in {**expected, **found} if expected.get(name) != found.get(name)]:
                 raise UserError(f"{folder} is no adapter for this model: {len(odd)} of its matrices or the model's "
                                 f"have no counterpart, among them {odd[0]}")
-            stages = [tuple(f"{module}." for module in stage) for stage in template.modules_per_stage]
-            parts = [{name: tensor for name, tensor in tensors.items() if name.startswith(stage)} for stage in stages]
+            parts = by_stage(template, tensors)
     group, own = dist.new_group(backend="gloo"), [None]
     dist.scatter_object_list(own, parts, src=home_rank(), group=group)
     return own[0]
@@ -174,16 +174,11 @@ def share_adapters(model: torch.nn.Module, template: PipelineTemplate, folder: s
 
 def inject(model: torch.nn.Module, config: dict, folder: str, **changes) -> torch.nn.Module:
     """The model with empty adapters. Raises UserError where peft is missing, or the adapter is another model's."""
-    try:
-        from peft import PeftConfig, inject_adapter_in_model
-    except ImportError:
-        raise UserError("--adapter needs the library peft: pip install peft") from None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return inject_adapter_in_model(PeftConfig.from_peft_type(**{**config, **changes}), model)
-    except Exception as error:
-        raise UserError(f"{folder} is no adapter for this model: {' '.join(str(error).split())[:300]}") from None
+    from peft import PeftConfig, inject_adapter_in_model
+
+    with reading(f"{folder} is no adapter for this model"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return inject_adapter_in_model(PeftConfig.from_peft_type(**{**config, **changes}), model)
 
 
 def add_adapters(stage: PipelineStage, config: dict, adapters: dict[str, torch.Tensor], device: torch.device) -> None:

@@ -4,11 +4,29 @@ import contextlib
 import os
 import socket
 import sys
+from collections.abc import Iterator
 
+from hosts.host_facts import ASKS
 from utils import UserError
 
+Talk = list[dict[str, str]]  # messages, as a chat template takes them
 
-def encode(args, tokenizer, talk: list[dict[str, str]]) -> list[int]:
+
+def talks(args) -> Iterator[list[Talk]]:
+    """The talks to go on with: those of all prompts at once, or the one of a chat after each line of the input, whose
+    end ends it. Whoever goes on with a talk appends the answer. Raises UserError where there is no input."""
+    if args.prompt is not None:
+        yield [[{"role": "user", "content": prompt}] for prompt in args.prompt]
+    elif args.chat:
+        require_input()
+        print(ASKS, flush=True)
+        talk = []
+        for line in filter(bytes.strip, sys.stdin.buffer):
+            talk.append({"role": "user", "content": line.decode(errors="replace").strip()})
+            yield [talk]
+
+
+def encode(args, tokenizer, talk: Talk) -> list[int]:
     """The token ids of what the model is asked. Raises UserError where the tokenizer has no chat template."""
     if not args.chat:
         return tokenizer(talk[-1]["content"], add_special_tokens=False)["input_ids"]
@@ -17,7 +35,7 @@ def encode(args, tokenizer, talk: list[dict[str, str]]) -> list[int]:
     return tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
 
 
-def fit(args, config, tokenizer, talk: list[dict[str, str]]) -> list[int]:
+def fit(args, config, tokenizer, talk: Talk) -> list[int]:
     """The ids of the last message or, with --chat, of the conversation, which loses its first turns where it is too
     long for the model. Raises UserError for a prompt that is."""
     ids, limit = encode(args, tokenizer, talk), getattr(config, "max_position_embeddings", None)

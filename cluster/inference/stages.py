@@ -38,6 +38,7 @@ class Writer:
     """
 
     def __init__(self, stage: PipelineStage, device: torch.device, drawing: dict, seed: int, group: dist.ProcessGroup):
+        self.config = stage.config
         self.stage, self.device, self.drawing, self.seed, self.group = stage, device, drawing, seed, group
         self.communication, self.generators = StageCommunication(stage.dtype, device), {}
         layers = stage.model.get_submodule(listed_modules(stage.model)[1][0].rpartition(".")[0])

@@ -1,4 +1,4 @@
-"""Prompts and chats over several ranks, each with a stage of the model.
+"""Prompts and chats, over one process or over several ranks, each with a stage of the model.
 
 home_rank() has the tokenizer. It reads prompts, or what a user types, tells all ranks the ids, and prints what follows.
 """
@@ -7,16 +7,16 @@ import datetime
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from hosts.host_facts import ASKS
 from inference.make_stage import make_stage
-from inference.prompts import drawing, fit, require_input
+from inference.prompts import Talk, drawing, fit, talks
 from inference.stages import Writer
+from inference.whole import WholeModel
 from ranks.join import meet
 from ranks.lost import is_lost_peer
 from ranks.placement import home_rank, is_home
@@ -27,19 +27,21 @@ PATIENCE = 15  # seconds without an answer of a rank's system, after which it co
 FOREVER = datetime.timedelta(days=365)  # a user may think
 
 
-def write_together(args) -> None:
-    """What generate.py does, on all ranks together. Raises UserError, also where another rank is lost."""
+def write_all(args) -> None:
+    """What generate.py does. Collective. Raises UserError, also where another rank is lost."""
     device, _ = meet(args)
-    stage, tokenizer = make_stage(args, device)
-    group = dist.new_group(backend="gloo", timeout=FOREVER)
-    writer = Writer(stage, device, drawing(args), args.seed, group)
-    watch_peers()
+    if dist.get_world_size() == 1:
+        writer = WholeModel(args, device, drawing(args), dist.group.WORLD)
+        tokenizer = writer.tokenizer
+    else:
+        stage, tokenizer = make_stage(args, device)
+        group = dist.new_group(backend="gloo", timeout=FOREVER)
+        writer = Writer(stage, device, drawing(args), args.seed, group)
+        watch_peers()
+    asked = talks(args)
     try:
-        if args.prompt is None:
-            chat(args, writer, tokenizer)
-        else:
-            talks = [[{"role": "user", "content": prompt}] for prompt in args.prompt]
-            write(args, writer, tokenizer, lambda: [fit(args, stage.config, tokenizer, talk) for talk in talks])
+        while write(args, writer, tokenizer, asked):
+            pass
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
@@ -50,35 +52,17 @@ def write_together(args) -> None:
     dist.destroy_process_group()
 
 
-def chat(args, writer: Writer, tokenizer) -> None:
-    """Answers line after line until the input ends. Collective. Raises UserError where there is none."""
-    talk, lines = [], (line.decode(errors="replace") for line in getattr(sys.stdin, "buffer", ()))
-
-    def ask() -> list[list[int]]:
-        if not talk:
-            require_input()
-        line = next(filter(str.strip, lines), None)
-        if line is None:
-            return []
-        talk.append({"role": "user", "content": line.strip()})
-        return [fit(args, writer.stage.config, tokenizer, talk)]
-
-    if is_home():
-        print(ASKS, flush=True)
-    while texts := write(args, writer, tokenizer, ask):
-        talk.append({"role": "assistant", "content": texts[0]})
-
-
-def write(args, writer: Writer, tokenizer, ask: Callable[[], list[list[int]]]) -> list[str]:
-    """Writes on after the prompts whose ids ask() returns on home_rank(), which prints one text token by token, and
-    several at the end. The texts, there. Collective. Raises UserError, on all ranks, where ask() does."""
+def write(args, writer: Writer | WholeModel, tokenizer, asked: Iterator[list[Talk]]) -> bool:
+    """Goes on with the next talks that are `asked` on home_rank(), which prints one token by token, and several at the
+    end. False where there are no more. Collective. Raises UserError, on all ranks, where one can't be written."""
     from transformers import TextStreamer
 
     with pgm.together(writer.group):
-        box = [ask() if is_home() else None]
+        now = next(asked, []) if is_home() else []
+        box = [[fit(args, writer.config, tokenizer, talk) for talk in now]]
     dist.broadcast_object_list(box, home_rank(), group=writer.group)
     start, prompts, new = time.perf_counter(), box[0], [[] for _ in box[0]]
-    stream = TextStreamer(tokenizer, args.chat, skip_special_tokens=True) if is_home() and len(prompts) == 1 else None
+    stream = TextStreamer(tokenizer, args.chat, skip_special_tokens=True) if len(now) == 1 else None
 
     def show(k: int, token: int) -> None:
         new[k].append(token)
@@ -90,15 +74,15 @@ def write(args, writer: Writer, tokenizer, ask: Callable[[], list[list[int]]]) -
     writer.write(prompts, args.max_new_tokens, show)
     if stream:
         stream.end()
-    if not is_home():
-        return [""] * len(prompts)
-    if not args.chat:
+    if now and not args.chat:
         count, seconds = sum(map(len, new)), time.perf_counter() - start
         print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", file=sys.stderr, flush=True)
-    texts = [tokenizer.decode(ids, skip_special_tokens=True)
-             for ids in (new if args.chat else [ids + more for ids, more in zip(prompts, new)])]
-    print("".join(f"{text}\n" for text in texts if not stream), end="", flush=True)
-    return texts
+    for talk, ids, more in zip(now, prompts, new):
+        text = tokenizer.decode(more if args.chat else ids + more, skip_special_tokens=True)
+        talk.append({"role": "assistant", "content": text})
+        if not stream:
+            print(text, flush=True)
+    return bool(prompts)
 
 
 def watch_peers() -> None:

@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A process: `key` is its own, `host` its place in hosts.txt, `address` and `port` those of its door."""
+    """A process: `key` is its own, `host` its place in hosts.txt, `address` and `port` where it listens."""
 
     key: str
     host: int
@@ -20,26 +20,25 @@ class Member:
         return self.address, self.local_rank
 
     @property
-    def door(self) -> tuple[str, int]:
+    def endpoint(self) -> tuple[str, int]:
         return self.address, self.port
 
 
 @dataclasses.dataclass(frozen=True)
 class Roster:
     """The members of a generation in the order of their ranks. `store`: (address, port) of a TCPStore for them, under
-    whose prefix `secret` they join."""
+    whose prefix `secret` they join. `has_begun`: all have joined, as who has this knows."""
 
     generation: int
     members: tuple[Member, ...]
     store: tuple[str, int] | None = None
     secret: str = ""
+    has_begun: bool = False
 
     @classmethod
-    def of(cls, record: dict | None) -> "Roster | None":
-        if not record:
-            return None
+    def of(cls, record: dict) -> "Roster":
         members = tuple(Member(**each) for each in record["members"])
-        return cls(record["generation"], members, record["store"] and tuple(record["store"]), record["secret"])
+        return cls(**{**record, "members": members, "store": tuple(record["store"])})
 
     @property
     def places(self) -> list[tuple[str, int]]:
@@ -56,3 +55,9 @@ class Roster:
         hosts = dict.fromkeys(member.address for member in self.members)
         return [host for host in hosts if len(hosts) > 1
                 and not self.may_go_on([member for member in self.members if member.address != host])]
+
+
+def since_last(rosters: list[Roster]) -> tuple[Roster | None, list[Roster]]:
+    """The last generation that has begun, and those agreed on since then, which may have begun for others."""
+    last = max((each for each in rosters if each.has_begun), key=lambda each: each.generation, default=None)
+    return last, [each for each in rosters if last is None or each.generation > last.generation]

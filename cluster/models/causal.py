@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
+import process_group_manager as pgm
 from model import Llama, init_weights
 from models.lora import RATE, Lora
 from models.loss import mean_cross_entropy
@@ -19,11 +20,11 @@ from models.published import published_weights
 from ranks.placement import once_per_machine
 from run_common import check_positions, load_model, local_directory
 from tensor_parallel import cross_entropy, split_over_tp
-from utils import UserError, default_learning_rate, load_config, read_config, recompute_layers
+from utils import UserError, default_learning_rate, load_config, read_config
 
-COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+POSITIVE_INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads", "head_dim", "max_position_embeddings")
-SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+OVERRIDES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
 class Model(NamedTuple):
@@ -79,7 +80,8 @@ def find_published(args) -> Callable | None:
     directory = once_per_machine(lambda: local_directory(name, flag))
     has_files = any(once_per_machine(lambda: glob.glob(os.path.join(glob.escape(directory), "model*.safetensors*"))))
     if has_files or args.init_from:
-        return once_per_machine(lambda: published_weights(directory))
+        with pgm.together():
+            return published_weights(directory)
     if args.lora_rank:
         raise UserError(f"--model_name {name!r} has no weights (model.safetensors), and LoRA trains beside those of a "
                         "trained model: name one, or leave out --lora_rank")
@@ -90,7 +92,7 @@ def find_published(args) -> Callable | None:
 
 def is_ours(fields: dict) -> bool:
     """Whether our Llama can be made of a configuration; transformers says below what is wrong with an odd one."""
-    counts = [fields.get(name) for name in COUNTS]
+    counts = [fields.get(name) for name in POSITIVE_INTEGERS]
     rotary = fields["rope_parameters"] if isinstance(fields.get("rope_parameters"), dict) else {}
     numbers = [fields.get("rms_norm_eps"), fields.get("initializer_range"), rotary.get("rope_theta")]
     if not all(type(count) is int and count > 0 for count in counts) or fields["head_dim"] % 2:
@@ -103,12 +105,12 @@ def is_ours(fields: dict) -> bool:
         with torch.device("meta"):
             Llama(argparse.Namespace(**{**fields, "num_hidden_layers": 1, "rope_parameters": rotary}))
         return True
-    except (UserError, AttributeError, TypeError, RuntimeError, OverflowError, ArithmeticError):  # read again below
+    except (UserError, AttributeError, TypeError, RuntimeError, ArithmeticError):  # read again below
         return False
 
 
 def our_llama(args, dtype: torch.dtype) -> Model:
-    config = once_per_machine(lambda: load_config(args.model_name, **{name: getattr(args, name) for name in SIZES}))
+    config = once_per_machine(lambda: load_config(args.model_name, **{name: getattr(args, name) for name in OVERRIDES}))
     with torch.device("meta"):  # shapes only; memory comes with the weights
         model = Llama(config, dtype)
     if config.head_dim % 2:
@@ -158,13 +160,11 @@ def of_transformers(args, fields: dict, dtype: torch.dtype) -> Model:
     return Model(model, criterion, names, config_file(model, dtype), rate, draw)
 
 
-def make_llama(config, seed: int, device: torch.device, dtype: torch.dtype, recompute: bool = False) -> Llama:
+def make_llama(config, seed: int, device: torch.device, dtype: torch.dtype) -> Llama:
     """The whole model on this rank, with its initial weights."""
     with torch.device("meta"):
         model = Llama(config, dtype)
     init_weights(model, seed, device, lambda full, dim: full)
-    if recompute:
-        recompute_layers(model.decoder_layers)
     return model
 
 

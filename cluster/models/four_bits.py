@@ -56,16 +56,16 @@ def load_packed(stage, load: Callable, dtype: torch.dtype) -> None:
     return_freed_memory()  # else the C library keeps what the layers took before they were packed
     model, layers = stage.model, stage.own_layers()
     modules = {name: model.get_submodule(name) for name in stage.template.modules_per_stage[stage.stage_index]}
-    ends = {name: module for name, module in modules.items() if module not in layers}
-    for name in modules:
-        model.set_submodule(name, nn.Module())
-    for part in (ends, *({name: module} for name, module in modules.items() if name not in ends)):
-        for name, module in part.items():
-            model.set_submodule(name, module)
+
+    def keep(names) -> None:
+        for name, module in modules.items():
+            model.set_submodule(name, module if name in names else nn.Module())
+
+    of_layers = [name for name, module in modules.items() if module in layers]
+    keep(modules.keys() - of_layers)
+    load(stage)
+    for name in of_layers:
+        keep([name])
         load(stage)
-        for name, module in part.items():
-            if name not in ends:
-                pack(module, dtype)
-            model.set_submodule(name, nn.Module())
-    for name, module in modules.items():
-        model.set_submodule(name, module)
+        pack(modules[name], dtype)
+    keep(modules)

@@ -1,34 +1,28 @@
 """Weights and tokenizers in Hugging Face's layout, in a directory or on the Hub."""
 
 import functools
-import glob
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from models.names import name_function, their_name
 from ranks.files import read_json
-from stage_weights import load_weights, look_into
+from stage_weights import load_weights, look_into, open_directory
 from utils import UserError, require_reachable_hub
 
 
 def published_weights(directory: str) -> Callable:
     """weights(stage, device), from a directory of Hugging Face's that is no checkpoint of ours: --init_from."""
-    index, single = (os.path.join(directory, f"model.safetensors{end}") for end in (".index.json", ""))
+    index = os.path.join(directory, "model.safetensors.index.json")
     if os.path.isfile(index):
-        weight_map = read_index(index)
-    elif os.path.isfile(single):
-        weight_map = look_into(single, lambda file: dict.fromkeys(file.keys(), os.path.basename(single)))
-    else:
-        raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json: name a directory "
-                        "that save_pretrained wrote, a checkpoint, or one from the Hub")
-    return functools.partial(load_stage, directory, weight_map)
+        read_index(index)
+    return functools.partial(load_stage, directory, open_directory(directory))
 
 
-def load_stage(folder: str, weight_map: dict[str, str], stage, device: torch.device) -> None:
-    """Gives a stage its weights, from the safetensors files in a folder. Raises UserError."""
-    source = {name: functools.partial(get_slice, folder, weight_map, name) for name in weight_map}
+def load_stage(folder: str, source: dict[str, Callable], stage, device: torch.device) -> None:
+    """Gives a stage its weights, each a slice that source[name]() opens in a folder. Raises UserError."""
     if name_function(stage) is their_name:
         ours = {*stage.model.state_dict(), *dict(stage.model.named_parameters(remove_duplicate=False)),
                 *(stage.tied or ())}
@@ -70,10 +64,5 @@ def read_tokenizer_files(model_name: str) -> dict[str, bytes]:
         from huggingface_hub import snapshot_download
 
         model_name = snapshot_download(model_name, allow_patterns=list(TOKENIZER_FILES))
-    contents = {}
-    for pattern in TOKENIZER_FILES:
-        for path in glob.glob(os.path.join(glob.escape(model_name), pattern)):
-            if os.path.isfile(path):
-                with open(path, "rb") as file:
-                    contents[os.path.basename(path)] = file.read()
-    return contents
+    return {path.name: path.read_bytes() for pattern in TOKENIZER_FILES for path in Path(model_name).glob(pattern)
+            if path.is_file()}

@@ -10,7 +10,7 @@ A module's `parameters` are trained: each takes a weight, a gradient and AdamW's
 weight of `frozen_dtype` and nothing else; packed ones count by their bytes. Fields in no older files are optional.
 """
 
-import json
+import copy
 import math
 import os
 import types
@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from ranks.files import read_json
 from utils import ROOT, UserError
 
 WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -29,17 +30,19 @@ CLUSTER_JSON = os.path.join(ROOT, "cluster.json")  # plan.py --measure writes it
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int8": 1}
 SCALE_BYTES = 4  # an int8 row travels with one float32
 GRADIENT_ROW = 1024  # numbers that share a scale where gradients travel as int8
-MODEL = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-         "vocab_size", "tie_word_embeddings")  # what makes a model another one to a plan
 
-# The fields of the file and of its parts. A float stands for any finite number, zero or more.
-FILE = {"model_name": str, "model": dict, "dtype": str, "seq_len": float, "hosts": list, "flags": dict,
+# The fields of the file and of its parts, of what kind each is. A float stands for any finite number, zero or more, and
+# a number for one that may be missing and is this one then.
+FILE = {"model_name": str, "model": dict, "dtype": NUMBER_BYTES, "seq_len": float, "hosts": list, "flags": dict,
         "modules": list, "machines": list, "links": list}
-MODULE = {"name": str, "parameters": float, "saved_bytes": float}
-MODULE_OPTIONS = {"frozen_parameters": 0.0, "working_bytes": 0.0, "fixed_bytes": 0.0}  # and what they are if left out
-MACHINE = {"free_memory": float, "optimizer_seconds": float, "forward": dict, "backward": dict}
+OTHER_DTYPES = {"hidden_dtype": NUMBER_BYTES, "frozen_dtype": NUMBER_BYTES}  # that of the file where they are missing
+MODEL = {"hidden_size": float, "intermediate_size": float, "num_hidden_layers": float, "num_attention_heads": float,
+         "num_key_value_heads": float, "vocab_size": float, "tie_word_embeddings": bool}  # what makes it another model
+MODULE = {"name": str, "parameters": float, "saved_bytes": float, "frozen_parameters": 0.0, "working_bytes": 0.0,
+          "fixed_bytes": 0.0}
+MACHINE = {"free_memory": float, "optimizer_seconds": float, "forward": dict, "backward": dict, "process_memory": 0.0}
 LINK = {"latency": float, "bandwidth": float}
-KINDS = {str: "a text", dict: "a dictionary", list: "a list", float: "a number, zero or more"}
+KINDS = {str: "a text", dict: "a dictionary", list: "a list", bool: "true or false"}
 
 
 class Link(NamedTuple):
@@ -111,41 +114,35 @@ class Cluster:
         file = checked(data, FILE)
         self.model_name, self.dtype, self.seq_len = file.model_name, file.dtype, int(file.seq_len)
         self.model, self.flags, self.hosts = file.model, file.flags, file.hosts
-        if self.dtype not in NUMBER_BYTES:
-            raise broken(f"dtype {self.dtype!r} is none of {', '.join(NUMBER_BYTES)}")
-        if missing := [name for name in MODEL if name not in self.model]:
-            raise broken(f"'model' has no {', '.join(missing)}")
+        checked(self.model, MODEL, "model")
         if not all(isinstance(host, str) for host in self.hosts):
             raise broken(f"hosts {self.hosts} are not all names")
-        if not all(isinstance(self.model[name], (int, float, str)) for name in MODEL):
-            raise broken(f"'model' has odd values: {self.model}")
-        dtypes = [data.get(name, self.dtype) for name in ("hidden_dtype", "frozen_dtype")]
-        if unknown := [dtype for dtype in dtypes if dtype not in list(NUMBER_BYTES)]:
-            raise broken(f"hidden_dtype or frozen_dtype {unknown[0]!r:.60} is none of {', '.join(NUMBER_BYTES)}")
-        self.hidden_number_bytes, self.frozen_bytes = (NUMBER_BYTES[dtype] for dtype in dtypes)
+        dtypes = checked({**dict.fromkeys(OTHER_DTYPES, self.dtype), **data}, OTHER_DTYPES)
+        self.hidden_number_bytes = NUMBER_BYTES[dtypes.hidden_dtype]
+        self.frozen_bytes = NUMBER_BYTES[dtypes.frozen_dtype]
         self.hidden_bytes = self.seq_len * self.model["hidden_size"] * self.hidden_number_bytes
         self.master_bytes = max(4, NUMBER_BYTES[self.dtype])  # of a parameter, a gradient, a moment
         self.read_modules(file.modules)
         if not len(file.hosts) == len(file.machines) == len(file.links) > 0:
             raise broken(f"{len(file.hosts)} hosts, {len(file.machines)} machines and {len(file.links)} rows of links")
         self.machines = [self.read_machine(entry, rank) for rank, entry in enumerate(file.machines)]
-        self.links = [[None if i == j else read_link(row, i, j) for j in range(len(file.links))]
-                      for i, row in enumerate(file.links)]  # links[i][j], from i to j
+        ranks = range(len(file.links))
+        self.links = [[None if i == j else read_link(file.links, i, j) for j in ranks] for i in ranks]  # from i to j
         self.sizes = sorted(set.intersection(*(set(machine.passed["R"]) for machine in self.machines)))
         if not self.sizes:
             raise broken(f"its {len(self.machines)} machines have no micro-batch size in common")
 
     def read_modules(self, entries: list) -> None:
-        modules = [checked(entry, MODULE, f"module {i}", MODULE_OPTIONS) for i, entry in enumerate(entries)]
+        modules = [checked(entry, MODULE, f"module {i}") for i, entry in enumerate(entries)]
         self.names = [module.name for module in modules]
         numbered = [i for i, name in enumerate(self.names) if name.rpartition(".")[2].isdigit()]
         if not numbered or numbered != list(range(numbered[0], numbered[-1] + 1)):
             raise broken(f"modules {self.names} have no row of numbered layers")
-        self.first_layer, self.num_layers = numbered[0], len(numbered)
+        self.layers, self.num_layers = (numbered[0], numbered[-1] + 1), len(numbered)  # as a stage; decoder layers
         self.parameters, self.tied_parameters = self.without_tied([int(module.parameters) for module in modules])
         frozen, self.tied_frozen = self.without_tied([int(module.frozen_parameters) for module in modules])
-        self.parameters_before = list(accumulate(self.parameters, initial=0))
-        self.frozen_before = list(accumulate(frozen, initial=0))
+        self.parameters_before, self.frozen_before = (
+            list(accumulate(numbers, initial=0)) for numbers in (self.parameters, frozen))
         self.working = [(module.working_bytes, module.fixed_bytes) for module in modules]
         saved = [module.saved_bytes for module in modules]
         inputs = [self.hidden_bytes if i in numbered else saved[i] for i in range(len(saved))]
@@ -163,7 +160,7 @@ class Cluster:
 
     def read_machine(self, entry: dict, rank: int) -> Machine:
         where, passed = f"machine {rank}", {}
-        machine = checked(entry, MACHINE, where, {"process_memory": 0.0})
+        machine = checked(entry, MACHINE, where)
         for kind, name in ("F", "forward"), ("B", "backward"):
             passed[kind] = {}
             for size, seconds in getattr(machine, name).items():
@@ -172,16 +169,25 @@ class Cluster:
                     raise broken(f"{name!r} of micro-batch size {size!r} should have a number of samples, and the "
                                  f"seconds of each of the {len(self.names)} modules", where)
                 passed[kind][int(size)] = list(accumulate(seconds, initial=0.0))
-        first, stop = self.first_layer, self.first_layer + self.num_layers
+        first, stop = self.layers
         passed["R"] = {size: [before + forward[min(max(k, first), stop)] - forward[first]
                               for k, before in enumerate(passed["B"][size])]
                        for size, forward in passed["F"].items() if size in passed["B"]}
         return Machine(str(self.hosts[rank]), machine.free_memory, machine.optimizer_seconds, passed,
                        machine.process_memory)
 
+    def only(self, ranks: list[int]) -> "Cluster":
+        """The cluster of some of these machines, in this order. Raises UserError where there are none."""
+        if not ranks:
+            raise broken("none of its hosts is here")
+        some = copy.copy(self)
+        some.hosts, some.machines = [self.hosts[rank] for rank in ranks], [self.machines[rank] for rank in ranks]
+        some.links = [[self.links[a][b] for b in ranks] for a in ranks]
+        return some
+
     def stages(self, layers: tuple[int, ...]) -> list[tuple[int, int]]:
         """The modules of each stage, as (first, stop)."""
-        ends = [self.first_layer + count for count in accumulate(layers)]
+        ends = [self.layers[0] + count for count in accumulate(layers)]
         return list(zip([0, *ends[:-1]], [*ends[:-1], len(self.names)]))
 
     def seconds(self, rank: int, size: int, stage: tuple[int, int], kinds: str) -> float:
@@ -195,23 +201,26 @@ class Cluster:
 
     def layer_seconds(self, machines: tuple[int, ...], size: int, kinds: str) -> tuple[list[float], list[float]]:
         """Of the stages on these machines: seconds of one layer, and of the model's end that a stage has besides."""
-        first, stop = self.first_layer, self.first_layer + self.num_layers
+        first, stop = self.layers
         besides = [0.0] * len(machines)
         besides[0] += self.seconds(machines[0], size, (0, first), kinds)
         besides[-1] += self.seconds(machines[-1], size, (stop, len(self.names)), kinds)
-        return [self.seconds(rank, size, (first, stop), kinds) / self.num_layers for rank in machines], besides
+        return [self.seconds(rank, size, self.layers, kinds) / self.num_layers for rank in machines], besides
+
+    def is_end(self, stage: tuple[int, int]) -> bool:
+        """Whether a stage has the embedding or the head, and so the tied parameters."""
+        return stage[0] == 0 or stage[1] == len(self.names)
 
     def parameters_of(self, stage: tuple[int, int]) -> int:
         """Numbers that a stage trains; the tied one counts on the first and on the last stage."""
-        tied = self.tied_parameters if stage[0] == 0 or stage[1] == len(self.names) else 0
-        return self.parameters_before[stage[1]] - self.parameters_before[stage[0]] + tied
+        return self.parameters_before[stage[1]] - self.parameters_before[stage[0]] \
+            + self.tied_parameters * self.is_end(stage)
 
     def weight_bytes(self, stage: tuple[int, int]) -> float:
         """What a stage's parameters take: of a trained one the weight, its gradient and AdamW's two moments, in the
         activations' dtype another copy of the weight where that is narrower; of a frozen one the weight."""
-        copy, frozen = NUMBER_BYTES[self.dtype], self.frozen_before[stage[1]] - self.frozen_before[stage[0]]
-        if stage[0] == 0 or stage[1] == len(self.names):
-            frozen += self.tied_frozen
+        copy = NUMBER_BYTES[self.dtype]
+        frozen = self.frozen_before[stage[1]] - self.frozen_before[stage[0]] + self.tied_frozen * self.is_end(stage)
         trained_bytes = 4 * self.master_bytes + (copy if copy < self.master_bytes else 0)
         return trained_bytes * self.parameters_of(stage) + self.frozen_bytes * frozen
 
@@ -222,7 +231,7 @@ class Cluster:
         If it is R, they keep the inputs of decoder layers, and one layer at a time is computed once more, for which
         time the norm and the head keep nothing.
         """
-        before, first, stop = self.saved_before[backward], self.first_layer, self.first_layer + self.num_layers
+        before, (first, stop) = self.saved_before[backward], self.layers
         working = [size * a_sample + fixed for a_sample, fixed in self.working]
         ends = [working[i] for i in range(*stage) if not first <= i < stop]
         layer = max((working[i] for i in range(*stage) if first <= i < stop), default=0.0)
@@ -245,12 +254,12 @@ def wire_bytes(numbers: float, own_bytes: int, wire_dtype: str | None, rows: flo
     return numbers * NUMBER_BYTES.get(wire_dtype, own_bytes) + (rows * SCALE_BYTES if wire_dtype == "int8" else 0)
 
 
-def read_link(row: list, i: int, j: int) -> Link:
-    where = f"the link from machine {i} to machine {j}"
+def read_link(rows: list, i: int, j: int) -> Link:
+    where, row = f"the link from machine {i} to machine {j}", rows[i]
     link = checked(row[j] if isinstance(row, list) and j < len(row) else None, LINK, where)
     if link.bandwidth == 0:
         raise broken("bandwidth 0", where)
-    return Link(link.latency, link.bandwidth)
+    return Link(**vars(link))
 
 
 def broken(what: str, where: str = "") -> UserError:
@@ -261,40 +270,29 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def checked(entry: dict, kinds: dict[str, type], where: str = "", options: dict | None = None) -> types.SimpleNamespace:
-    """The fields of a part of the file. Raises UserError for the first that is missing or of another kind.
-
-    `options`: fields that may be missing, with the numbers that they are then.
-    """
-    if options and isinstance(entry, dict):
-        entry, kinds = {**options, **entry}, {**kinds, **dict.fromkeys(options, float)}
+def checked(entry: dict, kinds: dict, where: str = "") -> types.SimpleNamespace:
+    """The fields of a part of the file. Raises UserError for the first that is missing or of another kind."""
+    found = {}
     for name, kind in kinds.items():
-        if not isinstance(entry, dict) or name not in entry:
+        if not isinstance(entry, dict) or name not in entry and not isinstance(kind, float):
             raise broken(f"{name!r} is missing", where)
-        if not (is_number(entry[name]) if kind is float else isinstance(entry[name], kind)):
-            raise broken(f"{name!r} should be {KINDS[kind]}, but is {entry[name]!r:.60}", where)
-    return types.SimpleNamespace(**{name: entry[name] for name in kinds})
+        found[name] = value = entry.get(name, kind)
+        if isinstance(kind, dict):
+            fits, expected = value in list(kind), f"one of {', '.join(kind)}"
+        elif kind in KINDS:
+            fits, expected = isinstance(value, kind), KINDS[kind]
+        else:
+            fits, expected = is_number(value), "a number, zero or more"
+        if not fits:
+            raise broken(f"{name!r} should be {expected}, but is {value!r:.60}", where)
+    return types.SimpleNamespace(**found)
 
 
 def model_facts(config) -> dict[str, int | bool]:
     """The fields MODEL of a configuration, ours or one of transformers; 0 for one that its family does not have."""
-    return {name: getattr(config, name, None) or 0 for name in MODEL[:-1]} | {
-        MODEL[-1]: bool(getattr(config, MODEL[-1], False))}
+    facts = {name: getattr(config, name, None) or 0 for name in MODEL}
+    return {**facts, "tie_word_embeddings": bool(facts["tie_word_embeddings"])}
 
 
 def load_cluster(path: str) -> Cluster:
-    return Cluster(read_cluster(path))
-
-
-def read_cluster(path: str) -> dict:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} can't be read as JSON ({error}): write it with plan.py --measure") from None
-
-
-def some_of(data: dict, places: list[int]) -> dict:
-    """The content of cluster.json for some of its machines, in this order."""
-    return {**data, **{name: [data[name][i] for i in places] for name in ("hosts", "machines")},
-            "links": [[data["links"][i][j] for j in places] for i in places]}
+    return read_json(path, Cluster, "write it with plan.py --measure")

@@ -15,7 +15,7 @@ import time
 
 import torch.distributed as dist
 
-from planning.clock import StageClock
+from planning.profiler import LayerProfiler
 from planning.links import measure_links
 from planning.machines import model_facts
 from ranks.collectives import from_rank, gather, say
@@ -26,25 +26,25 @@ LINKS = 1 / 3  # of the time
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 
 
-def measure_with(clock: StageClock, model_name: str, sizes: tuple[int, ...] = MICRO_BATCH_SIZES,
+def measure_with(profiler: LayerProfiler, model_name: str, sizes: tuple[int, ...] = MICRO_BATCH_SIZES,
                  seconds: float = 30.0, memory_seconds: float = math.inf) -> dict:
     """The content of cluster.json on every rank, but for the flags. Collective. Takes about so many `seconds`.
 
-    `sizes`: micro-batch sizes to time, in samples of clock.seq_len tokens. `memory_seconds`: for that of one module.
+    `sizes`: micro-batch sizes to time, in samples of profiler.seq_len tokens. `memory_seconds`: for that of one module.
     """
     n = dist.get_world_size()
     for_links = seconds * LINKS if n > 1 else 0.0
     links = f", then {n * (n - 1)} links, about {for_links:.0f} s" if n > 1 else ""
     say(f"measuring {n} rank{'s' * (n > 1)}: each module with micro-batches of {', '.join(map(str, sizes))} samples, "
         f"about {seconds - for_links:.0f} s{links}")
-    start, free = time.perf_counter(), gather(free_memory(clock.device))
-    clock.facts = from_rank(free.index(max(free)), lambda: clock.measure_memory(max(free), memory_seconds))
+    start, free = time.perf_counter(), gather(free_memory(profiler.device))
+    profiler.facts = from_rank(free.index(max(free)), lambda: profiler.measure_memory(max(free), memory_seconds))
     left = max(seconds - for_links - (time.perf_counter() - start), (seconds - for_links) / 2)
-    machine = {"device": str(clock.device), **clock.measure(sorted(sizes), left)}
-    everyone, links = map(list, zip(*gather((machine, measure_links(clock.device, for_links)))))
-    return {"model_name": model_name, "model": model_facts(clock.config), "seq_len": clock.seq_len,
-            "dtype": str(clock.dtype).removeprefix("torch."), **clock.extras(),
-            "hosts": host_names(machines()), "modules": clock.modules, "machines": everyone, "links": links}
+    machine = {"device": str(profiler.device), **profiler.measure(sorted(sizes), left)}
+    everyone, links = map(list, zip(*gather((machine, measure_links(profiler.device, for_links)))))
+    return {"model_name": model_name, "model": model_facts(profiler.config), "seq_len": profiler.seq_len,
+            **profiler.dtypes(), "hosts": host_names(machines()), "modules": profiler.modules(),
+            "machines": everyone, "links": links}
 
 
 def describe_machines(cluster: dict, wanted: tuple[int, ...]) -> str:

@@ -30,8 +30,7 @@ def first_groupings(orders: list[list[int]]) -> set[Grouping]:
 
 
 def regroupings(groups: Grouping, num_machines: int) -> Iterator[Grouping]:
-    """Two machines swapped; a machine moved into any place of a pipeline, alone, or idle; a pipeline idle or appended
-    to another one."""
+    """Two machines swapped; a machine moved into any place of a pipeline, alone, or idle."""
     used = [rank for group in groups for rank in group]
     idle = [rank for rank in range(num_machines) if rank not in used]
     for a, b in [*combinations(used, 2), *((a, b) for a in used for b in idle)]:
@@ -44,29 +43,24 @@ def regroupings(groups: Grouping, num_machines: int) -> Iterator[Grouping]:
         for k, group in enumerate(others):
             for place in range(len(group) + 1):
                 yield (*others[:k], (*group[:place], rank, *group[place:]), *others[k + 1 :])
-    for k, group in enumerate(groups):
-        others = groups[:k] + groups[k + 1 :]
-        yield others
-        for j, other in enumerate(others):
-            yield (*others[:j], other + group, *others[j + 1 :])
+
+def moves(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """One piece, such as a layer, moved from one that has several to another."""
+    for a, b in permutations(range(len(counts)), 2):
+        if counts[a] > 1:
+            yield tuple(count + (k == b) - (k == a) for k, count in enumerate(counts))
 
 
 def microbatch_moves(candidate: Candidate) -> Iterator[Candidate]:
     """A micro-batch moved from one pipeline to another."""
-    for a, b in permutations(range(len(candidate.pipelines)), 2):
-        pipelines = list(candidate.pipelines)
-        for k, more in (a, -1), (b, 1):
-            pipelines[k] = pipelines[k]._replace(num_microbatches=pipelines[k].num_microbatches + more)
-        if pipelines[a].num_microbatches:
-            yield candidate._replace(pipelines=tuple(pipelines))
+    for shares in moves(tuple(pipeline.num_microbatches for pipeline in candidate.pipelines)):
+        yield candidate._replace(pipelines=tuple(
+            pipeline._replace(num_microbatches=share) for pipeline, share in zip(candidate.pipelines, shares)))
 
 
 def layer_moves(candidate: Candidate) -> Iterator[Candidate]:
     """A decoder layer moved from one stage of a pipeline to another."""
-    for k, pipeline in enumerate(candidate.pipelines):
-        for s, t in permutations(range(len(pipeline.layers)), 2):
-            layers, pipelines = list(pipeline.layers), list(candidate.pipelines)
-            layers[s], layers[t] = layers[s] - 1, layers[t] + 1
-            pipelines[k] = pipeline._replace(layers=tuple(layers))
-            if layers[s]:
-                yield candidate._replace(pipelines=tuple(pipelines))
+    before = candidate.pipelines
+    for k, pipeline in enumerate(before):
+        for layers in moves(pipeline.layers):
+            yield candidate._replace(pipelines=(*before[:k], pipeline._replace(layers=layers), *before[k + 1 :]))

@@ -1,28 +1,20 @@
 """Plans as a file for train_distributed.py, and in words: what each will take, and what holds the uniform ones up."""
 
-from collections import defaultdict
+from collections import Counter
 
 from planning.machines import Cluster, Setting
-from planning.search import Plans, Scored, find_plans
+from planning.search import Plans, Scored
 from utils import to_readable_format
 
 
-def make_plan(cluster: dict, global_batch: int, setting: Setting, sizes: list[int] | None = None,
-              memory_fraction: float = 0.9) -> dict:
-    """The content of plan.json out of that of cluster.json. Raises UserError as find_plans does."""
-    measured = Cluster(cluster)
-    plans = find_plans(measured, global_batch, setting, sizes, memory_fraction)
-    return as_plan(measured, plans.best[0], plans.setting)
-
-
-def as_plan(cluster: Cluster, scored: Scored, setting: Setting) -> dict:
-    """The content of plan.json. Machines are the ranks that measured, in stage order; those in no pipeline idle."""
-    pipelines, size = scored.candidate[:2]
-    result = scored.result
+def as_plan(cluster: Cluster, plans: Plans) -> dict:
+    """The best plan as the content of plan.json. Machines are the ranks that measured, in stage order; those in no
+    pipeline idle."""
+    (pipelines, size, *_), result = plans.best[0]
     return {
         "model_name": cluster.model_name, "model": cluster.model, "seq_len": cluster.seq_len, "dtype": cluster.dtype,
         "global_batch": size * sum(pipeline.num_microbatches for pipeline in pipelines), "micro_batch_size": size,
-        **setting.for_pipelines([pipeline.layers for pipeline in pipelines])._asdict(),
+        **plans.setting.for_pipelines([pipeline.layers for pipeline in pipelines])._asdict(),
         "hosts": cluster.hosts, **{flag: cluster.flags.get(flag) for flag in ("lora_rank", "base_bits")},
         "pipelines": [{"machines": list(pipeline.machines), "layers": list(pipeline.layers),
                        "num_microbatches": pipeline.num_microbatches} for pipeline in pipelines],
@@ -34,8 +26,7 @@ def as_plan(cluster: Cluster, scored: Scored, setting: Setting) -> dict:
 
 def describe(cluster: Cluster, scored: Scored, setting: Setting) -> list[str]:
     """Two lines: what a plan takes; its pipelines and machines in the words of train.py's flags."""
-    pipelines, size = scored.candidate[:2]
-    result = scored.result
+    (pipelines, size, *_), result = scored
     tokens = size * sum(pipeline.num_microbatches for pipeline in pipelines) * cluster.seq_len
     used = [rank for pipeline in pipelines for rank in pipeline.machines]
     idle = [rank for rank in range(len(cluster.machines)) if rank not in used]
@@ -52,28 +43,21 @@ def describe(cluster: Cluster, scored: Scored, setting: Setting) -> list[str]:
 
 def bottleneck(cluster: Cluster, scored: Scored) -> str:
     """What a plan waits for most: the machine that computes longest, or the busiest network."""
-    result = scored.result
-    computes: dict[int, float] = defaultdict(float)
-    carries: dict[tuple, float] = defaultdict(float)
-    for span in result.spans:
+    step, computes, carries = scored.result.step_seconds, Counter(), Counter()  # seconds of each machine, network
+    for span in scored.result.spans:
         computes[span.rank] += span.end - span.start
-    for transfer in result.transfers:
-        kind = "sums" if transfer.kind == "all-reduce" else "stages"
-        for rank in transfer.ranks if kind == "sums" else [transfer.ranks]:
-            carries[kind, rank] += transfer.end - transfer.start
-    slowest = max(computes, key=computes.get)
-    (kind, place), busy = max(carries.items(), key=lambda item: item[1], default=(("", None), 0.0))
-    where = f"gradients' sums keep the network of machine {place}"
-    if kind == "stages":
-        where = f"transfers between stages keep the link from machine {place[0]} to {place[1]}"
-    network = f"{where} busy for {busy:.4g} s"
-    others = [seconds for rank, seconds in computes.items() if rank != slowest]
-    rest = f" (the others {sum(others) / len(others):.4g} s on average)" if others else ""
-    machine = f"machine {slowest} ({cluster.machines[slowest].host}) computes for {computes[slowest]:.4g} s{rest}"
-    causes = [machine, network] if computes[slowest] >= busy else [network, machine]
-    if min(computes[slowest], busy) < 0.2 * result.step_seconds:
-        causes.pop()
-    return f"of {result.step_seconds:.4g} s {' and '.join(causes)}"
+    for transfer in scored.result.transfers:
+        networks = [f"transfers between stages keep the link from machine {transfer.ranks[0]} to {transfer.ranks[1]}"]
+        if transfer.kind == "all-reduce":
+            networks = [f"gradients' sums keep the network of machine {rank}" for rank in transfer.ranks]
+        carries.update(dict.fromkeys(networks, transfer.end - transfer.start))
+    [(slowest, seconds)] = computes.most_common(1)
+    mean = (sum(computes.values()) - seconds) / max(1, len(computes) - 1)
+    rest = f" (the others {mean:.4g} s on average)" if len(computes) > 1 else ""
+    causes = [(seconds, f"machine {slowest} ({cluster.machines[slowest].host}) computes for {seconds:.4g} s{rest}"),
+              *((busy, f"{network} busy for {busy:.4g} s") for network, busy in carries.most_common(1))]
+    told = [text for share, text in sorted(causes, reverse=True) if share >= min(0.2 * step, max(causes)[0])]
+    return f"of {step:.4g} s {' and '.join(told)}"
 
 
 def report(cluster: Cluster, plans: Plans, top: int) -> str:

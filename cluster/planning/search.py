@@ -8,6 +8,7 @@ Plans are compared by simulating them. A lower bound of the step's time decides 
 leaves out those that can't be better.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterable, Iterator
@@ -16,8 +17,9 @@ from typing import NamedTuple
 
 from planning.machines import Candidate, Cluster, Pipeline, Setting
 from planning.neighbours import Grouping, first_groupings, layer_moves, microbatch_moves, regroupings
-from planning.shares import shares_that_fit
+from planning.shares import shares_by_speed, shares_that_fit
 from planning.simulate import Result, peak_memory, simulate
+from ranks.memory import USABLE_MEMORY
 from utils import UserError
 
 ALIKE = 1.1  # the ratio of two speeds up to which they count as one
@@ -42,7 +44,7 @@ class Plans(NamedTuple):
 
 
 def find_plans(cluster: Cluster, global_batch: int, setting: Setting, sizes: list[int] | None = None,
-               memory_fraction: float = 0.9) -> Plans:
+               memory_fraction: float = USABLE_MEMORY) -> Plans:
     """The best plans for `global_batch` samples a step. `sizes`: micro-batch sizes to choose from (None: all measured).
 
     The schedule "auto" is 1F1B, then with more micro-batches in flight, as long as the step gets shorter by 1 % or
@@ -85,7 +87,6 @@ class Search:
         self.memory = [memory_fraction * machine.free_memory for machine in cluster.machines]
         self.speed = [1 / max(cluster.seconds(rank, sizes[0], whole, setting.kinds), 1e-12) for rank in ranks]
         self.fastest_first = sorted(ranks, key=lambda rank: -self.speed[rank])
-        self.most_memory_first = sorted(ranks, key=lambda rank: -self.memory[rank])
         self.scored: dict[Candidate, Scored] = {}
         self.runs: dict = {}
         self.num_actions = 0
@@ -95,7 +96,8 @@ class Search:
 
     def run(self) -> Plans:
         uniform = self.uniform_plans()
-        orders = [self.fastest_first, self.fastest_first[::-1], self.most_memory_first]
+        most_memory_first = sorted(self.fastest_first, key=lambda rank: -self.memory[rank])
+        orders = [self.fastest_first, self.fastest_first[::-1], most_memory_first]
         candidates = [self.by_speed(groups, size) for groups in first_groupings(orders) for size in self.sizes]
         for candidate in self.promising(candidates):
             if self.num_actions > 2 * ACTIONS:
@@ -126,17 +128,13 @@ class Search:
         """The groups as pipelines, layers and micro-batches by speed; None where memory does not suffice."""
         number, split, each, besides = self.global_batch // size, [], [], []
         speeds = [sum(self.speed[rank] for rank in group) for group in groups]
-        message = self.cluster.message_bytes(size, self.setting.wire_dtype)
         for group, speed in zip(groups, speeds):
             share = max(1, round(number * speed / sum(speeds)))
             while not (layers := self.split_layers(group, size, share)) and share > 1:
                 share = -(-share // 2)  # fewer micro-batches need less memory
             if not layers:
                 return None
-            stages = zip(group, self.cluster.stages(layers))
-            seconds = [self.cluster.seconds(rank, size, stage, self.setting.kinds) for rank, stage in stages]
-            links = [self.cluster.links[a][b] for a, b in pairwise(group)]
-            seconds += [2 * (message / link.bandwidth + link.latency) for link in links]
+            seconds = busy_seconds(self.cluster, Pipeline(group, layers, share), size, self.setting)
             split.append(layers)
             each.append(max(*seconds, 1e-12))  # the slowest stage or link sets the pace
             besides.append(sum(seconds) - each[-1])
@@ -175,22 +173,14 @@ class Search:
 
     def improve(self, scored: Scored) -> None:
         """Goes from a plan to a better neighbour, and from there on, until there is none or ACTIONS are simulated."""
-        most = self.num_actions + ACTIONS
-        better: Scored | None = scored
-        while better:
+        most, better = self.num_actions + ACTIONS, scored
+        while better and self.num_actions <= most:
             scored, better = better, None
             below = scored.result.step_seconds * (1 - 1e-6)
             for neighbours in self.one_change, self.two_changes:
-                for candidate in self.promising(neighbours(scored.candidate), below):
-                    other = self.score(candidate)
-                    if self.num_actions > most:
-                        return
-                    if other and other.result.step_seconds < below:
-                        better = other
-                        break
-                if better:
-                    break
-
+                found = (self.score(candidate) for candidate in self.promising(neighbours(scored.candidate), below)
+                         if self.num_actions <= most)
+                better = better or next((other for other in found if other and other.result.step_seconds < below), None)
     def one_change(self, candidate: Candidate) -> Iterator[Candidate | None]:
         yield from self.regrouped(candidate)
         yield from microbatch_moves(candidate)
@@ -211,29 +201,27 @@ class Search:
 
     def uniform_plans(self) -> dict[str, Scored | str]:
         """What one would write without a planner, with its best micro-batch size, or why it is not possible."""
-        n, layers = len(self.speed), self.cluster.num_layers
-        alone, everyone = (self.fastest_first[0],), tuple(range(n))
-        even = tuple(layers // n + (s < layers % n) for s in range(n))
-        plans = {"the fastest machine alone": lambda m: [Pipeline(alone, (layers,), m)]}
-        if n > 1:
-            plans["one pipeline, even layers"] = lambda m: [Pipeline(everyone, even, m)]
-            plans["data parallel, even shares"] = lambda m: [Pipeline((k,), (layers,), m // n + (k < m % n))
-                                                             for k in everyone]
-        found: dict[str, Scored | str] = {}
-        for name, pipelines in plans.items():
-            options = [Candidate(tuple(pipelines(self.global_batch // size)), size) for size in self.sizes]
-            options = [option for option in options
-                       if all(min(*pipeline.layers, pipeline.num_microbatches) > 0 for pipeline in option.pipelines)]
-            scored = [score for option in options if (score := self.score(option))]
-            if not options:
-                found[name] = f"{layers} decoder layers and {self.global_batch} samples for {n} machines"
-            elif scored:
-                found[name] = min(scored, key=lambda score: score.result.step_seconds)
-            else:
-                rank = next(pipeline.machines[stages[0]] for pipeline in options[0].pipelines
-                            if (stages := self.lacks_memory(pipeline, options[0].micro_batch_size)))
-                found[name] = f"the memory of machine {rank} ({self.cluster.machines[rank].host}) does not suffice"
-        return found
+        everyone = tuple(range(len(self.speed)))
+        plans = {"the fastest machine alone": ((self.fastest_first[0],),)}
+        if len(everyone) > 1:
+            plans |= {"one pipeline, even layers": (everyone,),
+                      "data parallel, even shares": tuple((rank,) for rank in everyone)}
+        return {name: self.uniform(groups) for name, groups in plans.items()}
+
+    def uniform(self, groups: Grouping) -> Scored | str:
+        options, layers = [], self.cluster.num_layers
+        for size in self.sizes:
+            with contextlib.suppress(UserError):  # too few layers or micro-batches
+                shares = shares_by_speed(self.global_batch // size, [1.0] * len(groups))
+                split = [tuple(shares_by_speed(layers, [1.0] * len(group))) for group in groups]
+                options.append(Candidate(tuple(map(Pipeline, groups, split, shares)), size))
+        if not options:
+            return f"{layers} decoder layers and {self.global_batch} samples for {len(self.speed)} machines"
+        if scored := [score for option in options if (score := self.score(option))]:
+            return min(scored, key=lambda score: score.result.step_seconds)
+        rank = next(pipeline.machines[stages[0]] for pipeline in options[0].pipelines
+                    if (stages := self.lacks_memory(pipeline, options[0].micro_batch_size)))
+        return f"the memory of machine {rank} ({self.cluster.machines[rank].host}) does not suffice"
 
     def missing_memory(self) -> str:
         """Why no plan fits: what the model takes, and what each machine has."""
@@ -248,26 +236,15 @@ class Search:
                 "or take fewer layers, a smaller --seq_len or other sizes")
 
 
+def busy_seconds(cluster: Cluster, pipeline: Pipeline, size: int, setting: Setting) -> list[float]:
+    """What each stage computes for a micro-batch, and for how long it takes each link to the next stage."""
+    message, machines = cluster.message_bytes(size, setting.wire_dtype), pipeline.machines
+    stages = zip(machines, cluster.stages(pipeline.layers))
+    return [*(cluster.seconds(rank, size, stage, setting.kinds) for rank, stage in stages),
+            *(message / cluster.links[a][b].bandwidth for a, b in pairwise(machines))]
+
+
 def lower_bound(cluster: Cluster, candidate: Candidate, setting: Setting) -> float:
-    """Seconds that no simulated step is shorter than: what each stage computes, after the first micro-batch has come to
-    it and before the last one has gone back; what its uplink carries; its gradients after its last backward."""
-    size, n, bound = candidate.micro_batch_size, len(candidate.pipelines), 0.0
-    ranks = {rank for pipeline in candidate.pipelines for rank in pipeline.machines}
-    message = cluster.message_bytes(size, setting.wire_dtype)
-    for machines, layers, number in candidate.pipelines:
-        before, others = 0.0, ranks.difference(machines)
-        for s, (rank, stage) in enumerate(zip(machines, cluster.stages(layers))):
-            forward, backward = (cluster.seconds(rank, size, stage, kind) for kind in setting.kinds)
-            computed = before + number * (forward + backward)
-            neighbours = [machines[t] for t in (s - 1, s + 1) if 0 <= t < len(machines)]
-            sent = sum(number * message / cluster.links[rank][other].bandwidth for other in neighbours)
-            bound = max(bound, computed, sent)
-            if others:
-                num_bytes = cluster.gradient_bytes(cluster.parameters_of(stage), setting.gradient_wire_dtype)
-                fastest = max(cluster.links[rank][other].bandwidth for other in others)
-                bound = max(bound, computed - backward + 2 * (n - 1) / n * num_bytes / fastest)
-            before += forward + backward
-            if s + 1 < len(machines):
-                there, back = cluster.links[rank][machines[s + 1]], cluster.links[machines[s + 1]][rank]
-                before += sum(message / link.bandwidth + link.latency for link in (there, back))
-    return bound
+    """Seconds that no simulated step is shorter than: the slowest stage or link of each pipeline sets its pace."""
+    return max(pipeline.num_microbatches * max(busy_seconds(cluster, pipeline, candidate.micro_batch_size, setting))
+               for pipeline in candidate.pipelines)

@@ -49,7 +49,7 @@ class Transfer(NamedTuple):
     end: float
 
 
-class Run(NamedTuple):
+class PipelineRun(NamedTuple):
     """One pipeline's micro-batches. `ends` and `network_free`: by stage, the second when its last action and send are
     over, and when its last transfer in either direction is."""
 
@@ -108,9 +108,9 @@ class PipelineSimulation:
         self.outstanding = [0] * p  # sends, see StageCommunication.send
         self.flows: dict[tuple[int, int], Flow] = {}  # one at a time from a stage to another
         self.leaving = {way: [] for way in self.links}  # messages that wait for those before them
-        self.result = Run([], [], [cluster.optimizer_seconds(*pair) for pair in zip(ranks, stages)], [0.0] * p)
+        self.result = PipelineRun([], [], [cluster.optimizer_seconds(*pair) for pair in zip(ranks, stages)], [0.0] * p)
 
-    def run(self) -> Run:
+    def run(self) -> PipelineRun:
         for s, start in enumerate(self.result.ends):
             self.at(start, self.resume, s)
         while self.events:
@@ -237,7 +237,7 @@ def simulate(cluster: Cluster, candidate: Candidate, setting: Setting, runs: dic
     return Result(step, pipelines_end, bubble, num_bytes, memory, spans, transfers)
 
 
-def sum_gradients(cluster: Cluster, candidate: Candidate, setting: Setting, runs: list[Run]) -> list[Transfer]:
+def sum_gradients(cluster: Cluster, candidate: Candidate, setting: Setting, runs: list[PipelineRun]) -> list[Transfer]:
     """The all-reduces of a step, with data_parallel's buckets: an eighth of a rank's parameters, BUCKET at most."""
     places = [list(zip(p.machines, cluster.stages(p.layers))) for p in candidate.pipelines]
     free, ready, held = {}, {}, 0

@@ -6,7 +6,6 @@ and looks whose files are there. What an earlier start has left there has other 
 """
 
 import contextlib
-import errno
 import os
 import traceback
 import uuid
@@ -104,41 +103,32 @@ class Disks:
     def send(self, path: str, to: int) -> OSError | None:
         """Sends a file that is on this rank's disk. Rank `to` calls receive(). Returns what went wrong.
 
-        The other rank waits for as many bytes as it was told, so zeros come in place of what can't be read.
+        The other rank hears of it as well, in place of the rest of the file.
         """
-        left, file, error = 0, None, None
-        with contextlib.ExitStack() as stack:
-            try:
-                file = stack.enter_context(open(path, "rb", buffering=0))
-                left = os.path.getsize(path)
-            except OSError as problem:
-                error = problem
-            dist.send(torch.tensor(left), to, group=self.group)
-            while left:
-                part = torch.zeros(min(CHUNK, left), dtype=torch.uint8)
-                try:
-                    if error is None and file.readinto(part.numpy()) < len(part):
-                        raise OSError(errno.EIO, "has become shorter", path)
-                except OSError as problem:
-                    error = problem
-                dist.send(part, to, group=self.group)
-                left -= len(part)
-        return error
+        end = None
+        try:
+            with open(path, "rb", buffering=0) as file:
+                while part := file.read(CHUNK):
+                    dist.send_object_list([part], to, group=self.group)
+        except OSError as error:
+            end = error
+        dist.send_object_list([end], to, group=self.group)
+        return end
 
     def receive(self, path: str, source: int) -> OSError | None:
-        """Writes the file that rank `source` sends. Returns what went wrong, if the disk did not take it."""
-        left = torch.zeros((), dtype=torch.int64)
-        dist.recv(left, source, group=self.group)
-        left, file = left.item(), File(f"{path}.unfinished")
-        while left:  # also after an error, because the sender does not know of it
-            part = torch.empty(min(CHUNK, left), dtype=torch.uint8)
-            dist.recv(part, source, group=self.group)
-            left -= len(part)
-            file.put(part.numpy())
+        """Writes the file that rank `source` sends. Returns what went wrong, here or there."""
+        file, received = File(f"{path}.unfinished"), [b""]
+        while isinstance(received[0], bytes):  # also after an error, because the sender does not know of it
+            file.put(received[0])
+            dist.recv_object_list(received, source, group=self.group)
         try:
             file.close()
-            os.replace(file.path, path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.remove(file.path)
-            return error
+            if received[0] is None:
+                os.replace(file.path, path)
+                return None
+            error = received[0]
+        except OSError as problem:
+            error = problem
+        with contextlib.suppress(OSError):
+            os.remove(file.path)
+        return error

@@ -83,7 +83,7 @@ def sync_folder(path: str) -> None:
         os.close(descriptor)
 
 
-def read_json(path: str, check: Callable):
+def read_json(path: str, check: Callable, remedy: str = ""):
     """What check() makes of the content of a JSON file. Raises UserError where it is not as check() needs it."""
     try:
         with open(path, encoding="utf-8") as file:
@@ -91,4 +91,5 @@ def read_json(path: str, check: Callable):
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} can't be read ({type(error).__name__}: {error})") from None
+        advice = f": {remedy}" if remedy else ""
+        raise UserError(f"{path} can't be read ({type(error).__name__}: {error}){advice}") from None

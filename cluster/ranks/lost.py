@@ -11,7 +11,7 @@ NEWCOMER = "another process is taken in"
 LOST = re.compile("peer|onnection|ocket|imed out|timeout|Broken pipe|NCCL|TCPStore|remote process", re.IGNORECASE)
 
 
-class Lost(RuntimeError):
+class MembershipChanged(RuntimeError):
     """The generation has ended: a process of it is gone, or another one is to be taken in."""
 
 
@@ -23,4 +23,4 @@ def is_elastic() -> bool:
 def is_lost_peer(error: BaseException) -> bool:
     """Whether it came of communicating with a rank that is gone."""
     is_ours = isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError)
-    return not is_ours and bool(isinstance(error, Lost) or LOST.search(str(error)))
+    return not is_ours and bool(isinstance(error, MembershipChanged) or LOST.search(str(error)))

@@ -8,6 +8,9 @@ import torch
 from hosts.host_facts import available_memory, read_fields
 from ranks.placement import ranks_sharing
 
+# The share of the free memory that what is planned may take. The rest is for what no plan counts: gaps between pieces
+# of memory, buffers of libraries, and what other programs of the machine begin to take.
+USABLE_MEMORY = 0.9
 M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
 

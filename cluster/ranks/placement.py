@@ -35,18 +35,16 @@ def host_names(hosts: list[tuple[str, str]], known: list[str] = ()) -> list[str]
     return [address if names.count(name) > 1 or address in known else name for name, address in hosts]
 
 
-def places_of(hosts: list[str], among: list[str]) -> list[int | None]:
-    """For each of the hosts its place `among` others, each place once; None for one that is not there."""
-    left, places = list(among), []
-    for host in hosts:
-        places.append(left.index(host) if host in left else None)
-        if host in left:
-            left[places[-1]] = None
-    return places
+def positions_of(hosts: list[str], among: list[str]) -> list[int | None]:
+    """For each of the hosts its position `among` others, each position once; None for one that is not there."""
+    left = {}
+    for position, host in enumerate(among):
+        left.setdefault(host, []).append(position)
+    return [left[host].pop(0) if left.get(host) else None for host in hosts]
 
 
 @functools.cache
-def places() -> list[tuple[tuple[str, str], str | None]]:
+def hardware_of_ranks() -> list[tuple[tuple[str, str], str | None]]:
     """this_host() of every rank, and its GPU's own number, None on a CPU. Collective at the first call."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid if torch.cuda.is_initialized() else None
     return gather((this_host(), gpu and str(gpu)))
@@ -54,7 +52,7 @@ def places() -> list[tuple[tuple[str, str], str | None]]:
 
 def machines() -> list[tuple[str, str]]:
     """this_host() of every rank. Collective at the first call."""
-    return [host for host, _ in places()]
+    return [host for host, _ in hardware_of_ranks()]
 
 
 def ranks_of_this_machine() -> int:
@@ -66,7 +64,7 @@ def ranks_sharing(device: torch.device) -> int:
     """How many ranks compute on this GPU, or run on this machine. As machines()."""
     if device.type == "cpu":
         return ranks_of_this_machine()
-    gpus = [gpu for _, gpu in places()]
+    gpus = [gpu for _, gpu in hardware_of_ranks()]
     return gpus.count(gpus[dist.get_rank()])
 
 
@@ -91,8 +89,8 @@ def home_rank() -> int:
     """The first rank of the machine on which the run was started. What is for people is written, read and said there.
 
     Rank 0 may be anywhere: plans number the ranks, and an elastic torchrun sorts its hosts by address. For
-    launch_cluster.sh see inventory.home_of; without it, and where a plan leaves that host idle or an elastic run has lost
-    it, the host with the lowest node rank is taken. Collective at the first call.
+    launch_cluster.sh see inventory.home_of. Without it, where a plan leaves that host idle, and where an elastic run
+    has lost it, the host with the lowest node rank is taken. Collective at the first call.
     """
     distances = gather((HOME not in os.environ, int(os.environ.get("GROUP_RANK", 0))))
     return machines().index(machines()[distances.index(min(distances))])
@@ -109,12 +107,12 @@ def from_home(make):
 
 
 def forget_ranks() -> None:
-    """Call it where the ranks are numbered anew: what is known of their places no longer counts."""
-    for known in (places, home_rank):
+    """Call it where the ranks are numbered anew: what is known of their machines no longer counts."""
+    for known in (hardware_of_ranks, home_rank):
         known.cache_clear()
 
 
-def take_places(order: list[int]) -> None:
+def renumber_ranks(order: list[int]) -> None:
     """Makes the process group anew with the ranks in this `order`. Idle processes wait for the end, and exit.
 
     Call it before any process group is made besides the default one. Collective.
@@ -122,7 +120,7 @@ def take_places(order: list[int]) -> None:
     rank, backend, store = dist.get_rank(), dist.get_backend(), dist.distributed_c10d._get_default_store()
     if order == list(range(dist.get_world_size())):
         return
-    wait_for_all("places")
+    wait_for_all("renumbered")
     dist.destroy_process_group()
     forget_ranks()
     if rank not in order:

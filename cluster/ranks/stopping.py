@@ -58,7 +58,7 @@ class Signals:
         return self.asked
 
 
-class Watch:
+class StopAgreement:
     """Whether the ranks were told to stop, or others wait to be taken in. All ranks make one together.
 
     `newcomers()`: of a run that goes on in place, the processes that wait; else None.
@@ -66,7 +66,7 @@ class Watch:
 
     def __init__(self, newcomers: Callable | None, signals: Signals):
         self.newcomers, self.signals, self.has_newcomers = newcomers, signals, False
-        self.longest, self.asked_at = 0.0, None  # seconds between two questions of ask_all; when the last one was
+        self.longest, self.asked_at = 0.0, None  # seconds between two questions of agree; when the last one was
         self.torchrun_waits = float(os.environ.get(SHUTDOWN, 30)) if "TORCHELASTIC_RUN_ID" in os.environ else math.inf
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.group = dist.new_group(backend="gloo") if self.world_size > 1 else None
@@ -76,7 +76,7 @@ class Watch:
         self.signals.ready = True
         self.stops_within(UNKNOWN)
 
-    def ask_all(self, work: float = 0.0, seconds: float = 0.0) -> bool:
+    def agree(self, work: float = 0.0, seconds: float = 0.0) -> bool:
         """Whether any rank was told to stop, asked where a step ends: the step that runs is the last. Collective.
 
         Afterwards `has_newcomers` is whether processes wait to be taken in, and `told` is the largest `seconds` of all,

@@ -51,15 +51,15 @@ def compress(plugin: HeterogeneousParallelPlugin, config, wire_dtype: str | None
                                                 under_way=[])
 
 
-def message_shape(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """The shape of what encode() returns for a tensor of this shape."""
-    return shape if dtype != torch.int8 else (4 * math.prod(shape[:-1]) + math.prod(shape),)
+def message_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """The length of what encode() returns for a tensor of this shape."""
+    return math.prod(shape) * dtype.itemsize + 4 * math.prod(shape[:-1]) * (dtype == torch.int8)
 
 
 def encode(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """One contiguous message: x in `dtype`. For int8 it is bytes: R float32 scales, then R * N numbers."""
+    """One message of bytes: x in `dtype`. For int8 R float32 scales, then R * N numbers."""
     if dtype != torch.int8:
-        return x.to(dtype).contiguous()
+        return x.to(dtype).flatten().view(torch.uint8)
     rows = x.reshape(-1, x.size(-1)).float()  # (R, N)
     scales = rows.abs().amax(dim=1, keepdim=True) / 127  # (R, 1), not finite where the row is not
     steps = rows / scales.masked_fill(scales == 0, 1)
@@ -70,7 +70,7 @@ def encode(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def decode(message: torch.Tensor, shape: tuple[int, ...], wire_dtype: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
     """The tensor of this shape that was encoded, up to rounding, in `dtype`."""
     if wire_dtype != torch.int8:
-        return message.view(shape).to(dtype)
+        return message.view(wire_dtype).view(shape).to(dtype)
     scales = message[: 4 * math.prod(shape[:-1])].view(torch.float32)  # (R)
     numbers = message[scales.nbytes :].view(torch.int8).view(-1, shape[-1])  # (R, N)
     return (numbers * scales[:, None]).view(shape).to(dtype)
@@ -80,12 +80,12 @@ class CompressedCommunication(StageCommunication):
     """The transfers of one stage, in `wire_dtype`. `dtype` is that of the hidden states (B, T, D)."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, wire_dtype: torch.dtype):
-        super().__init__(torch.uint8 if wire_dtype == torch.int8 else wire_dtype, device)
+        super().__init__(torch.uint8, device)
         self.hidden_dtype, self.wire_dtype, self.shapes = dtype, wire_dtype, {}
 
     def post_receive(self, action: Action, shape: tuple[int, int, int]) -> None:
         self.shapes[action] = shape
-        super().post_receive(action, message_shape(shape, self.wire_dtype))
+        super().post_receive(action, (message_bytes(shape, self.wire_dtype),))
 
     def receive(self, action: Action) -> torch.Tensor | None:
         shape, message = self.shapes.pop(action, None), super().receive(action)
@@ -109,19 +109,18 @@ class CompressedAllReduce:
         self.shape = (math.ceil(buffer.numel() / (n * ROW)), ROW)  # of an n-th, with zeros at the end of the last one
         parts = F.pad(buffer, (0, n * math.prod(self.shape) - buffer.numel())).view(n, *self.shape)
         self.wire = torch.device("cpu") if dist.get_backend(group) == "gloo" else buffer.device
-        self.outgoing = torch.cat([encode(part, dtype).flatten().view(torch.uint8) for part in parts]).to(self.wire)
+        self.outgoing = torch.cat([encode(part, dtype) for part in parts]).to(self.wire)
         self.incoming = torch.empty_like(self.outgoing)
         self.handle = dist.all_to_all_single(self.incoming, self.outgoing, group=group, async_op=True)
 
     def decoded(self) -> list[torch.Tensor]:
         """Waits for the messages of all ranks: one (R, N) tensor per rank."""
         self.handle.wait()
-        wire = torch.uint8 if self.dtype == torch.int8 else self.dtype
-        return [decode(message.view(wire).to(self.buffer.device), self.shape, self.dtype, self.buffer.dtype)
+        return [decode(message.to(self.buffer.device), self.shape, self.dtype, self.buffer.dtype)
                 for message in self.incoming.chunk(dist.get_world_size(self.group))]
 
     def gather(self) -> None:
-        self.outgoing = encode(sum(self.decoded()), self.dtype).flatten().view(torch.uint8).to(self.wire)
+        self.outgoing = encode(sum(self.decoded()), self.dtype).to(self.wire)
         self.incoming = torch.empty_like(self.incoming)
         messages = list(self.incoming.chunk(dist.get_world_size(self.group)))
         self.handle = dist.all_gather(messages, self.outgoing, group=self.group, async_op=True)

@@ -9,19 +9,30 @@ next token. There is no cache of keys and values, so this is for short texts; ge
 checkpoint.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import BatchSampler
 
 import process_group_manager as pgm
 from data.batches import select
 from dataloader import deal_microbatches, load_tokenizer
 from model import cast_weights_once
 from models.forward import forward
-from ranks.placement import home_rank, is_home
-from timeline import timeline
+from ranks.placement import from_home
 from utils import UserError
+
+
+def outputs(plugin, model, batches: Iterable[dict[str, torch.Tensor]]) -> Iterator[tuple[dict, object]]:
+    """Each micro-batch of this pipeline, with what this rank's stage makes of it.
+
+    A stage sends in the background, and takes up the next micro-batch meanwhile.
+    """
+    communication = plugin.communication(model.module.dtype, plugin.device)
+    for i, batch in enumerate(batches):
+        yield batch, forward(model.module, communication, i, batch)
+    communication.finish()
 
 
 class Evaluator:
@@ -33,9 +44,8 @@ class Evaluator:
 
     def __init__(self, plugin, model, samples, collate: Callable, criterion: Callable, num_batches: int | None = None):
         self.plugin, self.model, self.samples, self.collate = plugin, model, samples, collate
-        self.criterion, size = criterion, plugin.microbatch_size
-        count = min(len(samples), num_batches * size) if num_batches else len(samples)
-        self.microbatches = [range(first, min(first + size, count)) for first in range(0, count, size)]
+        self.criterion = criterion
+        self.microbatches = [*BatchSampler(range(len(samples)), plugin.microbatch_size, drop_last=False)][:num_batches]
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
         numbers = self.plugin.num_microbatches
@@ -51,34 +61,24 @@ class Evaluator:
 
         Dropout is off meanwhile. No generator is drawn from, so that the training goes on as without it.
         """
-        was_training, was_recording = self.model.training, timeline.recording
+        was_training = self.model.training
         self.model.eval()
-        timeline.recording = False
-        try:
-            with torch.autocast(self.plugin.device.type, enabled=False), cast_weights_once():
-                total = self.forward_all()
-        finally:
-            timeline.recording = was_recording
-            self.model.train(was_training)
+        with torch.autocast(self.plugin.device.type, enabled=False), cast_weights_once():
+            total = self.forward_all()
+        self.model.train(was_training)
         dist.all_reduce(total)
         return (total[0] / total[1]).item()
 
     def forward_all(self) -> torch.Tensor:
-        """(2,) in float64: the sum of the losses of the targets that this rank counts, and their number.
-
-        A stage sends in the background, and takes up the next micro-batch meanwhile.
-        """
-        grid, stage = pgm.process_group_manager, self.model.module
-        communication = self.plugin.communication(stage.dtype, self.plugin.device)
+        """(2,) in float64: the sum of the losses of the targets that this rank counts, and their number."""
+        grid = pgm.process_group_manager
         total = torch.zeros(2, dtype=torch.float64, device=self.plugin.device)
-        for i, batch in enumerate(self.batches()):
-            out = forward(stage, communication, i, batch)
+        for batch, out in outputs(self.plugin, self.model, self.batches()):
             if grid.pp_is_last_stage:
                 chosen, targets = select(out, batch)
                 if (count := targets["target_ids"].numel()) > 0:
                     total[0] += self.criterion(chosen, targets).double() * count
                     total[1] += count
-        communication.finish()
         return total * (grid.tp_rank == 0)  # the ranks of a tp group have the same loss: count it once
 
 
@@ -86,14 +86,13 @@ class Sampler:
     """Writes `num_tokens` tokens after `prompt`. All ranks make one together; home_rank() has the tokenizer."""
 
     def __init__(self, plugin, model, tokenizer_name: str, prompt: str, seq_len: int, num_tokens: int = 24):
-        self.plugin, self.model, self.tokenizer, ids = plugin, model, None, None
-        with pgm.together():
-            if is_home():
-                self.tokenizer = load_tokenizer(tokenizer_name)
-                ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        box = [ids]
-        dist.broadcast_object_list(box, home_rank())
-        self.ids, self.num_tokens = box[0], min(num_tokens, seq_len - len(box[0]))
+        def encode() -> list[int]:
+            self.tokenizer = load_tokenizer(tokenizer_name)
+            return self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+
+        self.plugin, self.model, self.tokenizer = plugin, model, None
+        self.ids = from_home(encode)
+        self.num_tokens = min(num_tokens, seq_len - len(self.ids))
         if not self.ids or self.num_tokens < 1:
             raise UserError(f"--prompt {prompt!r} has {len(self.ids)} tokens: it needs at least one, and fewer than "
                             f"the --seq_len of {seq_len}")
@@ -110,25 +109,15 @@ class Sampler:
     @torch.no_grad()
     def next_token(self, ids: torch.Tensor) -> torch.Tensor:
         """(1, T) -> (1, 1), the same on all ranks. Every pipeline computes it."""
-        grid, stage = pgm.process_group_manager, self.model.module
-        communication = self.plugin.communication(stage.dtype, self.plugin.device)
-        out = forward(stage, communication, 0, {"input_ids": ids})
-        communication.finish()
+        grid = pgm.process_group_manager
+        [(_, out)] = outputs(self.plugin, self.model, [{"input_ids": ids}])
         chosen = torch.zeros(1, 1, dtype=torch.int64, device=self.plugin.device)
         if grid.pp_is_last_stage:
-            chosen += likeliest(getattr(out, "logits", out)[:, -1].float(), stage.config.vocab_size)
+            logits = getattr(out, "logits", out)[:, -1].float()  # (1, V), or (1, V/tp) of our Llama
+            if logits.shape[1] < self.model.module.config.vocab_size:
+                parts = [None] * grid.tp_world_size
+                dist.all_gather_object(parts, logits.cpu(), group=grid.tp_group)
+                logits = torch.cat(parts, dim=1)
+            chosen += logits.argmax().item()
         dist.broadcast(chosen, grid.ranks[0][-1, 0].item())
         return chosen
-
-
-def likeliest(logits: torch.Tensor, vocab_size: int) -> int:
-    """The id with the largest of the logits (1, V), or (1, V/tp) where our Llama's are split over the tp group."""
-    value, place = (each.item() for each in logits.max(-1))
-    if logits.shape[1] == vocab_size:
-        return place
-    grid = pgm.process_group_manager
-    rows, left_over = divmod(vocab_size, grid.tp_world_size)
-    found = [None] * grid.tp_world_size
-    dist.all_gather_object(found, (value, grid.tp_rank * rows + min(grid.tp_rank, left_over) + place),
-                           group=grid.tp_group)
-    return max(found)[1]

@@ -3,7 +3,7 @@
     train_in_generations(args, train)     calls train(args, generation) until it returns
         generation.join(backend)          meets the others, and makes the groups' store and the first group
         ...                               the whole training; every group of ranks belongs to this generation
-        Lost, or an error of a group      what this process holds is kept, and the next generation is given it
+        MembershipChanged, group errors   what this process holds is kept, and the next generation is given it
 
 So a lost process costs no start of any other one: no imports, no process, no reading of what is in memory. On NCCL,
 groups are aborted as its documentation says; that was never run.
@@ -24,9 +24,9 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from membership.meeting import Members, TooFew
-from membership.pulses import Pulses
-from ranks.lost import LOST, NEWCOMER, VARIABLE, Lost, is_elastic, is_lost_peer
+from membership.failure_detector import FailureDetector
+from membership.rendezvous import Members, TooFew
+from ranks.lost import LOST, NEWCOMER, VARIABLE, MembershipChanged, is_elastic, is_lost_peer
 from ranks.placement import forget_ranks
 from ranks.stopping import Signals, let_signals_kill
 from run.live_state import LiveState
@@ -46,14 +46,14 @@ class Generation:
 
     def __init__(self, members: Members | None, signals: Signals, held=None, failures: int = 0):
         self.members, self.signals, self.held, self.failures = members, signals, held, failures
-        self.pulses, self.session, self.at_end = None, None, contextlib.ExitStack()
+        self.failure_detector, self.session, self.at_end = None, None, contextlib.ExitStack()
 
     @property
     def number(self) -> int:
         return self.members.roster.generation if self.members else 0
 
     def join(self, backend: str) -> None:
-        """Meets the other processes. Raises UserError, Lost."""
+        """Meets the other processes. Raises UserError, MembershipChanged."""
         if self.members:
             roster = self.members.meet(lambda: self.signals.asked)
             hosts = list(dict.fromkeys(member.host for member in roster.members))
@@ -63,7 +63,7 @@ class Generation:
                            "GROUP_RANK": str(hosts.index(self.members.me.host)),
                            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
                            "TORCHELASTIC_RESTART_COUNT": roster.secret}  # becomes the prefix of its keys
-            self.pulses = Pulses(self.members)
+            self.failure_detector = FailureDetector(self.members)
         pgm.init_process_group(backend, JOINING if self.members else TIMEOUT)
         if self.members:
             dist.barrier()
@@ -74,12 +74,12 @@ class Generation:
 
     def leave(self, error: RuntimeError) -> "Generation":
         """The next generation, with what this process holds. Raises the error itself where nobody is lost."""
-        is_lost = is_lost_peer(error) or self.pulses is not None and self.pulses.reason
+        is_lost = is_lost_peer(error) or self.failure_detector is not None and self.failure_detector.reason
         if not is_lost or self.members is None:
             raise error
-        if self.pulses and str(error) != NEWCOMER:
-            self.pulses.noticed.wait(0.2)  # whose end it was
-        reason = self.pulses and self.pulses.reason or str(error).splitlines()[0][:200]
+        if self.failure_detector and str(error) != NEWCOMER:
+            self.failure_detector.noticed.wait(0.2)  # whose end it was
+        reason = self.failure_detector and self.failure_detector.reason or str(error).splitlines()[0][:200]
         if self.session:
             print(f"rank {os.environ['RANK']}: {reason}, after step {self.session.step}", flush=True)
             self.held = LiveState(self.session)
@@ -104,13 +104,13 @@ class Generation:
             raise error
         if os.environ["RANK"] == "0":
             print(f"this generation can't begin ({error}): the run goes on with those that can", flush=True)
-        return self.leave(Lost(str(error)))
+        return self.leave(MembershipChanged(str(error)))
 
     def end_groups(self) -> None:
         """Ends all that belongs to this generation: what waits in a group, then the groups themselves."""
-        if self.pulses:
-            self.pulses.shut()
-            self.pulses.close()
+        if self.failure_detector:
+            self.failure_detector.shut()
+            self.failure_detector.close()
         for thread in threading.enumerate():  # those that wait in a group: of the timeline, of a checkpoint
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join(JOINING)

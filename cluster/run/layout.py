@@ -99,12 +99,11 @@ class Layout:
             say(f"local steps of a round: {', '.join(map(str, self.local_steps))}")
         say(f"samples of a {'round' if self.local_steps else 'step'}, in micro-batches of up to "
             f"{self.micro_batch_size}: {', '.join(map(str, self.samples))}")
-        plugin.set_pipelines(self.templates, self.num_microbatches)
         if has_router_loss(config) and not self.local_steps and any(n % self.micro_batch_size for n in self.samples):
             raise UserError(f"samples {', '.join(map(str, self.samples))} of a step are no whole micro-batches of "
                             f"{self.micro_batch_size}, and the loss of a mixture of experts' router is one of each "
                             "micro-batch: choose another --batch_size, or output_router_logits=False in config.json")
-        plugin.deal(self.samples)
+        plugin.set_pipelines(self.templates, self.samples)
         if self.tp_size > 1:
             kinds, rows = gather(plugin.device.type), torch.cat(pgm.process_group_manager.ranks).tolist()
             if any(len({kinds[rank] for rank in row}) > 1 for row in rows):
@@ -133,8 +132,8 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
     total = found and found.state["global_batch"]  # of a step: what a checkpoint has decided
     if plan:
         shares, size = samples_of(plan), plan["micro_batch_size"]
-        if total not in (None, sum(shares)) and (is_elastic() or "seconds" in plan):  # else Start.check refuses it
-            shares = shares_by_speed(total, plan.get("seconds") or [1 / count for count in shares])  # as planned
+        if total not in (None, sum(shares)) and (is_elastic() or not args.plan):  # else Start.check refuses it
+            shares = shares_by_speed(total, [1 / count for count in shares])  # as planned
         return Layout(templates_of([pipeline["layers"] for pipeline in plan["pipelines"]]), shares, size,
                       setting_of(plan))
     pipelines, shares = choose_pipelines(args, made.model, dtype)

@@ -19,7 +19,6 @@ The last round of an epoch is not overlapped: all ranks end it with the same wei
 
 import argparse
 import datetime
-import itertools
 import math
 import os
 import types
@@ -32,6 +31,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 
 import process_group_manager as pgm
 from data.encoded import load_samples
+from data.epochs import Epochs
 from dataloader import collate_batch
 from metrics import RunLogger
 from model import cast_weights_once
@@ -40,16 +40,15 @@ from planning.machines import WIRE_DTYPES
 from ranks.lost import is_elastic
 from ranks.stopping import let_signals_kill
 from run.compression import CompressedAllReduce
-from run.flags import make_adamw
+from run.flags import fraction, make_adamw
 from run.loop import print_epochs, warn_of_damage
 from run.record import Board, Step
 from run.session import Session, Trained
 from run.times import StepTimes
 from timeline import timeline
-from utils import UserError, make_scheduler, number, positive_float, positive_int, recompute_layers, zero_or_more
+from utils import UserError, make_scheduler, positive_float, positive_int, recompute_layers, zero_or_more
 
 OUTER = {"outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap_steps": 0}  # flags and their defaults
-below_one = number(float, lambda value: 0 <= value < 1, "from 0 to below 1")
 PATIENCE = datetime.timedelta(days=1)  # a round takes long, and ranks may end it at unlike times
 
 
@@ -57,7 +56,7 @@ def add_local_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local_steps", type=positive_int, metavar="H",
                         help="optimizer steps that a rank takes by itself between two exchanges: the mean over ranks")
     parser.add_argument("--outer_learning_rate", type=positive_float, help="of what ranks agree on (default: 1)")
-    parser.add_argument("--outer_momentum", type=below_one,
+    parser.add_argument("--outer_momentum", type=fraction,
                         help="Nesterov's (default: 0, so that weights are averaged; DiLoCo as published: 0.7 and 0.9)")
     parser.add_argument("--overlap_steps", type=zero_or_more,
                         help="go on for so many local steps while the differences travel (default: 0)")
@@ -102,7 +101,9 @@ def train_rounds(args, plugin, made, layout, start, generation) -> None:
     if len(samples) < plugin.global_batch_size:
         raise UserError(f"the data set has {len(samples)} samples, fewer than the {plugin.global_batch_size} of a "
                         f"round of --local_steps {args.local_steps}: lower it, or add data")
-    loader = plugin.prepare_dataloader(samples, shuffle=True, seed=args.seed, collate_fn=collate_batch)
+    epochs = Epochs(samples, plugin.global_batch_size, args.seed)
+    epochs.set_steps(args.epochs * epochs.steps_per_epoch)
+    batches = iter(plugin.prepare_dataloader(epochs, collate_batch))
     stage = PipelineStage(made.model, layout.templates[0], 0)
     with pgm.together():
         if made.initial:  # else the model has them, drawn by --seed
@@ -114,16 +115,16 @@ def train_rounds(args, plugin, made, layout, start, generation) -> None:
     start.clear_folder()
     trained = Trained(plugin, types.SimpleNamespace(module=stage), optimizer, types.SimpleNamespace(state_dict=dict))
     session = Session(args, start, generation, made, None, trained, args.model_name, samples.read,
-                      loader.steps_per_epoch)
+                      epochs.steps_per_epoch)
     let_signals_kill()
     board = Board(os.path.join(args.log_dir, args.run_name), plugin.device)
-    rounds = train_locally(args, plugin, stage.model, optimizer, loader, made.criterion, layout.local_steps,
-                           args.epochs * loader.steps_per_epoch)
-    for step in print_epochs(rounds, loader.steps_per_epoch):
+    rounds = train_locally(args, plugin, stage.model, optimizer, batches, made.criterion, layout.local_steps,
+                           epochs.steps_per_epoch)
+    for step in print_epochs(rounds, epochs.steps_per_epoch):
         board.log(step, plugin.global_batch_size * args.seq_len)
         session.step = step.number
         warn_of_damage(step, 0, made.source, config.vocab_size)
-        if step.number % loader.steps_per_epoch == 0:
+        if step.number % epochs.steps_per_epoch == 0:
             session.checkpointer.save(step.number, is_last=True)
     session.end(was_stopped=False)
     board.close()
@@ -210,21 +211,15 @@ def local_step(args, model, optimizer, scheduler, batches: Iterator[dict], num_m
     return total.item(), grad_norm.item(), learning_rate
 
 
-def endless(loader) -> Iterator[dict[str, torch.Tensor]]:
-    """Epoch after epoch of micro-batches, each shuffled in its own way."""
-    for epoch in itertools.count(1):
-        loader.set_epoch(epoch)
-        yield from loader
-
-
-def train_locally(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader, criterion: Callable,
-                  steps: list[int], num_rounds: int) -> Iterator[Step]:
+def train_locally(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[dict],
+                  criterion: Callable, steps: list[int], rounds_per_epoch: int) -> Iterator[Step]:
     """Trains `model`, whole on each rank, in rounds of steps[i] local steps on rank i. Collective.
 
     Yields each round as one step, when its outer step is done. Writes --local_steps rows of metrics a round: the means
     over ranks. Where an epoch ends, all ranks have the same weights.
     """
     rank, tokens = pgm.process_group_manager.dp_rank, plugin.global_batch_size * args.seq_len
+    num_rounds, times = args.epochs * rounds_per_epoch, StepTimes(plugin.device)
     with pgm.together():
         logger = RunLogger(args, pgm.process_group_manager, num_rounds * args.local_steps, tokens // args.local_steps)
     num_microbatches = [count // own for count, own in zip(plugin.num_microbatches, steps)]  # of a local step
@@ -232,11 +227,9 @@ def train_locally(args, plugin, model: torch.nn.Module, optimizer: torch.optim.O
     outer = OuterOptimizer(args, plugin, model, num_microbatches[rank] / sum(num_microbatches))
     delay = min(math.ceil(args.overlap_steps * pace), own - 1)
     scheduler = make_scheduler(optimizer, num_rounds * own, round(args.warmup_steps * pace), args.lr_decay)
-    times, batches = StepTimes(plugin.device), endless(loader)
-
     for number_of_round in range(1, num_rounds + 1):
         now = Round(number_of_round)
-        is_overlapped = args.overlap_steps > 0 and number_of_round % loader.steps_per_epoch > 0
+        is_overlapped = args.overlap_steps > 0 and number_of_round % rounds_per_epoch > 0
         for step in range(own):
             times.start((number_of_round - 1) * own + step)
             if outer.under_way and step == delay:

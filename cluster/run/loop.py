@@ -65,11 +65,11 @@ def train(session: Session, loader, criterion: Callable, num_steps: int, evaluat
         record.log(*step[:5])
         if batch == args.profile_batch:
             write_timeline(args, times.clock)
-        stops, is_last = session.watch.ask_all(times.work, step.seconds), step.number == num_steps
+        stops, is_last = session.stop_agreement.agree(times.work, step.seconds), step.number == num_steps
         if evaluator and not stops and record.is_evaluation_due(step.number, args.eval_every):
             step = step._replace(evaluation=evaluator.evaluate())
             record.evaluated(step.number, step.evaluation)
-            stops = session.watch.ask_all(times.work, step.seconds)  # an evaluation may take longer than a step
+            stops = session.stop_agreement.agree(times.work, step.seconds)  # an evaluation may take longer than a step
         step = step._replace(sample=session.after_step(step.number, stops, is_last))
         record.complete(step)
         yield step

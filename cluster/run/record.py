@@ -57,31 +57,29 @@ class Step(NamedTuple):
 class Record:
     """A RunLogger that goes on after step `start`, and the same rows on the other disks. All ranks make one together.
 
-    `before`: the flags of the run that it goes on from, {} of a new one; like `args`, with its run_id. `last`: the Commit of step
-    `start`, where the ranks have it in memory; its row is written where none has written it.
+    `before`: the flags of the run that it goes on from, {} of a new one; like `args`, with its run_id. `last`: the
+    Commit of step `start`, where the ranks have it in memory; its row is written where none has written it.
     """
 
     def __init__(self, args, grid, disks: Disks, device: torch.device, num_steps: int, tokens_per_step: int, start: int,
                  before: dict, last=None):
-        self.folder = folder = source = os.path.join(args.log_dir, args.run_name)
+        self.folder = folder = os.path.join(args.log_dir, args.run_name)
         is_logging = disks.gather(grid.is_logging_rank)
         writes = grid.is_logging_rank or disks.leads and not any(is_logging[rank] for rank in disks.mine.ranks)
-        rows, evaluations = [], []
-        if before:  # the training that goes on may have had another name
-            source = os.path.join(before["log_dir"], before["run_name"])
+        rows, evaluations, before = [], [], before or vars(args)
+        source = os.path.join(before["log_dir"], before["run_name"])  # what goes on may have had another name
         run_ids = {flags.get("run_id") for flags in (vars(args), before)}
         with disks.together():
             if start and writes and not is_of_another_run(source, run_ids):
-                rows, evaluations = read_rows(source, start, BEFORE, METRICS), read_rows(source, start, EVALUATIONS)
+                rows = read_metrics(source, start, BEFORE, METRICS)
+                evaluations = read_metrics(source, start, EVALUATIONS)
                 if rows and os.path.realpath(source) == os.path.realpath(folder):  # room for a new metrics.jsonl
                     replace(os.path.join(folder, BEFORE), "".join(rows))
                     with contextlib.suppress(FileNotFoundError):
                         os.remove(os.path.join(folder, METRICS))
         rows, evaluations = (max(disks.gather(each), key=len) if start else [] for each in (rows, evaluations))
         if last and (not rows or json.loads(rows[-1])["step"] < start):
-            row = {"step": last.step, "loss": last.loss, "grad_norm": last.grad_norm,
-                   "learning_rate": last.learning_rate, "trained_tokens": start * tokens_per_step}
-            rows = [*rows, json.dumps(row) + "\n"]
+            rows = [*rows, json.dumps({**last._asdict(), "trained_tokens": start * tokens_per_step}) + "\n"]
         self.evaluated_before = {json.loads(row)["step"] for row in evaluations}
         with disks.together():
             self.logger, self.tokens_per_step = RunLogger(args, grid, num_steps, tokens_per_step), tokens_per_step
@@ -95,8 +93,8 @@ class Record:
                 elif start and not rows:
                     print(f"the metrics of the steps up to {start} are on none of these hosts", flush=True)
                 self.file.writelines(rows)
-                if start and os.path.exists(path := os.path.join(folder, BEFORE)):
-                    os.remove(path)
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(os.path.join(folder, BEFORE))
                 self.evaluations = os.path.join(folder, EVALUATIONS)
                 if evaluations or os.path.exists(self.evaluations):  # those of later steps are made again
                     replace(self.evaluations, "".join(evaluations))
@@ -146,8 +144,7 @@ class Record:
         self.logger.close()
         if self.board:
             self.board.close()
-        if self.file and not self.logger.enabled:
-            self.file.close()
+        self.leave()
 
 
 def perplexity(loss: float) -> float:
@@ -155,7 +152,7 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))  # a larger one is no float
 
 
-def read_rows(folder: str, last: int, *names: str) -> list[str]:
+def read_metrics(folder: str, last: int, *names: str) -> list[str]:
     """The lines of the steps up to `last`, each once, in order. A line that is cut off does not count."""
     rows = {}
     for name in names:
@@ -274,9 +271,14 @@ class Progress:
         if self.said_at is None:
             self.tqdm.initial, self.said_at = self.tqdm.n, now
             self.tqdm.start_t = self.tqdm.last_print_t = now
-        elif not self.is_bar and not self.tqdm.disable and now - self.said_at >= EVERY and self.tqdm.n < self.tqdm.total:
+        elif self.is_due(now):
             self.said_at = now
             print(str(self.tqdm), flush=True)
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time for a line on a log without a terminal."""
+        is_on_a_log = not self.is_bar and not self.tqdm.disable
+        return is_on_a_log and now - self.said_at >= EVERY and self.tqdm.n < self.tqdm.total
 
     def tell(self, **words: str) -> None:
         """What the bar says besides: of the `loss`, the last `evaluation` and the `speed`."""

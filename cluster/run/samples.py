@@ -14,28 +14,24 @@ Where machines become slower or faster while a run trains, samples move from one
 import argparse
 import itertools
 from collections.abc import Callable, Iterator
-from zlib import crc32
 
 import torch
 
 import process_group_manager as pgm
-from dataloader import MicroBatches, deal_microbatches
+from dataloader import deal_microbatches
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
-from planning.follow import Follower
+from planning.rebalancing import Rebalancing
 from ranks.collectives import say
 from run.speeds import has_router_loss
 from utils import UserError
 
 
 class SamplesPlugin(HeterogeneousParallelPlugin):
-    """The plugin of step 9, whose pipelines take numbers of samples. `microbatch_size` is that of the largest ones.
+    """The plugin of step 9, whose pipelines take numbers of samples. `microbatch_size` is that of the largest ones."""
 
-    After set_pipelines each pipeline has whole micro-batches; deal() changes that.
-    """
-
-    def set_pipelines(self, pipelines: list, num_microbatches) -> None:
-        super().set_pipelines(pipelines, num_microbatches)
-        self.deal([self.microbatch_size * count for count in self.num_microbatches])
+    def set_pipelines(self, pipelines: list, samples: list[int]) -> None:
+        super().set_pipelines(pipelines, [-(-count // self.microbatch_size) for count in samples])
+        self.deal(samples)
 
     def deal(self, samples: list[int]) -> None:
         """From the next optimizer step on, pipeline k takes samples[k] of its samples, in micro-batches of sizes that
@@ -48,19 +44,17 @@ class SamplesPlugin(HeterogeneousParallelPlugin):
         own = pgm.process_group_manager.dp_rank
         self.own_num_microbatches, self.train_batch_size = self.num_microbatches[own], samples[own]
 
-    def own_microbatches(self) -> list[tuple[int, range]]:
-        """Of a step: which of all its micro-batches this pipeline takes, in order, and which samples these have."""
+    def own_microbatches(self) -> list[range]:
+        """Which of a step's samples this pipeline's micro-batches have, in order."""
         places, sizes = deal_microbatches(self.num_microbatches), [0] * sum(self.num_microbatches)
         for count, mine in zip(self.samples, places):
             for i, place in enumerate(mine):
                 sizes[place] = -(-(count - i) // len(mine))
         ends = [0, *itertools.accumulate(sizes)]
-        return [(place, range(ends[place], ends[place + 1])) for place in places[pgm.process_group_manager.dp_rank]]
+        return [range(ends[place], ends[place + 1]) for place in places[pgm.process_group_manager.dp_rank]]
 
-    def prepare_dataloader(self, dataset, shuffle: bool = False, seed: int = 0,
-                           collate_fn: Callable | None = None) -> "SamplesLoader":
-        self.require_pipelines("prepare_dataloader")
-        return SamplesLoader(self, dataset, shuffle, seed, collate_fn)
+    def prepare_dataloader(self, dataset, collate_fn: Callable) -> "SamplesLoader":
+        return SamplesLoader(self, dataset, collate_fn)
 
     def execute_pipeline(self, data_iter: Iterator[dict], model, criterion: Callable, *others, **options):
         def of_samples(output, batch) -> torch.Tensor:
@@ -73,36 +67,20 @@ class SamplesPlugin(HeterogeneousParallelPlugin):
 class SamplesLoader:
     """Iterates over this pipeline's micro-batches as the plugin deals them when a step begins, from `first_step` on.
 
-    Otherwise as HeterogeneousDataLoader. It reads in this process and never ahead.
+    The samples of a step follow those of the step before. `collate` makes a micro-batch of a list of them. It reads in
+    this process and never ahead.
     """
 
-    def __init__(self, plugin: SamplesPlugin, dataset, shuffle: bool, seed: int, collate_fn: Callable | None):
-        self.plugin, self.microbatches, self.num_samples = plugin, MicroBatches(dataset, collate_fn), len(dataset)
-        self.shuffle, self.seed, self.first_step = shuffle, seed, 0
-        self.steps_per_epoch = self.num_samples // plugin.global_batch_size
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the samples of each step in that epoch."""
-        self.epoch, self.order = epoch, torch.arange(self.num_samples)
-        if self.shuffle:
-            self.order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(self.seed + epoch))
+    def __init__(self, plugin: SamplesPlugin, dataset, collate: Callable):
+        self.plugin, self.dataset, self.collate, self.first_step = plugin, dataset, collate, 0
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for step in range(self.first_step, self.steps_per_epoch):
-            first = step * self.plugin.global_batch_size
-            for place, those in self.plugin.own_microbatches():
-                numbers = self.order[first + those.start : first + those.stop].tolist()
-                batch = self.microbatches[crc32(f"{self.seed} {self.epoch} {(step, place)}".encode()), numbers]
-                yield {name: self.on_device(value) for name, value in batch.items()}
-
-    def on_device(self, value):
-        if not isinstance(value, torch.Tensor):
-            return value
-        if self.plugin.device.type == "cuda":  # from pinned memory, the copy overlaps with computing
-            value = value.pin_memory()
-        dtype = self.plugin.master_dtype if value.is_floating_point() else None
-        return value.to(self.plugin.device, dtype, non_blocking=True)
+        size = self.plugin.global_batch_size
+        for first in range(self.first_step * size, len(self.dataset) - size + 1, size):
+            for those in self.plugin.own_microbatches():
+                batch = self.collate([self.dataset[first + i] for i in those])
+                yield {name: value.to(self.plugin.device, self.plugin.master_dtype if value.is_floating_point() else
+                                      None, non_blocking=True) for name, value in batch.items()}
 
 
 def add_replan_flag(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +98,7 @@ def check_replan_flag(args) -> None:
 
 
 class Rebalancer:
-    """Moves samples between pipelines while a run trains, as planning/follow.py decides. `config`: the model's.
+    """Moves samples between pipelines while a run trains, as planning/rebalancing.py decides. `config`: the model's.
 
     Each rank measures anyway how many seconds of a step it computes, and at the end of each step all tell each other.
     So all ranks decide the same from the same numbers, without another message, and nothing is sent: each pipeline
@@ -128,25 +106,25 @@ class Rebalancer:
     """
 
     def __init__(self, args, layout, config):
-        self.args, self.follower = args, None
+        self.args, self.rebalancing = args, None
         if args.replan == "off" or args.local_steps or args.equal_shares:
             return
         is_asked, stay = args.replan == "auto", layout.setting.schedule == "afab" or has_router_loss(config)
         if len(layout.samples) > 1 and not stay and (is_asked or not args.num_microbatches):
-            self.follower = Follower(layout.samples, layout.micro_batch_size)
+            self.rebalancing = Rebalancing(layout.samples, layout.micro_batch_size)
         elif is_asked:
             say("--replan auto: nothing can move here. Samples move between pipelines, but not with --pp_engine afab, "
                 "which keeps the activations of all, nor with the loss of a router")
 
     def follow(self, session, step: int) -> None:
         """Call it after each step, on all ranks."""
-        if self.follower is None:
+        if self.rebalancing is None:
             return
         plugin = session.trained.plugin
-        old, (seconds, *of_ranks) = self.follower.samples, session.watch.told
-        self.follower.observe(seconds, [[max(of_ranks[rank] for rank in row) for row in block.tolist()]
+        old, (seconds, *of_ranks) = self.rebalancing.samples, session.stop_agreement.told
+        self.rebalancing.observe(seconds, [[max(of_ranks[rank] for rank in row) for row in block.tolist()]
                                         for block in pgm.process_group_manager.ranks])
-        if new := self.follower.decide(step):
+        if new := self.rebalancing.decide(step):
             before, after = (",".join(map(str, samples)) for samples in (old, new))
             say(f"after step {step} work moves to faster machines: samples {before} -> {after}")
             plugin.deal(new)

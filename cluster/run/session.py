@@ -23,9 +23,9 @@ from checkpoints.save import Checkpointer
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from models.published import read_tokenizer_files
 from ranks.collectives import say, wait_for_all
-from ranks.lost import NEWCOMER, PATIENCE, Lost, is_elastic
+from ranks.lost import NEWCOMER, PATIENCE, MembershipChanged, is_elastic
 from ranks.placement import from_home
-from ranks.stopping import Watch
+from ranks.stopping import StopAgreement
 from run.evaluation import Sampler
 from run.live_state import Commit, who_has_what
 from run.start import Start
@@ -57,7 +57,7 @@ class Session:
         self.source = start.found.path if start.found else made.source
         self.step, self.commit = start.step, start.memory and start.memory.commit
         self.tp_rank, stage = pgm.process_group_manager.tp_rank, trained.model.module
-        self.watch = Watch(generation.members and generation.members.newcomers, generation.signals)
+        self.stop_agreement = StopAgreement(generation.members and generation.members.newcomers, generation.signals)
         start.lock.write(start.run_id, start.launch)
         if loader:
             with start.disks.together():
@@ -96,7 +96,7 @@ class Session:
         if start.memory:
             self.checkpointer.written = max(start.disks.gather(held.keeper.written if held else 0))
         self.generation.session, self.generation.held = self, None
-        self.watch.begin()
+        self.stop_agreement.begin()
         if start.memory:
             if self.is_due(start.step, False) and start.step > self.checkpointer.written:
                 self.checkpointer.save(start.step, waits=True)
@@ -107,19 +107,19 @@ class Session:
 
     def commits(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, learning_rate: float) -> None:
         """All gradients of a step are complete on all ranks: from here on it counts, also where a rank is lost."""
-        if not self.generation.pulses:
+        if not (detector := self.generation.failure_detector):
             return
         commit = Commit(step, loss.item(), grad_norm.item(), learning_rate)
-        if dist.get_backend() == "nccl" and self.generation.pulses.reason:  # the group was aborted: these are no sums
-            raise Lost(self.generation.pulses.reason)
+        if dist.get_backend() == "nccl" and detector.reason:  # the group was aborted: these are no sums
+            raise MembershipChanged(detector.reason)
         self.commit = commit
 
     def take_in(self) -> None:
-        """Where processes wait to be taken in, ends this generation: raises Lost. Collective."""
-        if self.watch.has_newcomers:
+        """Where processes wait to be taken in, ends this generation: raises MembershipChanged. Collective."""
+        if self.stop_agreement.has_newcomers:
             self.checkpointer.wait()
             wait_for_all("ended")
-            raise Lost(NEWCOMER)
+            raise MembershipChanged(NEWCOMER)
 
     def is_due(self, step: int, stops: bool) -> bool:
         """Whether a checkpoint is saved after this step."""
@@ -142,10 +142,10 @@ class Session:
     def end(self, was_stopped: bool) -> None:
         """Waits for the last checkpoint. From then on no rank needs to hear of another one. Collective."""
         self.checkpointer.wait()
-        if self.generation.pulses:
+        if self.generation.failure_detector:
             if self.checkpointer.is_broken:
-                raise Lost("a rank was lost while the last checkpoint was written")
-            self.generation.pulses.ended.set()
+                raise MembershipChanged("a rank was lost while the last checkpoint was written")
+            self.generation.failure_detector.ended.set()
         with contextlib.suppress(RuntimeError):  # others may have left
             dist.barrier(self.start.disks.group, async_op=True).wait(datetime.timedelta(seconds=PATIENCE))
         if self.generation.members and not was_stopped:
@@ -156,5 +156,5 @@ class Session:
                 goes_on = f"goes on {'from there' if saved == self.step else f'after step {saved}'}" if saved else (
                     "begins anew, as no step was saved")
                 print(f"stopped after step {self.step}, as it was told: --resume auto {goes_on}", flush=True)
-            if is_elastic() and (not self.watch.signals.wait(ALONE) or self.generation.members):
+            if is_elastic() and (not self.stop_agreement.signals.wait(ALONE) or self.generation.members):
                 os._exit(1)  # its agent, unless it ends too, starts this process anew, with those that are there

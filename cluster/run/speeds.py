@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from models.sizes import parts_of
 from pipeline_template import Unsupported
-from planning.clock import StageClock
-from planning.machines import CLUSTER_JSON, Cluster, Setting, model_facts, read_cluster, some_of
+from planning.profiler import LayerProfiler
+from planning.machines import CLUSTER_JSON, Cluster, Setting, load_cluster, model_facts
 from planning.shares import shares_by_speed
 from ranks.collectives import gather, say
 from ranks.lost import is_elastic
-from ranks.placement import from_home, host_names, machines, places_of, ranks_sharing
+from ranks.placement import from_home, host_names, machines, positions_of, ranks_sharing
 from utils import UserError
 
 MOST, GAIN = 1 << 20, 0.03  # samples of a step, which are dealt one by one; see samples_by_speed
@@ -49,8 +49,8 @@ def choose_shares(args, made, count: int, told: list[int] | None, total: int | N
                 ranks_sharing(device)  # asked while one measures alone; the first call is collective
                 dist.barrier()
                 if MEASURED["seconds"] is None:
-                    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
-                    MEASURED["seconds"] = clock.seconds_of_whole(size, args.recompute)
+                    profiler = LayerProfiler(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
+                    MEASURED["seconds"] = profiler.seconds_of_whole(size, args.recompute)
                 seconds = gather(MEASURED["seconds"])
         say(f"tokens/s of each rank alone: {', '.join(f'{size * args.seq_len / value:.0f}' for value in seconds)}")
         seconds = [max(seconds[k : k + args.tp_size]) for k in range(0, ranks, args.tp_size)]  # the slowest of a stage
@@ -104,14 +104,13 @@ def measured_speeds(args, microbatch_size: int, dtype: torch.dtype, config=None)
         if args.equal_shares or len(here) == 1 or (args.cluster_json is None and not os.path.exists(path)):
             return None
         try:
-            data = read_cluster(path)
-            cluster = Cluster(data)
+            cluster = load_cluster(path)
             hosts = host_names(here, cluster.hosts)
             if is_elastic():
-                if None in (places := places_of(hosts, cluster.hosts)):  # it came later: the run must not end for it
+                if None in (positions := positions_of(hosts, cluster.hosts)):  # it came later: the run goes on
                     print(f"equal shares, since {path} does not have all of {', '.join(hosts)}", flush=True)
                     return None
-                cluster = Cluster(some_of(data, places))
+                cluster = cluster.only(positions)
             run = {"hosts": hosts, "dtype": str(dtype).removeprefix("torch."),
                    **(model_facts(config) if config else {})}
             measured = {"hosts": cluster.hosts, "dtype": cluster.dtype, **cluster.model}
@@ -141,10 +140,11 @@ def layers_by_speed(model: torch.nn.Module, measured: Measured | None, num_stage
                         f"start at most {count} processes")
     each, besides = [1.0 * layer] * num_stages, [0.0] * (num_stages - 1) + [1.0 * head]  # looking up takes no time
     if measured:
-        cluster, first = measured.cluster, measured.cluster.first_layer
-        stop, end = first + cluster.num_layers, len(cluster.names)
+        cluster = measured.cluster
+        first, stop = cluster.layers
         each, besides = cluster.layer_seconds(range(num_stages), measured.size, measured.kinds)
-        each = [seconds * layer * cluster.num_layers / max(1, cluster.parameters_of((first, stop))) for seconds in each]
+        measured_layer = max(1, cluster.parameters_of(cluster.layers)) / cluster.num_layers
+        each = [seconds * layer / measured_layer for seconds in each]
         besides[0] *= embedding / max(1, cluster.parameters_of((0, first)))
-        besides[-1] *= head / max(1, cluster.parameters_of((stop, end)))
+        besides[-1] *= head / max(1, cluster.parameters_of((stop, len(cluster.names))))
     return shares_by_speed(count, each, besides=besides)

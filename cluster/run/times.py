@@ -39,7 +39,7 @@ class StepTimes:
         # Without a picture nobody looks at transfers, and a thread would have to wait for each of their handles.
         timeline.background = functools.partial(Timeline.background, timeline) if profile else lambda handle, *_: handle
         if profile:
-            self.clock = CommonClock(self.device)
+            self.clock = compare_clocks()
             timeline.start()
         self.began = time.perf_counter()
 
@@ -87,26 +87,9 @@ class ClockOffset(NamedTuple):
     at: int
 
 
-class CommonClock:
-    """Turns moments of this rank's clock into those of rank 0's. All ranks make one before a step and end it after."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.before = device, compare_clocks(device)
-
-    def end(self) -> float:
-        """Compares the clocks again. Returns by how many microseconds those of two ranks can still differ at most."""
-        self.after = compare_clocks(self.device)
-        errors = sorted(gather(max(self.before.error, self.after.error)))
-        return sum(errors[-2:]) / 1e3
-
-    def by_rank_0(self, nanoseconds: int) -> int:
-        drift = (self.after.offset - self.before.offset) / (self.after.at - self.before.at)
-        return nanoseconds + self.before.offset + round(drift * (nanoseconds - self.before.at))
-
-
-def compare_clocks(device: torch.device, rounds: int = 10) -> ClockOffset:
+def compare_clocks(rounds: int = 10) -> ClockOffset:
     """This rank's clock against rank 0's. All ranks call it together."""
-    message = torch.zeros(1, dtype=torch.int64, device="cpu" if dist.get_backend() == "gloo" else device)
+    message = torch.zeros(1, dtype=torch.int64, device="cpu" if dist.get_backend() == "gloo" else "cuda")
     best = None
     for rank in range(1, dist.get_world_size()):
         for _ in range(rounds):
@@ -125,20 +108,22 @@ def compare_clocks(device: torch.device, rounds: int = 10) -> ClockOffset:
     return best or ClockOffset(0, 0, time.perf_counter_ns())
 
 
-def write_timeline(args, clock: CommonClock) -> None:
-    """Writes timeline_batch<N>_all.json on the rank that logs. Collective."""
+def write_timeline(args, before: ClockOffset) -> None:
+    """Writes timeline_batch<N>_all.json on the rank that logs. `before`: the step began. Collective."""
     grid = pgm.process_group_manager
     stem = os.path.join(args.log_dir, args.run_name, f"timeline_batch{args.profile_batch}")
-    error = clock.end()
+    after = compare_clocks()
+    drift = (after.offset - before.offset) / (after.at - before.at)
+    errors = sorted(gather(max(before.error, after.error)))  # the sum of two ranks' is that between their clocks
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # events have a time once they have happened
 
     def by_rank_0(moment) -> int:
         at = moment if isinstance(moment, int) else timeline.zero_at + round(timeline.zero.elapsed_time(moment) * 1e6)
-        return clock.by_rank_0(at)
+        return at + before.offset + round(drift * (at - before.at))
 
     timeline.spans = [span._replace(start=by_rank_0(span.start), end=by_rank_0(span.end)) for span in timeline.spans]
     timeline.write(f"{stem}_all.json", grid)
     if grid.is_logging_rank:
-        print(f"the clocks of two ranks differ by at most {error:.0f} microseconds", flush=True)
+        print(f"the clocks of two ranks differ by at most {sum(errors[-2:]) / 1e3:.0f} microseconds", flush=True)
         print(f"picture: python tools/timeline_picture.py {stem}_all.json {stem}.png", flush=True)

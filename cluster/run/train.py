@@ -5,7 +5,7 @@
     find_plan       where the model is too large for one machine, or --plan says so: who holds which layers
     find_start      the run's folder, and the checkpoint to go on from
     choose_layout   which rank holds which modules, and takes which samples
-    load_data       samples, the same on all machines
+    Data            samples, the same on all machines
     set_up          this rank's stage with its weights, optimizer and scheduler: the session begins
     train           the loop over optimizer steps
 """
@@ -17,13 +17,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from data.batches import Data, check_data_flags, load_data
+from data.batches import Data, check_data_flags, pad, weighted
 from data.encoded import require_same_data
 from models.causal import Model, with_weights
 from models.lora import check_lora_flags, choose_lora_dtype, print_sizes
 from planning.plan_file import machines_of
 from ranks.join import meet, print_banner
-from ranks.placement import take_places
+from ranks.placement import renumber_ranks
 from run.evaluation import Evaluator
 from run.flags import make_adamw
 from run.generation import Generation, train_in_generations
@@ -58,7 +58,7 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
     if made.lora:
         print_sizes(made.lora)
     if plan := find_plan(args, made, device, dtype):
-        take_places(machines_of(plan))
+        renumber_ranks(machines_of(plan))
     start = find_start(args, generation)
     layout = choose_layout(args, made, plan, start.found, device, dtype)
     made = with_weights(made, args, device, start.found is not None)
@@ -90,7 +90,7 @@ def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, gener
     """Synchronous training: all machines make each optimizer step together."""
     tokenizer, vocab_size = args.model_name or TINY_LLAMA, made.model.config.vocab_size
     start.check(args, made.names, plugin.global_batch_size)
-    data = load_data(args, tokenizer, vocab_size, plugin.global_batch_size, args.max_steps, args.max_steps_per_epoch)
+    data = Data(args, tokenizer, vocab_size, plugin.global_batch_size, args.max_steps, args.max_steps_per_epoch)
     require_same_data(start.found, args, tokenizer, vocab_size, data.read)
     num_steps = args.max_steps or args.epochs * data.train.steps_per_epoch
     data.train.set_steps(num_steps)
@@ -99,9 +99,9 @@ def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, gener
     session = set_up(args, plugin, made, start, generation, tokenizer, data, num_steps)
     evaluator = None
     if data.evaluation:
-        evaluator = Evaluator(plugin, session.trained.model, data.evaluation, data.collate_evaluation, made.criterion,
+        evaluator = Evaluator(plugin, session.trained.model, data.evaluation, pad, made.criterion,
                               args.eval_batches)
-    steps = train(session, loader, data.weighted(made.criterion), num_steps, evaluator, rebalancer)
+    steps = train(session, loader, weighted(made.criterion), num_steps, evaluator, rebalancer)
     for step in print_epochs(steps, data.train.steps_per_epoch):
         warn_of_damage(step, start.step, session.source, vocab_size)
 

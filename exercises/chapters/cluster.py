@@ -22,7 +22,7 @@ def least(total: int, seconds_each: list[float], limits: list[int], besides: lis
     "The next piece goes to the rank that would be done with it first: besides + (share + 1) * seconds_each.",
     "A rank whose share is at its limit takes part no more."),
     blank=("shares = ", "done = ", "heapq.heapify", "for _ in"))
-def choose_shares(attempt):
+def shares_by_speed(attempt):
     """Divide equal pieces of work between ranks of unlike speeds.
 
     There are `total` layers or micro-batches. Rank r needs seconds_each[r] for one of them, and besides[r] seconds in

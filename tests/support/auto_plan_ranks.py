@@ -16,10 +16,10 @@ from ranks import course  # noqa: E402, F401  before step 9's modules
 
 import process_group_manager as pgm  # noqa: E402
 import train_distributed  # noqa: E402
-from planning import clock  # noqa: E402
+from planning import profiler  # noqa: E402
 from models import causal  # noqa: E402
 from planning.plan_file import machines_of  # noqa: E402
-from ranks.placement import take_places  # noqa: E402
+from ranks.placement import renumber_ranks  # noqa: E402
 from run import plan_at_start  # noqa: E402
 from utils import one_clear_error  # noqa: E402
 
@@ -31,11 +31,11 @@ def main() -> None:
     args = train_distributed.parse_args()
     pgm.init_process_group("gloo")
     before, device = dist.get_rank(), torch.device("cpu")
-    plan_at_start.free_memory = clock.free_memory = lambda device: memory[before]
-    plan_at_start.MEASURE_SECONDS, clock.TRAINING_BYTES = 2.0, 0.0
+    plan_at_start.free_memory = profiler.free_memory = lambda device: memory[before]
+    plan_at_start.MEASURE_SECONDS, profiler.TRAINING_BYTES = 2.0, 0.0
     dtype = getattr(torch, args.dtype)
     if plan := plan_at_start.find_plan(args, causal.make_model(args, dtype), device, dtype):
-        take_places(machines_of(plan))
+        renumber_ranks(machines_of(plan))
     total = torch.tensor([before + 1.0])
     dist.all_reduce(total)  # of the ranks that are left
     print(json.dumps({"plan": plan, "before": before, "rank": dist.get_rank(), "sum": total.item()}), flush=True)

@@ -46,13 +46,13 @@ def train(folder: pathlib.Path, name: str, case: dict) -> None:
     plugin = HeterogeneousParallelPlugin(precision="float64", device="cpu")
     whole = PipelineTemplate.from_layers_per_stage(model, [1])
     plugin.set_pipelines([whole] * 3, [n * size for n, size in zip(case["steps"], case["sizes"])])
-    loader = plugin.prepare_dataloader(samples(case), collate_fn=collate_batch)
+    batches = iter(plugin.prepare_dataloader(samples(case).repeat(case["epochs"], 1), collate_fn=collate_batch))
     inner = functools.partial(getattr(torch.optim, case["inner"]), lr=case["learning_rate"])
     args = argparse.Namespace(**case, log_dir=str(folder), run_name=name, use_wandb=False)
     found = []
-    for step in train_locally(args, plugin, model, inner(model.parameters()), loader,
+    for step in train_locally(args, plugin, model, inner(model.parameters()), batches,
                               lambda logits, batch: cross_entropy(logits, batch["target_ids"]), case["steps"],
-                              case["epochs"] * case["rounds"]):
+                              case["rounds"]):
         if step.number % case["rounds"] == 0:
             found.append((torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone(), step.loss))
     torch.save(found, folder / f"{name}_{dist.get_rank()}.pt")

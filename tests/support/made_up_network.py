@@ -6,8 +6,8 @@
                                     only 0 and 2 don't
     network.run(seconds)            of the clock in here
 
-What membership/meeting.py does is the real thing. What generation.py does around it is done here in small: a generation
-begins on one member after the other when all have joined, and ends on each when one of them is out of reach.
+What membership/rendezvous.py does is the real thing. What generation.py does around it is done here in small: a
+generation begins on one member after the other when all have joined, and ends on each when one is out of reach.
 """
 
 import json
@@ -15,7 +15,7 @@ import pathlib
 import random
 import types
 
-from membership import meeting
+from membership import rendezvous
 
 TURN, JOINING, AGAIN = 0.05, 3.0, 1.0  # seconds: between two turns, until a member gives up, until an agent starts anew
 
@@ -42,32 +42,32 @@ class Process:
 class Network:
     def __init__(self, monkeypatch, folder: pathlib.Path, hosts: int, *, nproc: int = 1, at_least: int = 1,
                  multiple: int = 1, run_id: str = "run", seed: int = 0):
-        self.now, self.doors, self.processes, self.parts = 0.0, {}, [], None
+        self.now, self.listeners, self.processes, self.parts = 0.0, {}, [], None
         self.random, self.sleeping, self.current, self.monkeypatch = random.Random(seed), [], None, monkeypatch
         self.folder, self.multiple, self.trained = folder, multiple, []  # generations of which all members trained
         self.record = {"id": run_id, "token": "token", "hosts": [f"127.0.0.{host + 1}" for host in range(hosts)],
                        "port": 29600, "at_least": at_least, "at_most": hosts, "nproc": nproc}
         network = self
 
-        class Door:
+        class Listener:
             def __init__(self, token, answer, address):
-                self.address, self.answer, self.port = address, answer, len(network.doors) + 1
-                network.doors[address, self.port] = self
+                self.address, self.answer, self.port = address, answer, len(network.listeners) + 1
+                network.listeners[address, self.port] = self
 
             def listen(self, port: int) -> None:
-                if (self.address, port) in network.doors:
+                if (self.address, port) in network.listeners:
                     raise OSError(98, "Address already in use")
-                network.doors[self.address, port] = self
+                network.listeners[self.address, port] = self
 
         clock = types.SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         stores = types.SimpleNamespace(TCPStore=lambda *_, **__: types.SimpleNamespace(port=1))
-        for name, value in {"Door": Door, "call": self.call, "time": clock, "dist": stores, "ALONE": 3.0}.items():
-            monkeypatch.setattr(meeting, name, value)
+        for name, value in dict(Listener=Listener, call=self.call, time=clock, dist=stores, ALONE=3.0).items():
+            monkeypatch.setattr(rendezvous, name, value)
 
     def start(self, host: int, local_rank: int = 0) -> Process:
         self.monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         path = str(self.folder / f"host{host}" / ".members")
-        process = Process(meeting.Members({**self.record, "host": host}, path, self.multiple), host, self.now)
+        process = Process(rendezvous.Members({**self.record, "host": host}, path, self.multiple), host, self.now)
         self.processes.append(process)
         return process
 
@@ -80,16 +80,16 @@ class Network:
 
     def end(self, process: Process, phase: str = "killed") -> None:
         process.phase, process.since = phase, self.now
-        self.doors = {at: door for at, door in self.doors.items() if door is not process.members.door}
+        self.listeners = {at: each for at, each in self.listeners.items() if each is not process.members.listener}
 
     def reach(self, host: int, other: int) -> bool:
         return host == other or self.parts is None or any({host, other} <= part for part in self.parts)
 
     def call(self, address, token, message, seconds=1.0):
-        door = self.doors.get(tuple(address))
-        if door is None or not self.reach(self.current.host, self.record["hosts"].index(address[0])):
+        listener = self.listeners.get(tuple(address))
+        if listener is None or not self.reach(self.current.host, self.record["hosts"].index(address[0])):
             return None
-        return json.loads(json.dumps(door.answer(json.loads(json.dumps(message)), None)[0]))
+        return json.loads(json.dumps(listener.answer(json.loads(json.dumps(message)), None)))
 
     def sleep(self, seconds: float) -> None:
         """The others have their turns meanwhile."""
@@ -121,7 +121,7 @@ class Network:
         elif process.phase == "meeting":
             try:
                 members.look_around()
-            except meeting.TooFew:
+            except rendezvous.TooFew:
                 self.end(process, "ended")
                 return
             if members.next:

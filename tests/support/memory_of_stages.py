@@ -19,7 +19,7 @@ from ranks import course  # noqa: E402, F401  before step 9's modules
 from ranks.collectives import gather
 from ranks.memory import return_freed_memory  # noqa: E402
 import train_distributed  # noqa: E402
-from planning.clock import StageClock  # noqa: E402
+from planning.profiler import LayerProfiler  # noqa: E402
 from planning.machines import Cluster, Pipeline, Setting  # noqa: E402
 from planning.measure import measure_with  # noqa: E402
 from planning.simulate import peak_memory  # noqa: E402
@@ -30,8 +30,8 @@ found: dict[str, float] = {}
 def predict(args, made, device, dtype) -> None:
     """In the place of find_plan."""
     return_freed_memory()
-    clock = StageClock(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
-    cluster = Cluster({**measure_with(clock, "model", (1,), 1.0), "flags": {}})
+    profiler = LayerProfiler(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
+    cluster = Cluster({**measure_with(profiler, "model", (1,), 1.0), "flags": {}})
     layers, rank = tuple(args.pipelines[0][0]), dist.get_rank()
     pipeline = Pipeline(tuple(range(len(layers))), layers, args.num_microbatches[0][0])
     peaks = peak_memory(cluster, pipeline, args.batch_size, Setting(recompute=args.recompute))

@@ -3,7 +3,7 @@
 from exercise_versions import Versions, Wrong
 
 VERSIONS = {
-    "choose_shares": Versions(
+    "shares_by_speed": Versions(
         wrong=[
             Wrong("a piece is left over", "for _ in range(total - num_ranks):", "for _ in range(total - num_ranks - "
                 "1):",

@@ -18,7 +18,6 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,8 +35,10 @@ from utils import UserError
 BLOCKS = 5
 OPTIMIZER = 0.1  # of the time
 TRAINING_BYTES = 40e6  # that a process on a CPU takes after measuring, besides its model: data, threads, communication
+PASSES = ("forward", "backward")
 FIRST, LAST, PAIR = "first", "last", "pair"
 UNKNOWN = {"saved_bytes": 0.0, "working_bytes": 0.0}  # the facts of a part until they are measured
+OF_MODULES = ("parameters", "frozen_parameters", "working_bytes", "fixed_bytes")  # what no stage takes besides
 
 
 def time_runs(make_run: Callable[[int], Callable], sizes: list[int], seconds: float) -> dict[int, list[float]]:
@@ -66,21 +67,13 @@ def time_runs(make_run: Callable[[int], Callable], sizes: list[int], seconds: fl
     return {size: [statistics.median(column) for column in zip(*(blocks[size] or [first[size]]))] for size in first}
 
 
-class Cost(NamedTuple):
-    """Of a module: its fields in cluster.json, and by micro-batch size its seconds [forward, backward]."""
-
-    facts: dict[str, float]
-    seconds: dict[int, list[float]]
-
-
-class StageClock:
+class LayerProfiler:
     """Builds the stages of `whole`, a causal model whose weights are not used, one at a time, and times each. `lora`:
     its adapters, or None. `criterion(output, batch)`: the loss of a model of transformers.
 
-    `facts`: what measure_memory() returned, on this rank or on another one. `modules`, after measure(): for each module
-    of the whole model its name, its numbers of parameters, and the bytes that it takes while it computes: `saved_bytes`
-    that a sample leaves for its backward, `working_bytes` of a sample and `fixed_bytes` of any micro-batch that are
-    needed for a moment besides.
+    `facts`: what measure_memory() returned, on this rank or on another one. Those of modules are its numbers of
+    parameters, and the bytes that it takes while it computes: `saved_bytes` that a sample leaves for its backward,
+    `working_bytes` of a sample and `fixed_bytes` of any micro-batch that are needed for a moment besides.
 
     Raises Unsupported for a model that step 9 can't cut, or whose buffers are not computed with its initial weights.
     """
@@ -153,19 +146,25 @@ class StageClock:
             self.lora.apply(stage, self.device)
         stage.model.to(self.device)
 
-    def input_of(self, part: str, size: int) -> torch.Tensor:
-        if part == FIRST:
-            return torch.randint(self.config.vocab_size, (size, self.seq_len), device=self.device)
-        shape = (size, self.seq_len, self.config.hidden_size)
-        return torch.randn(shape, dtype=self.hidden_dtype, device=self.device).requires_grad_()
+    def modules_of(self, found: dict[str, dict]) -> list[dict]:
+        """For each of `names` its costs, such as bytes and seconds, out of those of the parts.
 
-    def modules_of(self, found: dict[str, Cost]) -> list[Cost]:
-        """For each of `names` its cost, out of those of the parts."""
-        layers = [found[f"layer {self.kinds.index(kind)}"] for kind in self.kinds]
+        A layer's are less what a stage takes without layers. The first stage takes this too, so it is no more than that
+        stage's, nor than half of the layer's.
+        """
+        first, layers = found[FIRST], [found[f"layer {self.kinds.index(kind)}"] for kind in self.kinds]
         if self.pair is not None:
-            alone = layers[self.pair : self.pair + 2]
-            layers = [without_stage(layer, found[FIRST], *alone, found[PAIR]) for layer in layers]
-        return [found[FIRST], *layers, found[LAST]]
+            a, b, pair = *layers[self.pair : self.pair + 2], found[PAIR]
+            common = [name for name in first if all(name in costs for costs in found.values())]
+            without = {name: max(0.0, min(a[name] + b[name] - pair[name], first[name]))
+                       for name in common if name not in OF_MODULES}
+            layers = [{name: layer[name] - min(without.get(name, 0), layer[name] / 2) for name in common}
+                      for layer in layers]
+        return [first, *layers, found[LAST]]
+
+    def modules(self) -> list[dict]:
+        """Of cluster.json: for each module of the whole model its name, and its facts."""
+        return [{"name": name, **facts} for name, facts in zip(self.names, self.modules_of(self.facts))]
 
     def seconds_of_whole(self, size: int, recompute: bool, seconds: float = 2.0) -> float:
         """About what the whole model takes for a micro-batch, forward and backward, without having it in memory."""
@@ -173,29 +172,25 @@ class StageClock:
         (forward,), (backward,) = found["forward"].values(), found["backward"].values()
         return sum(forward) + sum(backward) + (sum(forward[1:-1]) if recompute else 0.0)
 
-    def extras(self) -> dict:
-        """Dtypes of what stages send each other, and of frozen weights."""
-        found = {"hidden_dtype": self.hidden_dtype}
-        if self.lora:
-            found["frozen_dtype"] = self.lora.dtype
+    def dtypes(self) -> dict[str, str]:
+        """Of the activations, of what stages send each other, and of frozen weights where there are any."""
+        found = {"dtype": self.dtype, "hidden_dtype": self.hidden_dtype,
+                 **({"frozen_dtype": self.lora.dtype} if self.lora else {})}
         return {name: str(dtype).removeprefix("torch.") for name, dtype in found.items()}
 
     def measure(self, sizes: list[int], seconds: float) -> dict:
         """Seconds of each module by micro-batch size, forward and backward, and of the optimizer; the memory that is
         free for a model in the end, when all libraries are loaded, and what else the process has then."""
         facts, room = self.facts or dict.fromkeys(self.parts, UNKNOWN), float(free_memory(self.device))
-        found = {part: Cost(facts[part], self.of_stage(part, functools.partial(
-            self.time_part, part, facts[part], sizes, seconds, room))) for part in self.parts}
-        costs = self.modules_of(found)
-        self.modules = [{"name": name, **cost.facts} for name, cost in zip(self.names, costs)]
-        common = [size for size in sizes if all(size in cost.seconds for cost in costs)]
+        timed = self.modules_of({part: self.of_stage(part, functools.partial(
+            self.time_part, part, facts[part], sizes, seconds, room)) for part in self.parts})
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         others = TRAINING_BYTES if self.device.type == "cpu" else 0.0
         return {"free_memory": max(0.0, free_memory(self.device) - others),
                 "process_memory": memory_of_process() + others, "optimizer_seconds": self.optimizer_seconds,
-                **{kind: {str(size): [cost.seconds[size][k] for cost in costs] for size in common}
-                   for k, kind in enumerate(("forward", "backward"))}}
+                **{kind: {str(size): [times[kind, size] for times in timed] for size in sizes
+                          if all((kind, size) in times for times in timed)} for kind in PASSES}}
 
     def measure_memory(self, room: float, seconds: float = math.inf) -> dict[str, dict[str, float]]:
         """The facts of each part. One rank finds them for all, so that the others need not have the memory for it."""
@@ -223,19 +218,23 @@ class StageClock:
             gc.collect()  # a stage and its hooks refer to each other
 
     def time_part(self, part: str, facts: dict[str, float], sizes: list[int], seconds: float, room: float,
-                  module: nn.Module, call: Callable) -> dict[int, list[float]]:
-        """Seconds by micro-batch size, of those that there is memory for. Of a layer also the optimizer's."""
+                  module: nn.Module, call: Callable) -> dict[tuple[str, int], float]:
+        """Seconds by pass and micro-batch size, of those that there is memory for. Of a layer also the optimizer's."""
         a_sample = facts["saved_bytes"] + facts["working_bytes"]
         fitting = [size for size in sizes if size * a_sample < room / 2] or sizes[:1]
         share = {FIRST: 0.15, LAST: 0.25}.get(part, 0.5 / (len(self.parts) - 2))
         timed = time_runs(functools.partial(self.passes, part, call), fitting, seconds * share)
         if part.startswith("layer") and (trained := [param for param in module.parameters() if param.requires_grad]):
             self.optimizer_seconds = time_optimizer(trained, seconds * OPTIMIZER, self.device)
-        return timed
+        return {(kind, size): value for size, both in timed.items() for kind, value in zip(PASSES, both)}
 
     def passes(self, part: str, call: Callable, size: int) -> Callable:
         """What runs a micro-batch forward and backward, and returns the seconds of each."""
-        x = self.input_of(part, size)
+        if part == FIRST:
+            x = torch.randint(self.config.vocab_size, (size, self.seq_len), device=self.device)
+        else:
+            shape = (size, self.seq_len, self.config.hidden_size)
+            x = torch.randn(shape, dtype=self.hidden_dtype, device=self.device).requires_grad_()
         gradient = None if part == LAST else torch.randn_like(call(x))
 
         def run() -> tuple[float, float]:
@@ -268,14 +267,3 @@ def on_meta(whole: nn.Module) -> nn.Module:
     """A copy of a model without its weights: what is tied stays tied."""
     memo = {id(param): nn.Parameter(param.to("meta"), param.requires_grad) for param in whole.parameters()}
     return copy.deepcopy(whole, memo)
-
-
-def without_stage(layer: Cost, first: Cost, a: Cost, b: Cost, pair: Cost) -> Cost:
-    """A layer's cost less what a stage takes without layers: a + b - pair, where `pair` is a stage of the layers a and
-    b. The first stage takes this too, so it is no more than that stage's seconds, nor than half of the layer's."""
-    saved = layer.facts["saved_bytes"] - max(0.0, sum(cost.facts["saved_bytes"] for cost in (a, b))
-                                             - pair.facts["saved_bytes"])
-    costs = layer.seconds, first.seconds, a.seconds, b.seconds, pair.seconds
-    seconds = {size: [x - max(0.0, min(one + other - both, most, x / 2)) for x, most, one, other, both in zip(
-        *(cost[size] for cost in costs))] for size in set.intersection(*map(set, costs))}
-    return Cost({**layer.facts, "saved_bytes": max(0.0, saved)}, seconds)

@@ -1,13 +1,13 @@
 """Who takes part in an elastic run, and as which rank: agreed on by the processes themselves.
 
-Each process has a door (see door.py), and one process of each host opens that host's door at the run's port, too. A
-meeting is held by the first host of hosts.txt that answers there, so no host is needed for ever:
+Each process listens (see channel.py), and one process of each host does so at the run's port, too. A rendezvous is led
+by the first host of hosts.txt that answers there, so no host is needed for ever:
 
-    a new process       knocks until a run takes it in, or until enough hosts are there to begin one
-    a rank of a run     knocks when its groups have broken, and waits until each of the others has come or is gone
-    whoever holds it    hands out the roster: the processes in the order of hosts.txt, a store for them, a generation
+    a new process       calls until a run takes it in, or until enough hosts are there to begin one
+    a rank of a run     calls when its groups have broken, and waits until each of the others has come or is gone
+    whoever leads it    hands out the roster: the processes in the order of hosts.txt, a store for them, a generation
 
-Two halves of a cut network must not both train. So a meeting goes on with more than half of the ranks of the last
+Two halves of a cut network must not both train. So a rendezvous goes on with more than half of the ranks of the last
 generation only, or with half of them where the lowest of these ranks is among them. A process that its agent has
 started anew stands for the one before it, which is certainly gone. Since a rank belongs to one generation at a time and
 a generation begins when all its ranks have joined, at most one half can be it. A rank that has agreed to a generation
@@ -28,27 +28,42 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 
 import torch.distributed as dist
 
-from membership.door import Door, call
-from membership.roster import Member, Roster
+from membership.channel import Listener, call
+from membership.roster import Member, Roster, since_last
 from ranks.files import replace
 from ranks.lost import VARIABLE
 from utils import UserError
 
 WAIT = 600.0  # seconds that a process waits to be taken in
-FRESH = 2.0  # seconds for which somebody who has knocked counts as there
-PAUSE = 0.05  # seconds between two knocks
+FRESH = 2.0  # seconds for which a process that has called counts as there
+PAUSE = 0.05  # seconds between two calls
 SILENT = 5.0  # seconds for which a host that did not answer is not asked again
 SETTLED = 3.0  # seconds without a new process, until a run begins with fewer hosts than hosts.txt has
-ATTEMPTS = 2  # to reach a member, until whoever holds the meeting hears of it
+ATTEMPTS = 2  # to reach a member, until whoever leads the rendezvous hears of it
 STAYS_OUT = 30.0  # seconds for which a process is not taken in that does not reach a member; each time twice as long
 ALONE = 20.0  # seconds for which too few ranks are heard, until they end: a process may be started anew meanwhile
 
 
 class TooFew(RuntimeError):
     """This part of the last generation has no right to go on, because another part may."""
+
+
+@dataclasses.dataclass
+class Caller:
+    """A process that takes part in a rendezvous: what it says, and when it came first and was last heard.
+
+    `knows`: rosters, see Members.knows(). `cut_off`: the keys of processes that it does not reach.
+    """
+
+    member: Member
+    knows: list[dict]
+    cut_off: list[str]
+    since: float
+    at: float
 
 
 class Members:
@@ -61,23 +76,21 @@ class Members:
     def __init__(self, record: dict, path: str, multiple: int):
         self.token, self.hosts, self.port = record["token"].encode(), record["hosts"], record["port"]
         self.run_id, self.at_least, self.at_most = record["id"], record["at_least"], record["at_most"]
-        self.path, self.multiple, self.is_done, self.is_kept, self.heard_at = path, multiple, False, True, 0.0
+        self.multiple, self.is_done, self.is_kept, self.heard_at = multiple, False, True, 0.0
         self.next, self.state, self.said = None, "meeting", ""
-        self.callers: dict[str, tuple[float, Member, dict]] = {}  # with what they know
-        self.basis: dict[str, dict] = {}  # what the members of `next` knew when this process decided on it
-        self.since: dict[str, float] = {}  # when each caller knocked first
+        self.callers: dict[str, Caller] = {}  # by their keys
+        self.basis: dict[str, list] = {}  # what the members of `next` knew when this process decided on it
         self.silent: dict[str, float] = {}  # addresses that did not answer, until when they are not asked
-        self.kept: list = []  # connections of other members, see watch.py
+        self.links: list[Connection] = []  # of other members, see failure_detector.py
         self.not_reached: dict[str, list[float]] = {}  # keys of processes: when, since the last generation began
-        self.cut_off: dict[str, list[str]] = {}  # what each caller says of that: keys of those it does not reach
         self.stays_out: dict[tuple[str, int], tuple[float, float]] = {}  # places: until when, seconds in all
         self.too_few_since, self.has_port, self.found_running = None, False, False
         address = self.hosts[record["host"]]
         self.path = f"{path}.{address}"
         self.roster, self.agreed = self.read()  # `agreed`: later ones, which may have begun for others
-        self.door = Door(self.token, self.answer, address)
+        self.listener = Listener(self.token, self.answer, address)
         self.me = Member(uuid.uuid4().hex, record["host"], address,
-                         int(os.environ.get("LOCAL_RANK", 0)), self.door.port, record["nproc"])
+                         int(os.environ.get("LOCAL_RANK", 0)), self.listener.port, record["nproc"])
 
     @classmethod
     def from_environment(cls, path: str, multiple: int) -> "Members | None":
@@ -85,24 +98,22 @@ class Members:
 
     def read(self) -> tuple[Roster | None, list[Roster]]:
         """The last roster of this run that a process of this host knew, and those that were agreed on since."""
-        lasts, agreed = [], []
+        rosters = []
         for path in glob.glob(f"{glob.escape(self.path)}.*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(path, encoding="utf-8") as file:
                 record = json.load(file)
                 if record["run"] == self.run_id:
-                    lasts += [Roster.of(record["last"])] if record["last"] else []
-                    agreed += [Roster.of(each) for each in record["agreed"]]
+                    rosters += map(Roster.of, record["knows"])
                     self.is_done = self.is_done or record["is_done"]
-        last = max(lasts, key=lambda roster: roster.generation, default=None)
-        return last, [each for each in agreed if last is None or each.generation > last.generation]
+        return since_last(rosters)
 
-    def knows(self) -> dict:
-        last = self.roster and dataclasses.asdict(self.roster)
-        return {"last": last, "agreed": [dataclasses.asdict(each) for each in self.agreed]}
+    def knows(self) -> list[dict]:
+        """This process's generation, and those that it has agreed to since, as JSON has them."""
+        return [dataclasses.asdict(each) for each in [self.roster, *self.agreed] if each]
 
     def begin(self, roster: Roster) -> None:
         """All members have joined: from now on this process belongs to that generation."""
-        self.roster, self.agreed, self.state = roster, [], "running"
+        self.roster, self.agreed, self.state = dataclasses.replace(roster, has_begun=True), [], "running"
         self.callers.clear()  # what they said then is no longer so
         self.not_reached.clear()
         self.keep()
@@ -111,7 +122,7 @@ class Members:
         """Writes what this process knows. Where a disk is full, `is_kept` is False: it must then not start anew."""
         try:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            record = {"run": self.run_id, "is_done": is_done, **self.knows()}
+            record = {"run": self.run_id, "is_done": is_done, "knows": self.knows()}
             replace(f"{self.path}.{self.me.local_rank}.json", json.dumps(record))
             self.is_kept = True
         except OSError:
@@ -122,29 +133,32 @@ class Members:
         there, hosts = {member.address for member in members}, list(dict.fromkeys(self.hosts))[:self.at_most]
         return 2 * len(there) > len(hosts) or 2 * len(there) == len(hosts) and hosts[0] in there
 
-    def answer(self, message: dict, connection) -> tuple[dict, bool]:
-        """What the door says, and whether it keeps the connection."""
-        if message["kind"] == "pulse":
+    def answer(self, message: dict, connection: Connection) -> dict:
+        """What the listener says to another process of the run."""
+        if message["kind"] == "link":
             is_mine = self.next is not None and message["secret"] == self.next.secret
             if is_mine:
-                self.kept.append(connection)
-            return {"ok": is_mine}, is_mine
+                self.links.append(Connection(os.dup(connection.fileno())))
+            return {"ok": is_mine}
         if message["kind"] == "meet":
-            member, now = Member(**message["me"]), time.monotonic()
-            self.callers[member.key] = (now, member, message["knows"])
-            self.cut_off[member.key] = message["cut_off"]
-            self.since.setdefault(member.key, now)
+            member = Member(**message["me"])
+            self.hear(member, message["knows"], message["cut_off"])
             self.silent.pop(member.address, None)
             if self.next and self.basis.get(member.key) == message["knows"]:
-                return {"state": "agreed", "roster": dataclasses.asdict(self.next)}, False
-        return {"state": self.state}, False
+                return {"state": "agreed", "roster": dataclasses.asdict(self.next)}
+        return {"state": self.state}
 
-    def there(self) -> list[tuple[Member, dict]]:
-        """Those who have knocked a moment ago, and this process, with what they know: one a place, the last to come."""
-        now = time.monotonic()
-        fresh = {member.place: (member, knows) for at, member, knows in sorted(
-            [*self.callers.values()], key=lambda caller: self.since[caller[1].key]) if now - at < FRESH}
-        return [*({**fresh, self.me.place: (self.me, self.knows())}).values()]
+    def hear(self, member: Member, knows: list[dict], cut_off: list[str]) -> Caller:
+        now, before = time.monotonic(), self.callers.get(member.key)
+        self.callers[member.key] = Caller(member, knows, cut_off, before.since if before else now, now)
+        return self.callers[member.key]
+
+    def there(self) -> list[Caller]:
+        """Those who have called a moment ago, and this process: one a place, the last to come."""
+        own, now = self.hear(self.me, self.knows(), self.those_not_reached()), time.monotonic()
+        fresh = {caller.member.place: caller for caller in sorted([*self.callers.values()], key=lambda each: each.since)
+                 if now - caller.at < FRESH}
+        return [*{**fresh, self.me.place: own}.values()]
 
     def is_survivor(self) -> bool:
         """Whether this very process was in the last generation, and holds something in memory."""
@@ -152,8 +166,10 @@ class Members:
 
     def newcomers(self) -> list[Member]:
         """Processes that wait to be taken in, while this one belongs to a generation."""
-        return [member for member, _ in self.there() if member not in self.roster.members and (
-            self.me.address == self.roster.members[0].address and self.may_come_in(member))]
+        if self.me.address != self.roster.members[0].address:
+            return []
+        return [caller.member for caller in self.there()
+                if caller.member not in self.roster.members and self.may_come_in(caller.member)]
 
     def may_come_in(self, member: Member) -> bool:
         return time.monotonic() >= self.stays_out.get(member.place, (0.0, 0.0))[0]
@@ -162,19 +178,21 @@ class Members:
         since = time.monotonic() - STAYS_OUT / 2
         return [key for key, times in self.not_reached.items() if sum(at > since for at in times) >= ATTEMPTS]
 
-    def reaching_each_other(self, found: list[tuple[Member, dict]]) -> list[tuple[Member, dict]]:
-        """Of these, in the order of their ranks, those between whom nothing is cut off; this process is one of them."""
-        self.cut_off[self.me.key], taken = self.those_not_reached(), []
-        for member, knows in sorted(found, key=lambda each: (each[0] != self.me, each[0].host, each[0].place)):
-            if any(a in self.cut_off.get(b, ()) for other, _ in taken for a, b in (
-                    (member.key, other.key), (other.key, member.key))) and self.may_come_in(member):
+    def reaching_each_other(self) -> list[Caller]:
+        """Of those who are there, in the order of their ranks, those between whom nothing is cut off; this process is
+        one of them."""
+        taken = []
+        for caller in sorted(self.there(), key=lambda each: (each.member != self.me, in_order(each))):
+            member = caller.member
+            if any(member.key in other.cut_off or other.member.key in caller.cut_off for other in taken) and (
+                    self.may_come_in(member)):
                 seconds = 2 * self.stays_out.get(member.place, (0.0, STAYS_OUT / 2))[1]
                 self.stays_out[member.place] = (time.monotonic() + seconds, seconds)
                 print(f"{member.address} and another host do not reach each other: the run goes on without it for "
                       f"{seconds:g} s. Can each host reach each other one at all ports?", flush=True)
             if member == self.me or self.may_come_in(member):
-                taken.append((member, knows))
-        return sorted(taken, key=lambda each: (each[0].host, each[0].place))
+                taken.append(caller)
+        return sorted(taken, key=in_order)
 
     def meet(self, is_told_to_stop: Callable[[], bool]) -> Roster:
         """Waits until there is a next generation with this process. Raises TooFew; UserError after a long time."""
@@ -197,16 +215,16 @@ class Members:
         self.keep()
 
     def look_around(self) -> None:
-        """Knocks at the first host that answers; holds the meeting where that is this one.
+        """Calls the first host that answers; leads the rendezvous where that is this one.
 
-        A new process knocks at all of them: a run that goes on may be anywhere, and takes in who has knocked.
+        A new process calls all of them: a run that goes on may be anywhere, and takes in who has called.
         """
         known = [member.address for member in self.roster.members] if self.roster else []
-        holds, states = self.opens_port(), []
+        leads, states = self.opens_port(), []
         for address in dict.fromkeys([*self.hosts, *known]):
-            if address == self.me.address and holds:
+            if address == self.me.address and leads:
                 states.append("here")
-            elif answer := self.knock_at((address, self.port)):
+            elif answer := self.call((address, self.port)):
                 states.append(answer["state"])
                 self.heard_at = time.monotonic()
                 self.found_running = self.found_running or answer["state"] == "running"
@@ -217,26 +235,26 @@ class Members:
             if states and self.is_survivor():
                 break
         if states[:1] == ["here"] and "running" not in states:
-            self.hold()
+            self.lead()
 
-    def knock_at(self, door: tuple[str, int]) -> dict | None:
+    def call(self, endpoint: tuple[str, int]) -> dict | None:
         """Says that this process is there. A host that is out of reach is not asked again for a while."""
         now = time.monotonic()
-        if now < self.silent.get(door[0], 0):
+        if now < self.silent.get(endpoint[0], 0):
             return None
-        answer = call(door, self.token, {"kind": "meet", "me": dataclasses.asdict(self.me), "knows": self.knows(),
-                                       "cut_off": self.those_not_reached()})
+        answer = call(endpoint, self.token, {"kind": "meet", "me": dataclasses.asdict(self.me), "knows": self.knows(),
+                                             "cut_off": self.those_not_reached()})
         if answer and answer["state"] == "agreed":
             self.next = Roster.of(answer["roster"])
         if answer is None and time.monotonic() > now + 0.5:  # nobody refused
-            self.silent[door[0]] = time.monotonic() + SILENT
+            self.silent[endpoint[0]] = time.monotonic() + SILENT
         return answer
 
     def opens_port(self) -> bool:
-        """Whether this process has its host's door at the run's port. Another one of the run may have it."""
+        """Whether this process listens at the run's port of its host. Another one of the run may do so."""
         if not self.has_port:
             try:
-                self.door.listen(self.port)
+                self.listener.listen(self.port)
                 self.has_port = True
             except OSError as error:
                 if call((self.me.address, self.port), self.token, {"kind": "who"}) is None:
@@ -244,17 +262,15 @@ class Members:
                                     f"({error.strerror}): give launch_cluster.sh another --port") from None
         return self.has_port
 
-    def hold(self) -> None:
-        """Holds the meeting: sets `next` where all is known that has to be. Raises TooFew."""
-        found = self.reaching_each_other(self.there())
-        members = [member for member, _ in found]
-        last = max((Roster.of(knows["last"]) for _, knows in found if knows["last"]),
-                   key=lambda roster: roster.generation, default=None)
+    def lead(self) -> None:
+        """Leads the rendezvous: sets `next` where all is known that has to be. Raises TooFew."""
+        found = self.reaching_each_other()
+        members = [caller.member for caller in found]
+        last, agreed = since_last([Roster.of(each) for caller in found for each in caller.knows])
         if self.may_come(members, last):
             return
-        number = last.generation if last else 0
-        agreed = [Roster.of(each) for _, knows in found for each in knows["agreed"] if each["generation"] > number]
-        if not all(roster.may_go_on(members) for roster in ([last] if last else []) + agreed):
+        known = [each for each in [last, *agreed] if each]
+        if not all(roster.may_go_on(members) for roster in known):
             self.too_few_since = self.too_few_since or time.monotonic()
             if time.monotonic() > self.too_few_since + ALONE:
                 self.state = "too few"
@@ -264,7 +280,7 @@ class Members:
                     raise TooFew
             return
         if (hosts := len({member.address for member in members})) < self.at_least or len(members) % self.multiple or (
-                not last and not agreed and not self.may_begin(members)):
+                not known and not self.may_begin(members)):
             if self.said != (text := f"waiting for others: hosts {hosts} of at least {self.at_least}, and to begin "
                                      f"with more than half of {', '.join(self.hosts[:self.at_most])}; processes "
                                      f"{len(members)}, which has to be a multiple of {self.multiple}"):
@@ -273,8 +289,8 @@ class Members:
             return
         self.store = dist.TCPStore(self.me.address, 0, is_master=True, wait_for_workers=False,  # while it is referenced
                                    timeout=datetime.timedelta(seconds=SILENT))
-        self.basis = {member.key: knows for member, knows in found}
-        self.next = Roster(1 + max([number, *(each.generation for each in agreed)]), tuple(members),
+        self.basis = {caller.member.key: caller.knows for caller in found}
+        self.next = Roster(1 + max([0, *(each.generation for each in known)]), tuple(members),
                            (self.me.address, self.store.port), secrets.token_hex(8))
 
     def may_come(self, members: list[Member], last: Roster | None) -> bool:
@@ -285,11 +301,16 @@ class Members:
         absent = [member for member in last.members if member.place not in places] if last else []
         absent = [member for member in absent if self.may_come_in(member)]
         with ThreadPoolExecutor(max(1, len(absent))) as pool:
-            if any([*pool.map(lambda member: self.knock_at(member.door), absent)]):
+            if any([*pool.map(lambda member: self.call(member.endpoint), absent)]):
                 return True
         if last and any(member in last.members for member in members):
             return False
         now, nproc = time.monotonic(), {member.address: member.nproc for member in members}
-        newest = max(self.since.setdefault(member.key, now) for member in members)
+        newest = max(self.callers[member.key].since for member in members)
         is_complete = nproc.keys() >= {*self.hosts} and len(members) == sum(nproc.values())
         return not is_complete and now < newest + SETTLED
+
+
+def in_order(caller: Caller) -> tuple:
+    """What sorts processes by their ranks."""
+    return caller.member.host, caller.member.place

@@ -35,7 +35,7 @@ class Seen(NamedTuple):
     rates: list[list[float]]
 
 
-class Follower:
+class Rebalancing:
     """Decides by what it observes. The same numbers give the same decisions on all ranks.
 
     `samples`: of each pipeline in a step. `size`: samples of a micro-batch.
@@ -56,23 +56,17 @@ class Follower:
 
     def decide(self, step: int) -> list[int] | None:
         """The samples to move to after `step`, which are then taken for done; None to stay."""
-        found = None
-        if not self.is_refined and len(self.seen) == EARLY:
-            self.is_refined, early = True, self.fresh(self.seen)
-            if self.gain(early, self.seen) >= EARLY * REFINES:
-                found = early
-        elif found := next(filter(None, (self.better(self.seen[-n:], step) for n in WINDOWS if n <= len(self.seen))),
-                           None):
-            self.moved.append(step)
-        if found:
-            self.samples, self.seen = found, []
-        return found
-
-    def better(self, seen: list[Seen], step: int) -> list[int] | None:
-        """The samples for which these steps speak."""
         needed = NEEDED * 2 ** sum(step - before < CALM for before in self.moved)
-        samples = self.fresh(seen)
-        return samples if self.gain(samples, seen) >= needed else None
+        tries, is_early = [(count, needed) for count in WINDOWS], not self.is_refined and len(self.seen) == EARLY
+        if is_early:
+            self.is_refined, tries = True, [(EARLY, EARLY * REFINES)]
+        for count, needed in tries:
+            seen = self.seen[-count:]
+            if len(seen) == count and self.gain(samples := self.fresh(seen), seen) >= needed:
+                self.samples, self.seen = samples, []
+                self.moved += [] if is_early else [step]
+                return samples
+        return None
 
     def fresh(self, seen: list[Seen]) -> list[int]:
         """The samples for machines as fast as in the median of these steps."""

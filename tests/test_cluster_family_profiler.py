@@ -13,7 +13,7 @@ with modules_of(9):
     import plan
     from pipeline_stage import PipelineStage
     from pipeline_template import PipelineTemplate
-    from planning.clock import Cost, StageClock
+    from planning.profiler import LayerProfiler
     from planning.machines import Cluster, Pipeline, Setting
     from planning.measure import measure_with
     from planning.module_memory import peak_bytes, saved_bytes
@@ -48,13 +48,13 @@ def adapters(model: nn.Module, dtype: torch.dtype, base_bits: int | None = None)
                                    lora_targets="all-linear", base_bits=base_bits), model, dtype)
 
 
-def clock_of(family: str, lora: bool, dtype: torch.dtype) -> StageClock:
+def profiler_of(family: str, lora: bool, dtype: torch.dtype) -> LayerProfiler:
     model = make(family)
-    return StageClock(model, SEQ_LEN, dtype, CPU, adapters(model, dtype) if lora else None, mean_cross_entropy)
+    return LayerProfiler(model, SEQ_LEN, dtype, CPU, adapters(model, dtype) if lora else None, mean_cross_entropy)
 
 
-def measured(clock: StageClock, sizes=(1, 2)) -> Cluster:
-    return Cluster({**measure_with(clock, "toy", sizes, seconds=0.2), "flags": {}})
+def measured(profiler: LayerProfiler, sizes=(1, 2)) -> Cluster:
+    return Cluster({**measure_with(profiler, "toy", sizes, seconds=0.2), "flags": {}})
 
 
 QUICK = {("llama", True), ("gpt2", False), ("mixtral", False)}  # tied and not, dense and with experts, full and LoRA
@@ -66,16 +66,17 @@ QUICK = {("llama", True), ("gpt2", False), ("mixtral", False)}  # tied and not, 
 def test_memory_is_that_of_a_whole_stage(world_of_one, family, lora):
     """Added up from modules that were measured one at a time, against one stage with all layers."""
     torch.manual_seed(1)
-    clock = clock_of(family, lora, torch.float32)
-    cluster, whole = measured(clock), make(family)
-    sizes = [sum(param.numel() for param in clock.whole.get_submodule(name).parameters()) for name in clock.layers]
-    trained = [clock.lora.num_trained // LAYERS] * LAYERS if lora else sizes  # all layers are alike
+    profiler = profiler_of(family, lora, torch.float32)
+    cluster, whole = measured(profiler), make(family)
+    layers = map(profiler.whole.get_submodule, profiler.layers)
+    sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers]
+    trained = [profiler.lora.num_trained // LAYERS] * LAYERS if lora else sizes  # all layers are alike
     assert cluster.parameters[1:-1] == trained
     total = sum(param.numel() for param in whole.parameters())
     assert cluster.frozen_before[-1] + cluster.tied_frozen == pytest.approx(total if lora else 0, rel=0.05)
     template = PipelineTemplate.from_layers_per_stage(whole, [LAYERS])
     stage = PipelineStage(whole, template, 0)
-    clock.materialise(stage, has_layers=True)
+    profiler.materialise(stage, has_layers=True)
     ids = torch.zeros(2, SEQ_LEN, dtype=torch.int64)
 
     def forward(ids):
@@ -90,10 +91,10 @@ def test_memory_is_that_of_a_whole_stage(world_of_one, family, lora):
 
 def test_frozen_weights_take_two_bytes(world_of_one):
     """In bfloat16; 18 a trained number: float32 weight, gradient, two moments, and a copy. The head's are tied."""
-    clock = clock_of("llama", True, torch.bfloat16)
-    cluster = measured(clock)
-    frozen = sum(param.numel() for param in clock.whole.parameters())
-    expected = 2 * frozen + 18 * clock.lora.num_trained
+    profiler = profiler_of("llama", True, torch.bfloat16)
+    cluster = measured(profiler)
+    frozen = sum(param.numel() for param in profiler.whole.parameters())
+    expected = 2 * frozen + 18 * profiler.lora.num_trained
     assert cluster.weight_bytes((0, len(cluster.names))) == expected
     first, last = cluster.stages((1, 3))
     assert cluster.weight_bytes(first) + cluster.weight_bytes(last) == expected + 2 * 512 * 64
@@ -102,9 +103,9 @@ def test_frozen_weights_take_two_bytes(world_of_one):
 
 
 def test_layers_of_two_kinds(world_of_one):
-    clock = clock_of("gemma3", False, torch.float32)
-    assert list(clock.parts) == ["first", "layer 0", "layer 1", "last", "pair"]
-    assert clock.kinds[0] == clock.kinds[2] != clock.kinds[1]
+    profiler = profiler_of("gemma3", False, torch.float32)
+    assert list(profiler.parts) == ["first", "layer 0", "layer 1", "last", "pair"]
+    assert profiler.kinds[0] == profiler.kinds[2] != profiler.kinds[1]
 
 
 def test_a_plan_for_lora(tmp_path):
@@ -123,11 +124,11 @@ def test_a_plan_for_lora(tmp_path):
 
 def test_what_a_stage_takes_without_layers():
     """Masks and the like, here 3 seconds and 10 bytes a stage, are subtracted from a layer's cost."""
-    clock = clock_of("llama", False, torch.float32)
-    facts = dict.fromkeys(("parameters", "frozen_parameters", "working_bytes", "fixed_bytes"), 1.0)
-    found = {part: Cost({**facts, "saved_bytes": 10.0 + size * 100}, {1: [3.0 + size * 7.0, size * 9.0]})
+    profiler = profiler_of("llama", False, torch.float32)
+    found = {part: {"parameters": size, "working_bytes": 1.0, "saved_bytes": 10.0 + size * 100,
+                    ("forward", 1): 3.0 + size * 7.0, ("backward", 1): size * 9.0}
              for part, size in (("first", 0), ("layer 0", 1), ("pair", 2), ("last", 1))}
-    first, *layers, last = clock.modules_of(found)
-    assert len(layers) == LAYERS and all(layer.seconds == {1: [7.0, 9.0]} for layer in layers)
-    assert all(layer.facts["saved_bytes"] == 100 and layer.facts["parameters"] == 1 for layer in layers)
-    assert first.seconds == {1: [3.0, 0.0]} and last.seconds == {1: [10.0, 9.0]}
+    first, *layers, last = profiler.modules_of(found)
+    assert layers == [{"parameters": 1, "working_bytes": 1.0, "saved_bytes": 100.0, ("forward", 1): 7.0,
+                       ("backward", 1): 9.0}] * LAYERS
+    assert first == found["first"] and last == found["last"]

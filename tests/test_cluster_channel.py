@@ -1,4 +1,4 @@
-"""The door of a process of an elastic run: who knows the run's token is answered, and strangers find nothing."""
+"""The channel to a process of an elastic run: who knows the run's token is answered, and strangers learn nothing."""
 
 import contextlib
 import os
@@ -13,8 +13,8 @@ import pytest
 from launch import modules_of
 
 with modules_of(9):
-    from membership import door as doors
-    from membership.door import NO_ANSWER, Door, call, knock
+    from membership import channel
+    from membership.channel import NO_ANSWER, Listener, authenticated, call, connect
 
 TOKEN = b"of the run"
 
@@ -28,20 +28,20 @@ class Harmful:
 
 
 @pytest.fixture
-def door():
+def listener():
     heard = []
 
     def answer(message, connection):
         heard.append(message)
-        return {"heard": message["kind"]}, False
+        return {"heard": message["kind"]}
 
-    made = Door(TOKEN, answer, "127.0.0.1")
+    made = Listener(TOKEN, answer, "127.0.0.1")
     made.heard, made.at = heard, ("127.0.0.1", made.port)
     return made
 
 
-def stranger(door) -> Connection:
-    return Connection(socket.create_connection(door.at).detach())
+def stranger(listener) -> Connection:
+    return Connection(socket.create_connection(listener.at).detach())
 
 
 def closes(connection) -> bool:
@@ -53,36 +53,36 @@ def closes(connection) -> bool:
         return True
 
 
-def test_who_knows_the_token_is_answered(door):
-    assert call(door.at, TOKEN, {"kind": "who"}) == {"heard": "who"} and door.heard == [{"kind": "who"}]
+def test_who_knows_the_token_is_answered(listener):
+    assert call(listener.at, TOKEN, {"kind": "who"}) == {"heard": "who"} and listener.heard == [{"kind": "who"}]
 
 
-def test_nothing_of_a_stranger_is_unpickled(door, tmp_path):
+def test_nothing_of_a_stranger_is_unpickled(listener, tmp_path):
     """Neither instead of the challenge's answer, nor before it, nor after one by a wrong token, nor as a message."""
     harm, path = pickle.dumps(Harmful(tmp_path / "harm")), tmp_path / "harm"
-    instead = stranger(door)
+    instead = stranger(listener)
     instead.recv_bytes()
     instead.send_bytes(harm)
-    before = stranger(door)
+    before = stranger(listener)
     before.send_bytes(harm)
     for each in instead, before:
         assert closes(each)
-    wrong = stranger(door)
+    wrong = stranger(listener)
     with pytest.raises(NO_ANSWER):
         answer_challenge(wrong, b"another token")
     wrong.send_bytes(harm)
-    assert closes(wrong) and not door.heard
-    own, key = stranger(door), TOKEN + b" %s %d" % (door.at[0].encode(), door.port)  # even one that knows the token
+    assert closes(wrong) and not listener.heard
+    own, key = stranger(listener), TOKEN + b" %s %d" % (listener.at[0].encode(), listener.port)  # one that knows it
     answer_challenge(own, key)
     deliver_challenge(own, key)
     own.send_bytes(harm)
-    assert closes(own) and not path.exists() and not door.heard
+    assert closes(own) and not path.exists() and not listener.heard
     assert pickle.loads(harm) is None and path.exists()  # it would have been seen
-    assert call(door.at, TOKEN, {"kind": "who"})
+    assert call(listener.at, TOKEN, {"kind": "who"})
 
 
-def test_a_guest_does_not_speak_before_the_door_has_shown_the_token():
-    """A stranger that listens where a door was hears nothing, and gets no answer of its own unpickled."""
+def test_a_client_does_not_speak_before_the_listener_has_shown_the_token():
+    """A stranger that listens at a process's port hears nothing, and gets no answer of its own unpickled."""
     heard = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         def be_a_stranger():
@@ -103,8 +103,8 @@ def test_a_guest_does_not_speak_before_the_door_has_shown_the_token():
     assert not any(b"a secret" in each or TOKEN in each for each in heard)
 
 
-def test_what_another_passes_on_is_not_answered(door):
-    """Somebody in the place of a door can't use a real one to answer its challenge. The token never travels."""
+def test_what_another_passes_on_is_not_answered(listener):
+    """Somebody in the place of a listener can't use a real one to answer its challenge. The token never travels."""
     bytes_seen = []
 
     def pass_on(source, target):
@@ -117,7 +117,7 @@ def test_what_another_passes_on_is_not_answered(door):
     with socket.create_server(("127.0.0.1", 0)) as between:
         def serve():
             guest = between.accept()[0]
-            with guest, socket.create_connection(door.at) as inner:
+            with guest, socket.create_connection(listener.at) as inner:
                 threads = [threading.Thread(target=pass_on, args=pair) for pair in ((guest, inner), (inner, guest))]
                 [each.start() for each in threads]
                 [each.join() for each in threads]
@@ -131,23 +131,23 @@ def test_what_another_passes_on_is_not_answered(door):
 
 
 @pytest.mark.parametrize("message", [b"no JSON", b"\xff\xfe", b'{"kind": '])
-def test_a_message_that_says_nothing(door, message):
-    """A door whose thread ended by it would still be there, and so would its place among the guests."""
-    connection = doors.trusted(socket.create_connection(door.at), TOKEN, True, 2.0)
+def test_a_message_that_says_nothing(listener, message):
+    """A listener whose thread ended by it would still be there, and so would its place among the clients."""
+    connection = authenticated(socket.create_connection(listener.at), TOKEN, True, 2.0)
     connection.send_bytes(message)
-    assert closes(connection) and call(door.at, TOKEN, {"kind": "who"})
+    assert closes(connection) and call(listener.at, TOKEN, {"kind": "who"})
 
 
-def test_a_message_that_is_too_long(door):
-    connection = doors.trusted(socket.create_connection(door.at), TOKEN, True, 2.0)
-    os.write(connection.fileno(), struct.pack("!i", doors.LIMIT + 1))
-    assert closes(connection) and call(door.at, TOKEN, {"kind": "who"})
+def test_a_message_that_is_too_long(listener):
+    connection = authenticated(socket.create_connection(listener.at), TOKEN, True, 2.0)
+    os.write(connection.fileno(), struct.pack("!i", channel.LIMIT + 1))
+    assert closes(connection) and call(listener.at, TOKEN, {"kind": "who"})
 
 
 def test_silent_strangers_block_nobody(monkeypatch):
     """Each has a thread of its own, for two seconds; who comes when all places are taken is sent away at once."""
-    monkeypatch.setattr(doors, "GUESTS", 4)
-    made = Door(TOKEN, lambda message, connection: ({}, False), "127.0.0.1")
+    monkeypatch.setattr(channel, "CLIENTS", 4)
+    made = Listener(TOKEN, lambda message, connection: {}, "127.0.0.1")
     at, start = ("127.0.0.1", made.port), time.monotonic()
     silent = [socket.create_connection(at) for _ in range(3)]
     assert call(at, TOKEN, {}) == {} and time.monotonic() - start < 1
@@ -163,7 +163,8 @@ def test_silent_strangers_block_nobody(monkeypatch):
 
 def test_a_connection_that_is_kept():
     kept = []
-    made = Door(TOKEN, lambda message, connection: (kept.append(connection) or {}, True), "127.0.0.1")
-    connection, answer = knock(("127.0.0.1", made.port), TOKEN, {})
+    made = Listener(TOKEN, lambda message, connection: kept.append(Connection(os.dup(connection.fileno()))) or {},
+                    "127.0.0.1")
+    connection, answer = connect(("127.0.0.1", made.port), TOKEN, {})
     kept[0].send_bytes(b"later")
     assert answer == {} and connection.recv_bytes() == b"later"
