@@ -29,12 +29,9 @@ CASES = {  # step, rank, world size, flags; the last rank of a grid computes the
     "step16": (16, 3, 4, "--dp_size", 2, "--tp_size", 2),  # with experts the host has to know their numbers of rows
     "cluster": (9, 2, 3, *UNLIKE), "cluster-int8": (9, 2, 3, *UNLIKE, *INT8),
 }
-OTHER_RANKS = {"step7-first-stage": (7, 0, 8, *GRID), "step8-first-stage": (8, 0, 8, *GRID),
-               "step8-afab": (8, 7, 8, *GRID, "--pp_engine", "afab"), "step10": (10, 7, 8, *GRID),
-               "step10-first-stage": (10, 0, 8, *GRID),
+OTHER_RANKS = {"step10": (10, 7, 8, *GRID), "step10-first-stage": (10, 0, 8, *GRID),
                "step12-shares": (12, 3, 4, "--dp_size", 2, "--pp_size", 2, "--zero", 1, "--zero_shares", "2,1"),
-               "cluster-int8-first-stage": (9, 1, 3, *UNLIKE, *INT8),
-               "step9-one-stage": (9, 0, 3, *UNLIKE)}
+               "cluster-int8-first-stage": (9, 1, 3, *UNLIKE, *INT8)}
 FAULTS = {  # in step 4: what it says -> what breaks it, and the complaint
     "item": ("total_loss += loss.detach()", "total_loss += loss.item()", "reads the value of a tensor"),
     "if": ("loss.backward() ", "loss > 0 and loss.backward() ", "reads the value of a tensor"),

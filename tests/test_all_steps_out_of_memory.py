@@ -15,7 +15,7 @@ SCRIPTS = {  # script -> where its flags are
         *(step / "train.py" for step in STEPS.values()),
         *(STEPS["9"] / f"run_{name}.py" for name in ("causal_lm", "common"))])},
     **{ROOT / "cluster" / f"{name}.py": [ROOT / "cluster" / path for path in (
-        f"{name}.py", "ranks/join.py", "run/layout.py")]
+        f"{name}.py", "run/flags.py", "run/layout.py")]
        for name in ("train_distributed", "three_stages_simple_pp", "train_single_test", "plan")}}
 
 

@@ -80,7 +80,7 @@ def test_wrong_answers_are_refused(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("name", [name for name in EXERCISES if versions(name).right])
 def test_another_right_answer_is_accepted(name, tmp_path):
     found = verdict(EXERCISES[name], versions(name).right, tmp_path)
     assert found.is_right and found.stars >= 1, found.message
@@ -147,17 +147,6 @@ def test_files_that_are_no_answer(content, words, tmp_path):
         judge(one, tmp_path / f"{one.name}.py")
 
 
-def test_an_answer_in_another_style(tmp_path):
-    """With a byte order mark, future imports, decorators and helpers."""
-    one = EXERCISES["ring_all_reduce"]
-    text = "\ufefffrom __future__ import annotations\nimport functools\n\n" + solution(one)
-    assert verdict(one, text + "\n\ndef helper():\n    return 1\n", tmp_path).is_right
-    found = verdict(one, "\nimport no_such_thing\n\n\ndef ring_all_reduce(tensor):\n    pass\n", tmp_path)
-    assert "line 2: import no_such_thing" in found.message
-    text = "def ring_all_reduce(tensor):\n    helper(tensor)\n\n\n@staticmethod\ndef helper(tensor):\n    tensor[99]\n"
-    assert "line 7: tensor[99]" in verdict(one, text, tmp_path).message
-
-
 def test_a_count_below_the_bound_is_refused(tmp_path):
     """What goes around the count can't get stars."""
     one, path = EXERCISES["ring_all_reduce"], tmp_path / "ring_all_reduce.py"
@@ -178,6 +167,6 @@ def test_an_answer_that_does_not_end(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["ring_all_reduce", "executor"])  # the second one trains
 def test_on_processes(name, commands, tmp_path, capfd):
     one = EXERCISES[name]
-    (tmp_path / f"{one.name}.py").write_text(versions(one.name).right)
+    (tmp_path / f"{one.name}.py").write_text(solution(one))
     assert commands.main(["check", one.name, "--torchrun", "--folder", str(tmp_path)]) == 0
     assert "right on processes, too" in capfd.readouterr().out

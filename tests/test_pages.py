@@ -65,14 +65,6 @@ def test_headings_and_pictures(readme):
         assert len(words.split()) >= 4, f"{picture}: say in words what is to be seen, for those who can't see it"
 
 
-def test_what_is_a_broken_link_to_a_heading(tmp_path):
-    page = tmp_path / "a.md"
-    page.write_text("# The `first` one, really\n```\n# no heading\n```\n")
-    assert anchors(page.read_text()) == {"the-first-one-really"}
-    text = "[a](#the-first-one-really) [b](a.md#the-first-one-really) [c](a.md#no-heading) [d](https://x.org/#y)"
-    assert broken_anchors(text, tmp_path, page) == ["a.md#no-heading"]
-
-
 @pytest.mark.parametrize("readme", READMES, ids=str)
 def test_named_paths_exist(readme):
     missing = missing_paths((ROOT / readme).read_text(encoding="utf-8"), (ROOT / readme).parent)
@@ -81,15 +73,3 @@ def test_named_paths_exist(readme):
 
 def test_every_room_has_a_readme():
     assert {path.parent.name for path in READMES} >= {"", "cluster", *(path.name for path in ROOT.glob("step*_*"))}
-
-
-@pytest.mark.parametrize("text, missing", [
-    ("[a](README.md#top) [b](https://x.org/y) [c](#here) [d](nowhere.md)", ["nowhere.md"]),
-    ("`tools/steps.py` and `tools/stairs.py`, words/alone.py", ["tools/stairs.py"]),
-    ("`step1_model/`, `step1_modle/train.py`, `stepN/README.md`, `step*/train.py`", ["step1_modle/train.py"]),
-    ("`train.py` `trane.py` `runs/x/metrics.jsonl` `hosts.txt`", ["trane.py"]),
-    ("```bash\npython tools/steps.py table  # tests/nothing\ntools/testbed.sh up && ./nosuch.sh\n```",
-     ["tests/nothing", "nosuch.sh"]),
-])
-def test_what_is_found_missing(text, missing):
-    assert missing_paths(text, ROOT) == missing

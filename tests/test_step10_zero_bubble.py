@@ -1,9 +1,8 @@
-"""Zero bubble: its schedule without a process, and a step's timeline. Its gradients: test_all_steps_same_math.py."""
+"""Zero bubble: its schedule without a process. Its gradients: test_all_steps_same_math.py."""
 
 import pytest
-from launch import fork, modules_of
+from launch import modules_of
 from test_step8_schedules import SIZES, actions_of, check_order_of_transfers, simulate
-from test_step8_timeline import SHORT, order, read_trace
 
 with modules_of(10):
     from pipeline_parallel import Action, zero_bubble
@@ -41,12 +40,3 @@ def test_transfers_arrive_in_the_order_they_are_awaited():
 def test_the_ideal_bubble(p, m, ideal):
     stages = [[Span(kind, m - 1, 0, 1, False, None) for kind in ("forward", "backward", "weight gradients")]] * p
     assert f"measured, {ideal} ideal" in describe_bubble(stages)
-
-
-def test_timeline_is_the_schedule(tmp_path):
-    done = fork(10, 2, *SHORT, tmp_path, "--pp_size", 2, "--gradient_accumulation_steps", 4, "--max_tokens", 256,
-                "--profile_batch", 2)
-    orders = ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3"]
-    for rank, events in read_trace(tmp_path / "default_run" / "timeline_batch2_all.json").items():
-        assert order(events) == orders[rank], rank
-    assert " 7.7% ideal, that is (p-1)/(3m+p-1) with p=2 stages and m=4 micro-batches" in done.stdout

@@ -1,4 +1,4 @@
-"""Context parallelism: ring attention is whole attention, its work is balanced, and a timeline shows the ring.
+"""Context parallelism: ring attention is whole attention, and its work is balanced.
 
 Losses, norms and every gradient of train.py: test_all_steps_same_math.py. Its messages: test_all_steps_messages.py.
 """
@@ -7,14 +7,12 @@ import types
 
 import pytest
 import torch
-from launch import fork, modules_of
-from test_step8_timeline import read_trace
+from launch import modules_of
 
 LAYOUTS = ("zigzag", "contiguous")
 with modules_of(15):
     import context_parallel
     import process_group_manager as pgm
-    from utils import UserError
 
 WHOLE_AND_RING = """
 import torch
@@ -47,9 +45,7 @@ for layout in ("zigzag", "contiguous"):
 
 
 @pytest.mark.parametrize("size, dtype, tolerance", [
-    (3, "float64", 1e-13), (4, "bfloat16", 5e-2),
-    *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in (
-        (2, "float64", 1e-13), (4, "float64", 1e-13), (2, "float32", 2e-5)))])
+    (3, "float64", 1e-13), (2, "bfloat16", 5e-2)])
 def test_ring_attention_is_whole_attention(run_code, size, dtype, tolerance):
     """Its outputs and all gradients, of grouped queries, in both layouts, with small and with very large scores."""
     run_code(15, size, WHOLE_AND_RING, size, dtype, tolerance)
@@ -98,26 +94,3 @@ def test_work_of_eight_ranks(layout, efficiency):
         total, slowest = total + sum(work), slowest + max(work)
     assert total == size * length * (size * length + 1) // 2
     assert total / (size * slowest) == pytest.approx(efficiency, rel=0.02)
-
-
-@pytest.mark.parametrize("seq_len, device, dtype, expected", [
-    (36, "cpu", torch.float32, r"--seq_len 36 can't be cut into 2 x cp_size=2 x tp_size=2 .* multiple of 8"),
-    (32, "cuda", torch.float32, r"--cp_size 2 on CUDA .* bfloat16, but not for torch.float32: use --dtype bfloat16"),
-])
-def test_what_it_refuses(monkeypatch, seq_len, device, dtype, expected):
-    monkeypatch.setattr(pgm, "process_group_manager", grid(0, 2, 2))
-    model = types.SimpleNamespace(dtype=dtype, decoder_layers=[])
-    with pytest.raises(UserError, match=expected):
-        context_parallel.apply_context_parallel(model, "zigzag", seq_len, torch.device(device))
-
-
-def test_timeline_has_the_ring_in_the_background(tmp_path):
-    """Of three ranks with two layers: keys and values hop twice in each pass, their gradients three times."""
-    fork(15, 3, "--seq_len", 24, "--micro_batch_size", 1, "--num_hidden_layers", 2, "--gradient_accumulation_steps", 2,
-         "--cp_size", 3, "--max_tokens", 96, "--log_dir", tmp_path, "--profile_batch", 2)
-    ranks = read_trace(tmp_path / "default_run" / "timeline_batch2_all.json")
-    for rank, events in ranks.items():
-        assert events[0]["args"]["name"] == f"rank {rank}: dp 0 pp 0 cp {rank} tp 0"
-        count = {kind: sum(event.get("cat") == kind and event["tid"] > 0 for event in events)
-                 for kind in ("keys and values", "gradients of keys and values")}
-        assert count == {"keys and values": 2 * 2 * 2 * 2, "gradients of keys and values": 2 * 2 * 3}

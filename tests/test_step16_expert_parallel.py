@@ -1,7 +1,6 @@
 """Step 16's experts against Hugging Face's Mixtral, and what is particular to them."""
 
 import gc
-import re
 import types
 import weakref
 
@@ -136,35 +135,3 @@ def test_bias_moves_against_the_load_and_not_into_the_weights(world_of_one):
     x = torch.zeros(3, 32, dtype=torch.float64)  # all scores are 0.25
     scores, chosen = router(x)
     assert set(chosen.flatten().tolist()) <= {2, 3} and (scores == 0.25).all()
-
-
-ROWS = """
-from collections import Counter
-import torch.distributed as dist
-import expert_parallel, model, process_group_manager as pgm
-sent, left = Counter(), Counter()
-route, travel = model.Router.forward, dist.all_to_all_single
-def watched_route(router, x):
-    scores, chosen = route(router, x)
-    own = chosen.div(4, rounding_mode="floor") == pgm.process_group_manager.ep_rank
-    left["rows"] += (~own).sum().item()
-    return scores, chosen
-def watched_travel(arrived, rows, received, parts, group):
-    if rows.dim() > 1:
-        sent["bytes"] += (sum(parts) - parts[group.rank()]) * rows[:1].nbytes
-    return travel(arrived, rows, received, parts, group=group)
-model.Router.forward, dist.all_to_all_single = watched_route, watched_travel
-import train
-train.main()
-print("bytes", sent["bytes"], "rows", left["rows"], flush=True)
-"""
-
-
-def test_bytes_sent_are_those_of_the_rows_that_leave(run_code, tmp_path):
-    """Each row that leaves its rank goes and comes back, in forward and in backward. Some of these ways are others'."""
-    done = run_code(16, 2, ROWS, "--num_experts", 8, "--dp_size", 2, "--ep_size", 2, "--micro_batch_size", 2, "--seq_len",
-                    16, "--gradient_accumulation_steps", 2, "--max_tokens", 256, "--log_dir", tmp_path)
-    counts = [tuple(map(int, found)) for found in re.findall(r"bytes (\d+) rows (\d+)", done.stdout)]
-    sent, rows = map(sum, zip(*counts, strict=True))
-    assert len(counts) == 2 and sent == 4 * rows * 128 * 4
-    assert rows != 256 * 2 * 8 // 2, "half of them would be a case without unlike numbers"

@@ -68,20 +68,6 @@ def test_compiled_layers_in_every_topology(step, ranks, grid, tmp_path):
     assert len(eager) == 4 and losses(tmp_path, "compiled") == pytest.approx(eager, abs=1e-4)
 
 
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("step, ranks, grid", [
-    (8, 2, ["--tp_size", 2, "--gradient_accumulation_steps", 2]), (9, 1, ["--pipelines", "2"])], ids=["step8", "step9"])
-def test_what_is_computed_again_is_compiled_too(step, ranks, grid, tmp_path):
-    """Code that recomputes a layer can't be compiled where a message is in it, so the layer has to be compiled first."""
-    script = tmp_path / "count.py"
-    script.write_text(COUNT.replace(', run_name="__main__")', ')["main"]()').replace("frames", "stats").replace(
-        "ok", "unique_graphs"))
-    done = fork(step, ranks, STEPS[str(step)] / "train.py", *COMMON, "--max_tokens", 512, "--log_dir", tmp_path, *grid,
-                "--compile", "--recompute", script=script, timeout=500)
-    assert "compiled " in done.stdout and "compiled 0\n" not in done.stdout
-
-
 @pytest.mark.parametrize("step", [1, 9])
 def test_no_compiler(tmp_path, step):
     logs = ["--log_dir", tmp_path] if step > 1 else []

@@ -33,19 +33,11 @@ def build(config, dtype=torch.float64, seed=1):
     return model
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("exact_norm, tolerance", [(True, 1e-9), (False, 1e-6)], ids=["float64-norm", "untouched"])
+@pytest.mark.parametrize("tied, kv_heads, exact_norm, tolerance", [
+    (False, 2, True, 1e-9), (True, 4, True, 1e-9), (True, 1, False, 1e-6)])  # the last one's norms are in float32
 def test_equals_huggingface(tied, kv_heads, exact_norm, tolerance):
     config = tiny_config(num_key_value_heads=kv_heads, tie_word_embeddings=tied)
     compare(config, 48, tolerance, exact_norm)
-
-
-@pytest.mark.parametrize("rope", [LLAMA3, LINEAR], ids=["llama3", "linear"])
-def test_stretched_angles_equal_huggingface(rope):
-    """Heads of Llama 3.2, and texts more than three times as long as those of the first training."""
-    compare(tiny_config(hidden_size=256, head_dim=64, tie_word_embeddings=True, max_position_embeddings=2048,
-                        rope_parameters=rope), 200, 1e-9)
 
 
 def compare(config, seq_len: int, tolerance: float, exact_norm: bool = True) -> None:
@@ -96,12 +88,6 @@ def test_initial_weights_depend_on_seed_and_name_alone():
     assert len(digests) == sum(w.dim() == 2 for w in weights.values()), "two matrices start from the same numbers"
 
 
-def test_initial_weights_are_the_same_in_every_dtype():
-    double, single = build(tiny_config()), build(tiny_config(), torch.float32)
-    for (name, a), (_, b) in zip(double.named_parameters(), single.named_parameters(), strict=True):
-        assert a.dtype == torch.float64 and b.dtype == torch.float32 and torch.equal(a.float(), b), name
-
-
 def test_bfloat16_activations_over_float32_masters():
     model = build(tiny_config(), torch.bfloat16)
     logits = model(torch.arange(12).view(1, 12))
@@ -143,13 +129,6 @@ def test_rotary_parameters_that_are_refused(tmp_path, style, changes, expected):
     rope = {name: value for name, value in {**LLAMA3, **changes}.items() if value is not None}  # None: it is missing
     write_config(tmp_path, style, rope)
     with pytest.raises(UserError, match=expected):
-        llama.Llama(load_config(str(tmp_path), num_attention_heads=None))
-
-
-@pytest.mark.parametrize("style", ["complete", "oldest"])
-def test_heads_that_do_not_divide_the_hidden_size(tmp_path, style):
-    write_config(tmp_path, style, LLAMA3, hidden_size=100, head_dim=16)
-    with pytest.raises(UserError, match="100.*is not a multiple of .*8"):
         llama.Llama(load_config(str(tmp_path), num_attention_heads=None))
 
 

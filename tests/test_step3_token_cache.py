@@ -154,15 +154,15 @@ def bytes_read() -> int:
     return int(pathlib.Path("/proc/self/io").read_text().split()[1])
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc/self/io").exists(), reason="nothing counts the bytes that are read")
-@pytest.mark.parametrize("write", [write_txt_folder, write_line, write_jsonl])  # of .parquet, a row group at least
+@pytest.mark.skipif(not pathlib.Path("/proc/self/io").exists(), reason="only Linux counts what is read: run it there")
+@pytest.mark.parametrize("write", [write_txt_folder, write_line])  # of .jsonl, 20 MB; of .parquet, a row group at least
 def test_no_more_is_read_than_is_needed(tmp_path, write):
-    rng = np.random.default_rng(0)  # letters that do not compress much, 72 MB
-    texts = [rng.integers(97, 123, 12000, dtype=np.uint8).tobytes().decode() + "\n" for _ in range(6000)]
+    rng = np.random.default_rng(0)  # letters that do not compress much, 18 MB
+    texts = [rng.integers(97, 123, 12000, dtype=np.uint8).tobytes().decode() + "\n" for _ in range(1500)]
     corpus = write(tmp_path, texts)
     (tmp_path / "small").mkdir()
     next(dataloader.read_corpus(str(write(tmp_path / "small"))))  # whatever is imported is imported now
     before = bytes_read()
     documents = dataloader.read_corpus(str(corpus))
     assert len(next(documents)) >= 1000
-    assert bytes_read() - before < 24e6  # datasets takes .jsonl by 10 MB, twice
+    assert bytes_read() - before < 6e6

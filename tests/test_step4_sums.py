@@ -1,19 +1,13 @@
-"""Exchanges over tp by themselves: equal bits on all ranks for small and large messages; the loss of huge logits."""
+"""The loss of huge logits. The exchanges over tp: test_all_steps_same_math.py and the exercises of step 4."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from launch import ROOT, fork, modules_of
+from launch import modules_of
 
 with modules_of(4):
     from model import cross_entropy
-
-
-@pytest.mark.parametrize("ranks", [4, pytest.param(3, marks=pytest.mark.slow)])
-def test_sums_and_loss_over_ranks(ranks):
-    """Small messages are summed by step 4 itself, where the number of ranks is a power of two."""
-    fork(4, ranks, 4, script=ROOT / "tests" / "support" / "tensor_parallel_ranks.py", timeout=60)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

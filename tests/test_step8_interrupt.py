@@ -56,15 +56,6 @@ def ends(run) -> None:
     assert shown and len(rows) >= int(shown[-1])
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_all_ranks(start):
-    run = start(4)
-    run.wait_for_step(run.metrics, 3)
-    assert sorted(run.ranks()) == [0, 1, 2, 3]
-    os.killpg(run.process.pid, signal.SIGINT)
-    ends(run)
-
-
 def test_ctrl_c_ends_ranks_that_wait_for_each_other(start, tmp_path):
     """Stage 0 falls asleep in its third step: the other sits in a receive of gloo, where Python can't interrupt."""
     script = tmp_path / "block.py"
@@ -78,9 +69,9 @@ def test_ctrl_c_ends_ranks_that_wait_for_each_other(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages, rank", [(2, 0), (4, 0), (4, 2)])
-def test_a_killed_rank_ends_the_others(start, stages, rank):
-    run = start(stages)
+def test_a_killed_rank_ends_the_others(start):
+    run = start(4)
     run.wait_for_step(run.metrics, 3)
-    os.kill(run.ranks()[rank], signal.SIGKILL)
+    assert sorted(run.ranks()) == [0, 1, 2, 3]
+    os.kill(run.ranks()[2], signal.SIGKILL)
     ends(run)

@@ -3,7 +3,7 @@
 import pytest
 
 from launch import modules_of
-from schedule_check import play, problem, simulate
+from schedule_check import play, simulate
 
 with modules_of(8):
     from pipeline_parallel import Action, afab, one_f_one_b
@@ -57,19 +57,3 @@ def test_a_deadlock_is_found():
     actions[1][0], actions[1][1] = actions[1][1], actions[1][0]
     with pytest.raises(AssertionError, match="deadlock"):
         simulate(actions)
-
-
-@both
-def test_the_course_has_no_problem(schedule):
-    assert not any(problem(actions_of(schedule, p, m), m) for p, m in SIZES)
-
-
-@pytest.mark.parametrize("stage, order, said", [
-    (0, "F0 B0 B1 F1", "deadlock: no stage can go on"), (1, "F0 B0 F1", "stage 1 never does B1"),
-    (1, "F0 B0 F1 B1 B1", "stage 1 does B1 2 times"),
-    (1, "F0 B0 F1 B1 F2", "does F2, but the micro-batches are 0 to 1"),
-    (1, "F0 F1 B1 B0", "stage 1 sends stage 0 the result of B1 as message 1")])
-def test_a_problem_is_said(stage, order, said):
-    actions = actions_of(afab, 2, 2)
-    actions[stage] = [Action(word[0], int(word[1])) for word in order.split()]
-    assert said in problem(actions, 2)

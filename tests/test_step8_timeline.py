@@ -114,15 +114,9 @@ def test_several_machines_are_refused(step):
             check_profile_batch(2, 3)
 
 
-@pytest.mark.parametrize("step, processes, flags, expected", [
-    (8, 1, [], ["1 stage, idle for"]),
-    (8, 2, ["--dp_size", 2], ["pipeline 0: 1 stage, idle for", "pipeline 1: 1 stage, idle for"]),
-    (9, 3, ["--pipelines", "3;2,1", "--num_microbatches", "3,2"],
-     ["pipeline 0: 1 stage, idle for", "pipeline 1: bubble: ", "33.3% ideal, that is (p-1)/(m+p-1) with p=2 stages"]),
-], ids=["one_process", "data_parallel", "unlike"])
-def test_each_pipeline_has_its_own_bubble(tmp_path, step, processes, flags, expected):
-    done = fork(step, processes, *SHORT, tmp_path, *flags, "--max_tokens", 512, "--profile_batch", 1)
-    assert all(text in done.stdout for text in expected), done.stdout
-    events = read_trace(tmp_path / "default_run" / "timeline_batch1_all.json")
-    assert all({"forward", "backward", "optimizer"} <= {event.get("cat") for event in events[rank]}
-               for rank in range(processes))
+def test_each_pipeline_has_its_own_bubble(tmp_path):
+    done = fork(9, 3, *SHORT, tmp_path, "--pipelines", "3;2,1", "--num_microbatches", "3,2", "--max_tokens", 512,
+                "--profile_batch", 1)
+    for text in ("pipeline 0: 1 stage, idle for", "pipeline 1: bubble: ",
+                 "33.3% ideal, that is (p-1)/(m+p-1) with p=2 stages"):
+        assert text in done.stdout, done.stdout

@@ -65,13 +65,6 @@ def test_floats_take_the_dtype_and_numbers_stay():
     assert batch["pixel_values"].tolist() == [[0.0], [0.5]]
 
 
-def test_collate_fn_and_workers_are_used():
-    def lists(items):
-        return {"input_ids": torch.stack([item["input_ids"] for item in items]) + 100}
-
-    assert microbatches(loader([2], collate_fn=lists, num_workers=1))[:2] == [[100, 101], [102, 103]]
-
-
 def masked(items: list[dict]) -> dict:
     """As a collator that masks tokens at random, by each of the three sources of random numbers."""
     draws = {"torch": torch.rand(3), "random": torch.tensor(random.random()), "numpy": torch.tensor(np.random.rand())}

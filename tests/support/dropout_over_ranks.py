@@ -1,9 +1,8 @@
-"""Dropout in step 9's GPT-2: `dropout_over_ranks.py OUT tp_only` on two ranks, `OUT stages` on six, or
-`OUT recompute PRECISION` on three or six.
+"""Dropout in step 9's GPT-2: `dropout_over_ranks.py OUT stages` on six ranks, or `OUT recompute PRECISION` on
+three or six.
 
-tp_only: one stage over two tp ranks, against the plain model that draws from the same generator. OUT/<rank>.json is the
-difference of the losses. stages: pipelines of two stages and of one, over two tp ranks. OUT/<rank>.json is its place,
-a digest of each mask on activations that all tp ranks hold, and one of the gradient of each parameter that all hold.
+stages: pipelines of two stages and of one, over two tp ranks. OUT/<rank>.json is its place, a digest of each mask on
+activations that all tp ranks hold, and one of the gradient of each parameter that all hold.
 recompute: the same pipelines over one tp rank or two. OUT/<rank>.json has the loss, the norm and a digest of each
 gradient, without recomputing and with it.
 """
@@ -41,21 +40,6 @@ def configure(sizes: list[list[int]], tp_size: int = 2, precision: str = "float6
     return plugin, model.train(), iter(loader)
 
 
-def tp_only() -> float:
-    """Without dropout in the attention, whose masks are those of a rank's own heads, unlike the plain model's."""
-    dropout = dict(embd_pdrop=0.3, resid_pdrop=0.3)
-    plain = toy("gpt2", **dropout).train()  # before configure(), because it seeds the generator
-    plugin, model, batches = configure([[3]], **dropout)
-    batches, state = iter([next(batches) for _ in range(4)]), torch.get_rng_state()  # a loader draws a seed, too
-    loss = plugin.execute_pipeline(batches, model, loss_of, None)
-    torch.set_rng_state(state)
-    expected = 0.0
-    for i in range(4):
-        batch = torch.utils.data.default_collate(SAMPLES[2 * i : 2 * i + 2])
-        expected += loss_of(plain(**batch, use_cache=False), batch).item() / 4
-    return abs(loss.item() - expected)
-
-
 def stages() -> dict:
     plugin, model, batches = configure([[1, 2], [3]], embd_pdrop=0.3, resid_pdrop=0.3, attn_pdrop=0.3)
     masks, dropout = [], F.dropout
@@ -88,7 +72,7 @@ def recompute(precision: str) -> list[dict]:
 
 if __name__ == "__main__":
     pgm.init_process_group("gloo")
-    result = {"tp_only": tp_only, "stages": stages, "recompute": recompute}[sys.argv[2]](*sys.argv[3:])
+    result = {"stages": stages, "recompute": recompute}[sys.argv[2]](*sys.argv[3:])
     with open(os.path.join(sys.argv[1], f"{dist.get_rank()}.json"), "w") as file:
         json.dump(result, file)
     dist.destroy_process_group()

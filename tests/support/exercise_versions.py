@@ -1,4 +1,4 @@
-"""Answers to an exercise: wrong ones, as a learner would write them, and a right one that is not the course's."""
+"""Answers to an exercise: wrong ones, as a learner would write them, and of some a right one, not the course's."""
 
 from typing import NamedTuple
 
@@ -14,4 +14,4 @@ class Wrong(NamedTuple):
 
 class Versions(NamedTuple):
     wrong: list[Wrong]
-    right: str
+    right: str = ""

@@ -5,7 +5,6 @@ gradients that the first step uses, and how many micro-batches' activations it h
 Of a step that divides them over the dp ranks, each rank puts the whole together from all shards, see from_shards().
 """
 
-import gc
 import os
 import runpy
 import sys
@@ -19,14 +18,17 @@ class Recording:
     """What one rank's optimizer sees, and how near the choice of experts came to a tie."""
 
     def __init__(self):
-        self.first, self.gaps = {}, []
+        self.first, self.gaps, self.wrapper = {}, [], None
 
-    def watch_choice(self, module, _args, output) -> None:
-        """A choice jumps where two values are equal. Rounding, which differs between runs, must not decide any: kept
-        is the smallest gap between the value of the k-th expert and that of the next one.
+    def watch(self, module, _args, output) -> None:
+        """After each module's forward: finds what wraps the model for data parallelism, and looks at routers.
 
-        Without a bias, experts are chosen by their logits, of which scores are softmax: logarithms differ as these do.
+        A choice jumps where two values are equal. Rounding, which differs between runs, must not decide any: kept is
+        the smallest gap between the value of the k-th expert and that of the next one. Without a bias, experts are
+        chosen by their logits, of which scores are softmax: logarithms differ as these do.
         """
+        if any(each.__name__ == "DataParallelBucket" for each in type(module).__mro__):
+            self.wrapper = module
         if type(module).__name__ == "Router" and module.k < output[0].size(-1):
             scores, bias = output[0].detach(), module.bias_of_choice
             values = scores + bias if torch.is_tensor(bias) and bias.any() else scores.log()
@@ -37,18 +39,13 @@ class Recording:
         """Before each optimizer step; only the first one counts."""
         if self.first:
             return
-        group = optimizer.param_groups[0]
-        owner = group["params"][0]
-        wrappers = [module for module in gc.get_objects() if issubclass(type(module), torch.nn.Module)
-                    and any(each.__name__ == "DataParallelBucket" for each in type(module).__mro__)
-                    and any(param is owner for param in module.parameters())]
-        if wrappers and any(getattr(bucket, "shard", None) is owner for bucket in wrappers[0].buckets):
-            self.read = lambda what: from_shards(wrappers[0], what)
+        group, buckets = optimizer.param_groups[0], self.wrapper.buckets if self.wrapper else []
+        if any(getattr(bucket, "shard", None) is group["params"][0] for bucket in buckets):
+            self.read = lambda what: from_shards(self.wrapper, what)
         else:
             params = dict(zip((name.removeprefix("module.") for name in group["param_names"]), group["params"]))
             self.read = lambda what: {name: read(param, what).clone() for name, param in params.items()}
         self.first = {"initial": self.read("data"), "grads": self.read("grad")}
-        self.wrapper = wrappers[0] if wrappers else None
 
     def result(self, grid) -> dict:
         """After the last step; `grid` is the rank's process group manager."""
@@ -81,7 +78,7 @@ def from_shards(wrapper: torch.nn.Module, what: str) -> dict[str, torch.Tensor]:
 def run(out: str, script: str) -> None:
     recording = Recording()
     register_optimizer_step_pre_hook(recording.snapshot)
-    torch.nn.modules.module.register_module_forward_hook(recording.watch_choice)
+    torch.nn.modules.module.register_module_forward_hook(recording.watch)
     sys.path[0] = os.path.dirname(script)
     runpy.run_path(script)["main"]()
     grid = sys.modules["process_group_manager"].process_group_manager

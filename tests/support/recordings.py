@@ -19,6 +19,7 @@ from launch import ROOT, STEPS, metrics, start_fork
 from record import Recording
 from step_modules import StepSource, train
 from tokenizers import Tokenizer
+from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 TOLERANCE = 1e-11  # splitting the batch of one process differently moves its losses by 1e-15
@@ -161,8 +162,9 @@ class Run(NamedTuple):
 
 def train_here(case: Case, folder: pathlib.Path) -> Run:
     """The case on ranks in this process, which takes a tenth of the time, with a narrow model and on random tokens."""
-    return train_flags_here(case.step, case.num_processes, [
-        *case.flags(folder / "small"), "--num_hidden_layers", VARIANTS[case.variant].get("num_hidden_layers", NUM_LAYERS)])
+    layers = VARIANTS[case.variant].get("num_hidden_layers", NUM_LAYERS)
+    flags = [*case.flags(folder / "small"), "--num_hidden_layers", layers]
+    return train_flags_here(case.step, case.num_processes, flags)
 
 
 def train_flags_here(step: int, num_ranks: int, flags: list) -> Run:
@@ -179,7 +181,7 @@ def train_flags_here(step: int, num_ranks: int, flags: list) -> Run:
         modules.train.main = main_and_result
 
     hooks = [register_optimizer_step_pre_hook(lambda *args: recordings[dist.get_rank()].snapshot(*args)),
-             torch.nn.modules.module.register_module_forward_hook(recordings[0].watch_choice)]
+             register_module_forward_hook(lambda *args: recordings[dist.get_rank()].watch(*args))]
     try:
         return Run(train(StepSource(step), num_ranks, flags, prepare).rows, found)
     finally:

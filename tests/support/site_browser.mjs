@@ -1,15 +1,15 @@
 // Visits the built site with headless Chromium and writes what it finds as JSON, for tests/test_tool_site.py.
 //
-//     node site_browser.mjs MODULES CHROMIUM SITE PROFILE [SCREENSHOTS]
+//     node site_browser.mjs MODULES CHROMIUM SITE PROFILE
 //
 // MODULES: a folder with node_modules of playwright-core and axe-core; PROFILE: an empty folder. It asserts nothing.
 
 import { createRequire } from "node:module";
-import { mkdirSync, readdirSync } from "node:fs";
+import { readdirSync } from "node:fs";
 import { join } from "node:path";
 import { pathToFileURL } from "node:url";
 
-const [modules, executablePath, site, profile, screenshots] = process.argv.slice(2);
+const [modules, executablePath, site, profile] = process.argv.slice(2);
 const require = createRequire(join(modules, "x.js"));
 const { chromium } = require("playwright-core");
 const axe = require("axe-core").source;
@@ -37,11 +37,8 @@ const found = {
   requests: [],
   axe: [],
   overflow: [],
-  keyboard: {},
-  figure: {},
   playground: {},
   choose: {},
-  fold: {},
   tour: {},
 };
 page.on("console", (message) => {
@@ -96,52 +93,6 @@ async function visitAll(names, inspected) {
   await page.setViewportSize(WIDE);
 }
 
-async function turnPages() {
-  await open("step4.html");
-  for (const [key, expected] of [
-    ["ArrowRight", "step5.html"],
-    ["n", "step6.html"],
-    ["ArrowLeft", "step5.html"],
-    ["p", "step4.html"],
-  ]) {
-    await page.keyboard.press(key);
-    await page.waitForURL(`**/${expected}`, { timeout: 5000 }).catch(() => {});
-    found.keyboard[`${key} to ${expected}`] = at();
-  }
-  await open("playground.html");
-  await page.focus("[name=m]");
-  await page.keyboard.press("ArrowRight");
-  found.keyboard["in a field"] = at();
-}
-
-async function useFigure() {
-  await open("playground.html");
-  const bars = page.locator("#picture .bar.forward"),
-    told = page.locator("#picture .told");
-  const width = async () => (await bars.nth(1).boundingBox()).width;
-  const result = {};
-  await bars.nth(1).scrollIntoViewIfNeeded();
-  await bars.nth(1).hover();
-  result.hover = await told.textContent();
-  const before = await width();
-  await page.mouse.wheel(0, -100);
-  result.wheel = (await width()) / before;
-  await page.getByRole("button", { name: "Show all" }).click();
-  result.all = (await width()) / before;
-  await page.getByRole("button", { name: "Zoom in" }).click();
-  result.button = await page.evaluate(() => document.querySelectorAll("#picture .bar[style*=none]").length);
-  await page.keyboard.press("Tab");
-  for (let k = 0; k < 4; k++) await page.keyboard.press("Tab");
-  result.focus = await told.textContent();
-  await page.keyboard.press("ArrowRight");
-  result.right = await told.textContent();
-  await page.keyboard.press("0");
-  await page.keyboard.press("+");
-  result.key = await page.evaluate(() => document.querySelectorAll("#picture .bar[style*=none]").length);
-  result.page = at().split("#")[0];
-  found.figure = result;
-}
-
 async function usePlayground() {
   await open("playground.html");
   const read = async () => ({
@@ -178,19 +129,6 @@ async function useChoice() {
   found.choose.reloaded = await read();
   await page.fill("[name=heads]", "60");
   found.choose.wrong = await read();
-}
-
-/** A link to a line that is folded opens the fold. */
-async function openFold() {
-  await open("step5.html");
-  const id = await page.evaluate(() => document.querySelector("details.fold a.no").id);
-  await open("index.html");
-  await open(`step5.html#${id}`);
-  found.fold = await page.evaluate((name) => {
-    const line = document.getElementById(name),
-      box = line.getBoundingClientRect();
-    return { open: line.closest("details").open, seen: box.top >= 0 && box.top < innerHeight };
-  }, id);
 }
 
 /** A tour: keys, a scene's own address, its lit lines in view, playing by itself; the captions of its film, if any. */
@@ -241,28 +179,8 @@ const inspected = new Set([
 ]);
 await visitAll(names, inspected);
 await page.emulateMedia({ colorScheme: "light", reducedMotion: "reduce" });
-await turnPages();
-await useFigure();
 await usePlayground();
 await useChoice();
-await openFold();
 await playTour("tour-4.html");
-if (screenshots) {
-  mkdirSync(screenshots, { recursive: true });
-  const views = ["index.html", "step4.html", "step5.html#diff", "playground.html", "choose.html"];
-  for (const name of views) {
-    for (const viewport of [WIDE, PHONE]) {
-      for (const colorScheme of ["light", "dark"]) {
-        await page.emulateMedia({ colorScheme, reducedMotion: "reduce" });
-        await page.setViewportSize(viewport);
-        await page.goto("about:blank");
-        await open(name);
-        await page.screenshot({
-          path: join(screenshots, `${name.replace(/\.html#?/, "-")}${viewport.width}-${colorScheme}.png`),
-        });
-      }
-    }
-  }
-}
 await context.close();
 process.stdout.write(JSON.stringify(found));

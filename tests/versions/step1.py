@@ -8,30 +8,13 @@ VERSIONS = {
             Wrong("the root mean square is taken for a constant", " - normalised * common)", ")", "has to be 0"),
             Wrong("each token keeps its own gradient of the weight", ".flatten(0, -2).sum(0)", "", "has shape [3, 4]"),
             Wrong("eps is forgotten", "keepdim=True) + eps)", "keepdim=True))", "and eps = 0.5"),
-            Wrong("the weight is forgotten", "grad * weight", "grad", "the gradient of x"),
-        ],
-        right='''
-def rms_norm_backward(x, weight, grad, eps):
-    D = x.shape[-1]
-    r = 1 / torch.sqrt((x * x).sum(-1) / D + eps)
-    h = grad * weight
-    dot = torch.einsum("...d,...d->...", h, x)
-    grad_x = torch.empty_like(x)
-    for j in range(D):
-        grad_x[..., j] = h[..., j] * r - x[..., j] * r**3 * dot / D
-    grad_weight = torch.zeros_like(weight)
-    for row, factor, one in zip(x.reshape(-1, D), r.reshape(-1), grad.reshape(-1, D)):
-        grad_weight += row * factor * one
-    return grad_x, grad_weight
-'''),
+        ]),
     "rotary": Versions(
         wrong=[
             Wrong("no minus", "torch.cat([-x2, x1]", "torch.cat([x2, x1]", "length of a pair"),
             Wrong("the minus at the wrong half", "torch.cat([-x2, x1]", "torch.cat([x2, -x1]", "the other way"),
             Wrong("neighbours form the pairs", "torch.cat([-x2, x1], dim=-1)",
                   "torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)", "length of a pair"),
-            Wrong("the heads take the place of the positions", "return x * cos + ",
-                  "cos, sin = cos[: x.size(1), None], sin[: x.size(1), None]\n    return x * cos + ", "expected"),
         ],
         right='''
 def apply_rotary(x, cos, sin):
@@ -48,21 +31,5 @@ def apply_rotary(x, cos, sin):
             Wrong("tokens read from later ones", "is_causal=True", "is_causal=False", "must not read from later"),
             Wrong("heads and tokens are not exchanged",
                   "out.transpose(1, 2).reshape", "out.reshape", "in each other's place"),
-            Wrong("the scores are not divided by sqrt(hd)", "is_causal=True", "is_causal=True, scale=1.0",
-                  "2 query and 2 key/value heads"),
-        ],
-        right='''
-def forward(self, x, cos, sin):
-    batch, seq_len, _ = x.shape
-    q = self.q_proj(x).view(batch, seq_len, -1, self.head_dim).transpose(1, 2)
-    k = self.k_proj(x).view(batch, seq_len, -1, self.head_dim).transpose(1, 2)
-    v = self.v_proj(x).view(batch, seq_len, -1, self.head_dim).transpose(1, 2)
-    q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-    shared = k.size(1)
-    q = q.view(batch, shared, -1, seq_len, self.head_dim)  # (B, K, H/K, T, hd)
-    scores = torch.einsum("bkgid,bkjd->bkgij", q, k) / self.head_dim**0.5
-    later = torch.ones(seq_len, seq_len, dtype=torch.bool).triu(1)
-    out = torch.einsum("bkgij,bkjd->bikgd", scores.masked_fill(later, float("-inf")).softmax(-1), v)
-    return self.out_proj(out.flatten(2))
-'''),
+        ]),
 }

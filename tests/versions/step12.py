@@ -12,8 +12,6 @@ VERSIONS = {
             Wrong("what is received has the size of the sender's part", "[torch.empty_like(parts[rank]) for _ in "
                 "sizes]",
                   "[torch.empty_like(part) for part in parts]", "numbers of torch.float64 to rank"),
-            Wrong("it is summed before it is there", "return Exchange(parts, received, group), received[rank + 1 :] + "
-                  "received[: rank + 1]", "return Exchange(parts, received, group), [sum(received)]", "NaN"),
         ],
         right='''
 def reduce_scatter(full, sizes, group):
@@ -32,23 +30,7 @@ def reduce_scatter(full, sizes, group):
                   "weights after 4 steps"),
             Wrong("equal shares", "len(self.weights) * sum(shares[:rank]) // sum(shares)",
                   "len(self.weights) * rank // len(shares)", "where the shares [4, 2, 1] mean"),
-            Wrong("the last numbers are in no shard", "bounds = [len(self.weights) *",
-                  "bounds = [len(self.weights) // sum(shares) * sum(shares) *", "split"),
-        ],
-        right='''
-def __init__(self, params, group, shares):
-    self.params, self.group, self.gradients = params, group, None
-    self.weights, start = torch.empty(sum(param.numel() for param in params), dtype=params[0].dtype), 0
-    for param in params:
-        part = self.weights[start : start + param.numel()]
-        part.copy_(param.detach().flatten())
-        param.data = part.view(param.shape)
-        start += param.numel()
-    self.sizes = [start * share // sum(shares) for share in shares]
-    self.sizes[-1] += start - sum(self.sizes)
-    begin = sum(self.sizes[: group.rank()])
-    self.shard = nn.Parameter(self.weights[begin : begin + self.sizes[group.rank()]])
-'''),
+        ]),
     "norm_over_shards": Versions(
         wrong=[
             Wrong("the norms' weights count on each tp rank", "(grid.tp_rank == 0 or param in split)", "True",
@@ -58,21 +40,5 @@ def __init__(self, params, group, shares):
             Wrong("a tied embedding counts on both stages",
                   '(grid.pp_is_first_stage or name != "embedding.weight")', "True",
                   "with tied embeddings: the gradient norm"),
-            Wrong("only dp rank 0 counts", "for name, param in self.module.named_parameters():",
-                  "for name, param in self.module.named_parameters() if grid.dp_rank == 0 else ():",
-                  "--zero_shares 3,1 --zero 1: the gradient norm"),
-        ],
-        right='''
-def clip_grad_norm(self, max_norm):
-    grid, squares = pgm.process_group_manager, torch.zeros((), dtype=torch.float64)
-    for name, param in self.module.named_parameters():
-        owner, _, key = name.rpartition(".")
-        is_part = key in getattr(self.module.get_submodule(owner), "tp_dims", {})
-        if (is_part or grid.tp_rank == 0) and (name != "embedding.weight" or grid.pp_is_first_stage):
-            squares += self.gradient(param).square().sum()
-    dist.all_reduce(squares)
-    if max_norm:
-        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, squares.sqrt())
-    return squares.sqrt()
-'''),
+        ]),
 }

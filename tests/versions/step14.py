@@ -10,8 +10,6 @@ VERSIONS = {
             Wrong("the mean is taken", "    all_reduce(flat)\n",
                   "    all_reduce(flat)\n    flat /= pgm.process_group_manager.tp_world_size\n", "1/2 of it"),
             Wrong("matrices are summed, too", " if param.dim() == 1]", "]", "same number of dimensions"),
-            Wrong("param.grad is taken, which ZeRO gives up", "model.gradient(param) for", "param.grad for",
-                "NoneType"),
         ],
         right='''
 def sum_norm_gradients(model):

@@ -10,24 +10,5 @@ VERSIONS = {
             Wrong("the order is not undone", "order.argsort()), received, sent", "order), received, sent",
                   "the results of its rows"),
             Wrong("the numbers are not swapped on the way back", "received, sent)", "sent, received)", "rank"),
-            Wrong("there is no backward", "rows = AllToAll.apply(rows, sent, received)", "rows = exchange(rows, "
-                "sent, received)",
-                  "the gradient of its rows"),
-            Wrong("the counts are taken for everybody's", "exchange(counts, equal, equal)",
-                  "counts.view(size, -1)[pgm.process_group_manager.ep_rank].repeat(size)", "rows to rank"),
-        ],
-        right='''
-def run(self, rows, counts):
-    size, own = pgm.process_group_manager.ep_world_size, len(self)
-    here = exchange(counts, [own] * size, [own] * size).tolist()
-    sent = [sum(counts.tolist()[j * own : (j + 1) * own]) for j in range(size)]
-    received = [sum(here[j * own : (j + 1) * own]) for j in range(size)]
-    pieces = AllToAll.apply(rows, sent, received).split(here)  # (rank, expert) after (rank, expert)
-    results = [None] * len(pieces)
-    for expert in range(own):
-        mine = pieces[expert::own]
-        out = [*self.values()][expert](torch.cat(mine))
-        results[expert::own] = out.split([len(piece) for piece in mine])
-    return AllToAll.apply(torch.cat(results), received, sent)
-'''),
+        ]),
 }

@@ -12,26 +12,7 @@ VERSIONS = {
                   "i % self.samples_per_epoch * (self.seq_len + 1)", "sample 1 in a corpus of the 13 tokens"),
             Wrong("the corpus is not repeated", "i % self.samples_per_epoch * self.seq_len", "i * self.seq_len",
                   "sample 3 in a corpus"),
-            Wrong("the last target is missing", "first : first + self.seq_len + 1", "first : first + self.seq_len",
-                  "[100, 101, 102, 103, 104]"),
-            Wrong("an epoch begins in the middle of a sample", "i % self.samples_per_epoch * self.seq_len",
-                  "i * self.seq_len % (len(self.tokens) - self.seq_len)", "[103, 104, 105, 106, 107]"),
-        ],
-        right='''
-class TokenSamples(Dataset):
-    def __init__(self, path, seq_len, num_samples):
-        self.path, self.seq_len, self.num_samples = path, seq_len, num_samples
-        self.tokens = np.memmap(path, dtype=np.int32, mode="r")
-        self.samples_per_epoch = len(range(0, len(self.tokens) - seq_len, seq_len))
-
-    def __len__(self):
-        return self.num_samples
-
-    def __getitem__(self, i):
-        while i >= self.samples_per_epoch:
-            i -= self.samples_per_epoch
-        return torch.tensor([int(self.tokens[i * self.seq_len + t]) for t in range(self.seq_len + 1)])
-'''),
+        ]),
     "accumulation": Versions(
         wrong=[
             Wrong("no division", " / num_microbatches", "", "(3 times as large)"),
@@ -40,12 +21,6 @@ class TokenSamples(Dataset):
             Wrong("earlier micro-batches are divided again", "loss.backward()",
                   "(loss * num_microbatches).backward(); model.weight.grad /= num_microbatches",
                   "the gradient of the mean loss with 3"),
-            Wrong("what is accumulated is cleared", "batch = next(data_loader)",
-                  "batch = next(data_loader)\n        model.zero_grad()", "the gradient of the mean loss with 3"),
-            Wrong("only the last loss is returned", "total_loss += loss.detach()", "total_loss = loss.detach()",
-                  "the returned loss with 3"),
-            Wrong("a micro-batch is left out",
-                  "range(num_microbatches)", "range(1, num_microbatches)", "that are read"),
         ],
         right='''
 def train_step(model, data_loader):

@@ -14,8 +14,6 @@ VERSIONS = {
                   "range(grid.dp_rank * micro_batch_size, len(samples), grid.dp_world_size * micro_batch_size)",
                   "range(grid.dp_rank * len(samples) // grid.dp_world_size, (grid.dp_rank + 1) * len(samples) // "
                   "grid.dp_world_size, micro_batch_size)", "as dp rank 0 with dp 2 x tp 1"),
-            Wrong("tp ranks read different samples", "range(grid.dp_rank * micro_batch_size,",
-                  "range(grid.global_rank * micro_batch_size,", "as dp rank 0 with dp 2 x tp 2"),
         ],
         right='''
 def __init__(self, samples, micro_batch_size, gradient_accumulation_steps, device, num_workers=0):
@@ -39,25 +37,5 @@ def __init__(self, samples, micro_batch_size, gradient_accumulation_steps, devic
             Wrong("the accumulated sum is divided after each micro-batch",
                   "        if self.require_backward_grad_sync:\n",
                   "        param.grad /= 2\n        if self.require_backward_grad_sync:\n", "with 2 replicas and 3"),
-            Wrong("no hook is registered", "pgm.process_group_manager.dp_world_size > 1", "False",
-                  "the gradients of optimizer step 1"),
-        ],
-        right='''
-class DataParallelNaive(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-        self.require_backward_grad_sync = True
-        for param in module.parameters():
-            param.register_post_accumulate_grad_hook(self.allreduce_grad)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-    def allreduce_grad(self, param):  # after each micro-batch: right, with more messages
-        grid = pgm.process_group_manager
-        mean = param.grad / grid.dp_world_size
-        dist.all_reduce(mean, group=grid.dp_group)
-        param.grad = mean
-'''),
+        ]),
 }

@@ -11,9 +11,6 @@ VERSIONS = {
                   "the gradients a have arrived"),
             Wrong("buckets are sent in each micro-batch", "if not self.require_backward_grad_sync:", "if False:",
                   "In the first of two micro-batches"),
-            Wrong("a bucket is launched again and again", "if each.handle is None:", "if True:", "got       [0, 0]"),
-            Wrong("all are launched at the end", "if each.awaited:", "if any(every.awaited for every in self.buckets):",
-                  "In the last of two micro-batches"),
         ],
         right='''
 def mark_param_as_ready(self, param):

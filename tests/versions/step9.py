@@ -12,8 +12,6 @@ VERSIONS = {
             Wrong("each pipeline counts its own",
                   "return [[i for i, (_, dealt_to) in enumerate(turns) if dealt_to == pipeline]",
                   "return [list(range(num_microbatches[pipeline]))", "micro-batch 0 is dealt 2 times"),
-            Wrong("the last pipeline first", "(turn, pipeline) for pipeline", "(turn, -pipeline) for pipeline",
-                  "pipeline 1 gets 0, and takes 2"),
         ],
         right='''
 def deal_microbatches(num_microbatches):
@@ -33,31 +31,7 @@ def deal_microbatches(num_microbatches):
                   "expected  [0, 3]"),
             Wrong("the tied parameter has the owners of its first module", "for module in ends for place",
                   "for module in ends[:1] for place", "tied, the owners of"),
-            Wrong("all stages own each module", "if name in names}", "}", "the owners of"),
-        ],
-        right='''
-def find_owners(stage, pipelines):
-    grid, found = pgm.process_group_manager, []
-    modules = [name for names in pipelines[0].modules_per_stage for name in names]
-    places = {}
-    for k, template in enumerate(pipelines):
-        for s, names in enumerate(template.modules_per_stage):
-            for name in names:
-                places.setdefault(name, set()).add((k, s))
-    params = dict(reversed([*stage.model.named_parameters()]))
-    for module in reversed(modules):
-        group = grid.group_of(places[module])
-        found += [(param, group) for name, param in params.items()
-                  if name.startswith(module + ".") and name not in (stage.tied or ())]
-    if stage.tied:
-        both = set()
-        for module in modules:
-            if any(name.startswith(module + ".") for name in stage.tied):
-                both |= places[module]
-        group = grid.group_of(both)
-        found += [(params[name], group) for name in stage.tied if name in params]
-    return found
-'''),
+        ]),
     "cut_layers": Versions(
         wrong=[
             Wrong("a stage without layers is allowed", "for first in range(stages - 1, layers):",
@@ -66,7 +40,6 @@ def find_owners(stage, pipelines):
                   "together, of 6"),
             Wrong("the last stage is forgotten", "return best(len(speeds), len(costs))[1]",
                   "return best(len(speeds), len(costs))[1][:-1]", "not a number for each of the 3 stages"),
-            Wrong("the seconds are returned", "len(costs))[1]", "len(costs))[0]", "and not a number for each"),
         ],
         right='''
 def cut_layers(costs, speeds):

@@ -1,14 +1,11 @@
 """The sanity check's own judgement, on made-up runs: no training here."""
 
 import json
-import pathlib
 import sys
 
 import pytest
 
 import sanity_check
-import sanity_figure
-from launch import ROOT
 
 CONFIG = dict(model_name="tiny_llama", num_hidden_layers=None, num_attention_heads=None, num_key_value_heads=None,
               dataset_name="sotu", seed=42, learning_rate=3e-3, seq_len=128, dtype="float32", micro_batch_size=4,
@@ -46,11 +43,6 @@ def write_run(folder, losses, norms=None, **config):
             for i, (loss, norm) in enumerate(zip(losses, norms or NORMS), 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
-
-
-def test_each_row_has_a_colour_of_its_own():
-    """A line's colour says what it is."""
-    assert len(set(sanity_figure.COLOURS)) == len(sanity_figure.COLOURS) >= len(sanity_check.ROWS) - 1
 
 
 @pytest.fixture
@@ -118,22 +110,6 @@ def test_plot_draws_and_writes_the_table(check, tmp_path):
     assert len(others) == 2 and all(len(line) == len(header) for line in others)
 
 
-def test_runs_that_cannot_be_compared(check, no_figure, tmp_path):
-    baseline = write_run(tmp_path / "baseline", CURVE)
-    other = write_run(tmp_path / "other", CURVE, micro_batch_size=2)
-    code, printed = check("--plot", baseline, other)
-    assert code == 1 and "other can't be compared: its number of tokens a step is 2048, the baseline's 4096" in printed
-
-
-def test_only_a_dtype_of_auto_is_named_by_the_flag(check, no_figure, tmp_path):
-    apart = [loss + 0.01 for loss in CURVE]  # in bfloat16 nothing, in float32 much
-    for dtype, code in (("auto", 0), ("float32", 1)):
-        curves = {"a": CURVE, "b": apart}
-        runs = [write_run(tmp_path / dtype / name, curve, dtype=dtype) for name, curve in curves.items()]
-        assert check("--dtype", "bfloat16", "--plot", *runs)[0] == code
-    assert check("--plot", *(tmp_path / "auto" / name for name in "ab"))[0] == 1
-
-
 def test_missing_runs_are_reported(check, no_figure, tmp_path):
     run, gone = write_run(tmp_path / "run", CURVE), tmp_path / "gone"
     code, printed = check("--plot", run, gone, run)
@@ -161,56 +137,6 @@ def test_rows_read_the_same_samples_and_a_failing_one_stops_no_other(check, tmp_
     assert len(ranks_and_steps) == len(configs)
     code, printed = check("--log_dir", tmp_path / "runs", "--steps", 20, "--rows", "tp4")
     assert code == 0 and "Baseline:" not in printed and "| Baseline" in printed, "an earlier baseline is used"
-
-
-def test_without_a_flag_the_figure_is_not_the_front_page_s(monkeypatch, capsys):
-    pictures = []
-    monkeypatch.setattr(sanity_check, "train", lambda *args: True)
-    monkeypatch.setattr(sanity_check.Run, "read", lambda folder: sanity_check.Run(
-        folder, folder.name, None, CONFIG, {"loss": CURVE, "grad_norm": NORMS}, 4096, 1.0))
-    monkeypatch.setattr(sanity_check, "draw", lambda runs, picture, *args: pictures.append(picture))
-    monkeypatch.setattr(sys, "argv", ["sanity_check.py", "--rows", "baseline", "tp4"])
-    assert sanity_check.main() == 0, capsys.readouterr().out
-    assert pictures == [ROOT / "runs" / "sanity_check" / "sanity_check.png"]
-
-
-def test_flags_reach_every_row(check, no_figure, tmp_path, monkeypatch):
-    """The command line of the 1b preset on a CPU, with a training that only writes down what it was asked for."""
-    script = f"CONFIG = {json.dumps(CONFIG)!r}\n{FAKE_TRAIN}"
-    asked = {}
-
-    def torchrun(ranks, path, *words):
-        asked[words[words.index("--run_name") + 1]] = (ranks, path.parent.name[:5])
-        return [sys.executable, "-c", script, *map(str, words)]
-
-    monkeypatch.setattr(sanity_check, "torchrun", torchrun)
-    code, printed = check("--preset", "1b", "--seq_len", 32, "--steps", 4, "--dtype", "float32", "--device", "cpu",
-                          "--rows", "baseline", "tp4", "pp4_1f1b", "tp2pp2", "--log_dir", tmp_path, "--use_wandb",
-                          "--max_grad_norm", 0.5)
-    assert code == 0 and "| TP 2 x PP 2 |" in printed, printed
-    assert asked == {"baseline": (1, "step3"), "tp4": (4, "step4"), "pp4_1f1b": (4, "step8"), "tp2pp2": (4, "step8")}
-    for name in asked:
-        config = json.loads((tmp_path / name / "config.json").read_text())
-        assert config["max_tokens"] == 4 * 32 * 32 and config["seq_len"] == 32 and config["dtype"] == "float32"
-        assert config["use_wandb"] and config["wandb_group"] == "sanity_check" and config["max_grad_norm"] == "0.5"
-        assert config["model_name"] == str(tmp_path / "tinyllama_1b") and config["device"] == "cpu"
-
-
-def test_all_flags_are_flags_of_every_train_py():
-    for row in sanity_check.ROWS.values():
-        text = (sanity_check.STEPS[str(row.step)] / "train.py").read_text()
-        for flag in ("use_wandb", "wandb_group", "max_grad_norm", "seq_len", *row.flags):
-            assert f'"--{flag}"' in text, (row.name, flag)
-
-
-def test_preset_1b_is_tinyllama(tmp_path):
-    folder = sanity_check.make_1b_model(tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    d, f, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    layer = 2 * d * d + 2 * d * d * config["num_key_value_heads"] // heads + 3 * d * f + 2 * d
-    assert config["num_hidden_layers"] * layer + 2 * config["vocab_size"] * d + d == 1_100_048_384
-    embedded = pathlib.Path(ROOT, "assets", "tiny_llama", "tokenizer.json")
-    assert (folder / "tokenizer.json").read_bytes() == embedded.read_bytes()
 
 
 @pytest.mark.parametrize("words, message", [
