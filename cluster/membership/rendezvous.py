@@ -33,7 +33,7 @@ from multiprocessing.connection import Connection
 import torch.distributed as dist
 
 from membership.channel import Listener, call
-from membership.roster import Member, Roster, since_last
+from membership.roster import Caller, Member, Roster, in_order, since_last
 from ranks.files import replace
 from ranks.lost import VARIABLE
 from utils import UserError
@@ -50,20 +50,6 @@ ALONE = 20.0  # seconds for which too few ranks are heard, until they end: a pro
 
 class TooFew(RuntimeError):
     """This part of the last generation has no right to go on, because another part may."""
-
-
-@dataclasses.dataclass
-class Caller:
-    """A process that takes part in a rendezvous: what it says, and when it came first and was last heard.
-
-    `knows`: rosters, see Members.knows(). `cut_off`: the keys of processes that it does not reach.
-    """
-
-    member: Member
-    knows: list[dict]
-    cut_off: list[str]
-    since: float
-    at: float
 
 
 class Members:
@@ -309,8 +295,3 @@ class Members:
         newest = max(self.callers[member.key].since for member in members)
         is_complete = nproc.keys() >= {*self.hosts} and len(members) == sum(nproc.values())
         return not is_complete and now < newest + SETTLED
-
-
-def in_order(caller: Caller) -> tuple:
-    """What sorts processes by their ranks."""
-    return caller.member.host, caller.member.place

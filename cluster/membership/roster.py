@@ -1,4 +1,4 @@
-"""The processes of a generation, and which of them may go on without the others."""
+"""The processes of a generation, which of them may go on without the others, and those that call to take part."""
 
 import dataclasses
 
@@ -61,3 +61,22 @@ def since_last(rosters: list[Roster]) -> tuple[Roster | None, list[Roster]]:
     """The last generation that has begun, and those agreed on since then, which may have begun for others."""
     last = max((each for each in rosters if each.has_begun), key=lambda each: each.generation, default=None)
     return last, [each for each in rosters if last is None or each.generation > last.generation]
+
+
+@dataclasses.dataclass
+class Caller:
+    """A process that takes part in a rendezvous: what it says, and when it came first and was last heard.
+
+    `knows`: rosters, see Members.knows(). `cut_off`: the keys of processes that it does not reach.
+    """
+
+    member: Member
+    knows: list[dict]
+    cut_off: list[str]
+    since: float
+    at: float
+
+
+def in_order(caller: Caller) -> tuple:
+    """What sorts processes by their ranks."""
+    return caller.member.host, caller.member.place
