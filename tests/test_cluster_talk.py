@@ -260,7 +260,7 @@ def test_a_rank_that_is_lost_in_a_chat(chatty, tmp_path):
     (7, ["--prompt", "We"], "the model has 6 decoder layers, and each of 7 processes needs at least one"),
     (1, ["--prompt", "We", "--pipelines", "6"], "divide the model among several processes"),
     (2, ["--prompt", "We", "--pipelines", "3,3", "--plan", "plan.json"], "leave out --pipelines"),
-    (2, ["--prompt", "We", "--plan", "nowhere.json"], "--plan 'nowhere.json' can't be read"),
+    (2, ["--prompt", "We", "--plan", "nowhere.json"], "nowhere.json can't be read"),
     (2, ["--adapter", "{gpt2}", "--merge_adapter", "out"], "--merge_adapter needs the whole model in one process"),
     (2, ["--chat", "--prompt", "We"], "has no chat template"),
     (2, ["--prompt", ""], "has no token"),
