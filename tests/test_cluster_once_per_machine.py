@@ -11,7 +11,7 @@ TINY = str(ROOT / "assets" / "tiny_llama")
 
 
 def test_the_others_wait_longer_than_a_collective_may(run_code):
-    """Encoding a large corpus takes minutes, and NCCL ends a collective after ten of them: here it is three seconds."""
+    """Encoding a large corpus takes minutes, and NCCL ends a collective after ten of them: here it is two seconds."""
     run_code("cluster", 2, """
 import datetime, os, time
 import torch.distributed as dist
@@ -20,12 +20,12 @@ from utils import UserError
 
 dist.init_process_group("gloo")
 dist.barrier()  # all ranks have started, however busy the cores are: from now on patience is short
-dist.distributed_c10d._set_pg_timeout(patience := datetime.timedelta(seconds=3))
+dist.distributed_c10d._set_pg_timeout(patience := datetime.timedelta(seconds=2))
 dist.distributed_c10d._get_default_store().set_timeout(patience)
 made = []
 
 def make():
-    time.sleep(4)
+    time.sleep(2.5)
     made.append(os.environ["RANK"])
     return "tokens"
 
