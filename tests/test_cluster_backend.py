@@ -1,8 +1,18 @@
 """--backend gloo: machines with and without a GPU train together. No GPU is here: see support/half_gpu.py."""
 
+import types
+
 import pytest
+import torch
+import torch.distributed as dist
 from checkpoint_runs import SIZES, flags_of, write_corpus, write_model
-from launch import ROOT, losses, start_fork
+from launch import ROOT, losses, modules_of, start_fork
+from torch.utils._python_dispatch import TorchDispatchMode
+
+with modules_of(9):
+    from run import layout
+    from run.compression import CompressedAllReduce
+    from utils import UserError
 
 SCRIPT = ROOT / "tests" / "support" / "half_gpu.py"
 SHARES = ["--pipelines", "2,2;4", "--num_microbatches", "4,2"]
@@ -13,7 +23,6 @@ RUNS = {  # name -> the ranks with a GPU, further flags
     "compressed": ("1", [*SHARES, "--wire_dtype", "int8", "--gradient_wire_dtype", "int8"]),
     "local": ("0", ["--local_steps", "2", "--max_steps_per_epoch", "4", "--gradient_accumulation", "2"]),
     "no flag": ("1", [*SHARES, "--backend", "auto"]),
-    "no tp": ("1", ["--pipelines", "4", "--tp_size", "2", "--num_microbatches", "6"]),
     "no dtype": ("1", [*SHARES, "--dtype", "auto"]),
 }
 SLOW = {"timeline", "compressed", "local"}
@@ -30,7 +39,7 @@ def runs(tmp_path_factory, selected):
         evaluation = [] if name == "local" else ["--validation_split", "0.25"]
         words = flags_of(folder, name, model, dataset_name=corpus, device="auto",
                          **{"max_steps": None, "save_every": None, **steps})
-        jobs[name] = start_fork(9, 2 if name == "no tp" else 3, gpus, *words, *evaluation, "--backend", "gloo", *flags,
+        jobs[name] = start_fork(9, 3, gpus, *words, *evaluation, "--backend", "gloo", *flags,
                                 script=SCRIPT, check=False)
     return jobs, folder / "runs"
 
@@ -52,7 +61,6 @@ def test_some_ranks_have_a_gpu(runs, name):
 @pytest.mark.parametrize("name, message", [
     ("no flag", "differ, by rank: gloo, nccl, gloo: give all the same --device, for instance --device cpu, or all "
                 "--backend gloo, and the same --dtype"),
-    ("no tp", "ranks of one stage compute on unlike devices, by rank: cpu, cuda: order the hosts"),
     ("no dtype", "these differ, by rank: float32, bfloat16, float32: give all the same --dtype")])
 def test_refused_without(runs, name, message):
     done = runs[0][name].result()
@@ -76,3 +84,49 @@ def test_a_gpu_that_measured_no_step_lets_the_others_print(run_code):
     """After a resume, as each tenth step is measured there."""
     lines = run_code("cluster", 2, TIMES).stdout.splitlines()
     assert lines[0].startswith("milliseconds") and [line.split()[0] for line in lines[1:]] == ["rank", "1"]
+
+
+def test_tensor_parallel_ranks_are_alike(monkeypatch):
+    """A CPU's small sums take another way than a GPU's: two such ranks would wait for each other."""
+    plugin = types.SimpleNamespace(device=torch.device("cpu"), set_pipelines=lambda *_: None, deal=lambda *_: None)
+    grid = types.SimpleNamespace(ranks=[torch.tensor([[0, 1]]), torch.tensor([[2, 3]])])
+    monkeypatch.setattr(layout, "SamplesPlugin", lambda *_: plugin)
+    monkeypatch.setattr(layout, "say", print)
+    monkeypatch.setattr(layout, "compress", lambda *_: None)
+    monkeypatch.setattr(layout.pgm, "process_group_manager", grid)
+    two = layout.Layout([], [1, 1], 1, types.SimpleNamespace(
+        schedule="1f1b", recompute=False, wire_dtype=None, gradient_wire_dtype=None), tp_size=2)
+    args = types.SimpleNamespace(dtype="float32", device="auto")
+    monkeypatch.setattr(layout, "gather", lambda kind: ["cuda", "cuda", "cpu", "cpu"])
+    assert two.form(args, None) is plugin
+    monkeypatch.setattr(layout, "gather", lambda kind: ["cuda", "cpu", "cpu", "cuda"])
+    with pytest.raises(UserError, match="unlike devices, by rank: cuda, cpu, cpu, cuda: order the hosts"):
+        two.form(args, None)
+
+
+class FromDevice(TorchDispatchMode):
+    """Tensors on "meta" stand for those of a GPU: they can be copied to the host."""
+
+    def __torch_dispatch__(self, operation, kinds, args=(), kwargs=None):
+        if operation is torch.ops.aten._to_copy.default and args[0].is_meta and "device" in kwargs:
+            return torch.zeros(args[0].shape, dtype=args[0].dtype, device=kwargs["device"])
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+def test_compressed_gradients_of_a_gpu_pass_through_host_memory(monkeypatch, dtype):
+    """gloo sums a GPU's tensors, but it exchanges only those in host memory."""
+    def exchange(to, outgoing, **options):
+        sent.append({each.device.type for each in (outgoing, *(to if isinstance(to, list) else [to]))})
+        return types.SimpleNamespace(wait=lambda: None)
+
+    sent, buffer = [], torch.zeros(700, device="meta")
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "gloo")
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 3)
+    monkeypatch.setattr(dist, "all_to_all_single", exchange)
+    monkeypatch.setattr(dist, "all_gather", exchange)
+    with FromDevice():
+        total = CompressedAllReduce(buffer, None, dtype)
+        total.gather()
+        total.wait()
+    assert sent == [{"cpu"}, {"cpu"}] and total.buffer is buffer

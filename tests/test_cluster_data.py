@@ -175,15 +175,13 @@ def test_prompt_and_completion(dataset):
         assert samples.num_targets(i) == (samples[i] >= 0).sum()
 
 
-@pytest.mark.parametrize("is_file", [True, False])
-def test_text_that_is_not_packed_is_a_sample_a_document(dataset, tmp_path, is_file):
-    texts = ["One sentence.", "Another one, which is longer: " + "and on " * 40]
-    path = dataset([{"text": text} for text in texts])
-    if is_file:
-        (path := tmp_path / "texts").mkdir()
-        for i, text in enumerate(texts):
-            (tmp_path / "texts" / f"{i}.txt").write_text(text)
-    samples, words = encoded.load_samples(flags(str(path)), TINY, 1024, packing="off"), load(TINY)
+def test_text_that_is_not_packed_is_a_sample_a_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(encoded, "CACHE", str(tmp_path / "cache"))
+    texts, words = ["One sentence.", "Another one, which is longer: " + "and on " * 40], load(TINY)
+    (path := tmp_path / "texts").mkdir()
+    for i, text in enumerate(texts):
+        (path / f"{i}.txt").write_text(text)
+    samples = encoded.load_samples(flags(str(path)), TINY, 1024, packing="off")
     for i, text in enumerate(texts):
         ids = [*words(text, add_special_tokens=False)["input_ids"], words.eos_token_id][:33]
         assert ids_of(samples[i]) == ids and samples.num_targets(i) == len(ids) - 1
