@@ -85,7 +85,7 @@ def with_adapters(model, kinds: tuple[str, ...], dtype: torch.dtype):
     for name, param in trained.items():
         seed = 42 + zlib.crc32(name.replace(".default.", ".").encode())
         bound = 1 / math.sqrt(param.shape[1]) if "lora_A" in name else 0.0
-        param.data = torch.zeros(param.shape, dtype=torch.float32).uniform_(
+        param.data = torch.zeros(param.shape).uniform_(
             -bound, bound, generator=torch.Generator().manual_seed(seed)).to(dtype)
     return model, trained
 

@@ -187,6 +187,6 @@ def test_no_flag_is_an_ambiguous_prefix_of_torchruns():
     for flag in flags:
         spellings = flag.replace("_", "-"), "--" + flag[2:].replace("-", "_")
         assert get_args_parser().parse_args(["script.py", flag, "value"]).training_script_args == [flag, "value"]
-        assert all(each in options or sum(option.startswith(each) for option in options) < 2 for each in spellings), flag
+        assert all(each in options or sum(known.startswith(each) for known in options) < 2 for each in spellings), flag
     with pytest.raises(SystemExit):
         get_args_parser().parse_args(["script.py", "--even"])

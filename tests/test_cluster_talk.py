@@ -28,7 +28,7 @@ KINDS = {  # of transformers -> configuration, layers of the stages
     "llama": (LLAMA, "3,2,1"),
     "gpt2": (dict(vocab_size=1024, n_embd=32, n_layer=6, n_head=4, n_positions=96, initializer_range=0.3), "1,2,3"),
     "mixtral": (dict(LLAMA, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True), "2,3,1"),
-    "gemma2": (dict(LLAMA, sliding_window=8, query_pre_attn_scalar=8, tie_word_embeddings=True), "1,1,4"),
+    "gemma2": (dict(LLAMA, sliding_window=8, query_pre_attn_scalar=8, tie_word_embeddings=False), "1,1,4"),
     "opt": (dict(vocab_size=1024, hidden_size=32, ffn_dim=48, num_hidden_layers=6, num_attention_heads=4,
                  max_position_embeddings=96, init_std=0.3), "3,2,1"),
     "gpt_neox": (dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=6,
