@@ -79,16 +79,11 @@ def disks(world_of_one):
     return lambda path: Disks(str(path))
 
 
-def pickled(_, path) -> bytes:
-    return pickle.dumps(Harmful(path.parent / "harm"))
-
-
 DAMAGES = {  # name -> the file, what its content becomes (None: it is removed), what is said of it
     "truncated": (WEIGHTS, lambda content, _: content[:1000], "has 1000 bytes instead of"),
     "a flipped bit": (WEIGHTS, lambda content, _: content[:-100] + bytes([content[-100] ^ 1]) + content[-99:],
                       "has another checksum than when it was written"),
     "removed": (WEIGHTS, None, "is missing"),
-    "a pickle": (WEIGHTS, pickled, "bytes instead of"),
     "half a state": ("state.json", lambda content, _: content[:-200], "can't be read"),
     "another state": ("state.json", lambda content, _: content.replace(b'"step": 4', b'"step": 3'),
                       "its checksum is not that of its content"),
@@ -142,7 +137,6 @@ def test_a_damaged_checkpoint(copied, disks, capsys, kind):
     printed = capsys.readouterr().out
     assert f"the checkpoint {path.name} is not whole: " in printed and "Falling back to the one before" in printed
     assert file in printed and what in printed
-    assert not (copied / "harm").exists()
     damage(copied / f"step_{OLDER:08d}", "removed")
     assert find_checkpoint("auto", str(copied), ours) is None
 
@@ -173,7 +167,7 @@ def test_an_index_that_leads_elsewhere(tmp_path, weight_map, expected):
 
 
 def pickle_with_its_checksum(path) -> None:
-    damage(path, "a pickle")
+    (path / WEIGHTS).write_bytes(pickle.dumps(Harmful(path.parent / "harm")))
     facts = facts_of(str(path / WEIGHTS))
     forge(path, lambda state: {**state, "files": {**state["files"], WEIGHTS: facts}})
 

@@ -65,7 +65,7 @@ once_per_machine(make)
     assert [code for code, _ in ended] == [1, -signal.SIGKILL], ended
 
 
-@pytest.mark.parametrize("home", [0, 2])
+@pytest.mark.parametrize("home", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_others_get_the_data_from_the_host_that_started_the_run(run_code, tmp_path, home):
     """Ranks 0 and 1 share a disk. Rank 2 has another. Only one of the two hosts has the data and a tokenizer."""
     pairs = [json.dumps({"prompt": f"{i} ", "completion": f"number {i}"}) + "\n" for i in range(40)]
