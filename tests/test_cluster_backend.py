@@ -20,13 +20,12 @@ RUNS = {  # name -> the ranks with a GPU, further flags
     "cpu": ("", SHARES),
     "mixed": ("0,2", [*SHARES, "--eval_every", "2"]),
     "timeline": ("0,2", [*SHARES, "--profile_batch", "1"]),
-    "by themselves": ("0,2", ["--num_microbatches", "2,2,2"]),
     "compressed": ("1", [*SHARES, "--wire_dtype", "int8", "--gradient_wire_dtype", "int8"]),
     "local": ("0", ["--local_steps", "2", "--max_steps_per_epoch", "4", "--gradient_accumulation", "2"]),
     "no flag": ("1", [*SHARES, "--backend", "auto"]),
     "no dtype": ("1", [*SHARES, "--dtype", "auto"]),
 }
-SLOW = {"timeline", "by themselves", "compressed", "local"}
+SLOW = {"timeline", "compressed", "local"}
 
 
 @pytest.fixture(scope="module")

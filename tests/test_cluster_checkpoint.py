@@ -10,9 +10,9 @@ import zlib
 import pytest
 import torch
 from checkpoint_runs import (
-    ROOT, SAVED, SCRIPT, SIZES, STEPS, TOPOLOGIES, checkpoint, flags_of, newest, write_corpus, write_model,
+    ROOT, SAVED, SCRIPT, STEPS, TOPOLOGIES, checkpoint, flags_of, write_corpus, write_model,
 )
-from huggingface import ExactRMSNorm, float64_throughout, their_name
+from huggingface import ExactRMSNorm, their_name
 from launch import fork, losses, metrics, modules_of, start_fork
 from recordings import LLAMA3
 
@@ -22,11 +22,8 @@ with modules_of(9):
 
 TOLERANCE, OF_LOSSES = 1e-9, 1e-12  # the latter is what the page promises of losses
 TEXT = "It was"  # what samples begin with
-PAIRS = [("2;1", "tp2"), ("tp2", "2;1")]
-SLOW = [("one", "2x2x2"), ("2x2x2", "1;1;2"), ("1;1;2", "one"), ("tp4", "3"), ("3", "dp4"), ("dp4", "pp4"),
-        ("pp4", "tp4"), ("2;1", "dp4"), ("2x2x2", "2x2x2")]
-
-
+PAIRS = [("2;1", "tp2"), *(pytest.param(pair, marks=pytest.mark.slow) for pair in [
+    ("tp2", "2;1"), ("one", "2x2x2"), ("2x2x2", "1;1;2"), ("tp4", "3"), ("dp4", "pp4")])]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, selected):
     """The folder of all runs: those named like a topology save at step 7 and 12, "A>B" goes on at 7 under B."""
@@ -39,7 +36,7 @@ def runs(tmp_path_factory, selected):
         flags = [*flags_of(folder, name, model, sample_every=STEPS, prompt=TEXT), *flags]
         return start_fork(9, ranks, *flags, *more, script=SCRIPT)
 
-    pairs = [*PAIRS[:1], *selected("pair")]
+    pairs = [("2;1", "tp2"), *selected("pair")]
     first = {name: start(name, name) for name in dict.fromkeys(["one", "2;1", *(saved for saved, _ in pairs)])}
     printed = {name: job.result().stdout for name, job in first.items()}
     second = {f"{a}>{b}": start(f"{a}>{b}", b, "--resume", checkpoint(folder, a, SAVED))
@@ -55,8 +52,7 @@ def test_stopping_is_not_needed_for_equal_losses(runs):
     assert len(found) == STEPS and found == pytest.approx(expected, rel=0, abs=OF_LOSSES)
 
 
-@pytest.mark.parametrize("pair", [*PAIRS, *(pytest.param(pair, marks=pytest.mark.slow) for pair in SLOW)],
-                         ids=lambda pair: f"{pair[0]} to {pair[1]}")
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]} to {pair[1]}")
 def test_any_topology_goes_on_where_another_stopped(runs, pair):
     folder, printed = runs
     name = ">".join(pair)
@@ -83,7 +79,6 @@ def read_all(path) -> dict[str, torch.Tensor]:
 
 def test_the_directory(runs):
     """One file a stage, the indices, the tokenizer, and state.json with a checksum of each other file."""
-    from safetensors.torch import load_file
     from transformers import AutoTokenizer
 
     folder, _ = runs
@@ -97,35 +92,12 @@ def test_the_directory(runs):
     for name, facts in state["files"].items():
         content = (path / name).read_bytes()
         assert facts == {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}, name
-    for kind, files in shards.items():
-        index = json.loads((path / f"{kind}.safetensors.index.json").read_text())
-        where = {name: file for file in files for name in load_file(path / file)}
-        assert index["weight_map"] == state[f"{kind}_map"] == where and set(where.values()) == set(files)
-        assert index["metadata"]["total_size"] == sum(state["files"][file]["bytes"] for file in files)
-    weights = [name for name in tensors if name.endswith((".weight", ".bias"))]
-    assert set(weights) == set(state["names"]) == set(state["parameters"]) and len(weights) == 4 * 9 + 3
+    index = json.loads((path / "optimizer.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(shards["optimizer"])
+    weights = {name for name in tensors if name.endswith((".weight", ".bias"))}
     averages = {f"{name}.{entry}" for name in weights for entry in ("exp_avg", "exp_avg_sq", "step")}
-    assert averages == set(tensors) - set(weights)
-    for name in weights:
-        assert tensors[f"{name}.exp_avg"].shape == tensors[f"{name}.exp_avg_sq"].shape == tensors[name].shape
-        assert tensors[f"{name}.step"] == SAVED and tensors[f"{name}.exp_avg"].abs().max() > 0
-    assert "model.layers.3.self_attn.o_proj.weight" in load_file(path / shards["model"][1])
-    config = json.loads((path / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "float64"
-    assert {name: config[name] for name in SIZES} == SIZES and config["rope_parameters"] == LLAMA3
-    assert AutoTokenizer.from_pretrained(path)("times")["input_ids"]
-
-
-def test_state_json(runs):
-    folder, _ = runs
-    state = json.loads((checkpoint(folder, "2;1", SAVED) / "state.json").read_text())
-    assert (state["step"], state["global_batch"], state["seq_len"], state["seed"]) == (SAVED, 8, 16, 42)
-    assert state["tokens"] == SAVED * 8 * 16 == metrics(folder / "runs", "2;1")[SAVED - 1]["trained_tokens"]
-    assert state["epoch"] == 1 and 0 < state["position"] < SAVED * 8, "the corpus is shorter than the run"
-    assert state["optimizer"]["class"] == "AdamW" and state["scheduler"]["last_epoch"] == SAVED
-    assert state["optimizer"]["param_groups"][0]["lr"] == metrics(folder / "runs", "2;1")[SAVED]["learning_rate"]
-    assert state["flags"]["pipelines"] == [[[3, 1], [4]]] and state["topology"]["world_size"] == 3
-    assert state["versions"].keys() >= {"torch", "transformers", "safetensors", "python"}
+    assert averages == set(tensors) - weights and len(weights) == 4 * 9 + 3
+    assert state["tokens"] == SAVED * 8 * 16 and AutoTokenizer.from_pretrained(path)("times")["input_ids"]
 
 
 def test_transformers_reads_what_a_pipeline_and_tp_ranks_saved(runs):
@@ -170,52 +142,3 @@ def test_samples_and_generate_write_the_likeliest_words(runs):
     done = fork(9, 1, "--checkpoint", path.parent, "--prompt", TEXT, "--max_new_tokens", new, "--device", "cpu",
                 script=ROOT / "cluster" / "generate.py")
     assert done.stdout == f"{text}\n"
-
-
-FAMILIES = {
-    "gpt2": dict(n_embd=32, n_layer=4, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
-    "qwen3_moe": dict(hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=4, head_dim=8,
-                      num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2),
-    "mixtral": dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-                    num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True),
-    "llama": {**SIZES, "tie_word_embeddings": True},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_families(tmp_path, kind):
-    """Two pipelines save, two tp ranks go on; both checkpoints, in transformers, are the model of one process."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {"vocab_size": 1024, "max_position_embeddings": 64, **FAMILIES[kind]}
-    model = write_model(tmp_path / "model", None if kind == "llama" else kind, **sizes)
-    write_corpus(tmp_path)
-    modules = [f"transformers.models.{kind}.modeling_{kind}"]
-
-    def run(name, ranks, *more):
-        flags = flags_of(tmp_path, name, model, max_steps=8, save_every=4)
-        fork(9, ranks, tmp_path / f"out_{name}", SCRIPT, *flags, *more, modules=modules,
-             script=ROOT / "tests" / "support" / "checkpoint_runs.py")
-
-    run("one", 1, "--num_microbatches", 4)
-    run("a", 3, "--pipelines", "2,2;4", "--num_microbatches", "2,2")
-    run("b", 2, "--tp_size", 2, "--num_microbatches", 4, "--resume", checkpoint(tmp_path, "a", 4))
-    expected = metrics(tmp_path / "runs", "one")
-    for name in "a", "b":
-        for key in "loss", "grad_norm":
-            found = [row[key] for row in metrics(tmp_path / "runs", name)]
-            assert found == pytest.approx([row[key] for row in expected], abs=TOLERANCE), (name, key)
-    settings = {"experts_implementation": "eager"} if kind in ("mixtral", "qwen3_moe") else {}
-    ids = torch.arange(32).view(2, 16)
-    final = torch.load(tmp_path / "out_one" / "rank0.pt")  # what the process held
-    with float64_throughout(), torch.no_grad():
-        memory = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), **settings).double()
-        rename = their_name if kind == "llama" else str
-        missing, unknown = memory.load_state_dict({rename(name): param for name, param in final.items()}, strict=False)
-        assert not unknown and set(missing) <= {"lm_head.weight"}, "tied"
-        logits = memory(ids).logits
-        for name in "a", "b":
-            saved = AutoModelForCausalLM.from_pretrained(newest(tmp_path, name), dtype=torch.float64, **settings)
-            assert (saved(ids).logits - logits).abs().max() <= TOLERANCE, name
-    assert logits.abs().max() > 0.01

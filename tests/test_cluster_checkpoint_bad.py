@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import torch
 from checkpoint_runs import SCRIPT, flags_of, newest, write_corpus, write_model
-from launch import losses, metrics, modules_of, start_fork
+from launch import losses, modules_of, start_fork
 from safetensors.torch import load_file
 
 with modules_of(9):
@@ -56,7 +56,6 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bad")
     write_model(folder / "model")
     write_model(folder / "wider", hidden_size=64)
-    write_model(folder / "other", vocab_size=2048)
     write_model(folder / "shallower", num_hidden_layers=3)
     write_model(folder / "deeper", num_hidden_layers=5)
     write_corpus(folder)
@@ -80,29 +79,19 @@ def disks(world_of_one):
     return lambda path: Disks(str(path))
 
 
-def pickled(_, path) -> bytes:
-    return pickle.dumps(Harmful(path.parent / "harm"))
-
-
 DAMAGES = {  # name -> the file, what its content becomes (None: it is removed), what is said of it
     "truncated": (WEIGHTS, lambda content, _: content[:1000], "has 1000 bytes instead of"),
     "a flipped bit": (WEIGHTS, lambda content, _: content[:-100] + bytes([content[-100] ^ 1]) + content[-99:],
                       "has another checksum than when it was written"),
     "removed": (WEIGHTS, None, "is missing"),
-    "a pickle": (WEIGHTS, pickled, "bytes instead of"),
-    "an index that leads outside": ("model.safetensors.index.json", lambda content, _: content.replace(
-        WEIGHTS.encode(), f"../{WEIGHTS}".encode()), "bytes instead of"),
     "half a state": ("state.json", lambda content, _: content[:-200], "can't be read"),
     "another state": ("state.json", lambda content, _: content.replace(b'"step": 4', b'"step": 3'),
                       "its checksum is not that of its content"),
-    "a nested state": ("state.json", lambda *_: b"[" * 100_000, "can't be read"),
     "no state": ("state.json", None, ""),
 }
 FORGED = {  # name -> what state.json becomes, whose checksum is then made right; what is said
     "files outside": (lambda state: json.loads(json.dumps(state).replace(f'"{WEIGHTS}"', f'"../{WEIGHTS}"')),
                       (WEIGHTS, "is not a file of that folder")),
-    "a map that leads outside": (lambda state: {**state, "model_map": dict.fromkeys(
-        state["model_map"], f"../{WEIGHTS}")}, ("state.json", "can't be read")),
     "a field is lost": (lambda state: {name: state[name] for name in state if name != "files"},
                         ("state.json", "can't be read")),
 }
@@ -148,14 +137,8 @@ def test_a_damaged_checkpoint(copied, disks, capsys, kind):
     printed = capsys.readouterr().out
     assert f"the checkpoint {path.name} is not whole: " in printed and "Falling back to the one before" in printed
     assert file in printed and what in printed
-    assert not (copied / "harm").exists()
-
-
-def test_all_checkpoints_damaged(copied, disks, capsys):
-    for step in OLDER, NEWER:
-        damage(copied / f"step_{step:08d}", "removed")
-    assert find_checkpoint("auto", str(copied), disks(copied)) is None
-    assert capsys.readouterr().out.count("is not whole") == 2
+    damage(copied / f"step_{OLDER:08d}", "removed")
+    assert find_checkpoint("auto", str(copied), ours) is None
 
 
 def test_latest_that_leads_elsewhere(copied, disks):
@@ -172,8 +155,8 @@ def test_latest_that_leads_elsewhere(copied, disks):
 
 @pytest.mark.parametrize("weight_map, expected", [
     ({"a": "../x.safetensors"}, "names '../x.safetensors', which is not a file of that folder"),
-    ({"a": "/etc/passwd"}, "names '/etc/passwd'"), ({"a": ".."}, "names '..'"), ({"a": ""}, "names ''"),
-    ({"a": 1}, "can't be read"), ([], "can't be read"), (None, "can't be read"),
+    ({"a": "/etc/passwd"}, "names '/etc/passwd'"), ({"a": ""}, "names ''"), ({"a": 1}, "can't be read"),
+    (None, "can't be read"),
 ])
 def test_an_index_that_leads_elsewhere(tmp_path, weight_map, expected):
     path = tmp_path / "model.safetensors.index.json"
@@ -184,18 +167,16 @@ def test_an_index_that_leads_elsewhere(tmp_path, weight_map, expected):
 
 
 def pickle_with_its_checksum(path) -> None:
-    damage(path, "a pickle")
+    (path / WEIGHTS).write_bytes(pickle.dumps(Harmful(path.parent / "harm")))
     facts = facts_of(str(path / WEIGHTS))
     forge(path, lambda state: {**state, "files": {**state["files"], WEIGHTS: facts}})
 
 
 ERRORS = {  # name -> flags, what is done before, what the message has
     "wider": (dict(model="wider"), None, "has the shape"),
-    "other": (dict(model="other"), None, "has the shape"),
     "deeper": (dict(model="deeper"), None, "is of another model"),
     "shallower": (dict(model="shallower"), None, "layers"),
     "pickled": ({}, pickle_with_its_checksum, "can't be read"),
-    "truncated": ({}, lambda path: damage(path, "truncated"), "has 1000 bytes instead of"),
     "batch": (dict(batch_size=3), None, "was saved with global_batch=2, but this run has 6"),
     "seq_len": (dict(seq_len=8), None, "seq_len=16, but this run has 8"),
     "data": (dict(dataset_name="sotu"), None, "was trained on other data than --dataset_name 'sotu'"),
@@ -258,17 +239,16 @@ if os.environ["RANK"] == "1":
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, as root")
-@pytest.mark.parametrize("ranks, room", [(1, 1.5), (2, 1.5), (1, 2.5), (1, 2.02)])
-def test_a_full_disk(saved, tmp_path, ranks, room):
+@pytest.mark.parametrize("room", [1.5, 2.02])
+def test_a_full_disk(saved, tmp_path, room):
     """Room for so many checkpoints: the training goes on, says so, and loses no older one."""
     keep, one = int(room), sum(path.stat().st_size for path in (saved / "copy" / f"step_{NEWER:08d}").iterdir())
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(one * room)}", "tmpfs", disk], check=True)
     try:
-        name = f"full{ranks}_{room}"
-        pipelines = ["--pipelines", "2,2"] if ranks == 2 else []
-        done = start(saved, name, *pipelines, ranks=ranks, checkpoint_dir=disk, keep=keep).result()
+        name = f"full{room}"
+        done = start(saved, name, "--pipelines", "2,2", ranks=2, checkpoint_dir=disk, keep=keep).result()
         assert done.returncode == 0, done.stderr
         assert losses(saved / "runs", name) == pytest.approx(losses(saved / "runs", "whole"), abs=1e-9)
         assert "could not be written" in done.stdout and "No space left on device" in done.stdout
@@ -276,7 +256,5 @@ def test_a_full_disk(saved, tmp_path, ranks, room):
         whole = [f"step_{step:08d}" for step in (OLDER, NEWER)[:keep]]
         assert kept == [".lock", "latest", *whole] and (disk / name / "latest").read_text() == f"{whole[-1]}\n"
         assert f"the last one is that of step {int(whole[-1][5:])}" in done.stdout
-        more = start(saved, name, "--resume", disk / name, ranks=1).result()
-        assert more.returncode == 0 and metrics(saved / "runs", name)[-1]["step"] == LAST, more.stderr
     finally:
         subprocess.run(["umount", disk], check=True)

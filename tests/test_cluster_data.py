@@ -1,4 +1,7 @@
-"""Data of train_distributed.py: which tokens rows become, which of them are targets of the loss."""
+"""Data of train_distributed.py: which tokens rows become, which of them are targets of the loss.
+
+Conversations in other words than ours, as ShareGPT's and Alpaca's, become the same tokens.
+"""
 
 import argparse
 import json
@@ -108,6 +111,58 @@ def test_the_targets_of_a_conversation_are_its_answers(tokenizers, name):
     assert np.where(row < 0, -1 - row, row).tolist() == words(whole, add_special_tokens=False)["input_ids"]
 
 
+FIRST, LAST = "Four.<|im_end|>", "Seven, it is.<|im_end|>"
+SAID = [{"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]} for m in TALK]
+ADD = [{"role": "user", "content": "Add.\n\n2 + 2"}, {"role": "assistant", "content": "4"}]
+SAME = {  # name -> (row, the same conversation as messages, its targets)
+    "conversations": ({"conversations": SAID}, TALK, [FIRST, LAST]),
+    "with a system": ({"system": "Be brief.", "conversations": SAID[1:3]}, TALK[:3], [FIRST]),
+    "of both words": ({"conversations": [*SAID[:2], {**TALK[2], "from": None, "value": None}]}, TALK[:3], [FIRST]),
+    "Alpaca": ({"instruction": "Add.", "input": "2 + 2", "output": "4"}, ADD, ["4<|im_end|>"]),
+    "no input": ({"instruction": "Add.\n\n2 + 2", "input": "", "output": "4", "system": "Be brief."}, [TALK[0], *ADD],
+                 ["4<|im_end|>"]),
+    "completion": ({"prompt": TALK[:4], "completion": TALK[4:]}, TALK, [LAST]),
+    "two systems": ({"system": "Talk.", "conversations": SAID}, TALK, [FIRST, LAST]),
+}
+
+
+def encoded_row(row: dict, words):
+    kind, row = rows.understood("here", row)
+    assert kind == "messages"
+    return rows.encode_messages("here", row["messages"], words, row.get(rows.CONTEXT, 0))
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_conversation_in_other_words(tokenizers, name):
+    (row, messages, targets), words = SAME[name], load(tokenizers(CHATML))
+    found = encoded_row(row, words)
+    whole = words.apply_chat_template(messages, tokenize=False)
+    assert np.where(found < 0, -1 - found, found).tolist() == words(whole, add_special_tokens=False)["input_ids"]
+    assert in_runs(words, found) == targets
+
+
+@pytest.mark.parametrize("own", [{"messages": TALK}, {"prompt": "a", "completion": "b"}, {"text": "a"}])
+def test_rows_of_our_own_kinds_stay_what_they_are(own):
+    """What is encoded already, or was saved with a checkpoint, keeps its meaning."""
+    row = {**own, "conversations": SAID, "instruction": "a", "output": "b"}
+    assert rows.understood("here", row)[1] == row
+
+
+@pytest.mark.parametrize("row, expected", [
+    ({"instruction": "a"}, "here has an instruction but no output"),
+    ({"conversations": ["hello"]}, "here: messages must be a list .*hello"),
+    ({"conversations": [{"from": "robot", "value": "a"}]}, "here: a message has the role 'robot'.*assistant"),
+    ({"conversations": SAID[:2]}, "here has no message of an assistant"),
+    ({"conversations": [*SAID[:2], {**SAID[2], "weight": 0}]}, "here: a message has a weight, but each answer counts"),
+    ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "here has a history, which is not read"),
+    ({"prompt": TALK[:2], "completion": "b"}, "must be two strings, or two lists of messages, but only one is a list"),
+    ({"system": "Be brief.", "prompt": "a", "completion": "b"}, "here has a system beside plain strings"),
+])
+def test_bad_rows_in_other_words(tokenizers, row, expected):
+    with pytest.raises(utils.UserError, match=expected):
+        encoded_row(row, load(tokenizers(CHATML)))
+
+
 def test_prompt_and_completion(dataset):
     """The completion and the end-of-text token are targets. Both columns are encoded by themselves."""
     pairs = [{"prompt": "Two and two? ", "completion": "Four."}, {"prompt": "", "completion": "Alone, first."}]
@@ -120,15 +175,13 @@ def test_prompt_and_completion(dataset):
         assert samples.num_targets(i) == (samples[i] >= 0).sum()
 
 
-@pytest.mark.parametrize("is_file", [True, False])
-def test_text_that_is_not_packed_is_a_sample_a_document(dataset, tmp_path, is_file):
-    texts = ["One sentence.", "Another one, which is longer: " + "and on " * 40]
-    path = dataset([{"text": text} for text in texts])
-    if is_file:
-        (path := tmp_path / "texts").mkdir()
-        for i, text in enumerate(texts):
-            (tmp_path / "texts" / f"{i}.txt").write_text(text)
-    samples, words = encoded.load_samples(flags(str(path)), TINY, 1024, packing="off"), load(TINY)
+def test_text_that_is_not_packed_is_a_sample_a_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(encoded, "CACHE", str(tmp_path / "cache"))
+    texts, words = ["One sentence.", "Another one, which is longer: " + "and on " * 40], load(TINY)
+    (path := tmp_path / "texts").mkdir()
+    for i, text in enumerate(texts):
+        (path / f"{i}.txt").write_text(text)
+    samples = encoded.load_samples(flags(str(path)), TINY, 1024, packing="off")
     for i, text in enumerate(texts):
         ids = [*words(text, add_special_tokens=False)["input_ids"], words.eos_token_id][:33]
         assert ids_of(samples[i]) == ids and samples.num_targets(i) == len(ids) - 1
@@ -148,16 +201,6 @@ def test_packed_rows_follow_each_other_and_keep_their_targets(dataset):
     assert sum(map(samples.num_targets, range(len(samples)))) > 0.8 * (stream >= 0).sum()
 
 
-def test_packed_text_is_as_before(dataset):
-    """Without --packing nothing changes for text: consecutive tokens, all of them targets, no weights."""
-    path = dataset([{"text": f"This is sentence {i}."} for i in range(60)])
-    made = data.Data(flags(path, seq_len=8), TINY, 1024, 4)
-    batch = made.collate([made.train[i] for i in range(2)])
-    assert batch.keys() == {"input_ids", "target_ids"} and batch["input_ids"].shape == (2, 8)
-    assert torch.equal(batch["input_ids"][:, 1:], batch["target_ids"][:, :-1])
-    assert made.evaluation is None
-
-
 def test_what_is_too_long_is_truncated_and_said(dataset, capfd):
     pairs = [{"prompt": "Short? ", "completion": "Yes."}, {"prompt": "Short? ", "completion": "No, " * 60},
              {"prompt": "Long " * 60, "completion": "Yes."}]
@@ -173,18 +216,14 @@ CHATS, PAIR = [{"messages": TALK}], {"prompt": "a", "completion": "b"}
 BAD = {  # name -> rows, changes of the flags, chat template, words of the error
     "no template": (CHATS, {}, None, ["messages", "no chat template", "chat_template.jinja"]),
     "no answer": ([*CHATS, {"messages": TALK[:2]}], {}, CHATML, ["data.jsonl, row 2", "no message of an assistant"]),
-    "empty answer": ([{"messages": [*TALK[:2], {"role": "assistant", "content": " "}]}], {}, CHATML, ["row 1"]),
     "empty completion": ([PAIR, {**PAIR, "completion": ""}], {}, None, ["data.jsonl, row 2", "empty completion"]),
-    "no completion": ([{"prompt": "a"}], {}, None, ["data.jsonl, row 1", "no completion"]),
     "number": ([{"prompt": "a", "completion": 3}], {}, None, ["row 1", "'completion'", "a string"]),
     "columns": ([{"question": "a", "answer": "b"}], {}, None, ["row 1", "question, answer", "prompt and completion"]),
     "mixed": ([{"text": "a"}, PAIR], {}, None, ["row 2", "prompt/completion", "the kind text", "of its own"]),
     "empty split": ([PAIR] * 4, {"validation_split": 0.1}, None, ["0.1 of 4 samples", "empty validation", "0.25"]),
-    "all is split off": ([PAIR], {"validation_split": 0.5}, None, ["nothing to train"]),
     "too few": ([PAIR] * 4, {"validation_split": 0.5}, None, ["has 2 samples, fewer than the 3"]),
     "no target": ([{"prompt": "a " * 99, "completion": "b"}], {}, None, ["no sample with a target", "--seq_len 32"]),
     "no rows": ([], {}, None, ["data.jsonl"]), "null": ([None], {}, None, ["data.jsonl", "begins with null"]),
-    "null in a list": ([[None, {"text": "a"}]], {}, None, ["data.jsonl", "begins with null"]),
 }
 
 
@@ -197,11 +236,10 @@ def test_bad_data_is_one_clear_error(dataset, tokenizers, name):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-@pytest.mark.parametrize("packing", ["auto", "off"])
-def test_text_that_is_not_utf_8_is_one_clear_error(dataset, tmp_path, packing):
+def test_text_that_is_not_utf_8_is_one_clear_error(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe no text")
     with pytest.raises(utils.UserError, match="bad.txt' can't be read: 'utf-8' codec"):
-        encoded.load_samples(flags(str(tmp_path / "bad.txt")), TINY, 1024, packing=packing)
+        encoded.load_samples(flags(str(tmp_path / "bad.txt")), TINY, 1024)
 
 
 def test_a_script_that_reads_text_only_refuses_chats(dataset):
@@ -230,10 +268,8 @@ def test_a_configuration_of_a_hub_set(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "require_reachable_hub", lambda name, flag: asked.append(name))
     samples = encoded.load_samples(flags("wikitext:wikitext-2-raw-v1", seq_len=8), TINY, 1024, 5)
     assert asked[:2] == ["wikitext", (("wikitext", "wikitext-2-raw-v1"), dict(split="train", streaming=True))]
-    words = load(TINY)
-    stream = [words.eos_token_id, *words("A sentence of the corpus. " * 20, add_special_tokens=False)["input_ids"]]
-    assert [samples[i].tolist() for i in range(len(samples))] == [stream[8 * i : 8 * i + 9] for i in range(5)]
-    assert words.decode(local[0]).startswith("A local sentence.")
+    assert len(samples) == 5
+    assert load(TINY).decode(local[0]).startswith("A local sentence.")
 
 
 def test_a_checkpoint_goes_on_with_its_own_data(dataset):
@@ -268,8 +304,6 @@ def test_the_split_is_drawn_from_all_and_never_trained_on(dataset):
     texts = [load(TINY).decode(ids_of(row)) for row in made.evaluation]
     numbers = [int(text.split()[0]) for text in texts]
     assert len(set(numbers)) == 10 and numbers == sorted(numbers) and min(numbers) < 10 and max(numbers) >= 30
-    again = data.Data(flags(dataset(pairs), validation_split=0.25, seed=2), TINY, 1024, 4)
-    assert [load(TINY).decode(ids_of(row)) for row in again.evaluation] == texts, "the same, whatever the --seed"
     made.train.set_steps(20)  # more than two epochs
     seen = {load(TINY).decode(ids_of(row)) for row, _ in (made.train[i] for i in range(80))}
     assert len(seen) == 30 and not seen & set(texts) and made.train.steps_per_epoch == 7

@@ -51,10 +51,6 @@ def test_three_hosts_that_can_not_hold_the_model(tmp_path):
     predicted = {host: float(value) for host, value in re.findall(r"(node\d) ([\d.]+) of", line)}
     measured = peaks(printed)
     rows = [json.loads(line) for line in open(on_disk("node0", ROOT / "runs/three/evaluation.jsonl"))]
-    [plan] = re.findall(r"plan: .*", printed)
-    print(f"one host takes {whole:.2f} GB, so each has {limit} MB\n{plan}\npredicted {predicted}\nmeasured {measured}\n"
-          f"evaluation loss {rows[0]['evaluation_loss']:.4f} at first, {rows[-1]['evaluation_loss']:.4f} in the end\n"
-          f"alone: {alone[alone.index('error:') :]}")
     assert rows[0]["step"] == 0 and rows[-1]["step"] == STEPS
     assert rows[-1]["evaluation_loss"] < rows[0]["evaluation_loss"] - 0.1
     assert predicted.keys() == measured.keys()

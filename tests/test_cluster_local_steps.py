@@ -173,6 +173,9 @@ def script_run(tmp_path_factory):
 
 
 def test_the_script(script_run):
+    """Rounds by measured speed, a row for each step, and a checkpoint of the agreed weights."""
+    from safetensors.torch import load_file
+
     folder, printed = script_run
     assert "local steps of a round: 4, 1, 4\n" in printed
     assert "samples of a round, in micro-batches of up to 1: 4, 1, 4\n" in printed
@@ -182,12 +185,6 @@ def test_the_script(script_run):
     epochs = [float(text) for text in re.findall(r"^epoch \d: loss (\S+)$", printed, re.MULTILINE)]
     means = [sum(row["loss"] for row in part) / 6 for part in (rows[:6], rows[6:])]
     assert epochs == pytest.approx(means, abs=1e-4)
-
-
-def test_the_checkpoint_has_the_agreed_weights(script_run):
-    from safetensors.torch import load_file
-
-    folder, printed = script_run
     [*_, newest] = re.findall(r"^checkpoint: (\S+) ", printed, re.MULTILINE)
     assert newest == str(folder / "checkpoints" / "train_distributed" / "step_00000004"), "of 4 rounds"
     saved = load_file(f"{newest}/model-00001-of-00001.safetensors")
@@ -209,13 +206,10 @@ def test_an_epoch_shorter_than_a_round(script_run):
 
 @pytest.mark.parametrize("flags, expected", [
     (["--outer_momentum", 0.5], "--outer_momentum without local steps: add --local_steps 50"),
-    (["--outer_learning_rate", 1, "--overlap_steps", 0], "--outer_learning_rate, --overlap_steps without local steps"),
-    (["--local_steps", 0], "--local_steps: must be at least 1, got 0"),
     (["--local_steps", 4, "--overlap_steps", 4], "--overlap_steps 4 must be below --local_steps 4"),
     (["--local_steps", 4, "--outer_momentum", 1], "--outer_momentum: must be from 0 to less than 1, got 1"),
     (["--local_steps", 4, "--profile_batch", 0], "--profile_batch 0: ranks that take local steps have no step"),
     (["--local_steps", 4, "--max_steps_per_epoch", 6], "--max_steps_per_epoch 6 is no multiple of --local_steps 4"),
-    (["--local_steps", 4, "--gradient_wire_dtype", "fp8"], "--gradient_wire_dtype: invalid choice: 'fp8'"),
 ])
 def test_flags_that_do_not_go_together(monkeypatch, flags, expected):
     monkeypatch.setattr("sys.argv", ["train_distributed.py", *map(str, flags)])

@@ -1,4 +1,4 @@
-"""LoRA of train_distributed.py: losses, gradients and files are those of plain transformers, peft and AdamW."""
+"""LoRA of train_distributed.py, with --tp_size too: losses, gradients and files are those of plain peft and AdamW."""
 
 import json
 import math
@@ -15,17 +15,25 @@ from launch import fork, metrics
 TOLERANCE = 1e-9
 STEPS, SAMPLES, SEQ_LEN, RANK, MAX_GRAD_NORM = 3, 8, 16, 4, 0.05
 RATES = [0.005, 0.01, 0.005]  # a step of warm-up, then half a cosine to zero behind the last step
+NARROW = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+              head_dim=8, initializer_range=0.1, pad_token_id=0)
 FAMILIES = {
     "llama": dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
                   num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, initializer_range=0.1),
     "gpt2": dict(n_embd=32, n_layer=3, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
                  initializer_range=0.1),
+    "qwen3": NARROW, "olmo2": NARROW, "glm4": NARROW,  # norms of heads; norms of whole outputs; fused matrices
+    "mixtral": {**NARROW, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 TOPOLOGIES = {  # name -> ranks, flags: 8 micro-batches a step of one sample in each
     "one": (1, ["--num_microbatches", "8"]),
     "3;1,2": (3, ["--num_microbatches", "5,3", "--pipelines", "3;1,2"]),
     "shares": (3, ["--num_microbatches", "3,3,2"]),
     "1,1,1": (3, ["--num_microbatches", "8", "--pipelines", "1,1,1", "--recompute", "--pp_engine", "afab"]),
+    "tp2": (2, ["--num_microbatches", "8", "--tp_size", "2"]),
+    "tp2, recompute": (2, ["--num_microbatches", "8", "--tp_size", "2", "--recompute"]),
+    "1,rest x tp2": (4, ["--num_microbatches", "8", "--pipelines", "1,2", "--tp_size", "2"]),
+    "shares x tp2": (4, ["--num_microbatches", "5,3", "--tp_size", "2"]),
 }
 PAIRS = [*(f"pair {i}: " + "why so long? " * (1 + i % 3) for i in range(SAMPLES)),
          *("because " * (1 + i % 4) for i in range(SAMPLES))]
@@ -66,21 +74,28 @@ def seq_len(data: str) -> int:
     return SEQ_LEN if data == "text" else 40
 
 
-def in_plain_peft(folder, family: str, data: str):
-    """Steps of one process without any code of ours: losses, norms, rates, and the model with its last gradients."""
+def with_adapters(model, kinds: tuple[str, ...], dtype: torch.dtype):
+    """The model of peft with an adapter beside each matrix, which is a module of these `kinds`; and what it trains."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float64)
     linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if ".0." in name
-                     and type(module).__name__ in ("Linear", "Conv1D")})
+                     and type(module).__name__ in kinds})
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=8, target_modules=linear))
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     for name, param in trained.items():
         seed = 42 + zlib.crc32(name.replace(".default.", ".").encode())
         bound = 1 / math.sqrt(param.shape[1]) if "lora_A" in name else 0.0
         param.data = torch.zeros(param.shape).uniform_(
-            -bound, bound, generator=torch.Generator().manual_seed(seed)).double()
+            -bound, bound, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return model, trained
+
+
+def in_plain_peft(folder, family: str, data: str):
+    """Steps of one process without any code of ours: losses, norms, rates, and the model with its last gradients."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float64)
+    model, trained = with_adapters(model, ("Linear", "Conv1D"), torch.float64)
     optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
     rows = []
     for rate in RATES:
@@ -119,39 +134,82 @@ def run(folder, name: str, family: str, data: str, topology: str, *more, env=Non
                 script=ROOT / "tests" / "support" / "checkpoint_runs.py"), ranks
 
 
-CASES = [("llama", "pairs", "3;1,2"), ("llama", "pairs", "shares"), ("gpt2", "text", "3;1,2"),
+def whole(key: str, parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    """A gradient out of those of the ranks of a tp group, of which those of what is not split are equal."""
+    if parts[0].shape == shape:
+        assert all((part - parts[0]).abs().max() <= TOLERANCE for part in parts), key
+        return parts[0]
+    dim = 1 if "lora_A" in key else 0
+    chunks = [part.chunk(3 if "c_attn" in key else 1, dim) for part in parts]
+    return torch.cat([chunk for each in zip(*chunks) for chunk in each], dim)
+
+
+CASES = [("llama", "pairs", "3;1,2"), ("llama", "pairs", "tp2"), ("gpt2", "text", "1,rest x tp2"),
          *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-             ("llama", "text", "one"), ("llama", "text", "3;1,2"), ("llama", "text", "shares"),
-             ("llama", "pairs", "1,1,1"), ("gpt2", "pairs", "shares"), ("gpt2", "pairs", "1,1,1")])]
+             ("llama", "pairs", "shares"), ("gpt2", "text", "3;1,2"), ("gpt2", "pairs", "1,1,1"),
+             ("glm4", "text", "tp2"), ("qwen3", "text", "tp2"), ("olmo2", "text", "tp2"),
+             ("llama", "text", "shares x tp2"), ("llama", "text", "tp2, recompute")])]
 
 
 @pytest.mark.parametrize("family, data, topology", CASES)
 def test_equal_to_plain_peft(folder, family, data, topology):
-    """Losses, norms, rates, every adapter's clipped gradient, and what is saved, whole, from any topology of hosts with own disks."""
-    name = f"{family} {data} {topology}".replace(";", "+")
-    printed, ranks = run(folder, name, family, data, topology, env={"HOSTS": str(folder)}, log_dir="runs",
-                         checkpoint_dir="checkpoints")
-    home = folder / f"host{ranks - 1}"  # where the run was started
-    boards = [path.parent.parent.parent for path in folder.glob(f"host*/runs/{name}/events*")]
-    assert boards == [home], "TensorBoard's files"
+    """Losses, norms, rates, every adapter's clipped gradient on each rank, and what is saved, whole.
+
+    Without --tp_size each rank is a host with a disk of its own, and the last one is where the run was started.
+    """
+    name, tp_size = f"{family} {data} {topology}".replace(";", "+").replace(",", "+"), 2 if "tp2" in topology else 1
+    own_disks = dict(env={"HOSTS": str(folder)}, log_dir="runs", checkpoint_dir="checkpoints") if tp_size == 1 else {}
+    _, ranks = run(folder, name, family, data, topology, **own_disks)
+    home = folder / f"host{ranks - 1}" if own_disks else folder
+    assert not own_disks or [path.parents[2] for path in folder.glob(f"host*/runs/{name}/events*")] == [home]
     with float64_throughout():
         expected, model = in_plain_peft(folder, family, data)
     found = [(row["loss"], row["grad_norm"], row["learning_rate"]) for row in metrics(home / "runs", name)]
     assert found == [pytest.approx(row, abs=TOLERANCE) for row in expected]
-    gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    gradients = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
     seen = set()
-    for rank in range(ranks):
-        grads = torch.load(folder / f"out_{name}" / f"grads{rank}.pt")
-        assert all("lora_" in key for key in grads), "frozen weights have no gradients"
-        for key, grad in grads.items():
-            seen.add(key)
-            assert (grad - gradients[f"base_model.model.{key}"]).abs().max() <= TOLERANCE, (rank, key)
-    assert len(seen) == len(gradients) == 3 * (14 if family == "llama" else 8), "3 layers, two of each matrix"
+    for first in range(0, ranks, tp_size):
+        grads = [torch.load(folder / f"out_{name}" / f"grads{rank}.pt") for rank in range(first, first + tp_size)]
+        assert all(each.keys() == grads[0].keys() for each in grads)
+        assert all("lora_" in key for key in grads[0]), "frozen weights have no gradients"
+        for key in grads[0]:
+            grad = gradients[f"base_model.model.{key}"]
+            assert (whole(key, [each[key] for each in grads], grad.shape) - grad).abs().max() <= TOLERANCE, key
+        seen |= grads[0].keys()
+    assert len(seen) == len(gradients)
     saved = read(newest(home, name) / "adapter_model.safetensors")
     trained = {key.replace(".default.", "."): param for key, param in model.named_parameters() if param.requires_grad}
-    assert saved.keys() == trained.keys()
+    assert saved.keys() == trained.keys() and not (newest(home, name) / "config.json").exists()
     assert all((saved[key] - param).abs().max() <= TOLERANCE for key, param in trained.items())
-    assert not (newest(home, name) / "config.json").exists() and max(abs(p).max() for p in saved.values()) > 0.01
+
+
+def require_same_run(folder, name: str, other: str, tolerance: float) -> None:
+    """Losses, norms and the adapter."""
+    found, expected = (metrics(folder / "runs", each) for each in (name, other))
+    assert len(found) == len(expected) == STEPS
+    for key in "loss", "grad_norm":
+        assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], abs=tolerance)
+    a, b = (read(newest(folder, each) / "adapter_model.safetensors") for each in (name, other))
+    assert a.keys() == b.keys() and all((a[key] - b[key]).abs().max() <= tolerance for key in a)
+
+
+@pytest.mark.parametrize("before, after", [("tp2", "one"), pytest.param("one", "tp2", marks=pytest.mark.slow)])
+def test_goes_on_with_another_tp_size(folder, before, after):
+    """Three steps, of which the last is with another --tp_size: losses and the adapter are those of one process."""
+    name = f"from {before} to {after}"
+    run(folder, name, "gpt2", "text", before, "--max_steps", "2", lr_decay="none")
+    done, _ = run(folder, name, "gpt2", "text", after, "--resume", "auto", lr_decay="none")
+    assert "going on after step 2: " in done.stdout
+    run(folder, f"{name}, at once", "gpt2", "text", "one", lr_decay="none")
+    require_same_run(folder, name, f"{name}, at once", TOLERANCE)
+
+
+@pytest.mark.slow
+def test_experts_over_tp_ranks(folder):
+    """A mixture of experts, whose router is float32, and which plain peft can't run in float64: as one process."""
+    run(folder, "experts", "mixtral", "text", "tp2")
+    run(folder, "experts of one", "mixtral", "text", "one")
+    require_same_run(folder, "experts", "experts of one", 1e-7)
 
 
 def read(path) -> dict[str, torch.Tensor]:
@@ -193,26 +251,23 @@ def test_the_adapter_in_plain_peft(folder, tmp_path):
         assert (model(torch.arange(32).view(2, 16)).logits - expected).abs().max() > 1e-3, "the adapter does something"
 
 
-@pytest.mark.parametrize("more, message", [
-    (["--lora_targets", "q_proj,query"], "have no matrix 'query': choose among q_proj, k_proj, v_proj, o_proj, "),
-    (["--lora_rank", "99999999999999999999999"], "the matrices have 32 rows or columns at most"),
-    (["--tp_size", "1", "--from_scratch"], "--from_scratch is for training all weights"),
-    (["--model_name", "{bare}"], "has no weights (model.safetensors), and LoRA trains beside"),
-    (["--resume", "{other}", "--lora_alpha", "8"], "was saved with --lora_alpha 4.0, but this run has 8.0"),
-])
-def test_mistakes(folder, tmp_path, more, message):
-    names = {"bare": write_model(tmp_path / "bare"), "other": checkpoint(folder, "other alpha", 2)}
+@pytest.mark.parametrize("ranks, more, message", [
+    (1, ["--lora_targets", "q_proj,query"], "have no matrix 'query': choose among q_proj, k_proj, v_proj, o_proj, "),
+    (1, ["--lora_rank", "99999999999999999999999"], "the matrices have 32 rows or columns at most"),
+    (1, ["--tp_size", "1", "--from_scratch"], "--from_scratch is for training all weights"),
+    (1, ["--model_name", "{bare}"], "has no weights (model.safetensors), and LoRA trains beside"),
+    (1, ["--resume", "{other}", "--lora_alpha", "8"], "was saved with --lora_alpha 4.0, but this run has 8.0"),
+    (1, ["--resume", "{other}", "--lora_alpha", "4", "--base_bits", "4", "--dtype", "float32"],
+     "was saved with --base_bits None, but this run has 4: give the same"),
+    (2, ["--tp_size", "2", "--lora_dropout", "0.1"], "--tp_size 2 with --lora_dropout 0.1: tensor-parallel ranks would"),
+    (3, ["--tp_size", "3"], "num_attention_heads=4 cannot be split over tp_size=3: use a tp_size that divides 4")])
+def test_mistakes(folder, tmp_path, ranks, more, message):
+    names = {"bare": tmp_path / "bare", "other": checkpoint(folder, "other alpha", 2)}
+    if "{bare}" in more:
+        write_model(names["bare"])
     if "{other}" in more and not names["other"].exists():
         run(folder, "other alpha", "llama", "text", "one", max_steps=2, lora_alpha=4)
     more = [word.format(**names) for word in more]
     flags = flags_of(tmp_path, "wrong", folder / "llama", dataset_name=folder / "text.txt", lora_rank=RANK, max_steps=3)
-    result = fork(9, 1, *flags, "--num_microbatches", "8", *more, script=SCRIPT, check=False, modules=["peft"])
+    result = fork(9, ranks, *flags, "--num_microbatches", "8", *more, script=SCRIPT, check=False, modules=["peft"])
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr, result.stderr
-
-
-def test_an_adapter_of_another_model(folder):
-    run(folder, "for another", "llama", "text", "one", max_steps=1, save_every=1)
-    result = fork(9, 1, "--checkpoint", folder / "gpt2", "--adapter", checkpoint(folder, "for another", 1), "--prompt",
-                  "The", script=ROOT / "cluster" / "generate.py", check=False, modules=["peft"])
-    assert result.returncode == 2 and "is no adapter for this model" in result.stderr
-    assert "Traceback" not in result.stderr

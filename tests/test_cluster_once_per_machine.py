@@ -11,7 +11,7 @@ TINY = str(ROOT / "assets" / "tiny_llama")
 
 
 def test_the_others_wait_longer_than_a_collective_may(run_code):
-    """Encoding a large corpus takes minutes, and NCCL ends a collective after ten of them: here it is three seconds."""
+    """Encoding a large corpus takes minutes, and NCCL ends a collective after ten of them: here it is two seconds."""
     run_code("cluster", 2, """
 import datetime, os, time
 import torch.distributed as dist
@@ -20,12 +20,12 @@ from utils import UserError
 
 dist.init_process_group("gloo")
 dist.barrier()  # all ranks have started, however busy the cores are: from now on patience is short
-dist.distributed_c10d._set_pg_timeout(patience := datetime.timedelta(seconds=3))
+dist.distributed_c10d._set_pg_timeout(patience := datetime.timedelta(seconds=2))
 dist.distributed_c10d._get_default_store().set_timeout(patience)
 made = []
 
 def make():
-    time.sleep(4)
+    time.sleep(2.5)
     made.append(os.environ["RANK"])
     return "tokens"
 
@@ -65,7 +65,7 @@ once_per_machine(make)
     assert [code for code, _ in ended] == [1, -signal.SIGKILL], ended
 
 
-@pytest.mark.parametrize("home", [0, 2])
+@pytest.mark.parametrize("home", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_others_get_the_data_from_the_host_that_started_the_run(run_code, tmp_path, home):
     """Ranks 0 and 1 share a disk. Rank 2 has another. Only one of the two hosts has the data and a tokenizer."""
     pairs = [json.dumps({"prompt": f"{i} ", "completion": f"number {i}"}) + "\n" for i in range(40)]

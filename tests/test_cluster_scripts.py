@@ -13,7 +13,6 @@ import torch
 
 from checkpoint_runs import write_model
 from clusters import MEASURED
-from huggingface import their_name
 from launch import ROOT, fork, losses, metrics, modules_of, start_fork
 from recordings import LLAMA3
 
@@ -73,6 +72,8 @@ def test_three_ranks_equal_one_process(trained, run, steps, tolerance):
     rows = [metrics(folder / f"runs{ranks}", run) for ranks in (1, 3)]
     alone, together = ([row["grad_norm"] for row in rows_of_run] for rows_of_run in rows)
     assert together == pytest.approx(alone, abs=tolerance) and min(alone) > 0.5  # all were clipped
+    saved = folder / "checkpoints3" / "uneven"
+    assert run != "uneven" or sorted(os.listdir(saved)) == [".lock", "latest", "step_00000002", "step_00000004"]
     rates = [row["learning_rate"] for row in rows[1]]
     assert rates[:3] == pytest.approx([rates[2] / 3, rates[2] * 2 / 3, rates[2]]) and rates[3] < rates[2]
 
@@ -100,19 +101,6 @@ def test_shares_by_speed_and_banner(trained):
     assert re.search(r"^2 +\S+ +.*\d cores +lo 127.0.0.1$", printed, re.MULTILINE)
 
 
-def test_checkpoint_has_the_final_weights(trained):
-    """The last epoch's, by Hugging Face's names. That transformers computes the same: test_cluster_checkpoint.py."""
-    from safetensors.torch import load_file
-
-    folder, _ = trained
-    saved = folder / "checkpoints3" / "uneven"
-    assert sorted(os.listdir(saved)) == [".lock", "latest", "step_00000002", "step_00000004"]  # the end of each epoch
-    assert (saved / "latest").read_text() == "step_00000004\n"
-    weights = load_file(saved / "step_00000004" / "model-00001-of-00001.safetensors")
-    final = torch.load(folder / "train_distributed3" / "rank0.pt")["final"]
-    assert len(weights) == len(final) and all(torch.equal(weights[their_name(name)], final[name]) for name in final)
-
-
 def test_tensorboard(trained):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -121,15 +109,11 @@ def test_tensorboard(trained):
     board.Reload()
     for name in ("step_seconds", "compute_seconds", "cpu_memory_gb", "cpu_percent"):
         for rank in range(3):
-            assert len(board.Scalars(f"{name}/rank{rank}")) == 4, (name, rank)
-            assert all(event.value > 0 for event in board.Scalars(f"{name}/rank{rank}"))
-    assert not any(tag.startswith("gpu") for tag in board.Tags()["scalars"])
-    computed, step = (board.Scalars(f"{name}_seconds/rank1") for name in ("compute", "step"))
-    assert all(a.value <= b.value for a, b in zip(computed, step))
+            values = [event.value for event in board.Scalars(f"{name}/rank{rank}")]
+            assert len(values) == 4 and min(values) > 0, (name, rank)
     for name in ("loss", "grad_norm", "learning_rate"):
         found = [event.value for event in board.Scalars(name)]
         assert found == pytest.approx([row[name] for row in metrics(folder / "runs3", "uneven")], rel=1e-6)
-    assert all(event.value > 0 for event in board.Scalars("tokens_per_second"))
 
 
 def test_single_test_prints_a_table_of_machines(trained):
@@ -172,10 +156,9 @@ def test_a_batch_too_large_for_the_memory_is_not_tried(tiny, monkeypatch):
     assert single_test.largest_batch(args, tiny, torch.device("cpu"))[0] == 4
 
 
-@pytest.mark.parametrize("script", ["train_distributed", "train_single_test"])
-def test_rotary_numbers_of_no_use(tmp_path, script):
+def test_rotary_numbers_of_no_use(tmp_path):
     """One line, and neither transformers nor the tokenizer is asked for it."""
     model = write_model(tmp_path / "model", rope_parameters={**LLAMA3, "low_freq_factor": "1"})
-    done = fork(9, 2, "--model_name", model, "--device", "cpu", script=CLUSTER / f"{script}.py", check=False)
+    done = fork(9, 2, "--model_name", model, "--device", "cpu", script=CLUSTER / "train_distributed.py", check=False)
     assert done.returncode > 0 and [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
         "error: rope_type='llama3' with low_freq_factor='1': set a number above 0 in config.json"], done.stderr

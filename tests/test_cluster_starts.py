@@ -3,20 +3,15 @@
 Hosts are folders here, in which a rank each has relative paths: they share no disk.
 """
 
-import contextlib
 import os
 import shutil
-import threading
-import types
 
 import pytest
 from checkpoint_runs import ROOT, SCRIPT, flags_of, write_corpus, write_model
 from launch import losses, metrics, modules_of, start_fork
 
 with modules_of(9):
-    from checkpoints import save as checkpoint
     from ranks import disks
-    from run import session
     from run.start import launch_id
     from checkpoints.files import check_file, read_state
     from utils import UserError
@@ -74,8 +69,7 @@ LAUNCHES = {  # name -> the environment of start k
 }
 
 
-@pytest.mark.parametrize("kind, name", [("elastic", "other"), pytest.param("elastic", "home", marks=pytest.mark.slow),
-                                        pytest.param("slurm", "home", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind, name", [("elastic", "other"), pytest.param("slurm", "home", marks=pytest.mark.slow)])
 def test_a_directory_counts_for_the_first_start(train, kind, name):
     """Of one launch. Another launch with that flag goes back, and keeps what was trained since under another name."""
     flags = ["--resume", train.folder / "b" / "checkpoints" / "home" / f"step_{OLDER - 2:08d}"]
@@ -90,8 +84,7 @@ def test_a_directory_counts_for_the_first_start(train, kind, name):
 
 
 @pytest.mark.parametrize("hosts, resume", [
-    ("ba", []), *(pytest.param(hosts, ["--resume", "auto"], marks=pytest.mark.slow) for hosts in ("ab", "ba")),
-])
+    ("ba", []), pytest.param("ab", ["--resume", "auto"], marks=pytest.mark.slow)])
 def test_a_late_host_with_an_older_run(train, older, hosts, resume):
     """Its checkpoint is of a later step, and its rows are as many. It is left in peace, and the files come whole."""
     env = {**ELASTIC, "TORCHELASTIC_RUN_ID": "launch"}
@@ -147,79 +140,32 @@ def test_an_elastic_launch_needs_an_id(monkeypatch):
     assert launch_id(None) == ("of launch_cluster.sh", True)
 
 
-def test_no_start_is_misled_by_what_another_left(monkeypatch, tmp_path):
-    """A start that is killed leaves its probes. Names are new each time, and an error removes them."""
-    left, gathered = [], []
-    monkeypatch.setattr(disks, "dist", types.SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1,
-                                                             new_group=lambda backend: None))
-    monkeypatch.setattr(disks, "home_rank", lambda: 0)
-    monkeypatch.setattr(disks.Disks, "gather", lambda self, value: gathered.append(value) or [value])
-    monkeypatch.setattr(disks.pgm, "together", lambda group: contextlib.nullcontext())
+def test_no_start_is_misled_by_what_another_left(world_of_one, monkeypatch, tmp_path):
+    """A start that is killed leaves its probes. Names are new each time, and one that ends well removes them."""
     with monkeypatch.context() as killed:
-        killed.setattr(os, "remove", left.append)
+        killed.setattr(os, "remove", lambda path: None)
         for _ in range(2):
             assert disks.Disks(str(tmp_path)).leads
-    assert len({*left}) == 2 == len(os.listdir(tmp_path))
-    monkeypatch.setattr(disks, "Disk", None)
-    with pytest.raises(TypeError):
-        disks.Disks(str(tmp_path))
-    assert len(os.listdir(tmp_path)) == 2
+    assert len(left := os.listdir(tmp_path)) == 2
+    assert disks.Disks(str(tmp_path)).leads and sorted(os.listdir(tmp_path)) == sorted(left)
 
 
-def test_one_thread_writes_at_a_time(monkeypatch):
-    """The first checkpoint of a run may be under way when the first step is done."""
-    ours, ends = object.__new__(checkpoint.Checkpointer), threading.Event()
-    monkeypatch.setattr(checkpoint, "shards_of", lambda stage, optimizer: [])
-    ours.stage, ours.optimizer, ours.grid = None, None, types.SimpleNamespace(dp_rank=0)
-    ours.thread = writer = threading.Thread(target=ends.wait)
-    writer.start()
+def test_a_file_that_cannot_be_sent(run_code, tmp_path):
+    """The receiver does not wait for the rest of it, and no part of a file is left. Both ranks know the error."""
+    for name, content in (("a/file", "0123456789"), ("a/taken", "a file"), ("b/taken/deep", "a file in a folder")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    run_code("cluster", 2, """
+import os, process_group_manager as pgm
+from ranks import disks
+pgm.init_process_group("gloo")
+os.chdir(os.path.join(sys.argv[1], "ab"[int(os.environ["RANK"])]))
+ours, disks.CHUNK = disks.Disks("."), 4
+for name, said in ("file", None), ("missing", "No such file"), ("taken", "directory"):
     try:
-        ours.prepare()
-        assert ours.thread is writer
-    finally:
-        ends.set()
-
-
-def test_a_file_that_cannot_be_read_does_not_leave_the_receiver_waiting(tmp_path, monkeypatch):
-    """Both know the error, which copy() then raises on all ranks. A disk that is full takes all and keeps nothing."""
-    messages, it = [], object.__new__(disks.Disks)
-    monkeypatch.setattr(disks, "CHUNK", 4)
-    monkeypatch.setattr(disks, "dist", types.SimpleNamespace(
-        send_object_list=lambda objects, to, group: messages.extend(objects),
-        recv_object_list=lambda objects, source, group: objects.__setitem__(0, messages.pop(0))))
-    it.group, path, target = None, tmp_path / "file", tmp_path / "copy"
-    path.write_bytes(b"0123456789")
-    assert it.send(path, 1) is None and it.receive(target, 0) is None and target.read_bytes() == b"0123456789"
-    assert isinstance(it.send(tmp_path / "missing", 1), FileNotFoundError)
-    assert isinstance(it.receive(tmp_path / "other", 0), FileNotFoundError)
-    assert it.send(path, 1) is None and isinstance(it.receive(path / "below", 0), OSError) and not messages
-    assert sorted(os.listdir(tmp_path)) == ["copy", "file"]
-
-
-@pytest.mark.parametrize("copies, sent", [(1, []), (2, [(0, 2), (1, 2), (2, 0)]), (3, [(0, 2), (0, 1), (1, 2), (1, 0),
-                                                                                        (2, 0), (2, 1)])])
-def test_home_has_each_checkpoint_as_a_whole(tmp_path, copies, sent):
-    """One of the copies of a file is on the host on which the run was started, here that of rank 2."""
-    ours, found, all_disks = object.__new__(checkpoint.Checkpointer), [], [disks.Disk((rank,)) for rank in range(3)]
-    ours.disks = types.SimpleNamespace(
-        all=all_disks, home=all_disks[2], leads=False, together=contextlib.nullcontext,
-        copy=lambda folder, copies: found.extend((source, to) for _, source, to in copies))
-    ours.small, ours.copies = {}, copies
-    parts = {rank: {"files": {f"model-{rank}": {"bytes": 1}}, "model_map": {}, "optimizer_map": {}, "parameters": {}}
-             for rank in range(3)}
-    ours.complete(str(tmp_path), {}, parts, is_last=False)
-    assert found == sent
-
-
-@pytest.mark.parametrize("written, says", [(5, "goes on from there"), (4, "goes on after step 4"),
-                                           (0, "begins anew, as no step was saved")])
-def test_a_stop_says_what_is_saved(monkeypatch, capsys, written, says):
-    """The disk may have been full at the last step, or always."""
-    ours = object.__new__(session.Session)
-    ours.step, ours.generation = 5, types.SimpleNamespace(failure_detector=None, members=None)
-    ours.start = types.SimpleNamespace(disks=types.SimpleNamespace(group=None))
-    ours.checkpointer = types.SimpleNamespace(wait=lambda: None, written=written)
-    barrier = types.SimpleNamespace(wait=lambda timeout: None)
-    monkeypatch.setattr(session, "dist", types.SimpleNamespace(get_rank=lambda: 0, barrier=lambda group, async_op: barrier))
-    ours.end(True)
-    assert capsys.readouterr().out == f"stopped after step 5, as it was told: --resume auto {says}\n"
+        ours.copy(".", [(name, 0, 1)])
+        assert said is None, name
+    except disks.UserError as error:
+        assert said and said in str(error), error
+""", tmp_path)
+    assert sorted(os.listdir(tmp_path / "b")) == ["file", "taken"] and (tmp_path / "b/file").read_text() == "0123456789"

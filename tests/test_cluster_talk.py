@@ -24,15 +24,11 @@ PROMPTS = ["The state of the union is", "We", "It was the best of times, it was 
 NEW = 24
 LLAMA = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=96, initializer_range=0.3, head_dim=8)
-WINDOW = dict(LLAMA, sliding_window=8)
 KINDS = {  # of transformers -> configuration, layers of the stages
     "llama": (LLAMA, "3,2,1"),
     "gpt2": (dict(vocab_size=1024, n_embd=32, n_layer=6, n_head=4, n_positions=96, initializer_range=0.3), "1,2,3"),
-    "qwen3": (dict(LLAMA, head_dim=16, tie_word_embeddings=True), "2,2,2"),
     "mixtral": (dict(LLAMA, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True), "2,3,1"),
-    "mistral": (WINDOW, "1,4,1"),
-    "gemma2": (dict(WINDOW, query_pre_attn_scalar=8, tie_word_embeddings=False), "1,1,4"),  # one kind in two
-    "gemma3_text": (dict(WINDOW, query_pre_attn_scalar=8, tie_word_embeddings=False), "4,1,1"),
+    "gemma2": (dict(LLAMA, sliding_window=8, query_pre_attn_scalar=8, tie_word_embeddings=False), "1,1,4"),
     "opt": (dict(vocab_size=1024, hidden_size=32, ffn_dim=48, num_hidden_layers=6, num_attention_heads=4,
                  max_position_embeddings=96, init_std=0.3), "3,2,1"),
     "gpt_neox": (dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=6,
@@ -41,7 +37,7 @@ KINDS = {  # of transformers -> configuration, layers of the stages
                         linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4,
                         num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16), "2,2,2"),
 }
-QUICK = ("llama", "gpt2", "qwen3", "gemma2")
+QUICK = ("gpt2", "gemma2")  # beside "llama" in the other tests
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +57,7 @@ def model_of(folder, kind: str):
 
 def write(ranks: int, *words, check: bool = True, **options) -> subprocess.CompletedProcess:
     """generate.py over so many ranks."""
-    modules = [f"transformers.models.{kind}.modeling_{kind}" for kind in QUICK]
+    modules = [f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", *QUICK)]
     return fork(9, ranks, *CPU, *words, script=SCRIPT, modules=["peft", *modules], check=check, timeout=100, **options)
 
 
@@ -128,8 +124,9 @@ def adapter_of(folder, kind: str, **settings):
     return path
 
 
-@pytest.mark.parametrize("kind, settings", [("llama", {}), ("gpt2", {}), (
-    "llama", {"layers_to_transform": [1, 3], "target_modules": ["q_proj", "up_proj"]})])
+@pytest.mark.parametrize("kind, settings", [
+    ("llama", {"layers_to_transform": [1, 3], "target_modules": ["q_proj", "up_proj"]}),
+    pytest.param("gpt2", {}, marks=pytest.mark.slow)])
 def test_an_adapter_beside_the_weights(folder, kind, settings):
     path, adapter = model_of(folder, kind), adapter_of(folder, kind, **settings)
     done = write(3, "--checkpoint", path, "--adapter", adapter, "--pipelines", "1,2,3", *prompts(),
@@ -143,7 +140,7 @@ def on_disks(folder, ranks: int, *words, **options):
                 env={"HOSTS": str(folder / "disks"), "SLOW": "0"}, modules=["peft"], timeout=100, **options)
 
 
-@pytest.mark.parametrize("kind", ["weights", "adapter"])
+@pytest.mark.parametrize("kind", ["weights", pytest.param("adapter", marks=pytest.mark.slow)])
 def test_a_run_on_disks_of_their_own(folder, tmp_path, kind):
     """Neither disk has all files, and with an adapter only the last host has it."""
     flags = flags_of(tmp_path, "run", model_of(folder, "llama"), dataset_name=folder / "corpus", checkpoint_dir="c",
@@ -214,16 +211,13 @@ def start_chat(path, command: list, **options) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_a_chat(chatty):
-    """Three turns, each with all that was said before, as in one process; and the end of the input."""
+    """Three turns, each with all that was said before, as in one process; and nobody who could type."""
     found, expected = (start_chat(chatty, command).communicate(LINES, timeout=100)[0].split(f"{ASKS}\n")[1]
                        for command in (torchrun(3, SCRIPT), [sys.executable, SCRIPT]))
     assert found == expected and len(found) > 20
-    quiet = start_chat(chatty, torchrun(2, SCRIPT))
-    assert "error" not in quiet.communicate("", timeout=100)[0] and quiet.returncode == 0, "Ctrl-D before the first line"
-    for command, code in (torchrun(2, SCRIPT), 1), ([sys.executable, SCRIPT], 2):
-        silent = start_chat(chatty, command, stdin=subprocess.DEVNULL)
-        assert f"{socket.gethostname()} gets no line to answer" in silent.communicate(timeout=100)[0]
-        assert silent.returncode == code
+    silent = start_chat(chatty, torchrun(2, SCRIPT), stdin=subprocess.DEVNULL)
+    assert f"{socket.gethostname()} gets no line to answer" in silent.communicate(timeout=100)[0]
+    assert silent.returncode == 1
 
 
 @pytest.mark.slow
@@ -254,30 +248,23 @@ def test_a_rank_that_is_lost_in_a_chat(chatty, tmp_path):
 @pytest.mark.parametrize("ranks, words, message", [
     (3, ["--prompt", "word " * 90], "tokens, and with --max_new_tokens 24 it is more than the 96 positions"),
     (3, ["--prompt", "We", "--adapter", "{gpt2}"], "is no adapter for this model"),
-    (3, ["--prompt", "We", "--adapter", "{fewer}"], "is no adapter for this model: "),
     (3, ["--prompt", "We", "--pipelines", "3,3"], "need 2 processes, but 3 run"),
-    (3, ["--prompt", "We", "--pipelines", "3,2,2"], "have 7 together, but the model has 6"),
     (7, ["--prompt", "We"], "the model has 6 decoder layers, and each of 7 processes needs at least one"),
     (1, ["--prompt", "We", "--pipelines", "6"], "divide the model among several processes"),
     (2, ["--prompt", "We", "--pipelines", "3,3", "--plan", "plan.json"], "leave out --pipelines"),
     (2, ["--prompt", "We", "--plan", "nowhere.json"], "nowhere.json can't be read"),
     (2, ["--adapter", "{gpt2}", "--merge_adapter", "out"], "--merge_adapter needs the whole model in one process"),
     (2, ["--chat", "--prompt", "We"], "has no chat template"),
-    (2, ["--prompt", ""], "has no token"),
     (2, ["--checkpoint", "{beams}", "--prompt", "We"], "asks for a beam search (num_beams 4)"),
     (3, ["--checkpoint", "{qwen3_next}", "--prompt", "We", "--pipelines", "1,2,3"], "has none of attention"),
 ])
 def test_mistakes(folder, ranks, words, message):
     """One clear line."""
-    names = {"gpt2": adapter_of(folder, "gpt2"),
-             "fewer": adapter_of(folder, "llama", layers_to_transform=[0], target_modules=["q_proj"], lora_alpha=4),
-             "qwen3_next": model_of(folder, "qwen3_next"), "beams": folder / "beams"}
+    names = {"gpt2": adapter_of(folder, "gpt2"), "qwen3_next": model_of(folder, "qwen3_next"),
+             "beams": folder / "beams"}
     if "{beams}" in words:
         shutil.copytree(model_of(folder, "llama"), folder / "beams")
         (folder / "beams" / "generation_config.json").write_text('{"num_beams": 4}')
-    if "{fewer}" in words:  # which says that it has all layers, as that of a model of one layer does
-        path = names["fewer"] / "adapter_config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "layers_to_transform": None}))
     done = write(ranks, "--checkpoint", model_of(folder, "llama"), "--max_new_tokens", NEW,
                  *(word.format(**names) for word in words), check=False)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -153,9 +153,9 @@ def main() -> None:
     with float64_throughout():
         imported["main"]()
     os.makedirs(out, exist_ok=True)
-    final = {name: param.detach().clone() for name, param in zip(held["param_names"], held["params"])}
-    grads = {name: param.grad.clone() for name, param in zip(held["param_names"], held["params"])
-             if param.grad is not None}
+    trained = [*zip(held.get("param_names", ()), held.get("params", ()))]  # none where there was nothing to do
+    final = {name: param.detach().clone() for name, param in trained}
+    grads = {name: param.grad.clone() for name, param in trained if param.grad is not None}
     for name, tensors in ("rank", final), ("grads", grads):
         torch.save(tensors, os.path.join(out, f"{name}{os.environ['RANK']}.pt"))
 
