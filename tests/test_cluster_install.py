@@ -112,11 +112,11 @@ def test_one_line_for_each_host_that_fails(run, tmp_path):
 exec /bin/sh""".replace("OLD", str(old)).replace("NONE", str(none))))
     retry = "WARNING: Retrying (Retry(total=0)) after connection broken by 'Temporary failure in name resolution'\n"
     lines = [
-        "none dir=/nowhere/at/all python=.venv/bin/python", "old dir=/nowhere/at/all", "gone",
+        f"none dir={tmp_path}/of_none python=.venv/bin/python", f"old dir={tmp_path}/of_old", "gone",
         host_line(tmp_path, "offline", f"{retry}ERROR: No matching distribution found for torch\n", fails=""),
         host_line(tmp_path, "full", "Collecting torch\nERROR: Could not install packages due to an OSError: "
                   "[Errno 28] No space left on device\n\n", fails=""),
-        f"bare dir={tmp_path}/bare python=/usr/nowhere/python", host_line(tmp_path, "well")]
+        f"bare dir={tmp_path}/bare python={tmp_path}/nowhere/python", host_line(tmp_path, "well")]
     code, text = run(lines, "--check")
     assert code == 1 and "well | copied" in text and "torch  " not in text, text
     errors = dict(re.findall(r"^error: (\w+): (.*)$", text, re.M))
@@ -154,14 +154,6 @@ def test_variables_reach_pip_and_no_list_of_processes(run, tmp_path):
     assert code == 0 and "https://me:secret@host/simple" in asked and "secret" not in (tmp_path / "words").read_text()
     assert {"torch>=2.11", "peft>=0.18", "tensorboard>=2.17"} <= set(asked.split()), text
     assert "pytest>=" not in asked
-
-
-@pytest.mark.slow
-def test_a_hostile_line_runs_nothing(run, tmp_path):
-    hostile = tmp_path / "a 'b\" $(touch ran) `touch ran` ; touch ran & | > ran \\ *"
-    code, text = run([f"a dir={shlex.quote(str(hostile))}"], "--env", "PIP_NO_INDEX=1", "--env", f"WORD={hostile}")
-    assert code == 1 and "a | made " in text and "error: a: pip: ERROR: " in text, text
-    assert (hostile / ".venv" / "bin" / "python").exists() and not list(tmp_path.rglob("ran"))
 
 
 def test_ctrl_c_ends_pip(run, tmp_path):
