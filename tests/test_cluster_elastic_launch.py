@@ -91,6 +91,7 @@ def test_a_run_that_is_not_elastic_has_torchrun():
     words = host_run.command(JOB)
     assert words[words.index("--node-rank") + 1] == "1" and words[-3:] == JOB["command"]
     variables = host_run.environment(JOB)
+    assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo"), "not lo1 as well"
     assert variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "900", "host_run.py ends them, not torchrun"
     assert not {"ELASTIC_RUN", "LAUNCH_CLUSTER_HOME", host_run.MARK} & variables.keys()
     assert "LAUNCH_CLUSTER_HOME" in host_run.environment({**JOB, "is_home": True})

@@ -72,7 +72,7 @@ def test_what_torchx_packs(tmp_path):
 def test_the_trainjob():
     models = pytest.importorskip("kubeflow_trainer_api.models", reason=MISSING.format("kubeflow-trainer-api"))
     yaml = pytest.importorskip("yaml")
-    words = yaml.safe_load((ROOT / "cluster" / "trainjob.yaml").read_text())
+    words = yaml.safe_load((ROOT / "cluster" / "engines" / "trainjob.yaml").read_text())
     assert models.TrainerV1alpha1TrainJob.from_dict(words).to_dict() == words  # what they don't know is dropped
     spec = words["spec"]
     trainer, args = spec["trainer"], spec["trainer"]["args"]
@@ -90,7 +90,7 @@ def test_the_trainjob():
 def test_the_rented_machines(tmp_path):
     """The task as SkyPilot loads it, and what its command becomes on the second machine."""
     sky = pytest.importorskip("sky", reason="no SkyPilot here: pip install skypilot, in an environment of its own")
-    task = sky.Task.from_yaml(str(ROOT / "cluster" / "skypilot.yaml"))
+    task = sky.Task.from_yaml(str(ROOT / "cluster" / "engines" / "skypilot.yaml"))
     (resources,) = task.resources
     assert task.num_nodes == 2 and resources.accelerators == {"H100": 8}
     assert task.storage_mounts["/shared"].mode.value == "MOUNT_CACHED"

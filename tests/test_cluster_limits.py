@@ -114,9 +114,3 @@ def test_ranks_of_a_gpu_share_its_memory(monkeypatch, gpus, ranks):
     placement.forget_ranks()
     assert memory.free_memory(torch.device("cuda", 0)) == 1200 // ranks
     placement.forget_ranks()
-
-
-def test_nccl_takes_this_interface_and_no_other():
-    """Without the =, NCCL takes all whose names begin like it: eth0 is eth01 as well."""
-    variables = host_run.environment(JOB)
-    assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")

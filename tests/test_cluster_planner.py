@@ -86,30 +86,7 @@ def test_as_good_as_trying_everything(options):
             assert all(peak <= memory[rank] for rank, peak in scored.result.peak_memory.items())
 
 
-def test_shares_by_speed():
-    """4:2:1 on fast links: each machine the whole model, and micro-batches by its speed."""
-    best = plans_for({"speeds": [2, 4, 1], "bandwidth": 1e9}, 28).best[0]
-    assert {p.machines: p.num_microbatches for p in best.candidate.pipelines} == {(0,): 8, (1,): 16, (2,): 4}
-    assert best.result.step_seconds == pytest.approx(28 / 7 * 8 * 3e-3, rel=0.01)
-
-
-def test_slow_links():
-    """Gradients too large for the network: a pipeline, as hidden states are smaller. These too: one machine."""
-    best = plans_for({"speeds": [1] * 3, "bandwidth": 1e6, "parameters": 10**6, "layer": 0.02}, 32).best[0]
-    assert len(best.candidate.pipelines) == 1 and len(best.candidate.pipelines[0].machines) == 3
-    options = {"speeds": [4, 3, 1], "bandwidth": 1e3, "parameters": 10**6}
-    plans = plans_for(options, 32)
-    assert plans.best[0].candidate.pipelines == (Pipeline((0,), (8,), 32),)
-    assert plans.uniform["the fastest machine alone"].candidate == plans.best[0].candidate
-
-
-def test_a_machine_behind_a_slow_link_is_not_in_the_middle():
-    far = [[1e5 if 0 in (i, j) else 1e8 for j in range(4)] for i in range(4)]
-    options = {"speeds": [1] * 4, "bandwidth": far, "parameters": 10**6, "memory": 6e7, "layer": 0.05}
-    pipelines = plans_for(options, 16).best[0].candidate.pipelines
-    assert len(pipelines) == 1 and 0 not in pipelines[0].machines[1:-1]
-
-
+@pytest.mark.slow
 def test_eight_unlike_machines():
     """Near to what their speeds add up to, in a few seconds, as only what is promising is simulated."""
     speeds = [8, 7, 6, 5, 4, 3, 2, 1]

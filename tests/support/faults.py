@@ -16,7 +16,7 @@ import sys
 import time
 from typing import NamedTuple
 
-from bed import NETWORK, NODES, SSH_CONFIG, on_disk, testbed
+from bed import NODES, SSH_CONFIG, on_disk, testbed
 from elastic_bed import kill_all, nothing_runs, pids_of, switch_on
 from launch import ROOT
 from launcher import Launch, eventually, write_hosts
@@ -34,9 +34,8 @@ LAYOUTS = {  # name -> (flags that decide what is computed where, flags of one p
     "adapters": (["--pipelines", "2,1,1|2,2|4", "--num_microbatches", "6"],
                  ["--lora_rank", 4, "--learning_rate", 1e-3, *EVALUATION]),
 }
-KINDS = ["rank", "agent", "host", "first host", "launcher", "cable", "disk"]
+KINDS = ["rank", "told rank", "agent", "host", "first host", "launcher", "cable", "disk"]
 MOMENTS = ["training", "saving", "evaluating", "measuring", "remaking"]
-ADDRESS = {node: f"{NETWORK}.{10 + number}" for number, node in enumerate(NODES)}
 FILLER = ROOT / "checkpoints" / "filler"
 
 
@@ -143,6 +142,7 @@ class FaultyRun:
 
     def strike(self, fault: Fault) -> None:
         {"rank": lambda: kill_processes(fault.node, "train_distributed.py"),
+         "told rank": lambda: kill_processes(fault.node, "train_distributed.py", signal.SIGTERM),
          "agent": lambda: kill_processes(fault.node, "host_run.py"),
          "host": lambda: self.switch_off(fault.node), "first host": lambda: self.switch_off(fault.node),
          "launcher": self.kill_launcher, "cable": lambda: testbed("cut", fault.node),
@@ -229,46 +229,3 @@ class FaultyRun:
             switch_on(node)
             testbed("exec", node, "umount", "-l", ROOT / "checkpoints", check=False)
             testbed("wipe", node)
-
-
-class Steps:
-    """The steps that the hosts of a detached run have written, each on its own disk, and when this machine saw them."""
-
-    def __init__(self):
-        self.seen, self.texts = [], {}  # (moment, node, step)
-
-    def look(self) -> None:
-        for node in NODES:
-            texts = [path.read_text(errors="replace") for path in
-                     on_disk(node, ROOT / "logs" / "launches").glob("*/*/output")]
-            text = "".join(texts)
-            new = text[len(self.texts.get(node, "")):]
-            whole = new[:new.rfind("\n") + 1]
-            self.texts[node] = self.texts.get(node, "") + whole
-            now = time.monotonic()
-            self.seen += [(now, node, int(number)) for number in re.findall(r"^step (\d+)/", whole, re.MULTILINE)]
-
-    def since(self, moment: float) -> dict[str, list[int]]:
-        """By host, the steps that were seen after that moment."""
-        found = {}
-        for at, node, number in self.seen:
-            if at > moment:
-                found.setdefault(node, []).append(number)
-        return found
-
-    def watch(self, seconds: float, until=lambda: False) -> bool:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self.look()
-            if until():
-                return True
-            time.sleep(0.05)
-        return until()
-
-
-def divide(part: list[str], others: list[str], is_mended: bool = False) -> None:
-    """The hosts of one part don't reach those of the other; this machine reaches all of them."""
-    for here, there in ((part, others), (others, part)):
-        for node in here:
-            for other in there:
-                testbed("exec", node, "ip", "route", "del" if is_mended else "add", "blackhole", ADDRESS[other])
