@@ -1,7 +1,4 @@
-"""Runs that outlive their launcher: --detach, --attach, --status and --stop, with stand-ins for ssh and torchrun.
-
-One test has the true ssh, on three hosts of the test bed.
-"""
+"""Runs that outlive their launcher: --detach, --attach, --status and --stop, with stand-ins for ssh and torchrun."""
 
 import json
 import os
@@ -12,7 +9,6 @@ import signal
 import stat
 
 import pytest
-from bed import NODES, SSH_CONFIG, bed, processes, testbed
 from launch import ROOT
 from launcher import Launch, all_gone, eventually, make_tools, runs, write_hosts
 
@@ -197,35 +193,3 @@ def test_hosts_without_a_part(hosts):
     assert code == 1 and "launch_cluster: out of reach, where it may go on: c" in text, text
     hosts.hosts.write_text(lines)
     assert not hosts.end("--stop")[0]
-
-
-@pytest.mark.hosts
-@pytest.mark.usefixtures(bed.__name__)
-def test_attach_from_another_host(tools, tmp_path):
-    """The launcher on node1 is killed with its ssh processes; what the run prints is seen on node2."""
-    before = processes()
-    (tmp_path / "count.py").write_text(COUNT)
-    listed = write_hosts(tmp_path, *(f"{node} python={tools / 'python'}" for node in NODES))
-    options = {"options": f"-F {SSH_CONFIG}"}
-    launcher = Launch(listed, "--detach", "--", tmp_path / "count.py", tmp_path / "code", node="node1", **options)
-    assert launcher.end(60)[0] == 0, launcher.output()
-    first = Launch(listed, "--attach", node="node1", **options)
-    assert eventually(lambda: all(numbers(first, node) for node in NODES), 60), first.output()
-    os.killpg(first.process.pid, signal.SIGKILL)
-    for pid in processes() - before:
-        words = pathlib.Path(f"/proc/{pid}/cmdline")
-        if words.exists() and words.read_bytes().startswith(b"ssh\0"):
-            os.kill(int(pid), signal.SIGKILL)
-    seen = max(numbers(first, "node0"))
-    second = Launch(listed, "--attach", node="node2", **options)
-    assert eventually(lambda: all(max(numbers(second, node), default=0) > seen + 20 for node in NODES), 60)
-    testbed("cut", "node1")
-    try:
-        assert eventually(lambda: "node1: unreachable host" in second.output(), 60), second.output()
-    finally:
-        testbed("join", "node1")
-    mark = max(numbers(second, "node1"))
-    assert eventually(lambda: max(numbers(second, "node1")) > mark + 20, 60), second.output()
-    code, text = Launch(listed, "--stop", node="node0", **options).end(60)
-    assert code == 0 and text.count("| saved") == 3, text
-    assert second.end(30)[0] == 143 and eventually(lambda: processes() <= before)

@@ -119,15 +119,3 @@ def test_a_plan_for_lora(tmp_path):
     assert [module["parameters"] > 0 for module in data["modules"]] == [False, *[True] * LAYERS, False]
     assert data["frozen_dtype"] == data["hidden_dtype"] == "float32" and data["machines"][0]["process_memory"] > 1e8
     assert written["pipelines"] and written["lora_rank"] == 4 and "--lora_rank 4 --lora_alpha 8.0 --lora_targets all-linear" in done.stdout
-
-
-def test_what_a_stage_takes_without_layers():
-    """Masks and the like, here 3 seconds and 10 bytes a stage, are subtracted from a layer's cost."""
-    profiler = profiler_of("llama", False, torch.float32)
-    found = {part: {"parameters": size, "working_bytes": 1.0, "saved_bytes": 10.0 + size * 100,
-                    ("forward", 1): 3.0 + size * 7.0, ("backward", 1): size * 9.0}
-             for part, size in (("first", 0), ("layer 0", 1), ("pair", 2), ("last", 1))}
-    first, *layers, last = profiler.modules_of(found)
-    assert layers == [{"parameters": 1, "working_bytes": 1.0, "saved_bytes": 100.0, ("forward", 1): 7.0,
-                       ("backward", 1): 9.0}] * LAYERS
-    assert first == found["first"] and last == found["last"]
