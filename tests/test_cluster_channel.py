@@ -14,7 +14,7 @@ from launch import modules_of
 
 with modules_of(9):
     from membership import channel
-    from membership.channel import NO_ANSWER, Listener, authenticated, call, connect
+    from membership.channel import NO_ANSWER, Listener, authenticated, call
 
 TOKEN = b"of the run"
 
@@ -153,12 +153,3 @@ def test_silent_strangers_block_nobody(monkeypatch):
         assert time.monotonic() < start + 5
         time.sleep(0.1)
     [each.close() for each in silent]
-
-
-def test_a_connection_that_is_kept():
-    kept = []
-    made = Listener(TOKEN, lambda message, connection: kept.append(Connection(os.dup(connection.fileno()))) or {},
-                    "127.0.0.1")
-    connection, answer = connect(("127.0.0.1", made.port), TOKEN, {})
-    kept[0].send_bytes(b"later")
-    assert answer == {} and connection.recv_bytes() == b"later"

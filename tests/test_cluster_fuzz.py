@@ -29,7 +29,6 @@ with modules_of(9):
     from planning.machines import Cluster, Setting
     from planning.report import as_plan
     from planning.search import find_plans
-    from checkpoints import files as checkpoint_files
 
 LIMIT = 20  # seconds of a case
 QUICK = {"words": 5, "file": 5}  # kind of a case -> how many every run has
@@ -54,14 +53,11 @@ def good(tmp_path_factory):
 
 
 def copy(good, folder, damaged: str | None, seed: int):
-    """A copy of the good files, one of which is damaged; the checksums of a checkpoint may have been made to fit."""
+    """A copy of the good files, one of which is damaged."""
     shutil.copytree(good, folder, symlinks=True)
     if damaged:
         rng, path = random.Random(seed), folder / damaged
         path.write_bytes(fuzz.damage(rng, damaged, path.read_bytes()))
-        state = path.parent / "state.json"
-        if rng.random() < 0.6 and state.exists():
-            fuzz.forge(state, path, checkpoint_files)
     return folder
 
 
