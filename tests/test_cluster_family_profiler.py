@@ -118,4 +118,5 @@ def test_a_plan_for_lora(tmp_path):
     assert all(module["frozen_parameters"] > 0 for module in data["modules"])
     assert [module["parameters"] > 0 for module in data["modules"]] == [False, *[True] * LAYERS, False]
     assert data["frozen_dtype"] == data["hidden_dtype"] == "float32" and data["machines"][0]["process_memory"] > 1e8
-    assert written["pipelines"] and written["lora_rank"] == 4 and "--lora_rank 4 --lora_alpha 8.0 --lora_targets all-linear" in done.stdout
+    assert written["pipelines"] and written["lora_rank"] == 4
+    assert "--lora_rank 4 --lora_alpha 8.0 --lora_targets all-linear" in done.stdout

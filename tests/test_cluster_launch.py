@@ -85,8 +85,8 @@ def test_no_word_is_read_by_a_shell(tools, tmp_path):
 
 
 def test_nothing_outlives_a_run(tools, tmp_path):
-    """Not after Ctrl-C, nor where the launcher, a torchrun or a worker is killed. The first failure is not who complains
-    of a lost peer."""
+    """Not after Ctrl-C, nor where the launcher, a torchrun or a worker is killed. And the first failure is
+    not that of a rank which complains of a lost peer."""
     (tmp_path / "fail.py").write_text(FAIL)
     lines, runs = three(tools), {}
     for how in ("ctrl-c", "killed launcher", "killed torchrun", "killed worker"):  # five runs at the same time
@@ -156,7 +156,8 @@ def test_the_kind_of_an_interface(tmp_path, monkeypatch, name, files, path):
     ("ethernet", ["8.8.8.8"], {"ethernet"}, "the run's way is public, by 8.8.8.8")])
 def test_a_way_that_is_public_or_unlike_others_is_a_warning(kind, public, others, warning):
     it, said = check_hosts.Contact.__new__(check_hosts.Contact), []
-    it.report, it.cells, it.fail = {"kind": kind, "public": public}, {"interface": "if0"}, lambda *told: said.append(told)
+    it.report, it.cells = {"kind": kind, "public": public}, {"interface": "if0"}
+    it.fail = lambda *told: said.append(told)
     it.warn_of_path(others)
     assert [(what, text.startswith(warning)) for _, what, text, _ in said] == [("warning", True)] * bool(warning)
 
