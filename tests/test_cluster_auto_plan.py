@@ -5,7 +5,6 @@ import json
 import pathlib
 
 import pytest
-import torch
 from checkpoint_runs import write_model
 from clusters import made_up_cluster
 from launch import fork, modules_of
@@ -14,7 +13,7 @@ with modules_of(9):
     from planning import plan_file
     from planning.machines import Cluster, Pipeline, Setting
     from planning.simulate import peak_memory
-    from run import layout, plan_at_start, speeds
+    from run import layout, plan_at_start
 
 RANKS = pathlib.Path(__file__).parent / "support" / "auto_plan_ranks.py"
 OPTIONS = {"speeds": [4, 2, 1], "parameters": 1000, "saved_bytes": 100.0, "hidden_bytes": 64.0, "sizes": (1, 2)}
@@ -103,27 +102,6 @@ def test_one_clear_line_where_nothing_fits(tmp_path):
     lines = [line for line in done.stderr.splitlines() if "not enough memory" in line]
     assert done.returncode and lines and "Traceback" not in done.stderr
     assert "free are, in MB" in lines[0] and "MB more, or add machines" in lines[0]
-
-
-def test_shares_by_speed_of_a_model(monkeypatch):
-    """Where all machines hold the model, each rank's speed is measured layer by layer."""
-    found = {"forward": {"1": [0.0, 0.2, 0.2]}, "backward": {"1": [0.2, 0.2, 0.2]}}
-    monkeypatch.setattr(speeds.LayerProfiler, "__init__", lambda *_: None)
-    monkeypatch.setattr(speeds.LayerProfiler, "measure", lambda profiler, sizes, seconds: found)
-    monkeypatch.setattr(speeds, "gather", lambda value: [value, 4 * value])
-    monkeypatch.setattr(speeds, "measured_speeds", lambda *args: None)
-    monkeypatch.setattr(speeds, "ranks_sharing", lambda device: 1)
-    monkeypatch.setattr(speeds, "MEASURED", {"seconds": None})
-    for name, value in {"get_world_size": 2, "get_rank": 0, "barrier": None}.items():
-        monkeypatch.setattr(layout.dist, name, lambda value=value: value)
-    made = argparse.Namespace(model=argparse.Namespace(config=None), lora=None, criterion=None)
-    args = flags(equal_shares=False, gradient_accumulation=5, seq_len=32, local_steps=None)
-    assert speeds.choose_shares(args, made, 2, None, None, torch.device("cpu"), None) == [8, 2]
-    assert speeds.LayerProfiler().seconds_of_whole(1, recompute=True) == pytest.approx(1.2)
-    monkeypatch.setattr(speeds, "gather", lambda value: [value, 2 * value, 8 * value, 2 * value])
-    monkeypatch.setattr(layout.dist, "get_world_size", lambda: 4)
-    args.tp_size = 2  # a stage is as fast as its slower rank
-    assert speeds.choose_shares(args, made, 2, None, None, torch.device("cpu"), None) == [8, 2]
 
 
 def test_shares_of_a_checkpoint(monkeypatch):

@@ -138,8 +138,9 @@ def test_a_message_that_says_nothing_or_is_too_long(listener, message):
 
 
 def test_silent_strangers_block_nobody(monkeypatch):
-    """Each has a thread of its own, for two seconds; who comes when all places are taken is sent away at once."""
+    """Each has a thread of its own, for a while; who comes when all places are taken is sent away at once."""
     monkeypatch.setattr(channel, "CLIENTS", 4)
+    monkeypatch.setattr(channel, "authenticated", lambda *args: authenticated(*args[:3], min(args[3], 1.0)))
     made = Listener(TOKEN, lambda message, connection: {}, "127.0.0.1")
     at, start = ("127.0.0.1", made.port), time.monotonic()
     silent = [socket.create_connection(at) for _ in range(3)]

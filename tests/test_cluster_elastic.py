@@ -6,13 +6,12 @@ ALL_WAYS=1 tries more; each takes a minute.
 
 import json
 import os
-import re
 import time
 
 import pytest
 from bed import NODES, bed, on_disk, testbed
 from checkpoint_runs import write_model
-from elastic_bed import Training, kill_all, nothing_runs, switch_on
+from elastic_bed import Training, kill_all, switch_on
 from launch import ROOT, fork, metrics
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.usefixtures(bed.__name__)]
@@ -117,10 +116,3 @@ def test_a_new_host_and_the_loss_of_the_first(inputs, tmp_path):
     switch_on("node0")
     run.went_on(3, mark)
     run.stop()
-
-
-def test_an_error_of_the_users_is_not_tried_again(inputs, tmp_path):
-    """Ranks that end with a message for the user end their torchrun, which would start them anew for ever."""
-    code, text = train(tmp_path, "wrong", "--dataset_name", inputs / "nowhere", "--num_microbatches", 6).run.end(120)
-    assert code == 2 and re.search("\nlaunch_cluster: node. .*failed first, with exit code 2\n", text), text
-    assert "error: --dataset_name" in text.rpartition("its last lines:")[2] and nothing_runs(), text

@@ -7,13 +7,11 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
 import sys
 import time
 
 import agent
 import host_run
-import launch_cluster
 import pytest
 from launch import ROOT
 from launcher import Launch, all_gone, eventually, make_tools, write_hosts
@@ -59,37 +57,41 @@ def says(run: Launch, text: str, since: int = 0, seconds: float = 60) -> bool:
     return eventually(lambda: any(re.search(text, line) for line in run.lines[since:]), seconds)
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--elastic", "3:2"], "'3:2': write MIN:MAX"), (["--elastic", "0:2"], "'0:2': write MIN:MAX"),
-    (["--elastic", "x"], "'x': write MIN:MAX"), (["--elastic", "2:"], "'2:': write MIN:MAX"),
-    (["--elastic", "4:5"], "error: --elastic 4:5 needs 4 hosts to begin with, but .*hosts.txt has 3"),
+class Quick(Launch):
+    """As Launch, with a launcher that tries hosts again sooner, and waits for `wait` seconds with too few of them."""
+
+    def __init__(self, hosts: pathlib.Path, *words, tools: pathlib.Path, wait: float = 600.0):
+        python = hosts.parent / "quick"
+        python.write_text(f"""#!{sys.executable}
+import runpy, sys
+sys.path.insert(0, {str(ROOT / "cluster" / "hosts")!r})
+import elastic
+elastic.RETRY, elastic.WAIT, sys.argv = 0.8, {wait}, sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+""")
+        python.chmod(0o755)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "executable", str(python))
+            super().__init__(hosts, *words, tools=tools)
+
+
+@pytest.mark.parametrize("hosts, count, message", [
+    ("abc", "3:2", "'3:2': write MIN:MAX"), ("abc", "0:2", "'0:2': write MIN"), ("abc", "2:", "'2:': write MIN:MAX"),
+    ("abc", "4:5", "error: --elastic 4:5 needs 4 hosts to begin with, but .*hosts.txt has 3"),
+    (["a address=10.0.0.1", "b address=fd00::2"], "1:2", "but b has one of IPv6: give it another address="),
+    (["a address=10.0.0.1", "b address=10.0.0.1"], "1:2", "has one of them twice: give each host an addr"),
 ])
-def test_a_wrong_number_of_hosts(tools, tmp_path, words, message):
-    code, text = Launch(write_hosts(tmp_path, *lines(tools, "abc")), *words, "--", "x.py", tools=tools).end()
+def test_hosts_that_can_not_be_an_elastic_run(tools, tmp_path, hosts, count, message):
+    listed = write_hosts(tmp_path, *(lines(tools, hosts) if isinstance(hosts, str) else hosts))
+    code, text = Launch(listed, "--elastic", count, "--", "x.py", tools=tools).end()
     assert code == 2 and re.search(message, text) and text.count("error: ") == 1 and " | " not in text, text
-
-
-def test_more_hosts_may_come(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["launch_cluster.py", "--elastic", "2:8", "hosts.txt", "--", "train.py"])
-    assert launch_cluster.parse_args()[0].elastic == (2, 8)
-
-
-def test_an_address_of_ipv6(tools, tmp_path):
-    hosts = write_hosts(tmp_path, "a address=10.0.0.1", "b address=fd00::2")
-    code, text = Launch(hosts, "--elastic", "1:2", "--", "x.py", tools=tools).end()
-    assert code == 2 and text.count("error: ") == 1 and "but b has one of IPv6: give it another address=" in text, text
-
-
-def test_two_names_for_one_address(tools, tmp_path):
-    hosts = write_hosts(tmp_path, "a address=10.0.0.1", "b address=10.0.0.1")
-    code, text = Launch(hosts, "--elastic", "1:2", "--", "x.py", tools=tools).end()
-    assert code == 2 and "has one of them twice: give each host an address= of its own" in text, text
 
 
 def test_a_run_that_is_not_elastic_has_torchrun():
     words = host_run.command(JOB)
     assert words[words.index("--node-rank") + 1] == "1" and words[-3:] == JOB["command"]
     variables = host_run.environment(JOB)
+    assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo"), "not lo1 as well"
     assert variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "900", "host_run.py ends them, not torchrun"
     assert not {"ELASTIC_RUN", "LAUNCH_CLUSTER_HOME", host_run.MARK} & variables.keys()
     assert "LAUNCH_CLUSTER_HOME" in host_run.environment({**JOB, "is_home": True})
@@ -106,57 +108,35 @@ def test_a_script_is_looked_for_in_cluster_too(monkeypatch, tmp_path):
 
 
 def test_hosts_come_and_go(tools, tmp_path):
-    """b is lost and comes back, c is new in hosts.txt, first without a Python; what makes no sense is left out."""
-    run = Launch(write_hosts(tmp_path, *lines(tools, "ab")), "--elastic", "1:3", "--", tools / "sleep.py", tools=tools)
+    """a, which is like any other, is lost and comes back; c is new in hosts.txt, first without a Python; what makes no
+    sense is left out; no more than MAX run at once; and all are lost at the same time."""
+    run = Quick(write_hosts(tmp_path, *lines(tools, "ab")), "--elastic", "1:3", "--", tools / "sleep.py", tools=tools)
     pids = run.pids(2)
-    os.kill(pids["b"][1], signal.SIGKILL)
-    assert all_gone({"b": pids["b"]}, 1), "its processes die with their agent"
-    assert says(run, r"b is lost \(its part was ended by signal 9\): the run goes on with 1 host, and takes it in")
-    assert says(run, "launch_cluster: b answers: its part of the run starts")
-    assert eventually(lambda: run.pids(2)["b"] != pids["b"])
+    os.kill(pids["a"][1], signal.SIGKILL)
+    assert all_gone({"a": pids["a"]}, 1), "its processes die with their agent"
+    assert says(run, r"a is lost \(its part was ended by signal 9\): the run goes on with 1 host, and takes it in")
+    assert says(run, "launch_cluster: a answers: its part of the run starts")
+    assert eventually(lambda: run.pids(2)["a"] != pids["a"]) and run.pids(2)["b"] == pids["b"]
     write_hosts(tmp_path, *lines(tools, "ab"), "a b c")
     assert says(run, "launch_cluster: .*hosts.txt, line 3: .*: the run goes on with the hosts that it knows")
     write_hosts(tmp_path, *lines(tools, "ab"), lines(tools, "c")[0] + " address=fd00::2")
     assert says(run, "launch_cluster: --elastic meets at IPv4 addresses only, but c has one of IPv6: .*that it knows")
     write_hosts(tmp_path, *lines(tools, "ab"), "c python=/nowhere/python")
     assert says(run, "launch_cluster: c can't take part, exit code 127: no Python: can't start /nowhere/python")
-    time.sleep(3)  # longer than between two attempts
-    write_hosts(tmp_path, *lines(tools, "abc"))
-    pids = run.pids(3)
-    os.killpg(run.process.pid, signal.SIGINT)
-    code, text = run.end()
-    assert code == 130 and all_gone(pids) and text.count("c can't take part") == 1, text
-    assert len(re.findall("c is new in", text)) == 1 and text.count("answers: its part of the run starts") == 2, text
-
-
-def test_no_more_than_max_run_at_once(tools, tmp_path):
-    run = Launch(write_hosts(tmp_path, *lines(tools, "abc")), "--elastic", "1:2", "--", tools / "sleep.py", tools=tools)
-    pids = run.pids(2)
-    assert set(pids) == {"a", "b"}
-    time.sleep(4)
-    assert len(run.pids(2)) == 2
-    os.kill(pids["b"][1], signal.SIGKILL)
-    assert says(run, r"launch_cluster: [bc] answers: its part of the run starts")
-    run.process.send_signal(signal.SIGTERM)
-    assert run.end()[0] == 143 and all_gone(pids)
-
-
-def test_the_first_host_is_like_any_other(tools, tmp_path):
-    run = Launch(write_hosts(tmp_path, *lines(tools, "ab")), "--elastic", "1:3", "--", tools / "sleep.py", tools=tools)
-    pids = run.pids(2)
-    os.kill(pids["a"][1], signal.SIGKILL)
-    assert says(run, r"a is lost \(its part was ended by signal 9\): the run goes on with 1 host, and takes it in")
-    assert says(run, "launch_cluster: a answers: its part of the run starts")
-    assert eventually(lambda: run.pids(2)["a"] != pids["a"]) and run.pids(2)["b"] == pids["b"]
-    assert "b is lost" not in run.output()
+    time.sleep(1)  # longer than between two attempts
+    write_hosts(tmp_path, *lines(tools, "abcd"))
+    assert eventually(lambda: run.pids(3).keys() == set("abc"))
+    time.sleep(1)
+    assert run.pids(3).keys() == set("abc"), "d stands by"
     mark = len(run.lines)
-    for _, agent_pid in run.pids(2).values():
+    for _, agent_pid in run.pids(3).values():
         os.kill(agent_pid, signal.SIGKILL)
     assert says(run, "0 hosts left, but the run needs 1, so it waits", mark), "all are lost at once"
-    assert says(run, "a answers", mark) and says(run, "b answers", mark)
+    assert eventually(lambda: sum(" answers: " in line for line in run.lines[mark:]) >= 3)
     os.killpg(run.process.pid, signal.SIGINT)
     code, text = run.end()
-    assert code == 130 and all_gone(run.pids(2)), text
+    assert code == 130 and all_gone({"all": list(map(int, re.findall(r"pids (\d+)", text)))}), text
+    assert text.count("c can't take part") == 1 and len(re.findall("c is new in", text)) == 1, text
 
 
 def test_a_process_that_fails_is_started_anew_alone(tools, tmp_path):
@@ -168,7 +148,7 @@ def test_a_process_that_fails_is_started_anew_alone(tools, tmp_path):
     (tmp_path / "one_fails.py").write_text(ONE_FAILS)
     (tmp_path / "code").write_text("1")
     hosts = write_hosts(tmp_path, lines(tools, "a")[0] + " nproc=2")
-    run = Launch(hosts, "--elastic", "1:3", "--", tmp_path / "one_fails.py", tmp_path / "code", tools=tools)
+    run = Quick(hosts, "--elastic", "1:3", "--", tmp_path / "one_fails.py", tmp_path / "code", tools=tools)
     assert says(run, r"a \| process 1 of this host has ended with exit code 1: it is started anew$")
     (tmp_path / "code").unlink()
     assert eventually(lambda: len(started(1)) > 1), run.output()
@@ -212,23 +192,17 @@ def test_what_an_agent_does(tmp_path, monkeypatch, capfd):
 
 
 def test_too_few_hosts_for_too_long(tools, tmp_path):
-    (tmp_path / "launch.py").write_text(f"import sys\nsys.path.insert(0, '{ROOT}/cluster/hosts')\nimport elastic, "
-                                        "launch_cluster\nelastic.WAIT = 3\nsys.exit(launch_cluster.main())\n")
+    """b can't be reached, and is tried quietly."""
+    no_route = "case \" $* \" in *' b '*) echo 'ssh: connect to host b port 22: No route to host'; exit 255;; esac"
+    ssh = (tools / "ssh").read_text().replace("exec sh", f"{no_route}\nexec sh")
+    (tmp_path / "ssh").write_text(ssh)
+    (tmp_path / "ssh").chmod(0o755)
     hosts = write_hosts(tmp_path, *lines(tools, "a"), "b python=/bin/false")
-    with open(tmp_path / "ssh_of_b", "w") as file:  # b can't be reached
-        file.write((tools / "ssh").read_text().replace("exec sh", "case \" $* \" in *' b '*) echo 'ssh: connect to host"
-                                                       " b port 22: No route to host'; exit 255;; esac\nexec sh"))
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "ssh_of_b").rename(tmp_path / "bin" / "ssh")
-    (tmp_path / "bin" / "ssh").chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    done = subprocess.run([sys.executable, tmp_path / "launch.py", "--elastic", "2:2", hosts, "--", tools / "sleep.py"],
-                          env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
-    said = re.findall("launch_cluster: (.*)", done.stdout)
-    assert done.returncode == 1 and len(said) == 2, done.stdout
-    assert done.stdout.count("b | ssh: connect") == 1, "it is tried quietly"
+    code, text = Quick(hosts, "--elastic", "2:2", "--", tools / "sleep.py", tools=tmp_path, wait=1.0).end()
+    said = re.findall("launch_cluster: (.*)", text)
+    assert code == 1 and len(said) == 2 and text.count("b | ssh: connect") == 1, text
     assert said[0].startswith("b is lost (ssh: connect to host b port 22: No route to host): 1 host left, but the run ")
-    assert said[1].startswith("fewer than 2 hosts for 3 seconds, so the run ends: the same command"), said
+    assert said[1].startswith("fewer than 2 hosts for 1 seconds, so the run ends: the same command"), said
 
 
 def test_an_error_of_the_users_ends_the_run(tools, tmp_path):

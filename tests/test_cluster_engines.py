@@ -101,12 +101,6 @@ def test_the_same_losses(launcher, name, expected, tmp_path):
     assert train(tmp_path, launcher, name, RAY_ADDRESS="local") == expected(name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS if os.environ.get("ALL_WAYS") else ["step 8"])
-def test_the_same_losses_on_three_nodes_of_ray(name, nodes, expected, tmp_path):
-    assert train(tmp_path, "Ray", name, RAY_ADDRESS=nodes[0].address) == expected(name)
-
-
 class Ray(Command):
     """train_distributed.py on three workers, which Ray places on two nodes at least. Its steps take some 0.3 s."""
 

@@ -29,7 +29,6 @@ with modules_of(9):
     from planning.machines import Cluster, Setting
     from planning.report import as_plan
     from planning.search import find_plans
-    from checkpoints import files as checkpoint_files
 
 LIMIT = 20  # seconds of a case
 QUICK = {"words": 5, "file": 5}  # kind of a case -> how many every run has
@@ -54,14 +53,11 @@ def good(tmp_path_factory):
 
 
 def copy(good, folder, damaged: str | None, seed: int):
-    """A copy of the good files, one of which is damaged; the checksums of a checkpoint may have been made to fit."""
+    """A copy of the good files, one of which is damaged."""
     shutil.copytree(good, folder, symlinks=True)
     if damaged:
         rng, path = random.Random(seed), folder / damaged
         path.write_bytes(fuzz.damage(rng, damaged, path.read_bytes()))
-        state = path.parent / "state.json"
-        if rng.random() < 0.6 and state.exists():
-            fuzz.forge(state, path, checkpoint_files)
     return folder
 
 
@@ -104,15 +100,6 @@ def judge(code: int, stderr: str) -> str:
     is_clear = code == 2 and len(errors) == 1 or code == 255 and no_host or code == 1 and not stderr  # 1: --check
     assert not has_trace and (is_clear or code == 0 and not errors), f"exit code {code}:\n{stderr[-3000:]}"
     return "success" if code == 0 else "clear error"
-
-
-@pytest.mark.parametrize("code, stderr", [
-    (0, "error: x"), (1, "error: x"), (2, ""), (2, "error: x\nerror: y"), (2, "Traceback (most\nerror: x"), (-9, ""),
-    (1, 'Timeout (0:00:20)!\nThread 0x1:\n  File "x.py"'), (2, "error: x (frame #0: c10"), (2, "error: ")])
-def test_what_is_not_clear(code, stderr):
-    with pytest.raises(AssertionError):
-        judge(code, stderr)
-    assert judge(0, "") == "success" and judge(2, "a warning\nerror: x") == "clear error"
 
 
 @pytest.mark.parametrize("case", CASES)

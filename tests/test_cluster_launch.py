@@ -25,6 +25,13 @@ from launcher import Launch, all_gone, make_tools, write_hosts
 
 
 PROJECT = ("cluster", "step9_heterogeneous_pp")
+FAIL = """
+import os, sys, time
+time.sleep(0.5 * (os.environ["RANK"] == "1"))
+print("the cause" if os.environ["RANK"] == "1" else "Connection closed by peer", file=sys.stderr)
+time.sleep(1000 * (os.environ["RANK"] == "2"))
+sys.exit(3)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -77,30 +84,15 @@ def test_no_word_is_read_by_a_shell(tools, tmp_path):
     assert not list(tmp_path.rglob("ran"))
 
 
-def test_the_first_failure_is_not_who_complains_of_a_lost_peer(tools, tmp_path):
-    (tmp_path / "fail.py").write_text("""
-import os, sys, time
-time.sleep(0.5 * (os.environ["RANK"] == "1"))
-print("the cause" if os.environ["RANK"] == "1" else "Connection closed by peer", file=sys.stderr)
-time.sleep(1000 * (os.environ["RANK"] == "2"))
-sys.exit(3)
-""")
-    code, text = Launch(write_hosts(tmp_path, *three(tools)), "--", tmp_path / "fail.py", tools=tools).end()
-    assert code == 1 and "b (node rank 1) failed first, with exit code 1" in text, text
-    assert "its last lines:\n" in text and text.endswith("\n    the cause\n"), text
-
-
-def test_a_missing_python_is_named(tools, tmp_path):
-    code, text = Launch(write_hosts(tmp_path, "a python=/nowhere/python"), "--", "x.py", tools=tools).end()
-    assert code == 127 and "no Python: can't start /nowhere/python there: give this host a python=" in text, text
-
-
 def test_nothing_outlives_a_run(tools, tmp_path):
-    """Not after Ctrl-C, nor where the launcher, a torchrun or a worker is killed."""
+    """Not after Ctrl-C, nor where the launcher, a torchrun or a worker is killed. And the first failure is
+    not that of a rank which complains of a lost peer."""
+    (tmp_path / "fail.py").write_text(FAIL)
     lines, runs = three(tools), {}
-    for how in ("ctrl-c", "killed launcher", "killed torchrun", "killed worker"):  # four runs at the same time
+    for how in ("ctrl-c", "killed launcher", "killed torchrun", "killed worker"):  # five runs at the same time
         runs[how] = Launch(write_hosts(tmp_path, *lines), "--", tools / "sleep.py", tools=tools)
-        runs[how].pids()
+    fails = Launch(write_hosts(tmp_path, *lines), "--", tmp_path / "fail.py", tools=tools)
+    [run.pids() for run in runs.values()]
     os.killpg(runs["ctrl-c"].process.pid, signal.SIGINT)
     runs["killed launcher"].process.kill()
     os.kill(runs["killed torchrun"].pids()["b"][1], signal.SIGKILL)
@@ -111,6 +103,9 @@ def test_nothing_outlives_a_run(tools, tmp_path):
         assert code == expected and f"b (node rank 1) failed first, with exit code {expected}" in text, text
     for how, run in runs.items():
         assert all_gone(run.pids()), how
+    code, text = fails.end()
+    assert code == 1 and "b (node rank 1) failed first, with exit code 1" in text, text
+    assert "its last lines:\n" in text and text.endswith("\n    the cause\n"), text
 
 
 def test_check_compares_the_hosts(tools, tmp_path):
@@ -155,34 +150,16 @@ def test_the_kind_of_an_interface(tmp_path, monkeypatch, name, files, path):
     assert host_facts.path_of(name) == path
 
 
-@pytest.mark.parametrize("kinds, public, warned", [
-    (["ethernet"] * 3, [], ""), (["wifi"] * 3, [], ""), (["ethernet", None, "ethernet"], [], ""),
-    (["ethernet", "wifi", "ethernet"], [], "b"), (["wifi", "ethernet", "tunnel"], [], "ac"),
-    (["ethernet"] * 3, ["8.8.8.8"], "abc"),
-])
-def test_a_way_that_is_public_or_unlike_others_is_a_warning(monkeypatch, capsys, kinds, public, warned):
-    """No error: a script behind --check is started all the same."""
-    class Answer(check_hosts.Contact):
-        def __init__(self, host):
-            self.host, self.problems, self.unreachable_from, self.offset = host, [], [], 0.0
-            self.cells = {"torch": "2", "project": "1", "interface": f"if{host.rank}"}
-
-        def collect(self, hosts, port):
-            self.report = {"kind": kinds[self.host.rank], "public": public, "port": None}
-
-        def connect(self, contacts):
-            pass
-
-        def end(self):
-            pass
-
-    monkeypatch.setattr(check_hosts, "Contact", Answer)
-    assert check_hosts.check([inventory.Host(name, rank=rank) for rank, name in enumerate("abc")], 29500)
-    text = capsys.readouterr().out
-    found = re.findall(r"^([abc]): warning: (.+)\n    cure: .+$", text, re.M)
-    assert "".join(name for name, _ in found) == warned and text.count("warning") == len(warned), text
-    for name, details in found:
-        assert details.startswith("the run's way is public, by 8.8.8.8:" if public else "unlike paths: if"), text
+@pytest.mark.parametrize("kind, public, others, warning", [
+    ("wifi", [], {"wifi"}, None), ("ethernet", [], {"ethernet", "wifi"}, None),
+    ("tunnel", [], {"tunnel", "wifi"}, "unlike paths: if0 is tunnel, other hosts have wifi"),
+    ("ethernet", ["8.8.8.8"], {"ethernet"}, "the run's way is public, by 8.8.8.8")])
+def test_a_way_that_is_public_or_unlike_others_is_a_warning(kind, public, others, warning):
+    it, said = check_hosts.Contact.__new__(check_hosts.Contact), []
+    it.report, it.cells = {"kind": kind, "public": public}, {"interface": "if0"}
+    it.fail = lambda *told: said.append(told)
+    it.warn_of_path(others)
+    assert [(what, text.startswith(warning)) for _, what, text, _ in said] == [("warning", True)] * bool(warning)
 
 
 @pytest.mark.parametrize("address, peer, public", [
@@ -197,17 +174,6 @@ def test_a_public_address_is_found(monkeypatch, address, peer, public):
     assert report.public == public
 
 
-@pytest.mark.parametrize("content", [None, b"a\nb \xff\n", "folder"])
-def test_unreadable_hosts_are_one_clear_error(tools, tmp_path, content):
-    path = tmp_path / "hosts.txt"
-    if content == "folder":
-        path.mkdir()
-    elif content:
-        path.write_bytes(content)
-    code, text = Launch(path, "--check", tools=tools).end()
-    assert code == 2 and text.startswith(f"error: {path} can't be read (") and len(text.splitlines()) == 1, text
-
-
 def test_a_bug_of_the_launcher_keeps_its_traceback(monkeypatch, tmp_path):
     def broken(path):
         raise ValueError("a bug")
@@ -218,25 +184,32 @@ def test_a_bug_of_the_launcher_keeps_its_traceback(monkeypatch, tmp_path):
         launch_cluster.main()
 
 
-def test_a_host_answers_without_torch_and_without_the_tutorial():
+def test_a_host_answers_without_torch_and_without_the_tutorial(tmp_path):
     """The launcher sends it the program; Python's own modules are all that it imports."""
     program = (ROOT / "cluster" / "hosts" / "host_facts.py").read_text()
-    question = {"root": "/nowhere/at/all", "interface": "no0", "peer": None, "port": 0}
+    question = {"root": str(tmp_path / "none"), "interface": "no0", "peer": None, "port": 0}
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], input=f"{json.dumps(question)}\n[]\n", text=True,
                           capture_output=True, check=True, timeout=60)
     report, connected = (json.loads(line.removeprefix("host_facts:")) for line in done.stdout.splitlines())
     assert {name for _, name, *_ in report["problems"]} >= {"no torch", "no project", "no interface"}
-    assert report["root"] == "/nowhere/at/all" and report["port"] > 0 and connected["errors"] == []
+    assert report["root"] == question["root"] and report["port"] > 0 and connected["errors"] == []
     assert re.fullmatch(r"\d+\.\d GB", report["cells"]["memory"])
 
 
-@pytest.mark.parametrize("words, message", [
-    ([], "nothing to start"), (["--port", "70000", "--check"], "--port 70000: a port is a number from 1 to 65535"),
-    (["--env", "A B=1", "--check"], "'A B=1': write NAME=VALUE"),
-])
-def test_a_wrong_flag(tools, tmp_path, words, message):
-    code, text = Launch(write_hosts(tmp_path, "a"), *words, tools=tools).end()
-    assert code == 2 and message in text, text
+def test_one_clear_error(tools, tmp_path):
+    """Of hosts.txt that can't be read, of a flag, and of a host."""
+    (tmp_path / "binary").write_bytes(b"a\nb \xff\n")
+    hosts, bare = write_hosts(tmp_path, "a"), tmp_path / "bare.txt"
+    bare.write_text("a python=/nowhere/python\n")
+    for words, code, message in (
+            ([tmp_path / "none", "--check"], 2, f"error: {tmp_path}/none can't be read ("),
+            ([tmp_path / "binary", "--check"], 2, f"error: {tmp_path}/binary can't be read ("),
+            ([tmp_path, "--check"], 2, f"error: {tmp_path} can't be read ("), ([hosts], 2, "nothing to start"),
+            ([hosts, "--port", "70000", "--check"], 2, "--port 70000: a port is a number from 1 to 65535"),
+            ([hosts, "--env", "A B=1", "--check"], 2, "'A B=1': write NAME=VALUE"),
+            ([bare, "--", "x.py"], 127, "no Python: can't start /nowhere/python there: give this host a python=")):
+        found, text = Launch(*words, tools=tools).end()
+        assert found == code and message in text and text.count("error: ") == (code == 2), text
 
 
 def test_pages_install_what_was_tested_together():

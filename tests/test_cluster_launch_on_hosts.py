@@ -66,20 +66,6 @@ def test_check_names_what_is_wrong(tools, tmp_path):
     assert text.count("cure: ") == 5 and " | " not in text, text  # nothing else, and nothing was started
 
 
-def test_check_passes_and_ctrl_c_or_a_killed_launcher_ends_all(tools, tmp_path):
-    before, listed = processes(), hosts(tmp_path, tools / "python")
-    run = Launch(listed, "--check", "--", tools / "sleep.py", options=OPTIONS)
-    run.pids()
-    os.killpg(run.process.pid, signal.SIGINT)
-    code, text = run.end()
-    assert code == 130 and "cure" not in text and len(re.findall(r"^node\d +ok ", text, re.M)) == 3, text
-    assert eventually(lambda: processes() <= before)
-    run = Launch(listed, "--", tools / "sleep.py", options=OPTIONS)
-    run.pids()
-    run.process.kill()
-    assert eventually(lambda: processes() <= before)
-
-
 def test_a_cut_cable_ends_both_sides(tools, tmp_path):
     before = processes()
     run = Launch(hosts(tmp_path, tools / "python"), "--", tools / "sleep.py", options=OPTIONS)

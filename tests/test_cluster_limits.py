@@ -12,7 +12,7 @@ from launch import modules_of
 from launcher import Launch, make_tools, write_hosts
 
 with modules_of(9):
-    from ranks import collectives, memory, placement
+    from ranks import memory, placement
 
 JOB = {"nproc": 1, "is_home": False, "interface": "lo", "peer": None, "environment": {}}
 
@@ -87,36 +87,19 @@ def test_the_shells_threads_go_along(tmp_path):
         assert f"a | 2 processes with OMP_NUM_THREADS={expected} each, " in text, text
 
 
-@pytest.mark.parametrize("places, ranks", [(["a", "a", "b"], 2), (["b", "a", "b"], 1), (["a"], 1)])
-def test_ranks_of_a_machine_share_its_memory(monkeypatch, places, ranks):
-    """Whatever launcher started them: LOCAL_WORLD_SIZE is torchrun's alone."""
-    def all_gather_object(everyone, here):
-        everyone[:] = [here if place == "a" else (place, None) for place in places]
-
+@pytest.mark.parametrize("kind, ranks", [("machine", 2), ("GPU", 2), ("GPU", 1)])
+def test_ranks_of_a_machine_or_a_gpu_share_its_memory(monkeypatch, kind, ranks):
+    """Whatever launcher started them: LOCAL_WORLD_SIZE is torchrun's alone. A launcher may show each rank one GPU only, which
+    is then called cuda:0 by all."""
+    other = ("a", "other") if kind == "GPU" else ("b", None)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(collectives.dist, "get_world_size", lambda: len(places))
-    monkeypatch.setattr(collectives.dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(placement, "gather", lambda own: [own] * ranks + [other])
     monkeypatch.setattr(memory, "available_memory", lambda: 1200)
-    placement.forget_ranks()
-    assert memory.free_memory(torch.device("cpu")) == 1200 // ranks
-    placement.forget_ranks()
-
-
-@pytest.mark.parametrize("gpus, ranks", [("aab", 2), ("bab", 1), ("aaa", 3)])
-def test_ranks_of_a_gpu_share_its_memory(monkeypatch, gpus, ranks):
-    """By the GPU's own number: a launcher may show each rank one GPU only, which is then called cuda:0 by all."""
-    monkeypatch.setattr(placement, "gather", lambda own: [own if gpu == "a" else (own[0], gpu) for gpu in gpus])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1200, 4800))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="own"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(placement.dist, "get_rank", lambda: gpus.index("a"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(placement.dist, "get_rank", lambda: 0)
     placement.forget_ranks()
-    assert memory.free_memory(torch.device("cuda", 0)) == 1200 // ranks
+    assert memory.free_memory(torch.device("cuda", 0) if kind == "GPU" else torch.device("cpu")) == 1200 // ranks
     placement.forget_ranks()
-
-
-def test_nccl_takes_this_interface_and_no_other():
-    """Without the =, NCCL takes all whose names begin like it: eth0 is eth01 as well."""
-    variables = host_run.environment(JOB)
-    assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")

@@ -90,7 +90,7 @@ def test_a_rank_that_has_not_noticed_is_waited_for(network, monkeypatch):
     assert places(processes[0]) == places(busy) == [(0, 0), (1, 0)] and processes[0].phase == "training"
 
 
-@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
 def test_halves(network, seed):
     """Of each cut at most one part goes on: the one with more than half, or with half and the first. And all heal."""
     rng = random.Random(seed)
@@ -112,8 +112,7 @@ def test_halves(network, seed):
     assert all(each.phase == "training" and len(each.roster.members) == hosts for each in net.processes)
 
 
-@pytest.mark.parametrize("cut, left, has_begun", [((1, 2), {0, 1}, True), ((1, 2), {0, 1}, False),
-                                                  ((0, 2), {0, 1}, True), ((0, 1), {0, 2}, True)])
+@pytest.mark.parametrize("cut, left, has_begun", [((1, 2), {0, 1}, False), ((0, 1), {0, 2}, True)])
 def test_two_hosts_that_do_not_reach_each_other(network, cut, left, has_begun):
     """The run goes on without one of them, and tries again ever more seldom. When it can, it takes it in."""
     net = network(3)
@@ -202,23 +201,6 @@ def test_who_could_not_write_what_it_knows_does_not_start_anew(network, monkeypa
     assert [each.phase for each in processes[1:]] == ["meeting", "meeting"]
 
 
-def test_half_of_a_generation_that_one_rank_has_not_seen_begin(network):
-    """Rank 0 goes on alone, as the first of two. The other one of the two has agreed, and can't know it."""
-    net = network(3)
-    zero, one, two = net.begun(3)
-    net.parts = [{0, 1}, {2}]
-    zero.is_complete = False
-    for _ in range(200):
-        net.run(0.05)
-        if zero.roster and len(zero.roster.members) == 2 and zero.phase == "training" and one.phase == "joining":
-            break
-        assert one.phase != "training" or len(one.roster.members) == 3 or pytest.skip("both have begun")
-    net.parts = [{0}, {1, 2}]
-    net.run(15)
-    assert zero.phase == "training" and places(zero) == [(0, 0)]
-    assert not any(each.phase == "training" for each in net.processes if each.host)
-
-
 def mistreat(network, seed: int) -> None:
     """A dozen faults: cuts, also of single links, and lost processes. Then all heals."""
     rng = random.Random(seed)
@@ -241,7 +223,7 @@ def mistreat(network, seed: int) -> None:
     assert all(each.phase == "training" and len(each.roster.members) == hosts for each in net.processes), seed
 
 
-@pytest.mark.parametrize("seed", [3, 26, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 160))])
+@pytest.mark.parametrize("seed", [3, 26, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 120))])
 def test_faults_by_chance(network, seed):
     """Never do two generations train at the same time, and where all heals, all train together."""
     mistreat(network, seed)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import socket
 
 import pytest
@@ -33,7 +34,6 @@ def write_plan(path, *pipelines, num_hosts=2, **changes):
 ORDERS = {  # name -> the plan's pipelines, what train.py prints of them
     "unlike": ([([3], [4], 4), ([2, 0], [1, 3], 2)], "pipeline 1: stage 0 on [1], stage 1 on [2]"),
     "one": ([([1, 2, 3], [2, 1, 1], 6)], "pipeline 0: stage 0 on [0], stage 1 on [1], stage 2 on [2]"),
-    "like": ([([0, 1], [3, 1], 5), ([2, 3], [2, 2], 1)], "pipeline 1: stage 0 on [2], stage 1 on [3]"),
 }
 
 
@@ -51,7 +51,7 @@ def runs(tmp_path_factory, selected):
     return folder, futures
 
 
-@pytest.mark.parametrize("name", ["unlike", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one", "like"))])
+@pytest.mark.parametrize("name", ["unlike", pytest.param("one", marks=pytest.mark.slow)])
 def test_the_plans_order_of_machines(name, runs):
     folder, futures = runs
     pipelines, printed = ORDERS[name]
@@ -85,23 +85,10 @@ HALVES = ([0, 1], [2, 2], 6)
 
 
 @pytest.mark.parametrize("pipelines, changes, flags, expected", [
-    ([([0, 5], [2, 2], 6)], {}, [], "machines [0, 5] of 2 hosts, each once"),
-    ([([0], [4], 3), ([0], [4], 3)], {}, [], "machines [0, 0] of 2 hosts"),
     ([([0, 1], [2, 3], 6)], {}, [], "stages of 2,3 decoder layers have 5 together, but the model has 4"),
-    ([([0, 1], [4], 6)], {}, [], "machines [0, 1] of 2 hosts, each once, with its layers"),
-    ([], {"pipelines": [{"machines": [0, 1], "layers": [4], "num_microbatches": 6, "tp_size": 2}]}, [],
-     "a pipeline has tp_size, and ranks of a plan hold whole layers: use --tp_size N"),
-    ([], {"schedule": "1f1b"}, [], "machines [] of 2 hosts"),
-    ([HALVES], {"seq_len": 64}, [], "the plan is for seq_len 64 (here 32)"),
-    ([HALVES], {"dtype": "bfloat16"}, [], "the plan is for dtype bfloat16 (here float32)"),
-    ([HALVES], {"model": {**FACTS, "hidden_size": 256}}, [], "the plan is for hidden_size 256 (here 128)"),
-    ([HALVES], {"lora_rank": 4}, [], "the plan is for lora_rank 4 (here None)"),
-    ([HALVES], {"base_bits": 4}, [], "the plan is for base_bits 4 (here None)"),
+    ([HALVES], {"seq_len": 64, "lora_rank": 4}, [], "the plan is for seq_len 64 (here 32), lora_rank 4 (here None)"),
     ([HALVES], {"hosts": ["pi", HERE]}, [], f"the plan is for processes on pi, {HERE}, but they run on {HERE}, {HERE}"),
-    ([HALVES], {"hosts": [HERE] * 3}, [], f"but they run on {HERE}, {HERE}"),
-    ([HALVES], {}, ["--batch_size", 4, "--pipelines", "2,2"], "leave out --pipelines, --batch_size"),
-    ([HALVES], {}, ["--pp_engine", "1f1b"], "leave out --pp_engine"),
-    ([HALVES], {"schedule": "1f1b-5"}, [], "schedule '1f1b-5' is none of afab, 1f1b, 1f1b-2"),
+    ([HALVES], {}, ["--batch_size", 4, "--pipelines", "2,2", "--pp_engine", "1f1b"], "leave out --pipelines"),
     (None, {}, [], "can't be read"),
 ])
 def test_plans_that_do_not_fit(tmp_path, pipelines, changes, flags, expected):
@@ -113,19 +100,19 @@ def test_plans_that_do_not_fit(tmp_path, pipelines, changes, flags, expected):
     assert done.returncode > 0 and done.stderr.count("error: ") == 1 and expected in done.stderr, done.stderr
 
 
-def test_a_plan_for_those_that_are_left(tmp_path):
-    """In an elastic run: the measured hosts that are there, in any order, share the same global batch."""
-    measured = {**MEASURED, "hosts": ["host0", "host1", "host2"]}
-    (tmp_path / "cluster.json").write_text(json.dumps(measured))
-    plan = {"global_batch": 12, "schedule": "1f1b", "micro_batch_size": 1}
-    made = plan_file.plan_for(["host2", "unknown", "host0"], plan, str(tmp_path / "cluster.json"))
-    assert made["global_batch"] == 12 and made["hosts"] == ["host2", "unknown", "host0"]
-    assert set(plan_file.machines_of(made)) <= {0, 2}, "a host that was not measured is idle"
-    assert sum(pipeline["num_microbatches"] for pipeline in made["pipelines"]) == 12
-    with pytest.raises(ValueError, match="no plan for host9"):
-        plan_file.plan_for(["host9"], plan, str(tmp_path / "cluster.json"))
-    with pytest.raises(ValueError, match="no plan for host0.*No such file"):
-        plan_file.plan_for(["host0"], plan, str(tmp_path / "missing.json"))
+@pytest.mark.parametrize("pipelines, changes, expected", [
+    ([([0, 5], [2, 2], 6)], {}, "machines [0, 5] of 2 hosts, each once"),
+    ([([0], [4], 3), ([0], [4], 3)], {}, "machines [0, 0] of 2 hosts"),
+    ([([0, 1], [4], 6)], {}, "machines [0, 1] of 2 hosts, each once, with its layers"),
+    ([], {"pipelines": [{"machines": [0, 1], "layers": [4], "num_microbatches": 6, "tp_size": 2}]},
+     "a pipeline has tp_size, and ranks of a plan hold whole layers: use --tp_size N"),
+    ([], {"schedule": "1f1b"}, "machines [] of 2 hosts"),
+    ([HALVES], {"schedule": "1f1b-5"}, "schedule '1f1b-5' is none of afab, 1f1b, 1f1b-2"),
+])
+def test_plans_that_make_no_sense(tmp_path, pipelines, changes, expected):
+    plan = json.loads(write_plan(tmp_path / "plan.json", *pipelines, **changes).read_text())
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        plan_file.checked_plan(plan)
 
 
 def test_the_same_hosts_in_another_order():

@@ -86,30 +86,7 @@ def test_as_good_as_trying_everything(options):
             assert all(peak <= memory[rank] for rank, peak in scored.result.peak_memory.items())
 
 
-def test_shares_by_speed():
-    """4:2:1 on fast links: each machine the whole model, and micro-batches by its speed."""
-    best = plans_for({"speeds": [2, 4, 1], "bandwidth": 1e9}, 28).best[0]
-    assert {p.machines: p.num_microbatches for p in best.candidate.pipelines} == {(0,): 8, (1,): 16, (2,): 4}
-    assert best.result.step_seconds == pytest.approx(28 / 7 * 8 * 3e-3, rel=0.01)
-
-
-def test_slow_links():
-    """Gradients too large for the network: a pipeline, as hidden states are smaller. These too: one machine."""
-    best = plans_for({"speeds": [1] * 3, "bandwidth": 1e6, "parameters": 10**6, "layer": 0.02}, 32).best[0]
-    assert len(best.candidate.pipelines) == 1 and len(best.candidate.pipelines[0].machines) == 3
-    options = {"speeds": [4, 3, 1], "bandwidth": 1e3, "parameters": 10**6}
-    plans = plans_for(options, 32)
-    assert plans.best[0].candidate.pipelines == (Pipeline((0,), (8,), 32),)
-    assert plans.uniform["the fastest machine alone"].candidate == plans.best[0].candidate
-
-
-def test_a_machine_behind_a_slow_link_is_not_in_the_middle():
-    far = [[1e5 if 0 in (i, j) else 1e8 for j in range(4)] for i in range(4)]
-    options = {"speeds": [1] * 4, "bandwidth": far, "parameters": 10**6, "memory": 6e7, "layer": 0.05}
-    pipelines = plans_for(options, 16).best[0].candidate.pipelines
-    assert len(pipelines) == 1 and 0 not in pipelines[0].machines[1:-1]
-
-
+@pytest.mark.slow
 def test_eight_unlike_machines():
     """Near to what their speeds add up to, in a few seconds, as only what is promising is simulated."""
     speeds = [8, 7, 6, 5, 4, 3, 2, 1]
@@ -164,18 +141,12 @@ def test_micro_batch_sizes():
     (lambda data: data.pop("links"), "'links' is missing"),
     (lambda data: data["machines"][1].pop("free_memory"), "machine 1: 'free_memory' is missing"),
     (lambda data: data["machines"][0]["forward"]["1"].pop(), "machine 0: 'forward' of micro-batch size '1' should"),
-    (lambda data: data["machines"][0]["backward"].update({"x": []}), "micro-batch size 'x'"),
-    (lambda data: data["machines"][1]["backward"].clear(), "no micro-batch size in common"),
     (lambda data: data["links"][0][1].update(bandwidth=0), "link from machine 0 to machine 1: bandwidth 0"),
-    (lambda data: data["links"][0].__setitem__(1, None), "the link from machine 0 to machine 1: 'latency' is missing"),
     (lambda data: data["links"].pop(), "2 hosts, 2 machines and 1 rows of links"),
     (lambda data: data.update(seq_len="much"), "'seq_len' should be a number, zero or more, but is 'much'"),
-    (lambda data: data.pop("hosts"), "'hosts' is missing"),
-    (lambda data: data["model"].pop("vocab_size"), "model: 'vocab_size' is missing"),
     (lambda data: data["modules"][2].update(parameters=float("nan")), "module 2: 'parameters' should be a"),
     (lambda data: data.update(dtype="float3"), "'dtype' should be one of float64, .*, but is 'float3'"),
     (lambda data: data.update(modules=data["modules"][:1]), "no row of numbered layers"),
-    (lambda data: data.update(machines=[], links=[]), "2 hosts, 0 machines and 0 rows"),
 ])
 def test_a_broken_cluster_json(change, message):
     data = made_up_cluster([1, 2])
@@ -230,10 +201,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         ([], "say what to do"),
         ([path, "--measure", "x.json"], "one of the two"),
         ([path, "--seq_len", 99], "--seq_len 99, but .* was measured with 16"),
-        ([path, "--num_attention_heads", 2], "--num_attention_heads 2, but .* was measured with 8"),
-        (["--clust", "64xH100:8"], "unrecognized arguments: --clust"),
         ([tmp_path / "none.json"], "none.json can't be read .*No such file.*: write it with plan.py --measure"),
-        ([tmp_path], "can't be read .*Is a directory"),
         ([path, "--out", tmp_path / "none" / "plan.json"], "--out '.*' can't be written .No such file or directory."),
         ([path, "--memory_fraction", 2], "more than 0 and at most 1"),
         ([out], "'flags' is missing"),

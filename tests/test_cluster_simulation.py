@@ -9,7 +9,7 @@ with modules_of(9):
     from planning.schedules import SCHEDULES, live_microbatches
     from planning.machines import Candidate, Cluster, Pipeline, Setting
     from planning.search import lower_bound
-    from planning.simulate import Message, PipelineSimulation, peak_memory, simulate
+    from planning.simulate import peak_memory, simulate
 
 both = pytest.mark.parametrize("schedule", ["afab", "1f1b"])
 ONE = 1e-3 + 2e-3  # seconds of a layer, forward and backward, on a machine of speed 1
@@ -32,13 +32,6 @@ def test_uniform_stages(schedule):
             assert result.bytes_on_wire == 2 * m * (p - 1) * 4096
 
 
-def test_ends_and_optimizer():
-    result = simulated({"speeds": [2], "ends": 4e-3, "optimizer_seconds": 1e-6}, ((0,), (8,), 5))
-    computed = 5 * (8 * ONE + 2 * 3 * 4e-3) / 2
-    assert result.step_seconds == pytest.approx(computed + 10 * 1000 * 1e-6, rel=1e-12)
-    assert result.bytes_on_wire == 0
-
-
 @both
 def test_recomputing(schedule):
     """A backward computes its stage's layers once more, and neither the embedding nor the head."""
@@ -57,17 +50,6 @@ def test_recomputing(schedule):
     assert step(1, 5, ends=4e-3) == pytest.approx(5 * (8 * 4e-3 + 2 * 3 * 4e-3) / 2)
 
 
-def test_gradients_wait_for_layers_computed_once_more():
-    """The sum of a module starts when backward, with its recomputing, has passed the module."""
-    pipelines = Pipeline((0,), (8,), 1), Pipeline((1,), (8,), 1)
-    cluster = Cluster(made_up_cluster([1, 1], bandwidth=1e12, parameters=10**6, ends=4e-3))
-    for layer, setting in (2e-3, Setting()), (3e-3, Setting(recompute=True)):
-        result = simulate(cluster, Candidate(pipelines, 1), setting)
-        begin = max(span.start for span in result.spans)
-        starts = [transfer.start - begin for transfer in result.transfers[:3]]  # two modules make a bucket
-        assert starts == pytest.approx([8e-3 + layer, 8e-3 + 3 * layer, 8e-3 + 5 * layer])
-
-
 def test_slow_transfers():
     """Where a message takes far longer than any compute, AFAB's stages wait for the link: 2 m messages of 1 s each.
 
@@ -82,32 +64,6 @@ def test_slow_transfers():
     assert result.step_seconds == pytest.approx(7, rel=1e-3)  # F0, F1 with B0, ..., B5
 
 
-def test_messages_share_an_uplink():
-    """Of three stages the middle one sends a second's worth of bytes each way; the one to stage 2 half a second later.
-    First one way has the link, then both have half of it, then the other way has it. A third message waits for the one
-    before it on its way."""
-    cluster = Cluster(made_up_cluster([1] * 3, bandwidth=4096.0, parameters=0, layers=3))
-    simulation = PipelineSimulation(cluster, Pipeline((0, 1, 2), (1, 1, 1), 1), 1, Setting())
-    for second, message in (0, Message(1, 0, "B0")), (0.5, Message(1, 2, "F1")), (0.5, Message(1, 2, "F2")):
-        simulation.at(second, simulation.may_leave, message)
-    simulation.stages, simulation.outstanding = [iter([]) for _ in range(3)], [0] * 3
-    simulation.run()
-    found = [(transfer.ranks, transfer.start, transfer.end) for transfer in simulation.result.transfers]
-    assert found == [((1, 0), 0, 1.5), ((1, 2), 0.5, 2), ((1, 2), 2, 3)]
-
-
-def test_a_middle_stage_sends_both_ways():
-    """Forward and backward through one uplink: m micro-batches are 2 m messages, and more where it waits."""
-    options = {"speeds": [1e6] * 3, "bandwidth": 4096.0, "parameters": 0, "layers": 3}
-    m = 20
-    result = simulated(options, ((0, 1, 2), (1, 1, 1), m))
-    assert 2 * m <= result.step_seconds <= 3 * m
-    for rank in range(3):
-        for end in (0, 1):  # no more than the link carries
-            own = [t for t in result.transfers if t.ranks[end] == rank]
-            assert max(t.end for t in own) - min(t.start for t in own) >= len(own) * (1 - 1e-9)
-
-
 def test_latency():
     """Nothing but latency: a micro-batch alone crosses p - 1 links forward and back, and then the loss is summed.
 
@@ -115,14 +71,6 @@ def test_latency():
     """
     result = simulated({"speeds": [1e9] * 4, "latency": 0.1, "parameters": 0}, ((0, 1, 2, 3), (2, 2, 2, 2), 1))
     assert result.step_seconds == pytest.approx(0.1 + 6 * 0.1 + 2 * 3 * 0.1, rel=1e-3)
-
-
-def test_receives_are_posted_two_actions_early():
-    """So the messages of three micro-batches travel at the same time. The fourth leaves when the first is there and
-    back."""
-    options = {"speeds": [1e9] * 2, "latency": 0.1, "parameters": 0}
-    seconds = [simulated(options, ((0, 1), (4, 4), m), schedule="afab").step_seconds for m in (3, 4)]
-    assert seconds == pytest.approx([0.1 + 2 * 0.1 + 2 * 0.1, 0.1 + 6 * 0.1 + 2 * 0.1], rel=1e-3)
 
 
 @both
@@ -174,19 +122,6 @@ def test_gradients_are_summed_by_their_owners():
     assert result.step_seconds == pytest.approx(max(t.end for t in sums) + 2 * 3 * 1e-3)
 
 
-def test_buckets_end_where_owners_change():
-    """Layers so small that several share a bucket; those of unlike owners do not."""
-    result = simulated({"speeds": [1] * 4, "layers": 32}, ((0, 1), (13, 19), 2), ((2, 3), (19, 13), 2))
-    sums = [t for t in result.transfers if t.kind == "all-reduce"]
-    layers = {owners: sum(t.num_bytes for t in sums if t.ranks == owners) / (2 * 4 * 1000)
-              for owners in {t.ranks for t in sums}}
-    assert layers == {(0, 2): 14, (1, 2): 6, (1, 3): 14}  # the ends' two included
-    assert 8 < len(sums) < 20
-    result = simulated({"speeds": [1] * 2}, ((0,), (8,), 2), ((1,), (8,), 2))
-    before = (2 * 1e-3 + 2e-3) * 8  # seconds until the last backward, which takes 16 more
-    assert before <= min(t.start for t in result.transfers) < before + 3e-3
-
-
 def test_the_time_of_gradients():
     """One-stage pipelines that wait for nothing but their sums: 2 (n - 1) / n of all bytes over the slowest link."""
     bandwidth = [[1e6] * 3, [1e6] * 3, [5e5, 1e6, 1e6]]
@@ -212,12 +147,6 @@ def test_tied_parameters():
     cluster = Cluster(made_up_cluster(**options))
     assert [cluster.parameters_of(stage) for stage in cluster.stages((3, 3, 2))] == [4000, 3000, 3000]
     assert cluster.parameters_of(cluster.stages((8,))[0]) == 9000
-
-
-def test_the_wire_dtype():
-    messages = {dtype: Cluster(made_up_cluster([1])).message_bytes(3, dtype)
-                for dtype in (None, "float32", "bfloat16", "int8")}
-    assert messages == {None: 3 * 4096, "float32": 3 * 4096, "bfloat16": 3 * 2048, "int8": 3 * (1024 + 16 * 4)}
 
 
 @both

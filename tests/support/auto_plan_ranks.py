@@ -32,7 +32,7 @@ def main() -> None:
     pgm.init_process_group("gloo")
     before, device = dist.get_rank(), torch.device("cpu")
     plan_at_start.free_memory = profiler.free_memory = lambda device: memory[before]
-    plan_at_start.MEASURE_SECONDS, profiler.TRAINING_BYTES = 2.0, 0.0
+    plan_at_start.MEASURE_SECONDS, profiler.TRAINING_BYTES = 0.5, 0.0
     dtype = getattr(torch, args.dtype)
     if plan := plan_at_start.find_plan(args, causal.make_model(args, dtype), device, dtype):
         renumber_ranks(machines_of(plan))

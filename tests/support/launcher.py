@@ -1,7 +1,8 @@
 """Starts launch_cluster.sh, with or without true hosts, and watches what it prints.
 
 A stand-in for torch and torchrun, which starts in no time, takes the place of the true ones: a Python whose `torch` is
-a few lines. STAND_IN_SSH hands the command to a shell of this machine, as the true ssh hands it to one of the host.
+a few lines. STAND_IN_SSH hands the command to a shell of this machine, as the true ssh hands it to one of the host,
+in the folder in which it stands itself, which takes the place of the home on the host.
 """
 
 import contextlib
@@ -33,6 +34,7 @@ SLEEP = "import os, time; print('pids', os.getpid(), os.getppid(), flush=True); 
 STAND_IN_SSH = """#!/bin/sh
 for word; do last=$word; done
 case " $* " in *" -G "*) echo "hostname $last"; exit;; esac
+cd "$(dirname "$0")"
 exec sh -c "$last"
 """
 
