@@ -165,6 +165,7 @@ def test_a_process_that_fails_is_started_anew_alone(tools, tmp_path):
     (tmp_path / "new_code").rename(tmp_path / "code")
     code, text = run.end()
     assert code == 2 and re.search("launch_cluster: [ab] .* failed first, with exit code 2", text), text
+    assert re.search("    process [01] of this host has ended with exit code 2\n$", text), text
     assert all_gone({"all": [int(match[1]) for rank in (0, 1) for match in started(rank)]}, 1), text
 
 
@@ -203,15 +204,6 @@ def test_too_few_hosts_for_too_long(tools, tmp_path):
     assert code == 1 and len(said) == 2 and text.count("b | ssh: connect") == 1, text
     assert said[0].startswith("b is lost (ssh: connect to host b port 22: No route to host): 1 host left, but the run ")
     assert said[1].startswith("fewer than 2 hosts for 1 seconds, so the run ends: the same command"), said
-
-
-def test_an_error_of_the_users_ends_the_run(tools, tmp_path):
-    (tmp_path / "fail.py").write_text("import os, sys, time\nprint('error: a flag is wrong', flush=True)\nsys.exit(2)")
-    run = Launch(write_hosts(tmp_path, *lines(tools, "abc")), "--elastic", "2:3", "--", tmp_path / "fail.py",
-                 tools=tools)
-    code, text = run.end()
-    assert code == 2 and re.search(r"\nlaunch_cluster: [abc] .* failed first, with exit code 2\n", text), text
-    assert text.endswith("    error: a flag is wrong\n    process 0 of this host has ended with exit code 2\n"), text
 
 
 @pytest.mark.slow

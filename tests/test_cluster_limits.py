@@ -89,8 +89,8 @@ def test_the_shells_threads_go_along(tmp_path):
 
 @pytest.mark.parametrize("kind, ranks", [("machine", 2), ("GPU", 2), ("GPU", 1)])
 def test_ranks_of_a_machine_or_a_gpu_share_its_memory(monkeypatch, kind, ranks):
-    """Whatever launcher started them: LOCAL_WORLD_SIZE is torchrun's alone. A launcher may show each rank one GPU only, which
-    is then called cuda:0 by all."""
+    """Whatever launcher started them: LOCAL_WORLD_SIZE is torchrun's alone. A launcher may show each rank one GPU only,
+    which is then called cuda:0 by all."""
     other = ("a", "other") if kind == "GPU" else ("b", None)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(placement, "gather", lambda own: [own] * ranks + [other])

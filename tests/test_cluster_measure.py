@@ -153,7 +153,7 @@ def test_the_copies_of_weights_are_not_counted_as_activations(world_of_one):
     """In bfloat16 each weight has a copy, which the micro-batches share: a sample leaves about half of float32's."""
     saved = {}
     for dtype in torch.float32, torch.bfloat16:
-        cluster = measure_with(profiler_of(dtype=dtype), "tiny", (1,), seconds=0.2)
+        cluster = measure_with(profiler_of(2, dtype), "tiny", (1,), seconds=0.1)
         saved[dtype] = {module["name"]: module["saved_bytes"] for module in cluster["modules"]}
     layer, head = "decoder_layers.0", "final_norm+final_proj"
     assert 0.4 < saved[torch.bfloat16][layer] / saved[torch.float32][layer] < 0.7

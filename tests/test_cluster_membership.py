@@ -125,8 +125,8 @@ def test_two_hosts_that_do_not_reach_each_other(network, cut, left, has_begun):
     training = [each for each in net.processes if each.phase == "training"]
     count = len(net.trained)
     assert {each.host for each in training} == left
-    net.run(150)
-    assert len(net.trained) <= count + 3, "a run that is remade all the time makes no steps"
+    net.run(60)
+    assert len(net.trained) <= count + 2, "a run that is remade all the time makes no steps"
     net.parts = None
     net.run(150)
     assert all(each.phase == "training" and len(each.roster.members) == 3 for each in net.processes)

@@ -68,12 +68,14 @@ def test_the_plans_order_of_machines(name, runs):
 def test_what_else_a_plan_decides(tmp_path):
     """Messages in fewer bytes and recomputation: the run says so, and its losses are near those without, not equal."""
     pipelines = ([0, 1], [2, 2], 4), ([2], [4], 2)
-    found = {}
+    found, futures = {}, {}
     for name, changes in {"exact": {}, "rounded": dict(wire_dtype="bfloat16", gradient_wire_dtype="int8",
                                                        recompute=True)}.items():
         plan = write_plan(tmp_path / f"{name}.json", *pipelines, num_hosts=3, **changes)
-        fork(9, 3, *MODEL, "--dtype", "float32", "--log_dir", tmp_path, "--run_name", name, "--plan", plan,
-             "--checkpoint_dir", tmp_path / "checkpoints", script=SCRIPT)
+        words = ["--dtype", "float32", "--log_dir", tmp_path, "--checkpoint_dir", tmp_path / "checkpoints"]
+        futures[name] = changes, start_fork(9, 3, *MODEL, *words, "--run_name", name, "--plan", plan, script=SCRIPT)
+    for name, (changes, future) in futures.items():
+        future.result()
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert {key: config[key] for key in changes} == changes
         found[name] = losses(tmp_path, name)
