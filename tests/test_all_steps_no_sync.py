@@ -60,7 +60,7 @@ class Session:
 
     agree, after_step, end = lambda self, *_: False, lambda self, *_: None, lambda self, was_stopped: None
     stop_agreement, commit, source = property(lambda self: self), None, None
-    commits = take_in = lambda self, *_: None
+    note_commit = take_in = lambda self, *_: None
 
     def __init__(self, args, start, generation, made, loader, trained, *_):
         self.args, self.start, self.generation, self.trained = args, start, generation, trained

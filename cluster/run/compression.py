@@ -32,8 +32,8 @@ def compress(plugin: HeterogeneousParallelPlugin, config, wire_dtype: str | None
     """From now on the plugin's stages send hidden states and their gradients in `wire_dtype` ("float32", "bfloat16" or
     "int8"), and the owners of parameters send gradients in `gradient_wire_dtype`. None leaves them as they are.
 
-    Call it after set_pipelines and before configure. `config` is the model's. Raises UserError for a dtype that no
-    message has, and for int8 where the sums of a router's loss travel with the hidden states.
+    Call it after set_pipelines and before configure. `config` is the model's. Raises UserError for a dtype where
+    nothing is sent that could have it, and for int8 where the sums of a router's loss travel with the hidden states.
     """
     if wire_dtype and all(template.num_stages == 1 for template in plugin.pipelines):
         raise UserError("wire_dtype has no effect, since no pipeline has a second stage: leave it out")

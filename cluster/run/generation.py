@@ -73,7 +73,8 @@ class Generation:
             dist.distributed_c10d._get_default_store().set_timeout(pgm.timeout)
 
     def leave(self, error: RuntimeError) -> "Generation":
-        """The next generation, with what this process holds. Raises the error itself where nobody is lost."""
+        """The next generation, with what this process holds. Raises the error itself where nobody is lost, and in
+        a run that does not go on in place."""
         is_lost = is_lost_peer(error) or self.failure_detector is not None and self.failure_detector.reason
         if not is_lost or self.members is None:
             raise error

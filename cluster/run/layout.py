@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-import train
 from pipeline_template import PipelineTemplate
 from planning.machines import WIRE_DTYPES, Setting, setting_of
 from planning.plan_file import samples_of
@@ -28,6 +27,7 @@ from ranks.lost import is_elastic
 from run.compression import compress
 from run.samples import SamplesPlugin
 from run.speeds import choose_shares, has_router_loss, layers_by_speed, measured_speeds
+from train import counts  # step 9's
 from utils import UserError, positive_int
 
 BY_SPEED = "by speed"  # in the place of --pipelines: one pipeline over all ranks
@@ -38,12 +38,12 @@ DECIDED = {"pipelines": None, "num_microbatches": None, "gradient_accumulation":
 
 def alternatives(text: str) -> list[list[list[int]]]:
     """The type of --pipelines: 8;5,3 or, for other numbers of machines, 4,2,2|5,3."""
-    return [[train.counts(part) for part in choice.split(";")] for choice in text.split("|")]
+    return [[counts(part) for part in choice.split(";")] for choice in text.split("|")]
 
 
 def numbers(text: str) -> list[list[int]]:
     """The type of --num_microbatches: 6,2 or, for other numbers of machines, 6,2|8."""
-    return [train.counts(choice) for choice in text.split("|")]
+    return [counts(choice) for choice in text.split("|")]
 
 
 def add_layout_flags(parser: argparse.ArgumentParser) -> None:

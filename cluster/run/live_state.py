@@ -36,20 +36,21 @@ class Commit(NamedTuple):
 
 
 class LiveState:
-    """Of a Session whose generation has ended. `everything`: the keys of all weights. `generation`: the last one in
+    """What is left of a Session when its generation has ended. `everything`: the keys of all weights. `generation`: the last one in
     which this state was that of the run: who was cut off has steps that the others may have made anew, or never made.
     """
 
     def __init__(self, session):
-        keeper = session.checkpointer
-        keeper.host = []  # the memory for copies
-        for param in keeper.stage.model.parameters():  # what they call refers to the buckets, and these to the groups
+        checkpointer = session.checkpointer
+        checkpointer.host = []  # the memory for copies
+        for param in checkpointer.stage.model.parameters():  # hooks refer to buckets, and these to groups
             if hooks := param._post_accumulate_grad_hooks:
                 hooks.clear()
         self.generation = session.generation.number
-        self.stage, self.optimizer, self.scheduler = keeper.stage, keeper.optimizer, keeper.scheduler
+        self.stage, self.optimizer, self.scheduler = checkpointer.stage, checkpointer.optimizer, checkpointer.scheduler
         self.step, self.commit, self.tp_rank = session.step, session.commit, session.tp_rank
-        self.everything, self.max_grad_norm, self.keeper = session.everything, session.args.max_grad_norm, keeper
+        self.everything, self.max_grad_norm = session.everything, session.args.max_grad_norm
+        self.checkpointer = checkpointer
 
     def agree(self, commits: list[Commit]) -> None:
         """Takes the step that others of the generation know to be complete, if this rank has not taken it."""
@@ -194,7 +195,7 @@ def find_in_memory(generation, disks: Disks) -> InMemory | None:
 
 def in_memory(held: LiveState | None, disks: Disks, generation: int) -> InMemory | None:
     """As find_in_memory(). `generation`: the number of the one that begins. Collective."""
-    everyone = disks.gather(held and (held.generation, held.step, held.commit, held.keeper.written))
+    everyone = disks.gather(held and (held.generation, held.step, held.commit, held.checkpointer.written))
     last = max((each[0] for each in everyone if each), default=None)
     known = [each for each in everyone if each and each[0] == last]
     if not known:
@@ -204,11 +205,11 @@ def in_memory(held: LiveState | None, disks: Disks, generation: int) -> InMemory
     is_current = held is not None and held.generation == last
     if is_current:
         held.agree(commits)
-        held.keeper.written = min(written for *_, written in known)
+        held.checkpointer.written = min(written for *_, written in known)
         is_current = held.step == step
     mine = held.tensors() if is_current else {}
     specs = {key: (value.dtype, value.shape) for key, value in mine.items()}
-    everyone = disks.gather((specs, is_current and (held.everything, held.keeper.state(step))))
+    everyone = disks.gather((specs, is_current and (held.everything, held.checkpointer.state(step))))
     everything, state = next(facts for _, facts in everyone if facts)
     if not everything <= {key for each, _ in everyone for key in each}:
         return None

@@ -49,7 +49,7 @@ from timeline import timeline
 from utils import UserError, make_scheduler, positive_float, positive_int, recompute_layers, zero_or_more
 
 OUTER = {"outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap_steps": 0}  # flags and their defaults
-PATIENCE = datetime.timedelta(days=1)  # a round takes long, and ranks may end it at unlike times
+ROUND_TIMEOUT = datetime.timedelta(days=1)  # a round takes long, and ranks may end it at unlike times
 
 
 def add_local_flags(parser: argparse.ArgumentParser) -> None:
@@ -160,7 +160,7 @@ class OuterOptimizer:
         self.wire_dtype = WIRE_DTYPES.get(args.gradient_wire_dtype, self.weights.dtype)
         self.optimizer = torch.optim.SGD([self.agreed], args.outer_learning_rate, args.outer_momentum,
                                          nesterov=args.outer_momentum > 0)
-        self.group, self.under_way = dist.new_group(timeout=PATIENCE), None
+        self.group, self.under_way = dist.new_group(timeout=ROUND_TIMEOUT), None
 
     def start(self, ended: Round) -> None:
         """The difference and the rows of this rank begin to travel. The mean has `num_rows` rows."""

@@ -30,9 +30,9 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
     """Trains until optimizer step `num_steps`; yields each step when it is done. Collective.
 
     `batches`: this pipeline's, without those that were trained before a resume. The evaluator is used before the first
-    step, after the last one, and after every args.eval_every ones: where a stop comes then, when the run goes on.
-    Writes metrics, and the timeline of step args.profile_batch. In the end rank 0 prints where the time of each rank
-    went. Raises UserError for a loss that is not finite.
+    step, after the last one, and after every args.eval_every ones; where the run is stopped at such a step, when it is
+    resumed. Writes metrics, and the timeline of step args.profile_batch. In the end rank 0 prints where the
+    time of each rank went. Raises UserError for a loss that is not finite.
     """
     grid, args, (plugin, model, optimizer, scheduler) = pgm.process_group_manager, session.args, session.trained
     first = session.start.step
@@ -53,7 +53,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
             with timeline.span("gradient norm"):
                 grad_norm = plugin.clip_grad_norm(model, args.max_grad_norm)
             learning_rate = scheduler.get_last_lr()[0]
-            session.commits(batch + 1, loss, grad_norm, learning_rate)
+            session.note_commit(batch + 1, loss, grad_norm, learning_rate)
             with timeline.span("optimizer"):
                 optimizer.step()
             scheduler.step()

@@ -6,7 +6,7 @@
 cluster/plan.py wrote it, for --plan. Without --plan and --pipelines the machines plan by themselves where one of them
 can't hold the model:
 
-    1. may every machine hold the whole model?    a rough bound, and what it has free: then nothing more happens
+    1. if a rough bound of the whole model fits into what each machine has free, nothing more happens
     2. they measure themselves, as plan.py --measure does
     3. one rank looks for the best plan: without recomputation if one fits, else with it. The others get it from there
 """
@@ -33,7 +33,7 @@ ROUGHLY = 50  # numbers that a layer keeps for each number of a hidden state, at
 
 def find_plan(args, made, device: torch.device, dtype: torch.dtype) -> dict | None:
     """The content of plan.json: that of --plan, or one that the machines make by themselves. None where each of them
-    takes all of the model, or --pipelines says who takes what. Collective.
+    can hold the whole model, and with --pipelines, --tp_size or --local_steps. Collective.
 
     Raises UserError, on all ranks, for a plan that can't be read, or is for other hosts or another model, and where the
     model does not fit into all machines together.

@@ -1,7 +1,7 @@
 """A training that goes on: from its first step of this generation to its end, what is saved and when it stops.
 
     session = Session(...)          once plugin.configure has made the stage: reads the optimizer's state
-    session.commits(...)            a step's gradients are complete, so the step counts
+    session.note_commit(...)        a step's gradients are complete, so the step counts
     session.after_step(...)         saves and samples when it is time
     session.take_in()               processes that wait become part of the run: this generation ends
     session.end(...)                waits for the last checkpoint
@@ -30,7 +30,7 @@ from run.evaluation import Sampler
 from run.live_state import Commit, who_has_what
 from run.start import Start
 
-ALONE = 4.0  # seconds that a rank waits for its own agent to stop it
+WAIT_FOR_AGENT = 4.0  # seconds that a rank waits for its own agent to stop it
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 
@@ -94,7 +94,7 @@ class Session:
         """From now on there is something to lose. What is saved nowhere yet is saved. Collective."""
         start, held = self.start, self.generation.held
         if start.memory:
-            self.checkpointer.written = max(start.disks.gather(held.keeper.written if held else 0))
+            self.checkpointer.written = max(start.disks.gather(held.checkpointer.written if held else 0))
         self.generation.session, self.generation.held = self, None
         self.stop_agreement.begin()
         if start.memory:
@@ -105,7 +105,7 @@ class Session:
         elif start.found:  # whoever is lost next, the run goes on from here
             self.checkpointer.save(start.step, waits=True)  # nobody knows what memory a copy leaves for the first step
 
-    def commits(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, learning_rate: float) -> None:
+    def note_commit(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, learning_rate: float) -> None:
         """All gradients of a step are complete on all ranks: from here on it counts, also where a rank is lost."""
         if not (detector := self.generation.failure_detector):
             return
@@ -156,5 +156,5 @@ class Session:
                 goes_on = f"goes on {'from there' if saved == self.step else f'after step {saved}'}" if saved else (
                     "begins anew, as no step was saved")
                 print(f"stopped after step {self.step}, as it was told: --resume auto {goes_on}", flush=True)
-            if is_elastic() and (not self.stop_agreement.signals.wait(ALONE) or self.generation.members):
+            if is_elastic() and (not self.stop_agreement.signals.wait(WAIT_FOR_AGENT) or self.generation.members):
                 os._exit(1)  # its agent, unless it ends too, starts this process anew, with those that are there

@@ -23,9 +23,10 @@ MEASURED = {"seconds": None}  # of this process's whole model: what it has measu
 
 
 def choose_shares(args, made, count: int, told: list[int] | None, total: int | None, device, dtype) -> list[int]:
-    """Samples of a step for each of `count` pipelines: of `told` micro-batches, or by speed: measured before, or now.
-    With --local_steps: samples of a local step as told, or local steps of a round. Collective.
+    """What each of `count` pipelines takes: as `told`, or else by speed, as it was measured before or is now.
 
+    Collective. These are samples of a step. With --local_steps they are samples of a local step where `told`, the numbers of
+    micro-batches, is given, and else the local steps of a round.
     `total`: the samples of a step, where a checkpoint has decided it.
     """
     size, ranks = args.batch_size, dist.get_world_size()

@@ -4,10 +4,12 @@
     make_model      the model without weights, on the meta device
     find_plan       where the model is too large for one machine, or --plan says so: who holds which layers
     find_start      the run's folder, and the checkpoint to go on from
-    choose_layout   which rank holds which modules, and takes which samples
+    choose_layout   which rank holds which modules, and takes which samples; form() then makes the groups of ranks
     Data            samples, the same on all machines
     set_up          this rank's stage with its weights, optimizer and scheduler: the session begins
     train           the loop over optimizer steps
+
+With --local_steps, train_rounds takes the place of the last three.
 """
 
 import argparse
@@ -62,7 +64,7 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
     start = find_start(args, generation)
     layout = choose_layout(args, made, plan, start.found, device, dtype)
     made = with_weights(made, args, device, start.found is not None)
-    rebalancer = Rebalancer(args, layout, made.model.config)
+    rebalancer = Rebalancer(args, layout, made.model.config)  # before `args` have the layout's numbers
     args.run_id = start.run_id  # from here on `args` are what the run's records say
     args.learning_rate = args.learning_rate or start.flags.get("learning_rate") or made.learning_rate
     vars(args).update(layout.as_flags())

@@ -41,11 +41,11 @@ class Stage:
 def held_by(stage, step: int, everything=None, generation: int = 1, tp_rank: int = 0) -> LiveState:
     optimizer = torch.optim.AdamW(stage.model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    keeper = types.SimpleNamespace(stage=stage, optimizer=optimizer, scheduler=scheduler, host=[1], written=0,
+    checkpointer = types.SimpleNamespace(stage=stage, optimizer=optimizer, scheduler=scheduler, host=[1], written=0,
                                    state=lambda step: {"step": step})
     everything = frozenset(everything or live_state.weights_of(stage, 0))
     return LiveState(types.SimpleNamespace(
-        checkpointer=keeper, step=step, commit=None, everything=everything,
+        checkpointer=checkpointer, step=step, commit=None, everything=everything,
         tp_rank=tp_rank, args=types.SimpleNamespace(max_grad_norm=1.0),
         generation=types.SimpleNamespace(number=generation)))
 
