@@ -61,8 +61,13 @@ def write(path: str, content: bytes) -> dict:
 
 def replace(path: str, text: str) -> None:
     """Writes a file that appears under its name in one go. Raises OSError."""
-    write(f"{path}.unfinished", text.encode())
-    os.replace(f"{path}.unfinished", path)
+    try:
+        write(f"{path}.unfinished", text.encode())
+        os.replace(f"{path}.unfinished", path)
+    except OSError:  # a part of it would take room
+        with contextlib.suppress(OSError):
+            os.remove(f"{path}.unfinished")
+        raise
 
 
 def facts_of(path: str) -> dict:

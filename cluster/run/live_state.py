@@ -36,8 +36,10 @@ class Commit(NamedTuple):
 
 
 class LiveState:
-    """What is left of a Session when its generation has ended. `everything`: the keys of all weights. `generation`: the last one in
-    which this state was that of the run: who was cut off has steps that the others may have made anew, or never made.
+    """What is left of a Session when its generation has ended.
+
+    `everything`: the keys of all weights. `generation`: the last one in which this state was that of the run: who was
+    cut off has steps that the others may have made anew, or never made.
     """
 
     def __init__(self, session):

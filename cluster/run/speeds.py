@@ -25,8 +25,8 @@ MEASURED = {"seconds": None}  # of this process's whole model: what it has measu
 def choose_shares(args, made, count: int, told: list[int] | None, total: int | None, device, dtype) -> list[int]:
     """What each of `count` pipelines takes: as `told`, or else by speed, as it was measured before or is now.
 
-    Collective. These are samples of a step. With --local_steps they are samples of a local step where `told`, the numbers of
-    micro-batches, is given, and else the local steps of a round.
+    Collective. These are samples of a step. With --local_steps they are samples of a local step where `told`, the
+    numbers of micro-batches, is given, and else the local steps of a round.
     `total`: the samples of a step, where a checkpoint has decided it.
     """
     size, ranks = args.batch_size, dist.get_world_size()

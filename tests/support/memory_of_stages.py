@@ -18,6 +18,7 @@ from ranks import course  # noqa: E402, F401  before step 9's modules
 
 from ranks.collectives import gather
 from ranks.memory import return_freed_memory  # noqa: E402
+import run.train  # noqa: E402
 import train_distributed  # noqa: E402
 from planning.profiler import LayerProfiler  # noqa: E402
 from planning.machines import Cluster, Pipeline, Setting  # noqa: E402
@@ -53,6 +54,6 @@ def report(group=None) -> None:
 
 
 destroy = dist.destroy_process_group
-train_distributed.find_plan = predict
-train_distributed.dist.destroy_process_group = report
+run.train.find_plan = predict
+dist.destroy_process_group = report
 train_distributed.main()
