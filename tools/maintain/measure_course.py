@@ -98,9 +98,9 @@ def start(run: Run, folder: str, tokens: str, steps: int, **variables: str) -> P
         kind, *flags = run.flags.split()
         return Program(run.name, run.ranks, ROOT / "tools/maintain/peers.py", kind, *words, "--tokens", tokens, "--out",
                        f"{folder}/{run.name}.json", "--steps", steps, *flags, **variables)
-    return Program(run.name, run.ranks, STEPS[str(run.step)] / "train.py", *words, "--log_dir", folder, "--run_name", run.name, "--seq_len", 128,
-                   "--learning_rate", 3e-4, "--max_grad_norm", 0, "--max_tokens", steps * TOKENS_A_STEP,
-                   *run.flags.split(), **variables)
+    return Program(run.name, run.ranks, STEPS[str(run.step)] / "train.py", *words, "--log_dir", folder,
+                   "--run_name", run.name, "--seq_len", 128, "--learning_rate", 3e-4, "--max_grad_norm", 0,
+                   "--max_tokens", steps * TOKENS_A_STEP, *run.flags.split(), **variables)
 
 
 def read_results(run: Run, folder: str) -> dict:
