@@ -68,8 +68,7 @@ GROUPS = {
     ],
     "Sequence parallel": [
         Run("step 14, tp 2, sp", 14, 2, TP_2 + " --sequence_parallel",
-            (("DTensor, tp 2, sp", 1.0), ("step 8, tp 2", None))),
-        Run("DTensor, tp 2, sp", None, 2, "dtensor-sp"),
+            (("step 8, tp 2", None),)),
     ],
     "All three": [
         Run("step 8, 2x2x2", 8, 8, micro_batch(2, 8) + " --tp_size 2 --pp_size 2 --dp_size 2", ((BASELINE, 0.95),)),

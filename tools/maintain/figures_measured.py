@@ -1,4 +1,4 @@
-"""Figures out of what runs have recorded: traces, metrics, a plan. make_figures.py starts the runs."""
+"""Figures out of what runs have recorded: traces, a plan. make_figures.py starts the runs."""
 
 import json
 import pathlib
@@ -155,19 +155,6 @@ def transfers(spans: list[Span], background: tuple[str, ...], picture: pathlib.P
     one.invert_yaxis()
     kinds = [kind for kind in COLOURS if any(span.kind == kind for span in spans)]
     save(figure, axes, picture, label, kinds)
-
-
-def expert_load(runs: dict[str, list[dict]], picture: pathlib.Path) -> None:
-    """The largest load of an expert and the loss, step by step, of runs by their names: rows of metrics.jsonl."""
-    figure, axes = canvas(10, 4.2, 2, bare=False)
-    for one, what, title in zip(axes[0], ("expert_load", "loss"), ("largest load of an expert, mean = 1", "loss")):
-        for (name, rows), colour in zip(runs.items(), ("#aa3377", "#4477aa", "#228833")):
-            steps, values = [row["step"] for row in rows], [row[what] for row in rows]
-            one.plot(steps, values, color=colour, label=name, linewidth=1.6)
-        one.set_title(title, loc="left", fontsize=13, color=INK)
-    axes[0, 0].set_ylim(bottom=1)
-    axes[0, 1].legend(frameon=False, fontsize=11.5)
-    save(figure, axes, picture, "optimizer step")
 
 
 def unlike(trace: pathlib.Path, picture: pathlib.Path) -> None:

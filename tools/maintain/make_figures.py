@@ -23,7 +23,7 @@ import time
 
 import figures_drawn
 import figures_measured
-from launch import ROOT, STEPS, Help, environment, launch, metrics, modules_of
+from launch import ROOT, STEPS, Help, environment, modules_of
 from make_tiny_llama import resized
 from turns import Program
 
@@ -97,16 +97,6 @@ def sharded(step: str, level: int):
                       ("all-gather", "reduce-scatter"), "seconds since the step's first forward began")
 
 
-def expert_load(folder: pathlib.Path, picture: pathlib.Path) -> None:
-    """Eight experts of which a token passes two: without balance, and with each of the two remedies."""
-    runs = {"no balance": [], "--balance_loss 0.01": ["--balance_loss", 0.01],
-            "--balance_bias 0.01": ["--balance_bias", 0.01]}
-    for name, flags in runs.items():
-        launch(16, 2, "--num_experts", 8, "--dp_size", 2, "--ep_size", 2, "--micro_batch_size", 2, "--max_tokens",
-               100 * 32 * 128, "--log_dir", folder, "--run_name", name, *flags, timeout=1800)
-    figures_measured.expert_load({name: metrics(folder, name) for name in runs}, picture)
-
-
 def unlike(folder: pathlib.Path, picture: pathlib.Path) -> None:
     """The machine that holds the whole model is three times as fast as each of the two others."""
     runs = {"unlike": ["9", "--pipelines", "8;5,3", "--num_microbatches", "6,2"]}
@@ -147,7 +137,7 @@ FIGURES = {  # name -> draw(folder of runs, picture)
     "zero": sharded("12", 2), "fsdp": sharded("13", 3),
     "buckets": background("6", ["--gradient_accumulation_steps", 4], ("all-reduce",),
                           "seconds since the last micro-batch's backward began", figures_measured.last_backward),
-    "expert_load": expert_load, "unlike": unlike, "plan": plan,
+    "unlike": unlike, "plan": plan,
 }
 
 

@@ -5,7 +5,6 @@
     python tools/maintain/measure_course.py peaks                  GB of a rank, of several topologies
     python tools/maintain/measure_course.py shards                 bytes a parameter, steps 12 and 13 (8 GB of memory)
     python tools/maintain/measure_course.py activations            MB that are kept for backward, steps 14 and 15
-    python tools/maintain/measure_course.py collectives --ranks 2  step 12's, beside those of the library
     python tools/maintain/measure_course.py gpu --gpu H100 --rounds 3     step 3 beside Hugging Face's Llama
     python tools/maintain/measure_course.py gpu --device cpu --shape toy --seq_len 32    the same code without a GPU
 
@@ -35,7 +34,7 @@ import tempfile
 import course_gpu
 import course_memory
 from contestants import GROUPS, RUNS, Run
-from launch import ROOT, STEPS, Help, environment, metrics, torchrun
+from launch import ROOT, STEPS, Help, metrics
 from turns import Program, keep, programs_in_turns, table, times_as_fast
 
 TOKENS_A_STEP = 4096
@@ -46,14 +45,12 @@ def main():
     parser.add_argument("what", choices=MEASUREMENTS, help="to measure")
     parser.add_argument("--only", default="", metavar="REGEX", help="run those whose name fits")
     parser.add_argument("--rounds", type=int, default=20, help="of turns")
-    parser.add_argument("--ranks", type=int, default=4, help="of collectives")
     parser.add_argument("--layers", type=int, default=9, help="of shards: 9 are 108 million parameters")
     parser.add_argument("--seq_len", type=int, default=4096, help="of activations and gpu: tokens in a sample")
     parser.add_argument("--json", type=pathlib.Path, help="keep the seconds of each step here")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="of gpu")
     parser.add_argument("--shape", choices=course_gpu.SHAPES, default="tinyllama", help="of gpu: of the model")
     parser.add_argument("--gpu", metavar="NAME", help="the MFU is of this data sheet of tools/data_sheets.py")
-    parser.add_argument("--old", metavar="CHECKOUT", help="take the steps from another checkout of this repository")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: at least 1")
@@ -88,23 +85,22 @@ def make_tokens(folder: str, num_tokens: int) -> str:
 
 def measure(runs: dict[str, Run], folder: str, tokens: str, args) -> dict[str, list[float]]:
     """The seconds of each run's steps: {name: [...]}. Exits where two runs did not do the same work."""
-    seconds = programs_in_turns({name: functools.partial(start, run, folder, tokens, args.rounds + 1, args.old)
+    seconds = programs_in_turns({name: functools.partial(start, run, folder, tokens, args.rounds + 1)
                                  for name, run in runs.items()}, args.rounds)
     check_losses({name: read_results(run, folder) for name, run in runs.items()})
     return seconds
 
 
-def start(run: Run, folder: str, tokens: str, steps: int, old: str | None = None, **variables: str) -> Program:
-    """`old`: another checkout of this repository. `variables`: of the environment."""
+def start(run: Run, folder: str, tokens: str, steps: int, **variables: str) -> Program:
+    """`variables`: of the environment."""
     words = ["--model_name", f"{folder}/model"]
     if run.step is None:
         kind, *flags = run.flags.split()
         return Program(run.name, run.ranks, ROOT / "tools/maintain/peers.py", kind, *words, "--tokens", tokens, "--out",
                        f"{folder}/{run.name}.json", "--steps", steps, *flags, **variables)
-    script = pathlib.Path(old or ROOT, STEPS[str(run.step)].relative_to(ROOT), "train.py")
-    return Program(run.name, run.ranks, script, *words, "--log_dir", folder, "--run_name", run.name, "--seq_len", 128,
-                   "--learning_rate", 3e-4, "--max_grad_norm", 0, "--max_tokens", steps * TOKENS_A_STEP,
-                   *run.flags.split(), **variables)
+    return Program(run.name, run.ranks, STEPS[str(run.step)] / "train.py", *words, "--log_dir", folder,
+                   "--run_name", run.name, "--seq_len", 128, "--learning_rate", 3e-4, "--max_grad_norm", 0,
+                   "--max_tokens", steps * TOKENS_A_STEP, *run.flags.split(), **variables)
 
 
 def read_results(run: Run, folder: str) -> dict:
@@ -150,13 +146,8 @@ def table_of_speed(found: dict[str, dict[str, list[float]]]) -> str:
     return table(["run", "tokens/s", "against", "ratio", "quartiles", "at least"], rows)
 
 
-def collectives(args) -> None:
-    script = ROOT / "tools/maintain/course_collectives.py"
-    subprocess.run(torchrun(args.ranks, script, args.rounds), check=True, env=environment())
-
-
-MEASUREMENTS = {"speed": speed, "gpu": course_gpu.gpu, "collectives": collectives, "peaks": course_memory.peaks,
-                "shards": course_memory.shards, "activations": course_memory.activations}
+MEASUREMENTS = {"speed": speed, "gpu": course_gpu.gpu, "peaks": course_memory.peaks, "shards": course_memory.shards,
+                "activations": course_memory.activations}
 
 if __name__ == "__main__":
     main()

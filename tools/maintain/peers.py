@@ -128,33 +128,18 @@ def data_parallel(model, args):
 
 
 def tensor_parallel(model, args):
-    """torch.distributed.tensor.parallel as its tutorial shows: embedding, layers and projection, loss in parallel.
-
-    The kind dtensor-sp divides the tokens between them, too.
-    """
+    """torch.distributed.tensor.parallel as its tutorial shows: embedding, layers and projection, loss in parallel."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, loss_parallel, parallelize_module)
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    between = Shard(1) if args.kind == "dtensor-sp" else Replicate()
-    plan = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-            "final_proj": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)}
+    plan = {"embedding": RowwiseParallel(input_layouts=Replicate()),
+            "final_proj": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
     for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj"):
         plan[f"decoder_layers.*.{name}"] = ColwiseParallel()
     for name in ("attention.out_proj", "mlp.down_proj"):
-        plan[f"decoder_layers.*.{name}"] = RowwiseParallel(output_layouts=between)
-    if args.kind == "dtensor-sp":
-        for name in ("decoder_layers.*.input_layernorm", "decoder_layers.*.post_attention_layernorm", "final_norm"):
-            plan[name] = SequenceParallel()
-        for name, others in (("attention", 2), ("mlp", 0)):  # cos and sin
-            plan[f"decoder_layers.*.{name}"] = PrepareModuleInput(
-                input_layouts=(between, *others * [None]), desired_input_layouts=(Replicate(), *others * [None]))
-        angles = get_cos_sin(args.seq_len, model.config.head_dim, torch.float32, torch.device("cpu"),
-                             **model.config.rope_parameters)
-        for layer in model.decoder_layers:  # the model makes cos and sin for as many tokens as it sees
-            layer.register_forward_pre_hook(lambda layer, inputs: (inputs[0], *angles))
+        plan[f"decoder_layers.*.{name}"] = RowwiseParallel()
     parallelize_module(model, mesh, plan)
 
     def forward_backward(samples):
@@ -238,7 +223,7 @@ def hugging_face(model, args):
 
 
 PEERS = {"ddp": data_parallel, "fsdp": data_parallel, "zero2": data_parallel, "dtensor": tensor_parallel,
-         "dtensor-sp": tensor_parallel, "hf": hugging_face, **dict.fromkeys(SCHEDULES, pipeline)}
+         "hf": hugging_face, **dict.fromkeys(SCHEDULES, pipeline)}
 
 if __name__ == "__main__":
     main()

@@ -32,7 +32,7 @@ def take_turns(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
     for number in range(rounds + 1):
         for name, turn in turns.items():
             seconds[name].append(turn())
-        if number and os.environ.get("RANK", "0") == "0":
+        if number:
             took = ", ".join(f"{name} {times[-1]:.3g}" for name, times in seconds.items())
             print(f"round {number}/{rounds}, seconds: {took}", file=sys.stderr, flush=True)
     return {name: times[1:] for name, times in seconds.items()}
