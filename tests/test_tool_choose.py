@@ -1,9 +1,10 @@
-"""choose.py: its formulas against the schedules, the planner and real runs of the steps."""
+"""choose.py: its formulas against the schedules, the planner and real runs of the steps; the page computes the same."""
 
 import json
 
 import pytest
 from launch import ROOT, STEPS, fork, modules_of
+from test_tool_site_scripts import needs_node, node
 
 with modules_of(9):
     import choose
@@ -90,6 +91,25 @@ def test_bytes_sent_by_real_runs(tmp_path, step, split, more):
                 found["dp" if group == "cp_dp_group" else group[:2]] += size * count  # an all-reduce of two: each once
         expected = splits.sent(job, split, rank // split.tp // split.cp % split.pp, 4)
         assert found == pytest.approx(expected, rel=2e-4), rank  # shards differ by a number
+
+
+@needs_node
+def test_the_page_computes_the_same():
+    jobs = [LARGE, LARGE._replace(shape=PRESETS["llama-1b"], ranks=24, global_batch=96, virtual_stages=3),
+            LARGE._replace(shape=PRESETS["llama-2-7b"], ranks=8, recompute=True, dtype="float32"), JOB,
+            LARGE._replace(shape=PRESETS["llama-8b"], ranks=48, global_batch=96, experts=6, recompute=True)]
+    found = node("return input.map((job) => require(`${process.cwd()}/tools/site/choose`).choose(job));",
+                 [{**job._asdict(), **job.shape._asdict()} for job in jobs])
+    for job, (fitting, others, refused) in zip(jobs, found, strict=True):
+        ours, *rest, reasons = choose.choose(job)
+        theirs = {tuple(row.pop("split").values()): row for row in fitting + others}
+        assert {tuple(row.split) for row in ours + rest[0]} == theirs.keys() and dict(refused) == dict(reasons)
+        assert len(fitting) == len(ours) > 0
+        for row in ours + rest[0]:
+            expected = {**row._asdict(), "memory": row.memory}
+            del expected["split"]
+            for name, value in theirs[tuple(row.split)].items():
+                assert value == pytest.approx(expected[name], rel=1e-12), (row.split, name)
 
 
 @pytest.mark.parametrize("split, change, said", [

@@ -56,7 +56,7 @@ def pages(site):
 
 def test_every_link_leads_somewhere(site, pages):
     steps = [f"step{number}.html" for number in STEPS]
-    assert {"index.html", "cluster.html", "playground.html", *steps} <= pages.keys()
+    assert {"index.html", "cluster.html", "playground.html", "choose.html", *steps} <= pages.keys()
     for name, page in pages.items():
         assert len(page.ids) == len(set(page.ids)), name
         for link in page.links:
@@ -203,6 +203,14 @@ def test_playground_follows_its_fields(browsed):
     assert found["changed"]["facts"] == ["25", "28.0 %", "2", "16"]  # stage 0 computes for 8 x 3 and waits once, for 1
     assert found["reloaded"] == found["changed"]
     assert "from 1 to 16" in found["wrong"]["problem"]
+
+
+@pytest.mark.slow
+def test_how_to_split_follows_its_fields(browsed):
+    found = browsed["choose"]
+    assert found["changed"]["facts"][:2] == ["70.6 billion", "86"] and found["reloaded"] == found["changed"]
+    assert found["changed"]["best"][:9] == ["1", "1", "4", "16", "1", "1f1b", "1", "512", "8.49"]
+    assert "divides the hidden size" in found["wrong"]["problem"]
 
 
 @pytest.mark.slow

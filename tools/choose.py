@@ -7,6 +7,8 @@ Those that fit are sorted by the seconds that a step loses: to the bubble, to re
 none was hidden behind computation. An "s" behind tp says that the tokens are divided as well (sequence parallelism).
 Seconds of a whole step are the business of what_if.py, which simulates them. The formulas are those of splits.py; the
 bubble is (p-1) / (k v m + p-1), where k is 3 if backward is in two parts, and else 1.
+
+The page "How to split" of the site computes the same (site/choose.js).
 """
 
 import argparse

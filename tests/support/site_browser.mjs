@@ -38,6 +38,7 @@ const found = {
   axe: [],
   overflow: [],
   playground: {},
+  choose: {},
   tour: {},
 };
 page.on("console", (message) => {
@@ -114,6 +115,22 @@ async function usePlayground() {
   found.playground.wrong = await read();
 }
 
+async function useChoice() {
+  await open("choose.html");
+  const read = async () => ({
+    facts: await page.locator("#facts dd").evaluateAll((all) => all.map((dd) => dd.firstChild.textContent)),
+    best: await page.locator("#fitting tbody tr").first().locator("td").allTextContents(),
+    problem: await page.locator("#problem").textContent(),
+  });
+  await page.selectOption("[name=model]", "llama-70b");
+  await page.check("[name=recompute]");
+  found.choose.changed = await read();
+  await page.reload();
+  found.choose.reloaded = await read();
+  await page.fill("[name=heads]", "60");
+  found.choose.wrong = await read();
+}
+
 /** A tour: keys, a scene's own address, its lit lines in view, playing by itself; the captions of its film, if any. */
 async function playTour(name) {
   const seen = () =>
@@ -163,6 +180,7 @@ const inspected = new Set([
 await visitAll(names, inspected);
 await page.emulateMedia({ colorScheme: "light", reducedMotion: "reduce" });
 await usePlayground();
+await useChoice();
 await playTour("tour-4.html");
 await context.close();
 process.stdout.write(JSON.stringify(found));

@@ -20,17 +20,6 @@
     latency: [0, 100],
   };
 
-  /** A field's number. Throws an Error that says what it may be. */
-  function fieldNumber(name, [lowest, highest], isWhole) {
-    const field = form.elements[name],
-      value = field.valueAsNumber;
-    if (!(value >= lowest && value <= highest) || (isWhole && !Number.isInteger(value))) {
-      const label = field.parentElement.firstChild.textContent.trim();
-      throw new Error(`${label}: choose ${isWhole ? "a whole number" : "a number"} from ${lowest} to ${highest}.`);
-    }
-    return value;
-  }
-
   /** As many speed fields as there are stages; those that are there keep their values. */
   function fillSpeeds(count) {
     while (speeds.children.length > count) speeds.lastChild.remove();
@@ -47,7 +36,7 @@
   function read() {
     const values = {};
     for (const [name, limits] of Object.entries(LIMITS))
-      values[name] = fieldNumber(name, limits, ["p", "m", "v"].includes(name));
+      values[name] = fieldNumber(form, name, limits, ["p", "m", "v"].includes(name));
     fillSpeeds(values.p);
     const { p, m, v, transfer, latency, ...costs } = values,
       schedule = form.elements.schedule.value;
@@ -60,7 +49,7 @@
       latency,
       costs,
       schedule,
-      speeds: Array.from({ length: p }, (_, s) => fieldNumber(`speed${s}`, [0.1, 10])),
+      speeds: Array.from({ length: p }, (_, s) => fieldNumber(form, `speed${s}`, [0.1, 10])),
     };
   }
 
@@ -73,7 +62,7 @@
       most = Math.max(...result.live),
       ofChunks = v > 1 ? ` (${most} chunks)` : "";
     const ideal = simulate({ ...options, costs: { F: 1, B: 1, W: 1 }, transfer: 0, latency: 0, speeds: null }).bubble;
-    const found = [
+    const rows = [
       ["Step time", short(result.makespan), `${short(result.makespan / m)} a micro-batch`],
       ["Bubble", percent(result.bubble), `${percent(ideal)} if all costs were equal, messages free`],
       ["Activations alive", short(most / v), `micro-batches${ofChunks}, on the stage that keeps most`],
@@ -83,14 +72,7 @@
         `${short(result.transfers.length * options.transfer)} of time on the links`,
       ],
     ];
-    facts.replaceChildren(
-      ...found.map(([name, value, more]) => {
-        const row = htmlElement("div", {});
-        htmlElement("dt", {}, row, name);
-        htmlElement("small", {}, htmlElement("dd", {}, row, value), more);
-        return row;
-      }),
-    );
+    showFacts(facts, rows);
   }
 
   function draw(options, result) {
@@ -146,16 +128,10 @@
     );
   }
 
-  /** Fills the fields from the address's fragment, into which remember() writes them. */
   function recall() {
     const words = new URLSearchParams(location.hash.slice(1));
     if (words.has("p")) fillSpeeds(Math.min(Math.max(Number(words.get("p")) || 1, 1), 8));
-    for (const [name, value] of words) if (form.elements[name]) form.elements[name].value = value;
-  }
-
-  function remember() {
-    const words = [...new FormData(form)].map(([name, value]) => `${name}=${value}`);
-    history.replaceState(null, "", `#${words.join("&")}`);
+    recallForm(form);
   }
 
   function update(event) {
@@ -165,7 +141,7 @@
       problem.textContent = "";
       tellFacts(options, result);
       draw(options, result);
-      if (event) remember();
+      if (event) rememberForm(form);
     } catch (error) {
       problem.textContent = error.message;
     }

@@ -12,7 +12,8 @@ from tours import file_stem
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent
 MARKER = ".site"  # a folder that holds it was written by build(), and may be replaced
-PLAYGROUND = Page("playground.html", "Schedules", "Schedule playground", [], "playground.html", {})
+FORMS = [Page("playground.html", "Schedules", "Schedule playground", [], "playground.html", {}),
+         Page("choose.html", "How to split", "How to split", [], "choose.html", {})]
 
 
 def empty_folder(out: pathlib.Path) -> None:
@@ -38,7 +39,7 @@ def build(root: pathlib.Path, out: pathlib.Path, films=()) -> list[str]:
     others = [document_page(repository, place) for address, place in chapters.items()
               if not address.startswith("step") and place not in repository.tours]
     tours = [tour_page(repository, place) for place in repository.tours]
-    pages = [others[0], *steps, PLAYGROUND, *others[1:]]
+    pages = [others[0], *steps, *FORMS, *others[1:]]
     sources, done = exercise_pages(repository), set()
     while len(done) < len(repository.sources):  # the page of a folder links to further files
         for place in [place for place in repository.sources if place not in done]:

@@ -1,0 +1,284 @@
+// How to split a model over ranks: what tools/choose.py and splits.py compute, with their names, and the page that asks
+// and shows it.
+// tests/test_tool_choose.py holds the numbers equal.
+"use strict";
+
+const ENGINES = ["1f1b", "zb", "interleaved", "interleaved_zb"],
+  AXES = ["dp", "tp", "cp", "pp", "ep"];
+const range = (length) => Array.from({ length }, (_, k) => k);
+const sum = (parts) => Object.values(parts).reduce((total, part) => total + part, 0);
+const chunks = (job, { engine }) => (engine.startsWith("interleaved") ? job.virtual_stages : 1);
+const numberBytes = ({ dtype }) => (dtype === "bfloat16" ? 2 : 4);
+
+function* splits(job) {
+  const upTo = (n) => range(n).map((k) => k + 1),
+    divisors = upTo(job.ranks).filter((k) => job.ranks % k === 0);
+  const dividing = (n) => divisors.filter((k) => n % k === 0);
+  for (const tp of divisors)
+    for (const pp of dividing(job.ranks / tp))
+      for (const cp of dividing(job.ranks / tp / pp)) {
+        const dp = job.ranks / tp / pp / cp,
+          sp = tp > 1 && Math.floor(job.seq_len / cp) % tp === 0 && !job.experts;
+        for (const engine of pp > 1 ? ENGINES : ["-"])
+          for (const ep of upTo(job.experts || 1).filter((k) => dp % k === 0 && job.experts % k === 0))
+            for (const zero of range(dp * cp > 1 ? 4 : 1)) yield { dp, tp, pp, engine, zero, cp, ep, sp };
+      }
+}
+
+/** Why the steps do not train like this, or why nobody would; null: they do. */
+function refusal(job, split) {
+  const { dp, tp, pp, engine, zero, cp } = split,
+    m = job.global_batch / dp / job.micro_batch;
+  if (job.heads % tp || job.kv_heads % tp || job.width % tp)
+    return `tp ${tp} does not divide the heads, the key/value heads or the MLP's width`;
+  if (pp * chunks(job, split) > job.layers) return `there are more stages or chunks than the ${job.layers} layers`;
+  if (m % 1) return `dp ${dp} does not divide the global batch into whole micro-batches`;
+  if (job.experts && (engine.endsWith("zb") || cp > 1 || zero))
+    return "experts with zb or interleaved_zb, with cp or with ZeRO";
+  if (cp > 1 && job.seq_len % (2 * cp * tp)) return `2 x cp ${cp} x tp ${tp} does not divide the tokens of a sample`;
+  if (zero > 1 && pp > 1) return "ZeRO 2 and 3 have no pipeline, where several micro-batches are under way";
+  if (job.recompute && engine.endsWith("zb"))
+    return "zb and interleaved_zb with --recompute: W would keep all that was computed again";
+  return m < pp ? `pp ${pp}: fewer micro-batches than stages never fill the pipeline` : null;
+}
+
+function alive({ pp, engine }, rank, m, v) {
+  if (pp === 1) return [1, 0];
+  const firstRound = Math.ceil(m / Math.floor(m / pp));
+  const most = (v - 1) * firstRound + (engine === "interleaved" ? 2 * (pp - rank) - 1 : pp - rank);
+  const before = Math.min(most, v * m);
+  return [before, engine.endsWith("zb") ? Math.min(rank, v * m - before) : 0];
+}
+
+function layersOf(job, split, rank) {
+  const stages = split.pp * chunks(job, split);
+  const of = (s) => Math.floor(job.layers / stages) + (s < job.layers % stages);
+  return sum(range(chunks(job, split)).map((c) => of(c * split.pp + rank)));
+}
+
+/** Those of all layers of a rank; of its experts; and of the rest: embedding, final norm and projection. */
+function parameters(job, split, rank) {
+  const { hidden, width, heads, kv_heads, head_dim, vocab, experts } = job,
+    mlp = (3 * hidden * width) / split.tp;
+  const attention = (2 * hidden * head_dim * (heads + kv_heads)) / split.tp;
+  const [first, last] = [rank === 0, rank === split.pp - 1],
+    tables = job.tied ? first || last : first + last,
+    count = layersOf(job, split, rank);
+  return [
+    count * (attention + 2 * hidden + (experts ? experts * hidden : mlp)),
+    (count * experts * mlp) / split.ep,
+    (tables * hidden * vocab) / split.tp + last * hidden,
+  ];
+}
+
+const allParameters = (job) => sum(parameters(job, { tp: 1, pp: 1, ep: 1, engine: "-" }, 0));
+
+function activations(job, split, rank, m) {
+  const { tp, pp, cp, sp } = split,
+    v = chunks(job, split),
+    number = numberBytes(job),
+    tokens = (job.micro_batch * job.seq_len) / cp;
+  const hidden = tokens * number * job.hidden,
+    isLast = rank === pp - 1;
+  const attention = 2 * job.head_dim * (job.heads + job.kv_heads);
+  const divided = (tokens * number * (attention + job.heads + 4 * job.width)) / tp,
+    weights = 4 * hidden + (tokens * number * (attention + 3 * job.width)) / tp;
+  let layer = 2 * tokens * number * (3 * job.hidden + 1) + divided,
+    head = isLast * (3 * hidden + (12 * tokens * job.vocab) / tp);
+  if (job.experts) {
+    const k = job.experts_per_token;
+    layer += 2 * k * hidden + (tokens * number * 4 * (k - 1) * job.width) / tp;
+  }
+  if (sp) {
+    layer -= 2 * (1 - 1 / tp) * (2 * hidden + tokens * number);
+    head -= isLast * 2 * (1 - 1 / tp) * hidden;
+  }
+  const [forB, forW] = alive(split, rank, m, v),
+    headW = isLast * (hidden + (tokens * number * job.vocab) / tp),
+    between = hidden / (sp ? tp : 1),
+    each = layersOf(job, split, rank) / v;
+  const kept = forB * each * (job.recompute ? between : layer) + head + forW * (each * weights + headW);
+  return kept + (job.recompute ? Math.max(0, layer - between - head) : 0) + (pp > 1 ? 4 * between : 0);
+}
+
+function held(job, split, rank, m) {
+  const { dp, tp, cp, zero } = split,
+    n = dp * cp,
+    [layers, experts, rest] = parameters(job, split, rank),
+    owned = layers + experts + rest;
+  const table = (job.hidden * job.vocab) / tp,
+    layer = layers / layersOf(job, split, rank),
+    number = numberBytes(job),
+    copies = number < 4 ? number : 0;
+  let weights = (4 + copies) * owned,
+    gradients = (4 * owned) / (zero > 1 ? n : 1);
+  if (zero === 2) gradients += 4 * Math.max(table, (job.hidden * job.width) / tp);
+  if (zero === 3) {
+    weights = (4 * owned) / n + 2 * number * layer + 4 * rest + copies * table;
+    gradients += 2 * 4 * layer + 4 * rest;
+  }
+  const AdamW = (8 * owned) / (zero > 0 ? n : 1);
+  return { weights, gradients, AdamW, activations: activations(job, split, rank, m) };
+}
+
+function sent(job, split, rank, m) {
+  const { dp, tp, pp, zero, cp, ep, sp } = split,
+    n = dp * cp,
+    [first, last] = [rank === 0, rank === pp - 1];
+  const tokens = (m * job.micro_batch * job.seq_len) / cp,
+    number = numberBytes(job),
+    hidden = tokens * job.hidden * number,
+    rows = job.experts ? job.experts_per_token : 1,
+    count = layersOf(job, split, rank);
+  const again = job.recompute ? (sp ? 1.5 : 1) : 0,
+    sums = (4 + again) * count + first + last,
+    norms = sp ? 4 * (2 * count + last) * job.hidden : 0,
+    weights = job.experts ? count * tokens * rows * number : 0;
+  const [layers, experts, rest] = parameters(job, split, rank),
+    exchanged = [2, 2, m + 1, m][zero] * 4 * (layers + rest),
+    gathered = zero === 3 ? m * (number * (2 - 1 / count) * layers + 4 * rest) : 0;
+  const tied = job.tied && (first || last) ? (4 * job.vocab * job.hidden) / tp : 0,
+    keys = (2 * count * tokens * job.kv_heads * job.head_dim) / tp;
+  return {
+    dp: ((n - 1) / n) * (exchanged + gathered) + ((2 * (dp - ep)) / dp) * 4 * experts,
+    tp: ((2 * (tp - 1)) / tp) * (sums * hidden + last * 12 * tokens + norms + weights),
+    cp: cp > 1 ? keys * ((job.recompute ? 3 : 2) * (cp - 1) * number + 4 * cp) : 0,
+    pp: pp > 1 ? ((2 * chunks(job, split) - first - last) * hidden) / (sp ? tp : 1) + tied : 0,
+    ep: (((job.recompute ? 6 : 4) * (ep - 1)) / ep) * count * rows * hidden,
+  };
+}
+
+function price(job, split) {
+  const { dp, tp, pp, cp, ep, engine } = split,
+    m = job.global_batch / dp / job.micro_batch;
+  const parts = range(pp).map((rank) => held(job, split, rank, m)),
+    fullest = parts.reduce((a, b) => (sum(b) > sum(a) ? b : a));
+  const volumes = range(pp).map((rank) => sent(job, split, rank, m));
+  const volume = Object.fromEntries(AXES.map((axis) => [axis, Math.max(...volumes.map((each) => each[axis]))]));
+  const bubble = (pp - 1) / ((engine.endsWith("zb") ? 3 : 1) * chunks(job, split) * m + pp - 1);
+  const spans = { tp, cp: tp * cp, pp: tp * cp * pp, ep: tp * cp * pp * ep, dp: dp > 1 ? job.ranks : tp * cp };
+  const seconds = AXES.map((axis) => volume[axis] / (job.per_machine % spans[axis] === 0 ? job.inside : job.between));
+  const active = allParameters({ ...job, experts: job.experts && job.experts_per_token }),
+    passes = (6 * active * job.global_batch * job.seq_len) / job.ranks / job.flops;
+  const lost = passes * ((job.recompute ? 4 / 3 : 1) / (1 - bubble) - 1) + sum(seconds);
+  return { split, microbatches: m, held: fullest, memory: sum(fullest), sent: volume, bubble, lost };
+}
+
+/** [rows that fit, rows that do not, [reason, how often] of those that are refused] */
+function choose(job) {
+  const refused = new Map(),
+    rows = [];
+  for (const split of splits(job)) {
+    const reason = refusal(job, split);
+    if (reason) refused.set(reason, (refused.get(reason) || 0) + 1);
+    else rows.push(price(job, split));
+  }
+  return [
+    rows.filter((row) => row.memory <= job.memory).sort((a, b) => a.lost - b.lost || a.memory - b.memory),
+    rows.filter((row) => row.memory > job.memory).sort((a, b) => a.memory - b.memory),
+    [...refused].sort((a, b) => b[1] - a[1]),
+  ];
+}
+
+/** The page: reads the form, shows the splits. */
+function showChoice() {
+  const MODELS = {
+    "llama-1b": [2048, 8192, 16, 32, 8, 128256, true],
+    "llama-2-7b": [4096, 11008, 32, 32, 32, 32000, false],
+    "llama-8b": [4096, 14336, 32, 32, 8, 128256, false],
+    "llama-2-13b": [5120, 13824, 40, 40, 40, 32000, false],
+    "llama-70b": [8192, 28672, 80, 64, 8, 128256, false],
+    "llama-405b": [16384, 53248, 126, 128, 8, 128256, false],
+  };
+  const SIZES = ["hidden", "width", "layers", "heads", "kv_heads", "vocab", "tied"],
+    UNITS = { memory: 1e9, inside: 1e9, between: 1e9, flops: 1e12 };
+  const COLUMNS = [...AXES, "schedule", "ZeRO", "m", "seconds lost", "bubble", "GB held", "weights"].concat(
+    ["gradients", "AdamW", "activations"],
+    AXES.map((axis) => `GB sent, ${axis}`),
+  );
+  const form = document.getElementById("choose"),
+    fields = form.elements,
+    place = (id) => document.getElementById(id);
+  for (const name of ["other", ...Object.keys(MODELS)]) htmlElement("option", {}, fields.model, name);
+
+  function read() {
+    const job = { dtype: fields.dtype.value, tied: fields.tied.checked, recompute: fields.recompute.checked };
+    for (const field of form.querySelectorAll("input[type=number]"))
+      job[field.name] =
+        fieldNumber(form, field.name, [Number(field.min), Number(field.max)], field.step === "1") *
+        (UNITS[field.name] || 1);
+    if (job.hidden % job.heads) throw new Error("Query heads: choose a number that divides the hidden size.");
+    return { ...job, head_dim: job.hidden / job.heads };
+  }
+
+  function fill(table, rows, job) {
+    const gb = (bytes) => (bytes / 1e9).toFixed(bytes < 1e11 ? 1 : 0);
+    const head = htmlElement("tr", {}, htmlElement("thead", {}));
+    for (const name of COLUMNS) htmlElement("th", { scope: "col" }, head, name);
+    const body = htmlElement("tbody", {});
+    for (const { split, microbatches, held, memory, sent, bubble, lost } of rows) {
+      const { engine, zero, sp } = split,
+        sizes = AXES.map((axis) => (axis === "tp" && sp ? `${split.tp} s` : split[axis]));
+      const name = engine.startsWith("interleaved") ? `${engine} ${job.virtual_stages}` : engine;
+      const volumes = [memory, ...Object.values(held), ...Object.values(sent)].map(gb);
+      const shares = [lost.toFixed(2), `${(100 * bubble).toFixed(1)} %`],
+        row = htmlElement("tr", {}, body);
+      for (const text of [...sizes, name, zero, microbatches, ...shares, ...volumes])
+        htmlElement("td", {}, row, String(text));
+    }
+    table.replaceChildren(head.parentElement, body);
+    table.parentElement.tabIndex = 0; // it scrolls sideways, and site.js has seen it empty
+  }
+
+  function show(job) {
+    const [fitting, others, refused] = choose(job),
+      refusals = refused.reduce((total, [, count]) => total + count, 0);
+    const gb = (row) => `${(row.memory / 1e9).toFixed(1)} GB`,
+      [best, least] = [fitting[0], [...fitting, ...others].sort((a, b) => a.memory - b.memory)[0]];
+    const grid = ({ split }) =>
+      ["dp", "tp", "pp", "cp"].map((axis) => `${axis} ${split[axis]}`).join(" x ") +
+      (split.ep > 1 ? `, ep ${split.ep}` : "") +
+      (split.zero ? `, ZeRO ${split.zero}` : "");
+    const tokens = (job.global_batch * job.seq_len).toLocaleString("en");
+    showFacts(place("facts"), [
+      ["Parameters", `${(allParameters(job) / 1e9).toPrecision(3)} billion`, `${tokens} tokens a step`],
+      ["Splits that fit", fitting.length, `of ${fitting.length + others.length + refusals}`],
+      ["Loses least time", best ? `${best.lost.toFixed(2)} s` : "none", best ? grid(best) : "take more ranks"],
+      ["Holds least", least ? gb(least) : "none", least ? grid(least) : ""],
+    ]);
+    fill(place("fitting"), fitting.slice(0, 20), job);
+    fill(place("others"), others.slice(0, 20), job);
+    place("count-others").textContent = `${others.length} splits do not fit; those that lack least`;
+    place("count-refused").textContent = `${refusals} splits are not to be had`;
+    place("refused").replaceChildren(
+      ...refused.map(([reason, count]) => htmlElement("li", {}, undefined, `${count}: ${reason}`)),
+    );
+  }
+
+  function update(event) {
+    if (event && event.target === fields.model && MODELS[fields.model.value])
+      MODELS[fields.model.value].forEach((size, k) => {
+        const field = fields[SIZES[k]];
+        if (field.type === "checkbox") field.checked = size;
+        else field.value = size;
+      });
+    else if (event && SIZES.includes(event.target.name)) fields.model.value = "other";
+    try {
+      show(read());
+      problem.textContent = "";
+      if (event) rememberForm(form);
+    } catch (error) {
+      problem.textContent = error.message;
+    }
+  }
+
+  const problem = place("problem");
+  fields.model.value = "llama-8b";
+  recallForm(form);
+  form.addEventListener("input", update);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  update();
+}
+
+if (typeof module !== "undefined") module.exports = { choose };
+else showChoice();
