@@ -4,6 +4,7 @@ import re
 import shutil
 
 import pytest
+import torch
 import transformers
 from launch import MODELS, ROOT, STEPS, fork, losses
 from packaging.version import Version
@@ -50,6 +51,7 @@ def save(folder, config, with_weights: bool) -> str:
     """A directory as on the Hub, with the tokenizer of the tiny Llama."""
     shutil.copytree(ROOT / "assets" / "tiny_llama", folder)
     if with_weights:
+        torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config)
         for param in model.parameters():
             param.data.normal_(0, 0.1).add_(1 if param.dim() == 1 else 0)

@@ -14,6 +14,8 @@ Forward and backward of a token are 6N + 12 L (H hd) T FLOPs: N parameters, L la
 each token saw all T of its sample.
 """
 
+import tools_path  # noqa: F401  before launch
+
 import os
 import re
 import statistics

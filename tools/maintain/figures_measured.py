@@ -1,5 +1,7 @@
 """Figures out of what runs have recorded: traces, a plan. make_figures.py starts the runs."""
 
+import tools_path  # noqa: F401  before launch
+
 import json
 import pathlib
 import re

@@ -5,6 +5,8 @@ again. The figure is the time from the loss to the next finished step, less the 
 clock. Which host it is changes from round to round, so the first is among them.
 """
 
+import tools_path  # noqa: F401  before launch
+
 import pathlib
 import statistics
 import time
