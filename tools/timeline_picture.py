@@ -87,7 +87,7 @@ def draw_transfers(axes, spans: list[dict]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace_path", help="timeline_batch<N>_all.json of a run with --profile_batch N")
     parser.add_argument("png_path", help="where to write the picture")
     try:

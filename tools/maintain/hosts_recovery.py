@@ -11,6 +11,7 @@ import pathlib
 import statistics
 import time
 
+import launch  # noqa: F401  which knows where the test bed's modules are
 from bed import NODES, testbed
 from elastic_bed import Training, kill_all, switch_on
 from turns import table
