@@ -28,7 +28,7 @@ def shards_of(stage, optimizer: torch.optim.Optimizer) -> list[Shard]:
         if trained and name not in trained or tied and name == tied[1] and not stage.is_first:
             continue
         module, _, key = name.rpartition(".")
-        module, name = stage.model.get_submodule(module), name_of(name)
+        module, name = stage.model.get_submodule(module), name_of(tied[0] if tied and name in tied else name)
         split = getattr(module, "tp_dims", {}).get(key), getattr(module, "tp_fused", {}).get(key, 1)
         found.append(Shard("model", name, param.detach(), *split))
         for entry, value in optimizer.state.get(param, {}).items():

@@ -30,6 +30,7 @@ from data.rows import encode_rows, find_source, first_kind, texts
 from dataloader import TokenSamples, encode, files_at, load_tokenizer
 from ranks.collectives import gather
 from ranks.disks import Disks
+from ranks.files import CHUNK
 from ranks.placement import home_rank, once_per_machine
 from utils import ROOT, UserError
 
@@ -67,7 +68,7 @@ def load_samples(args, tokenizer: str, vocab_size: int, num_samples: int | None 
     make = lambda: encode_data(args.dataset_name, tokenizer, args.seq_len, num_samples or ALL, packing)  # noqa: E731
     path = (from_homes_disk if getattr(args, "data_from_rank0", False) else once_per_machine)(make)
     numbers = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
-    digest = common_digest(args, numbers)
+    digest = common_digest(args, path)
     if path.endswith(".rows"):
         samples = RowSamples(numbers.reshape(-1, BEFORE + args.seq_len + 1))
         truncated, left_out, largest, *_ = samples.header.tolist()
@@ -85,9 +86,18 @@ def load_samples(args, tokenizer: str, vocab_size: int, num_samples: int | None 
     return samples
 
 
-def common_digest(args, numbers: np.ndarray) -> str:
+def digest_of(path: str) -> str:
+    """Reads a part at a time: a file that is mapped would count as this process's memory."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(CHUNK):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def common_digest(args, path: str) -> str:
     """The digest of each machine's encoded file. Collective. Raises UserError, on every rank, where they differ."""
-    digest = once_per_machine(lambda: hashlib.sha256(numbers).hexdigest())  # other machines wait as long as it takes
+    digest = once_per_machine(lambda: digest_of(path))  # other machines wait as long as it takes
     everyone = gather((digest, socket.gethostname()))
     if unlike := [f"{host} (rank {rank})" for rank, (other, host) in enumerate(everyone) if other != everyone[0][0]]:
         remedy = "copy the data and the tokenizer of rank 0 to all machines"

@@ -108,7 +108,10 @@ def answer(question: dict) -> int:
     if "job" in question:
         start(question["job"])
     files = pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}/job.json")
-    jobs = {file.parent: json.loads(text) for file in files if (text := file.read_text())}
+    jobs = {}
+    for file in files:
+        with contextlib.suppress(OSError, ValueError):  # of another user of this folder, or just being written
+            jobs[file.parent] = json.loads(file.read_text())
     folder, state = max(jobs, key=lambda folder: jobs[folder]["started"], default=None), {}
     if question["ask"] == "follow":
         is_there = folder and (is_alive(folder) or not question["again"])

@@ -174,8 +174,10 @@ def share_adapters(model: torch.nn.Module, template: PipelineTemplate, folder: s
 
 def inject(model: torch.nn.Module, config: dict, folder: str, **changes) -> torch.nn.Module:
     """The model with empty adapters. Raises UserError where peft is missing, or the adapter is another model's."""
-    from peft import PeftConfig, inject_adapter_in_model
-
+    try:
+        from peft import PeftConfig, inject_adapter_in_model
+    except ImportError:
+        raise UserError("--adapter needs the library peft: pip install peft") from None
     with reading(f"{folder} is no adapter for this model"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return inject_adapter_in_model(PeftConfig.from_peft_type(**{**config, **changes}), model)

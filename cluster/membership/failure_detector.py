@@ -52,11 +52,11 @@ class FailureDetector:
         while True:
             try:
                 link, answer = connect(member.endpoint, self.members.token, message)
+                set_probes(link.fileno())
             except NO_ANSWER as error:
                 self.members.not_reached.setdefault(member.key, []).append(time.monotonic())
                 raise MembershipChanged(f"{member.address} is lost ({error!r})") from None
             if answer["ok"]:
-                set_probes(link.fileno())
                 return link
             link.close()
             if time.monotonic() > deadline:

@@ -136,8 +136,8 @@ class Members:
 
     def hear(self, member: Member, knows: list[dict], cut_off: list[str]) -> Caller:
         now, before = time.monotonic(), self.callers.get(member.key)
-        self.callers[member.key] = Caller(member, knows, cut_off, before.since if before else now, now)
-        return self.callers[member.key]
+        caller = self.callers[member.key] = Caller(member, knows, cut_off, before.since if before else now, now)
+        return caller  # a generation that begins meanwhile forgets all callers
 
     def there(self) -> list[Caller]:
         """Those who have called a moment ago, and this process: one a place, the last to come."""

@@ -6,6 +6,7 @@ and looks whose files are there. What an earlier start has left there has other 
 """
 
 import contextlib
+import errno
 import os
 import traceback
 import uuid
@@ -105,11 +106,15 @@ class Disks:
 
         The other rank hears of it as well, in place of the rest of the file.
         """
-        end = None
+        end, left = None, 0
         try:
             with open(path, "rb", buffering=0) as file:
+                left = os.fstat(file.fileno()).st_size
                 while part := file.read(CHUNK):
                     dist.send_object_list([part], to, group=self.group)
+                    left -= len(part)
+            if left:
+                raise OSError(errno.EIO, "its size has changed while it was sent", path)
         except OSError as error:
             end = error
         dist.send_object_list([end], to, group=self.group)

@@ -64,14 +64,16 @@ class Evaluator:
         grid, was_training = pgm.process_group_manager, self.model.training
         total = torch.zeros(2, dtype=torch.float64, device=self.plugin.device)  # of the targets' losses; the targets
         self.model.eval()
-        with torch.autocast(self.plugin.device.type, enabled=False), cast_weights_once():
-            for batch, out in outputs(self.plugin, self.model, self.batches()):
-                if grid.pp_is_last_stage:
-                    chosen, targets = select(out, batch)
-                    if (count := targets["target_ids"].numel()) > 0:
-                        total[0] += self.criterion(chosen, targets).double() * count
-                        total[1] += count
-        self.model.train(was_training)
+        try:
+            with torch.autocast(self.plugin.device.type, enabled=False), cast_weights_once():
+                for batch, out in outputs(self.plugin, self.model, self.batches()):
+                    if grid.pp_is_last_stage:
+                        chosen, targets = select(out, batch)
+                        if (count := targets["target_ids"].numel()) > 0:
+                            total[0] += self.criterion(chosen, targets).double() * count
+                            total[1] += count
+        finally:
+            self.model.train(was_training)
         total *= grid.tp_rank == 0  # the ranks of a tp group have the same loss: count it once
         dist.all_reduce(total)
         return (total[0] / total[1]).item()

@@ -53,6 +53,7 @@ class LiveState:
         self.step, self.commit, self.tp_rank = session.step, session.commit, session.tp_rank
         self.everything, self.max_grad_norm = session.everything, session.args.max_grad_norm
         self.checkpointer = checkpointer
+        session.trained = session.sampler = None  # whoever describes a checkpoint needs no plugin with its buckets
 
     def agree(self, commits: list[Commit]) -> None:
         """Takes the step that others of the generation know to be complete, if this rank has not taken it."""

@@ -19,6 +19,7 @@ The last round of an epoch is not overlapped: all ranks end it with the same wei
 
 import argparse
 import datetime
+import functools
 import math
 import os
 import types
@@ -28,11 +29,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from torch.utils.data import ConcatDataset, Dataset
 
 import process_group_manager as pgm
 from data.batches import pad
 from data.encoded import load_samples
-from data.epochs import Epochs
 from metrics import RunLogger
 from model import cast_weights_once
 from pipeline_stage import PipelineStage
@@ -101,9 +102,10 @@ def train_rounds(args, plugin, made, layout, start, generation) -> None:
     if len(samples) < plugin.global_batch_size:
         raise UserError(f"the data set has {len(samples)} samples, fewer than the {plugin.global_batch_size} of a "
                         f"round of --local_steps {args.local_steps}: lower it, or add data")
-    epochs = Epochs(samples, range(len(samples)), plugin.global_batch_size, args.seed, is_all=True)
-    epochs.set_steps(args.epochs * epochs.steps_per_epoch)
-    batches = plugin.batches(epochs, pad)
+    rounds_per_epoch = len(samples) // plugin.global_batch_size
+    epochs = [ShuffledEpoch(samples, rounds_per_epoch * plugin.global_batch_size, args.seed + 1 + epoch)
+              for epoch in range(args.epochs)]
+    batches = plugin.batches(ConcatDataset(epochs), pad)
     stage = PipelineStage(made.model, layout.templates[0], 0)
     with pgm.together():
         if made.initial:  # else the model has them, drawn by --seed
@@ -115,19 +117,36 @@ def train_rounds(args, plugin, made, layout, start, generation) -> None:
     start.clear_folder()
     trained = Trained(plugin, types.SimpleNamespace(module=stage), optimizer, types.SimpleNamespace(state_dict=dict))
     session = Session(args, start, generation, made, None, trained, args.model_name, samples.read,
-                      epochs.steps_per_epoch)
+                      rounds_per_epoch)
     let_signals_kill()
     board = Board(os.path.join(args.log_dir, args.run_name), plugin.device)
     rounds = train_locally(args, plugin, stage.model, optimizer, batches, made.criterion, layout.local_steps,
-                           epochs.steps_per_epoch)
-    for step in print_epochs(rounds, epochs.steps_per_epoch):
+                           rounds_per_epoch)
+    for step in print_epochs(rounds, rounds_per_epoch):
         board.log(step, plugin.global_batch_size * args.seq_len)
         session.step = step.number
         warn_of_damage(step, 0, made.source, config.vocab_size)
-        if step.number % epochs.steps_per_epoch == 0:
+        if step.number % rounds_per_epoch == 0:
             session.checkpointer.save(step.number, is_last=True)
     session.end(was_stopped=False)
     board.close()
+
+
+class ShuffledEpoch(Dataset):
+    """The first `count` of all samples in a random order, which is drawn when the epoch begins."""
+
+    def __init__(self, samples: Dataset, count: int, seed: int):
+        self.samples, self.count, self.seed = samples, count, seed
+
+    @functools.cached_property
+    def order(self) -> list[int]:
+        return torch.randperm(len(self.samples), generator=torch.Generator().manual_seed(self.seed)).tolist()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return self.samples[self.order[i]]
 
 
 class Round:

@@ -250,9 +250,11 @@ class Progress:
     @contextlib.contextmanager
     def bar(self) -> Iterator[None]:
         """On a terminal the bar is there inside of the block, in which nothing should be printed."""
-        self.tqdm.refresh()
+        if self.is_bar:
+            self.tqdm.refresh()
         yield
-        self.tqdm.clear()
+        if self.is_bar:
+            self.tqdm.clear()
 
     def step(self, loss: float, tokens_per_second: float) -> None:
         """Another step is done."""

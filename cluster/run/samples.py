@@ -119,7 +119,7 @@ class Rebalancer:
         plugin = session.trained.plugin
         old, (seconds, *of_ranks) = self.rebalancing.samples, session.stop_agreement.told
         self.rebalancing.observe(seconds, [[max(of_ranks[rank] for rank in row) for row in block.tolist()]
-                                        for block in pgm.process_group_manager.ranks])
+                                          for block in pgm.process_group_manager.ranks])
         if new := self.rebalancing.decide(step):
             before, after = (",".join(map(str, samples)) for samples in (old, new))
             say(f"after step {step} work moves to faster machines: samples {before} -> {after}")

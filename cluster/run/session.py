@@ -54,6 +54,7 @@ class Session:
                  steps_per_epoch: int | None):
         self.args, self.start, self.generation, self.trained = args, start, generation, trained
         self.names, self.read, self.steps_per_epoch = made.names, read, steps_per_epoch
+        self.global_batch = trained.plugin.global_batch_size
         self.source = start.found.path if start.found else made.source
         self.step, self.commit = start.step, start.memory and start.memory.commit
         self.tp_rank, stage = pgm.process_group_manager.tp_rank, trained.model.module
@@ -81,7 +82,7 @@ class Session:
 
     def describe(self, step: int) -> dict:
         """What state.json says of the run after a step."""
-        args, batch = self.args, self.trained.plugin.global_batch_size
+        args, batch = self.args, self.global_batch
         epoch, position = divmod(step, self.steps_per_epoch) if self.steps_per_epoch else (0, step)
         return {"tokens": step * batch * args.seq_len, "epoch": epoch, "position": position * batch, "seed": args.seed,
                 "global_batch": batch, "seq_len": args.seq_len, "names": self.names,

@@ -111,13 +111,16 @@ def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, gener
 def set_up(args, plugin: SamplesPlugin, made: Model, start: Start, generation: Generation, tokenizer: str, data: Data,
            num_steps: int) -> Session:
     """This rank's stage with its weights, its optimizer and its scheduler. Collective."""
-    start.clear_folder()
     loader = start.loader(generation.held, plugin.device)
+    if loader:
+        start.clear_folder()  # before a host is sent the files that it lacks
     weights = loader.weights if loader else made.initial
     if made.lora:  # the frozen weights are the model's own, and a checkpoint has the adapters
         weights = made.lora.weights(made.initial, loader, plugin.device, is_moved=start.memory is not None)
     model, optimizer, _ = plugin.configure(made.model, functools.partial(make_adamw, args), weights=weights,
                                            seed=args.seed)
+    if not loader:
+        start.clear_folder()  # now that this run can begin
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
     return Session(args, start, generation, made, loader, Trained(plugin, model, optimizer, scheduler), tokenizer,
                    data.read, data.train.steps_per_epoch)

@@ -133,12 +133,13 @@ class Bench:
         with modules_of(9):
             from planning.machines import Candidate as Planned, Cluster, Pipeline, Setting
             from planning.report import as_plan
-            from planning.search import Scored
+            from planning.search import Plans, Scored
             from planning.simulate import simulate
 
             cluster, setting = Cluster(self.cluster), Setting(**setting)
             planned = Planned(tuple(Pipeline(*each) for each in pipelines), size)
-            return as_plan(cluster, Scored(planned, simulate(cluster, planned, setting)), setting)
+            best = Scored(planned, simulate(cluster, planned, setting))
+            return as_plan(cluster, Plans([best], {}, 1, setting))
 
     def by_plan(self, name: str, plan: dict) -> list:
         """The flags of a training by this plan."""
