@@ -222,6 +222,16 @@ def test_a_lock_that_cant_be_opened(disks, tmp_path):
         Lock(disks(tmp_path))
 
 
+def test_a_start_that_fails_leaves_older_checkpoints(saved):
+    """A new run of the same name whose weights turn out to be damaged when its stage is made."""
+    shutil.copytree(saved / "copy", older := saved / "checkpoints" / "again")
+    shutil.copytree(older / f"step_{NEWER:08d}", saved / "damaged")
+    (saved / "damaged" / WEIGHTS).write_bytes((saved / "damaged" / WEIGHTS).read_bytes()[:-100])
+    done = start(saved, "again", "--init_from", saved / "damaged").result()
+    assert done.returncode == 2 and "damaged" in done.stderr, done.stderr
+    assert (older / f"step_{NEWER:08d}").exists() and not (saved / "checkpoints" / "again.1").exists()
+
+
 def test_no_memory_for_a_copy(saved, run_code):
     """On rank 1 only: it makes no copy, and all ranks wait until what they hold is written."""
     done = run_code("cluster", 2, """

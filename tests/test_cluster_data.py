@@ -14,7 +14,6 @@ import torch
 from launch import ROOT, modules_of
 
 with modules_of(9):
-    from ranks import course  # noqa: F401  before step 9's modules
     import utils
     from data import encoded, batches as data, rows
 
@@ -223,8 +222,7 @@ BAD = {  # name -> rows, changes of the flags, chat template, words of the error
     "empty split": ([PAIR] * 4, {"validation_split": 0.1}, None, ["0.1 of 4 samples", "empty validation", "0.25"]),
     "too few": ([PAIR] * 4, {"validation_split": 0.5}, None, ["has 2 samples, fewer than the 3"]),
     "no target": ([{"prompt": "a " * 99, "completion": "b"}], {}, None, ["no sample with a target", "--seq_len 32"]),
-    "no rows": ([], {}, None, ["data.jsonl"]), "null": ([None], {}, None, ["data.jsonl", "begins with null"]),
-}
+    "no rows": ([], {}, None, ["data.jsonl"]), "null": ([None], {}, None, ["data.jsonl", "begins with null"])}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -236,20 +234,14 @@ def test_bad_data_is_one_clear_error(dataset, tokenizers, name):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_text_that_is_not_utf_8_is_one_clear_error(tmp_path):
-    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe no text")
-    with pytest.raises(utils.UserError, match="bad.txt' can't be read: 'utf-8' codec"):
-        encoded.load_samples(flags(str(tmp_path / "bad.txt")), TINY, 1024)
-
-
-def test_a_script_that_reads_text_only_refuses_chats(dataset):
-    with pytest.raises(utils.UserError, match="kind prompt/completion"):
-        encoded.load_samples(flags(dataset([{"prompt": "a", "completion": "b"}])), TINY, 1024)
-
-
-def test_the_tokenizer_must_be_the_models(dataset, tokenizers):
-    with pytest.raises(utils.UserError, match="vocab_size=1024"):
-        data.Data(flags(dataset(CHATS)), tokenizers(CHATML), 1024, 1)
+def test_what_is_no_text_and_another_models_tokenizer(dataset, tokenizers, tmp_path):
+    (bad := tmp_path / "bad.txt").write_bytes(b"\xff\xfe no text")
+    for path, tokenizer, packing, words in (
+            (str(bad), TINY, "text", "bad.txt' can't be read: 'utf-8' codec"),
+            (dataset([PAIR], "pairs.jsonl"), TINY, "text", "kind prompt/completion"),
+            (dataset(CHATS), tokenizers(CHATML), "auto", "vocab_size=1024")):
+        with pytest.raises(utils.UserError, match=words):
+            encoded.load_samples(flags(path), tokenizer, 1024, packing=packing)
 
 
 def test_a_configuration_of_a_hub_set(dataset, tmp_path, monkeypatch):
@@ -268,8 +260,7 @@ def test_a_configuration_of_a_hub_set(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "require_reachable_hub", lambda name, flag: asked.append(name))
     samples = encoded.load_samples(flags("wikitext:wikitext-2-raw-v1", seq_len=8), TINY, 1024, 5)
     assert asked[:2] == ["wikitext", (("wikitext", "wikitext-2-raw-v1"), dict(split="train", streaming=True))]
-    assert len(samples) == 5
-    assert load(TINY).decode(local[0]).startswith("A local sentence.")
+    assert len(samples) == 5 and load(TINY).decode(local[0]).startswith("A local sentence.")
 
 
 def test_a_checkpoint_goes_on_with_its_own_data(dataset):

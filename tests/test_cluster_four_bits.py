@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -176,3 +177,9 @@ def test_mistakes(folder, tmp_path, ranks, flags, message):
     words = flags_of(tmp_path, "wrong", folder / "llama", dataset_name=folder / "text.txt", dtype="float32", max_steps=3)
     done = fork(9, ranks, *words, "--num_microbatches", "8", *flags, script=SCRIPT, check=False)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_without_bitsandbytes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ValueError, match="--base_bits 4 needs the library bitsandbytes: pip install bitsandbytes"):
+        adapters(make("llama"), torch.float32, base_bits=4)

@@ -1,12 +1,15 @@
 """What survivors hold: a step is made by all or by none, and state moves from any layout to any other in memory."""
 
+import gc
 import pathlib
 import types
+import weakref
 
+import pytest
 from launch import fork, modules_of
 
 with modules_of(9):
-    from run import live_state
+    from run import live_state, session
 
 
 def test_three_ranks_hold_one_training_together():
@@ -20,3 +23,33 @@ def test_adapters_and_what_they_are_beside():
     stage = types.SimpleNamespace(tied=None)
     assert live_state.key_of(stage, "layers.0.base_layer.weight", "", 0) == ("layers.0.weight", "", 0)
     assert live_state.key_of(stage, "layers.0.lora_a", "exp_avg", 1) == ("layers.0.lora_a", "exp_avg", 1)
+
+
+def test_what_a_generation_has_made_goes_with_it():
+    """The buckets with their gradients, too, while its weights are still held, and a checkpoint can be described."""
+    class Plugin:
+        global_batch_size = 8
+
+    it, stage = object.__new__(session.Session), types.SimpleNamespace(model=types.SimpleNamespace(parameters=list))
+    it.trained = session.Trained(Plugin(), None, None, None)
+    plugin = weakref.ref(it.trained.plugin)
+    it.sampler, it.step, it.commit, it.tp_rank, it.everything = None, 3, None, 0, frozenset()
+    it.args, it.generation = types.SimpleNamespace(max_grad_norm=1.0), types.SimpleNamespace(number=1)
+    it.checkpointer = types.SimpleNamespace(stage=stage, optimizer=None, scheduler=None, describe=it.describe)
+    held = live_state.LiveState(it)
+    gc.collect()
+    assert plugin() is None and held.checkpointer.describe.__self__ is it
+
+
+@pytest.mark.parametrize("written, says", [(5, "goes on from there"), (4, "goes on after step 4"),
+                                           (0, "begins anew, as no step was saved")])
+def test_a_stop_says_what_is_saved(monkeypatch, capsys, written, says):
+    """The disk may have been full at the last step, or always."""
+    it = object.__new__(session.Session)
+    it.step, it.generation = 5, types.SimpleNamespace(failure_detector=None, members=None)
+    it.start = types.SimpleNamespace(disks=types.SimpleNamespace(group=None))
+    it.checkpointer = types.SimpleNamespace(wait=lambda: None, written=written)
+    barrier = types.SimpleNamespace(wait=lambda timeout: None)
+    monkeypatch.setattr(session, "dist", types.SimpleNamespace(get_rank=lambda: 0, barrier=lambda *_, **__: barrier))
+    it.end(True)
+    assert capsys.readouterr().out == f"stopped after step 5, as it was told: --resume auto {says}\n"

@@ -4,6 +4,8 @@ import time
 
 import pytest
 
+from clusters import made_up_cluster
+from hosts_bench import Bench
 from turns import Program
 
 SCRIPT = """
@@ -53,3 +55,11 @@ def test_only_one_runs_at_a_time(make_program, tmp_path):
         program.end()
         assert program.last_lines[-1] == "step 4 2 3\n"
     assert log.read_text().count("a") == log.read_text().count("b") == 2 * 4 * 20
+
+
+def test_a_plan_that_one_has_written_is_predicted_as_plan_py_does():
+    bench = object.__new__(Bench)
+    bench.cluster = made_up_cluster([4, 2, 1])
+    slow, fast = (bench.predict(1, *pipelines)["predicted"]["step_seconds"] for pipelines in (
+        [((2,), (8,), 8)], [((0,), (8,), 8)]))
+    assert slow == pytest.approx(4 * fast, rel=0.05)
