@@ -74,7 +74,7 @@ def write(args, writer: Writer | WholeModel, tokenizer, asked: Iterator[list[Tal
     writer.write(prompts, args.max_new_tokens, show)
     if stream:
         stream.end()
-    if now and not args.chat:
+    if now and not args.chat and dist.get_world_size() > 1:
         count, seconds = sum(map(len, new)), time.perf_counter() - start
         print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", file=sys.stderr, flush=True)
     for talk, ids, more in zip(now, prompts, new):
