@@ -66,7 +66,7 @@ def open_directory(directory: str) -> dict[str, Callable]:
     if os.path.isfile(index):
         file_of = look_into(index, lambda file: dict(json.load(file)["weight_map"]))
     elif os.path.isfile(single):
-        file_of = look_into(single, lambda file: dict.fromkeys(file.keys(), single))
+        file_of = look_into(single, lambda file: dict.fromkeys(file.keys(), os.path.basename(single)))
     else:
         raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json: name a directory "
                         "that save_pretrained wrote, or one from the Hub")
