@@ -93,7 +93,7 @@ def make_data_loader(args, config, device, num_samples: int) -> MicroBatchDataLo
 def main():
     args = parse_args()
     device, dtype, backend = choose_device(args.device, args.dtype)
-    pgm.init_process_group(backend, args.timeout)
+    pgm.init_process_group(backend, args.timeout, {**vars(args), "dtype": dtype})
     pgm.setup_process_group_manager(dp_size=args.dp_size, pp_size=args.pp_size, tp_size=args.tp_size)
     grid = pgm.process_group_manager
     if args.omp_num_threads:

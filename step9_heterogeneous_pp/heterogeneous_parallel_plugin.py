@@ -43,13 +43,13 @@ class HeterogeneousParallelPlugin:
     computation, whatever the model says. With "bfloat16", parameters and optimizer state stay float32.
     `schedule` is one of pipeline_parallel. With `recompute`, backward computes decoder layers once more and so needs
     less memory. With `compile`, they are compiled. Joins the process group, if the script has not done so: ranks wait
-    `timeout` seconds for each other.
+    `timeout` seconds for each other, and are given the same `flags`, which init_process_group compares.
     Raises UserError for an unknown precision, and where choose_device, init_process_group and compile_layers do.
     """
 
     def __init__(self, tp_size: int = 1, microbatch_size: int = 1, precision: str = "float32", device: str = "auto",
                  schedule: Callable = one_f_one_b, recompute: bool = False, timeout: float = 600,
-                 compile: bool = False):
+                 compile: bool = False, flags: dict | None = None):
         if precision not in (*DTYPES, *DTYPES.values(), "auto"):
             raise UserError(f"precision={precision!r} is none of auto, {', '.join(DTYPES.values())}")
         self.tp_size, self.microbatch_size = tp_size, microbatch_size
@@ -59,7 +59,7 @@ class HeterogeneousParallelPlugin:
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         self.pipelines: list[PipelineTemplate] = []
         if not dist.is_initialized():
-            pgm.init_process_group(backend, timeout)
+            pgm.init_process_group(backend, timeout, {**(flags or {}), "dtype": self.compute_dtype})
 
     def set_pipelines(self, pipelines: list[PipelineTemplate],
                       num_microbatches: Mapping[PipelineTemplate, int] | list[int]) -> None:

@@ -169,7 +169,8 @@ def main(doc: str = __doc__, make_task: Callable = make_llama, **defaults):
     """Trains the task that make_task(args, plugin) returns. `defaults` are other values of flags than those above."""
     args = parse_args(doc, **defaults)
     plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, args.dtype, args.device,
-                                         SCHEDULES[args.pp_engine], args.recompute, args.timeout, args.compile)
+                                         SCHEDULES[args.pp_engine], args.recompute, args.timeout, args.compile,
+                                         vars(args))
     with pgm.together():
         task = make_task(args, plugin)
     plugin.set_pipelines(*choose_pipelines(args, task.model, task.pipelines))

@@ -131,7 +131,7 @@ def print_parameters(model, device, dtype, learning_rate: float) -> None:
 def join(args) -> tuple[torch.device, torch.dtype]:
     """Joins the other processes as a grid of ranks. Returns this rank's device and the dtype of the activations."""
     device, dtype, backend = choose_device(args.device, args.dtype)
-    pgm.init_process_group(backend, args.timeout)
+    pgm.init_process_group(backend, args.timeout, {**vars(args), "dtype": dtype})
     pgm.setup_process_group_manager(dp_size=args.dp_size, pp_size=args.pp_size, tp_size=args.tp_size)
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import

@@ -14,7 +14,9 @@ same machine (Narayanan et al. 2021).
 """
 
 import datetime
+import json
 import os
+import re
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from utils import UserError
 
 process_group_manager = None
 timeout = datetime.timedelta(seconds=600)  # how long a rank waits for the others before it ends with an error
+MAY_DIFFER = re.compile("_name|_dir|wandb|device|timeout|threads|num_proc|workers|tokenizers")  # what a machine decides
 
 
 class ProcessGroupManager:
@@ -76,21 +79,25 @@ class ProcessGroupManager:
         return "\n".join(lines)
 
 
-def init_process_group(backend: str, timeout_seconds: float = 600) -> None:
+def init_process_group(backend: str, timeout_seconds: float = 600, flags: dict | None = None) -> None:
     """Joins the processes that torchrun describes in the environment. Without torchrun, this process is the only one.
 
-    Raises UserError where ranks choose different backends, as machines with and without a GPU do.
+    Raises UserError where ranks choose different backends, as machines with and without a GPU do, or were given
+    different `flags`, other than paths, names and what else a machine decides for itself.
     """
     global timeout
     timeout = datetime.timedelta(seconds=min(timeout_seconds, 1e9))  # a timedelta has a limit
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    store.set(f"backend/{rank}", backend)
-    backends = [store.get(f"backend/{other}").decode() for other in range(world_size)]
-    if len(set(backends)) > 1:
-        raise UserError("all ranks have to communicate over one backend, but these differ, by rank: "
-                        f"{', '.join(backends[:16])}: give all the same --device, for instance --device cpu")
+    flags = {f"--{name}": str(value) for name, value in (flags or {}).items() if not MAY_DIFFER.search(name)}
+    store.set(f"flags/{rank}", json.dumps({"the backend of --device": backend, **flags}))
+    everyone = [json.loads(store.get(f"flags/{other}")) for other in range(world_size)]
+    for name, value in everyone[0].items():
+        for other in range(1, world_size):
+            if everyone[other].get(name) != value:
+                raise UserError(f"ranks were started with different flags: {name} is {value} on rank 0, but "
+                                f"{everyone[other].get(name)} on rank {other}: give all ranks the same")
     dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
                             timeout=timeout)
 

@@ -146,7 +146,7 @@ def print_parameters(model, device, dtype, learning_rate: float) -> None:
 def join(args) -> tuple[torch.device, torch.dtype]:
     """Joins the other processes as a grid of ranks. Returns this rank's device and the dtype of the activations."""
     device, dtype, backend = choose_device(args.device, args.dtype)
-    pgm.init_process_group(backend, args.timeout)
+    pgm.init_process_group(backend, args.timeout, {**vars(args), "dtype": dtype})
     pgm.setup_process_group_manager(args.dp_size, args.pp_size, args.tp_size, args.cp_size)
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
