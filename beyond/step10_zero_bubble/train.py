@@ -59,7 +59,7 @@ def parse_args():
     parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
     parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
-    parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="zb", help="the pipeline's schedule")
+    parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="1f1b", help="the pipeline's schedule")
     parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
     # Logging
     parser.add_argument("--run_name", default="default_run")

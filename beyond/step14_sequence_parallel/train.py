@@ -67,7 +67,7 @@ def parse_args():
                         help="divide over dp ranks 1: the optimizer's state, 2: gradients too, 3: weights too")
     parser.add_argument("--zero_shares", type=share_list, help="unequal shares, one number per dp rank, such as 4,2,1")
     parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
-    parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="zb", help="the pipeline's schedule")
+    parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="1f1b", help="the pipeline's schedule")
     parser.add_argument("--virtual_stages", type=positive_int, default=1, help="chunks of the model on each rank")
     parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
     # Logging
