@@ -95,7 +95,8 @@ class Linear(nn.Linear):
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """Nothing: init_weights draws them, and here torch would need seconds, even on the meta device."""
+        if not self.weight.is_meta:  # there are no numbers on the meta device, and torch would take seconds over them
+            super().reset_parameters()
 
 
 class RMSNorm(nn.Module):
@@ -103,7 +104,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, hidden_size: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.weight = nn.Parameter(torch.ones(hidden_size))
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -201,8 +202,9 @@ def check_config(config) -> None:
     """Raises UserError for a configuration that this model does not implement."""
     numbers = ["rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
     rope_types = {"default": numbers[:1], "linear": numbers[:2], "llama3": numbers}  # and the numbers that each needs
-    expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    found = {name: getattr(config, name, None) for name in expected}
+    expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+                "attention_dropout": 0}
+    found = {name: getattr(config, name, 0 if name == "attention_dropout" else None) for name in expected}
     unlike = [f"{name}={found[name]!r} (needs {want!r})" for name, want in expected.items() if found[name] != want]
     rope = getattr(config, "rope_parameters", None) or {}
     if (rope_type := rope.get("rope_type", "default")) not in list(rope_types):

@@ -11,8 +11,11 @@ import datetime
 import glob
 import hashlib
 import importlib.util
+import io
 import itertools
+import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 
@@ -25,7 +28,9 @@ import process_group_manager as pgm
 from utils import UserError, require_reachable_hub
 
 BLOCK = 1 << 16  # characters that are read from a file at a time
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+FORMATS = re.compile(r"(?<!dataset_infos)\.(txt|jsonl?|csv|parquet)(\.gz|\.bz2|\.xz|\.zst)?$")  # of files' names
+KINDS = ".txt, .jsonl, .json, .csv and .parquet (.jsonl.gz, .csv.zst and the like, too)"
+CONVERT = "import pandas; pandas.read_excel('A.xlsx').to_csv('A.csv')"
 
 
 class TokenSamples(Dataset):
@@ -102,7 +107,8 @@ def encode_to_file(dataset_name: str, model_name: str, num_tokens: int, cache_di
     """The file with the first `num_tokens` int32 ids of the corpus, or with all it has. Written if it is not there."""
     path = corpus_path(dataset_name)
     stamps = [(file, os.path.getsize(file), os.path.getmtime(file)) for file in files_at(path) + files_at(model_name)]
-    key = repr((os.path.abspath(path), os.path.abspath(model_name), stamps, num_tokens))
+    names = [os.path.abspath(name) if os.path.exists(name) else name for name in (path, model_name)]  # or Hub ids
+    key = repr((names, stamps, num_tokens))
     encoded = os.path.join(cache_dir, f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin")
     if os.path.exists(encoded):
         return encoded
@@ -159,34 +165,48 @@ def files_at(path: str) -> list[str]:
     return sorted(glob.glob(os.path.join(glob.escape(path), "*") if os.path.isdir(path) else glob.escape(path)))
 
 
+def kind_of(file: str) -> str:
+    """"jsonl" of a.jsonl and of a.jsonl.gz; "" of a file of another kind, and of a Hub id."""
+    return match[1] if (match := FORMATS.search(file)) else ""
+
+
 def read_corpus(path: str) -> Iterator[str]:
-    """Pieces of text in order, and "" after each document, which is a .txt file or a row of the other formats."""
-    files = [file for file in files_at(path) if os.path.splitext(file)[1] in (".txt", *READERS)]
-    kinds = {os.path.splitext(file)[1] for file in files}
-    if os.path.exists(path) and len(kinds) != 1:
-        raise UserError(f"--dataset_name {path!r} must be a file, or a folder of files, of one kind among .txt, "
-                        f"{', '.join(READERS)}; found {', '.join(sorted(kinds)) or 'none'}")
+    """Pieces of text in order, and "" after each document. A piece ends where a line ends, unless that is too long."""
+    files = [file for file in files_at(path) if kind_of(file)] if os.path.exists(path) else [path]
+    if len(kinds := {kind_of(file) for file in files}) != 1:
+        raise UserError(f"--dataset_name {path!r} must be a file, or a folder of files, of one kind among {KINDS}; "
+                        f"found {', '.join(sorted(kinds)) or 'none'}. To convert: python -c \"{CONVERT}\"")
     try:
-        yield from read_texts(files) if kinds == {".txt"} else read_rows(path, files)
+        for document in itertools.chain.from_iterable(map(read_documents, files)):
+            while text := document.read(BLOCK):
+                yield text + document.readline(BLOCK)
+            yield ""
     except Exception as error:  # the readers of datasets raise errors of many classes
         raise UserError(f"--dataset_name {path!r} can't be read: {' '.join(str(error).split())}. It has to be UTF-8 "
                         "text, or rows with a column 'text' of strings") from error
 
 
-def read_texts(files: list[str]) -> Iterator[str]:
-    for name in files:
-        with open(name, encoding="utf-8") as file:
-            while text := file.read(BLOCK):
-                yield text + file.readline(BLOCK)  # a piece ends where a line ends, unless the line is too long
-        yield ""
+def read_documents(file: str) -> Iterator[io.TextIOBase]:
+    """A .txt file, or the column "text" of each row."""
+    if kind_of(file) == "txt":
+        yield open(file, encoding="utf-8-sig")  # without the byte-order mark that some editors put first
+        return
+    for number, row in enumerate(read_rows(file), 1):
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            raise UserError(f"row {number} has no column 'text', or null in it: {row!r:.80} ({file}): leave it out")
+        yield io.StringIO(row["text"])
 
 
-def read_rows(path: str, files: list[str]) -> Iterator[str]:
-    """The column "text" of `files` or, where there are none, of the Hub's data set `path`, read row by row."""
+def read_rows(file: str) -> Iterator[dict]:
+    """The rows of a file, compressed or not, or of a data set of the Hub. A string that looks like a date stays one."""
     from datasets import load_dataset
 
-    kind = READERS[os.path.splitext(files[0])[1]] if files else path
-    for row in load_dataset(kind, data_files=files or None, split="train", streaming=True):
-        if not isinstance(row.get("text"), str):
-            raise UserError(f"it has no column 'text' of strings, only {', '.join(row)}")
-        yield from (row["text"], "") if row["text"] else ("",)
+    is_json = (kind := kind_of(file)).startswith("json")  # of which datasets reads the lines only: it would guess types
+    options = dict(encoding="utf-8-sig") if is_json else dict(keep_default_na=False) if kind == "csv" else {}
+    rows = load_dataset("text" if is_json else kind or file, data_files=[file] if kind else None, split="train",
+                        streaming=True, **options)
+    if is_json:
+        lines = (row["text"] for row in rows if row["text"].strip())
+        is_list = (first := next(lines, "")).lstrip().startswith("[")
+        rows = json.loads("\n".join([first, *lines])) if is_list else map(json.loads, itertools.chain([first], lines))
+    yield from rows

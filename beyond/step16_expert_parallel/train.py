@@ -50,7 +50,7 @@ def parse_args():
     parser.add_argument("--num_experts", type=zero_or_more, default=0, help="in place of each layer's MLP (0: one MLP)")
     parser.add_argument("--experts_per_token", type=positive_int, default=2, help="how many of them a token passes")
     # Data
-    parser.add_argument("--dataset_name", default="sotu", help="sotu, .txt, .jsonl or .parquet files, or a Hub id")
+    parser.add_argument("--dataset_name", default="sotu", help="sotu, .txt, .jsonl, .csv, .parquet files, or a Hub id")
     parser.add_argument("--num_workers", type=zero_or_more, default=0, help="extra processes that load samples")
     parser.add_argument("--num_proc", type=positive_int, default=4, help="threads that encode text")
     # Training

@@ -14,13 +14,15 @@ Of a conversation that is not in the column messages, a column `system` is the f
 In an encoded row a token that is no target is stored as its complement -1 - id, which is negative.
 """
 
+import io
 import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from dataloader import BLOCK, READERS, corpus_path, files_at, read_texts
+import dataloader
+from dataloader import BLOCK, KINDS, corpus_path, files_at, kind_of, read_corpus
 from utils import UserError, require_reachable_hub
 
 COLUMNS = "messages, or conversations, or prompt and completion, or instruction and output, or text"
@@ -51,11 +53,11 @@ def find_source(name: str) -> Source:
     if not os.path.exists(path):
         path, _, config = name.partition(":")
         return Source(name, path, config or None, [], None)
-    files = [file for file in files_at(path) if os.path.splitext(file)[1] in (".txt", *READERS)]
-    kinds = {os.path.splitext(file)[1] for file in files}
+    files = [file for file in files_at(path) if kind_of(file)]
+    kinds = {kind_of(file) for file in files}
     if len(kinds) != 1:
-        raise UserError(f"--dataset_name {name!r} must be a file, or a folder of files, of one kind among .txt, "
-                        f"{', '.join(READERS)}; found {', '.join(sorted(kinds)) or 'none'}")
+        raise UserError(f"--dataset_name {name!r} must be a file, or a folder of files, of one kind among {KINDS}; "
+                        f"found {', '.join(sorted(kinds)) or 'none'}")
     return Source(name, path, None, files, kinds.pop())
 
 
@@ -71,13 +73,12 @@ def read_rows(source: Source) -> Iterator[tuple[str, dict]]:
     try:
         for file in source.files or [None]:
             if file:
-                with open(file, "rb") as content:  # of rows that are null, Arrow would crash
-                    if content.read(BLOCK).lstrip(b" \t\r\n[").startswith(b"null"):
-                        raise ValueError(f"{file} begins with null")
-                rows = load_dataset(READERS[source.suffix], data_files=[file], split="train", streaming=True)
+                rows = dataloader.read_rows(file)
             else:
                 rows = load_dataset(source.path, source.config, split="train", streaming=True)
             for number, row in enumerate(rows, 1):
+                if not isinstance(row, dict) or all(value is None for value in row.values()):
+                    raise ValueError(f"row {number} is null or empty ({row!r:.60}), of {file or source.name}: leave it out")
                 yield f"{file or source.name}, row {number}", {key: row[key] for key in row if row[key] is not None}
     except Exception as error:  # the library raises errors of many classes
         raise unreadable(source, error.__cause__ or error) from error
@@ -155,7 +156,7 @@ def as_message(said):
 
 def first_kind(source: Source) -> str:
     """The kind of the first row, which all others must have. Raises UserError for a data set without rows."""
-    if source.suffix == ".txt":
+    if source.suffix == "txt":
         return "text"
     for place, row in read_rows(source):
         return understood(place, row)[0]
@@ -173,15 +174,15 @@ def rows_of_kind(source: Source, kind: str) -> Iterator[tuple[str, dict]]:
 
 
 def texts(source: Source) -> Iterator[str]:
-    """The text of all documents, a .txt file in pieces and a row as a whole, and "" after each. Raises UserError."""
-    if source.suffix != ".txt":
-        for _, row in rows_of_kind(source, "text"):
-            yield from (row["text"], "") if row["text"] else ("",)
+    """The text of all documents in pieces, and "" after each. Raises UserError."""
+    if source.suffix == "txt":
+        yield from read_corpus(source.path)
         return
-    try:
-        yield from read_texts(source.files)
-    except (OSError, UnicodeError) as error:
-        raise unreadable(source, error) from error
+    for _, row in rows_of_kind(source, "text"):
+        document = io.StringIO(row["text"])
+        while text := document.read(BLOCK):
+            yield text + document.readline(BLOCK)
+        yield ""
 
 
 def encode_rows(source: Source, kind: str, tokenizer, width: int) -> Iterator[np.ndarray]:
