@@ -5,6 +5,7 @@ Each line of the new file has an anchor, `model.py-12`. The chapter's remarks st
 
 import difflib
 import html
+import itertools
 import pathlib
 import re
 from typing import NamedTuple
@@ -54,17 +55,14 @@ def diff_file(before: pathlib.Path | None, after: pathlib.Path, name: str, chang
 
 def blocks(signs: list[str]) -> list[tuple[bool, list[tuple[int | None, int | None]]]]:
     """Runs of changed and of unchanged rows. In a changed run, old and new lines stand beside each other in order."""
-    found, old, new, k = [], 0, 0, 0
-    signs = [sign for sign in signs if sign in "+- " and sign]
-    while k < len(signs):
-        is_changed, stop = signs[k] != " ", k
-        while stop < len(signs) and (signs[stop] != " ") == is_changed:
-            stop += 1
-        removed, added = (sum(sign in pair for sign in signs[k:stop]) for pair in ("- ", "+ "))
+    found, old, new = [], 0, 0
+    for is_changed, run in itertools.groupby("".join(sign for sign in signs if sign in "+- "), lambda sign: sign != " "):
+        run = "".join(run)
+        removed, added = (sum(sign in pair for sign in run) for pair in ("- ", "+ "))
         rows = [(old + i + 1 if i < removed else None, new + i + 1 if i < added else None)
                 for i in range(max(removed, added))]
         found.append((is_changed, rows))
-        old, new, k = old + removed, new + added, stop
+        old, new = old + removed, new + added
     return found
 
 
@@ -133,16 +131,12 @@ class Drawing:
             near_remark = any(new + j in self.remarks for j in range(-CONTEXT, 2))
             if near_change or near_remark:
                 shown.add(i)
-        parts, i = [], 0
-        while i < len(rows):
-            stop = i
-            while stop < len(rows) and (stop in shown) == (i in shown):
-                stop += 1
-            text = "".join(self.row(*row, False) for row in rows[i:stop])
-            is_folded = i not in shown and stop - i >= SHORTEST_FOLD
-            parts.append(fold(f"{stop - i} unchanged lines", f'<div class="same">{text}</div>') if is_folded
-                         else f'<div class="same">{text}</div>')
-            i = stop
+        parts = []
+        for is_shown, run in itertools.groupby(range(len(rows)), lambda i: i in shown):
+            lines = [self.row(*rows[i], False) for i in run]
+            text = f'<div class="same">{"".join(lines)}</div>'
+            is_whole = is_shown or len(lines) < SHORTEST_FOLD
+            parts.append(text if is_whole else fold(f"{len(lines)} unchanged lines", text))
         return "".join(parts)
 
 

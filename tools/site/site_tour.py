@@ -9,7 +9,7 @@ import re
 
 from site_code import line_html, tokens_by_line
 from site_diff import Drawing, FileDiff
-from site_markdown import Document, Links
+from site_markdown import Document
 from tours import Scene, Tour, added_lines
 
 CONTEXT = 3  # lines of the file around those of the scene
@@ -35,9 +35,9 @@ def scene_code(scene: Scene, before: pathlib.Path | None, diffs: list[FileDiff])
             f'<div class="code one">{"".join(rows)}</div>')
 
 
-def tour_content(tour: Tour, before: pathlib.Path | None, diffs: list[FileDiff], links: Links) -> list[dict]:
+def tour_content(tour: Tour, before: pathlib.Path | None, diffs: list[FileDiff], repository) -> list[dict]:
     """What the template tour.html and the films show, a dictionary a scene."""
     return [{"title": scene.title, "seconds": round(scene.seconds, 1), "command": scene.command,
              "file": scene.place.path.name if scene.place else scene.diff or "the diff", "plain": scene.words,
-             "expected": html.escape(scene.expected), "words": Document(scene.words, links).html,
+             "expected": html.escape(scene.expected), "words": Document(scene.words, repository, tour.path.parent).html,
              "code": scene_code(scene, before, diffs)} for scene in tour.scenes]
