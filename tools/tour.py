@@ -17,9 +17,8 @@ import textwrap
 from pathlib import Path
 
 from steps_compare import find_steps, predecessor
-from tours import Scene, Tour, added_lines, find_tours, read_tour
+from tours import Scene, Tour, find_tours, read_tour, shown_lines
 
-CONTEXT = 3  # lines around those of the scene
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -28,11 +27,9 @@ def code_of(scene: Scene, before: Path | None, width: int, coloured: bool) -> st
     if scene.place is None:
         return ""
     path, first, last = scene.place
-    added = added_lines(before, path.parent, path.name) if before else set()  # of step 1 and of no step: all is new
-    lines, shown = path.read_text(encoding="utf-8").splitlines(), []
-    for number in range(max(1, first - CONTEXT), min(len(lines), last + CONTEXT) + 1):
-        is_lit = first <= number <= last
-        text = f"{'>' if is_lit else ' '}{number:4} {'+' if number in added else ' '} {lines[number - 1]}"[:width]
+    shown = []
+    for number, is_lit, is_added, line in shown_lines(scene.place, before):
+        text = f"{'>' if is_lit else ' '}{number:4} {'+' if is_added else ' '} {line}"[:width]
         shown.append(f"\033[2m{text}\033[0m" if coloured and not is_lit else text)
     return "\n".join([f"{os.path.relpath(path, ROOT)}, lines {first} to {last}", *shown])
 

@@ -7,8 +7,6 @@ SIGSTOP) while the others have their turns. A ratio of two programs then compare
 What is measured is kept as {group: {"seconds": {candidate: [of each turn]}, ...}}.
 """
 
-import tools_path  # noqa: F401  before launch
-
 import collections
 import functools
 import json

@@ -6,8 +6,8 @@ import shutil
 import jinja2
 from markupsafe import Markup
 from site_exercises import exercise_pages
-from site_films import captions_address, make_film
 from site_pages import Page, Repository, document_page, source_page, step_page, tour_page
+from site_tours import captions_address, make_film
 from tours import file_stem
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent

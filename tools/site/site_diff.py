@@ -56,7 +56,8 @@ def diff_file(before: pathlib.Path | None, after: pathlib.Path, name: str, chang
 def blocks(signs: list[str]) -> list[tuple[bool, list[tuple[int | None, int | None]]]]:
     """Runs of changed and of unchanged rows. In a changed run, old and new lines stand beside each other in order."""
     found, old, new = [], 0, 0
-    for is_changed, run in itertools.groupby("".join(sign for sign in signs if sign in "+- "), lambda sign: sign != " "):
+    signs = [sign for sign in signs if sign in ("+", "-", " ")]
+    for is_changed, run in itertools.groupby(signs, lambda sign: sign != " "):
         run = "".join(run)
         removed, added = (sum(sign in pair for sign in run) for pair in ("- ", "+ "))
         rows = [(old + i + 1 if i < removed else None, new + i + 1 if i < added else None)
