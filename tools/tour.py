@@ -34,20 +34,16 @@ def code_of(scene: Scene, before: Path | None, width: int, coloured: bool) -> st
     return "\n".join([f"{os.path.relpath(path, ROOT)}, lines {first} to {last}", *shown])
 
 
-def diff_command(tour: Tour, scene: Scene, steps: dict[int, Path]) -> str:
-    """What shows the diff of a scene without a place."""
-    number = next(number for number, folder in steps.items() if folder == tour.path.parent)
-    before = next(n for n, folder in steps.items() if folder == predecessor(steps, number))
-    return f"python tools/steps.py diff {before} {number} {scene.diff}".rstrip()
-
-
 def show(tour: Tour, index: int, steps: dict[int, Path]) -> str:
     """Prints a scene; returns the command that r runs, or ""."""
     scene, coloured = tour.scenes[index], sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     width = max(60, shutil.get_terminal_size().columns)
     number = next((n for n, folder in steps.items() if folder == tour.path.parent), None)
     before = predecessor(steps, number) if number else None
-    command = scene.command or (diff_command(tour, scene, steps) if scene.place is None else "")
+    command = scene.command
+    if scene.place is None and not command:  # it shows a diff
+        numbers = [n for folder in (before, tour.path.parent) for n, step in steps.items() if step == folder]
+        command = f"python tools/steps.py diff {numbers[0]} {numbers[1]} {scene.diff}".rstrip()
     title = f"{index + 1}/{len(tour.scenes)}  {scene.title}"
     parts = [f"\033[1m{title}\033[0m" if coloured else title, code_of(scene, before, width, coloured),
              *(textwrap.fill(part, min(width, 100)) for part in scene.words.split("\n\n")), command and f"$ {command}",

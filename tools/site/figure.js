@@ -100,16 +100,10 @@ class BarFigure {
       },
       this.svg,
     );
-    const isDark = bar.kind === "weights";
     const label =
       bar.track || bar.label === ""
         ? null
-        : svgElement(
-            "text",
-            { class: isDark ? "label dark" : "label", y: top + 17, "aria-hidden": "true" },
-            this.svg,
-            bar.label,
-          );
+        : svgElement("text", { class: "label", y: top + 17, "aria-hidden": "true" }, this.svg, bar.label);
     const added = { ...bar, rect, textElement: label, labelWidth: 7.5 * String(bar.label).length + 3 };
     rect.addEventListener("pointerenter", () => this.tell(added));
     rect.addEventListener("focus", () => this.choose(added));

@@ -52,8 +52,3 @@ def line_html(line: Line, marks: list[tuple[int, int]] = ()) -> str:
             parts.append(f'<span class="{letter}">{piece}</span>' if letter and piece else piece)
         start = stop
     return "".join(parts)
-
-
-def code_html(text: str, name: str) -> str:
-    """A whole file or code block as HTML, without line numbers."""
-    return "\n".join(line_html(line) for line in tokens_by_line(text, name))

@@ -95,8 +95,9 @@ class Drawing:
         if self.diff.change.what == "removed":
             rows = "".join(self.cell("old", k, line, ()) for k, line in enumerate(self.old, start=1))
             return fold(f"{len(self.old)} lines that this step removes", rows)
-        return "".join(self.changed(rows) if is_changed else self.same(k, rows)
-                       for k, (is_changed, rows) in enumerate(self.diff.blocks))
+        return "".join(
+            f'<div class="change">{"".join(self.row(*row, True) for row in rows)}</div>' if is_changed
+            else self.same(k, rows) for k, (is_changed, rows) in enumerate(self.diff.blocks))
 
     def cell(self, side: str, number: int | None, line: Line, marked) -> str:
         """A line of one side, or its empty place; lines of the new file have an anchor."""
@@ -113,16 +114,9 @@ class Drawing:
         before, after = (), ()
         if is_changed and old and new:
             before, after = marks(self.diff.old[old - 1], self.diff.new[new - 1])
-        return (self.remark(new) + '<div class="row">' + self.cell("old", old, self.old[old - 1] if old else [], before)
+        remark = f'<div class="row">{self.remarks[new]}</div>' if new in self.remarks else ""
+        return (remark + '<div class="row">' + self.cell("old", old, self.old[old - 1] if old else [], before)
                 + self.cell("new", new, self.new[new - 1] if new else [], after) + "</div>")
-
-    def remark(self, new: int | None) -> str:
-        """The remark on this line of the new file, as a row of its own; nothing where there is none."""
-        return f'<div class="row">{self.remarks[new]}</div>' if new in self.remarks else ""
-
-    def changed(self, rows: list) -> str:
-        """Rows of which each is changed, added or removed."""
-        return f'<div class="change">{"".join(self.row(*row, True) for row in rows)}</div>'
 
     def same(self, k: int, rows: list) -> str:
         """Unchanged rows: those near a change or a remark are shown, the others folded."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from site_code import code_html
+from site_code import line_html, tokens_by_line
 
 ATTRIBUTE = re.compile(r'\b(src|href)="([^"]*)"')
 IMAGE_TAG = re.compile(r"<img\b[^>]*>")
@@ -51,7 +51,8 @@ class Document:
     def render_fence(renderer, tokens, k, options, env) -> str:
         """A code block in colour."""
         language = tokens[k].info.split()[0] if tokens[k].info.split() else "text"
-        return f'<pre><code>{code_html(tokens[k].content, language)}</code></pre>\n'
+        lines = [line_html(line) for line in tokens_by_line(tokens[k].content, language)]
+        return "<pre><code>" + "\n".join(lines) + "</code></pre>\n"
 
     def take_title(self) -> None:
         """The first heading becomes the page's title and leaves the body."""

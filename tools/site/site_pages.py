@@ -11,7 +11,6 @@ All pages lie in one folder, so that every address is a name. A file of the repo
 """
 
 import ast
-import html
 import pathlib
 import re
 import shutil
@@ -131,7 +130,7 @@ def tour_page(repository: Repository, place: pathlib.Path) -> Page:
 def step_page(repository: Repository, number: int) -> Page:
     """The page of a step: its chapter and its diff, with the chapter's remarks in it."""
     folder, diffs, defined = repository.steps[number], repository.diffs[number], {}
-    names = {diff.name for diff in diffs}
+    names = {diff.name: diff.added for diff in diffs}
     for diff in diffs:
         for what, lines in definitions("\n".join(diff.new)).items():
             for word in {what, what.rpartition(".")[2]}:  # a method by its own name, too
@@ -143,7 +142,7 @@ def step_page(repository: Repository, number: int) -> Page:
         Of several places, the one that the step changed counts; None if it changed several, such as `forward`.
         """
         places = defined.get(re.sub(r"\(.*\)$", "", text), [])
-        places = [place for place in places if is_new(*place, diffs)] or places
+        places = [place for place in places if not names[place[0]].isdisjoint(range(place[1], place[2] + 1))] or places
         return places[0][:2] if len(places) == 1 else None
 
     def name(text: str) -> str | None:
@@ -168,11 +167,6 @@ def step_page(repository: Repository, number: int) -> Page:
     return Page(f"step{number}.html", str(number), document.title, headings, "step.html", content)
 
 
-def is_new(file: str, first: int, last: int, diffs: list[FileDiff]) -> bool:
-    """Whether the step changed a line of this definition."""
-    return any(diff.name == file and not diff.added.isdisjoint(range(first, last + 1)) for diff in diffs)
-
-
 def place_remarks(remarks: list[tuple[list[str], str]], find) -> dict[str, dict[int, str]]:
     """file -> line -> the HTML of the remarks that stand above it: those whose first known name is defined there.
 
@@ -195,16 +189,12 @@ def source_page(repository: Repository, place: pathlib.Path) -> Page:
     path = repository.root / place
     if path.is_dir():
         files = sorted(child for child in path.iterdir() if child.is_file() and child.suffix in (".py", ".sh", ".json"))
-        rows = [(child.name, repository.address(child.name, path), first_line(child)) for child in files]
+        says = [ast.get_docstring(ast.parse(child.read_text(encoding="utf-8"))) if child.suffix == ".py" else ""
+                for child in files]
+        rows = [(child.name, repository.address(child.name, path), (text or "").partition("\n")[0])
+                for child, text in zip(files, says)]
         return Page(repository.sources[place], "", f"{place.as_posix()}/", [], "folder.html", {"rows": rows})
     lines = tokens_by_line(path.read_text(encoding="utf-8"), path.name)
     text = "".join(f'<code class="new"><a class="no" id="L{k}" href="#L{k}">{k}</a>{line_html(line)}</code>'
                    for k, line in enumerate(lines, start=1))
     return Page(repository.sources[place], "", place.as_posix(), [], "source.html", {"body": text})
-
-
-def first_line(path: pathlib.Path) -> str:
-    """The first line of a Python module's docstring."""
-    if path.suffix != ".py":
-        return ""
-    return html.unescape((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0])

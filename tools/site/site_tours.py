@@ -64,7 +64,10 @@ def run(*command) -> None:
 
 
 def captions(scenes: list[dict]) -> str:
-    """WebVTT: each sentence of a scene for as long as it takes to read, the last one until the scene ends."""
+    """WebVTT: each sentence of a scene for as long as it takes to read, the last one until the scene ends.
+
+    As an address of its own: a page that is opened from a file may not load another file's track.
+    """
     def clock(seconds: float) -> str:
         return f"{int(seconds) // 60:02}:{seconds % 60:06.3f}"
 
@@ -77,12 +80,7 @@ def captions(scenes: list[dict]) -> str:
             lines.append(f"{clock(now)} --> {clock(until)}\n{sentence}\n")
             now = until
         start = end
-    return "\n".join(lines)
-
-
-def captions_address(scenes: list[dict]) -> str:
-    """The captions as an address of their own: a page that is opened from a file may not load another file's track."""
-    return "data:text/vtt;base64," + base64.b64encode(captions(scenes).encode()).decode()
+    return "data:text/vtt;base64," + base64.b64encode("\n".join(lines).encode()).decode()
 
 
 def make_film(film: pathlib.Path, scenes: list[dict], text: str) -> pathlib.Path:
