@@ -25,7 +25,7 @@ class Reader(html.parser.HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.ids, self.links, self.loaded, self.headings, self.alts, self.lang, self.text = [], [], [], [], [], None, ""
+        self.ids, self.links, self.loaded, self.headings, self.alts, self.lang = [], [], [], [], [], None
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -36,9 +36,6 @@ class Reader(html.parser.HTMLParser):
         self.headings += [int(tag[1])] if re.fullmatch("h[1-6]", tag) else []
         self.alts += [found.get("alt")] if tag == "img" else []
         self.lang = found.get("lang") if tag == "html" else self.lang
-
-    def handle_data(self, data):
-        self.text += data
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +64,7 @@ def test_every_link_leads_somewhere(site, pages):
 
 
 def test_nothing_is_loaded_from_elsewhere(site, pages):
-    for name, page in pages.items():
-        for address in page.loaded:
-            assert address == "data:," or (site / address).is_file(), (name, address)
+    assert all(address == "data:," or (site / address).is_file() for page in pages.values() for address in page.loaded)
     for path in [*site.glob("*.css"), *site.glob("*.js")]:
         text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?:|@import|url\(|\bfetch\(|\bimport\(", text), path.name
@@ -146,7 +141,7 @@ def test_site_replaces_nothing_but_a_site(repository, tmp_path):
 
 @pytest.fixture(scope="module")
 def film(tmp_path_factory):
-    """A site with the film of step 4. Where CI=1 says that everything is installed, a program that is missing is red."""
+    """A site with the film of step 4. Where CI=1 says that all is installed, a program that is missing is red."""
     folder = tmp_path_factory.mktemp("films")
     try:
         build(ROOT, folder, ["4"])
@@ -215,7 +210,7 @@ def test_a_film_is_as_long_as_its_words(film):
         capture_output=True, text=True, check=True).stdout)
     [stream], seconds = probed["streams"], sum(scene.seconds for scene in tour.scenes)
     assert (stream["codec_name"], stream["width"], stream["height"]) == ("h264", 1920, 1080)
-    assert eval(stream["avg_frame_rate"]) <= 5.1 and float(probed["format"]["duration"]) == pytest.approx(seconds, abs=2)
+    assert float(probed["format"]["duration"]) == pytest.approx(seconds, abs=2)
     assert seconds <= 7 * 60 and int(probed["format"]["size"]) <= 6e6
 
 
