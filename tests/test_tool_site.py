@@ -15,8 +15,7 @@ for library in ("jinja2", "markdown_it", "pygments"):
     pytest.importorskip(library, reason="the site needs pip install -e '.[docs]'")
 
 from site_build import build
-from site_diff import diff_step
-from site_films import find_programs
+from site_tours import find_programs
 from steps_compare import predecessor
 from tours import find_tours, read_tour
 
@@ -26,7 +25,7 @@ class Reader(html.parser.HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.ids, self.links, self.loaded, self.headings, self.alts, self.lang, self.text = [], [], [], [], [], None, ""
+        self.ids, self.links, self.loaded, self.headings, self.alts, self.lang = [], [], [], [], [], None
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -37,9 +36,6 @@ class Reader(html.parser.HTMLParser):
         self.headings += [int(tag[1])] if re.fullmatch("h[1-6]", tag) else []
         self.alts += [found.get("alt")] if tag == "img" else []
         self.lang = found.get("lang") if tag == "html" else self.lang
-
-    def handle_data(self, data):
-        self.text += data
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +64,7 @@ def test_every_link_leads_somewhere(site, pages):
 
 
 def test_nothing_is_loaded_from_elsewhere(site, pages):
-    for name, page in pages.items():
-        for address in page.loaded:
-            assert address == "data:," or (site / address).is_file(), (name, address)
+    assert all(address == "data:," or (site / address).is_file() for page in pages.values() for address in page.loaded)
     for path in [*site.glob("*.css"), *site.glob("*.js")]:
         text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?:|@import|url\(|\bfetch\(|\bimport\(", text), path.name
@@ -83,29 +77,22 @@ def test_pages_can_be_read_by_everybody(pages):
         assert all(b <= a + 1 for a, b in itertools.pairwise(page.headings)), (name, page.headings)
 
 
-@pytest.mark.parametrize("step", [int(number) for number in STEPS])
-def test_diff_holds_both_files_whole(step):
-    """From the rows of a diff, each of the two files can be read off, and unchanged rows are equal on both sides."""
-    after = STEPS[str(step)]
-    before = predecessor({int(number): folder for number, folder in STEPS.items()}, step)
-    diffs = diff_step(before, after)
-    for diff in diffs:
-        rows = [(is_changed, *row) for is_changed, rows in diff.blocks for row in rows]
-        assert [old for _, old, _ in rows if old] == list(range(1, len(diff.old) + 1)), diff.name
-        assert [new for _, _, new in rows if new] == list(range(1, len(diff.new) + 1)), diff.name
-        assert all(diff.old[old - 1] == diff.new[new - 1] for is_changed, old, new in rows if not is_changed), diff.name
-        assert len(diff.added) == int(re.search(r"\+(\d+)|$", diff.change.counts)[1] or 0), diff.name
-    unchanged = {path.name for path in after.glob("*.py")} - {diff.name for diff in diffs}
-    assert all((before / name).read_bytes() == (after / name).read_bytes() for name in unchanged)
-
-
-def test_page_shows_the_code(site):
-    """Without the marks, the lines on the right of a step's page are the new file."""
-    text = (site / "step10.html").read_text(encoding="utf-8")
-    for name in ("pipeline_parallel.py", "weight_gradients.py"):
-        cells = re.findall(rf'<code class="new"><a class="no" id="{name}-\d+"[^>]*>\d+</a>(.*?)</code>', text, re.S)
-        lines = [html.unescape(re.sub(r"<[^>]+>", "", cell)) for cell in cells]
-        assert lines == (STEPS["10"] / name).read_text(encoding="utf-8").splitlines()
+@pytest.mark.parametrize("step", STEPS)
+def test_a_page_shows_both_files_whole(site, step):
+    """Without the marks, the lines on the left of a step's page are the old file, those on the right the new one."""
+    before = predecessor({int(number): folder for number, folder in STEPS.items()}, int(step))
+    text, shown = (site / f"step{step}.html").read_text(encoding="utf-8"), set()
+    for name, part in re.findall(r'<h3 id="file-([^"]+)">(.*?)(?=<h3 id="file-|</section>)', text, re.S):
+        is_new = '<div class="code one"' in part
+        for side, folder in (("new", STEPS[step]), *([] if is_new else [("old", before)])):
+            cells = re.findall(rf'<code class="{side}"><(?:a|span) class="no"[^>]*>\d+</(?:a|span)>(.*?)</code>', part,
+                               re.S)
+            lines = [html.unescape(re.sub(r"<[^>]+>", "", cell)) for cell in cells]
+            path = folder / name
+            assert lines == (path.read_text(encoding="utf-8").splitlines() if path.exists() else []), (name, side)
+        shown.add(name)
+    unchanged = {path.name for path in STEPS[step].glob("*.py")} - shown
+    assert shown and all((before / name).read_bytes() == (STEPS[step] / name).read_bytes() for name in unchanged)
 
 
 def test_remarks_stand_above_what_they_speak_of(site):
@@ -121,42 +108,40 @@ def test_remarks_stand_above_what_they_speak_of(site):
             assert "@" in line or any(re.search(rf"\b{name}\b", line) for name in names), (number, remark, line)
 
 
-def small_repository(folder, readme: str):
-    """A repository of one step, for what build() refuses."""
-    (folder / "step1_model").mkdir(parents=True)
-    (folder / "step1_model" / "model.py").write_text("x = 1\n")
-    (folder / "step1_model" / "README.md").write_text("# Step 1\n")
-    (folder / "README.md").write_text(f"# Title\n\n{readme}\n")
-    return folder
+@pytest.fixture
+def repository(tmp_path):
+    """repository(readme): a repository of one step with this README.md."""
+    def repository(readme: str):
+        (tmp_path / "repository" / "step1_model").mkdir(parents=True)
+        for name, text in {"step1_model/model.py": "x = 1\n", "step1_model/README.md": "# Step 1\n",
+                           "README.md": f"# Title\n\n{readme}\n", "picture.png": ""}.items():
+            (tmp_path / "repository" / name).write_text(text)
+        return tmp_path / "repository"
+
+    return repository
 
 
 @pytest.mark.parametrize("readme, message", [
-    ("[there](step2_nothing/README.md)", "leads to nothing"),
-    ("![picture](assets/nothing.png)", "no picture"),
-    ("![picture](https://example.org/picture.png)", "lies elsewhere"),
-    ("![](picture.png)", "no text"),
+    ("[there](step2_nothing/README.md)", "leads to nothing"), ("![picture](assets/nothing.png)", "no picture"),
+    ("![picture](https://example.org/picture.png)", "lies elsewhere"), ("![](picture.png)", "no text"),
     ('<img src="picture.png">', "without a text"),
 ])
-def test_what_is_refused(tmp_path, readme, message):
-    root = small_repository(tmp_path / "repository", readme)
-    (root / "picture.png").touch()
+def test_what_is_refused(repository, tmp_path, readme, message):
     with pytest.raises((ValueError, AssertionError), match=message):
-        build(root, tmp_path / "out")
+        build(repository(readme), tmp_path / "out")
 
 
-def test_site_replaces_nothing_but_a_site(tmp_path):
-    root, out = small_repository(tmp_path / "repository", "[model](step1_model/model.py)"), tmp_path / "out"
+def test_site_replaces_nothing_but_a_site(repository, tmp_path):
+    root, out = repository("[model](step1_model/model.py)"), tmp_path / "out"
     assert build(root, out) == build(root, out)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "thesis.txt").touch()
     with pytest.raises(ValueError, match="something else than a site"):
-        build(root, tmp_path / "other")
-    assert (tmp_path / "other" / "thesis.txt").exists()
+        build(root, root)
+    assert (root / "README.md").exists()
 
 
 @pytest.fixture(scope="module")
 def film(tmp_path_factory):
-    """A site with the film of step 4. Where CI=1 says that everything is installed, a program that is missing is red."""
+    """A site with the film of step 4. Where CI=1 says that all is installed, a program that is missing is red."""
     folder = tmp_path_factory.mktemp("films")
     try:
         build(ROOT, folder, ["4"])
@@ -185,28 +170,19 @@ def browsed(film, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_no_page_has_an_error_or_loads_from_elsewhere(browsed):
-    assert browsed["errors"] == [] and browsed["requests"] == []
-
-
-@pytest.mark.slow
-def test_pages_are_accessible_and_fit_a_phone(browsed):
+def test_no_page_has_an_error_or_a_barrier_or_is_wider_than_a_phone(browsed):
+    assert browsed["errors"] == browsed["requests"] == browsed["overflow"] == []
     assert browsed["axe"] == [], json.dumps(browsed["axe"], indent=1)
-    assert browsed["overflow"] == []
 
 
 @pytest.mark.slow
-def test_playground_follows_its_fields(browsed):
+def test_forms_are_followed(browsed):
     found = browsed["playground"]
     assert found["start"]["facts"] == ["33", "27.3 %", "4", "48"] and found["start"]["live"] == list("4321")
     assert found["zb"]["facts"][:3] == ["27", "11.1 %", "4"] and found["zb"]["live"] == list("4444")
     assert found["changed"]["facts"] == ["25", "28.0 %", "2", "16"]  # stage 0 computes for 8 x 3 and waits once, for 1
     assert found["reloaded"] == found["changed"]
     assert "from 1 to 16" in found["wrong"]["problem"]
-
-
-@pytest.mark.slow
-def test_how_to_split_follows_its_fields(browsed):
     found = browsed["choose"]
     assert found["changed"]["facts"][:2] == ["70.6 billion", "86"] and found["reloaded"] == found["changed"]
     assert found["changed"]["best"][:9] == ["1", "1", "4", "16", "1", "1f1b", "1", "512", "8.49"]
@@ -234,7 +210,7 @@ def test_a_film_is_as_long_as_its_words(film):
         capture_output=True, text=True, check=True).stdout)
     [stream], seconds = probed["streams"], sum(scene.seconds for scene in tour.scenes)
     assert (stream["codec_name"], stream["width"], stream["height"]) == ("h264", 1920, 1080)
-    assert eval(stream["avg_frame_rate"]) <= 5.1 and float(probed["format"]["duration"]) == pytest.approx(seconds, abs=2)
+    assert float(probed["format"]["duration"]) == pytest.approx(seconds, abs=2)
     assert seconds <= 7 * 60 and int(probed["format"]["size"]) <= 6e6
 
 

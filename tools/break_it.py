@@ -17,7 +17,6 @@ docs/DEBUGGING.md says how each fault is found.
 
 import argparse
 import difflib
-import json
 import os
 import pathlib
 import shlex
@@ -30,24 +29,22 @@ import tempfile
 from break_beyond import FAULTS
 from break_faults import CHECKSUMS, SGD, Edit, Fault, edited
 from break_flags import one_process, sizes
-from launch import ROOT, STEPS, torchrun
+from launch import ROOT, STEPS, metrics, torchrun
 
 PER_STEP = "{:>4} {:>12} {:>9} {:>11} {:>17} {:>10} {:>7}"
 
 
-def apply_edits(folder: pathlib.Path, edits: tuple[Edit, ...]) -> None:
-    """Changes the files in `folder`. Raises ValueError where a file does not contain an edit's text exactly once."""
-    for edit in edits:
-        path = folder / edit.file
-        path.write_text(edited(path.read_text(encoding="utf-8"), edit, f"{folder.name}/{edit.file}"), encoding="utf-8")
-
-
 def copy_step(step: str, edits: tuple[Edit, ...], folder: pathlib.Path) -> pathlib.Path:
-    """Writes a changed copy of a step into `folder` and returns the path of its train.py."""
+    """Writes a changed copy of a step into `folder` and returns the path of its train.py.
+
+    Raises ValueError where a file does not contain an edit's text exactly once.
+    """
     copy = folder / STEPS[step].name
     shutil.copytree(STEPS[step], copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "tools" / "same_weights.py", copy)
-    apply_edits(copy, edits)
+    for edit in edits:
+        path = copy / edit.file
+        path.write_text(edited(path.read_text(encoding="utf-8"), edit, f"{copy.name}/{edit.file}"), encoding="utf-8")
     return copy / "train.py"
 
 
@@ -84,8 +81,7 @@ def read_metrics(flags: list[str]) -> list[dict]:
     parser.add_argument("--log_dir")
     parser.add_argument("--run_name")
     where, _ = parser.parse_known_args(flags)
-    with open(pathlib.Path(where.log_dir, where.run_name, "metrics.jsonl"), encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    return metrics(where.log_dir, where.run_name)
 
 
 def compare(script: pathlib.Path, right: pathlib.Path, num_processes: int, flags: list[str]) -> int:

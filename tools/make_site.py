@@ -22,7 +22,7 @@ def main() -> int:
     sys.path += [str(root / "tools" / "site"), str(root / "exercises")]
     try:
         from site_build import build
-        from site_films import find_programs
+        from site_tours import find_programs
         from tours import find_tours
 
         tours = find_tours(root)

@@ -94,7 +94,6 @@ DEFAULT_ROWS = [name for name, row in ROWS.items() if row.step < 11 and name != 
 class Run:
     folder: pathlib.Path
     label: str
-    place: int | None  # among the rows of this check; None: it is none of them
     config: dict
     values: dict[str, list[float]]  # of "loss" and "grad_norm"
     tokens_per_step: int
@@ -110,10 +109,9 @@ class Run:
         values = {key: [row[key] for row in rows] for key in QUANTITIES}
         if not rows or not all(math.isfinite(value) for column in values.values() for value in column):
             raise ValueError(f"{folder} holds a run without a step, or with a loss or gradient norm that is no number")
-        place = list(ROWS).index(folder.name) - 1 if folder.name in ROWS else None
-        label = folder.name if place is None else ROWS[folder.name].label
+        label = ROWS[folder.name].label if folder.name in ROWS else folder.name
         speeds = [row["tokens_per_second"] for row in rows[1:] or rows]
-        return cls(folder, label, place, config, values, rows[0]["trained_tokens"] // rows[0]["step"],
+        return cls(folder, label, config, values, rows[0]["trained_tokens"] // rows[0]["step"],
                    statistics.median(speeds))
 
     @property
@@ -208,7 +206,6 @@ def parse_args():
     parser.add_argument("--log_dir", type=pathlib.Path, default=ROOT / "runs" / "sanity_check", help="of the runs")
     parser.add_argument("--figure", type=pathlib.Path,
                         help="default: sanity_check.png in --log_dir; with --plot: compared.png beside the runs")
-    parser.add_argument("--table", type=pathlib.Path, help="write the table into this file too")
     parser.add_argument("--plot", nargs="+", type=pathlib.Path, metavar="RUN_DIR", help="draw these, train nothing")
     args = parser.parse_args()
     if importlib.util.find_spec("matplotlib") is None:
@@ -260,10 +257,7 @@ def main() -> int:
         if (dtype := runs[0].config["dtype"]) == "auto":
             print(f"a dtype of auto is taken for {(dtype := args.dtype or 'float32')}: --dtype says otherwise")
         tolerance = PRESET_TOLERANCE.get((args.preset, dtype), TOLERANCE[dtype])
-        shown = table(runs, tolerance["grad_norm"].steps)
-        print(shown)
-        if args.table:
-            args.table.write_text(shown + "\n")
+        print(table(runs, tolerance["grad_norm"].steps))
         failed += failures(runs, dtype, tolerance)
         if len(runs) > 1:
             draw(runs, args.figure, dtype, tolerance)

@@ -3,6 +3,7 @@
 A run is a sanity_check.Run.
 """
 
+import itertools
 import math
 import pathlib
 import textwrap
@@ -11,7 +12,7 @@ PANELS = {"loss": ("loss", "|loss - baseline|"),
           "grad_norm": ("gradient norm", "|gradient norm - baseline| / baseline")}
 COLOURS = ["#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#004d40", "#1fa187", "#999933", "#aa4499", "#882255",
            "#666666", "#f0a3c6", "#a65628", "#4daf4a", "#5e3c99",
-           "#c0ca33", "#00bcd4"]  # by row of sanity_check.py, but for the baseline
+           "#c0ca33", "#00bcd4"]  # as many as sanity_check.py has rows beside the baseline
 
 
 def draw(runs: list, picture: pathlib.Path, dtype: str, tolerance: dict) -> None:
@@ -44,20 +45,12 @@ def draw(runs: list, picture: pathlib.Path, dtype: str, tolerance: dict) -> None
     figure.savefig(picture, pil_kwargs={"optimize": True})
 
 
-def colours_of(runs: list) -> list[str]:
-    """A row of the check has its own colour in every figure; other runs take them in turn."""
-    places = [run.place for run in runs]
-    if None in places:
-        places = range(len(runs))
-    return [COLOURS[place % len(COLOURS)] for place in places]
-
-
 def draw_curves(axes, runs: list, key: str) -> None:
     """The baseline as a broad band; upon it each run in dashes of its own phase, so that no run hides another."""
     baseline = runs[0].values[key]
     axes.plot(range(1, len(baseline) + 1), baseline, color="#d4d4d4", linewidth=10,
               solid_capstyle="round", label=f"{runs[0].label} (the band)")
-    for i, (run, colour) in enumerate(zip(runs[1:], colours_of(runs[1:]))):
+    for i, (run, colour) in enumerate(zip(runs[1:], itertools.cycle(COLOURS))):
         dashes = (-4 * i, (4, 4 * (len(runs) - 2)))  # in line widths: the phase, then on and off
         axes.plot(range(1, len(run.values[key]) + 1), run.values[key], color=colour, linewidth=3, linestyle=dashes,
                   dash_capstyle="butt")
@@ -79,7 +72,7 @@ def draw_gaps(axes, runs: list, key: str, limit) -> None:
     ticks = range(math.ceil(floor), math.floor(top) + 1, max(1, round((top - floor) / 6)))
     axes.set_yticks([floor - strip / 2, *ticks], ["exactly\n0", *(f"$10^{{{tick}}}$" for tick in ticks)])
     ends = []
-    for i, (run, run_gaps, colour) in enumerate(zip(runs, gaps, colours_of(runs))):
+    for i, (run, run_gaps, colour) in enumerate(zip(runs, gaps, itertools.cycle(COLOURS))):
         zero = floor - strip * (i + 0.5) / len(runs)
         heights = [math.log10(gap) if gap else math.nan for gap in run_gaps]
         zeros = [math.nan if gap else zero for gap in run_gaps]

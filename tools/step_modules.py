@@ -88,9 +88,9 @@ class Training(NamedTuple):
 
 
 class RandomSamples(torch.utils.data.Dataset):
-    """Stands for a corpus: sample i is always the same random tokens."""
+    """Stands for a corpus, with the arguments of load_samples(): sample i is always the same random tokens."""
 
-    def __init__(self, *, seq_len: int, vocab_size: int, num_samples: int):
+    def __init__(self, dataset_name, model_name, seq_len: int, vocab_size: int, num_samples: int, cache_dir):
         self.seq_len, self.vocab_size, self.num_samples = seq_len, vocab_size, num_samples
 
     def __len__(self) -> int:
@@ -98,10 +98,6 @@ class RandomSamples(torch.utils.data.Dataset):
 
     def __getitem__(self, i: int) -> torch.Tensor:  # (T + 1,)
         return torch.randint(self.vocab_size, (self.seq_len + 1,), generator=torch.Generator().manual_seed(i))
-
-
-def load_random_samples(dataset_name, model_name, seq_len, vocab_size, num_samples, cache_dir) -> RandomSamples:
-    return RandomSamples(seq_len=seq_len, vocab_size=vocab_size, num_samples=num_samples)
 
 
 def train(source: StepSource, size: int, flags: Sequence, prepare: Callable | None = None,
@@ -122,7 +118,7 @@ def train(source: StepSource, size: int, flags: Sequence, prepare: Callable | No
                                          if getattr(param, what) is not None})
 
     def program(rank: int) -> tuple[list, list, list]:
-        modules[rank].train.load_samples = load_random_samples
+        modules[rank].train.load_samples = RandomSamples
         if prepare:
             prepare(modules[rank], rank)
         modules[rank].train.main()

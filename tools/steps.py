@@ -17,7 +17,6 @@ Usage (exit code 1: drift or a conflict; 2: the command makes no sense as given)
 """
 
 import argparse
-import difflib
 import os
 import re
 import signal
@@ -28,7 +27,7 @@ from pathlib import Path
 from steps_check import run_check
 from steps_compare import compare, count_lines, find_steps, git, git_diff, pick, predecessor
 
-CONFLICT = re.compile(r"^<{7} [^\n]*\n(.*?)^\|{7} .*?^={7}\n.*?^>{7} [^\n]*\n", re.S | re.M)
+CONFLICT = re.compile(r"^<{7} .*?^>{7} [^\n]*\n", re.S | re.M)
 
 
 def run_diff(steps, args):
@@ -63,16 +62,6 @@ def run_table(steps, _):
     return 0
 
 
-def print_conflicts(merged, ours, where):
-    """Print each conflicting hunk, with its line numbers in the untouched file."""
-    for hunk in CONFLICT.finditer(merged):
-        # the merge without its conflicts still holds clean changes: line up with the file to get its line numbers
-        kept, first = CONFLICT.sub(r"\1", merged), CONFLICT.sub(r"\1", merged[:hunk.start()]).count("\n")
-        blocks = difflib.SequenceMatcher(None, kept.splitlines(), ours.splitlines(), False).get_opcodes()
-        line = next((j + min(first - i, j2 - j) for _, i, i2, j, j2 in blocks if i <= first < i2), ours.count("\n")) + 1
-        print(f"{where}: conflict at lines {line}-{max(line, line + hunk[1].count(chr(10)) - 1)}:\n{hunk[0]}", end="")
-
-
 def propagate_file(steps, args, name, base):
     """Carry the change base -> working tree of one file through the later steps; False at a conflict."""
     files, changes = ("ours", "base", "theirs"), {args.step: (base, (steps[args.step] / name).read_bytes().decode())}
@@ -94,7 +83,7 @@ def propagate_file(steps, args, name, base):
             labels = ("-L", where, "-L", f"{source.name}/{name} before", "-L", f"{source.name}/{name}")
             conflicts, merged = git("merge-file", "-p", "--diff3", *labels, *files, cwd=scratch, most=127)
         if conflicts:
-            print_conflicts(merged, ours, where)
+            print(f"{where}: conflict:", *CONFLICT.findall(merged), sep="\n", end="")
             print(f"stopped: this file and all that follow are as they were. Change it by hand, then: "
                   f"propagate {number} {name}")
             return False

@@ -108,11 +108,7 @@ def check_file(path, number=None, modules=()):
         return
     if (size := len(text.splitlines())) > MAX_MODULE_LINES:
         yield 1, f"{size} lines, more than {MAX_MODULE_LINES}"
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        yield error.lineno, f"syntax error: {error.msg}"
-        return
+    tree = ast.parse(text)
     yield from check_sizes(tree)
     if number:
         yield from check_imports(number, tree, {module.stem for module in modules}, path.parent.name)

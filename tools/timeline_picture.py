@@ -10,12 +10,56 @@ under a row are all-reduces of gradients.
 
 import argparse
 import json
+import pathlib
+import re
 import sys
+from typing import NamedTuple
 
 COMPUTE = ("forward", "backward", "weight gradients")
 COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#ccbb44", "optimizer": "#aa3377",
            "bubble": "#dddddd", "transfer": "#ee7733", "all-reduce": "#66ccee"}
 HEIGHT = 0.62  # of a block; rows are 1 apart
+
+
+class Span(NamedTuple):
+    """A slice of a trace; seconds from the first compute of the trace on. `place`: dp, pp, tp of the rank."""
+
+    rank: int
+    place: tuple[int, ...]
+    kind: str
+    microbatch: int | None
+    start: float
+    end: float
+    chunk: int = 0
+    peer: int | None = None  # the sender of what was received
+
+
+def read_trace(path: str | pathlib.Path) -> list[Span]:
+    events = json.loads(pathlib.Path(path).read_text())["traceEvents"]
+    places = {event["pid"]: tuple(map(int, re.findall(r"\d+", event["args"]["name"])[1:]))
+              for event in events if event["ph"] == "M"}
+    spans = [event for event in events if event["ph"] == "X"]
+    origin = min(event["ts"] for event in spans if event["cat"] in COMPUTE)
+    numbers = [re.search(r"(\d+)(?: chunk (\d+))?$", event["name"]) for event in spans]  # as in "forward 3 chunk 1"
+    return [Span(event["pid"], places[event["pid"]], event["cat"], number and int(number[1]),
+                 (event["ts"] - origin) / 1e6, (event["ts"] + event["dur"] - origin) / 1e6,
+                 int(number[2] or 0) if number else 0, event.get("args", {}).get("peer"))
+            for event, number in zip(spans, numbers)]
+
+
+def computed(spans: list[Span]) -> list[Span]:
+    return [span for span in spans if span.kind in COMPUTE]
+
+
+def seconds_of(spans: list[Span]) -> float:
+    return max(span.end for span in spans)
+
+
+def bubble_of(spans: list[Span]) -> float:
+    """The share of the time from the first forward to the last backward in which stages did neither."""
+    compute = computed(spans)
+    window = seconds_of(compute) - min(span.start for span in compute)
+    return 1 - sum(span.end - span.start for span in compute) / (window * len({span.rank for span in compute}))
 
 
 def draw(trace_path: str, png_path: str) -> None:
@@ -27,31 +71,26 @@ def draw(trace_path: str, png_path: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    with open(trace_path) as file:
-        events = json.load(file)["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    spans = [event for event in events if event["ph"] == "X"]
-    compute = [event for event in spans if event["cat"] in COMPUTE]
-    start = min(event["ts"] for event in compute) / 1e3
-    length = max(event["ts"] + event["dur"] for event in compute) / 1e3 - start
-    bubble = 1 - sum(event["dur"] for event in compute) / 1e3 / (length * len(names))
+    spans = read_trace(trace_path)
+    compute, length = computed(spans), 1e3 * seconds_of(computed(spans))
+    names = {span.rank: "rank {}: dp {} pp {} tp {}".format(span.rank, *span.place) for span in spans}
     figure, axes = plt.subplots(figsize=(12, 0.75 * len(names) + 1.4), dpi=120, layout="constrained")
-    axes.barh(list(names), length, left=start, height=HEIGHT, color=COLOURS["bubble"])
-    for event in spans:
-        draw_span(axes, event)
+    axes.barh(list(names), length, height=HEIGHT, color=COLOURS["bubble"])
+    for span in spans:
+        draw_span(axes, span)
     draw_transfers(axes, spans)
     axes.set_yticks(list(names), list(names.values()))
     axes.set_ylim(max(names) + 0.6, min(names) - 0.6)
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.01)
     axes.set_xlabel("milliseconds")
-    counts = {event["pid"]: event["args"]["microbatch"] + 1 for event in compute}  # of a pipeline, the last counts
-    axes.set_title(f"{len(names)} ranks, up to {max(counts.values())} micro-batches: {length:.0f} ms from the first "
-                   f"forward to the last backward, bubble {bubble:.0%}", loc="left", fontsize=10, pad=26)
+    count = 1 + max(span.microbatch for span in compute)
+    axes.set_title(f"{len(names)} ranks, up to {count} micro-batches: {length:.0f} ms from the first forward to the "
+                   f"last backward, bubble {bubble_of(spans):.0%}", loc="left", fontsize=10, pad=26)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     shown = {name: colour for name, colour in COLOURS.items()
-             if name != "weight gradients" or any(event["cat"] == name for event in compute)}
+             if name != "weight gradients" or any(span.kind == name for span in compute)}
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in shown.values()]
     axes.legend(handles, shown, ncols=len(shown), loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
                 fontsize=9, borderaxespad=0.2)
@@ -59,30 +98,29 @@ def draw(trace_path: str, png_path: str) -> None:
     plt.close(figure)
 
 
-def draw_span(axes, event: dict) -> None:
-    start, length, row = event["ts"] / 1e3, event["dur"] / 1e3, event["pid"]
-    if event["cat"] == "all-reduce":
-        axes.barh(row + HEIGHT / 2 + 0.06, length, left=start, height=0.08, color=COLOURS["all-reduce"])
-    elif event["cat"] in (*COMPUTE, "optimizer"):
-        axes.barh(row, length, left=start, height=HEIGHT, color=COLOURS[event["cat"]], edgecolor="white", linewidth=0.5)
-        if "microbatch" in event["args"]:
-            axes.text(start + length / 2, row, event["args"]["microbatch"], ha="center", va="center", color="white",
+def draw_span(axes, span: Span) -> None:
+    start, length = 1e3 * span.start, 1e3 * (span.end - span.start)
+    if span.kind == "all-reduce":
+        axes.barh(span.rank + HEIGHT / 2 + 0.06, length, left=start, height=0.08, color=COLOURS["all-reduce"])
+    elif span.kind in (*COMPUTE, "optimizer"):
+        axes.barh(span.rank, length, left=start, height=HEIGHT, color=COLOURS[span.kind], edgecolor="white",
+                  linewidth=0.5)
+        if span.microbatch is not None:
+            axes.text(start + length / 2, span.rank, span.microbatch, ha="center", va="center", color="white",
                       fontsize=7, clip_on=True)
 
 
-def draw_transfers(axes, spans: list[dict]) -> None:
+def draw_transfers(axes, spans: list[Span]) -> None:
     """For each transfer, a line from the end of the sender's pass to the end of the receive, which a point marks.
 
     A stage receives outputs of forward passes from a lower rank, and gradients of backward passes from a higher one.
     """
-    computed = {(event["pid"], event["cat"], event["args"]["microbatch"]): event["ts"] + event["dur"]
-                for event in spans if event["cat"] in ("forward", "backward")}
-    for event in spans:
-        if event["cat"] == "receive":
-            sender, receiver, microbatch = event["args"]["peer"], event["pid"], event["args"]["microbatch"]
-            kind, edge = ("forward", HEIGHT / 2) if sender < receiver else ("backward", -HEIGHT / 2)
-            times = (computed[sender, kind, microbatch] / 1e3, (event["ts"] + event["dur"]) / 1e3)
-            axes.plot(times, (sender + edge, receiver - edge), color=COLOURS["transfer"], linewidth=1,
+    ends = {(span.rank, span.kind, span.microbatch): span.end for span in spans}
+    for span in spans:
+        if span.kind == "receive":
+            kind, edge = ("forward", HEIGHT / 2) if span.peer < span.rank else ("backward", -HEIGHT / 2)
+            times = (1e3 * ends[span.peer, kind, span.microbatch], 1e3 * span.end)
+            axes.plot(times, (span.peer + edge, span.rank - edge), color=COLOURS["transfer"], linewidth=1,
                       marker="o", markevery=[1], markersize=2.5)
 
 

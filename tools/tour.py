@@ -17,9 +17,8 @@ import textwrap
 from pathlib import Path
 
 from steps_compare import find_steps, predecessor
-from tours import Scene, Tour, added_lines, find_tours, read_tour
+from tours import Scene, Tour, find_tours, read_tour, shown_lines
 
-CONTEXT = 3  # lines around those of the scene
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -28,20 +27,11 @@ def code_of(scene: Scene, before: Path | None, width: int, coloured: bool) -> st
     if scene.place is None:
         return ""
     path, first, last = scene.place
-    added = added_lines(before, path.parent, path.name) if before else set()  # of step 1 and of no step: all is new
-    lines, shown = path.read_text(encoding="utf-8").splitlines(), []
-    for number in range(max(1, first - CONTEXT), min(len(lines), last + CONTEXT) + 1):
-        is_lit = first <= number <= last
-        text = f"{'>' if is_lit else ' '}{number:4} {'+' if number in added else ' '} {lines[number - 1]}"[:width]
+    shown = []
+    for number, is_lit, is_added, line in shown_lines(scene.place, before):
+        text = f"{'>' if is_lit else ' '}{number:4} {'+' if is_added else ' '} {line}"[:width]
         shown.append(f"\033[2m{text}\033[0m" if coloured and not is_lit else text)
     return "\n".join([f"{os.path.relpath(path, ROOT)}, lines {first} to {last}", *shown])
-
-
-def diff_command(tour: Tour, scene: Scene, steps: dict[int, Path]) -> str:
-    """What shows the diff of a scene without a place."""
-    number = next(number for number, folder in steps.items() if folder == tour.path.parent)
-    before = next(n for n, folder in steps.items() if folder == predecessor(steps, number))
-    return f"python tools/steps.py diff {before} {number} {scene.diff}".rstrip()
 
 
 def show(tour: Tour, index: int, steps: dict[int, Path]) -> str:
@@ -50,7 +40,10 @@ def show(tour: Tour, index: int, steps: dict[int, Path]) -> str:
     width = max(60, shutil.get_terminal_size().columns)
     number = next((n for n, folder in steps.items() if folder == tour.path.parent), None)
     before = predecessor(steps, number) if number else None
-    command = scene.command or (diff_command(tour, scene, steps) if scene.place is None else "")
+    command = scene.command
+    if scene.place is None and not command:  # it shows a diff
+        numbers = [n for folder in (before, tour.path.parent) for n, step in steps.items() if step == folder]
+        command = f"python tools/steps.py diff {numbers[0]} {numbers[1]} {scene.diff}".rstrip()
     title = f"{index + 1}/{len(tour.scenes)}  {scene.title}"
     parts = [f"\033[1m{title}\033[0m" if coloured else title, code_of(scene, before, width, coloured),
              *(textwrap.fill(part, min(width, 100)) for part in scene.words.split("\n\n")), command and f"$ {command}",

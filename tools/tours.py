@@ -34,6 +34,7 @@ from typing import NamedTuple
 from steps_compare import compare, find_steps, git_diff, predecessor
 
 MOST_LIT, MOST_WORDS, MOST_TOUR_WORDS, SCENES, LEAST_SHARE = 30, 60, 800, range(8, 21), 0.8
+CONTEXT = 3  # lines around those of a scene
 MAIN = {1: ("model.py",), 2: ("process_group_manager.py", "metrics.py"), 3: ("dataloader.py",),
         4: ("tensor_parallel.py",), 5: ("data_parallel.py",), 6: ("data_parallel.py",), 7: ("pipeline_parallel.py",),
         8: ("pipeline_parallel.py",)}  # step -> the modules that its idea is in; train.py besides
@@ -168,6 +169,14 @@ def added_lines(before: Path | None, after: Path, name: str) -> set[int]:
     return added
 
 
+def shown_lines(place: Place, before: Path | None) -> list[tuple[int, bool, bool, str]]:
+    """The lines of a place with CONTEXT around them: number, is it the scene's, is it added to the step in `before`."""
+    added = added_lines(before, place.path.parent, place.path.name) if before else set()  # in step 1, all is new
+    lines = place.path.read_text(encoding="utf-8").splitlines()
+    return [(number, place.first <= number <= place.last, number in added, lines[number - 1])
+            for number in range(max(1, place.first - CONTEXT), min(len(lines), place.last + CONTEXT) + 1)]
+
+
 def code_lines(source: str) -> set[int]:
     """The numbers of the lines that are neither blank nor part of an import or a docstring."""
     lines = {number for number, line in enumerate(source.splitlines(), 1) if line.strip()}
@@ -206,28 +215,21 @@ def check_step(number: int, steps: dict[int, Path], tours: list[Tour]):
                f"; not {', '.join(f'{name}:{line}' for name, line in unlit[:12])} ...")
 
 
-def check_tour(tour: Tour):
-    """Yield what is too much for one sitting, or too little."""
+def check_tour(tour: Tour, before: Path | None):
+    """Yield what is too much for one sitting, or too little, and diffs that are none: to the step in `before`."""
+    changes = compare(before, tour.path.parent) if before else {}
+    changed = [name for name, change in changes.items() if change.what != "unchanged"]
     if len(tour.scenes) not in SCENES:
         yield f"{len(tour.scenes)} scenes, not {SCENES[0]} to {SCENES[-1]}"
     if (total := sum(len(scene.words.split()) for scene in tour.scenes)) > MOST_TOUR_WORDS:
         yield f"{total} words, more than {MOST_TOUR_WORDS}"
     for scene in tour.scenes:
-        if scene.place is None and not tour.path.parent.name.startswith("step"):
-            yield f"scene {scene.title!r} shows a diff, but this tour is of no step"
+        if scene.place is None and (not changed or scene.diff not in ("", *changed)):
+            yield f"scene {scene.title!r} shows the diff of {scene.diff or 'the step'}, but there is none"
         if (count := len(scene.words.split())) > MOST_WORDS:
             yield f"scene {scene.title!r} has {count} words, more than {MOST_WORDS}"
         if scene.place and (lit := scene.place.last - scene.place.first + 1) > MOST_LIT:
             yield f"scene {scene.title!r} lights {lit} lines, more than {MOST_LIT}: name a part"
-
-
-def check_diffs(tour: Tour, before: Path | None):
-    """Yield the scenes that show a diff where there is none; the tour's step is a diff to the one in `before`."""
-    changes = compare(before, tour.path.parent) if before else {}
-    changed = [name for name, change in changes.items() if change.what != "unchanged"]
-    for scene in tour.scenes:
-        if scene.place is None and (not changed or scene.diff not in ("", *changed)):
-            yield f"scene {scene.title!r} shows the diff of {scene.diff or 'the step'}, but there is none"
 
 
 def fix_links(path: Path, fix: bool):
@@ -282,8 +284,7 @@ def check_tours(root: Path, steps: dict[int, Path], fix: bool):
             yield f"{path.relative_to(root)}: {error}"
             continue
         before = next((predecessor(steps, n) for n, step in steps.items() if step == path.parent), None)
-        yield from (f"{path.relative_to(root)}: {problem}"
-                    for problem in (*check_tour(tours[name]), *check_diffs(tours[name], before)))
+        yield from (f"{path.relative_to(root)}: {problem}" for problem in check_tour(tours[name], before))
         written = root / ".tours" / f"{file_stem(name)}.tour"
         text = code_tour(tours[name], root) + "\n"
         if fix:

@@ -142,10 +142,8 @@ def simulate_grid(job: Job, dp: int, pp: int, tp: int, size: int) -> Grid:
 
 
 def mfu(job: Job, step_seconds: float) -> float:
-    """Model FLOPs utilization (PaLM, Chowdhery et al. 2022, appendix B): 6N + 12 L (H hd) T FLOPs per token."""
-    shape, tokens = job.shape, job.global_batch * job.seq_len
-    flops = 6 * shape.parameters + 12 * shape.layers * shape.heads * shape.head_dim * job.seq_len
-    return tokens * flops / (step_seconds * job.flops)
+    """Model FLOPs utilization."""
+    return job.global_batch * job.seq_len * job.shape.flops(job.seq_len) / (step_seconds * job.flops)
 
 
 def table(job: Job, found: list[Grid], top: int) -> str:

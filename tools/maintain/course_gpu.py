@@ -11,11 +11,10 @@ than 0.1, someone did other work, and the program exits with 1.
 
 Model FLOPs utilization (MFU, PaLM, Chowdhery et al. 2022, appendix B) = tokens/s * FLOPs a token / the chip's peak.
 Forward and backward of a token are 6N + 12 L (H hd) T FLOPs: N parameters, L layers, H heads of hd, and attention as if
-each token saw all T of its sample.
+each token saw all T of its sample (data_sheets.py).
 """
 
-import tools_path  # noqa: F401  before launch
-
+import json
 import os
 import re
 import statistics
@@ -23,7 +22,6 @@ import sys
 import tempfile
 
 from contestants import Run
-from launch import modules_of
 from make_tiny_llama import resized
 from turns import keep, table, take_turns, times_as_fast
 
@@ -39,7 +37,7 @@ OURS, THEIRS, COMPILED = "ours", "Hugging Face, autocast", ", compiled"
 
 def gpu(args) -> None:
     import torch
-    from data_sheets import DEVICES
+    from data_sheets import DEVICES, MODEL, Shape
 
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("error: torch sees no CUDA device: run this on a machine with a GPU and a CUDA build of torch, "
@@ -49,23 +47,11 @@ def gpu(args) -> None:
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     peak = DEVICES[args.gpu].bfloat16 if args.gpu else None  # FLOP/s
     with tempfile.TemporaryDirectory() as folder:
-        flops = flops_per_token(resized(folder, **SHAPES[args.shape][0]), args.seq_len)
+        config = json.loads((resized(folder, **SHAPES[args.shape][0]) / "config.json").read_text())
+        flops = Shape(*(config[name] for name in (*MODEL, "head_dim"))).flops(args.seq_len)
         found = measure(folder, args)
     keep(args.json, f"{name}, seq_len {args.seq_len}", {**found, "torch": torch.__version__})
     print(f"{name}, seq_len {args.seq_len}\n\n{table_of(found, SHAPES[args.shape][1], flops, peak)}")
-
-
-def flops_per_token(model, seq_len: int) -> int:
-    import torch
-
-    with modules_of(1):
-        from model import Llama
-        from utils import load_config
-
-        config = load_config(str(model), num_attention_heads=None)
-        with torch.device("meta"):
-            num_params = sum(param.numel() for param in Llama(config).parameters())
-    return 6 * num_params + 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * seq_len
 
 
 def measure(folder: str, args) -> dict[str, dict]:

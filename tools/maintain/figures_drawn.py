@@ -2,8 +2,6 @@
 ring attention. See make_figures.py.
 """
 
-import tools_path  # noqa: F401  before launch
-
 import types
 
 import matplotlib.patches as patches

@@ -1,61 +1,17 @@
 """Figures out of what runs have recorded: traces, a plan. make_figures.py starts the runs."""
 
-import tools_path  # noqa: F401  before launch
-
-import json
 import pathlib
-import re
-from typing import NamedTuple
 
 from figures_drawn import GROUND, INK, canvas
 from matplotlib.patches import Patch
+from timeline_picture import COMPUTE, Span, bubble_of, computed, read_trace, seconds_of
 
 COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#ccbb44", "all-reduce": "#ee7733",
            "wait": "#aa3377", "optimizer": "#777777", "reduce-scatter": "#ee7733", "all-gather": "#66ccee"}
 BUBBLE = "#e3e3e0"
-COMPUTE = ("forward", "backward", "weight gradients")
 SCHEDULES = {"afab": "all forward, all backward (AFAB)", "1f1b": "one forward, one backward (1F1B)",
              "zb": "zero bubble", "interleaved": "interleaved 1F1B, two chunks per rank",
              "interleaved_zb": "interleaved zero bubble, two chunks per rank"}
-
-
-class Span(NamedTuple):
-    """A slice of a trace; seconds from the first compute of the trace on. `place`: dp, pp, tp of the rank."""
-
-    rank: int
-    place: tuple[int, ...]
-    kind: str
-    microbatch: int | None
-    start: float
-    end: float
-    chunk: int = 0
-
-
-def read_trace(path: pathlib.Path) -> list[Span]:
-    events = json.loads(path.read_text())["traceEvents"]
-    places = {event["pid"]: tuple(map(int, re.findall(r"\d+", event["args"]["name"])[1:]))
-              for event in events if event["ph"] == "M"}
-    spans = [event for event in events if event["ph"] == "X"]
-    origin = min(event["ts"] for event in spans if event["cat"] in COMPUTE)
-    numbers = [re.search(r"(\d+)(?: chunk (\d+))?$", event["name"]) for event in spans]  # as in "forward 3 chunk 1"
-    return [Span(event["pid"], places[event["pid"]], event["cat"], number and int(number[1]),
-                 (event["ts"] - origin) / 1e6, (event["ts"] + event["dur"] - origin) / 1e6,
-                 int(number[2] or 0) if number else 0) for event, number in zip(spans, numbers)]
-
-
-def computed(spans: list[Span]) -> list[Span]:
-    return [span for span in spans if span.kind in COMPUTE]
-
-
-def seconds_of(spans: list[Span]) -> float:
-    return max(span.end for span in spans)
-
-
-def bubble_of(spans: list[Span]) -> float:
-    """The share of the time from the first forward to the last backward in which stages did neither."""
-    compute = computed(spans)
-    window = seconds_of(compute) - min(span.start for span in compute)
-    return 1 - sum(span.end - span.start for span in compute) / (window * len({span.rank for span in compute}))
 
 
 def last_backward(spans: list[Span]) -> list[Span]:

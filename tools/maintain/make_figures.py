@@ -2,7 +2,6 @@
 
     python tools/maintain/make_figures.py                      # all of them: about a quarter of an hour on two cores
     python tools/maintain/make_figures.py grid timelines       # some
-    python tools/maintain/make_figures.py --list
 
 A machine with two cores can't run four stages at once, and those that compute would be faster while others wait. So
 ranks that are to be slower have turns of some milliseconds: of two ranks that take turns, each has half a core.
@@ -144,7 +143,6 @@ FIGURES = {  # name -> draw(folder of runs, picture)
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(FIGURES)}")
-    parser.add_argument("--list", action="store_true", help="print the names and files")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "assets", help="the folder to write to")
     args = parser.parse_args(argv)
     if unknown := [name for name in args.names if name not in FIGURES]:
@@ -154,8 +152,7 @@ def main(argv=None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in args.names or FIGURES:
             picture = args.out / f"figure_{name}.png"
-            if not args.list:
-                FIGURES[name](pathlib.Path(folder), picture)
+            FIGURES[name](pathlib.Path(folder), picture)
             print(f"{name}: {picture}", flush=True)
 
 

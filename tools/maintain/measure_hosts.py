@@ -18,7 +18,9 @@ plans      what planning is worth, and how well it predicts: the plan beside oth
            speeds      4:2:1, fast links, the tiny Llama
            links       10 Mbit/s, equal speeds, 6 M parameters, 4096 tokens a step; on the wire is float32, bfloat16 or
                        int8
-recovery   how long a run stands still that loses a host (hosts_recovery.py)
+recovery   how long a run stands still that loses a host. A round takes a host away, waits until the others have made
+           some steps, gives it back, and waits until it takes part again. The figure is the time from the loss to the
+           next finished step, less the mean step after it. Which host it is changes from round to round
 
 Of `together` and `plans`, the machines are measured first. Then all candidates train the same samples, from the same
 weights, in turns, round by round, each in processes of its own (hosts_bench.py).
@@ -31,10 +33,11 @@ import pathlib
 import re
 import statistics
 import tempfile
+import time
 
 from launch import Help
-import hosts_recovery
-from bed import testbed
+from bed import NODES, testbed
+from elastic_bed import Training, kill_all, switch_on
 from hosts_bench import Bench, Candidate
 from turns import keep, read_results, table
 
@@ -49,6 +52,14 @@ PLANS = {
     "speeds": dict(speeds=(100, 50, 25), rate="off", sizes="1,2,4", model={}),
     "links": dict(speeds=(50, 50, 50), rate="10mbit", sizes="1,2,4",
                   model=dict(hidden_size=256, intermediate_size=688, head_dim=32)),
+}
+
+RECOVERY = ["--seq_len", "16", "--dtype", "float64", "--batch_size", "1", "--num_hidden_layers", "4", "--device", "cpu",
+            "--equal_shares", "--save_every", "10", "--max_steps", "4000", "--num_microbatches", "6"]
+LOSSES = {  # name -> (how a host is lost, flags)
+    "killed, copies live": (kill_all, []),
+    "killed, a checkpoint is read": (kill_all, ["--pipelines", "2,1,1|2,2"]),
+    "cable cut, copies live": (lambda node: testbed("cut", node), []),
 }
 
 
@@ -160,10 +171,37 @@ def table_of_case(found: dict) -> str:
                   "predicted s", "measured / predicted"], rows)
 
 
+def recover(case: tuple, rounds: int, folder: pathlib.Path) -> dict:
+    (lose, words), since, seconds = case, 0, []
+    run = Training(folder, "cluster/train_distributed.py", *RECOVERY, *words, "--log_dir", folder,
+                   "--checkpoint_dir", folder / "checkpoints")
+    for number in range(rounds):
+        run.went_on(3, since)
+        run.reaches(run.steps()[-1] + 12)
+        node, since, lost_at = NODES[number % 3], run.mark(), time.perf_counter()
+        lose(node)
+        run.went_on(2, since)
+        went_on_at, step = time.perf_counter(), run.steps()[-1]
+        run.reaches(step + 20)
+        a_step = (time.perf_counter() - went_on_at) / (run.steps()[-1] - step)
+        seconds.append(went_on_at - lost_at - a_step)
+        since = run.mark()
+        switch_on(node)
+    run.went_on(3, since)
+    run.stop()
+    return {"seconds": {"standing still": seconds}}
+
+
+def table_of_recovery(results: dict) -> str:
+    return table(["a host is lost", "median s", "smallest - largest", "rounds"], [
+        [name, f"{statistics.median(seconds):.2f}", f"{min(seconds):.2f} - {max(seconds):.2f}", len(seconds)]
+        for name, seconds in ((name, found["seconds"]["standing still"]) for name, found in results.items())])
+
+
 CASES = {  # what -> its cases, how each is measured, and the table of all of them
     "together": (TOGETHER, measure_together, table_together),
     "plans": (PLANS, measure_plans, table_of_plans),
-    "recovery": (hosts_recovery.LOSSES, hosts_recovery.recover, hosts_recovery.table_of_recovery),
+    "recovery": (LOSSES, recover, table_of_recovery),
 }
 
 

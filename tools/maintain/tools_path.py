@@ -1,4 +1,4 @@
-"""Puts tools/ on Python's path, where launch.py is: to be imported first by the programs of this folder."""
+"""Puts tools/ on Python's path, where launch.py is: to be imported first by what is started in this folder."""
 
 import pathlib
 import sys

@@ -7,8 +7,6 @@ SIGSTOP) while the others have their turns. A ratio of two programs then compare
 What is measured is kept as {group: {"seconds": {candidate: [of each turn]}, ...}}.
 """
 
-import tools_path  # noqa: F401  before launch
-
 import collections
 import functools
 import json
@@ -97,18 +95,13 @@ class Program:
         """One step. Returns its seconds."""
         start = time.perf_counter()
         self.signal(signal.SIGCONT)
-        end = self.next_step()
-        self.signal(signal.SIGSTOP)
-        return end - start
-
-    def next_step(self) -> float:
-        """Waits for the line of a step, and returns when it came."""
-        while True:
-            moment, line = self.wait_for_line()
+        line = ""
+        while not line.startswith("step "):
+            end, line = self.wait_for_line()
             if line is None:
                 sys.exit(f"error: {self.name} ended in the middle: {''.join(self.last_lines)}")
-            if line.startswith("step "):
-                return moment
+        self.signal(signal.SIGSTOP)
+        return end - start
 
     def wait_for_line(self, timeout: float = 600) -> tuple[float, str | None]:
         """Raises SystemExit where a rank fails, since the others might wait for it for ever."""

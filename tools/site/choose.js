@@ -202,13 +202,11 @@ function showChoice() {
   for (const name of ["other", ...Object.keys(MODELS)]) htmlElement("option", {}, fields.model, name);
 
   function read() {
-    const job = { dtype: fields.dtype.value, tied: fields.tied.checked, recompute: fields.recompute.checked };
-    for (const field of form.querySelectorAll("input[type=number]"))
-      job[field.name] =
-        fieldNumber(form, field.name, [Number(field.min), Number(field.max)], field.step === "1") *
-        (UNITS[field.name] || 1);
+    const job = numbersOf(form);
+    for (const [name, unit] of Object.entries(UNITS)) job[name] *= unit;
     if (job.hidden % job.heads) throw new Error("Query heads: choose a number that divides the hidden size.");
-    return { ...job, head_dim: job.hidden / job.heads };
+    const chosen = { dtype: fields.dtype.value, tied: fields.tied.checked, recompute: fields.recompute.checked };
+    return { ...job, ...chosen, head_dim: job.hidden / job.heads };
   }
 
   function fill(table, rows, job) {
@@ -255,7 +253,8 @@ function showChoice() {
     );
   }
 
-  function update(event) {
+  fields.model.value = "llama-8b";
+  followForm(form, (event) => {
     if (event && event.target === fields.model && MODELS[fields.model.value])
       MODELS[fields.model.value].forEach((size, k) => {
         const field = fields[SIZES[k]];
@@ -263,21 +262,8 @@ function showChoice() {
         else field.value = size;
       });
     else if (event && SIZES.includes(event.target.name)) fields.model.value = "other";
-    try {
-      show(read());
-      problem.textContent = "";
-      if (event) rememberForm(form);
-    } catch (error) {
-      problem.textContent = error.message;
-    }
-  }
-
-  const problem = place("problem");
-  fields.model.value = "llama-8b";
-  recallForm(form);
-  form.addEventListener("input", update);
-  form.addEventListener("submit", (event) => event.preventDefault());
-  update();
+    show(read());
+  });
 }
 
 if (typeof module !== "undefined") module.exports = { choose };

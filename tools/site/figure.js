@@ -6,16 +6,10 @@ const ROW = 26,
   GAP = 24,
   AXIS = 24; // heights
 
-function svgElement(name, attributes, parent, text) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  if (text !== undefined) element.textContent = text;
-  if (parent) parent.append(element);
-  return element;
-}
+const svgElement = (name, ...rest) => fill(document.createElementNS("http://www.w3.org/2000/svg", name), ...rest);
+const htmlElement = (name, ...rest) => fill(document.createElement(name), ...rest);
 
-function htmlElement(name, attributes, parent, text) {
-  const element = document.createElement(name);
+function fill(element, attributes, parent, text) {
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
   if (text !== undefined) element.textContent = text;
   if (parent) parent.append(element);
@@ -106,16 +100,10 @@ class BarFigure {
       },
       this.svg,
     );
-    const isDark = bar.kind === "weights";
     const label =
       bar.track || bar.label === ""
         ? null
-        : svgElement(
-            "text",
-            { class: isDark ? "label dark" : "label", y: top + 17, "aria-hidden": "true" },
-            this.svg,
-            bar.label,
-          );
+        : svgElement("text", { class: "label", y: top + 17, "aria-hidden": "true" }, this.svg, bar.label);
     const added = { ...bar, rect, textElement: label, labelWidth: 7.5 * String(bar.label).length + 3 };
     rect.addEventListener("pointerenter", () => this.tell(added));
     rect.addEventListener("focus", () => this.choose(added));

@@ -3,54 +3,19 @@
 
 (() => {
   const form = document.getElementById("playground"),
-    speeds = document.getElementById("speeds");
-  const problem = document.getElementById("problem"),
     facts = document.getElementById("facts");
   const figure = new BarFigure(document.getElementById("picture"), "The schedule");
   const NAMES = { F: "forward", B: "backward", W: "gradients of weights" };
   const MESSAGES = { F: "hidden states", B: "gradient" };
-  const LIMITS = {
-    p: [1, 8],
-    m: [1, 16],
-    v: [2, 4],
-    F: [0, 100],
-    B: [0, 100],
-    W: [0, 100],
-    transfer: [0, 100],
-    latency: [0, 100],
-  };
 
-  /** As many speed fields as there are stages; those that are there keep their values. */
-  function fillSpeeds(count) {
-    while (speeds.children.length > count) speeds.lastChild.remove();
-    for (let s = speeds.children.length; s < count; s++) {
-      const label = htmlElement("label", {}, speeds, `Stage ${s}`);
-      htmlElement(
-        "input",
-        { type: "number", name: `speed${s}`, value: "1", min: "0.1", max: "10", step: "any" },
-        label,
-      );
-    }
-  }
-
+  /** What simulate() takes. Of the speeds, as many count as there are stages. */
   function read() {
-    const values = {};
-    for (const [name, limits] of Object.entries(LIMITS))
-      values[name] = fieldNumber(form, name, limits, ["p", "m", "v"].includes(name));
-    fillSpeeds(values.p);
-    const { p, m, v, transfer, latency, ...costs } = values,
-      schedule = form.elements.schedule.value;
+    const schedule = form.elements.schedule.value;
+    form.querySelectorAll("#speeds input").forEach((field, s) => (field.disabled = s >= form.elements.p.value));
     form.elements.v.disabled = !schedule.startsWith("interleaved");
-    return {
-      p,
-      m,
-      v: chunksOf(schedule, v),
-      transfer,
-      latency,
-      costs,
-      schedule,
-      speeds: Array.from({ length: p }, (_, s) => fieldNumber(form, `speed${s}`, [0.1, 10])),
-    };
+    const { F, B, W, ...numbers } = numbersOf(form);
+    const speeds = Array.from({ length: numbers.p }, (_, s) => numbers[`speed${s}`]);
+    return { ...numbers, schedule, v: chunksOf(schedule, numbers.v), costs: { F, B, W }, speeds };
   }
 
   const short = (value) => String(Number(value.toPrecision(4)));
@@ -128,28 +93,10 @@
     );
   }
 
-  function recall() {
-    const words = new URLSearchParams(location.hash.slice(1));
-    if (words.has("p")) fillSpeeds(Math.min(Math.max(Number(words.get("p")) || 1, 1), 8));
-    recallForm(form);
-  }
-
-  function update(event) {
-    try {
-      const options = read(),
-        result = simulate(options);
-      problem.textContent = "";
-      tellFacts(options, result);
-      draw(options, result);
-      if (event) rememberForm(form);
-    } catch (error) {
-      problem.textContent = error.message;
-    }
-  }
-
-  fillSpeeds(4);
-  recall();
-  form.addEventListener("input", update);
-  form.addEventListener("submit", (event) => event.preventDefault());
-  update();
+  followForm(form, () => {
+    const options = read(),
+      result = simulate(options);
+    tellFacts(options, result);
+    draw(options, result);
+  });
 })();

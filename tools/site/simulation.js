@@ -5,46 +5,20 @@
 /** Handles events in the order of their time and, at the same time, of their entry. */
 class EventQueue {
   constructor() {
-    this.heap = [];
-    this.count = 0;
+    this.events = []; // sorted, and never many: a few for each stage
     this.now = 0;
   }
 
   at(time, handle) {
-    const heap = this.heap,
-      event = { time, order: this.count++, handle };
-    let k = heap.length;
-    heap.push(event);
-    for (let parent; k > 0 && EventQueue.isBefore(event, heap[(parent = (k - 1) >> 1)]); k = parent)
-      heap[k] = heap[parent];
-    heap[k] = event;
-  }
-
-  static isBefore(a, b) {
-    return a.time < b.time || (a.time === b.time && a.order < b.order);
-  }
-
-  pop() {
-    const heap = this.heap,
-      first = heap[0],
-      last = heap.pop();
-    if (heap.length) {
-      let k = 0;
-      for (let child; (child = 2 * k + 1) < heap.length; k = child) {
-        if (child + 1 < heap.length && EventQueue.isBefore(heap[child + 1], heap[child])) child++;
-        if (!EventQueue.isBefore(heap[child], last)) break;
-        heap[k] = heap[child];
-      }
-      heap[k] = last;
-    }
-    return first;
+    const place = this.events.findLastIndex((event) => event.time <= time) + 1;
+    this.events.splice(place, 0, { time, handle });
   }
 
   run() {
-    while (this.heap.length) {
-      const event = this.pop();
-      this.now = event.time;
-      event.handle();
+    while (this.events.length) {
+      const { time, handle } = this.events.shift();
+      this.now = time;
+      handle();
     }
   }
 }

@@ -6,8 +6,8 @@ import shutil
 import jinja2
 from markupsafe import Markup
 from site_exercises import exercise_pages
-from site_films import captions_address, make_film
 from site_pages import Page, Repository, document_page, source_page, step_page, tour_page
+from site_tours import captions, make_film
 from tours import file_stem
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent
@@ -34,9 +34,8 @@ def build(root: pathlib.Path, out: pathlib.Path, films=()) -> list[str]:
     out, root = out.resolve(), root.resolve()
     empty_folder(out)
     repository = Repository(root, out)
-    chapters = {repository.documents[place]: place for place in repository.documents}
     steps = [step_page(repository, number) for number in repository.steps]
-    others = [document_page(repository, place) for address, place in chapters.items()
+    others = [document_page(repository, place) for place, address in repository.documents.items()
               if not address.startswith("step") and place not in repository.tours]
     tours = [tour_page(repository, place) for place in repository.tours]
     pages = [others[0], *steps, *FORMS, *others[1:]]
@@ -66,7 +65,7 @@ def add_film(page: Page, name: str, out: pathlib.Path) -> Page:
     film = make_film(out / f"{file_stem(name)}.mp4", scenes, text)
     minutes = sum(scene["seconds"] for scene in scenes) / 60
     print(f"{film.name}: {minutes:.1f} minutes, {film.stat().st_size / 1e6:.1f} MB", flush=True)
-    return page._replace(content=page.content | {"film": film.name, "captions": captions_address(scenes)})
+    return page._replace(content=page.content | {"film": film.name, "captions": captions(scenes)})
 
 
 def write(out: pathlib.Path, pages: list[Page], sources: list[Page]) -> None:

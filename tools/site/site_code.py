@@ -1,13 +1,11 @@
-"""Source code for the site: highlighted lines, and where a step defines which name.
+"""Source code for the site: highlighted lines.
 
 Pygments tells words, strings and comments apart. The site knows eight kinds of them, as classes of one letter:
 k keyword, s string, c comment, n number, f a name that is defined here, d decorator, b built-in, o operator word.
 """
 
-import ast
+import functools
 import html
-import pathlib
-from typing import NamedTuple
 
 from pygments.lexers import get_lexer_by_name, get_lexer_for_filename
 from pygments.lexers.special import TextLexer
@@ -29,6 +27,7 @@ def find_lexer(name: str):
     return TextLexer(stripnl=False, ensurenl=False)
 
 
+@functools.cache  # a file stands in the scenes of tours and in diffs
 def tokens_by_line(text: str, name: str) -> list[Line]:
     """The tokens of each line of a file, or of a code block in the language `name`."""
     lines: list[Line] = [[]]
@@ -53,38 +52,3 @@ def line_html(line: Line, marks: list[tuple[int, int]] = ()) -> str:
             parts.append(f'<span class="{letter}">{piece}</span>' if letter and piece else piece)
         start = stop
     return "".join(parts)
-
-
-def code_html(text: str, name: str) -> str:
-    """A whole file or code block as HTML, without line numbers."""
-    return "\n".join(line_html(line) for line in tokens_by_line(text, name))
-
-
-class Definition(NamedTuple):
-    """Where a function, class, method or constant is defined. `line` is that of its first decorator, if it has any."""
-
-    file: str
-    line: int
-    last_line: int
-
-
-def definitions(folder: pathlib.Path) -> dict[str, list[Definition]]:
-    """name -> its definitions in a step: functions, classes, constants; methods by `Class.method` and by `method`."""
-    found: dict[str, list[Definition]] = {}
-
-    def visit(body: list[ast.stmt], file: str, prefix: str) -> None:
-        for node in body:
-            names = []
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                names = [node.name, *([prefix + node.name] if prefix else [])]
-            elif isinstance(node, ast.Assign) and not prefix:
-                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-            first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
-            for name in names:
-                found.setdefault(name, []).append(Definition(file, first, node.end_lineno))
-            if isinstance(node, ast.ClassDef):
-                visit(node.body, file, f"{node.name}.")
-
-    for path in sorted(folder.glob("*.py")):
-        visit(ast.parse(path.read_text(encoding="utf-8")).body, path.name, "")
-    return found

@@ -5,6 +5,7 @@ Each line of the new file has an anchor, `model.py-12`. The chapter's remarks st
 
 import difflib
 import html
+import itertools
 import pathlib
 import re
 from typing import NamedTuple
@@ -54,17 +55,15 @@ def diff_file(before: pathlib.Path | None, after: pathlib.Path, name: str, chang
 
 def blocks(signs: list[str]) -> list[tuple[bool, list[tuple[int | None, int | None]]]]:
     """Runs of changed and of unchanged rows. In a changed run, old and new lines stand beside each other in order."""
-    found, old, new, k = [], 0, 0, 0
-    signs = [sign for sign in signs if sign in "+- " and sign]
-    while k < len(signs):
-        is_changed, stop = signs[k] != " ", k
-        while stop < len(signs) and (signs[stop] != " ") == is_changed:
-            stop += 1
-        removed, added = (sum(sign in pair for sign in signs[k:stop]) for pair in ("- ", "+ "))
+    found, old, new = [], 0, 0
+    signs = [sign for sign in signs if sign in ("+", "-", " ")]
+    for is_changed, run in itertools.groupby(signs, lambda sign: sign != " "):
+        run = "".join(run)
+        removed, added = (sum(sign in pair for sign in run) for pair in ("- ", "+ "))
         rows = [(old + i + 1 if i < removed else None, new + i + 1 if i < added else None)
                 for i in range(max(removed, added))]
         found.append((is_changed, rows))
-        old, new, k = old + removed, new + added, stop
+        old, new = old + removed, new + added
     return found
 
 
@@ -96,8 +95,9 @@ class Drawing:
         if self.diff.change.what == "removed":
             rows = "".join(self.cell("old", k, line, ()) for k, line in enumerate(self.old, start=1))
             return fold(f"{len(self.old)} lines that this step removes", rows)
-        return "".join(self.changed(rows) if is_changed else self.same(k, rows)
-                       for k, (is_changed, rows) in enumerate(self.diff.blocks))
+        return "".join(
+            f'<div class="change">{"".join(self.row(*row, True) for row in rows)}</div>' if is_changed
+            else self.same(k, rows) for k, (is_changed, rows) in enumerate(self.diff.blocks))
 
     def cell(self, side: str, number: int | None, line: Line, marked) -> str:
         """A line of one side, or its empty place; lines of the new file have an anchor."""
@@ -114,16 +114,9 @@ class Drawing:
         before, after = (), ()
         if is_changed and old and new:
             before, after = marks(self.diff.old[old - 1], self.diff.new[new - 1])
-        return (self.remark(new) + '<div class="row">' + self.cell("old", old, self.old[old - 1] if old else [], before)
+        remark = f'<div class="row">{self.remarks[new]}</div>' if new in self.remarks else ""
+        return (remark + '<div class="row">' + self.cell("old", old, self.old[old - 1] if old else [], before)
                 + self.cell("new", new, self.new[new - 1] if new else [], after) + "</div>")
-
-    def remark(self, new: int | None) -> str:
-        """The remark on this line of the new file, as a row of its own; nothing where there is none."""
-        return f'<div class="row">{self.remarks[new]}</div>' if new in self.remarks else ""
-
-    def changed(self, rows: list) -> str:
-        """Rows of which each is changed, added or removed."""
-        return f'<div class="change">{"".join(self.row(*row, True) for row in rows)}</div>'
 
     def same(self, k: int, rows: list) -> str:
         """Unchanged rows: those near a change or a remark are shown, the others folded."""
@@ -133,16 +126,12 @@ class Drawing:
             near_remark = any(new + j in self.remarks for j in range(-CONTEXT, 2))
             if near_change or near_remark:
                 shown.add(i)
-        parts, i = [], 0
-        while i < len(rows):
-            stop = i
-            while stop < len(rows) and (stop in shown) == (i in shown):
-                stop += 1
-            text = "".join(self.row(*row, False) for row in rows[i:stop])
-            is_folded = i not in shown and stop - i >= SHORTEST_FOLD
-            parts.append(fold(f"{stop - i} unchanged lines", f'<div class="same">{text}</div>') if is_folded
-                         else f'<div class="same">{text}</div>')
-            i = stop
+        parts = []
+        for is_shown, run in itertools.groupby(range(len(rows)), lambda i: i in shown):
+            lines = [self.row(*rows[i], False) for i in run]
+            text = f'<div class="same">{"".join(lines)}</div>'
+            is_whole = is_shown or len(lines) < SHORTEST_FOLD
+            parts.append(text if is_whole else fold(f"{len(lines)} unchanged lines", text))
         return "".join(parts)
 
 

@@ -57,7 +57,7 @@ def exercise_pages(repository: Repository) -> list[Page]:
             title=title.rstrip("."), chapter=chapter, name=name, task=task, stub=take_out(place, one.blank),
             hints="\n\n".join(HINT.format(i, hint) for i, hint in enumerate(one.hints, 1)), solution=place.source(),
             where=f"{file.removeprefix('../')}, {one.name_in_module}", address=f"{file}#L{place.first}")
-        document = Document(text, repository.links(folder))
+        document = Document(text, repository, folder)
         pages.append(Page(repository.exercise_address(name), "", document.title, [], "document.html",
                           {"body": document.html}))
     return pages

@@ -1,13 +1,13 @@
 """Markdown to HTML for the site: headings get GitHub's anchors, code its colours, links and pictures new addresses."""
 
 import html
+import pathlib
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from site_code import code_html
+from site_code import line_html, tokens_by_line
 
 ATTRIBUTE = re.compile(r'\b(src|href)="([^"]*)"')
 IMAGE_TAG = re.compile(r"<img\b[^>]*>")
@@ -22,20 +22,16 @@ class Heading(NamedTuple):
     text: str
 
 
-class Links(NamedTuple):
-    """What a page does with addresses. `link(address)` and `picture(address)` return new ones; `name(text)` returns the
-    address of what a text in backticks names, or None."""
-
-    link: Callable[[str], str]
-    picture: Callable[[str], str]
-    name: Callable[[str], str | None]
-
-
 class Document:
-    """One Markdown file: `title`, `headings` (levels 2 and 3) and `html`, the body without the title."""
+    """One Markdown file: `title`, `headings` (levels 2 and 3) and `html`, the body without the title.
 
-    def __init__(self, text: str, links: Links):
-        self.links, self.title, self.headings, self.anchors = links, "", [], {}
+    It lies in `folder` of the `repository` (site_pages.py), which knows where links and pictures lead. `name(text)` is
+    the address of what a text in backticks names, or None.
+    """
+
+    def __init__(self, text: str, repository, folder: pathlib.Path, name=lambda text: None):
+        self.repository, self.folder, self.name = repository, folder, name
+        self.title, self.headings, self.anchors = "", [], {}
         self.parser = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
         self.parser.add_render_rule("fence", self.render_fence)
         self.parser.add_render_rule("code_block", self.render_fence)
@@ -55,7 +51,8 @@ class Document:
     def render_fence(renderer, tokens, k, options, env) -> str:
         """A code block in colour."""
         language = tokens[k].info.split()[0] if tokens[k].info.split() else "text"
-        return f'<pre><code>{code_html(tokens[k].content, language)}</code></pre>\n'
+        lines = [line_html(line) for line in tokens_by_line(tokens[k].content, language)]
+        return "<pre><code>" + "\n".join(lines) + "</code></pre>\n"
 
     def take_title(self) -> None:
         """The first heading becomes the page's title and leaves the body."""
@@ -98,14 +95,14 @@ class Document:
             if token.type in ("link_open", "link_close"):
                 is_in_link = token.type == "link_open"
             if token.type == "link_open":
-                token.attrSet("href", self.links.link(token.attrGet("href")))
+                token.attrSet("href", self.repository.address(token.attrGet("href"), self.folder))
             elif token.type == "image":
                 assert token.content, f"the picture {token.attrGet('src')} has no text for those who can't see it"
-                token.attrSet("src", self.links.picture(token.attrGet("src")))
+                token.attrSet("src", self.repository.picture(token.attrGet("src"), self.folder))
                 token.attrSet("loading", "lazy")
             elif token.type == "html_inline":
                 self.rewrite([token])
-            elif token.type == "code_inline" and not is_in_link and (address := self.links.name(token.content)):
+            elif token.type == "code_inline" and not is_in_link and (address := self.name(token.content)):
                 link = Token("link_open", "a", 1, attrs={"href": address})
                 found += [link, token, Token("link_close", "a", -1)]
                 continue
@@ -114,8 +111,8 @@ class Document:
 
     def new_attribute(self, match: re.Match) -> str:
         """A src or href of HTML in the Markdown file, with its new address."""
-        change = self.links.picture if match[1] == "src" else self.links.link
-        return f'{match[1]}="{html.escape(change(html.unescape(match[2])))}"'
+        change = self.repository.picture if match[1] == "src" else self.repository.address
+        return f'{match[1]}="{html.escape(change(html.unescape(match[2]), self.folder))}"'
 
     def remarks(self, sections: set[str]) -> list[tuple[list[str], str]]:
         """Of these sections, each paragraph and list item: the texts in backticks, and the HTML."""

@@ -11,18 +11,17 @@ All pages lie in one folder, so that every address is a name. A file of the repo
 """
 
 import ast
-import html
 import pathlib
 import re
 import shutil
 from typing import NamedTuple
 
-from site_code import definitions, line_html, tokens_by_line
+from site_code import line_html, tokens_by_line
 from site_diff import Drawing, FileDiff, diff_step
-from site_markdown import Document, Heading, Links
-from site_tour import tour_content
+from site_markdown import Document, Heading
+from site_tours import tour_content
 from steps_compare import find_steps, predecessor
-from tours import find_tours, read_tour
+from tours import definitions, find_tours, read_tour
 
 PICTURES = (".png", ".svg", ".jpg", ".jpeg", ".gif", ".webp")
 REMARKED = {"Files", "Who holds what, who sends what"}  # sections whose remarks stand in the diff as well
@@ -99,10 +98,6 @@ class Repository:
         shutil.copyfile(path, self.out / name)
         return name
 
-    def links(self, folder: pathlib.Path, name=lambda text: None) -> Links:
-        """For a Markdown file in `folder`; `name` as in Links."""
-        return Links(lambda target: self.address(target, folder), lambda target: self.picture(target, folder), name)
-
 
 def find_exercises(root: pathlib.Path) -> dict:
     """The exercises of the repository at `root` by name; none where it has no such folder."""
@@ -116,8 +111,8 @@ def find_exercises(root: pathlib.Path) -> dict:
 def document_page(repository: Repository, place: pathlib.Path) -> Page:
     """The page of a Markdown file that is no chapter."""
     folder, address = (repository.root / place).parent, repository.documents[place]
-    document = Document((repository.root / place).read_text(encoding="utf-8"),
-                        repository.links(folder, repository.exercise_address))
+    document = Document((repository.root / place).read_text(encoding="utf-8"), repository, folder,
+                        repository.exercise_address)
     label = "Start" if address == "index.html" else address.removesuffix(".html").capitalize()
     return Page(address, label, document.title, document.headings, "document.html", {"body": document.html})
 
@@ -127,31 +122,35 @@ def tour_page(repository: Repository, place: pathlib.Path) -> Page:
     tour = read_tour(repository.root / place)
     number = next((n for n, folder in repository.steps.items() if folder == tour.path.parent), None)
     before = predecessor(repository.steps, number) if number else None
-    scenes = tour_content(tour, before, repository.diffs.get(number, []), repository.links(tour.path.parent))
+    scenes = tour_content(tour, before, repository.diffs.get(number, []), repository)
     return Page(repository.tours[place], "", tour.title, [], "tour.html", {"scenes": scenes, "film": "",
                 "name": repository.tours[place].removeprefix("tour-").removesuffix(".html")})
 
 
 def step_page(repository: Repository, number: int) -> Page:
     """The page of a step: its chapter and its diff, with the chapter's remarks in it."""
-    folder, diffs, defined = repository.steps[number], repository.diffs[number], definitions(repository.steps[number])
-    names = {diff.name for diff in diffs}
+    folder, diffs, defined = repository.steps[number], repository.diffs[number], {}
+    names = {diff.name: diff.added for diff in diffs}
+    for diff in diffs:
+        for what, lines in definitions("\n".join(diff.new)).items():
+            for word in {what, what.rpartition(".")[2]}:  # a method by its own name, too
+                defined.setdefault(word, []).append((diff.name, *lines))
 
     def find(text: str) -> tuple[str, int] | None:
         """(file, line) of what a text in backticks names, if the step's diff shows it.
 
         Of several places, the one that the step changed counts; None if it changed several, such as `forward`.
         """
-        places = [place for place in defined.get(re.sub(r"\(.*\)$", "", text), []) if place.file in names]
-        places = [place for place in places if is_new(place, diffs)] or places
-        return (places[0].file, places[0].line) if len(places) == 1 else None
+        places = defined.get(re.sub(r"\(.*\)$", "", text), [])
+        places = [place for place in places if not names[place[0]].isdisjoint(range(place[1], place[2] + 1))] or places
+        return places[0][:2] if len(places) == 1 else None
 
     def name(text: str) -> str | None:
         place = find(text)
         address = f"#file-{text}" if text in names else f"#{place[0]}-{place[1]}" if place else None
         return address or repository.exercise_address(text)
 
-    document = Document((folder / "README.md").read_text(encoding="utf-8"), repository.links(folder, name))
+    document = Document((folder / "README.md").read_text(encoding="utf-8"), repository, folder, name)
     remarks = place_remarks(document.remarks(REMARKED), find)
     files = [{"name": diff.name, "what": diff.change.what, "counts": diff.change.counts,
               "html": Drawing(diff, remarks.get(diff.name, {})).html()} for diff in diffs]
@@ -166,12 +165,6 @@ def step_page(repository: Repository, number: int) -> Page:
                             if one.chapter == str(number)]
     content["tours"] = [address for tour, address in repository.tours.items() if tour.parent == place]
     return Page(f"step{number}.html", str(number), document.title, headings, "step.html", content)
-
-
-def is_new(place, diffs: list[FileDiff]) -> bool:
-    """Whether the step changed a line of this definition."""
-    added = next(diff.added for diff in diffs if diff.name == place.file)
-    return any(line in added for line in range(place.line, place.last_line + 1))
 
 
 def place_remarks(remarks: list[tuple[list[str], str]], find) -> dict[str, dict[int, str]]:
@@ -196,16 +189,12 @@ def source_page(repository: Repository, place: pathlib.Path) -> Page:
     path = repository.root / place
     if path.is_dir():
         files = sorted(child for child in path.iterdir() if child.is_file() and child.suffix in (".py", ".sh", ".json"))
-        rows = [(child.name, repository.address(child.name, path), first_line(child)) for child in files]
+        says = [ast.get_docstring(ast.parse(child.read_text(encoding="utf-8"))) if child.suffix == ".py" else ""
+                for child in files]
+        rows = [(child.name, repository.address(child.name, path), (text or "").partition("\n")[0])
+                for child, text in zip(files, says)]
         return Page(repository.sources[place], "", f"{place.as_posix()}/", [], "folder.html", {"rows": rows})
     lines = tokens_by_line(path.read_text(encoding="utf-8"), path.name)
     text = "".join(f'<code class="new"><a class="no" id="L{k}" href="#L{k}">{k}</a>{line_html(line)}</code>'
                    for k, line in enumerate(lines, start=1))
     return Page(repository.sources[place], "", place.as_posix(), [], "source.html", {"body": text})
-
-
-def first_line(path: pathlib.Path) -> str:
-    """The first line of a Python module's docstring."""
-    if path.suffix != ".py":
-        return ""
-    return html.unescape((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0])

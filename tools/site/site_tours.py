@@ -1,17 +1,51 @@
-"""The tours as silent films with captions: Chromium draws the scenes, ffmpeg cuts and joins them.
+"""The tours as pages and as silent films: a scene is a section with its lines of code beside its words.
 
-step4.mp4 stands beside tour4.html, which shows it. Its captions are the words of the scenes, at reading speed.
+tour.js plays a page's scenes one at a time. Without JavaScript, and in print, all of them stand below each other. Of a
+film, Chromium draws the scenes, ffmpeg cuts and joins them. step4.mp4 stands beside tour-4.html, which shows it; its
+captions are the words of the scenes, at reading speed. tools/tours.py says what a scene is.
 """
 
 import base64
+import html
 import pathlib
 import re
 import shutil
 import subprocess
 import tempfile
 
+from site_code import line_html, tokens_by_line
+from site_diff import Drawing, FileDiff
+from site_markdown import Document
+from tours import Scene, Tour, shown_lines
+
+NUMBER = re.compile(r'<a class="no"[^>]*>(\d+)</a>')  # of a line, with an address of its own
 WIDTH, HEIGHT, FRAMES_PER_SECOND = 1920, 1080, 5
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def scene_code(scene: Scene, before: pathlib.Path | None, diffs: list[FileDiff]) -> str:
+    """The scene's lines as HTML: `.lit` are those that it speaks of, `.added` those that the step changed."""
+    if scene.place is None:
+        shown = [diff for diff in diffs if scene.diff in ("", diff.name) and diff.change.what != "removed"]
+        rows = [f'<p class="file"><b>{diff.name}</b> {diff.change.what} {diff.change.counts}</p>'
+                + f'<div class="code {"one" if diff.change.what == "new" else "two"}">{Drawing(diff, {}).html()}</div>'
+                * (diff.change.what == "changed" or scene.diff == diff.name) for diff in shown]
+        return NUMBER.sub(r'<span class="no">\1</span>', "".join(rows))  # a line may stand in several scenes
+    path, rows = scene.place.path, []
+    lines = tokens_by_line(path.read_text(encoding="utf-8"), path.name)
+    for number, is_lit, is_added, _ in shown_lines(scene.place, before):
+        kind = "lit " * is_lit + "added" * is_added
+        rows.append(f'<code class="{kind}"><span class="no">{number}</span>{line_html(lines[number - 1])}</code>')
+    return (f'<p class="file"><b>{path.parent.name}/{path.name}</b></p>'
+            f'<div class="code one">{"".join(rows)}</div>')
+
+
+def tour_content(tour: Tour, before: pathlib.Path | None, diffs: list[FileDiff], repository) -> list[dict]:
+    """What the template tour.html and the films show, a dictionary a scene."""
+    return [{"title": scene.title, "seconds": round(scene.seconds, 1), "command": scene.command,
+             "file": scene.place.path.name if scene.place else scene.diff or "the diff", "plain": scene.words,
+             "expected": html.escape(scene.expected), "words": Document(scene.words, repository, tour.path.parent).html,
+             "code": scene_code(scene, before, diffs)} for scene in tour.scenes]
 
 
 def find_programs() -> tuple[str, str]:
@@ -30,7 +64,10 @@ def run(*command) -> None:
 
 
 def captions(scenes: list[dict]) -> str:
-    """WebVTT: each sentence of a scene for as long as it takes to read, the last one until the scene ends."""
+    """WebVTT: each sentence of a scene for as long as it takes to read, the last one until the scene ends.
+
+    As an address of its own: a page that is opened from a file may not load another file's track.
+    """
     def clock(seconds: float) -> str:
         return f"{int(seconds) // 60:02}:{seconds % 60:06.3f}"
 
@@ -43,12 +80,7 @@ def captions(scenes: list[dict]) -> str:
             lines.append(f"{clock(now)} --> {clock(until)}\n{sentence}\n")
             now = until
         start = end
-    return "\n".join(lines)
-
-
-def captions_address(scenes: list[dict]) -> str:
-    """The captions as an address of their own: a page that is opened from a file may not load another file's track."""
-    return "data:text/vtt;base64," + base64.b64encode(captions(scenes).encode()).decode()
+    return "data:text/vtt;base64," + base64.b64encode("\n".join(lines).encode()).decode()
 
 
 def make_film(film: pathlib.Path, scenes: list[dict], text: str) -> pathlib.Path:
