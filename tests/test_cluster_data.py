@@ -222,7 +222,7 @@ BAD = {  # name -> rows, changes of the flags, chat template, words of the error
     "empty split": ([PAIR] * 4, {"validation_split": 0.1}, None, ["0.1 of 4 samples", "empty validation", "0.25"]),
     "too few": ([PAIR] * 4, {"validation_split": 0.5}, None, ["has 2 samples, fewer than the 3"]),
     "no target": ([{"prompt": "a " * 99, "completion": "b"}], {}, None, ["no sample with a target", "--seq_len 32"]),
-    "no rows": ([], {}, None, ["data.jsonl"]), "null": ([None], {}, None, ["data.jsonl", "begins with null"])}
+    "no rows": ([], {}, None, ["data.jsonl"]), "null": ([None], {}, None, ["data.jsonl", "row 1 is null"])}
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -78,7 +78,7 @@ def read_rows(source: Source) -> Iterator[tuple[str, dict]]:
                 rows = load_dataset(source.path, source.config, split="train", streaming=True)
             for number, row in enumerate(rows, 1):
                 if not isinstance(row, dict) or all(value is None for value in row.values()):
-                    raise ValueError(f"row {number} is null or empty ({row!r:.60}), of {file or source.name}: leave it out")
+                    raise ValueError(f"row {number} is null or empty ({row!r:.60}): leave it out")
                 yield f"{file or source.name}, row {number}", {key: row[key] for key in row if row[key] is not None}
     except Exception as error:  # the library raises errors of many classes
         raise unreadable(source, error.__cause__ or error) from error
