@@ -134,7 +134,7 @@ def simulate_grid(job: Job, dp: int, pp: int, tp: int, size: int) -> Grid:
     busy = m * sum(cluster.seconds(s, size, stage, job.setting.kinds) for s, stage in enumerate(stages)) / pp
     optimizer = sum(cluster.optimizer_seconds(s, stage) for s, stage in enumerate(stages)) / pp
     reduces = m * job.shape.layers / pp * Costs(job.shape, node, tp, job.seq_len, job.dtype, 1).all_reduce(size)
-    reduces *= 6 if job.setting.recompute else 4
+    reduces *= 5 if job.setting.recompute else 4  # a layer's last sum is not computed again: see splits.py
     seconds = {"compute": busy - reduces, "tp": reduces, "bubble": end - busy - optimizer,
                "dp": result.step_seconds - result.pipelines_end, "optimizer": optimizer}
     memory = max(peak_memory(cluster, Pipeline(machines, layers, m), size, job.setting))
