@@ -103,8 +103,8 @@ def test_frozen_weights_take_two_bytes(world_of_one):
 
 def test_layers_of_two_kinds(world_of_one):
     profiler = profiler_of("gemma3", False, torch.float32)
-    assert list(profiler.parts) == ["first", "layer 0", "layer 1", "last", "pair"]
-    assert profiler.kinds[0] == profiler.kinds[2] != profiler.kinds[1]
+    assert list(profiler.parts) == ["first", "layer 0", "layer 1", "last"]
+    assert profiler.like == ["layer 0", "layer 1"] * 2
 
 
 def test_a_plan_for_lora(tmp_path):
