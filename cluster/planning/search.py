@@ -37,10 +37,10 @@ class Scored(NamedTuple):
 
 class Plans(NamedTuple):
     """`best`: shortest step first, one for each grouping of the machines, where those of about one speed are alike.
-    `uniform`: by name, the plans that one would write without a planner, or the reason why they are not possible."""
+    `uniform`: by name, the plans that one would write without a planner, None where they are not possible."""
 
     best: list[Scored]
-    uniform: dict[str, Scored | str]
+    uniform: dict[str, Scored | None]
     num_simulated: int
     setting: Setting
 
@@ -192,8 +192,8 @@ class Search:
             yield self.by_speed(others, candidate.micro_batch_size)
         yield from moved(candidate)
 
-    def uniform_plans(self) -> dict[str, Scored | str]:
-        """What one would write without a planner, with its best micro-batch size, or why it is not possible."""
+    def uniform_plans(self) -> dict[str, Scored | None]:
+        """What one would write without a planner, with its best micro-batch size; None where it is not possible."""
         everyone = tuple(range(len(self.speed)))
         plans = {"the fastest machine alone": ((self.fastest_first[0],),)}
         if len(everyone) > 1:
@@ -201,20 +201,14 @@ class Search:
                       "data parallel, even shares": tuple((rank,) for rank in everyone)}
         return {name: self.uniform(groups) for name, groups in plans.items()}
 
-    def uniform(self, groups: Grouping) -> Scored | str:
-        options, layers = [], self.cluster.num_layers
+    def uniform(self, groups: Grouping) -> Scored | None:
+        scored = []
         for size in self.sizes:
             with contextlib.suppress(UserError):  # too few layers or micro-batches
                 shares = shares_by_speed(self.global_batch // size, [1.0] * len(groups))
-                split = [tuple(shares_by_speed(layers, [1.0] * len(group))) for group in groups]
-                options.append(Candidate(tuple(map(Pipeline, groups, split, shares)), size))
-        if not options:
-            return f"{layers} decoder layers and {self.global_batch} samples for {len(self.speed)} machines"
-        if scored := [score for option in options if (score := self.score(option))]:
-            return min(scored, key=lambda score: score.result.step_seconds)
-        rank = next(pipeline.machines[stages[0]] for pipeline in options[0].pipelines
-                    if (stages := self.lacks_memory(pipeline, options[0].micro_batch_size)))
-        return f"the memory of machine {rank} ({self.cluster.machines[rank].host}) does not suffice"
+                split = [tuple(shares_by_speed(self.cluster.num_layers, [1.0] * len(group))) for group in groups]
+                scored.append(self.score(Candidate(tuple(map(Pipeline, groups, split, shares)), size)))
+        return min(filter(None, scored), key=lambda score: score.result.step_seconds, default=None)
 
     def missing_memory(self) -> str:
         """Why no plan fits: what the model takes, and what each machine has."""
