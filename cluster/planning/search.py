@@ -212,15 +212,14 @@ class Search:
 
     def missing_memory(self) -> str:
         """Why no plan fits: what the model takes, and what each machine has."""
-        layers, size = self.cluster.num_layers, self.sizes[0]
-        whole = peak_memory(self.cluster, Pipeline((0,), (layers,), 1), size, self.setting)[0]
+        size = self.sizes[0]
+        whole = peak_memory(self.cluster, Pipeline((0,), (self.cluster.num_layers,), 1), size, self.setting)[0]
         each = ", ".join(f"machine {rank} ({machine.host}) {memory / 1e6:.4g}"
                          for rank, (machine, memory) in enumerate(zip(self.cluster.machines, self.memory)))
         recompute = "" if self.setting.recompute else "use --recompute, "
-        return (f"not enough memory for any plan: one machine would need {whole / 1e6:.4g} MB for the model and a "
-                f"micro-batch of {size} samples, and stages need the activations of several. The machines may use, in "
-                f"MB: {each}: {self.memory_fraction} of what was free. To fit, {recompute}free memory, add a machine, "
-                "or take fewer layers, a smaller --seq_len or other sizes")
+        return (f"not enough memory for any plan: one machine would need {whole / 1e6:.4g} MB for micro-batches of "
+                f"{size} samples. The machines may use, in MB: {each}: {self.memory_fraction} of what was free. To fit, "
+                f"{recompute}free memory, add a machine, or take fewer layers, a smaller --seq_len or other sizes")
 
 
 def first_groupings(orders: list[list[int]]) -> set[Grouping]:
