@@ -1,4 +1,4 @@
-"""Step 9: pipeline templates, and which models they can be made for. What stages compute: test_step9_stage_weights.py."""
+"""Step 9: pipeline templates, and which models they are made for. The stages' math: test_step9_stage_weights.py."""
 
 import copy
 import re

@@ -33,7 +33,8 @@ def measure_with(profiler, model_name: str, sizes: tuple[int, ...] = MICRO_BATCH
                  seconds: float = 30.0, memory_seconds: float = math.inf) -> dict:
     """The content of cluster.json on every rank, but for the flags. Collective. Takes about so many `seconds`.
 
-    `profiler`: a LayerProfiler. `sizes`: micro-batch sizes to time, in samples of profiler.seq_len tokens. `memory_seconds`: for that of one module.
+    `profiler`: a LayerProfiler. `sizes`: micro-batch sizes to time, in samples of profiler.seq_len
+    tokens. `memory_seconds`: for that of one module.
     """
     n = dist.get_world_size()
     for_links = seconds * LINKS if n > 1 else 0.0

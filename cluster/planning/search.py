@@ -5,8 +5,8 @@
     2. from the best of them on: regroup machines, move a layer or a micro-batch, as long as the step gets shorter
 
 A grouping is a tuple of groups, one a pipeline. A group is a tuple of machines (ranks) in stage order. Machines that
-are in no group idle. Plans are compared by simulating them. A lower bound of the step's time decides which ones are simulated first, and
-leaves out those that can't be better.
+are in no group idle. Plans are compared by simulating them. A lower bound of the step's time decides which ones are
+simulated first, and leaves out those that can't be better.
 """
 
 import contextlib
@@ -184,7 +184,7 @@ class Search:
             better = next((other for other in found if other and other.result.step_seconds < below), None)
 
     def neighbours(self, candidate: Candidate) -> Iterator[Candidate | None]:
-        """Other micro-batch sizes and groupings, with layers and micro-batches by speed; a micro-batch or layer moved."""
+        """Other micro-batch sizes and groupings, with layers and micro-batches by speed; one of these moved."""
         groups = tuple(pipeline.machines for pipeline in candidate.pipelines)
         for size in self.sizes:
             yield self.by_speed(groups, size)
@@ -218,8 +218,8 @@ class Search:
                          for rank, (machine, memory) in enumerate(zip(self.cluster.machines, self.memory)))
         recompute = "" if self.setting.recompute else "use --recompute, "
         return (f"not enough memory for any plan: one machine would need {whole / 1e6:.4g} MB for micro-batches of "
-                f"{size} samples. The machines may use, in MB: {each}: {self.memory_fraction} of what was free. To fit, "
-                f"{recompute}free memory, add a machine, or take fewer layers, a smaller --seq_len or other sizes")
+                f"{size} samples. The machines may use, in MB: {each}: {self.memory_fraction} of what was free. To "
+                f"fit, {recompute}free memory, add a machine, or take fewer layers, a smaller --seq_len or other sizes")
 
 
 def first_groupings(orders: list[list[int]]) -> set[Grouping]:
@@ -263,7 +263,7 @@ def moves(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def moved(candidate: Candidate) -> Iterator[Candidate]:
-    """A micro-batch moved from one pipeline to another, or a decoder layer from one stage to another of its pipeline."""
+    """A micro-batch moved from one pipeline to another, or a decoder layer between two stages of a pipeline."""
     before = candidate.pipelines
     for shares in moves(tuple(pipeline.num_microbatches for pipeline in before)):
         yield candidate._replace(pipelines=tuple(
