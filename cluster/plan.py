@@ -26,6 +26,7 @@ from planning.profiler import LayerProfiler
 from planning.report import as_plan, report
 from planning.schedules import SCHEDULES
 from planning.search import find_plans
+from ranks.files import replace
 from ranks.join import meet
 from ranks.memory import USABLE_MEMORY
 from ranks.placement import from_home, is_home
@@ -100,9 +101,7 @@ def measure(args) -> None:
             setattr(args, name, value)
     args.seed = 0  # does not matter here
     device, dtype = meet(args)
-    from_home(lambda: check_writable("--measure", args.measure))
-    if args.global_batch:
-        from_home(lambda: check_writable("--out", args.out))
+    from_home(lambda: [check_writable("--measure", args.measure), check_writable("--out", args.out)])
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)
     dtype = choose_lora_dtype(args, device, dtype) if args.lora_rank else dtype
@@ -114,7 +113,7 @@ def measure(args) -> None:
         names = (*LAYERS_AND_HEADS, "device", "omp_num_threads", *(LORA if args.lora_rank else ()))
         flags = {name: getattr(args, name) for name in names}
         cluster["flags"] = {name: value for name, value in flags.items() if value not in (None, "auto")}
-        write_json(args.measure, cluster)
+        replace(args.measure, json.dumps(cluster, indent=1))
         print(f"{describe_machines(cluster, wanted)}\ncluster: {args.measure}", flush=True)
         if args.global_batch:
             args.cluster_json, args.micro_batch_size, args.dtype = args.measure, None, "auto"
@@ -131,7 +130,7 @@ def plan(args) -> None:
                             f"{measured[flag]}: leave the flag out, or measure again with it")
     setting = Setting(args.schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     plans = find_plans(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
-    write_json(args.out, as_plan(cluster, plans))  # before printing, which `| head` may end
+    replace(args.out, json.dumps(as_plan(cluster, plans), indent=1))  # before printing, which `| head` may end
     print(f"{report(cluster, plans, args.top)}\nplan: {args.out}\n{command(cluster, args)}")
 
 
@@ -151,18 +150,8 @@ def command(cluster: Cluster, args) -> str:
 
 def check_writable(flag: str, path: str) -> None:
     """Raises UserError where a file can't be written, before measuring or searching for what it is to hold."""
-    is_new = not os.path.exists(path)
-    try:
-        open(path, "a").close()
-    except OSError as error:
-        raise UserError(f"{flag} {path!r} can't be written ({error.strerror}): choose another path") from None
-    if is_new:
-        os.remove(path)
-
-
-def write_json(path: str, content: dict) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else os.path.dirname(path) or ".", os.W_OK):
+        raise UserError(f"{flag} {path!r} can't be written: choose another path")
 
 
 def main():

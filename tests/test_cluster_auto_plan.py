@@ -76,14 +76,21 @@ MODEL = dict(kind="llama", vocab_size=512, hidden_size=64, num_hidden_layers=6, 
 LORA = ["--lora_rank", 4, "--seq_len", 32, "--dtype", "float32", "--batch_size", 2, "--gradient_accumulation", 2]
 
 
-def found(done) -> list[dict]:
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return sorted(map(json.loads, lines), key=lambda line: line["rank"])
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("plans") / "model", **MODEL)
 
 
-def test_ranks_get_the_order_of_the_plan(tmp_path):
+def run(model, memory: str, check: bool = True):
+    """One rank for each of these numbers of free bytes, and the lines of JSON that those left have printed."""
+    done = fork(9, memory.count(",") + 1, model, memory, *LORA, script=RANKS, check=check, modules=["peft"])
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return done, sorted(lines, key=lambda line: line["rank"])
+
+
+def test_ranks_get_the_order_of_the_plan(model):
     """Rank 0 has hardly any memory and is left idle: the others are ranks 0 and 1 of the run, and communicate."""
-    ranks = found(done := fork(9, 3, write_model(tmp_path / "model", **MODEL), "1e4,1.6e6,1.6e6", *LORA, script=RANKS))
+    done, ranks = run(model, "1e4,1.6e6,1.6e6")
     assert [line["rank"] for line in ranks] == [0, 1] and {line["before"] for line in ranks} == {1, 2}
     assert all(line["sum"] == 5 for line in ranks) and ranks[0]["plan"] == ranks[1]["plan"]
     [pipeline] = ranks[0]["plan"]["pipelines"]
@@ -91,14 +98,13 @@ def test_ranks_get_the_order_of_the_plan(tmp_path):
     assert "measuring 3 ranks" in done.stdout and "predicted: " in done.stdout and "| idle: " in done.stdout
 
 
-def test_where_all_fits_nothing_is_measured(tmp_path):
-    ranks = found(done := fork(9, 2, write_model(tmp_path / "model", **MODEL), "1e11,1e11", *LORA, script=RANKS))
-    assert [line["plan"] for line in ranks] == [None, None]
-    assert "measuring" not in done.stdout
+def test_where_all_fits_nothing_is_measured(model):
+    done, ranks = run(model, "1e11,1e11")
+    assert [line["plan"] for line in ranks] == [None, None] and "measuring" not in done.stdout
 
 
-def test_one_clear_line_where_nothing_fits(tmp_path):
-    done = fork(9, 2, write_model(tmp_path / "model", **MODEL), "1e4,2e4", *LORA, script=RANKS, check=False)
+def test_one_clear_line_where_nothing_fits(model):
+    done, _ = run(model, "1e4,2e4", check=False)
     lines = [line for line in done.stderr.splitlines() if "not enough memory" in line]
     assert done.returncode and lines and "Traceback" not in done.stderr
     assert "free are, in MB" in lines[0] and "MB more, or add machines" in lines[0]

@@ -148,13 +148,13 @@ def test_rows_of_our_own_kinds_stay_what_they_are(own):
 
 
 @pytest.mark.parametrize("row, expected", [
-    ({"instruction": "a"}, "here has an instruction but no output"),
+    ({"instruction": "a"}, "here has the columns instruction: rows need messages, or"),
     ({"conversations": ["hello"]}, "here: messages must be a list .*hello"),
     ({"conversations": [{"from": "robot", "value": "a"}]}, "here: a message has the role 'robot'.*assistant"),
     ({"conversations": SAID[:2]}, "here has no message of an assistant"),
     ({"conversations": [*SAID[:2], {**SAID[2], "weight": 0}]}, "here: a message has a weight, but each answer counts"),
     ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "here has a history, which is not read"),
-    ({"prompt": TALK[:2], "completion": "b"}, "must be two strings, or two lists of messages, but only one is a list"),
+    ({"prompt": TALK[:2], "completion": "b"}, "here: the column 'prompt' holds a list, but must hold a string"),
     ({"system": "Be brief.", "prompt": "a", "completion": "b"}, "here has a system beside plain strings"),
 ])
 def test_bad_rows_in_other_words(tokenizers, row, expected):

@@ -1,16 +1,13 @@
 """plan.py --measure for models of transformers, with and without LoRA: parameters and memory of each module."""
 
 import argparse
-import json
 
 import pytest
 import torch
 import torch.nn as nn
-from checkpoint_runs import write_model
-from launch import fork, modules_of
+from launch import modules_of
 
 with modules_of(9):
-    import plan
     from pipeline_stage import PipelineStage
     from pipeline_template import PipelineTemplate
     from planning.profiler import LayerProfiler
@@ -103,20 +100,5 @@ def test_frozen_weights_take_two_bytes(world_of_one):
 
 def test_layers_of_two_kinds(world_of_one):
     profiler = profiler_of("gemma3", False, torch.float32)
-    assert list(profiler.parts) == ["first", "layer 0", "layer 1", "last", "pair"]
-    assert profiler.kinds[0] == profiler.kinds[2] != profiler.kinds[1]
-
-
-def test_a_plan_for_lora(tmp_path):
-    """From the machines to plan.json, and the flags that training needs."""
-    model = write_model(tmp_path / "model", "llama", **FAMILIES["llama"][1], architectures=["LlamaForCausalLM"])
-    path, out = tmp_path / "cluster.json", tmp_path / "plan.json"
-    done = fork(9, 2, "--measure", path, "--measure_seconds", 1, "--model_name", model, "--seq_len", SEQ_LEN,
-                "--lora_rank", 4, "--dtype", "float32", "--micro_batch_size", 2, "--global_batch", 8, "--out", out,
-                script=plan.__file__)
-    data, written = json.loads(path.read_text()), json.loads(out.read_text())
-    assert all(module["frozen_parameters"] > 0 for module in data["modules"])
-    assert [module["parameters"] > 0 for module in data["modules"]] == [False, *[True] * LAYERS, False]
-    assert data["frozen_dtype"] == data["hidden_dtype"] == "float32" and data["machines"][0]["process_memory"] > 1e8
-    assert written["pipelines"] and written["lora_rank"] == 4
-    assert "--lora_rank 4 --lora_alpha 8.0 --lora_targets all-linear" in done.stdout
+    assert list(profiler.parts) == ["first", "layer 0", "layer 1", "last"]
+    assert profiler.like == ["layer 0", "layer 1"] * 2

@@ -92,16 +92,6 @@ def test_bfloat16(folder):
     assert len(found) == STEPS and found == pytest.approx([loss for loss, _ in expected], rel=1e-3)
 
 
-@pytest.mark.slow
-def test_resume(folder):
-    """Over other stages the run goes on as without a stop. With another base it does not: test_cluster_lora.py."""
-    run(folder, "first half", "llama", "1,1,1", max_steps=3)
-    done = run(folder, "first half", "llama", "shares", "--resume", "auto", max_steps=6)
-    run(folder, "at once", "llama", "one", max_steps=6)
-    assert "going on after step 3: " in done.stdout
-    assert losses(folder / "runs", "first half") == pytest.approx(losses(folder / "runs", "at once"), rel=1e-5)
-
-
 def test_what_a_frozen_parameter_takes(world_of_one):
     """Half a byte and a 64th of a float32 in a matrix of a decoder layer; beside it as many bytes as the dtype has."""
     model, dtype = make("llama"), torch.bfloat16

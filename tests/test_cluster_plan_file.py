@@ -106,8 +106,6 @@ def test_plans_that_do_not_fit(tmp_path, pipelines, changes, flags, expected):
     ([([0, 5], [2, 2], 6)], {}, "machines [0, 5] of 2 hosts, each once"),
     ([([0], [4], 3), ([0], [4], 3)], {}, "machines [0, 0] of 2 hosts"),
     ([([0, 1], [4], 6)], {}, "machines [0, 1] of 2 hosts, each once, with its layers"),
-    ([], {"pipelines": [{"machines": [0, 1], "layers": [4], "num_microbatches": 6, "tp_size": 2}]},
-     "a pipeline has tp_size, and ranks of a plan hold whole layers: use --tp_size N"),
     ([], {"schedule": "1f1b"}, "machines [] of 2 hosts"),
     ([HALVES], {"schedule": "1f1b-5"}, "schedule '1f1b-5' is none of afab, 1f1b, 1f1b-2"),
 ])

@@ -5,7 +5,6 @@ import random
 import socket
 
 import pytest
-import torch
 from checkpoint_runs import newest, write_corpus, write_model
 from launch import ROOT, fork, losses, modules_of
 
@@ -96,61 +95,51 @@ def test_the_early_correction():
     assert steps_of(Rebalancing([32, 32], 4), [[1.0], [0.95]], 99) == [], "less than 3 %"
 
 
-def run(folder, ranks: int, name: str, *flags, program=None, **variables):
-    words = ["--model_name", folder / "model", "--dataset_name", folder / "corpus", "--seq_len", 16, "--dtype",
-             "float64", "--device", "cpu", "--batch_size", 2, "--max_steps", 40, "--save_every", 11, "--log_dir",
-             folder / "runs", "--checkpoint_dir", folder / "checkpoints", "--run_name", name, *flags]
-    if "--plan" in flags:
-        words[words.index("--plan") + 1] = folder / "plan.json"
-        del words[(place := words.index("--batch_size")):place + 2]
-    if program is None:
-        return fork(9, ranks, *words, script=ROOT / "cluster" / "train_distributed.py", modules=["peft"]).stdout
-    return program("cluster", ranks, MADE_UP, *words, then="train_distributed.py", modules=["peft"],
-                   env={name: str(value) for name, value in variables.items()}).stdout
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("replan")
     write_corpus(folder)
     write_model(folder / "model", "llama", "float32", vocab_size=1024, hidden_size=32, intermediate_size=48,
                 num_hidden_layers=4, num_attention_heads=4)
-    plan = {"hosts": [socket.gethostname()] * 3, "pipelines": [{"machines": [2], "layers": [4], "samples": 4},
+    plan = {"hosts": [socket.gethostname()] * 4, "pipelines": [{"machines": [3, 1], "layers": [1, 3], "samples": 4},
                                                                {"machines": [0], "layers": [4], "samples": 4}],
             "micro_batch_size": 2, "schedule": "1f1b-2", "seq_len": 16, "dtype": "float64", "model": {}}
     (folder / "plan.json").write_text(json.dumps(plan))
     return folder
 
 
-def weights(folder, name: str) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    path = newest(folder, name)
-    return {key: value for file in path.glob("*-of-*.safetensors") for key, value in load_file(file).items()}
-
-
-CASES = {  # ranks, flags, speeds, the moves that have to be in the output
+CASES = {  # ranks, flags, speeds, what has to be in the output
+    "a plan": (4, [], [[0, [1, 1, 1]], [8, [1, 1, 3]]], ["samples 3,5 -> 6,2", "idle: "]),
     "samples of stages": (3, ["--pipelines", "1,3;4", "--num_microbatches", "4,4", "--replan", "auto"],
-                          [[0, [1, 1, 2]], [12, [1, 3, 1]], [25, [9, 3, 1]]], ["samples 8,8 -> "]),
-    "samples of tp ranks": (4, ["--tp_size", 2, "--gradient_accumulation", 2, "--validation_split", 0.3, "--eval_every", 5],
-                            [[0, [1, 1, 1, 1]], [12, [1, 1, 3, 1]]], ["samples 4,4 -> 6,2"]),
-    "a plan": (3, ["--plan", "plan.json"], [[0, [1, 1]], [12, [1, 3]]], ["samples 4,4 -> 6,2", "idle: "]),
-    "adapters": (2, ["--gradient_accumulation", 2, "--lora_rank", 2], [[0, [1, 1]], [12, [1, 3]]],
+                          [[0, [1, 1, 2]], [8, [1, 3, 1]], [16, [9, 3, 1]]], ["samples 8,8 -> "]),
+    "samples of tp ranks": (4, ["--tp_size", 2, "--gradient_accumulation", 2, "--validation_split", 0.3, "--eval_every",
+                                5], [[0, [1, 1, 1, 1]], [8, [1, 1, 3, 1]]], ["samples 4,4 -> 6,2"]),
+    "adapters": (2, ["--gradient_accumulation", 2, "--lora_rank", 2], [[0, [1, 1]], [8, [1, 3]]],
                  ["samples 4,4 -> 6,2"]),
 }
-QUICK = ("samples of stages", "a plan")
+STEPS = 24
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case == "a plan" else pytest.mark.slow)
                                   for case in CASES])
 def test_a_run_that_moved_equals_one_that_did_not(folder, run_code, case):
-    """Losses and weights of 40 steps, to 1e-11: no sample is read twice or never, and no moment is lost."""
-    ranks, flags, speeds, moves = CASES[case]
+    """Losses and weights, to 1e-11: no sample is read twice or never, and no moment is lost."""
+    from safetensors.torch import load_file
+
+    ranks, flags, speeds, said = CASES[case]
+    flags = flags or ["--plan", folder / "plan.json"]
+    size = [] if case == "a plan" else ["--batch_size", 2]
     equal = [] if "--replan" in flags or case == "a plan" else ["--equal_shares"]
-    text = run(folder, ranks, f"{case}-moved", *flags, program=run_code, SPEEDS=speeds)
-    run(folder, ranks, f"{case}-still", *flags, *equal, "--replan", "off")  # the last one counts
-    assert all(move in text for move in moves), text
+    words = ["--model_name", folder / "model", "--dataset_name", folder / "corpus", "--seq_len", 16, "--dtype",
+             "float64", "--device", "cpu", *size, "--max_steps", STEPS, "--save_every", 11, "--log_dir",
+             folder / "runs", "--checkpoint_dir", folder / "checkpoints", *flags, "--run_name"]
+    text = run_code("cluster", ranks, MADE_UP, *words, f"{case}-moved", then="train_distributed.py", modules=["peft"],
+                    env={"SPEEDS": str(speeds)}).stdout
+    assert all(each in text for each in said), text
+    fork(9, ranks, *words, f"{case}-still", *equal, "--replan", "off", modules=["peft"],  # the last --replan counts
+         script=ROOT / "cluster" / "train_distributed.py")
     moved, still = losses(folder / "runs", f"{case}-moved"), losses(folder / "runs", f"{case}-still")
-    assert len(moved) == 40 and moved == pytest.approx(still, rel=0, abs=1e-11)
-    a, b = (weights(folder, f"{case}-{kind}") for kind in ("moved", "still"))
+    assert len(moved) == STEPS and moved == pytest.approx(still, rel=0, abs=1e-11)
+    a, b = ({key: value for file in newest(folder, f"{case}-{kind}").glob("*-of-*.safetensors")
+             for key, value in load_file(file).items()} for kind in ("moved", "still"))
     assert a.keys() == b.keys() and max((a[name] - b[name]).abs().max() for name in a) <= 1e-11

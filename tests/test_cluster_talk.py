@@ -180,7 +180,7 @@ def test_a_plan_of_two_pipelines(folder):
     assert texts(done) == in_one_process(path)
     assert f"of the plan's 2 pipelines, that over {host}, {host} writes; the other machines are idle" in done.stdout
     done = write(3, "--checkpoint", path, "--plan", write_plan(folder, tp_size=2, layers=[6]), *prompts(), check=False)
-    assert done.returncode == 2 and "a pipeline has tp_size" in done.stderr
+    assert done.returncode == 2 and "each once, with its layers" in done.stderr
 
 
 def test_layers_by_memory(monkeypatch):

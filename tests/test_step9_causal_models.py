@@ -22,15 +22,6 @@ def verdicts(*flags, timeout: float) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.slow
-def test_a_sample_of_families():
-    """Exact in every gradient, over tp 2 where the model's plan allows. Any unequal one is exit code 1."""
-    found = verdicts(timeout=170)
-    assert [(of, verdict) for _, of, verdict in found].count(("stages", "exact")) == 13, found
-    assert [(of, verdict) for _, of, verdict in found].count(("tp", "exact")) == 12, found
-    assert ("GptOssForCausalLM", "tp", "refused") in found
-
-
-@pytest.mark.slow
 def test_all_families():
     """As many as the page says of this transformers or, if it is another, of the one before."""
     page = (STEPS["9"] / "FAMILIES.md").read_text(encoding="utf-8")

@@ -100,10 +100,7 @@ def understood(place: str, row: dict) -> tuple[str, dict]:
         return "messages", row
     if "prompt" in row and "completion" in row:
         prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, list) != isinstance(completion, list):
-            raise UserError(f"{place}: prompt and completion must be two strings, or two lists of messages, but only "
-                            "one is a list")
-        if isinstance(prompt, list):
+        if isinstance(prompt, list) and isinstance(completion, list):
             before = after_system(row, prompt)
             return "messages", {"messages": before + completion, CONTEXT: len(before)}
         if row.get("system"):
@@ -127,9 +124,6 @@ def understood(place: str, row: dict) -> tuple[str, dict]:
         question = "\n\n".join(words) if all(isinstance(each, str) for each in words) else words
         return "messages", {"messages": after_system(row, [{"role": "user", "content": question},
                                                            {"role": "assistant", "content": row["output"]}])}
-    for question, answer in (("a prompt", "completion"), ("an instruction", "output")):
-        if question.split()[1] in row:
-            raise UserError(f"{place} has {question} but no {answer}: each row needs an answer, remove it or add one")
     raise UserError(f"{place} has the columns {', '.join(row) or 'none'}: rows need {COLUMNS}: rename yours")
 
 

@@ -15,8 +15,8 @@ import process_group_manager as pgm
 from checkpoints.files import ADAPTER, ADAPTER_CONFIG
 from checkpoints.loader import Loader
 from inference.find import find_checkpoint_of_run, find_model, read_tokenizer, reading
+from models.causal import parts_of
 from models.published import published_weights
-from models.sizes import parts_of
 from pipeline_parallel import connect_neighbours
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from models.forward import forward
+from models.causal import forward
 from pipeline_parallel import StageCommunication
 from pipeline_stage import Absent, PipelineStage
 from pipeline_template import listed_modules

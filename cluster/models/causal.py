@@ -17,6 +17,8 @@ from models.lora import RATE, Lora
 from models.loss import mean_cross_entropy
 from models.names import their_name
 from models.published import published_weights
+from pipeline_parallel import Action
+from pipeline_template import PipelineTemplate
 from ranks.placement import once_per_machine
 from run_common import check_positions, load_model, local_directory
 from tensor_parallel import cross_entropy, split_over_tp
@@ -176,3 +178,20 @@ def config_file(model: nn.Module, dtype: torch.dtype) -> dict[str, bytes]:
     config = {**fields, "architectures": ["LlamaForCausalLM" if is_ours else type(model).__name__],
               "dtype": str(master_dtype).removeprefix("torch.")}
     return {"config.json": json.dumps(config, indent=2).encode()}
+
+
+def parts_of(model: nn.Module) -> tuple[int, int, int, int]:
+    """Parameters of what is before the decoder layers, of one of these, and of what is behind; the number of layers."""
+    names = PipelineTemplate.get_modules(model)
+    sizes = [sum(param.numel() for param in model.get_submodule(name).parameters()) for name in names]
+    layers = [k for k, name in enumerate(names) if name.rpartition(".")[2].isdigit()]
+    return sum(sizes[:layers[0]]), sizes[layers[0]], sum(sizes[layers[-1] + 1:]), len(layers)
+
+
+def forward(stage, communication, number: int, batch: dict[str, torch.Tensor]):
+    """What this stage makes of micro-batch `number`; hidden states are sent on to the next stage."""
+    action = Action("F", number)
+    communication.post_receive(action, stage.hidden_shape(**batch))
+    out = stage(communication.receive(action), **batch)
+    communication.send(action, out if isinstance(out, torch.Tensor) else None)
+    return out

@@ -13,7 +13,6 @@ weight of `frozen_dtype` and nothing else; packed ones count by their bytes. Fie
 import copy
 import math
 import os
-import types
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -31,18 +30,8 @@ NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int8": 1}
 SCALE_BYTES = 4  # an int8 row travels with one float32
 GRADIENT_ROW = 1024  # numbers that share a scale where gradients travel as int8
 
-# The fields of the file and of its parts, of what kind each is. A float stands for any finite number, zero or more, and
-# a number for one that may be missing and is this one then.
-FILE = {"model_name": str, "model": dict, "dtype": NUMBER_BYTES, "seq_len": float, "hosts": list, "flags": dict,
-        "modules": list, "machines": list, "links": list}
-OTHER_DTYPES = {"hidden_dtype": NUMBER_BYTES, "frozen_dtype": NUMBER_BYTES}  # that of the file where they are missing
-MODEL = {"hidden_size": float, "intermediate_size": float, "num_hidden_layers": float, "num_attention_heads": float,
-         "num_key_value_heads": float, "vocab_size": float, "tie_word_embeddings": bool}  # what makes it another model
-MODULE = {"name": str, "parameters": float, "saved_bytes": float, "frozen_parameters": 0.0, "working_bytes": 0.0,
-          "fixed_bytes": 0.0}
-MACHINE = {"free_memory": float, "optimizer_seconds": float, "forward": dict, "backward": dict, "process_memory": 0.0}
-LINK = {"latency": float, "bandwidth": float}
-KINDS = {str: "a text", dict: "a dictionary", list: "a list", bool: "true or false"}
+MODEL = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "vocab_size", "tie_word_embeddings")  # what makes it another model
 
 
 class Link(NamedTuple):
@@ -111,40 +100,38 @@ class Cluster:
     """
 
     def __init__(self, data: dict):
-        file = checked(data, FILE)
-        self.model_name, self.dtype, self.seq_len = file.model_name, file.dtype, int(file.seq_len)
-        self.model, self.flags, self.hosts = file.model, file.flags, file.hosts
-        checked(self.model, MODEL, "model")
-        if not all(isinstance(host, str) for host in self.hosts):
-            raise broken(f"hosts {self.hosts} are not all names")
-        dtypes = checked({**dict.fromkeys(OTHER_DTYPES, self.dtype), **data}, OTHER_DTYPES)
-        self.hidden_number_bytes = NUMBER_BYTES[dtypes.hidden_dtype]
-        self.frozen_bytes = NUMBER_BYTES[dtypes.frozen_dtype]
-        self.hidden_bytes = self.seq_len * self.model["hidden_size"] * self.hidden_number_bytes
+        self.model_name, self.model, self.dtype, self.flags, self.hosts = (
+            data[name] for name in ("model_name", "model", "dtype", "flags", "hosts"))
+        [self.seq_len], [hidden_size] = numbers(data, "", "seq_len"), numbers(self.model, "model", "hidden_size")
+        self.hidden_number_bytes, self.frozen_bytes = (
+            NUMBER_BYTES[data.get(name, self.dtype)] for name in ("hidden_dtype", "frozen_dtype"))
+        self.hidden_bytes = self.seq_len * hidden_size * self.hidden_number_bytes
         self.master_bytes = max(4, NUMBER_BYTES[self.dtype])  # of a parameter, a gradient, a moment
-        self.read_modules(file.modules)
-        if not len(file.hosts) == len(file.machines) == len(file.links) > 0:
-            raise broken(f"{len(file.hosts)} hosts, {len(file.machines)} machines and {len(file.links)} rows of links")
-        self.machines = [self.read_machine(entry, rank) for rank, entry in enumerate(file.machines)]
-        ranks = range(len(file.links))
-        self.links = [[None if i == j else read_link(file.links, i, j) for j in ranks] for i in ranks]  # from i to j
+        self.read_modules(data["modules"])
+        n = len(self.hosts)
+        if not len(data["machines"]) == len(data["links"]) == n > 0 or any(len(row) != n for row in data["links"]):
+            raise broken(f"{n} hosts, {len(data['machines'])} machines and {len(data['links'])} rows of links")
+        self.machines = [self.read_machine(entry, rank) for rank, entry in enumerate(data["machines"])]
+        self.links = [[None if i == j else read_link(link, i, j) for j, link in enumerate(row)]
+                      for i, row in enumerate(data["links"])]  # from i to j
         self.sizes = sorted(set.intersection(*(set(machine.passed["R"]) for machine in self.machines)))
         if not self.sizes:
-            raise broken(f"its {len(self.machines)} machines have no micro-batch size in common")
+            raise broken(f"its {n} machines have no micro-batch size in common")
 
     def read_modules(self, entries: list) -> None:
-        modules = [checked(entry, MODULE, f"module {i}") for i, entry in enumerate(entries)]
-        self.names = [module.name for module in modules]
+        self.names = [entry["name"] for entry in entries]
         numbered = [i for i, name in enumerate(self.names) if name.rpartition(".")[2].isdigit()]
         if not numbered or numbered != list(range(numbered[0], numbered[-1] + 1)):
             raise broken(f"modules {self.names} have no row of numbered layers")
         self.layers, self.num_layers = (numbered[0], numbered[-1] + 1), len(numbered)  # as a stage; decoder layers
-        self.parameters, self.tied_parameters = self.without_tied([int(module.parameters) for module in modules])
-        frozen, self.tied_frozen = self.without_tied([int(module.frozen_parameters) for module in modules])
+        parameters, saved, frozen, *working = zip(*(
+            numbers(entry, f"module {i}", "parameters", "saved_bytes", frozen_parameters=0, working_bytes=0.0,
+                    fixed_bytes=0.0) for i, entry in enumerate(entries)))
+        self.parameters, self.tied_parameters = self.without_tied([*parameters])
+        frozen, self.tied_frozen = self.without_tied([*frozen])
         self.parameters_before, self.frozen_before = (
-            list(accumulate(numbers, initial=0)) for numbers in (self.parameters, frozen))
-        self.working = [(module.working_bytes, module.fixed_bytes) for module in modules]
-        saved = [module.saved_bytes for module in modules]
+            list(accumulate(counts, initial=0)) for counts in (self.parameters, frozen))
+        self.working = [*zip(*working)]  # of a sample, and fixed
         inputs = [self.hidden_bytes if i in numbered else saved[i] for i in range(len(saved))]
         self.saved_before = {"B": list(accumulate(saved, initial=0.0)), "R": list(accumulate(inputs, initial=0.0))}
         self.layer_bytes = max(saved[i] for i in numbered)
@@ -160,21 +147,19 @@ class Cluster:
 
     def read_machine(self, entry: dict, rank: int) -> Machine:
         where, passed = f"machine {rank}", {}
-        machine = checked(entry, MACHINE, where)
         for kind, name in ("F", "forward"), ("B", "backward"):
             passed[kind] = {}
-            for size, seconds in getattr(machine, name).items():
-                if not str(size).isdigit() or int(size) < 1 or not isinstance(seconds, list) \
-                        or len(seconds) != len(self.names) or not all(map(is_number, seconds)):
-                    raise broken(f"{name!r} of micro-batch size {size!r} should have a number of samples, and the "
-                                 f"seconds of each of the {len(self.names)} modules", where)
+            for size, seconds in entry[name].items():
+                if len(seconds) != len(self.names) or not all(map(is_number, seconds)):
+                    raise broken(f"{name!r} of micro-batch size {size!r} should have the seconds of each of the "
+                                 f"{len(self.names)} modules", where)
                 passed[kind][int(size)] = list(accumulate(seconds, initial=0.0))
         first, stop = self.layers
         passed["R"] = {size: [before + forward[min(max(k, first), stop)] - forward[first]
                               for k, before in enumerate(passed["B"][size])]
                        for size, forward in passed["F"].items() if size in passed["B"]}
-        return Machine(str(self.hosts[rank]), machine.free_memory, machine.optimizer_seconds, passed,
-                       machine.process_memory)
+        free, optimizer, process = numbers(entry, where, "free_memory", "optimizer_seconds", process_memory=0.0)
+        return Machine(self.hosts[rank], free, optimizer, passed, process)
 
     def only(self, ranks: list[int]) -> "Cluster":
         """The cluster of some of these machines, in this order. Raises UserError where there are none."""
@@ -254,12 +239,11 @@ def wire_bytes(numbers: float, own_bytes: int, wire_dtype: str | None, rows: flo
     return numbers * NUMBER_BYTES.get(wire_dtype, own_bytes) + (rows * SCALE_BYTES if wire_dtype == "int8" else 0)
 
 
-def read_link(rows: list, i: int, j: int) -> Link:
-    where, row = f"the link from machine {i} to machine {j}", rows[i]
-    link = checked(row[j] if isinstance(row, list) and j < len(row) else None, LINK, where)
+def read_link(entry: dict, i: int, j: int) -> Link:
+    link = Link(*numbers(entry, where := f"the link from machine {i} to machine {j}", *Link._fields))
     if link.bandwidth == 0:
         raise broken("bandwidth 0", where)
-    return Link(**vars(link))
+    return link
 
 
 def broken(what: str, where: str = "") -> UserError:
@@ -267,25 +251,17 @@ def broken(what: str, where: str = "") -> UserError:
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    return isinstance(value, (int, float)) and 0 <= value < math.inf
 
 
-def checked(entry: dict, kinds: dict, where: str = "") -> types.SimpleNamespace:
-    """The fields of a part of the file. Raises UserError for the first that is missing or of another kind."""
-    found = {}
-    for name, kind in kinds.items():
-        if not isinstance(entry, dict) or name not in entry and not isinstance(kind, float):
-            raise broken(f"{name!r} is missing", where)
-        found[name] = value = entry.get(name, kind)
-        if isinstance(kind, dict):
-            fits, expected = value in list(kind), f"one of {', '.join(kind)}"
-        elif kind in KINDS:
-            fits, expected = isinstance(value, kind), KINDS[kind]
-        else:
-            fits, expected = is_number(value), "a number, zero or more"
-        if not fits:
-            raise broken(f"{name!r} should be {expected}, but is {value!r:.60}", where)
-    return types.SimpleNamespace(**found)
+def numbers(entry: dict, where: str, *names: str, **optional: float) -> list[float]:
+    """These fields of a part of the file, of which `optional` may be missing. Raises UserError for the first that is no
+    number, zero or more."""
+    found = {**optional, **{name: entry[name] for name in (*names, *optional) if name in entry}}
+    for name in (*names, *optional):
+        if not is_number(found.get(name)):
+            raise broken(f"{name!r} should be a number, zero or more, but is {found.get(name)!r:.60}", where)
+    return [found[name] for name in (*names, *optional)]
 
 
 def model_facts(config) -> dict[str, int | bool]:

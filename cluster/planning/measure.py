@@ -4,19 +4,21 @@
 
 No machine has to hold the model: one module is measured at a time. First the rank with the most free memory finds what
 memory each takes. Then every rank times them, all ranks at once, as they will compute in training. Then the links are
-timed, one after the other.
+timed, one after the other, in both directions: small messages give the latency, one large enough to take a while the
+bandwidth. What it costs the processors to send is in it.
 
 The time that measuring takes is given, and shared out to modules, micro-batch sizes and links. What takes long is
 repeated less often, and sizes for which no time is left are left out.
 """
 
+import itertools
 import math
+import statistics
 import time
 
+import torch
 import torch.distributed as dist
 
-from planning.profiler import LayerProfiler
-from planning.links import measure_links
 from planning.machines import model_facts
 from ranks.collectives import from_rank, gather, say
 from ranks.memory import free_memory
@@ -24,13 +26,15 @@ from ranks.placement import host_names, machines
 
 LINKS = 1 / 3  # of the time
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
+SMALLEST_MESSAGE, LARGEST_MESSAGE = 1 << 14, 1 << 24  # numbers of 4 bytes
 
 
-def measure_with(profiler: LayerProfiler, model_name: str, sizes: tuple[int, ...] = MICRO_BATCH_SIZES,
+def measure_with(profiler, model_name: str, sizes: tuple[int, ...] = MICRO_BATCH_SIZES,
                  seconds: float = 30.0, memory_seconds: float = math.inf) -> dict:
     """The content of cluster.json on every rank, but for the flags. Collective. Takes about so many `seconds`.
 
-    `sizes`: micro-batch sizes to time, in samples of profiler.seq_len tokens. `memory_seconds`: for that of one module.
+    `profiler`: a LayerProfiler. `sizes`: micro-batch sizes to time, in samples of profiler.seq_len
+    tokens. `memory_seconds`: for that of one module.
     """
     n = dist.get_world_size()
     for_links = seconds * LINKS if n > 1 else 0.0
@@ -61,3 +65,74 @@ def describe_machines(cluster: dict, wanted: tuple[int, ...]) -> str:
             lines.append(f"    no time or memory for micro-batches of {', '.join(left_out)} samples: a larger "
                          "--measure_seconds gives more time")
     return "\n".join(lines)
+
+
+def now(device: torch.device) -> float:
+    """The clock when a GPU has finished what it was given to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def measure_links(device: torch.device, seconds: float) -> list[dict | None]:
+    """Latency (seconds) and bandwidth (bytes a second) from this rank to each other, None to itself. Collective.
+
+    All links together take about so many `seconds`.
+    """
+    wire = torch.device("cpu") if dist.get_backend() == "gloo" else device
+    links = [None] * dist.get_world_size()
+    pairs = list(itertools.permutations(range(len(links)), 2))
+    for sender, receiver in pairs:
+        if dist.get_rank() == sender:
+            links[receiver] = time_link(receiver, wire, seconds / len(pairs))
+        elif dist.get_rank() == receiver:
+            answer_link(sender, wire)
+    return links
+
+
+def time_link(receiver: int, wire: torch.device, seconds: float) -> dict[str, float]:
+    """Messages of growing size go to the receiver, an empty answer to each comes back.
+
+    They grow until one takes a sixteenth of the time. The last size is sent again while there is time.
+    """
+    answer = torch.zeros(1, device=wire)
+
+    def has_time(share: float) -> bool:
+        return time.perf_counter() - start < share * seconds
+
+    def round_trip(numbers: int) -> float:
+        dist.send(torch.tensor([numbers], device=wire), receiver)  # what comes next
+        message = torch.zeros(numbers, device=wire)
+        dist.recv(answer, receiver)
+        sent = now(wire)
+        dist.send(message, receiver)
+        dist.recv(answer, receiver)
+        return now(wire) - sent
+
+    round_trip(1)  # connects, and waits until the receiver has done with other links
+    start = time.perf_counter()
+    trips = [round_trip(1)]
+    while len(trips) < 12 and has_time(0.2):
+        trips.append(round_trip(1))
+    latency = statistics.median(trips) / 2
+    numbers, trips = SMALLEST_MESSAGE, []
+    while len(trips) < 2 or len(trips) < 5 and has_time(0.8):
+        trips.append(round_trip(numbers))
+        is_quick = statistics.median_low(trips) - 2 * latency < seconds / 16
+        if is_quick and numbers < LARGEST_MESSAGE and has_time(0.6):
+            numbers, trips = 4 * numbers, []
+    dist.send(torch.tensor([0], device=wire), receiver)
+    trip = statistics.median_low(trips)
+    return {"latency": latency, "bandwidth": 4 * numbers / max(trip - 2 * latency, trip / 4, 1e-9)}
+
+
+def answer_link(sender: int, wire: torch.device) -> None:
+    numbers, answer = torch.zeros(1, dtype=torch.int64, device=wire), torch.zeros(1, device=wire)
+    while True:
+        dist.recv(numbers, sender)
+        if not numbers.item():
+            return
+        message = torch.empty(numbers.item(), device=wire)
+        dist.send(answer, sender)
+        dist.recv(message, sender)
+        dist.send(answer, sender)

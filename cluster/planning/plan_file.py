@@ -48,10 +48,7 @@ def plan_of_file(path: str, cluster_json: str) -> dict:
 
 def checked_plan(plan: dict) -> dict:
     """The content of plan.json. Raises ValueError, or what else a wrong type brings, where it makes no sense."""
-    pipelines = plan["pipelines"]
-    if any(pipeline.get("tp_size", 1) != 1 for pipeline in pipelines):
-        raise ValueError("a pipeline has tp_size, and ranks of a plan hold whole layers: use --tp_size N for all "
-                         "pipelines instead of --plan, or make a plan anew")
+    pipelines, used = plan["pipelines"], machines_of(plan)
     if plan["schedule"] not in SCHEDULES:
         raise ValueError(f"schedule {plan['schedule']!r} is none of {', '.join(SCHEDULES)}")
     if any(("samples" in p) == ("num_microbatches" in p) for p in pipelines):
@@ -63,7 +60,7 @@ def checked_plan(plan: dict) -> dict:
         raise ValueError(f"it has sizes, layers or micro-batches that are no positive numbers: {numbers}")
     if not {plan.get("wire_dtype"), plan.get("gradient_wire_dtype")} <= {None, *WIRE_DTYPES}:
         raise ValueError(f"its wire dtypes are none of {', '.join(WIRE_DTYPES)}")
-    used, fits = machines_of(plan), isinstance(plan["dtype"], str) and isinstance(plan["model"], dict)
+    fits = isinstance(plan["dtype"], str) and isinstance(plan["model"], dict)
     fits = fits and pipelines and all(isinstance(host, str) for host in plan["hosts"])
     fits = fits and all(len(pipeline["layers"]) == len(pipeline["machines"]) for pipeline in pipelines)
     if not fits or sorted(used) != sorted({*used} & {*range(len(plan["hosts"]))}):

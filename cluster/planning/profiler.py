@@ -3,11 +3,7 @@
 A model's forward does more than its modules do: masks, rotary tables, residuals. So what is timed is a whole pipeline
 stage that holds one module, made of the model on the meta device, where the other modules take no memory:
 
-    first     the embedding                    last     the final norm, the head and the loss
-    layer     one decoder layer of each kind   pair     two neighbouring layers, for what is left without a layer
-
-What every stage takes besides its modules is that of the two layers of the pair, each alone, less that of the pair. It
-is subtracted from a layer, which has many neighbours in its stage, and left in the first and the last module.
+    first   the embedding       layer   one decoder layer of each kind       last   the final norm, the head, the loss
 """
 
 import copy
@@ -26,7 +22,7 @@ import torch.nn as nn
 from model import cast_weights_once, cross_entropy
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate, listed_modules
-from planning.links import now
+from planning.measure import now
 from planning.module_memory import load_code, memory_of
 from ranks.memory import free_memory, memory_of_process
 from stage_weights import make_buffers
@@ -36,9 +32,8 @@ BLOCKS = 5
 OPTIMIZER = 0.1  # of the time
 TRAINING_BYTES = 40e6  # that a process on a CPU takes after measuring, besides its model: data, threads, communication
 PASSES = ("forward", "backward")
-FIRST, LAST, PAIR = "first", "last", "pair"
+FIRST, LAST = "first", "last"
 UNKNOWN = {"saved_bytes": 0.0, "working_bytes": 0.0}  # the facts of a part until they are measured
-OF_MODULES = ("parameters", "frozen_parameters", "working_bytes", "fixed_bytes")  # what no stage takes besides
 
 
 def time_runs(make_run: Callable[[int], Callable], sizes: list[int], seconds: float) -> dict[int, list[float]]:
@@ -68,8 +63,8 @@ def time_runs(make_run: Callable[[int], Callable], sizes: list[int], seconds: fl
 
 
 class LayerProfiler:
-    """Builds the stages of `whole`, a causal model whose weights are not used, one at a time, and times each. `lora`:
-    its adapters, or None. `criterion(output, batch)`: the loss of a model of transformers.
+    """Builds the stages of `whole`, a causal model on the meta device, one at a time, and times each. `lora`: its
+    adapters, or None. `criterion(output, batch)`: the loss of a model of transformers.
 
     `facts`: what measure_memory() returned, on this rank or on another one. Those of modules are its numbers of
     parameters, and the bytes that it takes while it computes: `saved_bytes` that a sample leaves for its backward,
@@ -83,19 +78,16 @@ class LayerProfiler:
 
     def __init__(self, whole: nn.Module, seq_len: int, dtype: torch.dtype, device: torch.device, lora=None,
                  criterion: Callable | None = None):
-        self.whole, self.lora, self.criterion, self.config = on_meta(whole), lora, criterion, whole.config
+        self.whole, self.lora, self.criterion, self.config = whole, lora, criterion, whole.config
         self.seq_len, self.dtype, self.device = seq_len, dtype, device
         self.is_ours = PipelineTemplate.get_model_name(whole) == "model.Llama"
         load_code(device)
         before, self.layers, behind = listed_modules(self.whole)
         self.names = ["+".join(before), *self.layers, "+".join(behind)]
-        self.kinds = kinds = [self.kind_of(k) for k in range(len(self.layers))]
-        self.parts = {FIRST: before, **{f"layer {k}": [self.layers[k]] for k in sorted(map(kinds.index, {*kinds}))},
-                      LAST: behind}  # the modules of the stage that is timed as each part
-        self.pair = max(range(len(kinds) - 1), key=lambda k: kinds.count(kinds[k]) + kinds.count(kinds[k + 1]),
-                        default=None)
-        if self.pair is not None:
-            self.parts[PAIR] = self.layers[self.pair : self.pair + 2]
+        kinds = [self.kind_of(k) for k in range(len(self.layers))]
+        self.like = [f"layer {kinds.index(kind)}" for kind in kinds]  # the part that each layer is timed as
+        self.parts = {FIRST: before, **{f"layer {k}": [name] for k, name in enumerate(self.layers)
+                                        if f"layer {k}" in self.like}, LAST: behind}  # the modules of its stage
 
     def kind_of(self, k: int) -> str:
         """Layers of one kind have the same modules, parameters of the same shapes, and one entry in layer_types."""
@@ -147,20 +139,8 @@ class LayerProfiler:
         stage.model.to(self.device)
 
     def modules_of(self, found: dict[str, dict]) -> list[dict]:
-        """For each of `names` its costs, such as bytes and seconds, out of those of the parts.
-
-        A layer's are less what a stage takes without layers. The first stage takes this too, so it is no more than that
-        stage's, nor than half of the layer's.
-        """
-        first, layers = found[FIRST], [found[f"layer {self.kinds.index(kind)}"] for kind in self.kinds]
-        if self.pair is not None:
-            a, b, pair = *layers[self.pair : self.pair + 2], found[PAIR]
-            common = [name for name in first if all(name in costs for costs in found.values())]
-            without = {name: max(0.0, min(a[name] + b[name] - pair[name], first[name]))
-                       for name in common if name not in OF_MODULES}
-            layers = [{name: layer[name] - min(without.get(name, 0), layer[name] / 2) for name in common}
-                      for layer in layers]
-        return [first, *layers, found[LAST]]
+        """For each of `names` its costs, such as bytes and seconds, out of those of the parts."""
+        return [found[part] for part in (FIRST, *self.like, LAST)]
 
     def modules(self) -> list[dict]:
         """Of cluster.json: for each module of the whole model its name, and its facts."""
@@ -261,9 +241,3 @@ def time_optimizer(params: list[nn.Parameter], seconds: float, device: torch.dev
         return (now(device) - start,)
 
     return time_runs(lambda _: run, [1], seconds)[1][0] / sum(param.numel() for param in params)
-
-
-def on_meta(whole: nn.Module) -> nn.Module:
-    """A copy of a model without its weights: what is tied stays tied."""
-    memo = {id(param): nn.Parameter(param.to("meta"), param.requires_grad) for param in whole.parameters()}
-    return copy.deepcopy(whole, memo)

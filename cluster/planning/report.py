@@ -1,6 +1,4 @@
-"""Plans as a file for train_distributed.py, and in words: what each will take, and what holds the uniform ones up."""
-
-from collections import Counter
+"""Plans as a file for train_distributed.py, and in words: what each will take."""
 
 from planning.machines import Cluster, Setting
 from planning.search import Plans, Scored
@@ -41,25 +39,6 @@ def describe(cluster: Cluster, scored: Scored, setting: Setting) -> list[str]:
             + (f" | idle: {', '.join(map(str, idle))}" if idle else "")]
 
 
-def bottleneck(cluster: Cluster, scored: Scored) -> str:
-    """What a plan waits for most: the machine that computes longest, or the busiest network."""
-    step, computes, carries = scored.result.step_seconds, Counter(), Counter()  # seconds of each machine, network
-    for span in scored.result.spans:
-        computes[span.rank] += span.end - span.start
-    for transfer in scored.result.transfers:
-        networks = [f"transfers between stages keep the link from machine {transfer.ranks[0]} to {transfer.ranks[1]}"]
-        if transfer.kind == "all-reduce":
-            networks = [f"gradients' sums keep the network of machine {rank}" for rank in transfer.ranks]
-        carries.update(dict.fromkeys(networks, transfer.end - transfer.start))
-    [(slowest, seconds)] = computes.most_common(1)
-    mean = (sum(computes.values()) - seconds) / max(1, len(computes) - 1)
-    rest = f" (the others {mean:.4g} s on average)" if len(computes) > 1 else ""
-    causes = [(seconds, f"machine {slowest} ({cluster.machines[slowest].host}) computes for {seconds:.4g} s{rest}"),
-              *((busy, f"{network} busy for {busy:.4g} s") for network, busy in carries.most_common(1))]
-    told = [text for share, text in sorted(causes, reverse=True) if share >= min(0.2 * step, max(causes)[0])]
-    return f"of {step:.4g} s {' and '.join(told)}"
-
-
 def report(cluster: Cluster, plans: Plans, top: int) -> str:
     """The best few plans, then the uniform ones against the best."""
     names = ", ".join(f"{rank} {machine.host}" for rank, machine in enumerate(cluster.machines))
@@ -69,11 +48,11 @@ def report(cluster: Cluster, plans: Plans, top: int) -> str:
         lines += [f"{i:2}. {first}", f"    {second}"]
     best = plans.best[0].result.step_seconds
     for name, scored in plans.uniform.items():
-        if isinstance(scored, str):
-            lines.append(f"{name}: not possible, {scored}")
+        if not scored:
+            lines.append(f"{name}: not possible, there are too few layers or samples, or too little memory")
         elif scored.result.step_seconds <= best:
             lines.append(f"{name}: this is the best plan")
         else:
-            lines.append(f"{name}: {scored.result.step_seconds / best:.2f} times the best plan's step: "
-                         f"{bottleneck(cluster, scored)}")
+            seconds = scored.result.step_seconds
+            lines.append(f"{name}: {seconds / best:.2f} times the best plan's step, {seconds:.4g} s")
     return "\n".join(lines)

@@ -4,19 +4,19 @@
        plans that one would write by hand
     2. from the best of them on: regroup machines, move a layer or a micro-batch, as long as the step gets shorter
 
-Plans are compared by simulating them. A lower bound of the step's time decides which ones are simulated first, and
-leaves out those that can't be better.
+A grouping is a tuple of groups, one a pipeline. A group is a tuple of machines (ranks) in stage order. Machines that
+are in no group idle. Plans are compared by simulating them. A lower bound of the step's time decides which ones are
+simulated first, and leaves out those that can't be better.
 """
 
 import contextlib
 import functools
 import math
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import combinations, pairwise, permutations
 from typing import NamedTuple
 
 from planning.machines import Candidate, Cluster, Pipeline, Setting
-from planning.neighbours import Grouping, first_groupings, layer_moves, microbatch_moves, regroupings
 from planning.shares import shares_by_speed, shares_that_fit
 from planning.simulate import Result, peak_memory, simulate
 from ranks.memory import USABLE_MEMORY
@@ -27,6 +27,8 @@ STARTS = 6  # plans to be improved
 ACTIONS = 15_000  # forward and backward actions to simulate from each of them, and twice as many before
 AUTO = ("1f1b", "1f1b-2", "1f1b-3", "1f1b-4")  # schedules to compare, the one with least memory first
 
+Grouping = tuple[tuple[int, ...], ...]
+
 
 class Scored(NamedTuple):
     candidate: Candidate
@@ -35,10 +37,10 @@ class Scored(NamedTuple):
 
 class Plans(NamedTuple):
     """`best`: shortest step first, one for each grouping of the machines, where those of about one speed are alike.
-    `uniform`: by name, the plans that one would write without a planner, or the reason why they are not possible."""
+    `uniform`: by name, the plans that one would write without a planner, None where they are not possible."""
 
     best: list[Scored]
-    uniform: dict[str, Scored | str]
+    uniform: dict[str, Scored | None]
     num_simulated: int
     setting: Setting
 
@@ -177,30 +179,21 @@ class Search:
         while better and self.num_actions <= most:
             scored, better = better, None
             below = scored.result.step_seconds * (1 - 1e-6)
-            for neighbours in self.one_change, self.two_changes:
-                found = (self.score(candidate) for candidate in self.promising(neighbours(scored.candidate), below)
-                         if self.num_actions <= most)
-                better = better or next((other for other in found if other and other.result.step_seconds < below), None)
-    def one_change(self, candidate: Candidate) -> Iterator[Candidate | None]:
-        yield from self.regrouped(candidate)
-        yield from microbatch_moves(candidate)
-        yield from layer_moves(candidate)
+            found = (self.score(candidate) for candidate in self.promising(self.neighbours(scored.candidate), below)
+                     if self.num_actions <= most)
+            better = next((other for other in found if other and other.result.step_seconds < below), None)
 
-    def two_changes(self, candidate: Candidate) -> Iterator[Candidate]:
-        for other in self.regrouped(candidate):
-            if other:
-                yield from layer_moves(other)
-
-    def regrouped(self, candidate: Candidate) -> Iterator[Candidate | None]:
-        """Other groupings, and other micro-batch sizes, with layers and micro-batches by speed."""
+    def neighbours(self, candidate: Candidate) -> Iterator[Candidate | None]:
+        """Other micro-batch sizes and groupings, with layers and micro-batches by speed; one of these moved."""
         groups = tuple(pipeline.machines for pipeline in candidate.pipelines)
         for size in self.sizes:
             yield self.by_speed(groups, size)
-        for others in set(tuple(sorted(others)) for others in regroupings(groups, len(self.speed)) if others):
+        for others in {tuple(sorted(others)) for others in regroupings(groups, len(self.speed)) if others}:
             yield self.by_speed(others, candidate.micro_batch_size)
+        yield from moved(candidate)
 
-    def uniform_plans(self) -> dict[str, Scored | str]:
-        """What one would write without a planner, with its best micro-batch size, or why it is not possible."""
+    def uniform_plans(self) -> dict[str, Scored | None]:
+        """What one would write without a planner, with its best micro-batch size; None where it is not possible."""
         everyone = tuple(range(len(self.speed)))
         plans = {"the fastest machine alone": ((self.fastest_first[0],),)}
         if len(everyone) > 1:
@@ -208,32 +201,76 @@ class Search:
                       "data parallel, even shares": tuple((rank,) for rank in everyone)}
         return {name: self.uniform(groups) for name, groups in plans.items()}
 
-    def uniform(self, groups: Grouping) -> Scored | str:
-        options, layers = [], self.cluster.num_layers
+    def uniform(self, groups: Grouping) -> Scored | None:
+        scored = []
         for size in self.sizes:
             with contextlib.suppress(UserError):  # too few layers or micro-batches
                 shares = shares_by_speed(self.global_batch // size, [1.0] * len(groups))
-                split = [tuple(shares_by_speed(layers, [1.0] * len(group))) for group in groups]
-                options.append(Candidate(tuple(map(Pipeline, groups, split, shares)), size))
-        if not options:
-            return f"{layers} decoder layers and {self.global_batch} samples for {len(self.speed)} machines"
-        if scored := [score for option in options if (score := self.score(option))]:
-            return min(scored, key=lambda score: score.result.step_seconds)
-        rank = next(pipeline.machines[stages[0]] for pipeline in options[0].pipelines
-                    if (stages := self.lacks_memory(pipeline, options[0].micro_batch_size)))
-        return f"the memory of machine {rank} ({self.cluster.machines[rank].host}) does not suffice"
+                split = [tuple(shares_by_speed(self.cluster.num_layers, [1.0] * len(group))) for group in groups]
+                scored.append(self.score(Candidate(tuple(map(Pipeline, groups, split, shares)), size)))
+        return min(filter(None, scored), key=lambda score: score.result.step_seconds, default=None)
 
     def missing_memory(self) -> str:
         """Why no plan fits: what the model takes, and what each machine has."""
-        layers, size = self.cluster.num_layers, self.sizes[0]
-        whole = peak_memory(self.cluster, Pipeline((0,), (layers,), 1), size, self.setting)[0]
+        size = self.sizes[0]
+        whole = peak_memory(self.cluster, Pipeline((0,), (self.cluster.num_layers,), 1), size, self.setting)[0]
         each = ", ".join(f"machine {rank} ({machine.host}) {memory / 1e6:.4g}"
                          for rank, (machine, memory) in enumerate(zip(self.cluster.machines, self.memory)))
         recompute = "" if self.setting.recompute else "use --recompute, "
-        return (f"not enough memory for any plan: one machine would need {whole / 1e6:.4g} MB for the model and a "
-                f"micro-batch of {size} samples, and stages need the activations of several. The machines may use, in "
-                f"MB: {each}: {self.memory_fraction} of what was free. To fit, {recompute}free memory, add a machine, "
-                "or take fewer layers, a smaller --seq_len or other sizes")
+        return (f"not enough memory for any plan: one machine would need {whole / 1e6:.4g} MB for micro-batches of "
+                f"{size} samples. The machines may use, in MB: {each}: {self.memory_fraction} of what was free. To "
+                f"fit, {recompute}free memory, add a machine, or take fewer layers, a smaller --seq_len or other sizes")
+
+
+def first_groupings(orders: list[list[int]]) -> set[Grouping]:
+    """Rows of machines, cut into pipelines or dealt to them like cards.
+
+    Rows are all orders of up to three machines, else the first few machines of each of the `orders`.
+    """
+    n, found = len(orders[0]), set()
+    for number in range(1, n + 1):
+        some = {tuple(order[:number]) for order in orders}
+        rows = set(permutations(range(n), number)) if n <= 3 else some | {tuple(sorted(row)) for row in some}
+        for row in rows:
+            for k in range(1, number + 1):
+                cuts = [number * i // k for i in range(k + 1)]
+                found.add(tuple(sorted(row[start:stop] for start, stop in pairwise(cuts))))
+                found.add(tuple(sorted(row[i::k] for i in range(k))))
+    return found
+
+
+def regroupings(groups: Grouping, num_machines: int) -> Iterator[Grouping]:
+    """Two machines swapped; a machine moved into any place of a pipeline, alone, or idle."""
+    used = [rank for group in groups for rank in group]
+    idle = [rank for rank in range(num_machines) if rank not in used]
+    for a, b in [*combinations(used, 2), *((a, b) for a in used for b in idle)]:
+        swap = {a: b, b: a}
+        yield tuple(tuple(swap.get(rank, rank) for rank in group) for group in groups)
+    for rank in range(num_machines):
+        others = tuple(left for group in groups if (left := tuple(other for other in group if other != rank)))
+        yield others
+        yield (*others, (rank,))
+        for k, group in enumerate(others):
+            for place in range(len(group) + 1):
+                yield (*others[:k], (*group[:place], rank, *group[place:]), *others[k + 1 :])
+
+
+def moves(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """One piece, such as a layer, moved from one that has several to another."""
+    for a, b in permutations(range(len(counts)), 2):
+        if counts[a] > 1:
+            yield tuple(count + (k == b) - (k == a) for k, count in enumerate(counts))
+
+
+def moved(candidate: Candidate) -> Iterator[Candidate]:
+    """A micro-batch moved from one pipeline to another, or a decoder layer between two stages of a pipeline."""
+    before = candidate.pipelines
+    for shares in moves(tuple(pipeline.num_microbatches for pipeline in before)):
+        yield candidate._replace(pipelines=tuple(
+            pipeline._replace(num_microbatches=share) for pipeline, share in zip(before, shares)))
+    for k, pipeline in enumerate(before):
+        for layers in moves(pipeline.layers):
+            yield candidate._replace(pipelines=(*before[:k], pipeline._replace(layers=layers), *before[k + 1 :]))
 
 
 def busy_seconds(cluster: Cluster, pipeline: Pipeline, size: int, setting: Setting) -> list[float]:

@@ -49,16 +49,6 @@ class Transfer(NamedTuple):
     end: float
 
 
-class PipelineRun(NamedTuple):
-    """One pipeline's micro-batches. `ends` and `network_free`: by stage, the second when its last action and send are
-    over, and when its last transfer in either direction is."""
-
-    spans: list[Span]
-    transfers: list[Transfer]
-    ends: list[float]
-    network_free: list[float]
-
-
 class Message(NamedTuple):
     """What an action's result travels in; `source` and `destination` are stages."""
 
@@ -91,7 +81,8 @@ class Flow(NamedTuple):
 
 
 class PipelineSimulation:
-    """The machines of one pipeline from their optimizer step to their last backward."""
+    """The machines of one pipeline from their optimizer step to their last backward. `ends` and `network_free`: by
+    stage, the second when its last action and send are over, and when its last transfer in either direction is."""
 
     def __init__(self, cluster: Cluster, pipeline: Pipeline, size: int, setting: Setting):
         ranks, stages, p = pipeline.machines, cluster.stages(pipeline.layers), len(pipeline.machines)
@@ -108,16 +99,18 @@ class PipelineSimulation:
         self.outstanding = [0] * p  # sends, see StageCommunication.send
         self.flows: dict[tuple[int, int], Flow] = {}  # one at a time from a stage to another
         self.leaving = {way: [] for way in self.links}  # messages that wait for those before them
-        self.result = PipelineRun([], [], [cluster.optimizer_seconds(*pair) for pair in zip(ranks, stages)], [0.0] * p)
+        self.spans: list[Span] = []
+        self.transfers: list[Transfer] = []
+        self.ends, self.network_free = [cluster.optimizer_seconds(*pair) for pair in zip(ranks, stages)], [0.0] * p
 
-    def run(self) -> PipelineRun:
-        for s, start in enumerate(self.result.ends):
+    def run(self) -> "PipelineSimulation":
+        for s, start in enumerate(self.ends):
             self.at(start, self.resume, s)
         while self.events:
             self.now, _, handle, argument = heapq.heappop(self.events)
             handle(argument)
         assert not any(self.is_waiting), f"deadlock: the stages that wait are {self.is_waiting}"
-        return self.result
+        return self
 
     def at(self, time: float, handle: Callable, argument) -> None:
         heapq.heappush(self.events, (time, next(self.order), handle, argument))
@@ -139,8 +132,8 @@ class PipelineSimulation:
                 yield None
             start = self.now
             yield self.durations[s][action.kind]
-            self.result.spans.append(Span(self.ranks[s], *action, start, self.now))
-            self.result.ends[s] = self.now
+            self.spans.append(Span(self.ranks[s], *action, start, self.now))
+            self.ends[s] = self.now
             self.send(s, action)
             while self.outstanding[s] > 2 * self.p:
                 yield None
@@ -198,11 +191,11 @@ class PipelineSimulation:
         if self.flows.get(flow.message[:2]) is not flow:  # it has become slower or faster since
             return
         del self.flows[source, destination]
-        self.result.network_free[source] = self.result.network_free[destination] = self.now
-        self.result.ends[source] = max(self.result.ends[source], self.now)
+        self.network_free[source] = self.network_free[destination] = self.now
+        self.ends[source] = max(self.ends[source], self.now)
         self.outstanding[source] -= 1
         arrives, ends = self.now + self.links[flow.message[:2]].latency, (self.ranks[source], self.ranks[destination])
-        self.result.transfers.append(Transfer(*action, ends, self.num_bytes, flow.start, arrives))
+        self.transfers.append(Transfer(*action, ends, self.num_bytes, flow.start, arrives))
         self.at(arrives, self.arrives, flow.message)
         self.use_links(flow.message[:2])
         if self.is_waiting[source]:
@@ -237,7 +230,7 @@ def simulate(cluster: Cluster, candidate: Candidate, setting: Setting, runs: dic
     return Result(step, pipelines_end, bubble, num_bytes, memory, spans, transfers)
 
 
-def sum_gradients(cluster: Cluster, candidate: Candidate, setting: Setting, runs: list[PipelineRun]) -> list[Transfer]:
+def sum_gradients(cluster: Cluster, candidate: Candidate, setting: Setting, runs: list) -> list[Transfer]:
     """The all-reduces of a step, with data_parallel's buckets: an eighth of a rank's parameters, BUCKET at most."""
     places = [list(zip(p.machines, cluster.stages(p.layers))) for p in candidate.pipelines]
     free, ready, held = {}, {}, 0

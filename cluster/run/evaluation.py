@@ -19,7 +19,7 @@ import process_group_manager as pgm
 from data.batches import select
 from dataloader import deal_microbatches, load_tokenizer
 from model import cast_weights_once
-from models.forward import forward
+from models.causal import forward
 from ranks.placement import from_home
 from utils import UserError
 

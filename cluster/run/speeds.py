@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from models.sizes import parts_of
+from models.causal import parts_of
 from pipeline_template import Unsupported
 from planning.profiler import LayerProfiler
 from planning.machines import CLUSTER_JSON, Cluster, Setting, load_cluster, model_facts

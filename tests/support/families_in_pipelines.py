@@ -14,9 +14,8 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from families import (
-    HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, logits_of, pgm, tensor_parallel, toy, toy_batch)
+    HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, pgm, tensor_parallel, toy, toy_batch, toy_loss)
 from huggingface import float64_throughout
 
 STEPS, MICROBATCH, NUM_MICROBATCHES = 5, 2, 3
@@ -33,14 +32,6 @@ def samples_of(case: str) -> list[dict[str, torch.Tensor]]:
     batch = toy_batch(toy_of(case))
     rows = [{key: value[i] for key, value in batch.items()} | {"targets": torch.tensor(i)} for i in range(3)]
     return [rows[(row + step) % 3] for step in range(STEPS) for row in ROWS]
-
-
-def loss_of(out, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    logits = logits_of(out)
-    if logits.dim() == 2:  # a class a sample
-        return F.cross_entropy(logits, batch["targets"])
-    targets = (batch["input_ids"] * 7 + 1).remainder(96).masked_fill(batch["attention_mask"] == 0, -100)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + 0.1 * (getattr(out, "aux_loss", None) or 0)
 
 
 def make(case: str) -> torch.nn.Module:
@@ -62,7 +53,7 @@ def train_plain(case: str) -> tuple[list[float], list[float], dict]:
             first = (step * NUM_MICROBATCHES + i) * MICROBATCH
             batch = torch.utils.data.default_collate(samples[first : first + MICROBATCH])
             inputs = {key: value for key, value in batch.items() if key != "targets"}
-            loss = loss_of(model(**inputs), batch) / NUM_MICROBATCHES
+            loss = toy_loss(model(**inputs), batch) / NUM_MICROBATCHES
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -100,7 +91,7 @@ def compare(case: str, tp_size: int, losses: list[float], norms: list[float], gr
     model, optimizer, loader = plugin.configure(model, optimizer, loader)
     batches, off_loss, off_norm, off_gradient, whole = iter(loader), 0.0, 0.0, 0.0, {}
     for step in range(loader.steps_per_epoch):
-        loss = plugin.execute_pipeline(batches, model, loss_of, optimizer)
+        loss = plugin.execute_pipeline(batches, model, toy_loss, optimizer)
         norm = plugin.clip_grad_norm(model, MAX_GRAD_NORM)
         off_loss = max(off_loss, abs(loss.item() - losses[step]))
         off_norm = max(off_norm, abs(norm.item() - norms[step]))
