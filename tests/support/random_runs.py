@@ -79,7 +79,7 @@ def topology(seed: int) -> tuple[dict, int, int, list, list]:
             "max_grad_norm": rng.choice((0, 0.1, 1, 100)), "warmup_steps": rng.choice((0, 0, 1, 9)),
             "lr_decay": rng.choice(("none", "cosine"))}
     both["max_tokens"] = num_steps * count * size * both["seq_len"] + rng.randrange(count * size)
-    flags |= {**both, "micro_batch_size": size, "num_workers": rng.choice((0,) * 9 + (1,))}
+    flags |= {**both, "micro_batch_size": size}
     alone = {**both, **experts, "micro_batch_size": count * size, "gradient_accumulation_steps": 1}
     return model, step, ranks, words(flags), words(alone)
 
