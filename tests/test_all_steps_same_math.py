@@ -16,7 +16,7 @@ from recordings import NUM_LAYERS, Case, Run, assemble, assert_same_math, read_r
 CASES = [  # each idea of a step once
     Case(4, tp=4, accumulation=2, variant="vocab1022", max_grad_norm=0),
     Case(4, tp=2, accumulation=2, variant="tied", max_grad_norm=0.1),
-    Case(4, tp=3, accumulation=2, variant="thirds", max_grad_norm=0.1),  # a vocabulary that three does not divide either
+    Case(4, tp=3, accumulation=2, variant="thirds", max_grad_norm=0.1),  # which do not divide 1024
     Case(5, dp=3, samples=24, accumulation=4),
     Case(6, dp=3, samples=24, accumulation=4), Case(6, dp=2, tp=2, accumulation=2, max_grad_norm=0),
     Case(7, pp=4, variant="llama3"), Case(7, pp=2, variant="tied", max_grad_norm=0.1),
