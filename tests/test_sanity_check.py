@@ -17,7 +17,7 @@ NORMS = [2 + step % 3 for step in range(30)]
 
 
 def write_run(folder, losses, norms=None, **config):
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     config = {**CONFIG, **config}
     tokens = config["micro_batch_size"] * config["gradient_accumulation_steps"] * config["seq_len"]
