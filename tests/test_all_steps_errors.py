@@ -248,31 +248,27 @@ def test_model_directories(says, tmp_path, changes, files, expected):
     says(8, ["--model_name", folder], expected)
 
 
-@pytest.mark.parametrize("name, content, expected", [
-    ("empty.txt", b"", ["holds 1 tokens", "seq_len + 1 = 33", "--seq_len"]),
-    ("short.txt", b"a few words", ["fewer than", "seq_len + 1 = 33", "larger corpus"]),
-    ("latin1.txt", "caf\u00e9 ".encode("latin-1") * 100, ["has to be UTF-8", "latin1.txt"]),
-    ("no_text.jsonl", b'{"story": "once"}\n' * 50, ["no column 'text'", "story"]),
-    ("numbers.jsonl", b'{"text": 5}\n' * 50, ["no column 'text' of strings"]),
-    ("broken.jsonl", b'{"text": "a"}\n{"text": \n', ["broken.jsonl"]),
-    ("empty.jsonl", b"", ["empty.jsonl"]),
-    ("rubbish.parquet", b"rubbish" * 50, ["rubbish.parquet", "can't be read"]),
-    ("picture.png", b"\x89PNG", [".txt", "found none"]),
-], ids=lambda value: value if isinstance(value, str) else None)
-def test_corpora(says, tmp_path, name, content, expected):
-    (tmp_path / name).write_bytes(content)
-    says(8, ["--dataset_name", tmp_path / name], expected)
+@pytest.mark.parametrize("files, expected", [
+    ({"empty.txt": b""}, ["holds 1 tokens", "seq_len + 1 = 33", "--seq_len"]),
+    ({"short.txt": b"a few words"}, ["fewer than", "seq_len + 1 = 33", "larger corpus"]),
+    ({"latin1.txt": "caf\u00e9 ".encode("latin-1") * 100}, ["has to be UTF-8", "latin1.txt"]),
+    ({"no_text.jsonl": b'{"story": "once"}\n' * 50}, ["no column 'text'", "story"]),
+    ({"numbers.jsonl": b'{"text": 5}\n' * 50}, ["no column 'text' of strings"]),
+    ({"broken.jsonl": b'{"text": "a"}\n{"text": \n'}, ["broken.jsonl"]),
+    ({"empty.jsonl": b""}, ["empty.jsonl"]),
+    ({"rubbish.parquet": b"rubbish" * 50}, ["rubbish.parquet", "can't be read"]),
+    ({"picture.png": b"\x89PNG"}, [".txt", "found none"]),
+    ({"a.txt": b"words", "b.jsonl": b"words"}, ["found .jsonl, .txt", "one kind"]),
+    ({}, ["found none", "one kind"]),
+], ids=lambda value: ",".join(value))
+def test_corpora(says, tmp_path, files, expected):
+    """A file, or a folder."""
+    (tmp_path / "corpus").mkdir()
+    for name, content in files.items():
+        (tmp_path / "corpus" / name).write_bytes(content)
+    says(8, ["--dataset_name", tmp_path / "corpus" / (name if len(files) == 1 else "")], expected)
     left = [path.name for path in (tmp_path / "runs").glob("token_cache/*") if path.suffix != ".bin"]
     assert not left, f"half a file is left: {left}"
-
-
-@pytest.mark.parametrize("names, found", [(["a.txt", "b.jsonl"], ".jsonl, .txt"), ([], "none"), (["a.pdf"], "none")])
-def test_folders(says, tmp_path, names, found):
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for name in names:
-        (folder / name).write_text("words")
-    says(8, ["--dataset_name", folder], [f"found {found}", "one kind"])
 
 
 def test_a_run_that_diverges_says_so(tmp_path):
