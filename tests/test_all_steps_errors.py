@@ -231,7 +231,8 @@ def test_every_number_has_a_range(step, monkeypatch):
     ({}, {"config.json": "{"}, ["holds no model configuration"]),
     ({}, {"tokenizer.json": None, "tokenizer_config.json": None}, ["holds no tokenizer"]),
     ({"vocab_size": 512}, {}, ["vocab_size=512", "do not belong together"]),
-    ({"attention_bias": True}, {}, ["attention_bias=True", "--model_name"]),
+    *(({name: value}, {}, [f"{name}={value!r}", "--model_name"]) for name, value in (
+        ("attention_bias", True), ("mlp_bias", True), ("hidden_act", "gelu"))),
     ({"model_type": "mistral"}, {}, ["model_type='mistral'", "--model_name"]),
     ({"rope_parameters": {**LLAMA3, "factor": "32"}}, {}, ["factor='32'", "a number above 0 in config.json"]),
     ({"hidden_size": 100}, {}, ["hidden_size=100", "num_attention_heads=8", "--num_attention_heads"]),
