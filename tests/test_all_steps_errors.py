@@ -165,7 +165,7 @@ def test_each_script_ends_with_one_line(tmp_path, step):
     (11, 2, ["--pp_size", 2, "--virtual_stages", 2, "--pp_engine", "zb"], ["--virtual_stages 2 with --pp_engine zb:"]),
     (11, 2, ["--pp_size", 2, "--pp_engine", "interleaved"], ["--virtual_stages 1 with --pp_engine interleaved:"]),
     (11, 2, ["--dp_size", 2, "--virtual_stages", 2], ["divides the stages of a pipeline: use --pp_size 2 or more"]),
-    (11, 2, ["--pp_size", 2, "--virtual_stages", 5, "--pp_engine", "interleaved"], ["pp_size=2 x virtual_stages=5 for"]),
+    (11, 2, ["--pp_size", 2, "--virtual_stages", 5, "--pp_engine", "interleaved"], ["pp_size=2 x virtual_stages=5"]),
     (11, 2, ["--pp_size", 2, "--virtual_stages", 2, "--num_hidden_layers", 4, "--pp_engine", "interleaved_zb",
              "--recompute"], ["--recompute would save no memory"]),
     (11, 2, ["--pp_size", 2, "--compile"], ["--pp_engine zb divides backward, but --compile leaves it in one piece"]),
@@ -230,7 +230,8 @@ def test_every_number_has_a_range(step, monkeypatch):
     ({}, {"config.json": "{"}, ["holds no model configuration"]),
     ({}, {"tokenizer.json": None, "tokenizer_config.json": None}, ["holds no tokenizer"]),
     ({"vocab_size": 512}, {}, ["vocab_size=512", "do not belong together"]),
-    ({"attention_bias": True}, {}, ["attention_bias=True", "--model_name"]),
+    *(({name: value}, {}, [f"{name}={value!r}", "--model_name"]) for name, value in (
+        ("attention_bias", True), ("mlp_bias", True), ("hidden_act", "gelu"))),
     ({"model_type": "mistral"}, {}, ["model_type='mistral'", "--model_name"]),
     ({"rope_parameters": {**LLAMA3, "factor": "32"}}, {}, ["factor='32'", "a number above 0 in config.json"]),
     ({"hidden_size": 100}, {}, ["hidden_size=100", "num_attention_heads=8", "--num_attention_heads"]),
@@ -247,31 +248,27 @@ def test_model_directories(says, tmp_path, changes, files, expected):
     says(8, ["--model_name", folder], expected)
 
 
-@pytest.mark.parametrize("name, content, expected", [
-    ("empty.txt", b"", ["holds 1 tokens", "seq_len + 1 = 33", "--seq_len"]),
-    ("short.txt", b"a few words", ["fewer than", "seq_len + 1 = 33", "larger corpus"]),
-    ("latin1.txt", "caf\u00e9 ".encode("latin-1") * 100, ["has to be UTF-8", "latin1.txt"]),
-    ("no_text.jsonl", b'{"story": "once"}\n' * 50, ["no column 'text'", "story"]),
-    ("numbers.jsonl", b'{"text": 5}\n' * 50, ["no column 'text' of strings"]),
-    ("broken.jsonl", b'{"text": "a"}\n{"text": \n', ["broken.jsonl"]),
-    ("empty.jsonl", b"", ["empty.jsonl"]),
-    ("rubbish.parquet", b"rubbish" * 50, ["rubbish.parquet", "can't be read"]),
-    ("picture.png", b"\x89PNG", [".txt", "found none"]),
-], ids=lambda value: value if isinstance(value, str) else None)
-def test_corpora(says, tmp_path, name, content, expected):
-    (tmp_path / name).write_bytes(content)
-    says(8, ["--dataset_name", tmp_path / name], expected)
+@pytest.mark.parametrize("files, expected", [
+    ({"empty.txt": b""}, ["holds 1 tokens", "seq_len + 1 = 33", "--seq_len"]),
+    ({"short.txt": b"a few words"}, ["fewer than", "seq_len + 1 = 33", "larger corpus"]),
+    ({"latin1.txt": "caf\u00e9 ".encode("latin-1") * 100}, ["has to be UTF-8", "latin1.txt"]),
+    ({"no_text.jsonl": b'{"story": "once"}\n' * 50}, ["no column 'text'", "story"]),
+    ({"numbers.jsonl": b'{"text": 5}\n' * 50}, ["no column 'text' of strings"]),
+    ({"broken.jsonl": b'{"text": "a"}\n{"text": \n'}, ["broken.jsonl"]),
+    ({"empty.jsonl": b""}, ["empty.jsonl"]),
+    ({"rubbish.parquet": b"rubbish" * 50}, ["rubbish.parquet", "can't be read"]),
+    ({"picture.png": b"\x89PNG"}, [".txt", "found none"]),
+    ({"a.txt": b"words", "b.jsonl": b"words"}, ["found .jsonl, .txt", "one kind"]),
+    ({}, ["found none", "one kind"]),
+], ids=lambda value: ",".join(value))
+def test_corpora(says, tmp_path, files, expected):
+    """A file, or a folder."""
+    (tmp_path / "corpus").mkdir()
+    for name, content in files.items():
+        (tmp_path / "corpus" / name).write_bytes(content)
+    says(8, ["--dataset_name", tmp_path / "corpus" / (name if len(files) == 1 else "")], expected)
     left = [path.name for path in (tmp_path / "runs").glob("token_cache/*") if path.suffix != ".bin"]
     assert not left, f"half a file is left: {left}"
-
-
-@pytest.mark.parametrize("names, found", [(["a.txt", "b.jsonl"], ".jsonl, .txt"), ([], "none"), (["a.pdf"], "none")])
-def test_folders(says, tmp_path, names, found):
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for name in names:
-        (folder / name).write_text("words")
-    says(8, ["--dataset_name", folder], [f"found {found}", "one kind"])
 
 
 def test_a_run_that_diverges_says_so(tmp_path):

@@ -19,9 +19,9 @@ SHAPE, CPU = (1, 1, 1), torch.device("cpu")
 SAMPLED = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 8)]
 EXECUTORS = {}  # step -> its modules by their names
 for step in (7, 8, 9, 10, 11):
-    names = ("pipeline_parallel", "data_parallel", "process_group_manager", "timeline", "virtual_stages")[: 4 + (step > 10)]
+    names = ["pipeline_parallel", "data_parallel", "process_group_manager", "timeline", *["virtual_stages"] * (step > 10)]
     with modules_of(step):
-        EXECUTORS[step] = {name: importlib.import_module(name) for name in names[: 5 if step == 11 else 4]}
+        EXECUTORS[step] = {name: importlib.import_module(name) for name in names}
 every_run = pytest.mark.parametrize("step, engine", [
     (7, "afab"), (8, "afab"), (8, "one_f_one_b"), (9, "afab"), (9, "one_f_one_b"), (10, "zero_bubble"),
     (11, "interleaved"), (11, "interleaved_zero_bubble")])
@@ -43,7 +43,7 @@ class Work(torch.autograd.Function):
 
 
 class Stage(torch.nn.Module):
-    """As much of a stage as run_schedule and DataParallelBucket look at. Its first weight is also the tied embedding."""
+    """What run_schedule and DataParallelBucket look at of a stage. Its first weight is also the tied embedding."""
 
     dtype, tied = torch.float32, None
     config = types.SimpleNamespace(vocab_size=1, tie_word_embeddings=True)
@@ -78,8 +78,9 @@ def make_grid(rank: int, dp: int, p: int, one_group: bool, one_wrap: bool) -> ty
               "pp_wrap_group": forward if one_wrap else Group("wrap", columns),
               "pp_wrap_backward_group": Group("wrap backward", columns)}
     return types.SimpleNamespace(
-        **groups, global_rank=rank, pp_ranks=columns, pp_rank=stage, pp_world_size=p, dp_rank=dp_rank, dp_world_size=dp, pp_is_first_stage=first,
-        pp_is_last_stage=last, pp_prev_rank=None if first else rank - 1, pp_next_rank=None if last else rank + 1,
+        **groups, global_rank=rank, pp_ranks=columns, pp_rank=stage, pp_world_size=p, dp_rank=dp_rank,
+        dp_world_size=dp, pp_is_first_stage=first, pp_is_last_stage=last,
+        pp_prev_rank=None if first else rank - 1, pp_next_rank=None if last else rank + 1,
         pp_ends_group=Group("ends", tuple(dict.fromkeys((columns[0], columns[-1])))), dp_group=Group("dp", same_stage))
 
 
@@ -138,69 +139,40 @@ def record(step: int, engine: str, p: int, m: int, profiled: bool = False, dp: i
 
 
 @every_run
-def test_no_deadlock(step, engine):
-    for p, m in SAMPLED:
-        replay(record(step, engine, p, m))
-
-
-@every_run
-@pytest.mark.parametrize("dp, one_stream", [(2, False), (2, True), (1, True)])
-def test_no_deadlock_with_replicas_or_one_stream_a_group(step, engine, dp, one_stream):
+@pytest.mark.parametrize("how", [{}, {"profiled": True}, {"dp": 2}, {"dp": 2, "one_stream": True},
+                                 {"one_stream": True}], ids=str)
+def test_no_deadlock(step, engine, how):
     """Replicas sum gradients while messages are under way; with one stream, receives and sends of a group share it.
 
     With one stream, a send of step 11 could queue behind a receive whose message depends on it, once around all ranks:
     it needs a communicator for each pair of ranks, which is what torch makes for step 2's init_process_group().
     """
     for p, m in SAMPLED:
-        if p * dp <= 8 and not (step == 11 and one_stream and p > 2):
-            replay(record(step, engine, p, m, dp=dp, one_stream=one_stream))
+        if p * how.get("dp", 1) <= 8 and not (step == 11 and "one_stream" in how and p > 2):
+            replay(record(step, engine, p, m, **how))
 
 
-@every_run
-def test_one_group_for_both_directions_is_a_deadlock(step, engine):
-    """A stage's forward send queues behind the backward receive that it has posted early."""
-    with pytest.raises(Deadlock, match="receive from 1 in pp;(.|\n)*receive from 0 in pp;"):
-        replay(record(step, engine, 2, 2, one_group=True))
-
-
-@pytest.mark.parametrize("engine", ["interleaved", "interleaved_zero_bubble"])
-def test_without_a_group_for_messages_that_wrap_around_a_deadlock(engine):
-    """With two ranks, a forward send would queue behind the receive of the other rank's output for the next chunk."""
-    with pytest.raises(Deadlock, match="in pp;"):
-        replay(record(11, engine, 2, 4, one_wrap=True))
-
-
-@every_run
-def test_without_connections_made_in_order_a_deadlock(step, engine):
-    with mock.patch.object(EXECUTORS[step]["pipeline_parallel"], "connect_neighbours"):
-        with pytest.raises(Deadlock, match="host at connect before"):
-            replay(record(step, engine, 2, 2))
-
-
-@every_run
-def test_no_deadlock_while_the_timeline_records(step, engine):
-    for p, m in SAMPLED:
-        replay(record(step, engine, p, m, profiled=True))
-
-
+@contextlib.contextmanager
 def synchronised_span(self, kind, microbatch=None, chunk=0):
     torch.cuda.synchronize()
     yield
     torch.cuda.synchronize()
 
 
-def span_of_events(self, kind, microbatch=None, chunk=0):
-    torch.cuda.Event(enable_timing=True).record()
-    yield
-    torch.cuda.Event(enable_timing=True).record()
-
-
 @every_run
-def test_a_timeline_that_synchronises_is_a_deadlock(step, engine):
-    """The host would wait for the receives that are posted early. Events on the compute stream don't stop it."""
-    timeline = EXECUTORS[step]["timeline"].Timeline
-    with mock.patch.object(timeline, "span", contextlib.contextmanager(span_of_events)):
+def test_without_what_prevents_it_there_is_a_deadlock(step, engine):
+    """One group for both directions: a stage's forward send queues behind the backward receive that it has posted
+    early; so do, with two ranks, messages that wrap around. A timeline that synchronises waits for these receives.
+    """
+    modules = EXECUTORS[step]
+    with pytest.raises(Deadlock, match="receive from 1 in pp;(.|\n)*receive from 0 in pp;"):
+        replay(record(step, engine, 2, 2, one_group=True))
+    if step == 11:
+        with pytest.raises(Deadlock, match="in pp;"):
+            replay(record(11, engine, 2, 4, one_wrap=True))
+    with (mock.patch.object(modules["pipeline_parallel"], "connect_neighbours"),
+          pytest.raises(Deadlock, match="host at connect before")):
+        replay(record(step, engine, 2, 2))
+    with (mock.patch.object(modules["timeline"].Timeline, "span", synchronised_span),
+          pytest.raises(Deadlock, match="rank 0: host at synchronize the device; receive from 1 in (wrap|pp b)")):
         replay(record(step, engine, 2, 2, profiled=True))
-    with mock.patch.object(timeline, "span", contextlib.contextmanager(synchronised_span)):
-        with pytest.raises(Deadlock, match="rank 0: host at synchronize the device; receive from 1 in (wrap|pp b)"):
-            replay(record(step, engine, 2, 2, profiled=True))

@@ -2,7 +2,7 @@
 
 import re
 
-from test_step8_timeline import nothing_arrives_before_it_is_made, read_trace
+from test_all_steps_timeline import nothing_arrives_before_it_is_made, read_trace
 
 CLOCKS = """
 import os, time

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import types
 
 import pytest
 
@@ -13,29 +14,10 @@ CONFIG = dict(model_name="tiny_llama", num_hidden_layers=None, num_attention_hea
               topology=dict(dp_size=1, pp_size=1, tp_size=1, world_size=1))
 CURVE = [7 - step / 10 for step in range(30)]
 NORMS = [2 + step % 3 for step in range(30)]
-FAKE_TRAIN = """
-import json, pathlib, sys
-if use_wandb := "--use_wandb" in sys.argv:
-    sys.argv.remove("--use_wandb")
-flags = {**dict(zip((word[2:] for word in sys.argv[1::2]), sys.argv[2::2])), "use_wandb": use_wandb}
-if flags["run_name"] == "tp2":
-    sys.exit("error: out of paper")
-folder = pathlib.Path(flags["log_dir"], flags["run_name"])
-folder.mkdir(parents=True, exist_ok=True)
-ints = {key: int(flags.get(key, 1)) for key in ("dp_size", "pp_size", "tp_size", "seq_len", "micro_batch_size",
-                                                "gradient_accumulation_steps", "max_tokens")}
-ints["topology"] = dict(dp_size=ints["dp_size"], world_size=ints["dp_size"] * ints["pp_size"] * ints["tp_size"])
-(folder / "config.json").write_text(json.dumps({**json.loads(CONFIG), **flags, **ints}))
-steps = ints["max_tokens"] // (ints["seq_len"] * ints["micro_batch_size"] * ints["gradient_accumulation_steps"]
-                               * ints["dp_size"])
-rows = [{"step": i, "loss": 7 - i / 10, "grad_norm": 2.0, "tokens_per_second": 9.0,
-         "trained_tokens": i * ints["max_tokens"] // steps} for i in range(1, steps + 1)]
-(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in rows))
-"""
 
 
 def write_run(folder, losses, norms=None, **config):
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     config = {**CONFIG, **config}
     tokens = config["micro_batch_size"] * config["gradient_accumulation_steps"] * config["seq_len"]
@@ -120,10 +102,23 @@ def test_missing_runs_are_reported(check, no_figure, tmp_path):
     assert code == 1 and "without a step" in printed
 
 
-def test_rows_read_the_same_samples_and_a_failing_one_stops_no_other(check, tmp_path, monkeypatch):
-    script = f"CONFIG = {json.dumps(CONFIG)!r}\n{FAKE_TRAIN}"
-    monkeypatch.setattr(sanity_check, "torchrun",
-                        lambda ranks, path, *words: [sys.executable, "-c", script, *map(str, words)])
+def fake_run(words: tuple, stdout, **_) -> types.SimpleNamespace:
+    """In place of a run with these flags."""
+    flags = {str(name)[2:]: value for name, value in zip(words[::2], words[1::2])}
+    if flags["run_name"] == "tp2":
+        stdout.write("error: out of paper")
+        return types.SimpleNamespace(returncode=1)
+    dp_size = flags.get("dp_size", 1)
+    flags["topology"] = {"dp_size": dp_size, "world_size": dp_size * flags.get("pp_size", 1) * flags.get("tp_size", 1)}
+    samples = flags["micro_batch_size"] * flags["gradient_accumulation_steps"] * dp_size
+    steps = flags["max_tokens"] // (samples * flags["seq_len"])
+    write_run(flags.pop("log_dir") / flags["run_name"], CURVE[:steps], **flags)
+    return types.SimpleNamespace(returncode=0)
+
+
+def test_rows_read_the_same_samples_and_a_failing_one_stops_no_other(check, no_figure, tmp_path, monkeypatch):
+    monkeypatch.setattr(sanity_check, "torchrun", lambda ranks, path, *words: words)
+    monkeypatch.setattr(sanity_check.subprocess, "run", fake_run)
     code, printed = check("--log_dir", tmp_path / "runs", "--max_tokens", 81920, "3d=40960")
     assert code == 1 and "TP 2 did not run" in printed and "out of paper" in printed
     configs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("runs/*/config.json")}

@@ -1,12 +1,11 @@
-"""ZeRO: AdamW on shards is AdamW on whole parameters, to the last bit; sums of unequal and of empty shards; a timeline.
+"""ZeRO: AdamW on shards is AdamW on whole parameters, to the last bit; sums of unequal and of empty shards.
 
-The memory of steps 12 and 13. Their gradients, norms and weights: test_all_steps_same_math.py. Their messages: test_all_steps_messages.py.
+The memory of steps 12 and 13. Their gradients, norms and weights: test_all_steps_same_math.py. Their messages:
+test_all_steps_messages.py.
 """
 
 import pytest
 from course_memory import SHARDS, measure_shards
-from launch import fork
-from test_step8_timeline import read_trace
 
 
 def test_adamw_on_shards_is_adamw_on_parameters(run_code):
@@ -61,16 +60,6 @@ for sizes in ([2, 2, 2], [4, 2, 1], [5, 0, 1], [0, 0, 3]):
     all_gather(full, sizes, group).wait()
     assert torch.equal(full, everyone[0]), sizes
 """)
-
-
-def test_timeline_has_the_transfers_in_the_background(tmp_path):
-    """A reduce-scatter after each of three micro-batches."""
-    fork(12, 2, "--seq_len", 16, "--micro_batch_size", 1, "--num_hidden_layers", 2, "--gradient_accumulation_steps", 3,
-         "--dp_size", 2, "--zero", 2, "--max_tokens", 192, "--log_dir", tmp_path, "--profile_batch", 2)
-    for events in read_trace(tmp_path / "default_run" / "timeline_batch2_all.json").values():
-        count = {kind: sum(event.get("cat") == kind and event["tid"] > 0 for event in events)
-                 for kind in ("reduce-scatter", "all-gather", "all-reduce")}
-        assert count == {"reduce-scatter": 3 * count["all-gather"], "all-gather": 6, "all-reduce": 0}
 
 
 @pytest.mark.slow

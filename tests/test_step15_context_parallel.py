@@ -3,16 +3,11 @@
 Losses, norms and every gradient of train.py: test_all_steps_same_math.py. Its messages: test_all_steps_messages.py.
 """
 
-import types
-
 import pytest
-import torch
 from launch import modules_of
 
-LAYOUTS = ("zigzag", "contiguous")
 with modules_of(15):
     import context_parallel
-    import process_group_manager as pgm
 
 WHOLE_AND_RING = """
 import torch
@@ -49,33 +44,6 @@ for layout in ("zigzag", "contiguous"):
 def test_ring_attention_is_whole_attention(run_code, size, dtype, tolerance):
     """Its outputs and all gradients, of grouped queries, in both layouts, with small and with very large scores."""
     run_code(15, size, WHOLE_AND_RING, size, dtype, tolerance)
-
-
-def grid(rank: int, size: int, tp_size: int = 1) -> types.SimpleNamespace:
-    return types.SimpleNamespace(cp_rank=rank, cp_world_size=size, tp_world_size=tp_size)
-
-
-def positions(monkeypatch, layout: str, size: int, seq_len: int) -> list[torch.Tensor]:
-    """Of each rank's tokens."""
-    found = []
-    for rank in range(size):
-        monkeypatch.setattr(pgm, "process_group_manager", grid(rank, size))
-        found.append(context_parallel.local_positions(layout, seq_len))
-    return found
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_each_pair_of_query_and_earlier_key_is_computed_once(monkeypatch, layout, size):
-    seq_len = 4 * size
-    places, computed = positions(monkeypatch, layout, size, seq_len), torch.zeros(seq_len, seq_len, dtype=torch.int64)
-    for rank in range(size):
-        for source in range(size):
-            if block := context_parallel.visible(layout, rank, source, seq_len // size):
-                queries, keys, is_causal = block
-                scores = torch.ones(len(places[rank][queries]), len(places[source][keys]), dtype=torch.int64)
-                computed[places[rank][queries][:, None], places[source][keys]] += scores.tril() if is_causal else scores
-    assert torch.equal(computed, torch.ones_like(computed).tril())
 
 
 @pytest.mark.parametrize("layout, efficiency", [("zigzag", 1), ("contiguous", 8 / 15)])

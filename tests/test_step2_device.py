@@ -25,7 +25,8 @@ def test_ranks_that_share_a_gpu_communicate_over_gloo(monkeypatch, variables, gp
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     chosen = []
-    for name, stand_in in (("is_available", lambda: True), ("device_count", lambda: gpus), ("set_device", chosen.append)):
+    stand_ins = {"is_available": lambda: True, "device_count": lambda: gpus, "set_device": chosen.append}
+    for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     device, dtype, backend = utils.choose_device("auto", "auto")
     assert ((str(device), backend), dtype, chosen) == (expected, torch.bfloat16, [device.index])

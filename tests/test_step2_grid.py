@@ -1,6 +1,7 @@
-"""The order of the ranks in the grid, against a table written out by hand."""
+"""The order of the ranks in the grid, against a table written out by hand; and the timeout of each of its groups."""
 
 import json
+import re
 
 import pytest
 
@@ -17,15 +18,19 @@ NEIGHBOURS = {0: [None, 2], 1: [None, 3], 2: [0, None], 3: [1, None],  # rank: t
               4: [None, 6], 5: [None, 7], 6: [4, None], 7: [5, None]}
 SCRIPT = """
 import json
+import torch
 import torch.distributed as dist
 import process_group_manager as pgm
-pgm.init_process_group("gloo")
+pgm.init_process_group("gloo", 7.5)
 pgm.setup_process_group_manager(*json.loads(sys.argv[1]))
 grid = pgm.process_group_manager
-groups = {name: dist.get_process_group_ranks(group) for name, group in vars(grid).items() if name.endswith("_group")}
+groups = {name: group for name, group in vars(grid).items() if name.endswith("_group")}
 if "dp_group" not in groups:  # step 9: the owners of what is on this stage in both pipelines
-    groups["dp_group"] = [dist.get_process_group_ranks(group) for stage in (0, 1)
-                          if (group := grid.group_of([(0, stage), (1, stage)]))][0]
+    groups["dp_group"] = next(group for stage in (0, 1) if (group := grid.group_of([(0, stage), (1, stage)])))
+for name, group in {**groups, "default": dist.group.WORLD}.items():
+    seconds = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    assert seconds == 7.5, (name, seconds)
+groups = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
 place = [grid.dp_rank, grid.pp_rank, grid.tp_rank]
 neighbours = [getattr(grid, "pp_prev_rank", None), getattr(grid, "pp_next_rank", None)]
 with open(sys.argv[2] + str(grid.global_rank), "w") as file:
@@ -48,3 +53,21 @@ def test_eight_ranks(run_code, tmp_path, step, sizes):
             assert neighbours == NEIGHBOURS[rank], rank
         logging += [rank] * is_logging_rank
     assert logging == [2]  # on the last stage
+
+
+SLEEPER = """
+import os, time
+import dataloader
+
+if os.environ["RANK"] == "1":
+    dataloader.MicroBatchDataLoader.__next__ = lambda self: time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("flags", [["--dp_size", 2], pytest.param(["--pp_size", 2], marks=pytest.mark.slow)])
+def test_a_rank_that_sleeps_is_not_waited_for(run_code, tmp_path, flags):
+    """The other one has its own gradients soon, and waits 2 s for the sleeper's, or for what it was to receive."""
+    done = run_code(8, 2, SLEEPER, *flags, "--timeout", 2, "--num_hidden_layers", 2, "--seq_len", 16,
+                    "--micro_batch_size", 1, "--gradient_accumulation_steps", 2, "--max_tokens", 256,
+                    "--log_dir", tmp_path, then="train.py", check=False, timeout=60)
+    assert done.returncode == 1 and re.search("Timed out waiting 2000ms", done.stderr), done.stderr

@@ -143,13 +143,6 @@ def test_runs_at_once(cache, tmp_path, monkeypatch, mine, others):
     assert found == [whole[:others], whole[:mine]] and mapped.tolist() == whole[:100]
 
 
-def test_a_line_without_an_end_is_cut(tmp_path):
-    path = write_line(tmp_path)
-    pieces = list(dataloader.read_corpus(str(path)))
-    assert pieces[-1] == "" and "".join(pieces) == path.read_text(encoding="utf-8")
-    assert len(pieces) > 5 and max(map(len, pieces)) <= 2 * dataloader.BLOCK
-
-
 def bytes_read() -> int:
     return int(pathlib.Path("/proc/self/io").read_text().split()[1])
 

@@ -7,7 +7,7 @@ from processes import run_apart
 
 
 def test_the_others_wait_longer_than_a_collective_may(run_code, tmp_path):
-    """Encoding a large corpus takes minutes, and NCCL ends a collective after ten of them: here it is one and a half."""
+    """Encoding a large corpus takes minutes, and NCCL ends a collective after ten of them: here, 1.5 s."""
     (tmp_path / "corpus.txt").write_text("We hold these truths to be self-evident. " * 20)
     run_code(5, 3, """
 import datetime, time

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from launch import ROOT, STEPS, fork, modules_of
+from messages import messages
 from test_tool_site_scripts import needs_node, node
 
 with modules_of(9):
@@ -74,21 +75,33 @@ def test_activations_of_real_runs(tmp_path, step, split, more):
     assert kept == pytest.approx(found - messages, rel=0.02)
 
 
+def axis_of(kind: str, group: tuple[int, ...], split: Split) -> str:
+    """Collectives are those of dp and of experts. A message's group has all four ranks, or two along one axis."""
+    if kind != "send" or len(group) == 4:
+        return "ep" if kind == "all_to_all_single" else "dp"
+    distance = group[1] - group[0]
+    return "tp" if distance < split.tp else "cp" if distance < split.tp * split.cp else "pp"
+
+
 @pytest.mark.parametrize("step, split, more", [
     (11, Split(1, 2, 2, "interleaved", 0), ["--virtual_stages", 2, "--recompute"]), (11, Split(2, 1, 2, "zb", 0), []),
     (15, Split(1, 2, 1, "-", 0, cp=2, sp=True), ["--sequence_parallel", "--recompute"]),
     (15, Split(2, 1, 1, "-", 1, cp=2), ["--zero", 1]), (16, Split(2, 1, 2, "1f1b", 0, ep=2), [*EXPERTS, "--recompute"]),
     *((12 + zero // 3, Split(4, 1, 1, "-", zero), ["--zero", zero, "--dtype", "bfloat16"]) for zero in (2, 3))],
     ids=str)
-def test_bytes_sent_by_real_runs(tmp_path, step, split, more):
+def test_bytes_sent_by_real_runs(step, split, more):
+    engine = ["--pp_engine", split.engine] if split.pp > 1 else []
+    further = [word for axis in ("cp", "ep") if (size := getattr(split, axis)) > 1 for word in (f"--{axis}_size", size)]
+    flags = ["--dp_size", split.dp, "--tp_size", split.tp, "--pp_size", split.pp, *further, *engine, "--seq_len", 16,
+             "--num_hidden_layers", 8, "--dtype", "float32", "--micro_batch_size", 2, "--max_tokens", 256 * split.dp,
+             "--gradient_accumulation_steps", 4, *more]
     job = JOB._replace(recompute="--recompute" in more, dtype="bfloat16" if "bfloat16" in more else "float32",
                        experts=2 if step == 16 else 0)  # of which a token takes both: as many rows leave as on average
-    messages = run(tmp_path, "count_messages.py", step, split, *more, "--seq_len", 16, "--max_tokens", 256 * split.dp)
-    for rank in range(4):
+    for rank, counted in enumerate(messages(step, 4, flags)):
         found = dict.fromkeys(splits.AXES, 0)
-        for function, group, _, size, count in messages[rank]:
-            if function in ("isend", "all_reduce", "all_to_all_single") and group != "expert_dp_group":  # of one rank
-                found["dp" if group == "cp_dp_group" else group[:2]] += size * count  # an all-reduce of two: each once
+        for (kind, group, _, size), count in counted.items():
+            if kind != "receive":
+                found[axis_of(kind, group, split)] += size * count
         expected = splits.sent(job, split, rank // split.tp // split.cp % split.pp, 4)
         assert found == pytest.approx(expected, rel=2e-4), rank  # shards differ by a number
 

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from clusters import made_up_cluster
 from launch import ROOT, modules_of
-from test_step8_schedules import simulate
+from schedule_check import simulate
 
 with modules_of(10):
     from pipeline_parallel import zero_bubble

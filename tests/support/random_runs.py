@@ -5,6 +5,7 @@ import random
 
 from checkpoint_runs import SIZES
 from families import DECODERS, TOYS
+from recordings import words
 
 WORDS = 1024  # of the tokenizer
 TP = {"tp_size": (1, 1, 1, 2, 2, 3, 4)}
@@ -38,12 +39,6 @@ def unlike(rng: random.Random, layers: int, pipelines: int, stages: int, samples
     return sum(map(len, shapes)), {
         "pipelines": ";".join(",".join(map(str, shape)) for shape in shapes),
         "num_microbatches": ",".join(map(str, parts(rng, samples, pipelines)))}
-
-
-def words(flags: dict) -> list:
-    """On the command line. A switch is True or False."""
-    return [word for name, value in flags.items() if value is not False
-            for word in (f"--{name}", value)[: 1 + (value is not True)]]
 
 
 def topology(seed: int) -> tuple[dict, int, int, list, list]:
@@ -84,7 +79,7 @@ def topology(seed: int) -> tuple[dict, int, int, list, list]:
             "max_grad_norm": rng.choice((0, 0.1, 1, 100)), "warmup_steps": rng.choice((0, 0, 1, 9)),
             "lr_decay": rng.choice(("none", "cosine"))}
     both["max_tokens"] = num_steps * count * size * both["seq_len"] + rng.randrange(count * size)
-    flags |= {**both, "micro_batch_size": size, "num_workers": rng.choice((0,) * 9 + (1,))}
+    flags |= {**both, "micro_batch_size": size}
     alone = {**both, **experts, "micro_batch_size": count * size, "gradient_accumulation_steps": 1}
     return model, step, ranks, words(flags), words(alone)
 
