@@ -110,6 +110,19 @@ def test_halves(network, seed):
     assert all(each.phase == "training" and len(each.roster.members) == hosts for each in net.processes)
 
 
+def test_the_second_of_two_hosts_waits_for_the_first_with_what_it_has(network, capsys):
+    """It can't tell a lost host from a cut cable. The first one, started anew, gets all from its memory."""
+    net = network(2)
+    first, second = net.begun(2)
+    net.end(first)
+    net.run(30)
+    assert second.phase == "meeting" and capsys.readouterr().out.count("too few: this host hears 1 of the 2") == 1
+    net.processes.remove(first)
+    net.start(0)
+    net.run(3)
+    assert second.phase == "training" and places(second) == [(0, 0), (1, 0)] and second in net.processes
+
+
 @pytest.mark.parametrize("cut, left, has_begun", [((1, 2), {0, 1}, False), ((0, 1), {0, 2}, True)])
 def test_two_hosts_that_do_not_reach_each_other(network, monkeypatch, cut, left, has_begun):
     """The run goes on without one of them, which tries again ever more seldom. When it can, it takes it in."""

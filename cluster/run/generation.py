@@ -124,7 +124,7 @@ class Generation:
 
 
 def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
-    """train(args, generation), again and again in an elastic run until it returns. Each time with `args` as they are."""
+    """train(args, generation), again and again in an elastic run until it returns, each time with the same `args`."""
     folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
     members, signals = Members.from_environment(os.path.join(folder, ".members"), args.tp_size), Signals()
     if members and members.is_done:
