@@ -234,8 +234,8 @@ class Members:
         known = [each for each in [last, *agreed] if each]
         self.hears_enough = all(roster.may_go_on(members) for roster in known)
         if not self.hears_enough:
-            self.say(f"too few: this host hears {len(members)} of the {len(known[-1].members)} processes of the run, and "
-                     "the others may be training: this part waits, until it hears more of them")
+            self.say(f"too few: this host hears {len(members)} of the {len(known[-1].members)} processes of the run, "
+                     "and the others may be training: this part waits, until it hears more of them")
             return
         if (hosts := len({member.address for member in members})) < self.at_least or len(members) % self.multiple or (
                 not known and not self.may_begin(members)):
