@@ -1,6 +1,6 @@
 """launch_cluster.sh --elastic without a network: flags, the agent of a host, and which hosts take part when.
 
-Stand-ins take the place of ssh and of the training; test_cluster_elastic.py has the true ones.
+Stand-ins take the place of ssh and of the training; test_cluster_faults.py has the true ones.
 """
 
 import os
@@ -66,7 +66,8 @@ class Quick(Launch):
 import runpy, sys
 sys.path.insert(0, {str(ROOT / "cluster" / "hosts")!r})
 import elastic
-elastic.RETRY, elastic.WAIT, sys.argv = 0.8, {wait}, sys.argv[1:]
+import remote_run
+elastic.RETRY, remote_run.HEARTBEAT, elastic.WAIT, sys.argv = 0.3, 0.1, {wait}, sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """)
         python.chmod(0o755)
@@ -123,10 +124,10 @@ def test_hosts_come_and_go(tools, tmp_path):
     assert says(run, "launch_cluster: --elastic meets at IPv4 addresses only, but c has one of IPv6: .*that it knows")
     write_hosts(tmp_path, *lines(tools, "ab"), "c python=/nowhere/python")
     assert says(run, "launch_cluster: c can't take part, exit code 127: no Python: can't start /nowhere/python")
-    time.sleep(1)  # longer than between two attempts
+    time.sleep(0.5)  # longer than between two attempts
     write_hosts(tmp_path, *lines(tools, "abcd"))
     assert eventually(lambda: run.pids(3).keys() == set("abc"))
-    time.sleep(1)
+    time.sleep(0.5)
     assert run.pids(3).keys() == set("abc"), "d stands by"
     mark = len(run.lines)
     for _, agent_pid in run.pids(3).values():
@@ -193,7 +194,7 @@ def test_what_an_agent_does(tmp_path, monkeypatch, capfd):
 
 
 def test_too_few_hosts_for_too_long(tools, tmp_path):
-    """b can't be reached, and is tried quietly."""
+    """b can't be reached, which is said once."""
     no_route = "case \" $* \" in *' b '*) echo 'ssh: connect to host b port 22: No route to host'; exit 255;; esac"
     ssh = (tools / "ssh").read_text().replace("exec sh", f"{no_route}\nexec sh")
     (tmp_path / "ssh").write_text(ssh)
@@ -201,9 +202,10 @@ def test_too_few_hosts_for_too_long(tools, tmp_path):
     hosts = write_hosts(tmp_path, *lines(tools, "a"), "b python=/bin/false")
     code, text = Quick(hosts, "--elastic", "2:2", "--", tools / "sleep.py", tools=tmp_path, wait=1.0).end()
     said = re.findall("launch_cluster: (.*)", text)
-    assert code == 1 and len(said) == 2 and text.count("b | ssh: connect") == 1, text
+    assert code == 1 and len(said) == 3 and text.count("b | ssh: connect") == 1, text
     assert said[0].startswith("b is lost (ssh: connect to host b port 22: No route to host): 1 host left, but the run ")
-    assert said[1].startswith("fewer than 2 hosts for 1 seconds, so the run ends: the same command"), said
+    assert said[1] == "b is not back yet: ssh: connect to host b port 22: No route to host"
+    assert said[2].startswith("fewer than 2 hosts for 1 seconds, so the run ends: the same command"), said
 
 
 @pytest.mark.slow

@@ -50,25 +50,6 @@ def test_what_torchx_submits(scheduler, package, wanted, monkeypatch, tmp_path):
     assert {each: text.count(each) for each in wanted} == wanted, text
 
 
-def test_what_torchx_packs(tmp_path):
-    """A link to a folder, as in a virtual environment, would end it; what runs leave would go along."""
-    pytest.importorskip("torchx", reason=MISSING.format("TorchX"))
-    from torchx.workspace.dir_workspace import _copy_to_dir
-
-    here, packed = tmp_path / "clone", tmp_path / "packed"
-    wanted = ["cluster/train_distributed.py", "assets/tiny_llama/config.json"]
-    left = [".git/a", ".venv/lib/a", "runs/a/b", "logs/a", "checkpoints/a/b", "models/a", "exercises/mine/a",
-            "cluster/__pycache__/a", "tutorial.egg-info/a"]
-    for name in wanted + left:
-        (here / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / name).write_text("text")
-    (here / ".venv" / "lib64").symlink_to("lib")
-    (here / ".torchxignore").write_text((ROOT / ".torchxignore").read_text())
-    _copy_to_dir(str(here), str(packed))
-    found = {str(path.relative_to(packed)) for path in packed.rglob("*") if path.is_file()}
-    assert found == {*wanted, ".torchxignore"}
-
-
 def test_the_trainjob():
     models = pytest.importorskip("kubeflow_trainer_api.models", reason=MISSING.format("kubeflow-trainer-api"))
     yaml = pytest.importorskip("yaml")

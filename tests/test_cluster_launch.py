@@ -3,6 +3,7 @@
 An `ssh` that runs its command here takes the place of the true one; test_cluster_launch_on_hosts.py has hosts.
 """
 
+import ast
 import json
 import os
 import re
@@ -14,15 +15,12 @@ import subprocess
 import sys
 import threading
 
-import check_hosts
-import host_facts
 import host_run
 import inventory
-import launch_cluster
 import pytest
-from launch import ROOT
+from host_facts import ASKS
+from launch import ROOT, environment
 from launcher import Launch, all_gone, make_tools, write_hosts
-
 
 PROJECT = ("cluster", "step9_heterogeneous_pp")
 FAIL = """
@@ -31,6 +29,12 @@ time.sleep(0.5 * (os.environ["RANK"] == "1"))
 print("the cause" if os.environ["RANK"] == "1" else "Connection closed by peer", file=sys.stderr)
 time.sleep(1000 * (os.environ["RANK"] == "2"))
 sys.exit(3)
+"""
+ECHO = f"""import sys
+print({ASKS!r}, flush=True)
+for line in sys.stdin.buffer:
+    print("got", line, flush=True)
+print("end", flush=True)
 """
 
 
@@ -109,79 +113,27 @@ def test_nothing_outlives_a_run(tools, tmp_path):
 
 
 def test_check_compares_the_hosts(tools, tmp_path):
-    """Another torch, clock and project, and a port in use. The cures run nowhere by themselves and delete nothing."""
+    """Another torch, clock and project, a public way, and a port in use. The cures run nowhere by themselves and delete nothing."""
     for name in PROJECT:
         shutil.copytree(ROOT / name, tmp_path / "old copy" / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "old copy" / "cluster" / "plan.py").write_text("")
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        old = f"b iface=lo port=2222 python={tools / 'python_old'} dir='{tmp_path}/old copy'"
+        old = f"b iface=lo port=2222 address=8.8.8.8 python={tools / 'python_old'} dir='{tmp_path}/old copy'"
         hosts = write_hosts(tmp_path, three(tools)[0], old, three(tools)[2])
         code, text = Launch(hosts, "--check", "--port", str(port), "--", "train.py", tools=tools).end()
     assert code == 1, text
     problems = dict(re.findall(r"^([abc]\S*: .+)\n    cure: (.+)$", text, re.M))
     for start, cure in {
             f"a: blocked port: {port}: Address already in use": f"--port {port + 1}",
+            "a: warning: the run's way is public, by 8.8.8.8: what the ranks send is neither": "a VPN: its interface",
             "b:2222: other torch version: 2.9.1, but a has 2.13.0": "launch_cluster.sh HOSTS --install; for",
             "b:2222: other project version: hash ": "launch_cluster.sh HOSTS --install, where",
             "b:2222: clock skew: +40.0 s from a": "on both: sudo timedatectl"}.items():
         assert [found for name, found in problems.items() if name.startswith(start) and cure in found], (start, text)
-    assert len(problems) == 4 and " | " not in text and not re.search(r"--delete|\brm ", text), text
+    assert len(problems) == 5 and " | " not in text and not re.search(r"--delete|\brm ", text), text
     rows = {line.split()[0]: line for line in text.splitlines()[1:4]}
     assert rows["b:2222"].count("!") == 3 and rows["a"].count("!") == 1 and "!" not in rows["c"], text
-
-
-@pytest.mark.parametrize("name, files, path", [
-    ("eth0", {"type": "1", "speed": "1000"}, ("ethernet", ", 1 Gbit/s")),
-    ("eth0", {"type": "1", "speed": "100"}, ("ethernet", ", 0.1 Gbit/s")),
-    ("enp3s0", {"type": "1", "speed": "-1"}, ("ethernet", "")), ("br0", {"type": "1"}, ("ethernet", "")),
-    ("wlan0", {"type": "1", "wireless/x": "", "speed": "866"}, ("wifi", "")),
-    ("mlan0", {"phy80211/x": ""}, ("wifi", "")), ("ppp0", {"type": "512"}, ("tunnel", "")),
-    ("wg0", {"type": "65534"}, ("tunnel", "")), ("tailscale0", {"type": "65534", "tun_flags": "0x5"}, ("tunnel", "")),
-    ("zt5u4", {"type": "1", "tun_flags": "0x1002", "speed": "10"}, ("tunnel", "")),
-    ("home", {"type": "65534"}, ("tunnel", "")), ("gone", {}, ("ethernet", "")),
-])
-def test_the_kind_of_an_interface(tmp_path, monkeypatch, name, files, path):
-    """A TUN interface says 10 Mbit/s, whatever it is."""
-    for file, text in files.items():
-        (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name / file).write_text(f"{text}\n")
-    monkeypatch.setattr(host_facts, "NETWORK", str(tmp_path))
-    assert host_facts.path_of(name) == path
-
-
-@pytest.mark.parametrize("kind, public, others, warning", [
-    ("wifi", [], {"wifi"}, None), ("ethernet", [], {"ethernet", "wifi"}, None),
-    ("tunnel", [], {"tunnel", "wifi"}, "unlike paths: if0 is tunnel, other hosts have wifi"),
-    ("ethernet", ["8.8.8.8"], {"ethernet"}, "the run's way is public, by 8.8.8.8")])
-def test_a_way_that_is_public_or_unlike_others_is_a_warning(kind, public, others, warning):
-    it, said = check_hosts.Contact.__new__(check_hosts.Contact), []
-    it.report, it.cells = {"kind": kind, "public": public}, {"interface": "if0"}
-    it.fail = lambda *told: said.append(told)
-    it.warn_of_path(others)
-    assert [(what, text.startswith(warning)) for _, what, text, _ in said] == [("warning", True)] * bool(warning)
-
-
-@pytest.mark.parametrize("address, peer, public", [
-    ("192.168.1.7", "10.0.0.1", []), ("192.168.1.7", "8.8.8.8", ["8.8.8.8"]), ("8.8.4.4", None, ["8.8.4.4"]),
-    ("100.64.0.3", "100.64.0.1", []), ("198.18.1.10", "198.18.1.11", [])])
-def test_a_public_address_is_found(monkeypatch, address, peer, public):
-    """Also where the host's own is not: a cloud's machines are reached by others than they have."""
-    monkeypatch.setattr(host_facts, "run_interface", lambda chosen, peer: ("eth0", address))
-    report = host_facts.Report.__new__(host_facts.Report)
-    report.cells, report.problems = {"own name": "none"}, []
-    report.check_network(None, peer)
-    assert report.public == public
-
-
-def test_a_bug_of_the_launcher_keeps_its_traceback(monkeypatch, tmp_path):
-    def broken(path):
-        raise ValueError("a bug")
-
-    monkeypatch.setattr(launch_cluster, "read_hosts", broken)
-    monkeypatch.setattr(sys, "argv", ["launch_cluster.py", str(tmp_path / "hosts.txt"), "--check"])
-    with pytest.raises(ValueError, match="a bug"):
-        launch_cluster.main()
 
 
 def test_a_host_answers_without_torch_and_without_the_tutorial(tmp_path):
@@ -201,24 +153,16 @@ def test_one_clear_error(tools, tmp_path):
     (tmp_path / "binary").write_bytes(b"a\nb \xff\n")
     hosts, bare = write_hosts(tmp_path, "a"), tmp_path / "bare.txt"
     bare.write_text("a python=/nowhere/python\n")
-    for words, code, message in (
+    ends = (
             ([tmp_path / "none", "--check"], 2, f"error: {tmp_path}/none can't be read ("),
             ([tmp_path / "binary", "--check"], 2, f"error: {tmp_path}/binary can't be read ("),
             ([tmp_path, "--check"], 2, f"error: {tmp_path} can't be read ("), ([hosts], 2, "nothing to start"),
             ([hosts, "--port", "70000", "--check"], 2, "--port 70000: a port is a number from 1 to 65535"),
             ([hosts, "--env", "A B=1", "--check"], 2, "'A B=1': write NAME=VALUE"),
-            ([bare, "--", "x.py"], 127, "no Python: can't start /nowhere/python there: give this host a python=")):
-        found, text = Launch(*words, tools=tools).end()
+            ([bare, "--", "x.py"], 127, "no Python: can't start /nowhere/python there: give this host a python="))
+    for run, (_, code, message) in [(Launch(*each[0], tools=tools), each) for each in ends]:
+        found, text = run.end()
         assert found == code and message in text and text.count("error: ") == (code == 2), text
-
-
-def test_pages_install_what_was_tested_together():
-    """Other versions on a host are an error of --check."""
-    lines = [line for path in (ROOT / "cluster").glob("*.md") for line in path.read_text().splitlines()]
-    copies = [line for line in lines if re.search(r"rsync .* \./ ", line)]
-    installs = [line for line in lines if re.search(r"pip install .*(torch|-e )", line) and not line.startswith("|")]
-    assert not copies and all("pip install -c constraints.txt " in line for line in installs), "--install does it"
-    assert sum("hosts.txt --install" in line for line in lines) >= 4
 
 
 def test_a_connection_ends_its_own_processes_only():
@@ -236,3 +180,16 @@ def test_a_connection_ends_its_own_processes_only():
         for process in sleeps.values():
             process.kill()
             process.wait()
+
+
+def test_what_one_types_for_a_chat(tools, tmp_path):
+    """Goes to the host that asks for it, line by line as it is; its end, too."""
+    (tmp_path / "echo.py").write_text(ECHO)
+    typed = "one\n\n two é \n".encode() + b"\xff\n" + b"x" * 200_000 + b"\nlast"
+    command = [ROOT / "cluster" / "launch_cluster.sh", write_hosts(tmp_path, f"a python={tools}/python"), "--",
+               tmp_path / "echo.py", "--chat"]
+    variables = environment(PATH=f"{tools}:{os.environ['PATH']}", PYTHON=sys.executable)
+    done = subprocess.run(list(map(str, command)), input=typed, env=variables, capture_output=True, timeout=60)
+    got = re.findall(r"a \| got (.*)", done.stdout.decode())
+    assert done.returncode == 0 and list(map(ast.literal_eval, got)) == typed.splitlines(keepends=True)
+    assert done.stdout.decode().endswith("a | end\n")

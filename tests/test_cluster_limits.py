@@ -81,8 +81,10 @@ def test_the_shells_threads_go_along(tmp_path):
     tools = make_tools(tmp_path)
     (tmp_path / "show.py").write_text("import os; print('threads', os.environ['OMP_NUM_THREADS'])")
     hosts = write_hosts(tmp_path, f"a iface=lo nproc=2 python={tools / 'python'}")
-    for words, expected in ([], "5"), (["--env", "OMP_NUM_THREADS=6"], "6"):
-        code, text = Launch(hosts, *words, "--", tmp_path / "show.py", tools=tools, threads="5").end()
+    runs = {expected: Launch(hosts, *words, "--", tmp_path / "show.py", tools=tools, threads="5")
+            for words, expected in (([], "5"), (["--env", "OMP_NUM_THREADS=6"], "6"))}
+    for expected, run in runs.items():
+        code, text = run.end()
         assert code == 0 and f"a | threads {expected}\n" in text, text
         assert f"a | 2 processes with OMP_NUM_THREADS={expected} each, " in text, text
 

@@ -100,18 +100,14 @@ def test_a_late_host_with_an_older_run(train, older, hosts, resume):
     assert losses(train.folder / "b" / "runs", "home.1") == losses(older / "b" / "runs", "home")
 
 
-def test_unlike_runs_on_two_hosts(train):
-    """Nobody can know which is to go on: an error, and nothing is moved."""
+def test_unlike_runs_on_two_hosts(train, older):
+    """Nobody can know which is to go on: an error, and nothing is moved. Without a checkpoint, by which they could be
+    told, rows of the same name do not count."""
     train("a", "home", 4)
     done = train("ab", "home", 8, "--resume", "auto", check=False)
     assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
     assert "checkpoints of unlike runs: step_00000004 on " in done.stderr and "step_00000006 on " in done.stderr
     assert [saved(train, "a", "home")[-1], saved(train, "b", "home")[-1]] == ["step_00000004", "step_00000006"]
-
-
-def test_rows_of_another_run_do_not_count(train, older):
-    """Host b has as many of the same name, but no checkpoint by which they could be told."""
-    train("a", "home", 4)
     shutil.rmtree(train.folder / "b" / "checkpoints")
     assert went_on(train("ba", "home", 8, "--resume", "auto")) == ["4"]
     for host in "ab":

@@ -6,59 +6,66 @@ hosts listen, the first one on the port of the rendezvous, the others on any, si
 pairs through ports that the system chooses. Then each host tries to reach all others.
 """
 
+import contextlib
 import json
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import host_facts
 from inventory import Host, peer
 
 MAX_SKEW = 1.0  # seconds
-COLUMNS = ("host", "ssh", "Python", "torch", "CUDA", "project", "interface", "path", "own name", "port",
-           "clock", "disk", "memory", "GPU")
+COLUMNS = ("host", "ssh", "Python", "torch", "CUDA", "project", "interface", "own name", "port", "clock", "disk",
+           "memory", "GPU")
 VERSIONS = ("Python", "torch", "CUDA", "transformers")  # what has to be equal everywhere
 INSTALL = "launch_cluster.sh HOSTS --install"
 
 
 class Contact:
-    """The ssh connection to one host, and what is known about the host."""
+    """The ssh connection to one host, and what is known about the host. `words`: that start the far end."""
 
-    def __init__(self, host: Host, words: list[str] | None = None):  # words: that start another far end
-        self.host, self.report, self.offset = host, None, 0.0  # offset: of its clock to this machine's, in seconds
+    def __init__(self, host: Host, words: list[str], mark: str = host_facts.MARK):
+        self.host, self.mark = host, mark
+        self.report, self.offset = None, 0.0  # offset: of its clock to this machine's, in seconds
         self.cells, self.problems = {"host": host.label}, []  # as in host_facts.Report
         self.unreachable_from = []
         self.said = tempfile.TemporaryFile("w+", errors="replace")  # what ssh writes to standard error
-        with open(host_facts.__file__, encoding="utf-8") as file:
-            words = words or host.ssh(host.python, "-c", file.read())
+        # In a session of its own ssh has no terminal to ask anything on.
         self.process = subprocess.Popen(words, start_new_session=True, text=True, errors="replace", stderr=self.said,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def answers(self, question) -> Iterator[dict]:
+        """What the far end answers, until ssh ends."""
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+            for line in self.process.stdout:
+                if line.startswith(self.mark):
+                    yield json.loads(line.removeprefix(self.mark))
+
+    def last_words(self) -> tuple[int, str]:
+        """The exit code of ssh, when it has ended, and its standard error."""
+        code = self.process.wait()
+        self.said.seek(0)
+        return code, self.said.read().strip()
 
     def ask(self, seconds: float, question) -> dict | None:
         """The answer; None where there is none within `seconds`: the reason is then among the problems."""
         watchdog = threading.Timer(seconds, self.process.kill)
         watchdog.start()
-        try:
-            self.process.stdin.write(json.dumps(question) + "\n")
-            self.process.stdin.flush()
-            for line in self.process.stdout:
-                if line.startswith(host_facts.MARK):
-                    return json.loads(line.removeprefix(host_facts.MARK))
-        except OSError:
-            pass  # ssh has ended
-        finally:
-            watchdog.cancel()
-        code = self.process.wait()
-        self.said.seek(0)
-        said = self.said.read().strip()
-        last_line = said.rpartition("\n")[2]
-        name, cure = self.host.explain(code, said) or (
-            "no answer", f"see what it is busy with, and whether {self.host.python} starts there")
-        self.fail("ssh", name, f"exit code {code}: {last_line}" if code > 0 else f"in {seconds} seconds", cure)
-        return None
+        answer = next(self.answers(question), None)
+        watchdog.cancel()
+        if answer is None:
+            code, said = self.last_words()
+            name, cure = self.host.explain(code, said) or (
+                "no answer", f"see what it is busy with, and whether {self.host.python} starts there")
+            self.fail("ssh", name, f"exit code {code}: {said.rpartition(chr(10))[2]}" if code > 0 else
+                      f"in {seconds} seconds", cure)
+        return answer
 
     def fail(self, column: str | None, name: str, details: str, cure: str) -> None:
         """`column`: of the table; None for a warning."""
@@ -90,7 +97,7 @@ class Contact:
         return own or self.host.address, self.report["port"]
 
     def compare(self, first: "Contact") -> None:
-        """Versions, the project's files and the clock against the first host's; who could not connect."""
+        """Versions, the project's files and the clock against the first host's; who could not connect, who could."""
         label, skew = first.host.label, self.offset - first.offset
         for name in VERSIONS:
             here, there = (it.cells.get(name, "none").split("+")[0] for it in (self, first))  # 2.13.0 of 2.13.0+cpu
@@ -105,21 +112,14 @@ class Contact:
         self.cells["clock"] = f"{skew:+.2f} s"
         if abs(skew) > MAX_SKEW:
             self.fail("clock", "clock skew", f"{skew:+.1f} s from {label}", "on both: sudo timedatectl set-ntp true")
-        if self.unreachable_from:
-            address, port, sources = *self.listens_at(), ", ".join(self.unreachable_from)
-            self.fail("port", "blocked port", f"{address}:{port} can't be reached from {sources}",
-                      "let the hosts reach each other on all TCP ports: sudo ufw allow proto tcp from THEIR_NETWORK")
-
-    def warn_of_path(self, kinds: set[str]) -> None:
-        """A way that strangers can use, and one that is unlike other hosts', of all these `kinds`."""
         if public := " and ".join(self.report["public"]):
             self.fail(None, "warning", f"the run's way is public, by {public}: what the ranks send is neither "
                       "encrypted nor protected by a password",
                       "a VPN: its interface as iface=, its address as address=; or a network of your own")
-        if self.report["kind"] not in (None, "ethernet") and (others := kinds - {self.report["kind"]}):
-            self.fail(None, "warning", f"unlike paths: {self.cells['interface']} is {self.report['kind']}, other hosts "
-                      f"have {' and '.join(sorted(others))}: all wait for the slowest link",
-                      "a cable, or iface= for an interface of the others' kind")
+        if self.unreachable_from:
+            address, port, sources = *self.listens_at(), ", ".join(self.unreachable_from)
+            self.fail("port", "blocked port", f"{address}:{port} can't be reached from {sources}",
+                      "let the hosts reach each other on all TCP ports: sudo ufw allow proto tcp from THEIR_NETWORK")
 
     def end(self) -> None:
         self.process.kill()
@@ -149,14 +149,15 @@ def print_table(contacts: list[Contact]) -> None:
 
 def check(hosts: list[Host], port: int) -> bool:
     """Asks all hosts at once and prints the table; True if nothing is wrong. `port`: of the rendezvous."""
-    contacts = [Contact(host) for host in hosts]
+    with open(host_facts.__file__, encoding="utf-8") as file:
+        program = file.read()
+    contacts = [Contact(host, host.ssh(host.python, "-c", program)) for host in hosts]
     with ThreadPoolExecutor(len(hosts)) as pool:
         list(pool.map(lambda contact: contact.collect(hosts, port), contacts))
         answered = [contact for contact in contacts if contact.report]
         list(pool.map(lambda contact: contact.connect(answered), answered))
         for contact in answered:
             contact.compare(answered[0])
-            contact.warn_of_path({contact.report["kind"] for contact in answered} - {None})
         list(pool.map(Contact.end, contacts))
     print_table(contacts)
     return not any(column for contact in contacts for column, *_ in contact.problems)

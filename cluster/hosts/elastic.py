@@ -34,15 +34,13 @@ def count(number: int) -> str:
 def ended_because(run: Run) -> tuple[str, str]:
     """(what it means, why) for a host whose part has ended with an error.
 
-    "unreachable", "lost": the host is gone, or only its connection or its agent. "script": an error of the user's.
-    "setup": the script can't be started there, or does not stop failing.
+    "lost": the host is gone, or only its connection or its agent. "script": an error of the user's. "setup": the script
+    can't be started there, or does not stop failing.
     """
-    text = "\n".join(run.last)
     if run.code == 255:
-        name, cure = run.host.explain(run.code, text)
-        if name != "unreachable host":
-            return "lost", f"{name}: {cure}"
-        return "unreachable", next((line for line in reversed(run.last) if SSH_SAYS.match(line)), "its ssh has ended")
+        name, cure = run.host.explain(run.code, "\n".join(run.last))
+        said = next((line for line in reversed(run.last) if SSH_SAYS.match(line)), "its ssh has ended")
+        return "lost", said if name == "unreachable host" else f"{name}: {cure}"
     if run.code > 128 or run.code < 0:
         return "lost", f"{'its part' if run.code > 0 else 'ssh'} was ended by signal {abs(run.code) % 128}"
     if run.code == UNHEARD:
@@ -81,23 +79,26 @@ class Elastic(Launch):
                 self.fail(run, now)
             elif self.is_done or self.failed:
                 return
-            elif meaning != "setup":
-                self.lose(run, why, meaning == "unreachable", now)
+            elif meaning == "lost":
+                self.lose(run, why, now)
             elif not self.leave_out(run):
                 self.failed = [run]
                 self.stop(now, run.code, is_quiet=True)
 
-    def lose(self, run: Run, why: str, is_unreachable: bool, now: float) -> None:
+    def lose(self, run: Run, why: str, now: float) -> None:
         label, left = run.host.label, len(self.running.keys() - self.tried)
         self.try_at[label] = now + RETRY
         if label in self.tried:
-            if not is_unreachable and f"{label}: {why}" not in self.said:  # else it is tried quietly
-                say(f"{label} does not let this machine in: {why}")
+            self.say_once(f"{label} is not back yet: {why}")
         elif left >= self.at_least:
             say(f"{label} is lost ({why}): the run goes on with {count(left)}, and takes it in when it answers again")
         else:
             say(f"{label} is lost ({why}): {count(left)} left, but the run needs {self.at_least}, so it waits")
-        self.said.add(f"{label}: {why}")
+
+    def say_once(self, text: str) -> None:
+        if text not in self.said:
+            self.said.add(text)
+            say(text)
 
     def leave_out(self, run: Run) -> bool:
         """Goes on without a host whose part can't be started; False if there are then too few."""
@@ -136,10 +137,7 @@ class Elastic(Launch):
             hosts = read_hosts(self.path)
             require_elastic(hosts, self.path)
         except (OSError, UserError) as error:
-            if str(error) not in self.said:
-                self.said.add(str(error))
-                say(f"{error}: the run goes on with the hosts that it knows")
-            return
+            return self.say_once(f"{error}: the run goes on with the hosts that it knows")
         known, self.hosts = {host.label: host for host in self.hosts}, hosts
         for host in hosts:
             if host.label not in known:

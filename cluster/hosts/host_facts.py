@@ -21,8 +21,6 @@ import sys
 import time
 
 OWN_GROUPS, CGROUPS = "/proc/self/cgroup", "/sys/fs/cgroup"
-NETWORK = "/sys/class/net"
-NO_HARDWARE = [65534]  # the type of an interface of WireGuard or TUN
 SIOCGIFADDR = 0x8915  # of netdevice(7): the IPv4 address of an interface
 PROJECT = ("step9_heterogeneous_pp", "cluster")  # what has to be the same on all hosts
 MARK = "host_facts:"  # precedes an answer, because a login shell may print lines of its own
@@ -74,18 +72,6 @@ def run_interface(chosen: str | None, peer: str | None) -> tuple[str | None, str
     if address.startswith("127."):
         raise OSError(f"{peer} is 127.0.0.1, this machine itself, by its hosts file")
     return name, address
-
-
-def path_of(interface: str) -> tuple[str, str]:
-    """Which kind of way an interface is, and how fast its card is, where the system knows."""
-    folder = os.path.join(NETWORK, interface)
-    files = glob.glob("*", root_dir=folder)
-    if "wireless" in files or "phy80211" in files:
-        return "wifi", ""
-    if "tun_flags" in files or read_numbers(folder, "type") == NO_HARDWARE or interface.startswith(("wg", "ppp")):
-        return "tunnel", ""
-    speed = read_numbers(folder, "speed")  # in Mbit/s, -1 without a cable
-    return "ethernet", f", {speed[0] / 1000:g} Gbit/s" if speed and speed[0] > 0 else ""
 
 
 def read_fields(path: str) -> dict[str, str]:
@@ -239,8 +225,7 @@ class Report:
         except OSError as error:
             self.fail("interface", "no interface", str(error), "give this host an iface=: ip -brief address lists them")
         self.cells["interface"] = f"{interface or ''} {self.address or ''}".strip()
-        self.kind, speed = path_of(interface) if interface else (None, "")
-        self.cells["path"], ways = f"{self.kind or ''}{speed}", {self.address or "127.0.0.1"}
+        ways = {self.address or "127.0.0.1"}
         with contextlib.suppress(OSError):
             ways.add(socket.gethostbyname(peer or "127.0.0.1"))
         self.public = sorted(way for way in ways if ipaddress.ip_address(way).is_global)

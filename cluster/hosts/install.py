@@ -81,23 +81,18 @@ def install_packages(python: str, constraints: str, requirements: list[str]) -> 
     """Installs what is missing, in the tested versions. pip's own index has torch for a GPU. Where none is, PyTorch's
     index of CPU builds is asked first, unless pip is told where to look: by --env PIP_INDEX_URL=..., or on this host.
     """
-    start, found, pip = time.monotonic(), [], [python, "-m", "pip", "--no-input", "--disable-pip-version-check"]
+    start, pip = time.monotonic(), [python, "-m", "pip", "--no-input", "--disable-pip-version-check"]
     has_gpu = any(map(glob.glob, GPU)) or shutil.which("nvidia-smi") is not None
     is_configured = any(option in line for line in run(*pip, "config", "list")[1] for option in INDEX_OPTIONS)
-    if not has_gpu and not is_configured:
-        _, found = run(*pip, "install", "-c", constraints, "--no-deps", "--retries", "1", "--timeout", "10",
-                       "--index-url", CPU_BUILDS, "torch")  # where it does not answer, the next line finds torch
+    if not has_gpu and not is_configured:  # where that index does not answer, the next line finds torch
+        run(*pip, "install", "-c", constraints, "--no-deps", "--retries", "1", "--timeout", "10", "--index-url",
+            CPU_BUILDS, "torch")
     code, lines = run(*pip, "install", "--progress-bar", "off", "-c", constraints, *requirements)
     if code:
         network = "no network for " * any("Retrying (" in line for line in lines)
         raise RuntimeError(f"{network}pip: {next((line for line in lines if line.lower().startswith('error')), code)}")
-    names = [name for line in found + lines if line.startswith("Successfully installed ") for name in line.split()[2:]]
-    torch = [name.removeprefix("torch-") for name in names if name.startswith("torch-")]
-    if names:
-        what = "".join(f"torch {version} and " for version in torch) + f"{len(names) - len(torch)} packages"
-        tell(said=f"installed {what} in {time.monotonic() - start:.0f} s")
-    if torch and has_gpu and (torch[0].endswith("+cpu") or os.uname().machine == "aarch64"):
-        tell(said="this torch may not use the GPU: a Jetson needs NVIDIA's own build, others one with CUDA")
+    if installed := [line for line in lines if line.startswith("Successfully installed ")]:
+        tell(said=f"installed {len(installed[0].split()) - 2} packages in {time.monotonic() - start:.0f} s")
 
 
 def end_with_launcher() -> None:
@@ -155,25 +150,23 @@ def tree(root: str) -> dict[str, str]:
 
 def install_on(host, root: str, job: dict) -> str | None:
     """Prints what is done on the host. Returns why it is not complete, None if it is."""
+    from check_hosts import Contact  # not at the far end
+
     with open(__file__, encoding="utf-8") as file:
         words = host.ssh("sh", "-c", FIND_PYTHON, "sh", file.read(), host.python)
-    # In a session of its own ssh has no terminal to ask anything on. What it runs ends when its input does.
-    process = subprocess.Popen(words, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)
-    answers, mark = [], MARK.encode()
+    contact, answers = Contact(host, words, MARK), []  # what it runs ends when its input does
     with contextlib.suppress(BrokenPipeError):  # the far end has ended
-        process.stdin.write(json.dumps({**job, "dir": host.dir, "python": host.python}).encode() + b"\n")
-        process.stdin.flush()
-        for line in filter(lambda line: line.startswith(mark), process.stdout):
-            answers.append(answer := json.loads(line.removeprefix(mark)))
+        for answer in contact.answers({**job, "dir": host.dir, "python": host.python}):
+            answers.append(answer)
             if "missing" in answer:
-                with tarfile.open(fileobj=process.stdin, mode="w|", dereference=True) as archive:
+                with tarfile.open(fileobj=(to := contact.process.stdin.buffer), mode="w|", dereference=True) as archive:
                     for name in answer["missing"]:
                         archive.add(os.path.join(root, name), name)
-                process.stdin.flush()
+                to.flush()
             if text := answer.get("said", "nothing to do" * (answers[1:] == [{"error": None}])):
                 print(f"{host.label} | {text}", flush=True)
-    said, code = process.stderr.read().decode(errors="replace").strip(), process.wait()
+    code, said = contact.last_words()
+    contact.end()
     if answers and "error" in answers[-1]:
         return answers[-1]["error"]
     last_line = said.rpartition("\n")[2]

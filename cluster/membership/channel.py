@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from ranks.sockets import set_limit
 
 LIMIT = 1 << 20  # bytes of a message
-CLIENTS = 64  # connections that are served at once
 NO_ANSWER = OSError, EOFError, ValueError, AuthenticationError
 
 
@@ -75,7 +74,7 @@ class Listener:
 
     def __init__(self, token: bytes, answer: Callable, address: str):
         self.address = address if address.startswith("127.") else ""  # else a name may stand for 127.0.1.1 here
-        self.token, self.answer, self.free = token, answer, threading.BoundedSemaphore(CLIENTS)
+        self.token, self.answer = token, answer
         self.port = self.listen(0)
 
     def listen(self, port: int) -> int:
@@ -88,16 +87,8 @@ class Listener:
         while True:
             with contextlib.suppress(OSError):
                 sock, _ = server.accept()
-                if self.free.acquire(blocking=False):
-                    threading.Thread(target=self.serve, args=[sock], daemon=True).start()
-                else:
-                    sock.close()
+                threading.Thread(target=self.serve, args=[sock], daemon=True).start()
 
     def serve(self, sock: socket.socket) -> None:
-        try:
-            with authenticated(sock, self.token, False, 2.0) as connection:
-                send(connection, self.answer(receive(connection), connection))
-        except NO_ANSWER:
-            pass
-        finally:
-            self.free.release()
+        with contextlib.suppress(*NO_ANSWER), authenticated(sock, self.token, False, 2.0) as connection:
+            send(connection, self.answer(receive(connection), connection))

@@ -54,7 +54,7 @@ class FailureDetector:
                 link, answer = connect(member.endpoint, self.members.token, message)
                 set_probes(link.fileno())
             except NO_ANSWER as error:
-                self.members.not_reached.setdefault(member.key, []).append(time.monotonic())
+                self.members.could_not_reach(member)
                 raise MembershipChanged(f"{member.address} is lost ({error!r})") from None
             if answer["ok"]:
                 return link

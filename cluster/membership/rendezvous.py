@@ -14,9 +14,11 @@ a generation begins when all its ranks have joined, at most one half can be it. 
 and then loses the others can't know whether it has begun for them, so it counts as one that has. And nobody agrees to
 what was decided without all that it knows. This each host also keeps on its disk, for processes that start anew.
 
-Not every host need reach every other one. Of two that could not, twice in a row, the later one stays out for a while.
+A part that hears too few waits, with what it has in memory, until it hears more. Not every host need reach every other
+one: of two that could not, twice in a row, the later one stays out for a while.
 """
 
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -33,7 +35,7 @@ from multiprocessing.connection import Connection
 import torch.distributed as dist
 
 from membership.channel import Listener, call
-from membership.roster import Caller, Member, Roster, in_order, since_last
+from membership.roster import Caller, Member, Roster, since_last
 from ranks.files import replace
 from ranks.lost import VARIABLE
 from utils import UserError
@@ -43,13 +45,8 @@ FRESH = 2.0  # seconds for which a process that has called counts as there
 PAUSE = 0.05  # seconds between two calls
 SILENT = 5.0  # seconds for which a host that did not answer is not asked again
 SETTLED = 3.0  # seconds without a new process, until a run begins with fewer hosts than hosts.txt has
-ATTEMPTS = 2  # to reach a member, until whoever leads the rendezvous hears of it
-STAYS_OUT = 30.0  # seconds for which a process is not taken in that does not reach a member; each time twice as long
-ALONE = 20.0  # seconds for which too few ranks are heard, until they end: a process may be started anew meanwhile
-
-
-class TooFew(RuntimeError):
-    """This part of the last generation has no right to go on, because another part may."""
+ATTEMPTS = 2  # to reach an earlier member, and twice as many for a later one, until a process stays out
+STAYS_OUT = 30.0  # seconds for which it does; each time twice as long
 
 
 class Members:
@@ -62,15 +59,15 @@ class Members:
     def __init__(self, record: dict, path: str, multiple: int):
         self.token, self.hosts, self.port = record["token"].encode(), record["hosts"], record["port"]
         self.run_id, self.at_least, self.at_most = record["id"], record["at_least"], record["at_most"]
-        self.multiple, self.is_done, self.is_kept, self.heard_at = multiple, False, True, 0.0
+        self.multiple, self.is_done, self.heard_at = multiple, False, 0.0
         self.next, self.state, self.said = None, "meeting", ""
         self.callers: dict[str, Caller] = {}  # by their keys
         self.basis: dict[str, list] = {}  # what the members of `next` knew when this process decided on it
         self.silent: dict[str, float] = {}  # addresses that did not answer, until when they are not asked
         self.links: list[Connection] = []  # of other members, see failure_detector.py
-        self.not_reached: dict[str, list[float]] = {}  # keys of processes: when, since the last generation began
-        self.stays_out: dict[tuple[str, int], tuple[float, float]] = {}  # places: until when, seconds in all
-        self.too_few_since, self.has_port, self.found_running = None, False, False
+        self.not_reached = collections.Counter()  # keys of processes: how often, since the last generation began
+        self.stays_out_until, self.stays_out = 0.0, STAYS_OUT
+        self.hears_enough, self.has_port, self.found_running = True, False, False
         address = self.hosts[record["host"]]
         self.path = f"{path}.{address}"
         self.roster, self.agreed = self.read()  # `agreed`: later ones, which may have begun for others
@@ -105,14 +102,11 @@ class Members:
         self.keep()
 
     def keep(self, is_done: bool = False) -> None:
-        """Writes what this process knows. Where a disk is full, `is_kept` is False: it must then not start anew."""
-        try:
+        """Writes what this process knows, unless the disk is full."""
+        with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
             record = {"run": self.run_id, "is_done": is_done, "knows": self.knows()}
             replace(f"{self.path}.{self.me.local_rank}.json", json.dumps(record))
-            self.is_kept = True
-        except OSError:
-            self.is_kept = False
 
     def may_begin(self, members: list[Member]) -> bool:
         """Whether these are enough for a first generation: more than half of the hosts, or half with the first one."""
@@ -128,61 +122,42 @@ class Members:
             return {"ok": is_mine}
         if message["kind"] == "meet":
             member = Member(**message["me"])
-            self.hear(member, message["knows"], message["cut_off"])
+            self.hear(member, message["knows"])
             self.silent.pop(member.address, None)
             if self.next and self.basis.get(member.key) == message["knows"]:
                 return {"state": "agreed", "roster": dataclasses.asdict(self.next)}
         return {"state": self.state}
 
-    def hear(self, member: Member, knows: list[dict], cut_off: list[str]) -> Caller:
+    def hear(self, member: Member, knows: list[dict]) -> Caller:
         now, before = time.monotonic(), self.callers.get(member.key)
-        caller = self.callers[member.key] = Caller(member, knows, cut_off, before.since if before else now, now)
+        caller = self.callers[member.key] = Caller(member, knows, before.since if before else now, now)
         return caller  # a generation that begins meanwhile forgets all callers
 
     def there(self) -> list[Caller]:
-        """Those who have called a moment ago, and this process: one a place, the last to come."""
-        own, now = self.hear(self.me, self.knows(), self.those_not_reached()), time.monotonic()
+        """Those who have called a moment ago, and this process: one a place, the last to come. By their ranks."""
+        own, now = self.hear(self.me, self.knows()), time.monotonic()
         fresh = {caller.member.place: caller for caller in sorted([*self.callers.values()], key=lambda each: each.since)
                  if now - caller.at < FRESH}
-        return [*{**fresh, self.me.place: own}.values()]
-
-    def is_survivor(self) -> bool:
-        """Whether this very process was in the last generation, and holds something in memory."""
-        return self.roster is not None and self.me in self.roster.members
+        return sorted({**fresh, self.me.place: own}.values(), key=lambda each: each.member.order)
 
     def newcomers(self) -> list[Member]:
         """Processes that wait to be taken in, while this one belongs to a generation."""
         if self.me.address != self.roster.members[0].address:
             return []
-        return [caller.member for caller in self.there()
-                if caller.member not in self.roster.members and self.may_come_in(caller.member)]
+        return [caller.member for caller in self.there() if caller.member not in self.roster.members]
 
-    def may_come_in(self, member: Member) -> bool:
-        return time.monotonic() >= self.stays_out.get(member.place, (0.0, 0.0))[0]
-
-    def those_not_reached(self) -> list[str]:
-        since = time.monotonic() - STAYS_OUT / 2
-        return [key for key, times in self.not_reached.items() if sum(at > since for at in times) >= ATTEMPTS]
-
-    def reaching_each_other(self) -> list[Caller]:
-        """Of those who are there, in the order of their ranks, those between whom nothing is cut off; this process is
-        one of them."""
-        taken = []
-        for caller in sorted(self.there(), key=lambda each: (each.member != self.me, in_order(each))):
-            member = caller.member
-            if any(member.key in other.cut_off or other.member.key in caller.cut_off for other in taken) and (
-                    self.may_come_in(member)):
-                seconds = 2 * self.stays_out.get(member.place, (0.0, STAYS_OUT / 2))[1]
-                self.stays_out[member.place] = (time.monotonic() + seconds, seconds)
-                print(f"{member.address} and another host do not reach each other: the run goes on without it for "
-                      f"{seconds:g} s. Can each host reach each other one at all ports?", flush=True)
-            if member == self.me or self.may_come_in(member):
-                taken.append(caller)
-        return sorted(taken, key=in_order)
+    def could_not_reach(self, member: Member) -> None:
+        """Of two that do not reach each other the later one stays out, or the one that alone knows of it."""
+        self.not_reached[member.key] += 1
+        if self.not_reached[member.key] >= ATTEMPTS * (1 if member.order < self.me.order else 2):
+            print(f"{self.me.address} and {member.address} do not reach each other: this process stays out for "
+                  f"{self.stays_out:g} s. Can each host reach each other one at all ports?", flush=True)
+            self.stays_out_until, self.stays_out = time.monotonic() + self.stays_out, 2 * self.stays_out
+            self.not_reached.clear()
 
     def meet(self, is_told_to_stop: Callable[[], bool]) -> Roster:
-        """Waits until there is a next generation with this process. Raises TooFew; UserError after a long time."""
-        self.state, self.next, self.too_few_since, self.heard_at = "meeting", None, None, time.monotonic()
+        """Waits until there is a next generation with this process. Raises UserError after a long time."""
+        self.state, self.next, self.hears_enough, self.heard_at = "meeting", None, True, time.monotonic()
         while self.next is None:
             if self.roster is None and time.monotonic() > self.heard_at + WAIT:
                 raise UserError(f"no run took this process in, and too few hosts came to begin one, for {WAIT:g} "
@@ -203,22 +178,24 @@ class Members:
     def look_around(self) -> None:
         """Calls the first host that answers; leads the rendezvous where that is this one.
 
-        A new process calls all of them: a run that goes on may be anywhere, and takes in who has called.
+        A new process, and one that hears too few, calls all: a run that goes on may be anywhere, and takes in who has
+        called. One that stays out calls none.
         """
+        self.state = "meeting" if time.monotonic() >= self.stays_out_until else "stays out"
+        if self.state == "stays out":
+            return
         known = [member.address for member in self.roster.members] if self.roster else []
         leads, states = self.opens_port(), []
         for address in dict.fromkeys([*self.hosts, *known]):
             if address == self.me.address and leads:
                 states.append("here")
-            elif answer := self.call((address, self.port)):
+            elif (answer := self.call((address, self.port))) and answer["state"] != "stays out":
                 states.append(answer["state"])
                 self.heard_at = time.monotonic()
                 self.found_running = self.found_running or answer["state"] == "running"
                 if self.next:
                     return
-                if answer["state"] == "too few" and self.is_survivor() and self.is_kept:
-                    raise TooFew
-            if states and self.is_survivor():
+            if states and self.hears_enough and self.roster and self.me in self.roster.members:
                 break
         if states[:1] == ["here"] and "running" not in states:
             self.lead()
@@ -228,8 +205,7 @@ class Members:
         now = time.monotonic()
         if now < self.silent.get(endpoint[0], 0):
             return None
-        answer = call(endpoint, self.token, {"kind": "meet", "me": dataclasses.asdict(self.me), "knows": self.knows(),
-                                             "cut_off": self.those_not_reached()})
+        answer = call(endpoint, self.token, {"kind": "meet", "me": dataclasses.asdict(self.me), "knows": self.knows()})
         if answer and answer["state"] == "agreed":
             self.next = Roster.of(answer["roster"])
         if answer is None and time.monotonic() > now + 0.5:  # nobody refused
@@ -249,29 +225,23 @@ class Members:
         return self.has_port
 
     def lead(self) -> None:
-        """Leads the rendezvous: sets `next` where all is known that has to be. Raises TooFew."""
-        found = self.reaching_each_other()
+        """Leads the rendezvous: sets `next` where all is known that has to be."""
+        found = self.there()
         members = [caller.member for caller in found]
         last, agreed = since_last([Roster.of(each) for caller in found for each in caller.knows])
         if self.may_come(members, last):
             return
         known = [each for each in [last, *agreed] if each]
-        if not all(roster.may_go_on(members) for roster in known):
-            self.too_few_since = self.too_few_since or time.monotonic()
-            if time.monotonic() > self.too_few_since + ALONE:
-                self.state = "too few"
-                time.sleep(FRESH)  # in which the others hear of it
-                self.state = "meeting"
-                if self.is_survivor() and self.is_kept:
-                    raise TooFew
+        self.hears_enough = all(roster.may_go_on(members) for roster in known)
+        if not self.hears_enough:
+            self.say(f"too few: this host hears {len(members)} of the {len(known[-1].members)} processes of the run, "
+                     "and the others may be training: this part waits, until it hears more of them")
             return
         if (hosts := len({member.address for member in members})) < self.at_least or len(members) % self.multiple or (
                 not known and not self.may_begin(members)):
-            if self.said != (text := f"waiting for others: hosts {hosts} of at least {self.at_least}, and to begin "
-                                     f"with more than half of {', '.join(self.hosts[:self.at_most])}; processes "
-                                     f"{len(members)}, which has to be a multiple of {self.multiple}"):
-                self.said = text
-                print(text, flush=True)
+            self.say(f"waiting for others: hosts {hosts} of at least {self.at_least}, and to begin with more than half "
+                     f"of {', '.join(self.hosts[:self.at_most])}; processes {len(members)}, which has to be a multiple "
+                     f"of {self.multiple}")
             return
         self.store = dist.TCPStore(self.me.address, 0, is_master=True, wait_for_workers=False,  # while it is referenced
                                    timeout=datetime.timedelta(seconds=SILENT))
@@ -279,16 +249,22 @@ class Members:
         self.next = Roster(1 + max([0, *(each.generation for each in known)]), tuple(members),
                            (self.me.address, self.store.port), secrets.token_hex(8))
 
+    def say(self, text: str) -> None:
+        """Once in a row."""
+        if text != self.said:
+            self.said = text
+            print(text, flush=True)
+
     def may_come(self, members: list[Member], last: Roster | None) -> bool:
         """Whether somebody is to be waited for: a rank that lives and has not noticed yet that its groups are broken,
         or belongs to a later generation, which takes this process in; where no rank has anything in memory, the
         processes of hosts that have just been started."""
         places = {member.place for member in members}
         absent = [member for member in last.members if member.place not in places] if last else []
-        absent = [member for member in absent if self.may_come_in(member)]
         with ThreadPoolExecutor(max(1, len(absent))) as pool:
-            if any([*pool.map(lambda member: self.call(member.endpoint), absent)]):
-                return True
+            answers = [*pool.map(lambda member: self.call(member.endpoint), absent)]
+        if any(answer and answer["state"] != "stays out" for answer in answers):
+            return True
         if last and any(member in last.members for member in members):
             return False
         now, nproc = time.monotonic(), {member.address: member.nproc for member in members}

@@ -20,6 +20,11 @@ class Member:
         return self.address, self.local_rank
 
     @property
+    def order(self) -> tuple:
+        """What sorts processes by their ranks."""
+        return self.host, self.place
+
+    @property
     def endpoint(self) -> tuple[str, int]:
         return self.address, self.port
 
@@ -67,16 +72,10 @@ def since_last(rosters: list[Roster]) -> tuple[Roster | None, list[Roster]]:
 class Caller:
     """A process that takes part in a rendezvous: what it says, and when it came first and was last heard.
 
-    `knows`: rosters, see Members.knows(). `cut_off`: the keys of processes that it does not reach.
+    `knows`: rosters, see Members.knows().
     """
 
     member: Member
     knows: list[dict]
-    cut_off: list[str]
     since: float
     at: float
-
-
-def in_order(caller: Caller) -> tuple:
-    """What sorts processes by their ranks."""
-    return caller.member.host, caller.member.place

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from membership.failure_detector import FailureDetector
-from membership.rendezvous import Members, TooFew
+from membership.rendezvous import Members
 from ranks.lost import LOST, NEWCOMER, VARIABLE, MembershipChanged, is_elastic, is_lost_peer
 from ranks.placement import forget_ranks
 from ranks.stopping import Signals, let_signals_kill
@@ -124,10 +124,7 @@ class Generation:
 
 
 def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
-    """train(args, generation), again and again in an elastic run until it returns. Each time with `args` as they are.
-
-    Where too few are left to go on, the process ends, and its agent starts it anew.
-    """
+    """train(args, generation), again and again in an elastic run until it returns, each time with the same `args`."""
     folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
     members, signals = Members.from_environment(os.path.join(folder, ".members"), args.tp_size), Signals()
     if members and members.is_done:
@@ -137,11 +134,6 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
     while True:
         try:
             return train(copy.deepcopy(args), generation)
-        except TooFew:
-            there, known = len(members.there()), len(members.roster.members)
-            print(f"too few: this host hears {there} of the {known} processes of the run, and the others may be "
-                  "training: this part ends, and takes part again when it hears more of them", flush=True)
-            os._exit(1)
         except UserError as error:
             generation = generation.outlives(error)
         except RuntimeError as error:

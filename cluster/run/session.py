@@ -76,8 +76,7 @@ class Session:
             self.everything, words = who_has_what(stage, self.tp_rank, members.me.address)
             say(words)
             if needed := members.roster.needed_hosts():
-                say(f"where {' or '.join(needed)} is lost, too few are left: the run then waits for it, and goes back "
-                    "to the last checkpoint")
+                say(f"where {' or '.join(needed)} is lost, too few are left: the run then waits for it")
         self.begin()
 
     def describe(self, step: int) -> dict:

@@ -3,9 +3,8 @@
     script, words, ranks, damaged = command_line(seed, actions)     `damaged`: a file that has to be damaged first
     content = damage(random, name, content)                         of a file, by what kind of file it is
 
-A command line has a few good values besides those of a run that works, and none, one or two bad ones; or it is the one
-of a run that works, and a file that it reads is damaged. As a script,
-`fuzz.py FOLDER SCRIPT FLAGS...`, it runs SCRIPT in FOLDER with a limit on memory.
+A command line is the one of a run that works, with one or two bad values; or a file that it reads is damaged. As a
+script, `fuzz.py FOLDER SCRIPT FLAGS...`, it runs SCRIPT in FOLDER with a limit on memory.
 """
 
 import json
@@ -32,38 +31,17 @@ PATHS = ["", " ", "nowhere", "nowhere/deep", "file", "file/below", "binary.txt",
 COUNTS = ["0", "", ",", "|", ";", "1,", "-1", "2,2", "4;4", "3,1;4", "1,1,1,1", "5", "8;5,3", "4|2,2", "4;|", "a", HUGE,
           "2, 2", "٤", "4;4;4", "1.5", "4|", "1," * 300 + "1"]
 RUN = "checkpoints/run/step_00000004"
-MODELS, RESUMED = ["model", "gpt2", "qwen", RUN], ["auto", "checkpoints/run", RUN, "checkpoints/run/step_00000002/"]
+RESUMED = ["auto", "checkpoints/run", RUN]
 TINY = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
             head_dim=4)
-MODEL_TYPES = {"model": {}, "qwen": dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"]),
-               "gpt2": dict(model_type="gpt2", architectures=["GPT2LMHeadModel"], n_embd=16, n_layer=4, n_head=4,
-                            n_positions=64, bos_token_id=0)}
+MODEL_TYPES = {"model": {}, "qwen": dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"])}
 SSH = "#!/bin/sh\nfor word; do last=$word; done\ncase \" $* \" in *\" -G \"*) echo \"hostname $last\"; exit;; esac\n" \
       "echo 'Could not resolve hostname' >&2; exit 255\n"
 HOSTS = "# three machines\npi@pi0 iface=eth0\npi@pi1 port=2222 nproc=1 python=~/venv/bin/python dir='~/my tutorial'\n" \
         "\ndesk nproc=2 address=192.168.1.7\n"
 
-# flag -> good values, bad or odd ones. Flags that are not here have what their type says.
-VALUES = {
-    "pipelines": (["4", "4|2,2", "2,2", "4;4"], COUNTS), "num_microbatches": (["2", "1", "2|1", "1,2"], COUNTS),
-    "tp_size": (["1", "2"], ["3", "2;1", *NUMBERS]), "resume": (RESUMED, PATHS), "init_from": ([MODELS[-1]], PATHS + MODELS),
-    "model_name": (MODELS, PATHS), "adapter": (["model"], PATHS), "plan": (["plan.json", "plan2.json"], PATHS),
-    "cluster_json": (["cluster.json"], PATHS), "checkpoint": (RESUMED, PATHS),
-    "dataset_name": (["corpus", "corpus/0.txt", "rows.jsonl"], [*PATHS, "bad.jsonl"]),
-    "checkpoint_dir": (["checkpoints", "other"], PATHS), "log_dir": (["runs", "other"], PATHS),
-    "out": (["out.json"], PATHS), "measure": (["measured.json"], PATHS), "hosts": (["hosts.txt"], PATHS),
-    "cluster": (["2xH100:8", "4xA100:2"], [*TEXTS, "0xH100:8", "2xH100", "2xnone:8", f"{HUGE}xH100:8", "2xH100:0"]),
-    "run_name": (["run", "new"], TEXTS), "prompt": (["The", "It was the best"], [*TEXTS, "word " * 3000]),
-    "num_hidden_layers": (["1", "2", "4"], [*BRIEF, "40"]), "num_attention_heads": (["4", "8"], ["3", "16", *NUMBERS]),
-    "num_key_value_heads": (["4", "2", "1"], ["3", *NUMBERS]), "profile_batch": (["-1", "0", "1"], ["-2", *NUMBERS]),
-    "elastic": (["1:2", "1:1"], ["2:1", "0:1", "3:4", ":", "1:", HUGE, f"1:{HUGE}", "", "é"]),
-    "env": (["A=1", "PATH"], [*TEXTS, "=", "=1", "A B=1"]), "port": (["29511"], NUMBERS),
-    "micro_batch_size": (["1", "1,2"], COUNTS), "memory_fraction": (["0.5"], FRACTIONS),
-    "base_bits": (["4"], ["8", "4.0", *NUMBERS]), "adam_betas": (["0.9,0.95", "0,0"], [*COUNTS, "0.9", "1,0.9", "0.9,nan"]),
-    "learning_rate": (["0.001", "0.1"], FRACTIONS), "bandwidth": (["1e9"], FRACTIONS),
-    **{name: (["1", "2"], BRIEF) for name in ("epochs", "max_steps", "max_steps_per_epoch", "train_steps",
-                                              "local_steps", "measure_seconds", "max_new_tokens")},
-}
+LASTING = ("epochs", "max_steps", "max_steps_per_epoch", "train_steps", "local_steps", "measure_seconds",
+           "max_new_tokens", "num_hidden_layers")  # flags that make a run long, rightly
 DIRECTORIES = {"checkpoint_dir": "checkpoints", "log_dir": "runs"}
 TRAINING = {"model_name": "model", "dataset_name": "corpus", "seq_len": "16", "dtype": "float64", "batch_size": "1",
             "num_microbatches": "2", "max_steps": "6", "run_name": "run", **DIRECTORIES}
@@ -76,10 +54,7 @@ SCRIPTS = {  # name -> share of the cases, path, flags of a run that works
         "profile_batch": "-1", **DIRECTORIES}),
     "launch_cluster": (5, "cluster/hosts/launch_cluster.py", {"hosts": "hosts.txt", "check": None}),
 }
-CLASHES = {  # a flag -> those that can't stand beside it
-    "plan": ("pipelines", "num_microbatches", "batch_size", "tp_size", "pp_engine"), "local_steps": ("max_steps",),
-    "measure": ("cluster_json",), "cluster": ("cluster_json",), "tp_size": ("num_microbatches",),
-}
+BESIDE_PLAN = ("num_microbatches", "batch_size")  # flags of a run that works which can't stand beside --plan
 READ = {  # a script -> the files of which one may be damaged
     "train_distributed": ["model/config.json", "model/tokenizer.json", "model/tokenizer_config.json",
                           f"{RUN}/state.json", f"{RUN}/model-00001-of-00001.safetensors", f"{RUN}/config.json",
@@ -100,11 +75,10 @@ def write_good_files(folder: pathlib.Path, make_plan) -> None:
     rows = [json.dumps({"text": "It was the best of times. " * 30}) + "\n"] * 4
     files = {"hosts.txt": HOSTS, "file": "a file\n", "empty.txt": "", "rows.jsonl": "".join(rows),
              "bad.jsonl": '{"words": 1}\n', "bin/ssh": SSH}
-    for count, name in (1, "plan.json"), (2, "plan2.json"):
-        cluster = made_up_cluster([1] * count, layers=4, sizes=(1, 2), bandwidth=1e6)
-        cluster.update(dtype="float64", hosts=[socket.gethostname()] * count,
-                       model={field: config[field] for field in cluster["model"]})
-        files.update({name: json.dumps(make_plan(cluster), indent=1), "cluster.json": json.dumps(cluster, indent=1)})
+    cluster = made_up_cluster([1], layers=4, sizes=(1, 2), bandwidth=1e6)
+    cluster.update(dtype="float64", hosts=[socket.gethostname()],
+                   model={field: config[field] for field in cluster["model"]})
+    files.update({"plan.json": json.dumps(make_plan(cluster), indent=1), "cluster.json": json.dumps(cluster, indent=1)})
     (folder / "folder").mkdir()
     (folder / "bin").mkdir()
     for name, text in files.items():
@@ -114,14 +88,12 @@ def write_good_files(folder: pathlib.Path, make_plan) -> None:
     (folder / "loop").symlink_to("loop")
 
 
-def pool(action) -> tuple[list[str], list[str]]:
-    """Good and bad values of a flag of argparse."""
-    if action.dest in VALUES:
-        return VALUES[action.dest]
-    if action.choices:
-        return [str(choice) for choice in action.choices], TEXTS
+def bad_values(action) -> list[str]:
+    """Of a flag of argparse."""
     kind = getattr(action.type, "__name__", None)
-    return {"int": (["1", "2", "3"], NUMBERS), "float": (["0.5", "1"], FRACTIONS)}.get(kind, (["a", "b"], TEXTS))
+    if kind == "int":
+        return BRIEF if action.dest in LASTING else NUMBERS
+    return FRACTIONS if kind == "float" else TEXTS if action.choices else [*TEXTS, *PATHS, *COUNTS]
 
 
 def command_line(seed: int, actions: dict, only_a_file: bool = False) -> tuple[str, list[str], int, str | None]:
@@ -129,34 +101,26 @@ def command_line(seed: int, actions: dict, only_a_file: bool = False) -> tuple[s
 
     `actions`: of each script's parser. `only_a_file`: nothing but a file is bad.
     """
-    rng = random.Random(seed)
+    rng, damaged = random.Random(seed), None
     shares = [len(READ[name]) if only_a_file else SCRIPTS[name][0] for name in SCRIPTS]
     script = rng.choices(list(SCRIPTS), shares)[0]
-    known = {action.dest: action for action in actions[script] if action.dest not in ("help", "sudo_pass")}
-    flags, damaged = dict(SCRIPTS[script][2]), None
+    known = {action.dest: action for action in actions[script] if action.dest not in ("help", "sudo_pass", "install")}
+    flags = dict(SCRIPTS[script][2])
     share_of_two = {"train_distributed": 0.08, "three_stages_simple_pp": 0.08, "generate": 0.5}.get(script)
     ranks = 2 if share_of_two and rng.random() < share_of_two else 1
-    if only_a_file or rng.random() < 0.25:
+    if only_a_file:
         damaged = rng.choice(READ[script])
         flags.update({NEEDED[damaged]: damaged.split("/")[0]} if damaged in NEEDED else {})
         if RUN in damaged and script == "train_distributed":
-            flags.update([("resume", rng.choice(RESUMED[:3])) if rng.random() < 0.7 else ("init_from", RUN)])
-    changes = rng.choice([[], [True]]) + rng.choice([[True], [True, True], [False], [False], [True, False]])
-    for is_good in changes if not only_a_file else []:
-        action = known[rng.choice(sorted(known))]
-        good, bad = pool(action)
-        flags[action.dest] = None if action.nargs == 0 else rng.choice(good if is_good else bad)
-    if only_a_file or rng.random() < 0.85:
-        for flag in [flag for flag in flags if flag in CLASHES]:
-            for other in CLASHES[flag]:
-                flags.pop(other, None)
+            flags.update([("resume", rng.choice(RESUMED)) if rng.random() < 0.7 else ("init_from", RUN)])
+        for other in BESIDE_PLAN if "plan" in flags else ():
+            flags.pop(other, None)
+    else:
+        for name in rng.sample(sorted(known), rng.choice([1, 1, 2])):
+            flags[name] = None if known[name].nargs == 0 else rng.choice(bad_values(known[name]))
     words = []
     for name, value in flags.items():
         words += known[name].option_strings[-1:] + [value] * (value is not None)
-        if known[name].option_strings and value is not None and rng.random() < 0.2:
-            words[-2:] = ["=".join(words[-2:])]
-    if not only_a_file and rng.random() < 0.04:
-        words.insert(rng.randrange(len(words)), rng.choice(["--unknown", "", "--", "more", "--help", "--seq-len"]))
     if script == "launch_cluster" and not only_a_file and rng.random() < 0.5:
         words += ["--", *rng.choice([[], ["train.py"], ["", "é"], ["\udcff"], ["nowhere.py", "--x"]])]
     return script, words, ranks, damaged

@@ -25,7 +25,6 @@ class Process:
 
     def __init__(self, members, host: int, now: float):
         self.members, self.host, self.phase, self.since, self.is_complete = members, host, "meeting", now, False
-        self.members.process, self.too_few = self, False
 
     @property
     def roster(self):
@@ -36,7 +35,7 @@ class Process:
 
     def meets(self, now: float) -> None:
         self.phase, self.since, self.is_complete = "meeting", now, False
-        self.members.state, self.members.next, self.members.too_few_since = "meeting", None, None
+        self.members.state, self.members.next, self.members.hears_enough = "meeting", None, True
 
 
 class Network:
@@ -61,7 +60,7 @@ class Network:
 
         clock = types.SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         stores = types.SimpleNamespace(TCPStore=lambda *_, **__: types.SimpleNamespace(port=1))
-        for name, value in dict(Listener=Listener, call=self.call, time=clock, dist=stores, ALONE=3.0).items():
+        for name, value in dict(Listener=Listener, call=self.call, time=clock, dist=stores).items():
             monkeypatch.setattr(rendezvous, name, value)
 
     def start(self, host: int, local_rank: int = 0) -> Process:
@@ -119,11 +118,7 @@ class Network:
                 self.processes.remove(process)
                 self.start(process.host, members.me.local_rank)
         elif process.phase == "meeting":
-            try:
-                members.look_around()
-            except rendezvous.TooFew:
-                self.end(process, "ended")
-                return
+            members.look_around()
             if members.next:
                 members.agree()
                 process.phase, process.since = "joining", self.now
@@ -138,7 +133,7 @@ class Network:
             elif self.now > process.since + JOINING or process.is_complete and not found:
                 for other in process.roster.members:
                     if not self.reach(process.host, other.host):
-                        members.not_reached.setdefault(other.key, []).append(self.now)
+                        members.could_not_reach(other)
                 process.meets(self.now)
         elif not self.together(process.roster) and slow:
             process.meets(self.now)

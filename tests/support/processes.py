@@ -5,11 +5,9 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import time
 import uuid
 
-import torch.distributed as dist
 from launch import ROOT, environment
 
 
@@ -85,22 +83,3 @@ class Command:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(timeout=60)
-
-
-def run_apart(script: pathlib.Path, ranks: list[dict[str, str]], timeout: float = 60) -> list[tuple[int, str]]:
-    """Runs the script once for each rank, with these variables, and returns their exit codes and last words.
-
-    Here nobody ends the others where one of them ends, as on machines of which each has a torchrun of its own. This
-    process is host of the store. A rank that still waits after `timeout` seconds is a failure.
-    """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = dict(WORLD_SIZE=str(len(ranks)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port),
-                  TORCHELASTIC_USE_AGENT_STORE="True")
-    running = [subprocess.Popen([sys.executable, str(script)], env=environment(**common, RANK=str(rank), **variables),
-                                stderr=subprocess.PIPE, text=True) for rank, variables in enumerate(ranks)]
-    try:
-        ended = [process.communicate(timeout=timeout)[1] for process in running]
-        return [(process.returncode, words) for process, words in zip(running, ended)]
-    finally:
-        for process in running:
-            process.kill()
