@@ -46,7 +46,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
     if evaluator and record.is_evaluation_due(first, args.eval_every):
         record.evaluated(first, evaluator.evaluate())
     for batch in range(first, num_steps):
-        with record.progress.bar():
+        with record.bar():
             times.start(batch, profile=batch == args.profile_batch)
             torch.manual_seed(args.seed + 1000 * grid.dp_rank + grid.pp_rank + 1_000_000 * batch)  # of dropout
             loss = plugin.execute_pipeline(batches, model, first_bad, optimizer)
