@@ -46,8 +46,7 @@ def test_a_plan_within_memory(capsys):
         made = Pipeline(tuple(pipeline["machines"]), tuple(pipeline["layers"]), pipeline["num_microbatches"])
         peaks = peak_memory(cluster, made, 1, Setting(plan["schedule"]))
         assert max(peaks) <= 0.9 * 9.5e4
-        assert all(f"{peak / 1e9:.2f} of 0.00" in printed for peak in peaks)
-    assert printed.startswith("plan: decoder layers ") and "host0" in printed and "tokens/s" in printed
+    assert printed.startswith("plan:\n") and "tokens/s" in printed and "--pipelines " in printed
     told = choose(flags(num_microbatches=[[3, 2]]), memory=9.5e4)
     assert sum(pipeline["num_microbatches"] for pipeline in told["pipelines"]) == 5
     assert choose(flags(pp_engine="afab"), memory=9.5e4)["schedule"] == "afab"
@@ -55,7 +54,7 @@ def test_a_plan_within_memory(capsys):
 
 def test_recomputation_where_it_is_needed(capsys):
     options = {"speeds": [2, 1], "saved_bytes": 1e5, "hidden_bytes": 256.0, "memory": 4.1e5}
-    assert choose(**options)["recompute"] and "| --recompute" in capsys.readouterr().out
+    assert choose(**options)["recompute"] and " --recompute | machines" in capsys.readouterr().out
     assert not choose(**{**options, "memory": 1.1e6})["recompute"]
 
 
@@ -88,7 +87,7 @@ def test_ranks_get_the_order_of_the_plan(tmp_path):
     assert all(line["sum"] == 5 for line in ranks) and ranks[0]["plan"] == ranks[1]["plan"]
     [pipeline] = ranks[0]["plan"]["pipelines"]
     assert sum(pipeline["layers"]) == 6 and pipeline["num_microbatches"] == 6
-    assert "measuring 3 ranks" in done.stdout and "predicted: " in done.stdout and "| idle: " in done.stdout
+    assert "measuring 3 ranks" in done.stdout and "tokens/s" in done.stdout and "| idle: " in done.stdout
 
 
 def test_where_all_fits_nothing_is_measured(tmp_path):

@@ -239,7 +239,7 @@ import os
 from checkpoints import save as checkpoint
 if os.environ["RANK"] == "1":
     checkpoint.free_memory = lambda device: 1000
-    checkpoint.Checkpointer.take_memory = lambda *_: sys.exit("a copy is made")
+    checkpoint.Checkpointer.copy_to_host = lambda *_: sys.exit("a copy is made")
 """, *words(saved, "short", "--pipelines", "2,2"), then=SCRIPT.name)
     assert done.stdout.count("rank 1: a copy of its part of a checkpoint takes 1 MB") == 1, done.stdout
     ours, theirs = (weights(path / f"step_{NEWER:08d}") for path in (newest(saved, "short").parent, saved / "copy"))

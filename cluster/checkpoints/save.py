@@ -34,7 +34,7 @@ from models.names import as_files_have_it
 from ranks.disks import Disks
 from ranks.files import sync_folder
 from ranks.memory import USABLE_MEMORY, free_memory, memory_below_peak
-from ranks.placement import home_rank, is_home, ranks_of_this_machine
+from ranks.placement import is_home, ranks_of_this_machine
 from utils import UserError
 
 CPU = torch.device("cpu")
@@ -63,16 +63,6 @@ class Checkpointer:
                 if name.endswith(".unfinished"):
                     shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
-    def prepare(self) -> None:
-        """Takes the memory for the copies in the background, after the first step: then the optimizer has its state.
-
-        While a checkpoint is still being written, the next save takes it instead.
-        """
-        is_writing = self.thread and self.thread.is_alive()
-        if self.grid.dp_rank == 0 and not is_writing and not self.lacks_memory():
-            self.thread = threading.Thread(target=self.take_memory, args=[shards_of(self.stage, self.optimizer)])
-            self.thread.start()
-
     def lacks_memory(self) -> bool:
         """Whether there are no copies yet, and what is free is too little for them and for what the next step takes."""
         tensors = [shard.tensor for shard in shards_of(self.stage, self.optimizer)]
@@ -85,14 +75,12 @@ class Checkpointer:
                   f"{max(0, free) / 1e6:.0f} MB are free: training waits while checkpoints are written", flush=True)
         return self.is_short
 
-    def take_memory(self, shards: list[Shard]) -> None:
-        self.host = [torch.zeros_like(shard.tensor, device=CPU, pin_memory=shard.tensor.is_cuda) for shard in shards]
-
     def copy_to_host(self) -> list[Shard]:
         """The shards with copies of their tensors, in memory that the next save uses again."""
         shards = shards_of(self.stage, self.optimizer)
         if len(self.host) != len(shards):
-            self.take_memory(shards)
+            self.host = [torch.zeros_like(shard.tensor, device=CPU, pin_memory=shard.tensor.is_cuda)
+                         for shard in shards]
         copied = [shard._replace(tensor=buffer.copy_(shard.tensor, non_blocking=True))
                   for shard, buffer in zip(shards, self.host)]
         if torch.cuda.is_initialized():
@@ -125,12 +113,6 @@ class Checkpointer:
                   for group in self.optimizer.param_groups]
         return {"step": step, **self.describe(step), "scheduler": self.scheduler.state_dict(),
                 "optimizer": {"class": type(self.optimizer).__name__, "param_groups": groups}}
-
-    def last(self) -> str | None:
-        """The path of the newest checkpoint on home_rank(), once it is written. Collective."""
-        self.wait()
-        path = os.path.join(self.folder, name_of_step(self.written))
-        return self.disks.gather(path)[home_rank()] if self.written else None
 
     def wait(self) -> None:
         """Until what save() began is written. Prints, on home_rank(), what came of it."""

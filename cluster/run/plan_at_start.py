@@ -19,13 +19,13 @@ from planning.machines import CLUSTER_JSON, Cluster, Pipeline, Setting
 from planning.measure import describe_machines, measure_with
 from planning.plan_file import machines_of, plan_of_file, require_same_model
 from planning.profiler import LayerProfiler
-from planning.report import as_plan
+from planning.report import as_plan, describe
 from planning.search import Plans, find_plans
 from planning.simulate import peak_memory
 from ranks.collectives import gather, say
 from ranks.memory import USABLE_MEMORY, free_memory, return_freed_memory
 from ranks.placement import from_home, host_names, machines
-from utils import UserError, to_readable_format
+from utils import UserError
 
 MEASURE_SECONDS = 12.0  # of measuring
 ROUGHLY = 50  # numbers that a layer keeps for each number of a hidden state, at most
@@ -91,9 +91,8 @@ def choose(args, data: dict) -> dict | None:
         return None
     schedule = "auto" if args.pp_engine == "1f1b" else args.pp_engine
     if plans := plans_that_fit(cluster, setting._replace(schedule=schedule), size, total):
-        plan = as_plan(cluster, plans)
-        print(described(cluster, plan), flush=True)
-        return plan
+        print("plan:", *describe(cluster, plans.best[0], plans.setting), sep="\n    ", flush=True)
+        return as_plan(cluster, plans)
     raise UserError(why_not(cluster, setting, size, total))
 
 
@@ -108,27 +107,6 @@ def plans_that_fit(cluster: Cluster, setting: Setting, size: int, total: int) ->
         with contextlib.suppress(UserError):
             return find_plans(cluster, total * size, setting._replace(recompute=recompute), [size], USABLE_MEMORY)
     return None
-
-
-def described(cluster: Cluster, plan: dict) -> str:
-    """Two lines: the layers of each machine and the micro-batches of each pipeline; how fast, and in what memory."""
-    predicted, used, parts, memory = plan["predicted"], machines_of(plan), [], []
-    for pipeline in plan["pipelines"]:
-        shares = zip(pipeline["machines"], pipeline["layers"])
-        stages = " -> ".join(f"{plan['hosts'][rank]} {count}" for rank, count in shares)
-        number = pipeline["num_microbatches"]
-        parts.append(f"{stages} ({number} micro-batch{'es' * (number > 1)})")
-    for rank in used:
-        machine = cluster.machines[rank]
-        peak, room = (each + machine.process_memory for each in (predicted["peak_memory"][str(rank)],
-                                                                 machine.free_memory))
-        memory.append(f"{machine.host} {peak / 1e9:.2f} of {room / 1e9:.2f}")
-    idle = [host for rank, host in enumerate(plan["hosts"]) if rank not in used]
-    speed = to_readable_format(plan["global_batch"] * cluster.seq_len / predicted["step_seconds"])
-    return (f"plan: decoder layers {'; '.join(parts)}{' | --recompute' * plan['recompute']}"
-            f"{' | idle: ' * bool(idle)}{', '.join(idle)}\n"
-            f"predicted: {speed} tokens/s, {predicted['step_seconds']:.3g} s a step; peak memory of the processes in "
-            f"GB: {', '.join(memory)}")
 
 
 def why_not(cluster: Cluster, setting: Setting, size: int, total: int) -> str:
