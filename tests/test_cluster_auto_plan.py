@@ -58,15 +58,10 @@ def test_recomputation_where_it_is_needed(capsys):
     assert not choose(**{**options, "memory": 1.1e6})["recompute"]
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"speeds": [1], "memory": 1e4}, "host0 0, of which 90% may be used; even --batch_size 1 --recompute needs"),
-    ({"speeds": [1], "saved_bytes": 1e5, "hidden_bytes": 9e4, "memory": 1.5e6}, "; --batch_size 1 would fit"),
-    ({"speeds": [1], "saved_bytes": 1e5, "memory": 6e5}, "; --batch_size 1 --recompute would fit"),
-])
-def test_nothing_fits(options, words):
+def test_nothing_fits():
     with pytest.raises(ValueError, match="not enough memory: with micro-batches of 4 samples") as error:
-        choose(flags(batch_size=4), sizes=(1, 4), **options)
-    assert words in str(error.value) and "\n" not in str(error.value)
+        choose(flags(batch_size=4), sizes=(1, 4), speeds=[1], memory=1e4)
+    assert "host0 0, of which 90% may be used: " in str(error.value) and "\n" not in str(error.value)
 
 
 MODEL = dict(kind="llama", vocab_size=512, hidden_size=64, num_hidden_layers=6, num_attention_heads=4,
@@ -100,7 +95,7 @@ def test_one_clear_line_where_nothing_fits(tmp_path):
     done = fork(9, 2, write_model(tmp_path / "model", **MODEL), "1e4,2e4", *LORA, script=RANKS, check=False)
     lines = [line for line in done.stderr.splitlines() if "not enough memory" in line]
     assert done.returncode and lines and "Traceback" not in done.stderr
-    assert "free are, in MB" in lines[0] and "MB more, or add machines" in lines[0]
+    assert "free are, in MB" in lines[0] and "or add machines" in lines[0]
 
 
 def test_shares_of_a_checkpoint(monkeypatch):

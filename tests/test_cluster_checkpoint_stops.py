@@ -98,7 +98,7 @@ def test_a_loss_of_nan(folder):
     good = checkpoint(folder, "diverged", 4)
     assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr, done.stderr
     assert "error: step 6 has the loss nan and the gradient norm nan: " in done.stderr
-    assert f"The last good checkpoint is that of step 4. Lower --learning_rate, and go on with --resume auto" in done.stderr
+    assert "The last good checkpoint is that of step 4. Lower --learning_rate, and go on with --resume auto" in done.stderr
     assert newest(folder, "diverged") == good and check_whole(good)["step"] == 4
     assert [row["step"] for row in metrics(folder / "runs", "diverged")] == [1, 2, 3, 4, 5]
 

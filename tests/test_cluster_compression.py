@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from launch import ROOT, fork, losses, modules_of
+from launch import ROOT, losses, modules_of
 from recordings import load, record
 
 SCRIPT = ROOT / "cluster" / "train_distributed.py"
@@ -167,17 +167,6 @@ for size in (1, 5, 3 * ROW, 7 * ROW + 3):
         assert all(torch.equal(one, everyone[0]) for one in everyone)
 dist.destroy_process_group()
 """)
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["--pipelines", "8;8", "--wire_dtype", "int8"], "wire_dtype has no effect, since no pipeline has a second stage"),
-    (["--pipelines", "4,4", "--gradient_wire_dtype", "int8"], "gradient_wire_dtype has no effect, since there is one"),
-    (["--pipelines", "4,4", "--wire_dtype", "fp8"], "--wire_dtype: invalid choice: 'fp8'"),
-])
-def test_flags_without_an_effect(tmp_path, flags, message):
-    done = fork(9, 2, *flags, "--equal_shares", "--log_dir", tmp_path, "--checkpoint_dir", tmp_path / "checkpoints",
-                script=SCRIPT, check=False)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("error: ") == 1, done.stderr
 
 
 def test_int8_and_the_sums_of_a_routers_loss(wire):

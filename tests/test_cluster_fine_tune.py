@@ -52,4 +52,4 @@ def test_three_hosts_that_can_not_hold_the_model(tmp_path):
     assert rows[-1]["evaluation_loss"] < rows[0]["evaluation_loss"] - 0.1
     assert peaks(printed).keys() == SPEEDS.keys()  # the kernel would have ended a host above its limit
     errors = {line.partition("error: ")[2] for line in alone.splitlines() if "error: not enough memory" in line}
-    assert code_alone and len(errors) == 1 and "MB more" in errors.pop() and "Traceback" not in alone
+    assert code_alone and len(errors) == 1 and "add machines" in errors.pop() and "Traceback" not in alone

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from checkpoints.files import ADAPTER, ADAPTER_CONFIG
-from checkpoints.loader import Loader
+from checkpoints.resume import Loader
 from inference.find import find_checkpoint_of_run, find_model, read_tokenizer, reading
 from models.published import published_weights
 from models.sizes import parts_of

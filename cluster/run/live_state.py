@@ -100,7 +100,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class PeerLoader:
-    """Gives a stage its weights, and then an optimizer its state, as checkpoints.loader.Loader does, from memory.
+    """Gives a stage its weights, and then an optimizer its state, as checkpoints.resume.Loader does, from memory.
 
     `held`: of this rank, or None. `specs`: for each rank the dtype and the shape of each key that it holds.
     """

@@ -36,7 +36,7 @@ from ranks.lost import is_elastic
 from ranks.stopping import let_signals_kill
 from run.compression import CompressedAllReduce
 from run.flags import fraction, make_adamw
-from run.loop import print_epochs, warn_of_damage
+from run.loop import print_epochs
 from run.record import Record, Step
 from run.session import Session, Trained
 from run.times import StepTimes
@@ -91,8 +91,7 @@ def check_local_flags(args) -> None:
 def train_rounds(args, plugin, made, layout, start, generation) -> None:
     """The training of train_distributed.py with --local_steps. A round is a step of the run's records, and at the end
     of each epoch rank 0 saves. Collective."""
-    vocab_size = made.model.config.vocab_size
-    data = Data(args, args.model_name, vocab_size, plugin.global_batch_size, None,
+    data = Data(args, args.model_name, made.model.config.vocab_size, plugin.global_batch_size, None,
                 args.max_steps_per_epoch and args.max_steps_per_epoch // args.local_steps)
     rounds_per_epoch = data.train.steps_per_epoch
     num_rounds = args.epochs * rounds_per_epoch
@@ -115,7 +114,6 @@ def train_rounds(args, plugin, made, layout, start, generation) -> None:
                            made.criterion, layout.local_steps, rounds_per_epoch)
     for step in print_epochs(map(record.write, rounds), rounds_per_epoch):
         session.step = step.number
-        warn_of_damage(step, 0, made.source, vocab_size)
         if step.number % rounds_per_epoch == 0:
             session.checkpointer.save(step.number, is_last=True)
     record.close()
@@ -202,7 +200,8 @@ def train_locally(args, plugin, model: torch.nn.Module, optimizer: torch.optim.O
     Yields each round as one step, when its outer step is done: its loss, gradient norm and learning rate are means over
     the local steps of all ranks. Where an epoch ends, all ranks have the same weights.
     """
-    rank, num_rounds, times = pgm.process_group_manager.dp_rank, args.epochs * rounds_per_epoch, StepTimes(plugin.device)
+    rank, times = pgm.process_group_manager.dp_rank, StepTimes(plugin.device)
+    num_rounds = args.epochs * rounds_per_epoch
     num_microbatches = [count // own for count, own in zip(plugin.num_microbatches, steps)]  # of a local step
     own, pace = steps[rank], steps[rank] / args.local_steps
     outer = OuterOptimizer(args, plugin, model, num_microbatches[rank] / sum(num_microbatches))

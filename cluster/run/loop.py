@@ -101,13 +101,6 @@ def print_epochs(steps: Iterator[Step], steps_per_epoch: int | None) -> Iterator
         yield step
 
 
-def warn_of_damage(step: Step, start: int, source: str | None, vocab_size: int) -> None:
-    """A line on rank 0 where the first step after `start` has far more than a guess's loss, by weights of `source`."""
-    if source and step.number == start + 1 and step.loss > 3 * math.log(vocab_size):
-        say(f"warning: the loss begins with {step.loss:.4g}, where guessing among {vocab_size} tokens has "
-            f"{math.log(vocab_size):.2f}: the weights that were read from {source} may be damaged, or of another model")
-
-
 def what_went_wrong(step: Step, session: Session) -> str:
     """Of a step whose loss or gradient norm is not finite, and what is left. Collective."""
     session.checkpointer.wait()

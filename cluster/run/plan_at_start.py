@@ -110,16 +110,11 @@ def plans_that_fit(cluster: Cluster, setting: Setting, size: int, total: int) ->
 
 
 def why_not(cluster: Cluster, setting: Setting, size: int, total: int) -> str:
-    """One line: what the model needs, what there is, and what would fit."""
+    """One line: what the model needs, and what there is."""
     most = setting._replace(recompute=True)
     has = ", ".join(f"{machine.host} {machine.free_memory / 1e6:.0f}" for machine in cluster.machines)
-    least = bytes_of_whole(cluster, most, 1, total)
-    more = least / USABLE_MEMORY - sum(machine.free_memory for machine in cluster.machines)
-    advice = (f"even --batch_size 1 --recompute needs {least / 1e6:.0f} MB: free about {max(more, 1e8) / 1e6:.0f} MB "
-              "more, or add machines, which share the model")
-    if size > 1 and (plans := plans_that_fit(cluster, setting, 1, total)):
-        advice = "--batch_size 1" + " --recompute" * (plans.setting.recompute and not setting.recompute) + " would fit"
-    needed, recomputed = (bytes_of_whole(cluster, each, size, total) / 1e6 for each in (setting, most))
+    needed, least = (bytes_of_whole(cluster, *each, total) / 1e6 for each in ((setting, size), (most, 1)))
     return (f"not enough memory: with micro-batches of {size} samples of {cluster.seq_len} tokens the model needs "
-            f"{needed:.0f} MB on one machine, {recomputed:.0f} MB with --recompute; free are, in MB: {has}, of which "
-            f"{USABLE_MEMORY:.0%} may be used; {advice}")
+            f"{needed:.0f} MB on one machine, and {least:.0f} MB with --batch_size 1 --recompute; free are, in MB: "
+            f"{has}, of which {USABLE_MEMORY:.0%} may be used: lower --batch_size, or add machines, which share the "
+            "model")
