@@ -66,7 +66,7 @@ def check_resumed(folder, name, expected, start: int, printed: str) -> None:
     assert not list((folder / "runs").glob(f"{name}.*")) and not list((folder / "checkpoints").glob(f"{name}.*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_step_that_runs_is_the_last(folder, uninterrupted, number):
     """Rank 1 is told to stop in the middle of step 3. The launcher hears that a checkpoint is written, which may take
     long. The run goes on in one process."""

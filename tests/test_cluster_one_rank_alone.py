@@ -100,8 +100,8 @@ def runs(folder, selected):
     return {(name, script): start(folder, script, f"{name} {script.stem}", models[name]) for name, script in cases}
 
 
-@pytest.mark.parametrize("case", [("cut", STEP9), ("another file in the index", STEP9), *((name, SCRIPT)
-                                                                                          for name in DAMAGES)],
+@pytest.mark.parametrize("case", [("cut", STEP9), *(
+    pytest.param((name, SCRIPT), marks=() if "index" in name else pytest.mark.slow) for name in DAMAGES)],
                          ids=lambda case: f"{case[0]} {case[1].stem}")
 def test_a_file_of_the_second_stage_is_damaged(runs, folder, case):
     name, script = case
@@ -121,7 +121,6 @@ def test_under_torchrun_nobody_else_complains(command, folder):
 
 
 @pytest.mark.parametrize("script, flag, other, changes, expected", [
-    (STEP9, "dataset_name", "nowhere", {}, "there is no such path"),
     (SCRIPT, "dataset_name", "nowhere", {}, "there is no such path"),
     (SCRIPT, "run_name", "taken", {}, "can't write to "),
     (SCRIPT, "model_name", "broken", dict(local_steps=2, max_steps=None, pipelines=None, num_microbatches="1,1"),
@@ -133,7 +132,7 @@ def test_each_rank_is_a_host(run_code, folder, script, flag, other, changes, exp
         damaged(folder, "broken", DAMAGES["cut"][0])
         (folder / "runs").mkdir(exist_ok=True)
         (folder / "runs" / "taken").write_text("a file")
-    done = run_code("cluster" if script == SCRIPT else 9, 2, f"""
+    done = run_code("cluster", 2, f"""
 import os, socket
 socket.gethostname = lambda: "host" + os.environ["RANK"]
 os.environ["LOCAL_RANK"] = "0"

@@ -9,7 +9,7 @@ import socket
 
 import pytest
 import torch
-from checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, newest, write_corpus, write_model
+from checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, write_corpus, write_model
 from clusters import MEASURED
 from launch import fork, metrics, modules_of, start_fork
 
@@ -102,7 +102,8 @@ def require_equal(folder, name: str, other: str) -> None:
     assert all((part[key] - whole[key]).abs().max() <= TOLERANCE for part in parts for key in part)
 
 
-@pytest.mark.parametrize("name", EQUALS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "afab" else name
+                                  for name in EQUALS])
 def test_unlike_micro_batches_equal_one_process(runs, folder, name):
     runs[EQUALS[name]].result()
     printed = runs[name].result().stdout
@@ -122,7 +123,6 @@ def test_from_two_ranks_onto_others(runs, folder):
     """Samples of a step that neither the ranks nor --batch_size divide."""
     runs["two"].result()
     for name, ranks, size, flags, printed in (
-            ("onto 1", 1, 3, [], "up to 3: 8"), ("onto 3", 3, 2, [], "up to 2: 3, 3, 2"),
             ("onto tp", 2, 5, ["--tp_size", 2], "up to 5: 8"),
             ("onto stages", 3, 3, ["--pipelines", "4;1,3"], "up to 3: 4, 4")):
         done = start(folder, name, ranks, *flags, "--resume", checkpoint(folder, "two", 2), batch_size=size).result()
@@ -245,9 +245,7 @@ def test_a_plan_for_those_that_are_left(tmp_path):
 
 
 @pytest.mark.parametrize("change, expected", [
-    ({"samples": 0}, "no positive numbers: [2, 16, 3, 0, "),
-    ({"samples": "5"}, "no positive numbers: [2, 16, 3, '5'"),
-    ({"samples": None}, "no positive numbers"), ({"samples": 2.0}, "no positive numbers"),
+    ({"samples": 0}, "no positive numbers: [2, 16, 3, 0, "), ({"samples": 2.0}, "no positive numbers"),
     ({"num_microbatches": 3}, "each of its pipelines has to have either num_microbatches or samples"),
 ])
 def test_bad_plans(tmp_path, change, expected):
@@ -257,21 +255,3 @@ def test_bad_plans(tmp_path, change, expected):
     plan["pipelines"][1].update(change)
     with pytest.raises(ValueError, match=re.escape(expected)):
         plan_file.checked_plan(plan)
-
-
-@pytest.mark.parametrize("flags, expected", [
-    (["--batch_size", 1_000_000_000], "24000000000 samples a step for 3 pipelines: choose 3 to 1048576"),
-    (["--num_microbatches", "1000000000,1,1"], "the data set has"),
-])
-def test_too_many_samples(folder, flags, expected):
-    """One line, before anything is dealt one by one."""
-    done = fork(9, 3, *flags_of(folder, "bad", folder / "model", batch_size=None, pipelines="4;4;4"), *flags,
-                script=SCRIPT, check=False)
-    assert done.returncode == 2 and done.stderr.count("error: ") == 1 and expected in done.stderr, done.stderr
-
-
-def test_fewer_samples_than_machines(runs, folder):
-    start(folder, "small", 1, "--num_microbatches", 2).result()
-    done = fork(9, 3, *flags_of(folder, "bad", folder / "model"), "--resume", newest(folder, "small"), script=SCRIPT,
-                check=False)
-    assert done.returncode == 2 and "2 samples a step for 3 pipelines: choose 3 to" in done.stderr, done.stderr

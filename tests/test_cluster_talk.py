@@ -15,7 +15,7 @@ from launch import ROOT, environment, fork, modules_of, torchrun
 from processes import eventually
 
 with modules_of(9):
-    import generate  # noqa: F401  before what it imports
+    import generate
     from hosts.host_facts import ASKS
     from inference import make_stage
 
@@ -188,6 +188,22 @@ def test_layers_by_memory(monkeypatch):
     monkeypatch.setattr(make_stage, "parts_of", lambda model: (400, 100, 400, 12))
     for free, layers in ([8, 8, 8], [3, 7, 2]), ([16, 8, 8], [6, 5, 1]), ([8, 8, 1], [4, 7, 1]):
         assert make_stage.layers_by_memory(None, free) == layers
+    with pytest.raises(ValueError, match="12 decoder layers, and each of 13 processes needs at least one"):
+        make_stage.layers_by_memory(None, [8] * 13)
+
+
+def test_flags_that_do_not_go_together(monkeypatch):
+    for ranks, words, message in (
+            (1, ["--prompt", "We", "--pipelines", "6"], "divide the model among several processes"),
+            (2, ["--prompt", "We", "--pipelines", "3,3", "--plan", "plan.json"], "leave out --pipelines"),
+            (2, ["--adapter", "a", "--merge_adapter", "out"], "--merge_adapter needs the whole model in one process"),
+            (1, ["--prompt", "We\n"], "has characters that can't be printed"), (1, ["--prompt", "We"], "name a model"),
+            (1, ["--adapter", "a"], "write a --prompt, or use --chat")):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        model = [] if "name" in message else ["--checkpoint", "model"]
+        monkeypatch.setattr(sys, "argv", ["generate.py", *model, *words])
+        with pytest.raises(ValueError, match=message):
+            generate.parse_args()
 
 
 TEMPLATE = ("{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"
@@ -248,12 +264,6 @@ def test_a_rank_that_is_lost_in_a_chat(chatty, tmp_path):
 @pytest.mark.parametrize("ranks, words, message", [
     (3, ["--prompt", "word " * 90], "tokens, and with --max_new_tokens 24 it is more than the 96 positions"),
     (3, ["--prompt", "We", "--adapter", "{gpt2}"], "is no adapter for this model"),
-    (3, ["--prompt", "We", "--pipelines", "3,3"], "need 2 processes, but 3 run"),
-    (7, ["--prompt", "We"], "the model has 6 decoder layers, and each of 7 processes needs at least one"),
-    (1, ["--prompt", "We", "--pipelines", "6"], "divide the model among several processes"),
-    (2, ["--prompt", "We", "--pipelines", "3,3", "--plan", "plan.json"], "leave out --pipelines"),
-    (2, ["--prompt", "We", "--plan", "nowhere.json"], "nowhere.json can't be read"),
-    (2, ["--adapter", "{gpt2}", "--merge_adapter", "out"], "--merge_adapter needs the whole model in one process"),
     (2, ["--chat", "--prompt", "We"], "has no chat template"),
     (2, ["--checkpoint", "{beams}", "--prompt", "We"], "asks for a beam search (num_beams 4)"),
     (3, ["--checkpoint", "{qwen3_next}", "--prompt", "We", "--pipelines", "1,2,3"], "has none of attention"),
