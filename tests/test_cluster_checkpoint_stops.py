@@ -7,7 +7,6 @@ import contextlib
 import os
 import random
 import signal
-import sys
 import time
 
 import pytest
@@ -138,17 +137,6 @@ def check_whole(path) -> dict:
     problems = [check_file(str(path), name, facts) for name, facts in state["files"].items()]
     assert not any(problems), problems
     return state
-
-
-@pytest.mark.slow
-def test_a_signal_during_local_steps(command, folder):
-    """Ranks that take local steps save at the end of an epoch only, but they end."""
-    flags = flags_of(folder, "local", folder / "model", max_steps=None, save_every=None)
-    process = command([sys.executable, SCRIPT, *flags, "--gradient_accumulation", "1", "--local_steps", "2",
-                       "--epochs", "1000"])
-    process.wait_for_step(folder / "runs" / "local" / "metrics.jsonl", 3)
-    process.process.send_signal(signal.SIGINT)
-    process.end(30)
 
 
 @pytest.mark.slow

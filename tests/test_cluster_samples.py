@@ -15,7 +15,6 @@ from launch import fork, metrics, modules_of, start_fork
 
 with modules_of(9):
     import process_group_manager as pgm
-    from dataloader import HeterogeneousDataLoader
     from planning import plan_file
     from planning.machines import Setting
     from run import layout, samples, speeds
@@ -180,17 +179,6 @@ def test_each_sample_is_read_once(monkeypatch, first_step):
         assert next(batches, None) is None
     for step, numbers in found.items():
         assert sorted(numbers) == [*range(40 * step, 40 * step + 40)]
-
-
-def test_whole_micro_batches_are_dealt_as_in_step_9(monkeypatch):
-    """With these shares all runs read what they read before there were others."""
-    for pipeline, counts in itertools.product(range(3), ([3, 2, 3], [1, 1, 4])):
-        monkeypatch.setattr(pgm, "process_group_manager", argparse.Namespace(dp_rank=pipeline))
-        plugin = made_plugin(4, [4 * count for count in counts])
-        theirs = HeterogeneousDataLoader(torch.arange(70), 4, counts, pipeline, plugin.device, torch.float64,
-                                         collate_fn=lambda ids: {"ids": torch.stack(ids)})
-        ours = plugin.batches(torch.arange(70), theirs.dataset.collate)
-        assert [batch["ids"].tolist() for batch in ours] == [batch["ids"].tolist() for batch in theirs]
 
 
 @pytest.mark.parametrize("total, size, seconds, expected", [
