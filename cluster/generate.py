@@ -17,8 +17,7 @@ from ranks import course  # noqa: F401  before step 9's modules
 import argparse
 import os
 
-from inference.prompts import require_input
-from inference.talk import write_all
+from inference.talk import require_input, write_all
 from run.flags import seed
 from train import counts
 from utils import ArgumentParser, UserError, number, one_clear_error, positive_float, positive_int

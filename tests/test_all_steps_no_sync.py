@@ -69,7 +69,6 @@ class Record(metrics.RunLogger):
     """A run's metrics, and nothing else."""
 
     bar, complete, leave = contextlib.nullcontext, lambda self, step: None, lambda self: None
-    progress = property(lambda self: self)
 
     def __init__(self, args, grid, disks, device, num_steps, tokens, *_):
         super().__init__(args, grid, num_steps, tokens)

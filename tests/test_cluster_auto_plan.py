@@ -46,8 +46,7 @@ def test_a_plan_within_memory(capsys):
         made = Pipeline(tuple(pipeline["machines"]), tuple(pipeline["layers"]), pipeline["num_microbatches"])
         peaks = peak_memory(cluster, made, 1, Setting(plan["schedule"]))
         assert max(peaks) <= 0.9 * 9.5e4
-        assert all(f"{peak / 1e9:.2f} of 0.00" in printed for peak in peaks)
-    assert printed.startswith("plan: decoder layers ") and "host0" in printed and "tokens/s" in printed
+    assert printed.startswith("plan:\n") and "tokens/s" in printed and "--pipelines " in printed
     told = choose(flags(num_microbatches=[[3, 2]]), memory=9.5e4)
     assert sum(pipeline["num_microbatches"] for pipeline in told["pipelines"]) == 5
     assert choose(flags(pp_engine="afab"), memory=9.5e4)["schedule"] == "afab"
@@ -55,19 +54,14 @@ def test_a_plan_within_memory(capsys):
 
 def test_recomputation_where_it_is_needed(capsys):
     options = {"speeds": [2, 1], "saved_bytes": 1e5, "hidden_bytes": 256.0, "memory": 4.1e5}
-    assert choose(**options)["recompute"] and "| --recompute" in capsys.readouterr().out
+    assert choose(**options)["recompute"] and " --recompute | machines" in capsys.readouterr().out
     assert not choose(**{**options, "memory": 1.1e6})["recompute"]
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"speeds": [1], "memory": 1e4}, "host0 0, of which 90% may be used; even --batch_size 1 --recompute needs"),
-    ({"speeds": [1], "saved_bytes": 1e5, "hidden_bytes": 9e4, "memory": 1.5e6}, "; --batch_size 1 would fit"),
-    ({"speeds": [1], "saved_bytes": 1e5, "memory": 6e5}, "; --batch_size 1 --recompute would fit"),
-])
-def test_nothing_fits(options, words):
+def test_nothing_fits():
     with pytest.raises(ValueError, match="not enough memory: with micro-batches of 4 samples") as error:
-        choose(flags(batch_size=4), sizes=(1, 4), **options)
-    assert words in str(error.value) and "\n" not in str(error.value)
+        choose(flags(batch_size=4), sizes=(1, 4), speeds=[1], memory=1e4)
+    assert "host0 0, of which 90% may be used: " in str(error.value) and "\n" not in str(error.value)
 
 
 MODEL = dict(kind="llama", vocab_size=512, hidden_size=64, num_hidden_layers=6, num_attention_heads=4,
@@ -95,7 +89,7 @@ def test_ranks_get_the_order_of_the_plan(model):
     assert all(line["sum"] == 5 for line in ranks) and ranks[0]["plan"] == ranks[1]["plan"]
     [pipeline] = ranks[0]["plan"]["pipelines"]
     assert sum(pipeline["layers"]) == 6 and pipeline["num_microbatches"] == 6
-    assert "measuring 3 ranks" in done.stdout and "predicted: " in done.stdout and "| idle: " in done.stdout
+    assert "measuring 3 ranks" in done.stdout and "tokens/s" in done.stdout and "| idle: " in done.stdout
 
 
 def test_where_all_fits_nothing_is_measured(model):
@@ -107,7 +101,7 @@ def test_one_clear_line_where_nothing_fits(model):
     done, _ = run(model, "1e4,2e4", check=False)
     lines = [line for line in done.stderr.splitlines() if "not enough memory" in line]
     assert done.returncode and lines and "Traceback" not in done.stderr
-    assert "free are, in MB" in lines[0] and "MB more, or add machines" in lines[0]
+    assert "free are, in MB" in lines[0] and "or add machines" in lines[0]
 
 
 def test_shares_of_a_checkpoint(monkeypatch):

@@ -15,7 +15,7 @@ from launch import modules_of
 
 with modules_of(9):
     from ranks import course  # noqa: F401  before step 9's modules
-    from run.record import EVALUATIONS, EVERY, Board, Progress, Record, Step, perplexity
+    from run.record import EVALUATIONS, Board, Record, Step, perplexity
 
 
 class Terminal(io.StringIO):
@@ -56,7 +56,7 @@ def a_record(folder, start: int = 0, num_steps: int = 4) -> Record:
 
 def log(record: Record, *steps: int) -> None:
     for step in steps:
-        with record.progress.bar():
+        with record.bar():
             pass
         record.log(step, 5.0 - step, 0.5, 0.1, 0.5)
 
@@ -87,24 +87,9 @@ def test_lines_where_there_is_no_terminal(world_of_one, tmp_path, capsys, monkey
     assert printed.count("step 1/4 | loss 4.0000 | grad norm 0.500") == 1 and printed.count("step 2/4") == 1
     assert "left" not in printed and "\r" not in printed
     monkeypatch.setattr(sys, "stdout", Terminal())
-    assert Progress(4, 0, True).is_bar and not Progress(4, 0, False).is_bar and not Progress(4, 4, True).is_bar
     monkeypatch.setenv("TERM", "dumb")
-    assert not Progress(4, 0, True).is_bar
-
-
-def test_time_left_without_a_terminal(capsys, monkeypatch):
-    clock = [1000.0]
-    monkeypatch.setattr("time.time", lambda: clock[0])
-    progress = Progress(30, 10, True)
-    progress.tqdm._time = lambda: clock[0]
-    for steps, now in ((1, 1000.0), (1, 1000.0 + EVERY / 2), (3, 1000.0 + EVERY), (1, 1001.0 + EVERY),
-                       (4, 1000.0 + 2 * EVERY), (10, 1000.0 + 9 * EVERY)):
-        clock[0] = now
-        for _ in range(steps):
-            progress.step(1.0, 1.0)
-    assert capsys.readouterr().out.splitlines() == [
-        "43% of the steps are done, about 08:30 left",  # 2 steps in 60 seconds, 17 to go
-        "57% of the steps are done, about 04:20 left", "70% of the steps are done, about 08:06 left"]
+    (dumb := a_record(tmp_path)).close()
+    assert dumb.progress.disable
 
 
 def test_evaluations_of_a_run_that_goes_on(world_of_one, tmp_path):

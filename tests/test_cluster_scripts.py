@@ -11,10 +11,8 @@ import re
 import pytest
 import torch
 
-from checkpoint_runs import write_model
 from clusters import MEASURED
-from launch import ROOT, fork, losses, metrics, modules_of, start_fork
-from recordings import LLAMA3
+from launch import ROOT, losses, metrics, modules_of, start_fork
 
 with modules_of(9):
     import train_single_test as single_test
@@ -154,11 +152,3 @@ def test_a_batch_too_large_for_the_memory_is_not_tried(tiny, monkeypatch):
         assert single_test.largest_batch(args, tiny, torch.device("cpu"))[0] == expected == tried[-1]
     args.memory_gb = 2.99 * four / 1e9
     assert single_test.largest_batch(args, tiny, torch.device("cpu"))[0] == 4
-
-
-def test_rotary_numbers_of_no_use(tmp_path):
-    """One line, and neither transformers nor the tokenizer is asked for it."""
-    model = write_model(tmp_path / "model", rope_parameters={**LLAMA3, "low_freq_factor": "1"})
-    done = fork(9, 2, "--model_name", model, "--device", "cpu", script=CLUSTER / "train_distributed.py", check=False)
-    assert done.returncode > 0 and [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
-        "error: rope_type='llama3' with low_freq_factor='1': set a number above 0 in config.json"], done.stderr

@@ -1,6 +1,7 @@
 """cluster/generate.py over several ranks, each with a stage of the model: the texts of transformers in one process."""
 
 import contextlib
+import io
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ from launch import ROOT, environment, fork, modules_of, torchrun
 from processes import eventually
 
 with modules_of(9):
-    import generate  # noqa: F401  before what it imports
+    import generate
     from hosts.host_facts import ASKS
     from inference import make_stage
 
@@ -29,10 +30,6 @@ KINDS = {  # of transformers -> configuration, layers of the stages
     "gpt2": (dict(vocab_size=1024, n_embd=32, n_layer=6, n_head=4, n_positions=96, initializer_range=0.3), "1,2,3"),
     "mixtral": (dict(LLAMA, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True), "2,3,1"),
     "gemma2": (dict(LLAMA, sliding_window=8, query_pre_attn_scalar=8, tie_word_embeddings=False), "1,1,4"),
-    "opt": (dict(vocab_size=1024, hidden_size=32, ffn_dim=48, num_hidden_layers=6, num_attention_heads=4,
-                 max_position_embeddings=96, init_std=0.3), "3,2,1"),
-    "gpt_neox": (dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=6,
-                      num_attention_heads=4, max_position_embeddings=96, initializer_range=0.3), "2,2,2"),
     "qwen3_next": (dict(LLAMA, layer_types=["linear_attention", "full_attention"] * 3, linear_num_value_heads=2,
                         linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4,
                         num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16), "2,2,2"),
@@ -188,6 +185,22 @@ def test_layers_by_memory(monkeypatch):
     monkeypatch.setattr(make_stage, "parts_of", lambda model: (400, 100, 400, 12))
     for free, layers in ([8, 8, 8], [3, 7, 2]), ([16, 8, 8], [6, 5, 1]), ([8, 8, 1], [4, 7, 1]):
         assert make_stage.layers_by_memory(None, free) == layers
+    with pytest.raises(ValueError, match="12 decoder layers, and each of 13 processes needs at least one"):
+        make_stage.layers_by_memory(None, [8] * 13)
+
+
+def test_flags_that_do_not_go_together(monkeypatch):
+    for ranks, words, message in (
+            (1, ["--prompt", "We", "--pipelines", "6"], "divide the model among several processes"),
+            (2, ["--prompt", "We", "--pipelines", "3,3", "--plan", "plan.json"], "leave out --pipelines"),
+            (2, ["--adapter", "a", "--merge_adapter", "out"], "--merge_adapter needs the whole model in one process"),
+            (1, ["--prompt", "We\n"], "has characters that can't be printed"), (1, ["--prompt", "We"], "name a model"),
+            (1, ["--adapter", "a"], "write a --prompt, or use --chat")):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        model = [] if "name" in message else ["--checkpoint", "model"]
+        monkeypatch.setattr(sys, "argv", ["generate.py", *model, *words])
+        with pytest.raises(ValueError, match=message):
+            generate.parse_args()
 
 
 TEMPLATE = ("{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"
@@ -201,6 +214,34 @@ def chatty(folder):
     path = shutil.copytree(model_of(folder, "llama"), folder / "chatty")
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
+
+
+def test_a_chat_remembers_its_turns_as_far_as_there_is_room(monkeypatch, tmp_path):
+    """Each question comes with all that was said before, but for the first turns of a long chat."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "tiny_llama")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    LlamaForCausalLM(LlamaConfig(vocab_size=1024, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                 num_attention_heads=2, max_position_embeddings=100)).save_pretrained(tmp_path)
+    asked, said, write = [], [], LlamaForCausalLM.generate
+
+    def listen(model, input_ids, **settings):
+        out = write(model, input_ids, **settings)
+        asked.append(tokenizer.decode(input_ids[0]))
+        said.append(tokenizer.decode(out[0, input_ids.shape[1]:], skip_special_tokens=True))
+        return out
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", listen)
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path), "--chat", "--device", "cpu",
+                                      "--max_new_tokens", "8"])
+    lines = [f"Question {i}" for i in range(9)]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n\n".join(lines).encode())))
+    generate.main()
+    assert len(asked) == len(lines) and asked[0] == "<user>Question 0\n<assistant>"
+    assert asked[1] == f"{asked[0]}{said[0]}\n<user>Question 1\n<assistant>"
+    assert "Question 0\n" not in asked[-1] and asked[-1].endswith(f"{said[-2]}\n<user>Question 8\n<assistant>")
 
 
 def start_chat(path, command: list, **options) -> subprocess.Popen:
@@ -248,12 +289,6 @@ def test_a_rank_that_is_lost_in_a_chat(chatty, tmp_path):
 @pytest.mark.parametrize("ranks, words, message", [
     (3, ["--prompt", "word " * 90], "tokens, and with --max_new_tokens 24 it is more than the 96 positions"),
     (3, ["--prompt", "We", "--adapter", "{gpt2}"], "is no adapter for this model"),
-    (3, ["--prompt", "We", "--pipelines", "3,3"], "need 2 processes, but 3 run"),
-    (7, ["--prompt", "We"], "the model has 6 decoder layers, and each of 7 processes needs at least one"),
-    (1, ["--prompt", "We", "--pipelines", "6"], "divide the model among several processes"),
-    (2, ["--prompt", "We", "--pipelines", "3,3", "--plan", "plan.json"], "leave out --pipelines"),
-    (2, ["--prompt", "We", "--plan", "nowhere.json"], "nowhere.json can't be read"),
-    (2, ["--adapter", "{gpt2}", "--merge_adapter", "out"], "--merge_adapter needs the whole model in one process"),
     (2, ["--chat", "--prompt", "We"], "has no chat template"),
     (2, ["--checkpoint", "{beams}", "--prompt", "We"], "asks for a beam search (num_beams 4)"),
     (3, ["--checkpoint", "{qwen3_next}", "--prompt", "We", "--pipelines", "1,2,3"], "has none of attention"),

@@ -20,6 +20,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,15 +30,27 @@ from checkpoints.files import (
     ADAPTER, ADAPTER_CONFIG, KINDS, STATE, TensorFile, forget_older, join_files, merge, name_of_step, set_latest,
     write_small, write_state,
 )
-from checkpoints.shards import Shard, collect, join, parts_over, shards_of
-from models.names import as_files_have_it
+from models.names import as_files_have_it, name_function, trained_alone
 from ranks.disks import Disks
 from ranks.files import sync_folder
 from ranks.memory import USABLE_MEMORY, free_memory, memory_below_peak
-from ranks.placement import home_rank, is_home, ranks_of_this_machine
+from ranks.placement import is_home, ranks_of_this_machine
 from utils import UserError
 
 CPU = torch.device("cpu")
+
+
+class Shard(NamedTuple):
+    """A tensor that this rank holds, or its part of one: along `dim`, in each of `fused` matrices side by side.
+
+    `kind`: of the file that it is for, one of KINDS.
+    """
+
+    kind: str
+    name: str
+    tensor: torch.Tensor
+    dim: int | None = None
+    fused: int = 1
 
 
 class Checkpointer:
@@ -63,16 +76,6 @@ class Checkpointer:
                 if name.endswith(".unfinished"):
                     shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
-    def prepare(self) -> None:
-        """Takes the memory for the copies in the background, after the first step: then the optimizer has its state.
-
-        While a checkpoint is still being written, the next save takes it instead.
-        """
-        is_writing = self.thread and self.thread.is_alive()
-        if self.grid.dp_rank == 0 and not is_writing and not self.lacks_memory():
-            self.thread = threading.Thread(target=self.take_memory, args=[shards_of(self.stage, self.optimizer)])
-            self.thread.start()
-
     def lacks_memory(self) -> bool:
         """Whether there are no copies yet, and what is free is too little for them and for what the next step takes."""
         tensors = [shard.tensor for shard in shards_of(self.stage, self.optimizer)]
@@ -85,14 +88,12 @@ class Checkpointer:
                   f"{max(0, free) / 1e6:.0f} MB are free: training waits while checkpoints are written", flush=True)
         return self.is_short
 
-    def take_memory(self, shards: list[Shard]) -> None:
-        self.host = [torch.zeros_like(shard.tensor, device=CPU, pin_memory=shard.tensor.is_cuda) for shard in shards]
-
     def copy_to_host(self) -> list[Shard]:
         """The shards with copies of their tensors, in memory that the next save uses again."""
         shards = shards_of(self.stage, self.optimizer)
         if len(self.host) != len(shards):
-            self.take_memory(shards)
+            self.host = [torch.zeros_like(shard.tensor, device=CPU, pin_memory=shard.tensor.is_cuda)
+                         for shard in shards]
         copied = [shard._replace(tensor=buffer.copy_(shard.tensor, non_blocking=True))
                   for shard, buffer in zip(shards, self.host)]
         if torch.cuda.is_initialized():
@@ -125,12 +126,6 @@ class Checkpointer:
                   for group in self.optimizer.param_groups]
         return {"step": step, **self.describe(step), "scheduler": self.scheduler.state_dict(),
                 "optimizer": {"class": type(self.optimizer).__name__, "param_groups": groups}}
-
-    def last(self) -> str | None:
-        """The path of the newest checkpoint on home_rank(), once it is written. Collective."""
-        self.wait()
-        path = os.path.join(self.folder, name_of_step(self.written))
-        return self.disks.gather(path)[home_rank()] if self.written else None
 
     def wait(self) -> None:
         """Until what save() began is written. Prints, on home_rank(), what came of it."""
@@ -223,3 +218,52 @@ class Checkpointer:
                 set_latest(self.folder, os.path.basename(final))
         except OSError as problem:  # the checkpoint is whole, and --resume auto does not need `latest`
             self.say(f"{self.folder}/latest could not be written: {problem.strerror}")
+
+
+def shards_of(stage, optimizer: torch.optim.Optimizer) -> list[Shard]:
+    """What this rank holds. A tied head is left out where the embedding stands for it."""
+    found, tied, name_of, trained = [], stage.tied, name_function(stage), trained_alone(stage)
+    for name, param in stage.model.named_parameters():
+        if trained and name not in trained or tied and name == tied[1] and not stage.is_first:
+            continue
+        module, _, key = name.rpartition(".")
+        module, name = stage.model.get_submodule(module), name_of(tied[0] if tied and name in tied else name)
+        split = getattr(module, "tp_dims", {}).get(key), getattr(module, "tp_fused", {}).get(key, 1)
+        found.append(Shard("model", name, param.detach(), *split))
+        for entry, value in optimizer.state.get(param, {}).items():
+            found.append(Shard("optimizer", f"{name}.{entry}", value, *(split if value.shape == param.shape else ())))
+    own = tuple(f"{name}." for name in stage.template.modules_per_stage[stage.stage_index])
+    params = dict(stage.model.named_parameters(remove_duplicate=False))
+    found += [Shard("model", name_of(name), buffer) for name, buffer in stage.model.state_dict().items()
+              if name not in params and name.startswith(own) and not trained]
+    return sorted(found, key=lambda shard: (-shard.tensor.dtype.itemsize, shard.name))
+
+
+def parts_over(group: dist.ProcessGroup | None, shards: list[Shard]) -> list[list[torch.Tensor]]:
+    """For each shard, the parts that the ranks of the tensor-parallel `group` hold, on the meta device; one part where
+    each rank holds all. Collective in the group."""
+    everyone = [[shard.tensor.to("meta") for shard in shards]]
+    if group:
+        everyone *= group.size()
+        dist.all_gather_object(everyone, everyone[0], group=group)
+    return [parts[:1] if shard.dim is None else parts for shard, *parts in zip(shards, *everyone)]
+
+
+def collect(shard: Shard, parts: list[torch.Tensor], group: dist.ProcessGroup | None) -> list[torch.Tensor] | None:
+    """`parts` with their numbers, on the first rank of `group`, to which the others send theirs."""
+    own = shard.tensor.cpu().contiguous()
+    if len(parts) > 1 and group.rank() > 0:
+        dist.send(own.flatten().view(torch.uint8), group=group, group_dst=0)
+        return None
+    parts = [own, *(torch.empty_like(part, device="cpu") for part in parts[1:])]
+    for source, part in enumerate(parts[1:], 1):
+        dist.recv(part.flatten().view(torch.uint8), group=group, group_src=source)
+    return parts
+
+
+def join(shard: Shard, parts: list[torch.Tensor]) -> torch.Tensor:
+    """The whole tensor."""
+    if len(parts) == 1:
+        return parts[0]
+    chunks = [part.chunk(shard.fused, shard.dim) for part in parts]  # of each rank, one of each fused matrix
+    return torch.cat([chunk[k] for k in range(shard.fused) for chunk in chunks], shard.dim)

@@ -8,7 +8,6 @@ Over several hosts that share no disk, each of three may be somewhere else:
 """
 
 import contextlib
-import importlib.util
 import os
 
 from checkpoints.files import ADAPTER, ADAPTER_CONFIG, STATE, read_latest
@@ -65,8 +64,6 @@ def find_model(args, whole: str | None = None) -> tuple[str, str, str | None]:
     if adapter is None:
         return base, base, None
     adapter = find(adapter, "--adapter", ADAPTER)
-    if not importlib.util.find_spec("peft"):
-        raise UserError("--adapter needs the library peft: pip install peft")
     base = base or read_json(os.path.join(adapter, ADAPTER_CONFIG), lambda config: config["base_model_name_or_path"])
     if not base:
         raise UserError(f"{adapter}/{ADAPTER_CONFIG} names no model: add --checkpoint")

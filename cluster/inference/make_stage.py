@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from checkpoints.files import ADAPTER, ADAPTER_CONFIG
-from checkpoints.loader import Loader
+from checkpoints.resume import Loader
 from inference.find import find_checkpoint_of_run, find_model, read_tokenizer, reading
 from models.causal import parts_of
 from models.published import published_weights
@@ -174,11 +174,9 @@ def share_adapters(model: torch.nn.Module, template: PipelineTemplate, folder: s
 
 def inject(model: torch.nn.Module, config: dict, folder: str, **changes) -> torch.nn.Module:
     """The model with empty adapters. Raises UserError where peft is missing, or the adapter is another model's."""
-    try:
+    with reading(f"{folder} is no adapter for this model, or peft is missing"), warnings.catch_warnings():
         from peft import PeftConfig, inject_adapter_in_model
-    except ImportError:
-        raise UserError("--adapter needs the library peft: pip install peft") from None
-    with reading(f"{folder} is no adapter for this model"), warnings.catch_warnings():
+
         warnings.simplefilter("ignore")
         return inject_adapter_in_model(PeftConfig.from_peft_type(**{**config, **changes}), model)
 

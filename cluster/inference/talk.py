@@ -3,7 +3,9 @@
 home_rank() has the tokenizer. It reads prompts, or what a user types, tells all ranks the ids, and prints what follows.
 """
 
+import contextlib
 import datetime
+import os
 import socket
 import sys
 import time
@@ -13,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from hosts.host_facts import ASKS
 from inference.make_stage import make_stage
-from inference.prompts import Talk, drawing, fit, talks
 from inference.stages import Writer
 from inference.whole import WholeModel
 from ranks.join import meet
@@ -24,6 +26,7 @@ from ranks.sockets import connections, set_probes
 from utils import UserError
 
 PATIENCE = 15  # seconds without an answer of a rank's system, after which it counts as lost
+Talk = list[dict[str, str]]  # messages, as a chat template takes them
 FOREVER = datetime.timedelta(days=365)  # a user may think
 
 
@@ -91,3 +94,58 @@ def watch_peers() -> None:
     for _, each in connections() if sys.platform == "linux" else ():
         set_probes(each.fileno())
         each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * PATIENCE)
+
+
+def talks(args) -> Iterator[list[Talk]]:
+    """The talks to go on with: those of all prompts at once, or the one of a chat after each line of the input, whose
+    end ends it. Whoever goes on with a talk appends the answer. Raises UserError where there is no input."""
+    if args.prompt is not None:
+        yield [[{"role": "user", "content": prompt}] for prompt in args.prompt]
+    elif args.chat:
+        require_input()
+        print(ASKS, flush=True)
+        talk = []
+        for line in filter(bytes.strip, sys.stdin.buffer):
+            talk.append({"role": "user", "content": line.decode(errors="replace").strip()})
+            yield [talk]
+
+
+def encode(args, tokenizer, talk: Talk) -> list[int]:
+    """The token ids of what the model is asked. Raises UserError where the tokenizer has no chat template."""
+    if not args.chat:
+        return tokenizer(talk[-1]["content"], add_special_tokens=False)["input_ids"]
+    if not tokenizer.chat_template:
+        raise UserError("the tokenizer has no chat template: leave out --chat")
+    return tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+
+
+def fit(args, config, tokenizer, talk: Talk) -> list[int]:
+    """The ids of the last message or, with --chat, of the conversation, which loses its first turns where it is too
+    long for the model. Raises UserError for a prompt that is."""
+    ids, limit = encode(args, tokenizer, talk), getattr(config, "max_position_embeddings", None)
+    while limit and len(ids) + args.max_new_tokens > limit and len(talk) > 1:
+        del talk[:2]
+        ids = encode(args, tokenizer, talk)
+    if not ids:
+        raise UserError(f"the prompt {talk[-1]['content']!r} has no token: write at least one word")
+    if limit and len(ids) + args.max_new_tokens > limit:
+        raise UserError(f"the prompt has {len(ids)} tokens, and with --max_new_tokens {args.max_new_tokens} it is more "
+                        f"than the {limit} positions of the model: shorten one of them")
+    return ids
+
+
+def drawing(args) -> dict:
+    """How generate() is to draw the next token."""
+    if args.temperature:
+        return dict(do_sample=True, temperature=args.temperature, top_p=args.top_p)
+    return dict(do_sample=False, temperature=None, top_p=None)
+
+
+def require_input() -> None:
+    """Raises UserError where nobody can type: standard input is closed, or it is /dev/null."""
+    is_closed = sys.stdin is None or sys.stdin.closed
+    with contextlib.suppress(OSError, ValueError):
+        is_closed = is_closed or os.path.samestat(os.fstat(sys.stdin.fileno()), os.stat(os.devnull))
+    if is_closed:
+        raise UserError(f"--chat, but {socket.gethostname()} gets no line to answer: it has no input, as with "
+                        "--detach. Give the --prompt, or start it without")

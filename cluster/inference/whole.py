@@ -43,9 +43,9 @@ class WholeModel:
 
 def with_adapter(model, adapter: str):
     """The model with an adapter. Raises UserError where it is another model's."""
-    from peft import PeftModel
+    with reading(f"{adapter} is no adapter for this model, or peft is missing"), warnings.catch_warnings():
+        from peft import PeftModel
 
-    with reading(f"{adapter} is no adapter for this model"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("error", UserWarning)  # tensors are missing
         return PeftModel.from_pretrained(model, adapter)

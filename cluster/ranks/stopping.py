@@ -1,12 +1,11 @@
 """A run that is asked to stop.
 
 SIGTERM and Ctrl-C only leave a note: all ranks finish the step that they are in, save a checkpoint and end. Whoever
-started them has to wait for that. launch_cluster.sh is told how long a step takes; torchrun waits for as long as a
-variable said when it started, so that a run prints its name where steps take too long for it.
+started them has to wait for that. launch_cluster.sh is told how long a step takes; torchrun waits for as long as
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT said when it started, 30 seconds by default.
 """
 
 import contextlib
-import math
 import os
 import signal
 import threading
@@ -20,7 +19,6 @@ from hosts.host_facts import STOPS_WITHIN
 from ranks.lost import is_elastic
 
 UNKNOWN = 600.0  # seconds that a stop may take where no step was measured yet, and while the last checkpoint is written
-SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds until torchrun kills what it has told to end; 30 by default
 
 
 def let_signals_kill() -> None:
@@ -67,7 +65,6 @@ class StopAgreement:
     def __init__(self, newcomers: Callable | None, signals: Signals):
         self.newcomers, self.signals, self.has_newcomers = newcomers, signals, False
         self.longest, self.asked_at = 0.0, None  # seconds between two questions of agree; when the last one was
-        self.torchrun_waits = float(os.environ.get(SHUTDOWN, 30)) if "TORCHELASTIC_RUN_ID" in os.environ else math.inf
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.group = dist.new_group(backend="gloo") if self.world_size > 1 else None
 
@@ -90,11 +87,6 @@ class StopAgreement:
         if self.asked_at and now - self.asked_at > self.longest:  # not of the first step, which warms up
             self.longest = now - self.asked_at
             self.stops_within(self.longest)
-            if self.rank == 0 and self.longest > self.torchrun_waits / 2:  # the other half is for the checkpoint
-                print(f"a step takes {self.longest:.0f} s, and torchrun ends its processes {self.torchrun_waits:.0f} s "
-                      f"after Ctrl-C, saved or not: start it with {SHUTDOWN}={max(UNKNOWN, 4 * self.longest):.0f} on "
-                      "each host", flush=True)
-                self.torchrun_waits = math.inf
         self.asked_at = now
         stops, newcomers, *self.told = asked.tolist()
         stops, self.has_newcomers = bool(stops), bool(newcomers)

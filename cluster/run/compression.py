@@ -32,13 +32,9 @@ def compress(plugin: HeterogeneousParallelPlugin, config, wire_dtype: str | None
     """From now on the plugin's stages send hidden states and their gradients in `wire_dtype` ("float32", "bfloat16" or
     "int8"), and the owners of parameters send gradients in `gradient_wire_dtype`. None leaves them as they are.
 
-    Call it after set_pipelines and before configure. `config` is the model's. Raises UserError for a dtype where
-    nothing is sent that could have it, and for int8 where the sums of a router's loss travel with the hidden states.
+    Call it before configure. `config` is the model's. Raises UserError for int8 where the sums of a router's loss
+    travel with the hidden states.
     """
-    if wire_dtype and all(template.num_stages == 1 for template in plugin.pipelines):
-        raise UserError("wire_dtype has no effect, since no pipeline has a second stage: leave it out")
-    if gradient_wire_dtype and len(plugin.pipelines) == 1:
-        raise UserError("gradient_wire_dtype has no effect, since there is one pipeline: leave it out")
     if wire_dtype == "int8" and getattr(config, "output_router_logits", False):
         raise UserError("wire_dtype int8 is too coarse for the sums of a router's loss, which go with hidden states: "
                         "use bfloat16, or set output_router_logits=False in the model's configuration")

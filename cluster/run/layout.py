@@ -142,8 +142,7 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
         local_steps = shares
         shares = [args.batch_size * args.gradient_accumulation * count for count in local_steps]
     setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
-    if is_elastic():  # with fewer machines there may be nothing to send
-        setting = setting.for_pipelines(pipelines)
+    setting = setting.for_pipelines(pipelines)  # there may be nothing to send
     return Layout(templates, shares, args.batch_size, setting, local_steps, args.tp_size)
 
 

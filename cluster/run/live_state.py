@@ -100,7 +100,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class PeerLoader:
-    """Gives a stage its weights, and then an optimizer its state, as checkpoints.loader.Loader does, from memory.
+    """Gives a stage its weights, and then an optimizer its state, as checkpoints.resume.Loader does, from memory.
 
     `held`: of this rank, or None. `specs`: for each rank the dtype and the shape of each key that it holds.
     """
@@ -188,16 +188,7 @@ def find_in_memory(generation, disks: Disks) -> InMemory | None:
 
     Afterwards generation.held is None on a rank whose state is not that of the run.
     """
-    found, held = in_memory(generation.held, disks, generation.number), generation.held
-    if found is None and any(disks.gather(held is not None)) and is_home():
-        print("a part of the model was on lost hosts alone: all ranks go back to the last checkpoint", flush=True)
-    if found is None or not found.specs[disks.rank]:
-        generation.held = None
-    return found
-
-
-def in_memory(held: LiveState | None, disks: Disks, generation: int) -> InMemory | None:
-    """As find_in_memory(). `generation`: the number of the one that begins. Collective."""
+    held = generation.held
     everyone = disks.gather(held and (held.generation, held.step, held.commit, held.checkpointer.written))
     last = max((each[0] for each in everyone if each), default=None)
     known = [each for each in everyone if each and each[0] == last]
@@ -215,11 +206,16 @@ def in_memory(held: LiveState | None, disks: Disks, generation: int) -> InMemory
     everyone = disks.gather((specs, is_current and (held.everything, held.checkpointer.state(step))))
     everything, state = next(facts for _, facts in everyone if facts)
     if not everything <= {key for each, _ in everyone for key in each}:
+        generation.held = None
+        if is_home():
+            print("a part of the model was on lost hosts alone: all ranks go back to the last checkpoint", flush=True)
         return None
     if is_current:
-        held.generation = generation
+        held.generation = generation.number
         for param in held.stage.model.parameters():
             param.grad = None  # all have taken the step that they were for
+    else:
+        generation.held = None
     commit = next((each for each in commits if each.step == step), None)
     return InMemory([each for each, _ in everyone], commit, state)
 

@@ -19,22 +19,16 @@ The last round of an epoch is not overlapped: all ranks end it with the same wei
 
 import argparse
 import datetime
-import functools
 import math
-import os
 import types
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
-from torch.utils.data import ConcatDataset, Dataset
 
 import process_group_manager as pgm
-from data.batches import pad
-from data.encoded import load_samples
-from metrics import RunLogger
+from data.batches import Data
 from model import cast_weights_once
 from pipeline_stage import PipelineStage
 from planning.machines import WIRE_DTYPES
@@ -42,8 +36,8 @@ from ranks.lost import is_elastic
 from ranks.stopping import let_signals_kill
 from run.compression import CompressedAllReduce
 from run.flags import fraction, make_adamw
-from run.loop import print_epochs, warn_of_damage
-from run.record import Board, Step
+from run.loop import print_epochs
+from run.record import Record, Step
 from run.session import Session, Trained
 from run.times import StepTimes
 from timeline import timeline
@@ -74,6 +68,7 @@ def check_local_flags(args) -> None:
     for name, default in OUTER.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
+    args.packing = args.packing if args.packing == "off" else "text"
     if args.overlap_steps >= args.local_steps:
         raise UserError(f"--overlap_steps {args.overlap_steps} must be below --local_steps {args.local_steps}: the "
                         "differences of a round have to arrive before the next round ends")
@@ -94,18 +89,13 @@ def check_local_flags(args) -> None:
 
 
 def train_rounds(args, plugin, made, layout, start, generation) -> None:
-    """The training of train_distributed.py with --local_steps. At the end of each epoch rank 0 saves. Collective."""
-    config = made.model.config
-    samples_of_step = plugin.global_batch_size // args.local_steps
-    samples = load_samples(args, args.model_name, config.vocab_size,
-                        args.max_steps_per_epoch and args.max_steps_per_epoch * samples_of_step)
-    if len(samples) < plugin.global_batch_size:
-        raise UserError(f"the data set has {len(samples)} samples, fewer than the {plugin.global_batch_size} of a "
-                        f"round of --local_steps {args.local_steps}: lower it, or add data")
-    rounds_per_epoch = len(samples) // plugin.global_batch_size
-    epochs = [ShuffledEpoch(samples, rounds_per_epoch * plugin.global_batch_size, args.seed + 1 + epoch)
-              for epoch in range(args.epochs)]
-    batches = plugin.batches(ConcatDataset(epochs), pad)
+    """The training of train_distributed.py with --local_steps. A round is a step of the run's records, and at the end
+    of each epoch rank 0 saves. Collective."""
+    data = Data(args, args.model_name, made.model.config.vocab_size, plugin.global_batch_size, None,
+                args.max_steps_per_epoch and args.max_steps_per_epoch // args.local_steps)
+    rounds_per_epoch = data.train.steps_per_epoch
+    num_rounds = args.epochs * rounds_per_epoch
+    data.train.set_steps(num_rounds)
     stage = PipelineStage(made.model, layout.templates[0], 0)
     with pgm.together():
         if made.initial:  # else the model has them, drawn by --seed
@@ -116,52 +106,18 @@ def train_rounds(args, plugin, made, layout, start, generation) -> None:
     optimizer = make_adamw(args, stage.model.named_parameters())
     start.clear_folder()
     trained = Trained(plugin, types.SimpleNamespace(module=stage), optimizer, types.SimpleNamespace(state_dict=dict))
-    session = Session(args, start, generation, made, None, trained, args.model_name, samples.read,
-                      rounds_per_epoch)
+    session = Session(args, start, generation, made, None, trained, args.model_name, data.read, rounds_per_epoch)
     let_signals_kill()
-    board = Board(os.path.join(args.log_dir, args.run_name), plugin.device)
-    rounds = train_locally(args, plugin, stage.model, optimizer, batches, made.criterion, layout.local_steps,
-                           rounds_per_epoch)
-    for step in print_epochs(rounds, rounds_per_epoch):
-        board.log(step, plugin.global_batch_size * args.seq_len)
+    record = Record(args, pgm.process_group_manager, start.disks, plugin.device, num_rounds,
+                    plugin.global_batch_size * args.seq_len, 0, {})
+    rounds = train_locally(args, plugin, stage.model, optimizer, plugin.batches(data.train, data.collate),
+                           made.criterion, layout.local_steps, rounds_per_epoch)
+    for step in print_epochs(map(record.write, rounds), rounds_per_epoch):
         session.step = step.number
-        warn_of_damage(step, 0, made.source, config.vocab_size)
         if step.number % rounds_per_epoch == 0:
             session.checkpointer.save(step.number, is_last=True)
+    record.close()
     session.end(was_stopped=False)
-    board.close()
-
-
-class ShuffledEpoch(Dataset):
-    """The first `count` of all samples in a random order, which is drawn when the epoch begins."""
-
-    def __init__(self, samples: Dataset, count: int, seed: int):
-        self.samples, self.count, self.seed = samples, count, seed
-
-    @functools.cached_property
-    def order(self) -> list[int]:
-        return torch.randperm(len(self.samples), generator=torch.Generator().manual_seed(self.seed)).tolist()
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, i: int) -> torch.Tensor:
-        return self.samples[self.order[i]]
-
-
-class Round:
-    """What a round was on this rank: a row a local step. Its `mean` over all ranks comes with the outer gradient."""
-
-    def __init__(self, number: int):
-        self.number, self.rows, self.seconds, self.computed = number, [], 0.0, []
-
-    def log(self, logger: RunLogger) -> Step:
-        """Writes the rows of `mean`. Returns the round as a step, which ends with the last row. Collective."""
-        num_rows = len(self.mean)
-        for i, row in enumerate(self.mean.tolist()):
-            logger.log((self.number - 1) * num_rows + i + 1, *row, self.seconds / num_rows)
-        compute_seconds = None if None in self.computed else sum(self.computed)
-        return Step(self.number, self.mean[:, 0].mean().item(), *row[1:], self.seconds, compute_seconds)
 
 
 class OuterOptimizer:
@@ -171,7 +127,7 @@ class OuterOptimizer:
     """
 
     def __init__(self, args, plugin, model: torch.nn.Module, share: float):
-        self.num_rows, self.share = args.local_steps, share
+        self.share = share
         self.share_of_samples = plugin.own_num_microbatches / sum(plugin.num_microbatches)
         self.weights = parameters_to_vector(model.parameters()).detach()
         vector_to_parameters(self.weights, model.parameters())
@@ -181,13 +137,13 @@ class OuterOptimizer:
                                          nesterov=args.outer_momentum > 0)
         self.group, self.under_way = dist.new_group(timeout=ROUND_TIMEOUT), None
 
-    def start(self, ended: Round) -> None:
-        """The difference and the rows of this rank begin to travel. The mean has `num_rows` rows."""
-        self.under_way, self.at_end = ended, self.weights.clone()
-        rows = torch.tensor(ended.rows, dtype=torch.float64, device=self.weights.device)  # (n_i, 3)
-        rows = F.adaptive_avg_pool1d(rows.T, self.num_rows).T  # shrinks them, or stretches them
-        ended.mean = (rows * self.share_of_samples).contiguous()
-        self.rows_arrive = dist.all_reduce(ended.mean, group=self.group, async_op=True)
+    def start(self, number: int, rows: list[tuple], spent: list[tuple]) -> None:
+        """The difference of this rank begins to travel, with the mean of the `rows` of its local steps in round
+        `number`. `spent`: what times.stop() returns for each of them; the last one is added while they travel."""
+        self.at_end, mean = self.weights.clone(), torch.tensor(rows, dtype=torch.float64).mean(0)  # (3)
+        mean = (mean * self.share_of_samples).to(self.weights.device)
+        self.under_way = number, mean, spent
+        self.mean_arrives = dist.all_reduce(mean, group=self.group, async_op=True)
         self.agreed.grad = (self.agreed - self.weights) * self.share
         self.sum, self.is_gathering = CompressedAllReduce(self.agreed.grad, self.group, self.wire_dtype), False
 
@@ -197,12 +153,13 @@ class OuterOptimizer:
             self.sum.gather()
             self.is_gathering = True
 
-    def finish(self) -> Round:
-        """Waits for the outer gradient, and takes the outer step. Returns the round that has ended with it."""
+    def finish(self) -> tuple[int, torch.Tensor, list[tuple]]:
+        """Waits for the outer gradient, and takes the outer step. Returns the round that has ended with it: its number,
+        the mean over all ranks' local steps, and what this rank has spent."""
         if not self.is_gathering:
             self.sum.gather()
         self.sum.wait()
-        self.rows_arrive.wait()
+        self.mean_arrives.wait()
         self.optimizer.step()
         self.weights.copy_(self.agreed + (self.weights - self.at_end))  # equal on all ranks, if nothing came after
         ended, self.under_way, self.sum, self.at_end, self.agreed.grad = self.under_way, None, None, None, None
@@ -230,38 +187,39 @@ def local_step(args, model, optimizer, scheduler, batches: Iterator[dict], num_m
     return total.item(), grad_norm.item(), learning_rate
 
 
+def as_step(number: int, mean: torch.Tensor, spent: list[tuple]) -> Step:
+    """A round as the records have it."""
+    seconds, computed = zip(*spent)
+    return Step(number, *mean.tolist(), sum(seconds), None if None in computed else sum(computed))
+
+
 def train_locally(args, plugin, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[dict],
                   criterion: Callable, steps: list[int], rounds_per_epoch: int) -> Iterator[Step]:
     """Trains `model`, whole on each rank, in rounds of steps[i] local steps on rank i. Collective.
 
-    Yields each round as one step, when its outer step is done. Writes --local_steps rows of metrics a round: the means
-    over ranks. Where an epoch ends, all ranks have the same weights.
+    Yields each round as one step, when its outer step is done: its loss, gradient norm and learning rate are means over
+    the local steps of all ranks. Where an epoch ends, all ranks have the same weights.
     """
-    rank, tokens = pgm.process_group_manager.dp_rank, plugin.global_batch_size * args.seq_len
-    num_rounds, times = args.epochs * rounds_per_epoch, StepTimes(plugin.device)
-    with pgm.together():
-        logger = RunLogger(args, pgm.process_group_manager, num_rounds * args.local_steps, tokens // args.local_steps)
+    rank, times = pgm.process_group_manager.dp_rank, StepTimes(plugin.device)
+    num_rounds = args.epochs * rounds_per_epoch
     num_microbatches = [count // own for count, own in zip(plugin.num_microbatches, steps)]  # of a local step
     own, pace = steps[rank], steps[rank] / args.local_steps
     outer = OuterOptimizer(args, plugin, model, num_microbatches[rank] / sum(num_microbatches))
     delay = min(math.ceil(args.overlap_steps * pace), own - 1)
     scheduler = make_scheduler(optimizer, num_rounds * own, round(args.warmup_steps * pace), args.lr_decay)
-    for number_of_round in range(1, num_rounds + 1):
-        now = Round(number_of_round)
-        is_overlapped = args.overlap_steps > 0 and number_of_round % rounds_per_epoch > 0
+    for number in range(1, num_rounds + 1):
+        rows, spent, ended = [], [], None
+        is_overlapped = args.overlap_steps > 0 and number % rounds_per_epoch > 0
         for step in range(own):
-            times.start((number_of_round - 1) * own + step)
+            times.start((number - 1) * own + step)
             if outer.under_way and step == delay:
-                yield outer.finish().log(logger)
-            now.rows.append(local_step(args, model, optimizer, scheduler, batches, num_microbatches[rank], criterion))
+                yield as_step(*outer.finish())
+            rows.append(local_step(args, model, optimizer, scheduler, batches, num_microbatches[rank], criterion))
             outer.advance()
             if step == own - 1:
-                outer.start(now)
-                if not is_overlapped:
-                    outer.finish()
-            seconds, computed = times.stop()
-            now.seconds, now.computed = now.seconds + seconds, [*now.computed, computed]
-        if not is_overlapped:
-            yield now.log(logger)
-    logger.close()
+                outer.start(number, rows, spent)
+                ended = None if is_overlapped else outer.finish()
+            spent.append(times.stop())
+        if ended:
+            yield as_step(*ended)
     times.print()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import process_group_manager as pgm
-from ranks.collectives import gather, say
+from ranks.collectives import say
 from ranks.placement import is_home
 from run.evaluation import Evaluator
 from run.record import Record, Step
@@ -41,15 +41,14 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
     session.generation.at_end.callback(record.leave)
     if first >= num_steps:
         has_made_all(session, num_steps)
-    times, first_bad = StepTimes(plugin.device), FirstBadLoss(criterion)
-    stops = is_last = False
+    times, stops, is_last = StepTimes(plugin.device), False, False
     if evaluator and record.is_evaluation_due(first, args.eval_every):
         record.evaluated(first, evaluator.evaluate())
     for batch in range(first, num_steps):
-        with record.progress.bar():
+        with record.bar():
             times.start(batch, profile=batch == args.profile_batch)
             torch.manual_seed(args.seed + 1000 * grid.dp_rank + grid.pp_rank + 1_000_000 * batch)  # of dropout
-            loss = plugin.execute_pipeline(batches, model, first_bad, optimizer)
+            loss = plugin.execute_pipeline(batches, model, criterion, optimizer)
             with timeline.span("gradient norm"):
                 grad_norm = plugin.clip_grad_norm(model, args.max_grad_norm)
             learning_rate = scheduler.get_last_lr()[0]
@@ -60,7 +59,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
             session.step = batch + 1
             step = Step(session.step, loss.item(), grad_norm.item(), learning_rate, *times.stop())  # waits for a GPU
         if not math.isfinite(step.loss + step.grad_norm):
-            raise UserError(first_bad.message(step, session))
+            raise UserError(what_went_wrong(step, session))
         record.log(*step[:5])
         if batch == args.profile_batch:
             write_timeline(args, times.clock)
@@ -102,40 +101,17 @@ def print_epochs(steps: Iterator[Step], steps_per_epoch: int | None) -> Iterator
         yield step
 
 
-def warn_of_damage(step: Step, start: int, source: str | None, vocab_size: int) -> None:
-    """A line on rank 0 where the first step after `start` has far more than a guess's loss, by weights of `source`."""
-    if source and step.number == start + 1 and step.loss > 3 * math.log(vocab_size):
-        say(f"warning: the loss begins with {step.loss:.4g}, where guessing among {vocab_size} tokens has "
-            f"{math.log(vocab_size):.2f}: the weights that were read from {source} may be damaged, or of another model")
-
-
-class FirstBadLoss:
-    """The criterion, which also notes whether a micro-batch's loss is not finite: it says which rank had it first."""
-
-    def __init__(self, criterion: Callable):
-        self.criterion, self.total = criterion, 0.0
-
-    def __call__(self, output, batch) -> torch.Tensor:
-        loss = self.criterion(output, batch)
-        self.total = self.total + loss.detach()  # not finite where one of them is not
-        return loss
-
-    def message(self, step: Step, session: Session) -> str:
-        """What went wrong, where, and what is left. Collective."""
-        bad = not math.isfinite(float(self.total))
-        if not any(everyone := gather(bad)):  # then it came with the gradients
-            everyone = gather(any(not param.grad.isfinite().all() for param in session.trained.model.parameters()
-                                  if param.grad is not None))
-        ranks = ", ".join(str(rank) for rank, is_bad in enumerate(everyone) if is_bad)
-        first = f", first on rank {ranks}" * bool(ranks)  # no rank where only their sum is too large a number
-        last = session.checkpointer.last()
-        if step.number == session.start.step + 1:  # no step has changed the weights
-            what_next = (f"Nothing was trained yet with the weights that were read from {session.source}: they may be "
-                         "damaged, get them anew or take others") if session.source else (
-                "Nothing was trained yet, and the weights were drawn at random: look at config.json, rms_norm_eps and "
-                "initializer_range for instance, and at --dtype")
-        else:
-            saved = f"The last good checkpoint is {last}" if last else "No checkpoint was saved yet"
-            what_next = f"{saved}. Lower --learning_rate, and go on with --resume auto"
-        return (f"step {step.number} has the loss {step.loss} and the gradient norm {step.grad_norm}{first}: the "
-                f"training stops, and saves nothing. {what_next}")
+def what_went_wrong(step: Step, session: Session) -> str:
+    """Of a step whose loss or gradient norm is not finite, and what is left. Collective."""
+    session.checkpointer.wait()
+    if step.number == session.start.step + 1:  # no step has changed the weights
+        what_next = (f"Nothing was trained yet with the weights that were read from {session.source}: they may be "
+                     "damaged, get them anew or take others") if session.source else (
+            "Nothing was trained yet, and the weights were drawn at random: look at config.json, rms_norm_eps and "
+            "initializer_range for instance, and at --dtype")
+    else:
+        saved = f"The last good checkpoint is that of step {session.checkpointer.written}"
+        what_next = (f"{saved if session.checkpointer.written else 'No checkpoint was saved yet'}. Lower "
+                     "--learning_rate, and go on with --resume auto")
+    return (f"step {step.number} has the loss {step.loss} and the gradient norm {step.grad_norm}: the training stops, "
+            f"and saves nothing. {what_next}")

@@ -19,13 +19,13 @@ from planning.machines import CLUSTER_JSON, Cluster, Pipeline, Setting
 from planning.measure import describe_machines, measure_with
 from planning.plan_file import machines_of, plan_of_file, require_same_model
 from planning.profiler import LayerProfiler
-from planning.report import as_plan
+from planning.report import as_plan, describe
 from planning.search import Plans, find_plans
 from planning.simulate import peak_memory
 from ranks.collectives import gather, say
 from ranks.memory import USABLE_MEMORY, free_memory, return_freed_memory
 from ranks.placement import from_home, host_names, machines
-from utils import UserError, to_readable_format
+from utils import UserError
 
 MEASURE_SECONDS = 12.0  # of measuring
 ROUGHLY = 50  # numbers that a layer keeps for each number of a hidden state, at most
@@ -91,9 +91,8 @@ def choose(args, data: dict) -> dict | None:
         return None
     schedule = "auto" if args.pp_engine == "1f1b" else args.pp_engine
     if plans := plans_that_fit(cluster, setting._replace(schedule=schedule), size, total):
-        plan = as_plan(cluster, plans)
-        print(described(cluster, plan), flush=True)
-        return plan
+        print("plan:", *describe(cluster, plans.best[0], plans.setting), sep="\n    ", flush=True)
+        return as_plan(cluster, plans)
     raise UserError(why_not(cluster, setting, size, total))
 
 
@@ -110,38 +109,12 @@ def plans_that_fit(cluster: Cluster, setting: Setting, size: int, total: int) ->
     return None
 
 
-def described(cluster: Cluster, plan: dict) -> str:
-    """Two lines: the layers of each machine and the micro-batches of each pipeline; how fast, and in what memory."""
-    predicted, used, parts, memory = plan["predicted"], machines_of(plan), [], []
-    for pipeline in plan["pipelines"]:
-        shares = zip(pipeline["machines"], pipeline["layers"])
-        stages = " -> ".join(f"{plan['hosts'][rank]} {count}" for rank, count in shares)
-        number = pipeline["num_microbatches"]
-        parts.append(f"{stages} ({number} micro-batch{'es' * (number > 1)})")
-    for rank in used:
-        machine = cluster.machines[rank]
-        peak, room = (each + machine.process_memory for each in (predicted["peak_memory"][str(rank)],
-                                                                 machine.free_memory))
-        memory.append(f"{machine.host} {peak / 1e9:.2f} of {room / 1e9:.2f}")
-    idle = [host for rank, host in enumerate(plan["hosts"]) if rank not in used]
-    speed = to_readable_format(plan["global_batch"] * cluster.seq_len / predicted["step_seconds"])
-    return (f"plan: decoder layers {'; '.join(parts)}{' | --recompute' * plan['recompute']}"
-            f"{' | idle: ' * bool(idle)}{', '.join(idle)}\n"
-            f"predicted: {speed} tokens/s, {predicted['step_seconds']:.3g} s a step; peak memory of the processes in "
-            f"GB: {', '.join(memory)}")
-
-
 def why_not(cluster: Cluster, setting: Setting, size: int, total: int) -> str:
-    """One line: what the model needs, what there is, and what would fit."""
+    """One line: what the model needs, and what there is."""
     most = setting._replace(recompute=True)
     has = ", ".join(f"{machine.host} {machine.free_memory / 1e6:.0f}" for machine in cluster.machines)
-    least = bytes_of_whole(cluster, most, 1, total)
-    more = least / USABLE_MEMORY - sum(machine.free_memory for machine in cluster.machines)
-    advice = (f"even --batch_size 1 --recompute needs {least / 1e6:.0f} MB: free about {max(more, 1e8) / 1e6:.0f} MB "
-              "more, or add machines, which share the model")
-    if size > 1 and (plans := plans_that_fit(cluster, setting, 1, total)):
-        advice = "--batch_size 1" + " --recompute" * (plans.setting.recompute and not setting.recompute) + " would fit"
-    needed, recomputed = (bytes_of_whole(cluster, each, size, total) / 1e6 for each in (setting, most))
+    needed, least = (bytes_of_whole(cluster, *each, total) / 1e6 for each in ((setting, size), (most, 1)))
     return (f"not enough memory: with micro-batches of {size} samples of {cluster.seq_len} tokens the model needs "
-            f"{needed:.0f} MB on one machine, {recomputed:.0f} MB with --recompute; free are, in MB: {has}, of which "
-            f"{USABLE_MEMORY:.0%} may be used; {advice}")
+            f"{needed:.0f} MB on one machine, and {least:.0f} MB with --batch_size 1 --recompute; free are, in MB: "
+            f"{has}, of which {USABLE_MEMORY:.0%} may be used: lower --batch_size, or add machines, which share the "
+            "model")

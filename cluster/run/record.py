@@ -9,7 +9,7 @@ TensorBoard gets the loss of each step, and what each rank did and used in it: s
 computed and those that it waited for others or for the network, its memory, and how busy its CPU and GPU were. W&B gets
 the latter, too; what RunLogger writes for W&B is not repeated there.
 
-On a terminal one line is drawn anew while a step is computed; elsewhere there is a line every minute:
+On a terminal one line is drawn anew while a step is computed; elsewhere each step has a line, RunLogger's:
 
     step 12/60 |####                | loss 3.4211 | evaluation 3.5120 | 214 tokens/s | 03:12 left
 """
@@ -36,9 +36,7 @@ from tqdm import tqdm
 
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluation.jsonl"
 BEFORE = "metrics.before.jsonl"  # rows of the runs before, until they are in the new file
-EVERY = 60  # seconds between two lines of progress where there is no terminal
 BAR = "step {n_fmt}/{total_fmt} |{bar:20}| {desc}{remaining} left"  # as tqdm fills it in
-LEFT = "{percentage:.0f}% of the steps are done, about {remaining} left"
 
 
 class Step(NamedTuple):
@@ -98,17 +96,41 @@ class Record:
                 self.evaluations = os.path.join(folder, EVALUATIONS)
                 if evaluations or os.path.exists(self.evaluations):  # those of later steps are made again
                     replace(self.evaluations, "".join(evaluations))
-        self.progress, self.board = Progress(num_steps, start, grid.is_logging_rank), None
+        has_bar = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self.progress = tqdm(total=num_steps, initial=start, bar_format=BAR, file=sys.stdout, ascii=" #",
+                             disable=not (grid.is_logging_rank and start < num_steps and has_bar), dynamic_ncols=True,
+                             mininterval=math.inf)
+        self.progress.clear()
+        self.words, self.board = {"loss": "", "evaluation": "", "speed": ""}, None
         self.device, self.start, self.num_steps = device, start, num_steps
 
     def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float) -> None:
-        with contextlib.redirect_stdout(io.StringIO()) if self.progress.is_bar else contextlib.nullcontext():
+        with contextlib.nullcontext() if self.progress.disable else contextlib.redirect_stdout(io.StringIO()):
             self.logger.log(step, loss, grad_norm, learning_rate, seconds)
-        self.progress.step(loss, self.tokens_per_step / seconds)
+        self.progress.update()
+        self.tell(loss=f"loss {loss:.4f}", speed=f"{self.tokens_per_step / seconds:,.0f} tokens/s")
         if self.file and not self.logger.enabled:
             row = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
                    "trained_tokens": step * self.tokens_per_step, "step_seconds": seconds}
             self.file.write(json.dumps(row) + "\n")
+
+    @contextlib.contextmanager
+    def bar(self) -> Iterator[None]:
+        """On a terminal the bar is there inside of the block, in which nothing should be printed."""
+        self.progress.refresh()
+        yield
+        self.progress.clear()
+
+    def tell(self, **words: str) -> None:
+        """What the bar says besides: of the `loss`, the last `evaluation` and the `speed`."""
+        self.words.update(words)
+        self.progress.set_description_str("".join(f"{each} | " for each in self.words.values() if each), refresh=False)
+
+    def write(self, step: Step) -> Step:
+        """Records a step that needs neither an evaluation nor a sample. Collective."""
+        self.log(*step[:5])
+        self.complete(step)
+        return step
 
     def is_evaluation_due(self, step: int, every: int) -> bool:
         """Before the first step, after the last one, and after `every` ones (0: never), where none is recorded yet."""
@@ -122,7 +144,7 @@ class Record:
             with open(self.evaluations, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         if self.logger.enabled:
-            self.progress.tell(evaluation=f"evaluation {loss:.4f}")
+            self.tell(evaluation=f"evaluation {loss:.4f}")
             if self.logger.wandb:
                 self.logger.wandb.log(values, step=step)
             print(f"evaluation after step {step}: loss {loss:.4f}, perplexity {values['perplexity']:.2f}", flush=True)
@@ -228,56 +250,3 @@ class Board:
         if self.writer is not None:
             self.writer.close()
             print(f"TensorBoard: tensorboard --logdir {os.path.dirname(self.writer.log_dir)}", flush=True)
-
-
-class Progress:
-    """Of the steps `start` + 1 to `num_steps`, on the rank that logs; on others, with `is_shown` False, nothing.
-
-    On a terminal tqdm draws a bar, and no lines of the steps are wanted: `is_bar`. Elsewhere the steps' lines are
-    RunLogger's, and the time left is added every minute. The first step, which warms up, counts neither as done nor as
-    time.
-    """
-
-    def __init__(self, num_steps: int, start: int, is_shown: bool):
-        is_shown = is_shown and start < num_steps
-        self.is_bar = is_shown and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        self.tqdm = tqdm(total=num_steps, initial=start, disable=not is_shown, bar_format=BAR if self.is_bar else LEFT,
-                         file=sys.stdout if self.is_bar else io.StringIO(), ascii=" #", dynamic_ncols=True,
-                         mininterval=math.inf)
-        self.tqdm.clear()
-        self.said_at, self.words = None, {"loss": "", "evaluation": "", "speed": ""}
-
-    @contextlib.contextmanager
-    def bar(self) -> Iterator[None]:
-        """On a terminal the bar is there inside of the block, in which nothing should be printed."""
-        if self.is_bar:
-            self.tqdm.refresh()
-        yield
-        if self.is_bar:
-            self.tqdm.clear()
-
-    def step(self, loss: float, tokens_per_second: float) -> None:
-        """Another step is done."""
-        self.tqdm.update()
-        self.tell(loss=f"loss {loss:.4f}", speed=f"{tokens_per_second:,.0f} tokens/s")
-        now = time.time()
-        if self.said_at is None:
-            self.tqdm.initial, self.said_at = self.tqdm.n, now
-            self.tqdm.start_t = self.tqdm.last_print_t = now
-        elif self.is_due(now):
-            self.said_at = now
-            print(str(self.tqdm), flush=True)
-
-    def is_due(self, now: float) -> bool:
-        """Whether it is time for a line on a log without a terminal."""
-        is_on_a_log = not self.is_bar and not self.tqdm.disable
-        return is_on_a_log and now - self.said_at >= EVERY and self.tqdm.n < self.tqdm.total
-
-    def tell(self, **words: str) -> None:
-        """What the bar says besides: of the `loss`, the last `evaluation` and the `speed`."""
-        self.words.update(words)
-        self.tqdm.set_description_str("".join(f"{each} | " for each in self.words.values() if each), refresh=False)
-
-    def close(self) -> None:
-        """The bar stays as it is, and what follows is printed below it."""
-        self.tqdm.close()

@@ -23,7 +23,6 @@ from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from planning.rebalancing import Rebalancing
 from ranks.collectives import say
 from run.speeds import has_router_loss
-from utils import UserError
 
 
 class SamplesPlugin(HeterogeneousParallelPlugin):
@@ -85,14 +84,6 @@ def add_replan_flag(parser: argparse.ArgumentParser) -> None:
                              "(default: auto, but what --num_microbatches says stays)")
 
 
-def check_replan_flag(args) -> None:
-    """Raises UserError for what can't follow the machines."""
-    for flag in ("local_steps", "equal_shares"):
-        if args.replan == "auto" and getattr(args, flag):
-            raise UserError(f"--replan auto moves work between machines from step to step, and --{flag} leaves it "
-                            "where it is: leave out one of them")
-
-
 class Rebalancer:
     """Moves samples between pipelines while a run trains, as planning/rebalancing.py decides. `config`: the model's.
 
@@ -103,14 +94,13 @@ class Rebalancer:
 
     def __init__(self, args, layout, config):
         self.args, self.rebalancing = args, None
-        if args.replan == "off" or args.local_steps or args.equal_shares:
-            return
-        is_asked, stay = args.replan == "auto", layout.setting.schedule == "afab" or has_router_loss(config)
-        if len(layout.samples) > 1 and not stay and (is_asked or not args.num_microbatches):
+        stay = args.local_steps or args.equal_shares or layout.setting.schedule == "afab" or has_router_loss(config)
+        can_move, is_asked = len(layout.samples) > 1 and not stay, args.replan == "auto"
+        if can_move and args.replan != "off" and (is_asked or not args.num_microbatches):
             self.rebalancing = Rebalancing(layout.samples, layout.micro_batch_size)
         elif is_asked:
             say("--replan auto: nothing can move here. Samples move between pipelines, but not with --pp_engine afab, "
-                "which keeps the activations of all, nor with the loss of a router")
+                "which keeps the activations of all, nor with the loss of a router, --equal_shares or --local_steps")
 
     def follow(self, session, step: int) -> None:
         """Call it after each step, on all ranks."""

@@ -9,9 +9,7 @@
 
 import contextlib
 import datetime
-import importlib.metadata
 import os
-import platform
 import warnings
 from typing import NamedTuple
 
@@ -31,7 +29,6 @@ from run.live_state import Commit, who_has_what
 from run.start import Start
 
 WAIT_FOR_AGENT = 4.0  # seconds that a rank waits for its own agent to stop it
-PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 
 class Trained(NamedTuple):
@@ -82,13 +79,10 @@ class Session:
     def describe(self, step: int) -> dict:
         """What state.json says of the run after a step."""
         args, batch = self.args, self.global_batch
-        epoch, position = divmod(step, self.steps_per_epoch) if self.steps_per_epoch else (0, step)
-        return {"tokens": step * batch * args.seq_len, "epoch": epoch, "position": position * batch, "seed": args.seed,
+        return {"tokens": step * batch * args.seq_len, "seed": args.seed,
                 "global_batch": batch, "seq_len": args.seq_len, "names": self.names,
                 "flags": {name: value for name, value in vars(args).items() if not callable(value)},
-                "topology": pgm.process_group_manager.topology, "run_id": self.start.run_id, "data": self.read,
-                "versions": {"python": platform.python_version(),
-                             **{name: importlib.metadata.version(name) for name in PACKAGES}}}
+                "topology": pgm.process_group_manager.topology, "run_id": self.start.run_id, "data": self.read}
 
     def begin(self) -> None:
         """From now on there is something to lose. What is saved nowhere yet is saved. Collective."""
@@ -130,8 +124,6 @@ class Session:
         """Saves when it is time. Returns, on home_rank(), the text that was sampled after this step. Collective."""
         if self.is_due(step, stops or is_last):
             self.checkpointer.save(step, stops, is_last)
-        elif self.args.save_every and step == self.start.step + 1:
-            self.checkpointer.prepare()
         self.checkpointer.report()
         if not self.sampler or step % self.args.sample_every:
             return None

@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from checkpoints.files import STATE, name_of_step, step_of, write_state
 from checkpoints.folder import Lock, move_aside
-from checkpoints.loader import Loader
-from checkpoints.resume import Found, find_checkpoint, read_states, run_of
+from checkpoints.resume import Found, Loader, find_checkpoint, read_states, run_of
 from ranks.disks import CANT_WRITE, Disks
 from ranks.lost import is_elastic
 from ranks.placement import is_home

@@ -31,9 +31,9 @@ from run.flags import make_adamw
 from run.generation import Generation, train_in_generations
 from run.layout import check_layout_flags, choose_layout
 from run.local_steps import check_local_flags, train_rounds
-from run.loop import check_profile_batch, print_epochs, train, warn_of_damage
+from run.loop import check_profile_batch, print_epochs, train
 from run.plan_at_start import find_plan
-from run.samples import Rebalancer, SamplesPlugin, check_replan_flag
+from run.samples import Rebalancer, SamplesPlugin
 from run.session import Session, Trained
 from run.start import Start, find_start
 from utils import TINY_LLAMA, make_scheduler
@@ -43,7 +43,6 @@ def check_flags(args) -> None:
     """Fills in defaults. Raises UserError for flags that do not go together."""
     check_layout_flags(args)
     check_local_flags(args)
-    check_replan_flag(args)
     check_lora_flags(args)
     check_data_flags(args)
 
@@ -104,8 +103,8 @@ def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, gener
         evaluator = Evaluator(plugin, session.trained.model, data.evaluation, pad, made.criterion,
                               args.eval_batches)
     steps = train(session, batches, weighted(made.criterion), num_steps, evaluator, rebalancer)
-    for step in print_epochs(steps, data.train.steps_per_epoch):
-        warn_of_damage(step, start.step, session.source, vocab_size)
+    for _ in print_epochs(steps, data.train.steps_per_epoch):
+        pass
 
 
 def set_up(args, plugin: SamplesPlugin, made: Model, start: Start, generation: Generation, tokenizer: str, data: Data,

@@ -1,6 +1,6 @@
 """Trains with local steps, as 3 ranks: `local_steps_ranks.py FOLDER`. FOLDER/cases.json: name -> what differs.
 
-Each rank writes FOLDER/<name>_<rank>.pt: the weights and the loss of each epoch. Rank 0's metrics are beside it.
+Each rank writes FOLDER/<name>_<rank>.pt: the weights at the end of each epoch, and the loss of each round.
 """
 
 import argparse
@@ -48,14 +48,14 @@ def train(folder: pathlib.Path, name: str, case: dict) -> None:
     plugin.set_pipelines([whole] * 3, [n * size for n, size in zip(case["steps"], case["sizes"])])
     batches = iter(plugin.prepare_dataloader(samples(case).repeat(case["epochs"], 1), collate_fn=collate_batch))
     inner = functools.partial(getattr(torch.optim, case["inner"]), lr=case["learning_rate"])
-    args = argparse.Namespace(**case, log_dir=str(folder), run_name=name, use_wandb=False)
-    found = []
+    args, epochs, losses = argparse.Namespace(**case), [], []
     for step in train_locally(args, plugin, model, inner(model.parameters()), batches,
                               lambda logits, batch: cross_entropy(logits, batch["target_ids"]), case["steps"],
                               case["rounds"]):
+        losses.append(step.loss)
         if step.number % case["rounds"] == 0:
-            found.append((torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone(), step.loss))
-    torch.save(found, folder / f"{name}_{dist.get_rank()}.pt")
+            epochs.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+    torch.save((epochs, losses), folder / f"{name}_{dist.get_rank()}.pt")
 
 
 def main() -> None:
