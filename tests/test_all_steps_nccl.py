@@ -19,7 +19,8 @@ SHAPE, CPU = (1, 1, 1), torch.device("cpu")
 SAMPLED = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 8)]
 EXECUTORS = {}  # step -> its modules by their names
 for step in (7, 8, 9, 10, 11):
-    names = ["pipeline_parallel", "data_parallel", "process_group_manager", "timeline", *["virtual_stages"] * (step > 10)]
+    names = ["pipeline_parallel", "data_parallel", "process_group_manager", "timeline"]
+    names += ["virtual_stages"] * (step > 10)
     with modules_of(step):
         EXECUTORS[step] = {name: importlib.import_module(name) for name in names}
 every_run = pytest.mark.parametrize("step, engine", [

@@ -6,7 +6,8 @@ import re
 import pytest
 from launch import ROOT
 
-READMES = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/*.md"), *ROOT.glob("beyond/*/*.md")])
+READMES = sorted(path.relative_to(ROOT) for path in [
+    *ROOT.glob("*.md"), *ROOT.glob("[a-z]*/*.md"), *ROOT.glob("beyond/*/*.md")])
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.S | re.M)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")

@@ -41,7 +41,8 @@ SHORTER = {  # program -> flags that cut a run short, and what tells that it is 
     r"--max_steps 5000": ("--max_steps 20", r"--max_steps \d\d\b"),
     r"^pytest|&& pytest": ("--collect-only -q", "--collect-only"),
 }
-FAILS = re.compile(r"try\.py check|break_it\.py (hang|sizes|deadlock|order|\w+ --find)|--timeout \d")  # these end with an error
+# These end with an error.
+FAILS = re.compile(r"try\.py check|break_it\.py (hang|sizes|deadlock|order|\w+ --find)|--timeout \d")
 STEP = re.compile(r"step (\d+)/\d+ \| loss ([\d.]+) \| grad norm ([\d.]+)")
 TOLERANCE = 2e-3  # relative, of losses and norms of float32 runs
 

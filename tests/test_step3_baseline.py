@@ -13,15 +13,12 @@ SAMPLES, SEQ_LEN, LEARNING_RATE = 8, 16, 3e-3
 MAX_GRAD_NORM = 1.0  # the default, and less than the norm of the first steps
 
 
-@pytest.mark.parametrize("num_steps, schedule", [
-    (5, ["--warmup_steps", 2, "--lr_decay", "cosine"]), pytest.param(20, [], marks=pytest.mark.slow)])
-def test_baseline_equals_huggingface(tmp_path, num_steps, schedule):
-    """Without flags the learning rate is constant. With them, the parameters move as far as the logged rates say."""
+def test_baseline_equals_huggingface(tmp_path):
+    """The parameters move as far as the logged learning rates say."""
     rates = [LEARNING_RATE / 3, LEARNING_RATE * 2 / 3, LEARNING_RATE, LEARNING_RATE * 3 / 4, LEARNING_RATE / 4]
-    rates = rates if schedule else num_steps * [LEARNING_RATE]
     flags = ["--dtype", "float64", "--micro_batch_size", 2, "--gradient_accumulation_steps", 4, "--seq_len", SEQ_LEN,
-             "--max_tokens", num_steps * SAMPLES * SEQ_LEN, "--learning_rate", LEARNING_RATE, "--log_dir", tmp_path,
-             *schedule]
+             "--max_tokens", len(rates) * SAMPLES * SEQ_LEN, "--learning_rate", LEARNING_RATE, "--log_dir", tmp_path,
+             "--warmup_steps", 2, "--lr_decay", "cosine"]
     record(tmp_path, 3, 1, flags).result()
     recorded = torch.load(tmp_path / "rank0.pt")
     [tokens] = [np.fromfile(path, dtype=np.int32) for path in (tmp_path / "token_cache").glob("*.bin")]
@@ -48,4 +45,4 @@ def test_baseline_equals_huggingface(tmp_path, num_steps, schedule):
                 assert (gradient - gradients[their_name(name)]).abs().max() <= 1e-9, name
         optimizer.step()
         assert abs(row["loss"] - expected.item()) <= 1e-9, f"step {step + 1}: {row['loss']} and {expected.item()}"
-    assert step == num_steps - 1
+    assert step == len(rates) - 1
