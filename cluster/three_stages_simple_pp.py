@@ -10,9 +10,37 @@ runs the same training as a single stage, with the same losses.
 
 from ranks import course  # noqa: F401  before step 9's modules
 
-import argparse
 import os
 import sys
+
+WARNING = ("warning: --sudo_pass is ignored, nothing here needs it; never write a password on a command line. "
+           "The torchrun that started this still shows it to ps: change that password")
+
+
+def drop_password() -> None:
+    """Starts this process anew, under the same id, without --sudo_pass; returns where it is not there.
+
+    A command line is public: `ps` shows it, W&B uploads it, logs repeat it. Only a program that starts anew without the
+    flag has a process title without it.
+    """
+    words, kept = iter(sys.argv[1:]), []
+    for word in words:
+        if word == "--sudo_pass":
+            next(words, None)  # its value
+        elif not word.startswith("--sudo_pass="):
+            kept.append(word)
+    if kept == sys.argv[1:]:
+        return
+    if os.environ.get("RANK", "0") == "0":
+        print(WARNING, file=sys.stderr, flush=True)
+    script = sys.orig_argv[1:len(sys.orig_argv) - len(sys.argv[1:])]  # Python's own flags, and the script's path
+    os.execv(sys.executable, [sys.executable, *script, *kept])
+
+
+if __name__ == "__main__":
+    drop_password()  # before the command line is read, and before anything slow
+
+import argparse
 
 import torch
 
@@ -27,8 +55,6 @@ from run.train import check_flags, run_training
 from run_common import local_directory
 from utils import ArgumentParser, UserError, default_learning_rate, one_clear_error, positive_int, read_config
 
-WARNING = ("warning: --sudo_pass is ignored, nothing here needs it; never write a password on a command line. "
-           "ps and your shell's history still show it: change that password")
 TOY = dict(vocab_size=1024, hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=8,
            num_key_value_heads=4, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=True)  # Qwen3
 
@@ -47,10 +73,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--sudo_pass", help=argparse.SUPPRESS)
     parser.set_defaults(run_name="three_stages", seq_len=64, packing="text", validation_split=None)
     args = parser.parse_args()
-    if (password := vars(args).pop("sudo_pass")) is not None:
-        sys.argv = [word for word in sys.argv if not password or password not in word]  # which W&B records
-        if os.environ.get("RANK", "0") == "0":
-            print(WARNING, file=sys.stderr, flush=True)
     if args.batch_size % args.microbatch_num:
         raise UserError(f"--batch_size {args.batch_size} is not a multiple of --microbatch_num {args.microbatch_num}: "
                         "micro-batches are all of one size, choose numbers that divide")
