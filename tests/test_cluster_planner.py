@@ -86,6 +86,13 @@ def test_as_good_as_trying_everything(options):
             assert all(peak <= memory[rank] for rank, peak in scored.result.peak_memory.items())
 
 
+def test_a_layer_moved_from_a_plan_by_speed_may_be_better():
+    """While a message travels, the faster of two machines has time for a layer more."""
+    cluster, setting = Cluster(made_up_cluster([1.2, 4.1], bandwidth=1e6, sizes=(1, 2))), Setting("1f1b-2")
+    best = everything(cluster, 32, setting, [1e15] * 2)
+    assert find_plans(cluster, 32, setting).best[0].result.step_seconds <= 1.02 * best
+
+
 @pytest.mark.slow
 def test_eight_unlike_machines():
     """Near to what their speeds add up to, in a few seconds, as only what is promising is simulated."""
