@@ -183,7 +183,7 @@ def read_documents(file: str) -> Iterator[io.TextIOBase]:
         return
     for number, row in enumerate(read_rows(file), 1):
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            raise UserError(f"row {number} has no column 'text', or null in it: {row!r:.80} ({file}): leave it out")
+            raise UserError(f"row {number} has no string in a column 'text', but is {row!r:.80} ({file}): leave it out")
         yield io.StringIO(row["text"])
 
 

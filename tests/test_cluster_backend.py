@@ -59,7 +59,7 @@ def test_some_ranks_have_a_gpu(runs, name):
 
 
 @pytest.mark.parametrize("name, message", [
-    ("no flag", "differ, by rank: gloo, nccl, gloo: give all the same --device, for instance --device cpu, or all "
+    ("no flag", "the backend of --device is gloo on rank 0, but nccl on rank 1: give all ranks the same, or all "
                 "--backend gloo, and the same --dtype"),
     ("no dtype", "these differ, by rank: float32, bfloat16, float32: give all the same --dtype")])
 def test_refused_without(runs, name, message):

@@ -37,7 +37,7 @@ def speeds_in(path, content, **flags) -> speeds.Measured | None:
 
 @pytest.mark.parametrize("content, expected", [
     (None, "No such file"), ("{", "can't be read .JSONDecodeError"),
-    ({**MEASURED, "machines": [{}, {}, {}]}, "machine 0: 'free_memory' is missing"),
+    ({**MEASURED, "machines": [{}, {}, {}]}, "can't be read .KeyError: 'forward'"),
     (measured(1.0, 1.0), r"was measured with hosts \['(\S+)', '\1'\], but this run has \['\1', '\1', '\1'\]"),
     ({**MEASURED, "dtype": "float32"}, "was measured with dtype float32, but this run has float64"),
     ({**MEASURED, "model": {**MEASURED["model"], "hidden_size": 256}}, "with hidden_size 256, but this run has 128"),

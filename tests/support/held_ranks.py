@@ -17,7 +17,7 @@ from ranks import course  # noqa: E402, F401  before step 9's modules
 import process_group_manager as pgm  # noqa: E402
 from ranks.collectives import gather  # noqa: E402
 from run import live_state  # noqa: E402
-from run.live_state import Commit, LiveState, PeerLoader, in_memory  # noqa: E402
+from run.live_state import Commit, LiveState, PeerLoader, find_in_memory  # noqa: E402
 
 NORM, CPU, TIED = 3.0, torch.device("cpu"), ("layers.0.weight", "layers.3.weight")
 STATES = "incomplete", "complete", "committed", "applied"  # of the second step, in which the host was lost
@@ -36,6 +36,11 @@ class Stage:
                 layer.weight = self.model.layers["0"].weight
             layer.register_buffer("seen", torch.tensor(value * i))
         self.template = types.SimpleNamespace(modules_per_stage=[[f"layers.{i}" for i in layers]])
+
+
+def in_memory(held, disks, number: int):
+    """What the ranks hold, as generation `number` finds it."""
+    return find_in_memory(types.SimpleNamespace(held=held, number=number), disks)
 
 
 def held_by(stage, step: int, everything=None, generation: int = 1, tp_rank: int = 0) -> LiveState:
