@@ -75,7 +75,8 @@ def test_several_processes_of_torchrun_one_error(tmp_path):
     done = subprocess.run(torchrun(2, STEPS["8"] / "train.py", *flags), env=environment(MARKER=marker, **unreachable),
                           capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
     expected = ["'no/such'", "no such path", "Hub id", "can't be reached"]
-    ends_as_it_should(tmp_path, done.returncode, done.stderr, expected)
+    ends_as_it_should(tmp_path, done.returncode, done.stderr[: done.stderr.rindex("Traceback")], expected)
+    assert all(word in done.stderr.strip().splitlines()[-2] for word in expected), "torchrun's last words are others"
     assert not processes(marker)
 
 
@@ -90,6 +91,23 @@ with one_clear_error():
     init_process_group("nccl" if os.environ["RANK"] == "1" else "gloo")
 """, check=False, timeout=SECONDS)
     assert done.returncode == 2 and "the backend of --device is gloo on rank 0, but nccl on rank 1" in done.stderr
+
+
+@pytest.mark.parametrize("step, flag, values", [
+    (2, "--seq_len", (32, 16)), (5, "--seed", (1, 2)), (8, "--num_hidden_layers", (4, 2)),
+    (9, "--pipelines", ("1,1", "2"))])
+def test_ranks_with_unlike_flags(run_code, tmp_path, step, flag, values):
+    """Each host was started by hand, and one command differs. Paths and names may differ."""
+    sizes = {2: ["--pp_size", 2], 5: ["--dp_size", 2], 8: ["--pp_size", 2], 9: []}[step]
+    done = run_code(step, 2, f"""
+import os
+sys.argv[-1] = {values!r}[int(os.environ["RANK"])] if sys.argv[-2] == "{flag}" else sys.argv[-1]
+sys.argv += ["--run_name", "default_run" + os.environ["RANK"]]
+sys.argv = [str(word) for word in sys.argv]
+""", *words(step, tmp_path, [*sizes, flag, "1"]), then="train.py", check=False, timeout=SECONDS)
+    first, second = ("[[1, 1]]", "[[2]]") if step == 9 else values
+    expected = [f"{flag} is {first} on rank 0, but {second} on rank 1"]
+    ends_as_it_should(tmp_path, done.returncode, done.stderr, expected)
 
 
 @pytest.mark.parametrize("step, axis", [(4, "tp"), (9, "pp")])
@@ -232,7 +250,7 @@ def test_every_number_has_a_range(step, monkeypatch):
     ({}, {"tokenizer.json": None, "tokenizer_config.json": None}, ["holds no tokenizer"]),
     ({"vocab_size": 512}, {}, ["vocab_size=512", "do not belong together"]),
     *(({name: value}, {}, [f"{name}={value!r}", "--model_name"]) for name, value in (
-        ("attention_bias", True), ("mlp_bias", True), ("hidden_act", "gelu"))),
+        ("attention_bias", True), ("mlp_bias", True), ("hidden_act", "gelu"), ("attention_dropout", 0.1))),
     ({"model_type": "mistral"}, {}, ["model_type='mistral'", "--model_name"]),
     ({"rope_parameters": {**LLAMA3, "factor": "32"}}, {}, ["factor='32'", "a number above 0 in config.json"]),
     ({"hidden_size": 100}, {}, ["hidden_size=100", "num_attention_heads=8", "--num_attention_heads"]),

@@ -1,5 +1,9 @@
 """The data loader, as step 5 completes it: which tokens are in which sample, and which rank reads which sample."""
 
+import csv
+import gzip
+import io
+import json
 import pickle
 import sys
 import types
@@ -127,3 +131,50 @@ def test_workers_change_nothing(tmp_path):
         fork(3, 1, "--num_hidden_layers", 1, "--seq_len", 16, "--micro_batch_size", 1, "--max_tokens", 512,
              "--num_workers", workers, "--log_dir", tmp_path, "--run_name", workers)
     assert losses(tmp_path, "0") == losses(tmp_path, "2") != []
+
+
+ROWS = [*DOCUMENTS, "2024-01-05", "A book. " * 20000, "", 'He said "no",\n\nand left.']  # a date is text
+
+
+def as_csv(rows) -> str:
+    text = io.StringIO()
+    csv.writer(text).writerows([["id", "text"], *enumerate(rows)])
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("name, write", [
+    ("a.jsonl", lambda lines: "\ufeff" + lines), ("a.jsonl.gz", lambda lines: gzip.compress(lines.encode())),
+    ("a.json", lambda lines: "[" + lines.strip().replace("\n", ",\n") + "]"), ("a.csv", lambda _: as_csv(ROWS))])
+def test_files_as_people_have_them(tmp_path, name, write):
+    """Compressed, with a byte-order mark, a list, quoted; in a folder with a card and what the Hub puts beside them."""
+    lines = "".join(json.dumps({"text": text, "date": "2024-01-05T10:00:00"}) + "\n" for text in ROWS)
+    for other in ("README.md", "dataset_infos.json", ".gitattributes"):
+        (tmp_path / other).write_text("{}")
+    content = write(lines)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    pieces = list(dataloader.read_corpus(str(tmp_path)))
+    assert max(map(len, pieces)) <= 2 * dataloader.BLOCK
+    documents, last = [], ""
+    for piece in pieces:
+        last += piece
+        if not piece:
+            documents.append(last)
+            last = ""
+    assert documents == ROWS
+
+
+def test_a_byte_order_mark_is_no_token(tmp_path):
+    (tmp_path / "a.txt").write_text("Text", encoding="utf-8-sig")
+    assert list(dataloader.read_corpus(str(tmp_path))) == ["Text", ""]
+
+
+def test_the_cache_of_a_hub_id_is_found_from_any_folder(tmp_path, monkeypatch):
+    """Its key is the id, not a path below the working directory."""
+    monkeypatch.setattr(dataloader, "require_reachable_hub", lambda *_: None)
+    monkeypatch.setattr(dataloader, "load_tokenizer", lambda _: types.SimpleNamespace(eos_token_id=None))
+    monkeypatch.setattr(dataloader, "read_corpus", lambda _: iter(()))
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        dataloader.encode_to_file("owner/name", "owner/model", 9, str(tmp_path / "cache"))
+    assert len(list((tmp_path / "cache").iterdir())) == 1
