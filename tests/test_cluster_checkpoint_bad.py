@@ -1,10 +1,12 @@
 """Checkpoints that are damaged, of another model, or can't be written: one clear error that names the file, or the
 checkpoint before, and the training goes on."""
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
+import types
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ with modules_of(9):
     from checkpoints.folder import Lock
     from ranks.disks import Disks
     from checkpoints.resume import find_checkpoint
+    from run.start import Start
     from utils import UserError
 
 OLDER, NEWER, LAST = 2, 4, 6
@@ -224,3 +227,16 @@ def test_a_full_disk(saved, tmp_path, room):
         assert f"the last one is that of step {int(whole[-1][5:])}" in done.stdout
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("changes, said", [
+    ({"seed": 2}, "saved with seed=1, but this run has 2"), ({"seq_len": 9}, "saved with seq_len=8, but this run has 9"),
+    ({"max_steps_per_epoch": 3}, "saved with --max_steps_per_epoch 4, but this run has 3"), ({}, None)])
+def test_a_resumed_run_reads_the_samples_that_come_next(changes, said):
+    """What decides which samples a step reads stays as it was."""
+    flags = {"seed": 1, "seq_len": 8, "max_steps_per_epoch": 4}
+    state = {"global_batch": 2, "seed": 1, "seq_len": 8, "flags": flags, "names": ["a"]}
+    begun = types.SimpleNamespace(found=types.SimpleNamespace(path="x", state=state), flags=flags)
+    args = types.SimpleNamespace(**{**flags, **changes})
+    with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+        Start.check(begun, args, ["a"], 2)

@@ -10,6 +10,7 @@ import subprocess
 import pytest
 from launch import ROOT
 
+pytestmark = pytest.mark.slow  # they need packages that the default tests do without
 FLAGS = "--tp_size 2 --checkpoint_dir /shared/checkpoints"
 JOB = ("-j 2x8 --cpu 8 --gpu 8 --mounts type=bind,src=/mnt/shared,dst=/shared "
        f"--script cluster/train_distributed.py -- {FLAGS}")

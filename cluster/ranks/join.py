@@ -12,15 +12,19 @@ from hosts.host_facts import interface_towards, processor
 from ranks.collectives import gather, say
 from utils import UserError, choose_device
 
+OF_A_HOST = {"backend", "cluster_json", "plan", "init_from", "resume"}  # flags of which a host may have its own value
 
-def meet(args, join: Callable[[str], None] = pgm.init_process_group) -> tuple[torch.device, torch.dtype]:
+
+def meet(args, join: Callable[..., None] = pgm.init_process_group) -> tuple[torch.device, torch.dtype]:
     """Meets the other ranks, by `join` of a backend. Returns the device that this one computes on, and its dtype.
-    Collective. Raises UserError where ranks choose unlike backends."""
+    Collective. Raises UserError where ranks choose unlike backends, or were given unlike flags."""
     device, dtype, backend = choose_device(args.device, args.dtype)
+    flags = {name: value for name, value in vars(args).items() if name not in OF_A_HOST}
     try:
-        join(backend if args.backend == "auto" else args.backend)
+        join(backend if args.backend == "auto" else args.backend, flags=flags)
     except UserError as error:
-        raise UserError(f"{error}, or all --backend gloo, and the same --dtype") from None
+        hint = ", or all --backend gloo, and the same --dtype" if "backend of" in str(error) else ""
+        raise UserError(f"{error}{hint}") from None
     return device, dtype
 
 

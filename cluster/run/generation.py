@@ -52,7 +52,7 @@ class Generation:
     def number(self) -> int:
         return self.members.roster.generation if self.members else 0
 
-    def join(self, backend: str) -> None:
+    def join(self, backend: str, flags: dict) -> None:
         """Meets the other processes. Raises UserError, MembershipChanged."""
         if self.members:
             roster = self.members.meet(lambda: self.signals.asked)
@@ -64,7 +64,7 @@ class Generation:
                            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
                            "TORCHELASTIC_RESTART_COUNT": roster.secret}  # becomes the prefix of its keys
             self.failure_detector = FailureDetector(self.members)
-        pgm.init_process_group(backend, JOINING if self.members else TIMEOUT)
+        pgm.init_process_group(backend, JOINING if self.members else TIMEOUT, None if self.members else flags)
         if self.members:
             dist.barrier()
             self.members.begin(roster)

@@ -28,7 +28,8 @@ from ranks.placement import is_home
 from run.live_state import InMemory, PeerLoader, find_in_memory
 from utils import ROOT, UserError, positive_int, zero_or_more
 
-FLAGS = "lora_rank", "lora_alpha", "lora_targets", "base_bits", "validation_split", "packing"  # a resume keeps them
+FLAGS = (  # which a resumed run keeps
+    "lora_rank", "lora_alpha", "lora_targets", "base_bits", "validation_split", "packing", "max_steps_per_epoch")
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
