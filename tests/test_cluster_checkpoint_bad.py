@@ -4,6 +4,7 @@ checkpoint before, and the training goes on."""
 import contextlib
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import types
@@ -19,6 +20,7 @@ with modules_of(9):
     from models.published import read_index
     from checkpoints.folder import Lock
     from ranks.disks import Disks
+    from ranks.files import facts_of
     from checkpoints.resume import find_checkpoint
     from run.start import Start
     from utils import UserError
@@ -227,6 +229,26 @@ def test_a_full_disk(saved, tmp_path, room):
         assert f"the last one is that of step {int(whole[-1][5:])}" in done.stdout
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+class Harmful:
+    """What makes a directory when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_nothing_of_a_checkpoint_is_unpickled(saved, tmp_path):
+    """Also where the checksum says that the file is as it was saved."""
+    path = shutil.copytree(saved / "checkpoints" / "whole" / f"step_{NEWER:08d}", tmp_path / f"step_{NEWER:08d}")
+    (path / WEIGHTS).write_bytes(pickle.dumps(Harmful(tmp_path / "harm")))
+    forge(path, lambda state: {**state, "files": {**state["files"], WEIGHTS: facts_of(str(path / WEIGHTS))}})
+    done = start(saved, "pickled", "--resume", path).result()
+    assert done.returncode == 2 and "can't be read" in done.stderr, done.stderr
+    assert not (tmp_path / "harm").exists()
 
 
 @pytest.mark.parametrize("changes, said", [

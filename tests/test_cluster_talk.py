@@ -264,22 +264,20 @@ def test_a_chat(chatty):
 @pytest.mark.slow
 def test_a_rank_that_is_lost_in_a_chat(chatty, tmp_path):
     """The others end at the next line, with one of their own; here without a torchrun that would end them at once."""
-    store = {**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29653", "WORLD_SIZE": "3"}
     words = [sys.executable, SCRIPT, *CPU, "--checkpoint", chatty, "--chat", "--max_new_tokens", 8]
     ranks = []
     for rank in range(3):
-        variables = {**store, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3"}
+        variables = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT="29653", WORLD_SIZE="3", RANK=str(rank),
+                                LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="3")
         with open(tmp_path / str(rank), "w") as output:
             ranks.append(subprocess.Popen(list(map(str, words)), env=variables, stdin=subprocess.PIPE, stdout=output,
                                           stderr=output, text=True))
     assert eventually(lambda: ASKS in (tmp_path / "0").read_text(), 60)
-    ranks[0].stdin.write("Hello\n")
-    ranks[0].stdin.flush()
+    print("Hello", file=ranks[0].stdin, flush=True)
     assert eventually(lambda: len((tmp_path / "0").read_text().split(ASKS)[1]) > 8)
     ranks[2].kill()
     with contextlib.suppress(BrokenPipeError):  # it was still writing the first answer
-        ranks[0].stdin.write("And now?\n")
-        ranks[0].stdin.flush()
+        print("And now?", file=ranks[0].stdin, flush=True)
     assert ranks[0].wait(30) == ranks[1].wait(30) == 2
     for rank in range(2):
         [line] = re.findall("^error: .*", (tmp_path / str(rank)).read_text(), re.MULTILINE)
@@ -295,11 +293,9 @@ def test_a_rank_that_is_lost_in_a_chat(chatty, tmp_path):
 ])
 def test_mistakes(folder, ranks, words, message):
     """One clear line."""
-    names = {"gpt2": adapter_of(folder, "gpt2"), "qwen3_next": model_of(folder, "qwen3_next"),
-             "beams": folder / "beams"}
-    if "{beams}" in words:
-        shutil.copytree(model_of(folder, "llama"), folder / "beams")
-        (folder / "beams" / "generation_config.json").write_text('{"num_beams": 4}')
+    beams = shutil.copytree(model_of(folder, "llama"), folder / "beams", dirs_exist_ok=True)
+    (beams / "generation_config.json").write_text('{"num_beams": 4}')
+    names = {"gpt2": adapter_of(folder, "gpt2"), "qwen3_next": model_of(folder, "qwen3_next"), "beams": beams}
     done = write(ranks, "--checkpoint", model_of(folder, "llama"), "--max_new_tokens", NEW,
                  *(word.format(**names) for word in words), check=False)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
