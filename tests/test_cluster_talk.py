@@ -38,8 +38,7 @@ QUICK = ("gpt2", "gemma2")  # beside "llama" in the other tests
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """One model of each kind, which sizes make say something else after each word."""
+def folder(tmp_path_factory):  # with one model of each kind, whose sizes make it say something else after each word
     folder = tmp_path_factory.mktemp("models")
     write_corpus(folder)
     return folder
@@ -68,7 +67,7 @@ def texts(done) -> str:
 
 
 def in_one_process(path, adapter=None, **settings) -> str:
-    """The texts of transformers' generate()."""
+    """The texts of transformers' generate(), which end where the model or the tokenizer says."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -78,7 +77,8 @@ def in_one_process(path, adapter=None, **settings) -> str:
     for number, prompt in enumerate(PROMPTS):
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
         torch.manual_seed(number)
-        settings = {"do_sample": False, **settings}
+        ends = {model.generation_config.eos_token_id, tokenizer.eos_token_id} - {None}
+        settings = {"do_sample": False, "eos_token_id": [*ends], **settings}
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, pad_token_id=0, **settings)
         written += tokenizer.decode(out[0], skip_special_tokens=True) + "\n"
     return re.sub("\r\n?", "\n", written)  # as a file is read

@@ -21,7 +21,7 @@ from inference.stages import Writer
 from inference.whole import WholeModel
 from ranks.join import meet
 from ranks.lost import is_lost_peer
-from ranks.placement import home_rank, is_home
+from ranks.placement import from_home, home_rank, is_home
 from ranks.sockets import connections, set_probes
 from utils import UserError
 
@@ -35,12 +35,13 @@ def write_all(args) -> None:
     device, _ = meet(args)
     if dist.get_world_size() == 1:
         writer = WholeModel(args, device, drawing(args), dist.group.WORLD)
-        tokenizer = writer.tokenizer
+        model, tokenizer = writer.model, writer.tokenizer
     else:
         stage, tokenizer = make_stage(args, device)
         group = dist.new_group(backend="gloo", timeout=FOREVER)
-        writer = Writer(stage, device, drawing(args), args.seed, group)
+        model, writer = stage.model, Writer(stage, device, drawing(args), args.seed, group)
         watch_peers()
+    writer.drawing["eos_token_id"] = ends(model, tokenizer)
     asked = talks(args)
     try:
         while write(args, writer, tokenizer, asked):
@@ -139,6 +140,14 @@ def drawing(args) -> dict:
     if args.temperature:
         return dict(do_sample=True, temperature=args.temperature, top_p=args.top_p)
     return dict(do_sample=False, temperature=None, top_p=None)
+
+
+def ends(model, tokenizer) -> list[int] | None:
+    """The ids that end a text: the model's, and the tokenizer's, which chat templates write and training rows end with.
+    Collective."""
+    known = model.generation_config.eos_token_id
+    known = known if isinstance(known, list) else [known]
+    return sorted({*known, from_home(lambda: tokenizer.eos_token_id)} - {None}) or None
 
 
 def require_input() -> None:
