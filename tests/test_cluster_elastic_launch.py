@@ -13,8 +13,12 @@ import time
 import agent
 import host_run
 import pytest
-from launch import ROOT
+import torch
+from launch import ROOT, modules_of
 from launcher import Launch, all_gone, eventually, make_tools, write_hosts
+
+with modules_of(9):
+    from ranks import lost
 
 ONE_FAILS = r"""
 import json, os, sys, time
@@ -191,6 +195,15 @@ def test_what_an_agent_does(tmp_path, monkeypatch, capfd):
     for _ in range(8):
         assert eventually(lambda: started.poll() or "anew" in capfd.readouterr().out, 20)
     assert started.returncode is None, "each has run long enough: it goes on"
+    assert end(0, agent.OF_THIS_MACHINE) == 1, "what this machine lacks it will lack again"
+
+
+def test_what_one_machine_lacks_costs_only_that_machine():
+    """Memory, disks and GPUs; what all ranks would meet again ends the run, and a lost peer is neither."""
+    own = MemoryError(), OSError(5, "Input/output error"), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError(
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), RuntimeError("CUDA error: ECC")
+    others = KeyError("x"), ConnectionResetError("Connection reset by peer"), RuntimeError("Connection closed by peer")
+    assert all(map(lost.is_of_this_machine, own)) and not any(map(lost.is_of_this_machine, others))
 
 
 def test_too_few_hosts_for_too_long(tools, tmp_path):

@@ -1,10 +1,11 @@
 """How far a run is: the bar on a terminal, lines elsewhere; evaluations and samples in the files that a run leaves."""
 
 import argparse
-import contextlib
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 import types
 
@@ -15,6 +16,8 @@ from launch import modules_of
 
 with modules_of(9):
     from ranks import course  # noqa: F401  before step 9's modules
+    from ranks.disks import Disks
+    from run.live_state import Commit
     from run.record import EVALUATIONS, Board, Record, Step, perplexity
 
 
@@ -44,14 +47,12 @@ def on_a_terminal(monkeypatch) -> Terminal:
     return stream
 
 
-def a_record(folder, start: int = 0, num_steps: int = 4) -> Record:
+def a_record(folder, start: int = 0, num_steps: int = 4, last: Commit | None = None) -> Record:
     """Of one rank, whose disk is its own."""
     args = argparse.Namespace(log_dir=str(folder), run_name="run", use_wandb=False)
     grid = types.SimpleNamespace(is_logging_rank=True, world_size=1, topology={})
-    disks = types.SimpleNamespace(gather=lambda value: [value], leads=True, mine=types.SimpleNamespace(ranks=[0]),
-                                  together=contextlib.nullcontext)
     before = {"log_dir": str(folder), "run_name": "run"} if start else {}
-    return Record(args, grid, disks, torch.device("cpu"), num_steps, 100, start, before)
+    return Record(args, grid, Disks(str(folder), needs_room=last is None), torch.device("cpu"), num_steps, 100, start, before, last)
 
 
 def log(record: Record, *steps: int) -> None:
@@ -112,6 +113,36 @@ def test_evaluations_of_a_run_that_goes_on(world_of_one, tmp_path):
     record = a_record(tmp_path)  # another run of that name: the older one's folder is kept
     record.close()
     assert (tmp_path / "run.1" / EVALUATIONS).exists() and not (tmp_path / "run" / EVALUATIONS).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, as root")
+def test_a_full_disk_under_the_logs_costs_nothing(world_of_one, tmp_path, capsys):
+    """It is said once, the run and its next generation go on, and what could not be written is once there is room."""
+    def steps(name: str) -> list[int]:
+        return [json.loads(line)["step"] for line in (tmp_path / "run" / name).read_text().splitlines()]
+
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], check=True)
+    try:
+        record = a_record(tmp_path, num_steps=70)
+        for step in range(1, 61):
+            if step == 3:
+                subprocess.run(["dd", "if=/dev/zero", f"of={tmp_path}/filler", "bs=4k"], stderr=subprocess.DEVNULL)
+            if step == 45:  # the processes go on in a new generation
+                record.leave()
+                record = a_record(tmp_path, 44, 70, Commit(44, 5.0, 0.5, 0.1))
+            if step == 50:
+                (tmp_path / "filler").unlink()
+            log(record, step)
+            record.complete(Step(step, 5.0, 0.5, 0.1, 2.0, 0.5))
+            if step in (40, 60):
+                record.evaluated(step, 2.0)
+        record.close()
+        found = steps("metrics.jsonl")
+        assert found[-16:] == [*range(45, 61)] and found[:2] == [1, 2] and steps(EVALUATIONS) in ([40, 60], [60])
+        assert [*(tmp_path / "run").glob("*before*")] == []
+        assert capsys.readouterr().out.count("the run goes on, and what it can't write there") == 3
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
 def test_without_rows_of_its_own_a_run_says_so(world_of_one, tmp_path, capsys):

@@ -6,6 +6,9 @@ among themselves who takes part, so that those that are left go on in place when
     a process ends with exit code 0 ---> it is done; the agent ends with 0 when all of them are
     with 2, an error of the user's ----> the agent ends with 2, and with it the run
     otherwise -------------------------> this process alone is started anew; if that never helps, the agent ends with 1
+
+With 3 it has met what its machine alone lacks, as memory or a disk with room: it then also counts as one that starting
+anew does not help where it took part for a while.
 """
 
 import ctypes
@@ -18,7 +21,9 @@ import time
 from collections.abc import Callable
 
 PAUSE = 1.0  # seconds between the end of a process and its next start
+OF_THIS_MACHINE = 3  # exit code
 SETTLED, FAILURES = 20.0, 5  # a process that ends sooner, in seconds, more often than this in a row is given up
+SETTLED_ALONE = 3600.0  # instead of SETTLED where it ends by what its machine lacks, or is killed, as for memory
 USER_ERROR = re.compile(r"^process \d+ of this host has ended with exit code 2$")
 NO_RANK = "--elastic needs cluster/train_distributed.py, which meets the other hosts by itself"
 SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
@@ -58,12 +63,13 @@ class Agent:
         return self.returncode
 
     def has_failed(self, rank: int, code: int, now: float) -> None:
-        self.failures[rank] = self.failures[rank] + 1 if now - self.started[rank] < SETTLED else 0
+        settled = SETTLED_ALONE if code in (OF_THIS_MACHINE, -signal.SIGKILL) else SETTLED
+        self.failures[rank] = self.failures[rank] + 1 if now - self.started[rank] < settled else 0
         self.processes[rank], self.started[rank], then = None, now + PAUSE, ": it is started anew"
         if code == 2:
             self.returncode, then = 2, ""
         elif self.failures[rank] > FAILURES:
             self.returncode = 1
-            then = f", {self.failures[rank]} times in a row within {SETTLED:g} s: it is not started again"
+            then = f", {self.failures[rank]} times in a row within {settled:g} s: it is not started again"
         how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
         print(f"process {rank} of this host has ended {how}{then}", flush=True)

@@ -22,7 +22,7 @@ from ranks.lost import is_lost_peer
 from ranks.placement import home_rank
 from utils import UserError
 
-CANT_WRITE = "can't write {}: make room, or choose another --checkpoint_dir"
+CANT_WRITE = "can't write {}: make room, or choose another --checkpoint_dir or --log_dir"
 
 
 class Disk(NamedTuple):
@@ -39,12 +39,13 @@ class Disks:
     """All disks of a run. `mine` is that of this rank, `home` that of home_rank(). All ranks make one together.
 
     Nobody else communicates in its gloo group. Raises UserError, on every rank, where a rank can't write to the folder.
-    `needs_room`: of this rank. One that is in the middle of a training goes on also while its disk is full.
+    `needs_room`: of this rank. One that is in the middle of a training goes on also while its disk is full. `group`:
+    of other Disks, which these communicate in as well.
     """
 
-    def __init__(self, folder: str, message: str = CANT_WRITE, needs_room: bool = True):
+    def __init__(self, folder: str, message: str = CANT_WRITE, needs_room: bool = True, group=None):
         self.folder, self.rank = folder, dist.get_rank()
-        self.group = dist.new_group(backend="gloo")
+        self.group = group or dist.new_group(backend="gloo")
         stem = os.path.join(folder, f".seen-{self.gather(uuid.uuid4().hex)[0]}-by-")
         try:
             with self.together(message):

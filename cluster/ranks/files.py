@@ -1,4 +1,5 @@
-"""Files that are written whole or not at all, with a checksum, and JSON files that are checked when they are read."""
+"""Files that are written whole or not at all, with a checksum, JSON files that are checked when they are read, and what
+is worth less than the run that writes it: rows that wait for room on a full disk, and output."""
 
 import contextlib
 import json
@@ -50,6 +51,49 @@ class File:
         if self.error:
             raise self.error
         return {"bytes": self.size, "crc32": f"{self.checksum:08x}"}
+
+
+class Rows:
+    """A file of lines that outlives a full disk: it is said once, and each later write() tries again.
+
+    `file`: where it is open already; else the first write() opens it.
+    """
+
+    def __init__(self, name: str, file=None):
+        self.name, self.file, self.left, self.is_full = name, file, b"", False
+
+    def write(self, text: str) -> None:
+        self.left += text.encode()
+        try:
+            self.file = self.file or open(self.name, "ab", buffering=0)
+            while self.left:  # a disk that is nearly full takes a part of it
+                self.left = self.left[os.write(self.file.fileno(), self.left):]
+            self.is_full = False
+        except OSError as error:
+            if not self.is_full:
+                print(f"{self.name}: {error.strerror}: the run goes on, and what it can't write there is written once "
+                      "there is room", flush=True)
+            self.is_full = True
+
+    def close(self) -> None:
+        if self.left:
+            self.write("")
+        if self.left:
+            print(f"{self.name}: the disk is full still: the last rows are lost, {len(self.left)} bytes", flush=True)
+        if self.file:
+            self.file.close()
+
+
+def outlive_a_full_disk(stream) -> None:
+    """From now on this stream, as sys.stdout, leaves out what a disk does not take, instead of raising OSError."""
+
+    def without_errors(method: Callable) -> Callable:
+        def call(*args):
+            with contextlib.suppress(OSError):
+                return method(*args)
+        return call
+
+    stream.write, stream.flush = without_errors(stream.write), without_errors(stream.flush)
 
 
 def write(path: str, content: bytes) -> dict:

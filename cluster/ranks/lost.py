@@ -1,4 +1,4 @@
-"""Whether a run is elastic, and whether an error means that another rank is lost."""
+"""Whether a run is elastic, and what an error means: another rank is lost, or this machine lacks something."""
 
 import os
 import re
@@ -8,6 +8,7 @@ import torch
 VARIABLE = "ELASTIC_RUN"  # of the environment: what agent.py tells its processes, as JSON
 PATIENCE = 6  # seconds without an answer after which a process is lost
 NEWCOMER = "another process is taken in"
+LACKS = re.compile("out of memory|allocate memory|CUDA error|cuDNN error|CUBLAS_STATUS", re.IGNORECASE)
 LOST = re.compile("peer|onnection|ocket|imed out|timeout|Broken pipe|NCCL|TCPStore|remote process", re.IGNORECASE)
 
 
@@ -24,3 +25,10 @@ def is_lost_peer(error: BaseException) -> bool:
     """Whether it came of communicating with a rank that is gone."""
     is_ours = isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError)
     return not is_ours and bool(isinstance(error, MembershipChanged) or LOST.search(str(error)))
+
+
+def is_of_this_machine(error: BaseException) -> bool:
+    """Whether it came of this machine's memory, disks or GPU: other machines would not meet it."""
+    if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)):
+        return not isinstance(error, (ConnectionError, TimeoutError))
+    return isinstance(error, RuntimeError) and bool(LACKS.search(str(error)))

@@ -16,23 +16,29 @@ import datetime
 import gc
 import json
 import os
+import re
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from hosts.agent import OF_THIS_MACHINE
 from membership.failure_detector import FailureDetector
 from membership.rendezvous import Members
-from ranks.lost import LOST, NEWCOMER, VARIABLE, MembershipChanged, is_elastic, is_lost_peer
+from ranks.files import outlive_a_full_disk
+from ranks.lost import LOST, NEWCOMER, VARIABLE, MembershipChanged, is_elastic, is_lost_peer, is_of_this_machine
 from ranks.placement import forget_ranks
 from ranks.stopping import Signals, let_signals_kill
 from run.live_state import LiveState
 from timeline import timeline
 from utils import UserError
 
+OF_RANK = r"rank (?!{}:)\d+: "  # how the message of another rank than this one begins, see pgm.together
 JOINING, TIMEOUT = 15, 600  # seconds that a process waits for the others: to join, and after that
 FAILURES = 5  # generations that may end before they begin, one after the other
 
@@ -100,7 +106,7 @@ class Generation:
         """
         if self.members and self.members.found_running and self.held is None:
             print(f"error: {error}", flush=True)
-            os._exit(1)
+            os._exit(OF_THIS_MACHINE)
         if self.held is None or self.session or self.failures >= FAILURES:
             raise error
         if os.environ["RANK"] == "0":
@@ -126,6 +132,7 @@ class Generation:
 def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
     """train(args, generation), again and again in an elastic run until it returns, each time with the same `args`."""
     folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
+    outlive_a_full_disk(sys.stdout)
     members, signals = Members.from_environment(os.path.join(folder, ".members"), args.tp_size), Signals()
     if members and members.is_done:
         print("the run has ended already", flush=True)
@@ -137,12 +144,15 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
         except UserError as error:
             generation = generation.outlives(error)
         except RuntimeError as error:
-            generation = generation.leave(error)
+            is_anothers = isinstance(error, torch.OutOfMemoryError) and re.match(OF_RANK.format(os.environ["RANK"]),
+                                                                                 str(error))
+            generation = generation.leave(MembershipChanged(str(error)) if is_anothers else error)
 
 
 @contextlib.contextmanager
 def end_of_elastic_run():
-    """Around main(): an error that starting anew would only repeat ends the agent as well, which started this process.
+    """Around main(): an error that all ranks would meet anew ends the agent as well, which started this process, and
+    with it the run. One that this machine alone has costs only this machine.
 
     Our own agent reads it from the exit code; torchrun's is told.
     """
@@ -153,6 +163,10 @@ def end_of_elastic_run():
     except Exception as error:
         if not is_elastic():
             let_signals_kill()  # a rank that waits for rank 0 to speak ends where it is told to
+        elif is_of_this_machine(error):
+            if VARIABLE in os.environ:
+                traceback.print_exc()
+                os._exit(OF_THIS_MACHINE)
         elif isinstance(error, UserError) or not LOST.search(str(error)):
             if "TORCHELASTIC_ERROR_FILE" in os.environ:  # a child of torchrun
                 threading.Timer(1.0, os.kill, [os.getppid(), signal.SIGTERM]).start()  # after the message

@@ -1,5 +1,7 @@
 """What a run tells of itself: metrics.jsonl, TensorBoard's files and, on a terminal, how far it is.
 
+A run is worth more than its records: what a full disk does not take is kept in memory, and written once there is room.
+
 metrics.jsonl goes on over several runs of one training: steps count on, and none is there twice. Evaluations have a
 file beside it, evaluation.jsonl: {"step": 20, "evaluation_loss": 3.51, "perplexity": 33.4} a line. Where hosts share no
 disk, one rank of each writes the rows, so that they outlive the host of the rank that logs. config.json beside them has
@@ -15,11 +17,14 @@ On a terminal one line is drawn anew while a step is computed; elsewhere each st
 """
 
 import contextlib
+import fnmatch
+import functools
 import io
 import json
 import math
 import os
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -29,13 +34,14 @@ import torch
 
 from metrics import RunLogger, open_metrics, peak_memory_gb
 from ranks.collectives import gather
-from ranks.disks import Disks
-from ranks.files import replace
+from ranks.disks import CANT_WRITE, Disks
+from ranks.files import Rows, replace
 from ranks.placement import home_rank, is_home
 from tqdm import tqdm
 
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluation.jsonl"
-BEFORE = "metrics.before.jsonl"  # rows of the runs before, until they are in the new file
+BEFORE = "metrics.before{}.jsonl"  # rows of the runs before, until they are in the new file
+ENOUGH = 1 << 20  # bytes that are free without which TensorBoard's files wait
 BAR = "step {n_fmt}/{total_fmt} |{bar:20}| {desc}{remaining} left"  # as tqdm fills it in
 
 
@@ -62,6 +68,7 @@ class Record:
     def __init__(self, args, grid, disks: Disks, device: torch.device, num_steps: int, tokens_per_step: int, start: int,
                  before: dict, last=None):
         self.folder = folder = os.path.join(args.log_dir, args.run_name)
+        disks = Disks(folder, CANT_WRITE, needs_room=last is None, group=disks.group)  # not those of checkpoints
         is_logging = disks.gather(grid.is_logging_rank)
         writes = grid.is_logging_rank or disks.leads and not any(is_logging[rank] for rank in disks.mine.ranks)
         rows, evaluations, before = [], [], before or vars(args)
@@ -69,12 +76,12 @@ class Record:
         run_ids = {flags.get("run_id") for flags in (vars(args), before)}
         with disks.together():
             if start and writes and not is_of_another_run(source, run_ids):
-                rows = read_metrics(source, start, BEFORE, METRICS)
+                rows = read_metrics(source, start, *names_before(source), METRICS)
                 evaluations = read_metrics(source, start, EVALUATIONS)
                 if rows and os.path.realpath(source) == os.path.realpath(folder):  # room for a new metrics.jsonl
-                    replace(os.path.join(folder, BEFORE), "".join(rows))
+                    name = BEFORE.format(len(names_before(folder)))  # which needs no room on a full disk
                     with contextlib.suppress(FileNotFoundError):
-                        os.remove(os.path.join(folder, METRICS))
+                        os.rename(os.path.join(folder, METRICS), os.path.join(folder, name))
         rows, evaluations = (max(disks.gather(each), key=len) if start else [] for each in (rows, evaluations))
         if last and (not rows or json.loads(rows[-1])["step"] < start):
             rows = [*rows, json.dumps({**last._asdict(), "trained_tokens": start * tokens_per_step}) + "\n"]
@@ -84,18 +91,19 @@ class Record:
             self.logger.memory = torch.tensor(peak_memory_gb())  # of this rank, until a step takes that of all
             self.file = None
             if writes:
-                self.file = self.logger.metrics if grid.is_logging_rank else open_metrics(folder)
+                file = self.logger.metrics if grid.is_logging_rank else open_metrics(folder)
+                self.file = self.logger.metrics = Rows(file.name, file)
                 if not grid.is_logging_rank:
                     with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
                         json.dump({**vars(args), "topology": grid.topology}, file, indent=2)
                 elif start and not rows:
                     print(f"the metrics of the steps up to {start} are on none of these hosts", flush=True)
-                self.file.writelines(rows)
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(os.path.join(folder, BEFORE))
-                self.evaluations = os.path.join(folder, EVALUATIONS)
-                if evaluations or os.path.exists(self.evaluations):  # those of later steps are made again
-                    replace(self.evaluations, "".join(evaluations))
+                self.file.write("".join(rows))
+                self.forget_before()
+                self.evaluations = Rows(os.path.join(folder, EVALUATIONS))
+                with contextlib.suppress(*[OSError] * (last is not None)):
+                    if evaluations or os.path.exists(self.evaluations.name):  # those of later steps are made again
+                        replace(self.evaluations.name, "".join(evaluations))
         has_bar = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self.progress = tqdm(total=num_steps, initial=start, bar_format=BAR, file=sys.stdout, ascii=" #",
                              disable=not (grid.is_logging_rank and start < num_steps and has_bar), dynamic_ncols=True,
@@ -103,6 +111,11 @@ class Record:
         self.progress.clear()
         self.words, self.board = {"loss": "", "evaluation": "", "speed": ""}, None
         self.device, self.start, self.num_steps = device, start, num_steps
+
+    def forget_before(self) -> None:
+        """Once all rows are in metrics.jsonl."""
+        for name in [] if self.file.left else names_before(self.folder):
+            os.remove(os.path.join(self.folder, name))
 
     def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float) -> None:
         with contextlib.nullcontext() if self.progress.disable else contextlib.redirect_stdout(io.StringIO()):
@@ -141,8 +154,7 @@ class Record:
         """Records the evaluation after that step; `loss` is the mean over the evaluation's target tokens."""
         values = {"evaluation_loss": loss, "perplexity": perplexity(loss)}
         if self.file:
-            with open(self.evaluations, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
+            self.evaluations.write(json.dumps({"step": step, **values}) + "\n")
         if self.logger.enabled:
             self.tell(evaluation=f"evaluation {loss:.4f}")
             if self.logger.wandb:
@@ -158,8 +170,10 @@ class Record:
         """Closes the files for another Record of this process, which goes on with the same W&B run."""
         if self.file:
             self.file.close()
-        if self.board and self.board.writer:
-            self.board.writer.close()
+            self.evaluations.close()
+            self.forget_before()
+        if self.board:
+            self.board.leave()
 
     def close(self) -> None:
         self.progress.close()
@@ -186,6 +200,10 @@ def read_metrics(folder: str, last: int, *names: str) -> list[str]:
     return [rows[step] for step in sorted(rows)]
 
 
+def names_before(folder: str) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if fnmatch.fnmatch(name, BEFORE.format("*")))
+
+
 def is_of_another_run(folder: str, run_ids: set[str | None]) -> bool:
     """Whether config.json in the folder has a run_id, and none of these."""
     try:
@@ -202,13 +220,14 @@ class Board:
     """
 
     def __init__(self, folder: str, device: torch.device, start: int = 0):
-        self.device, self.writer, self.busy = device, None, time.process_time()
+        self.folder, self.device, self.make, self.writer = folder, device, None, None
+        self.busy = time.process_time()
         if not is_home():
             return
         try:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(folder, purge_step=start + 1 if start else None)
+            self.make = functools.partial(SummaryWriter, folder, purge_step=start + 1 if start else None)
         except ImportError:
             print("no TensorBoard files: pip install tensorboard. metrics.jsonl has the losses", flush=True)
 
@@ -220,15 +239,26 @@ class Board:
         run = getattr(sys.modules.get("wandb"), "run", None)  # with --use_wandb that of the rank that logs
         if run is not None:
             run.log({**of_ranks, **sample}, step=step.number)
-        if self.writer is None:
+        if self.make is None or shutil.disk_usage(self.folder).free < ENOUGH:
             return
         values = {name: getattr(step, name) for name in ("loss", "grad_norm", "learning_rate")}
         if step.evaluation is not None:
             values |= {"evaluation_loss": step.evaluation, "perplexity": perplexity(step.evaluation)}
-        for name, value in {**values, "tokens_per_second": tokens / step.seconds, **of_ranks}.items():
-            self.writer.add_scalar(name, value, step.number)
-        for name, text in sample.items():
-            self.writer.add_text(name, text, step.number)
+        with self.ending_with_the_disk():
+            self.writer = self.writer or self.make()
+            for name, value in {**values, "tokens_per_second": tokens / step.seconds, **of_ranks}.items():
+                self.writer.add_scalar(name, value, step.number)
+            for name, text in sample.items():
+                self.writer.add_text(name, text, step.number)
+
+    @contextlib.contextmanager
+    def ending_with_the_disk(self) -> Iterator[None]:
+        """Where a file is not taken after all, TensorBoard gets no more; metrics.jsonl has the losses."""
+        try:
+            yield
+        except OSError as error:
+            print(f"TensorBoard's files end here: {error}", flush=True)
+            self.make = self.writer = None
 
     def values_of_this_rank(self, step: Step) -> dict[str, float]:
         """Seconds, gigabytes, and percent: 100 percent of the CPU is one core. What is unknown is left out."""
@@ -246,7 +276,12 @@ class Board:
                 values["gpu_percent"] = float(torch.cuda.utilization(self.device))
         return values
 
+    def leave(self) -> None:
+        with self.ending_with_the_disk():
+            if self.writer:
+                self.writer.close()
+
     def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
-            print(f"TensorBoard: tensorboard --logdir {os.path.dirname(self.writer.log_dir)}", flush=True)
+        self.leave()
+        if self.writer:
+            print(f"TensorBoard: tensorboard --logdir {os.path.dirname(self.folder)}", flush=True)

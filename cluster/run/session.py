@@ -4,7 +4,7 @@
     session.note_commit(...)        a step's gradients are complete, so the step counts
     session.after_step(...)         saves and samples when it is time
     session.take_in()               processes that wait become part of the run: this generation ends
-    session.end(...)                waits for the last checkpoint
+    session.end(...)                waits for the last checkpoint, without which a run has not succeeded
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from ranks.stopping import StopAgreement
 from run.evaluation import Sampler
 from run.live_state import Commit, who_has_what
 from run.start import Start
+from utils import UserError
 
 WAIT_FOR_AGENT = 4.0  # seconds that a rank waits for its own agent to stop it
 
@@ -132,21 +133,28 @@ class Session:
         return text
 
     def end(self, was_stopped: bool) -> None:
-        """Waits for the last checkpoint. From then on no rank needs to hear of another one. Collective."""
+        """Waits for the last checkpoint. From then on no rank needs to hear of another one. Collective.
+
+        Raises UserError, on every rank, where it could not be written: what was trained since the one before is lost.
+        """
         self.checkpointer.wait()
         if self.generation.failure_detector:
             if self.checkpointer.is_broken:
                 raise MembershipChanged("a rank was lost while the last checkpoint was written")
             self.generation.failure_detector.ended.set()
+        saved = self.checkpointer.written
+        goes_on = f"goes on {'from there' if saved == self.step else f'after step {saved}'}" if saved else (
+            "begins anew, as no step was saved")
+        if saved < self.step and not (was_stopped and is_elastic()):  # which is started anew
+            raise UserError(f"the last checkpoint, that of step {self.step}, could not be written to "
+                            f"{self.start.folder}: make room there, or move that folder into another --checkpoint_dir. "
+                            f"--resume auto then {goes_on}")
         with contextlib.suppress(RuntimeError):  # others may have left
             dist.barrier(self.start.disks.group, async_op=True).wait(datetime.timedelta(seconds=PATIENCE))
         if self.generation.members and not was_stopped:
             self.generation.members.keep(is_done=True)
         if was_stopped:
             if dist.get_rank() == 0:
-                saved = self.checkpointer.written
-                goes_on = f"goes on {'from there' if saved == self.step else f'after step {saved}'}" if saved else (
-                    "begins anew, as no step was saved")
                 print(f"stopped after step {self.step}, as it was told: --resume auto {goes_on}", flush=True)
             if is_elastic() and (not self.stop_agreement.signals.wait(WAIT_FOR_AGENT) or self.generation.members):
                 os._exit(1)  # its agent, unless it ends too, starts this process anew, with those that are there

@@ -122,7 +122,10 @@ def write_timeline(args, before: ClockOffset) -> None:
         return at + before.offset + round(drift * (at - before.at))
 
     timeline.spans = [span._replace(start=by_rank_0(span.start), end=by_rank_0(span.end)) for span in timeline.spans]
-    timeline.write(f"{stem}_all.json", grid)
+    try:
+        timeline.write(f"{stem}_all.json", grid)
+    except OSError as error:
+        print(f"the timeline can't be written: {error}", flush=True)
     if grid.is_logging_rank:
         print(f"the clocks of two ranks differ by at most {sum(errors[-2:]) / 1e3:.0f} microseconds", flush=True)
         print(f"picture: python tools/timeline_picture.py {stem}_all.json {stem}.png", flush=True)

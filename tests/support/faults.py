@@ -11,6 +11,7 @@ import os
 import pathlib
 import random
 import re
+import resource
 import signal
 import sys
 import time
@@ -34,9 +35,9 @@ LAYOUTS = {  # name -> (flags that decide what is computed where, flags of one p
     "adapters": (["--pipelines", "2,1,1|2,2|4", "--num_microbatches", "6"],
                  ["--lora_rank", 4, "--learning_rate", 1e-3, *EVALUATION]),
 }
-KINDS = ["rank", "told rank", "agent", "host", "first host", "launcher", "cable", "disk"]
+KINDS = ["rank", "told rank", "agent", "host", "first host", "launcher", "cable", "disk", "logs", "memory"]
 MOMENTS = ["training", "saving", "evaluating", "measuring", "remaking"]
-FILLER = ROOT / "checkpoints" / "filler"
+FILLED = {"disk": ROOT / "checkpoints", "logs": ROOT / "runs"}  # kind of fault -> the folder whose disk is full
 
 
 class Fault(NamedTuple):
@@ -81,9 +82,17 @@ def kill_processes(node: str, word: str, number: int = signal.SIGKILL) -> None:
                 os.kill(int(pid), number)
 
 
-def fill(node: str) -> None:
-    """Not a byte more goes into the checkpoints of that host; what is there stays."""
-    testbed("exec", node, "dd", "if=/dev/zero", f"of={FILLER}", "bs=64k", check=False)
+def fill(node: str, folder: pathlib.Path) -> None:
+    """Not a byte more goes into that folder of that host; what is there stays."""
+    testbed("exec", node, "dd", "if=/dev/zero", f"of={folder / 'filler'}", "bs=4k", check=False)
+
+
+def take_memory(node: str) -> None:
+    """The ranks of that host get no more memory from now on, until they are started anew."""
+    for pid in pids_of(node):
+        with contextlib.suppress(OSError):
+            if b"train_distributed.py" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes():
+                resource.prlimit(int(pid), resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
 
 
 class FaultyRun:
@@ -97,7 +106,8 @@ class FaultyRun:
                       *others, *sources, "--max_steps", 100000, "--save_every", SAVE_EVERY, "--run_name", name,
                       "--log_dir", "runs", "--resume", "auto"]
         for node in NODES:
-            testbed("exec", node, "mount", "-t", "tmpfs", "-o", "size=100m", "none", ROOT / "checkpoints")
+            for place, size in zip(FILLED.values(), ("100m", "20m")):
+                testbed("exec", node, "mount", "-t", "tmpfs", "-o", f"size={size}", "none", place)
         self.begin()
 
     def say(self, text: str) -> None:
@@ -146,7 +156,8 @@ class FaultyRun:
          "agent": lambda: kill_processes(fault.node, "host_run.py"),
          "host": lambda: self.switch_off(fault.node), "first host": lambda: self.switch_off(fault.node),
          "launcher": self.kill_launcher, "cable": lambda: testbed("cut", fault.node),
-         "disk": lambda: fill(fault.node)}[fault.kind]()
+         "disk": lambda: fill(fault.node, FILLED["disk"]), "logs": lambda: fill(fault.node, FILLED["logs"]),
+         "memory": lambda: take_memory(fault.node)}[fault.kind]()
 
     def switch_off(self, node: str) -> None:
         """A fault before this one may have done it."""
@@ -161,8 +172,8 @@ class FaultyRun:
         self.run.process.wait()
 
     def mend(self, fault: Fault) -> None:
-        if fault.kind == "disk":
-            testbed("exec", fault.node, "rm", "-f", FILLER)
+        if fault.kind in FILLED:
+            testbed("exec", fault.node, "rm", "-f", FILLED[fault.kind] / "filler")
         elif fault.kind != "launcher":
             switch_on(fault.node)
 
@@ -227,5 +238,6 @@ class FaultyRun:
             for word in ("host_run.py", "train_distributed.py"):
                 kill_processes(node, word)
             switch_on(node)
-            testbed("exec", node, "umount", "-l", ROOT / "checkpoints", check=False)
+            for place in FILLED.values():
+                testbed("exec", node, "umount", "-l", place, check=False)
             testbed("wipe", node)
