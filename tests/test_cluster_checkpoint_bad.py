@@ -21,7 +21,7 @@ with modules_of(9):
     from checkpoints.folder import Lock
     from ranks.disks import Disks
     from ranks.files import facts_of
-    from checkpoints.resume import find_checkpoint
+    from checkpoints.resume import find_checkpoint, look_at, run_of
     from run.start import Start
     from utils import UserError
 
@@ -229,6 +229,18 @@ def test_a_full_disk(saved, tmp_path, room):
         assert f"the last one is that of step {int(whole[-1][5:])}" in done.stdout
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+def test_unlike_files_on_two_disks(copied):
+    """What one disk has of that name is damaged, what the other one has is whole: it counts, whichever comes first."""
+    path = copied / f"step_{NEWER:08d}"
+    whole = checkpoint_files.read_state(str(path / "state.json"))
+    damaged = {**whole, "files": {**whole["files"], "more": {"bytes": 1, "crc32": "0"}}}
+    for states, holder in ((damaged, whole), 1), ((whole, damaged), 0):
+        disks = types.SimpleNamespace(rank=holder, gather=lambda mine: [
+            mine if rank == holder else {**dict.fromkeys(damaged["files"]), "more": "more is missing"} for rank in (0, 1)])
+        found = look_at(str(copied), path.name, disks, run_of(whole), list(states))
+        assert found.holders == dict.fromkeys(whole["files"], [holder])
 
 
 class Harmful:

@@ -1,4 +1,4 @@
-"""The rooms of cluster/: an import points down, or stays in its room, and no room is full."""
+"""The rooms of cluster/: an import points down, or stays in its room, no room is full, and no group has a default."""
 
 import ast
 
@@ -32,3 +32,15 @@ def test_an_import_points_down(path):
 def test_rooms_are_listed_and_not_full():
     assert {path.parent.name for path in CLUSTER.glob("*/*.py")} == {*FLOOR_OF} - {""}
     assert max(len([*(CLUSTER / room).glob("[!_]*.py")]) for room in FLOOR_OF) <= 16
+
+
+def test_no_group_keeps_a_default_time_out():
+    """The library's, of half an hour, ends a run whose disk or link is slow."""
+    made = 0
+    for path in (*MODULES, *(ROOT / "step9_heterogeneous_pp").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "").startswith(("new_group", "new_subgroups")):
+                made += 1
+                limits = [*node.args[1:2], *(each.value for each in node.keywords if each.arg == "timeout")]
+                assert limits and ast.unparse(limits[0]) != "None", f"{path}:{node.lineno}: give it a timeout"
+    assert made > 8

@@ -106,24 +106,24 @@ def look_at(folder: str, name: str, disks: Disks, run_id: str | None, of_disks: 
     """The checkpoint of that name, if all disks together have it; else what is wrong with it. Collective.
 
     `of_disks`: for each rank, if it leads a disk, what read_states has of it. Where a disk has another run's
-    checkpoint of that name, or one of other files, it counts as missing there.
+    checkpoint of that name, it counts as missing there. Where disks have unlike files under that name, as where one was
+    damaged, the first ones that are whole count.
     """
     path = os.path.join(folder, name)
     states = {rank: state for rank, state in enumerate(of_disks) if isinstance(state, dict) and run_of(state) == run_id}
-    state = next(iter(states.values()), {"files": {}})
-    states = {rank: own for rank, own in states.items() if own["files"] == state["files"]}
     mine = states.get(disks.rank, {"files": {}})
     problems = disks.gather({file: check_file(path, file, facts) for file, facts in mine["files"].items()})
-    holders = {file: [rank for rank, found in enumerate(problems) if found.get(file, "") is None]
-               for file in state["files"]}
     wrong = {STATE: error for error in of_disks if isinstance(error, str)}
     wrong |= {file: problem for found in problems for file, problem in found.items() if problem}
-    lacking = [file for file, having in holders.items() if not having] or ([] if states else [STATE])
-    if lacking:
-        return wrong.get(lacking[0], f"{os.path.join(path, lacking[0])} is on no disk of these hosts")
-    if wrong and is_home():
-        print(f"warning: {next(iter(wrong.values()))}; another disk has it", flush=True)
-    return Found(name, folder, state, holders)
+    lacking = [STATE]
+    for state in states.values():
+        holders = {file: [rank for rank, own in states.items() if own["files"] == state["files"]
+                          and problems[rank][file] is None] for file in state["files"]}
+        if not (lacking := [file for file, having in holders.items() if not having]):
+            if wrong and is_home():
+                print(f"warning: {next(iter(wrong.values()))}; another disk has it", flush=True)
+            return Found(name, folder, state, holders)
+    return wrong.get(lacking[0], f"{os.path.join(path, lacking[0])} is on no disk of these hosts")
 
 
 class Loader:

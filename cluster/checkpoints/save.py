@@ -33,10 +33,12 @@ from checkpoints.files import (
 from models.names import as_files_have_it, name_function, trained_alone
 from ranks.disks import Disks
 from ranks.files import sync_folder
+from ranks.lost import FOREVER
 from ranks.memory import USABLE_MEMORY, free_memory, memory_below_peak
 from ranks.placement import is_home, ranks_of_this_machine
 from utils import UserError
 
+WRITER = "checkpoint"  # the name of the thread that writes
 CPU = torch.device("cpu")
 
 
@@ -67,7 +69,9 @@ class Checkpointer:
         self.describe, self.small, self.keep, self.copies = describe, small, keep, min(copies, len(disks.all))
         grid = self.grid = pgm.process_group_manager
         rows = [row for block in grid.ranks for row in block.tolist()]
-        self.tp_group = dist.new_subgroups_by_enumeration(rows, backend="gloo")[0] if grid.tp_world_size > 1 else None
+        self.tp_group = None
+        if grid.tp_world_size > 1:
+            self.tp_group, _ = dist.new_subgroups_by_enumeration(rows, FOREVER, backend="gloo")
         self.thread, self.host, self.written, self.messages = None, [], 0, []
         self.is_short = self.is_broken = False  # of memory for copies; whether a rank was lost while one was written
         ranks_of_this_machine()  # which free_memory() asks; the first call is collective
@@ -115,7 +119,8 @@ class Checkpointer:
         if self.grid.dp_rank == 0:
             shards = shards_of(self.stage, self.optimizer) if waits else self.copy_to_host()
         stall = None if waits else time.perf_counter() - start
-        self.thread = threading.Thread(target=self.write, args=[step, state, shards, is_last, stall])
+        self.thread = threading.Thread(target=self.write, args=[step, state, shards, is_last, stall], name=WRITER,
+                                       daemon=True)  # a process that ends with an error does not wait for others
         self.thread.start()
         if waits:
             self.wait()

@@ -26,6 +26,7 @@ from planning.shares import shares_by_speed
 from ranks.collectives import gather, say
 from ranks.files import read_json
 from ranks.join import print_banner
+from ranks.lost import FOREVER
 from ranks.memory import free_memory
 from ranks.placement import from_home, home_rank, host_names, is_home, machines, renumber_ranks
 from run_common import local_directory
@@ -167,7 +168,7 @@ def share_adapters(model: torch.nn.Module, template: PipelineTemplate, folder: s
                 raise UserError(f"{folder} is no adapter for this model: {len(odd)} of its matrices or the model's "
                                 f"have no counterpart, among them {odd[0]}")
             parts = by_stage(template, tensors)
-    group, own = dist.new_group(backend="gloo"), [None]
+    group, own = dist.new_group(backend="gloo", timeout=FOREVER), [None]
     dist.scatter_object_list(own, parts, src=home_rank(), group=group)
     return own[0]
 

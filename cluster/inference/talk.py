@@ -4,7 +4,6 @@ home_rank() has the tokenizer. It reads prompts, or what a user types, tells all
 """
 
 import contextlib
-import datetime
 import os
 import socket
 import sys
@@ -20,14 +19,13 @@ from inference.make_stage import make_stage
 from inference.stages import Writer
 from inference.whole import WholeModel
 from ranks.join import meet
-from ranks.lost import is_lost_peer
+from ranks.lost import FOREVER, is_lost_peer
 from ranks.placement import from_home, home_rank, is_home
 from ranks.sockets import connections, set_probes
 from utils import UserError
 
 PATIENCE = 15  # seconds without an answer of a rank's system, after which it counts as lost
 Talk = list[dict[str, str]]  # messages, as a chat template takes them
-FOREVER = datetime.timedelta(days=365)  # a user may think
 
 
 def write_all(args) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from ranks.files import CHUNK, File
-from ranks.lost import is_lost_peer
+from ranks.lost import FOREVER, is_lost_peer
 from ranks.placement import home_rank
 from utils import UserError
 
@@ -45,7 +45,7 @@ class Disks:
 
     def __init__(self, folder: str, message: str = CANT_WRITE, needs_room: bool = True, group=None):
         self.folder, self.rank = folder, dist.get_rank()
-        self.group = group or dist.new_group(backend="gloo")
+        self.group = group or dist.new_group(backend="gloo", timeout=FOREVER)
         stem = os.path.join(folder, f".seen-{self.gather(uuid.uuid4().hex)[0]}-by-")
         try:
             with self.together(message):

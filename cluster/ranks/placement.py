@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import datetime
 import functools
 import os
 import socket
@@ -15,7 +14,7 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from hosts.host_facts import HOME, interface_towards
 from ranks.collectives import from_rank, gather, wait_for_all
-from ranks.lost import is_elastic
+from ranks.lost import FOREVER, is_elastic
 
 
 def this_host() -> tuple[str, str]:
@@ -76,7 +75,7 @@ def once_per_machine(make):
     killed, on any machine, gloo's connections to it end, and so do all who wait.
     """
     first, outcome = machines().index(this_host()), None
-    waiting = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
+    waiting = dist.new_group(backend="gloo", timeout=FOREVER)
     with pgm.together(waiting):
         if dist.get_rank() == first:
             outcome = make()
@@ -125,7 +124,7 @@ def renumber_ranks(order: list[int]) -> None:
     forget_ranks()
     if rank not in order:
         try:
-            store.wait(["ended"], datetime.timedelta(days=365))
+            store.wait(["ended"], FOREVER)
         except RuntimeError:  # the store may end with rank 0's process
             if is_elastic():
                 raise

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+import process_group_manager as pgm
 from hosts.host_facts import STOPS_WITHIN
 from ranks.lost import is_elastic
 
@@ -66,7 +67,7 @@ class StopAgreement:
         self.newcomers, self.signals, self.has_newcomers = newcomers, signals, False
         self.longest, self.asked_at = 0.0, None  # seconds between two questions of agree; when the last one was
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.group = dist.new_group(backend="gloo") if self.world_size > 1 else None
+        self.group = dist.new_group(backend="gloo", timeout=pgm.timeout) if self.world_size > 1 else None
 
     def begin(self) -> None:
         """From now on there is something to lose: a signal ends the step first."""

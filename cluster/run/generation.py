@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from checkpoints.save import WRITER
 from hosts.agent import OF_THIS_MACHINE
 from membership.failure_detector import FailureDetector
 from membership.rendezvous import Members
@@ -119,7 +120,7 @@ class Generation:
             self.failure_detector.shut()
             self.failure_detector.close()
         for thread in threading.enumerate():  # those that wait in a group: of the timeline, of a checkpoint
-            if thread is not threading.current_thread() and not thread.daemon:
+            if thread is not threading.current_thread() and (not thread.daemon or thread.name == WRITER):
                 thread.join(JOINING)
         self.at_end.close()
         timeline.recording, timeline.spans = False, []

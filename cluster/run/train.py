@@ -116,7 +116,12 @@ def set_up(args, plugin: SamplesPlugin, made: Model, start: Start, generation: G
     weights = loader.weights if loader else made.initial
     if made.lora:  # the frozen weights are the model's own, and a checkpoint has the adapters
         weights = made.lora.weights(made.initial, loader, plugin.device, is_moved=start.memory is not None)
-    model, optimizer, _ = plugin.configure(made.model, functools.partial(make_adamw, args), weights=weights,
+
+    def load(stage) -> None:
+        with start.disks.together():  # which is patient with a slow disk
+            weights(stage)
+
+    model, optimizer, _ = plugin.configure(made.model, functools.partial(make_adamw, args), weights=weights and load,
                                            seed=args.seed)
     if not loader:
         start.clear_folder()  # now that this run can begin
