@@ -66,16 +66,16 @@ def test_copies_the_project_twice(run, tmp_path):
     assert {name for name in tracked if not re.search(r"(^|/)\.", name)} | {".gitignore"} <= copied
     assert not [name for name in copied if re.search(r"__pycache__|\.pyc$|^(runs|logs|checkpoints|\.git)/", name)]
     (there / "runs").mkdir()
-    for name, text in ("runs/mine", "kept"), ("cluster/gone.py", "stale"), ("cluster.json", "kept"), ("setup.py", ""):
+    for name, text in ("runs/mine", "kept"), ("cluster/gone.py", "stale"), ("cluster.json", "kept"), ("setup.py", "mine"):
         (there / name).write_text(text)
     (tmp_path / "venv of a" / "bin" / "answer").write_text("")
     code, text = run([line])
     assert code == 0 and text.splitlines() == [
-        f"a | copied 1 file to {there}",
+        "a | changed on this host, and kept with the ending .old: setup.py", f"a | copied 1 file to {there}",
         "a | cluster/gone.py is no file of the project any more: it is now cluster/gone.py.old"], text
     assert (there / "setup.py").read_bytes() == (ROOT / "setup.py").read_bytes()
-    assert [(there / name).read_text() for name in ("runs/mine", "cluster.json", "cluster/gone.py.old")] == [
-        "kept", "kept", "stale"]
+    assert [(there / name).read_text() for name in ("runs/mine", "cluster.json", "cluster/gone.py.old", "setup.py.old")] == [
+        "kept", "kept", "stale", "mine"]
     assert run([line]) == (0, "a | nothing to do\n")
     again = install.tree(str(there))  # also of a copy that another one has made
     assert install.tree(str(ROOT)).items() <= again.items() and len(again) == len(copied) + 1, "it can itself be copied"

@@ -51,11 +51,24 @@ def run(*words: str) -> tuple[int, list[str]]:
 
 def copy(root: str, files: dict[str, str], project: list[str]) -> None:
     """Makes `files`, {name: sha256}, what they are on the launcher's machine. Other files stay; but one that --check
-    would count to the project, though it is not there any more, gets the ending .py.old."""
-    tell(missing=(missing := [name for name, wanted in files.items() if digest(root, name) != wanted]))
+    would count to the project, though it is not there any more, gets the ending .old. So does one that was changed
+    here: that is not as the last copy() has left it, which .installed says."""
+    record, before = os.path.join(root, ".installed"), {}
+    with contextlib.suppress(OSError, ValueError), open(record, encoding="utf-8") as file:
+        before = dict(json.load(file))
+    there = {name: digest(root, name) for name in files}
+    changed = [name for name, found in there.items() if found not in (None, files[name], before.get(name))]
+    for name in changed:
+        os.replace(os.path.join(root, name), os.path.join(root, f"{name}.old"))
+    if changed:
+        tell(said=f"changed on this host, and kept with the ending .old: {', '.join(changed[:5])}"
+                  + f" and {len(changed) - 5} more" * (len(changed) > 5))
+    tell(missing=(missing := [name for name, wanted in files.items() if there[name] != wanted]))
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
         archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
         archive.extractall(root)
+    with open(record, "w", encoding="utf-8") as file:
+        json.dump(files, file)
     if missing:
         tell(said=f"copied {len(missing)} file{'s' * (len(missing) > 1)} to {root}")
     for folder in project:
