@@ -127,6 +127,13 @@ def test_a_host_that_was_not_there_for_a_while(train):
     assert not saved(train, "a", "home.1")
 
 
+def test_own_disks_for_checkpoints_and_one_for_metrics(train):
+    """Two hosts, of which each keeps its checkpoints, mount one folder for the metrics: one rank writes there."""
+    train("ab", "mounted", 2, "--log_dir", train.folder / "logs")
+    assert saved(train, "a", "mounted") == saved(train, "b", "mounted") == ["step_00000002"]
+    assert len((train.folder / "logs" / "mounted" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
 def test_an_elastic_launch_needs_an_id(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
