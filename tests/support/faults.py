@@ -17,7 +17,7 @@ import sys
 import time
 from typing import NamedTuple
 
-from bed import NODES, SSH_CONFIG, on_disk, testbed
+from bed import NODES, SSH_CONFIG, testbed
 from elastic_bed import kill_all, nothing_runs, pids_of, switch_on
 from launch import ROOT
 from launcher import Launch, eventually, write_hosts
@@ -227,9 +227,9 @@ class FaultyRun:
 
     def rows(self) -> dict[str, list[dict]]:
         """The metrics on the disk of each host that has any."""
-        paths = {node: on_disk(node, ROOT / "runs" / self.name / "metrics.jsonl") for node in NODES}
-        return {node: [json.loads(line) for line in path.read_text().splitlines()]
-                for node, path in paths.items() if path.exists()}
+        texts = {node: testbed("exec", node, "cat", FILLED["logs"] / self.name / "metrics.jsonl", check=False).stdout
+                 for node in NODES}
+        return {node: [json.loads(line) for line in text.splitlines()] for node, text in texts.items() if text}
 
     def clear(self) -> None:
         """Whatever happened, the hosts are on, joined and empty afterwards."""
