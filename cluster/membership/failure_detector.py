@@ -16,6 +16,7 @@ import time
 
 import torch.distributed as dist
 
+import process_group_manager as pgm
 from membership.channel import NO_ANSWER, connect
 from membership.rendezvous import Members
 from membership.roster import Member
@@ -69,9 +70,12 @@ class FailureDetector:
             if ready and not self.ended.is_set():
                 self.reason = f"{self.links[ready[0]].address} {how_it_ended(ready[0])}"
                 self.noticed.set()
+        given_up_at = time.monotonic() + pgm.timeout.total_seconds()
         while not self.ended.is_set():
             self.shut()
             self.ended.wait(BEAT / 5)
+            if time.monotonic() > given_up_at:  # gloo waits for a connection that the lost one was to open
+                os._exit(1)
 
     def shut(self) -> None:
         """Ends what waits in a group of this generation."""
