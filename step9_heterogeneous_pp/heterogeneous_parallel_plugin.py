@@ -55,6 +55,7 @@ class HeterogeneousParallelPlugin:
         self.tp_size, self.microbatch_size = tp_size, microbatch_size
         self.schedule, self.recompute, self.compile = schedule, recompute, compile
         self.communication, self.bucket_class = StageCommunication, Bucket  # a script may set others
+        self.replica_class = DataParallelBucket
         self.device, self.compute_dtype, backend = choose_device(device, DTYPES.get(precision, precision))
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         self.pipelines: list[PipelineTemplate] = []
@@ -140,7 +141,7 @@ class HeterogeneousParallelPlugin:
             for group, names_of_group in zip(optimizer.param_groups, names):
                 group["param_names"] = [name for name in names_of_group if name in held]
                 group["params"] = [held[name] for name in group["param_names"]]
-        return DataParallelBucket(stage, self.pipelines, bucket_class=self.bucket_class), optimizer, dataloader
+        return self.replica_class(stage, self.pipelines, bucket_class=self.bucket_class), optimizer, dataloader
 
     def execute_pipeline(self, data_iter: Iterator[dict], model: nn.Module, criterion: Callable,
                          optimizer: torch.optim.Optimizer, return_loss: bool = True) -> torch.Tensor | None:

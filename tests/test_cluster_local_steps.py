@@ -1,196 +1,167 @@
-"""Local steps of train_distributed.py: the update of the paper, written out here in one process, to 1e-11."""
+"""Local steps of train_distributed.py: DiLoCo's algorithm 1, written out here replica by replica, to 1e-11."""
 
+import argparse
 import json
-import math
 import re
 
 import pytest
 import torch
+from checkpoint_runs import SCRIPT, flags_of, newest, write_corpus, write_model
 from clusters import MEASURED
 from huggingface import their_name
-from launch import ROOT, fork, metrics, modules_of, start_fork
+from launch import fork, metrics, modules_of, start_fork
+from safetensors.torch import load_file
 
 with modules_of(9):
-    import local_steps_ranks as ranks_side
     import train_distributed
+    from data.batches import Data
     from dataloader import deal_microbatches
     from model import cross_entropy
+    from models.causal import make_llama
+    from utils import load_config
 
-CASES = {
-    "paper": {},
-    "overlapped": dict(overlap_steps=1),
-    "long overlap": dict(local_steps=4, steps=[4, 3, 5], overlap_steps=3),
-    "unlike sizes": dict(steps=[2, 2, 2], sizes=[3, 1, 2], overlap_steps=1),
-    "one SGD step": dict(local_steps=1, steps=[1, 1, 1], sizes=[3, 1, 2], inner="SGD", outer_learning_rate=1.0,
-                         outer_momentum=0.0, max_grad_norm=0.0, warmup_steps=0, learning_rate=0.5),
-    "int8": dict(gradient_wire_dtype="int8", epochs=1, rounds=1),
+STEPS, ROUNDS, RATE, WARMUP = 2, 4, 3e-3, 2
+OUTER = ["--outer_learning_rate", 0.7, "--outer_momentum", 0.9]
+TOPOLOGIES = {  # name -> ranks, flags, and the micro-batches of a local step of each replica
+    "machines": (3, ["--num_microbatches", "3,1,2"], [3, 1, 2]),
+    "pipelines": (4, ["--pipelines", "3,1;2,2", "--num_microbatches", "2,1"], [2, 1]),
+    "tensor-parallel": (4, ["--tp_size", 2, "--num_microbatches", "2,1"], [2, 1]),
+    "two machines": (2, ["--num_microbatches", "2,1"], [2, 1]),
 }
 
 
-class Rank:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("local")
+    write_model(folder / "model", tie_word_embeddings=True)
+    write_corpus(folder)
+    return folder
+
+
+def start(folder, name: str, topology: str, *more, rounds: int = ROUNDS, check: bool = True, out=None):
+    """With `out` each rank also leaves its parameters there."""
+    ranks, flags, _ = TOPOLOGIES[topology]
+    words = flags_of(folder, name, folder / "model", max_steps=rounds * STEPS, save_every=2 * STEPS, lr_decay="none",
+                     learning_rate=RATE, warmup_steps=WARMUP * STEPS, local_steps=STEPS)
+    return start_fork(9, ranks, *words, *flags, *OUTER, *more, script=SCRIPT, check=check)
+
+
+class Replica:
     """A model that takes local steps."""
 
-    def __init__(self, case: dict, size: int, steps: int):
-        self.case, self.size, self.steps, self.taken = case, size, steps, 0
-        self.model = ranks_side.tiny_llama()
+    def __init__(self, config, share: float):
+        self.model, self.share = make_llama(config, 42, torch.device("cpu"), torch.float64), share
         self.params = list(self.model.parameters())
-        self.optimizer = getattr(torch.optim, case["inner"])(self.params, lr=case["learning_rate"])
-        self.warmup = round(case["warmup_steps"] * steps / case["local_steps"])
+        self.optimizer = torch.optim.AdamW(self.params, lr=RATE, weight_decay=0.01)
 
-    def weights(self) -> torch.Tensor:
-        return torch.cat([param.detach().flatten() for param in self.params])
-
-    def set_weights(self, flat: torch.Tensor) -> None:
-        for param, part in zip(self.params, flat.split([param.numel() for param in self.params])):
-            param.data = part.view_as(param).clone()
-
-    def step(self, micro_batches: list[torch.Tensor]) -> float:
-        rate = self.case["learning_rate"] * min(1, (self.taken + 1) / (self.warmup + 1))
+    def step(self, micro_batches: list[torch.Tensor], rate: float) -> float:
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.zero_grad()
-        loss = sum(cross_entropy(self.model(ids[None, :-1]), ids[None, 1:]) for ids in micro_batches) / self.size
+        loss = sum(cross_entropy(self.model(ids[None, :-1]), ids[None, 1:]) for ids in micro_batches)
+        loss /= len(micro_batches)
         loss.backward()
-        norm = sum((param.grad ** 2).sum() for param in self.params).sqrt()
-        if self.case["max_grad_norm"] and norm > self.case["max_grad_norm"]:
-            for param in self.params:
-                param.grad *= self.case["max_grad_norm"] / (norm + 1e-6)
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
         self.optimizer.step()
-        self.taken += 1
         return loss.item()
 
 
-def written_out(case: dict) -> tuple[list[torch.Tensor], list[float]]:
-    """The agreed weights at the end of each epoch, and the loss of each round: DiLoCo's algorithm 1, rank by rank.
-
-    With an overlap, what round r has agreed on reaches a rank in round r + 1, as a correction of its weights.
-    """
-    ranks = [Rank(case, size, steps) for size, steps in zip(case["sizes"], case["steps"])]
-    mean, data = case["local_steps"], ranks_side.samples(case)
-    shares = [size / sum(case["sizes"]) for size in case["sizes"]]
-    counts = [size * steps for size, steps in zip(case["sizes"], case["steps"])]
-    agreed, velocity, epochs, losses = ranks[0].weights(), 0.0, [], []
-    corrections = [None] * 3
-    for number in range(case["epochs"] * case["rounds"]):
-        of_round = data.view(case["rounds"], sum(counts), -1)[number % case["rounds"]]
+def written_out(folder, sizes: list[int], rounds: int = ROUNDS) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The agreed weights after the last round, and the loss of each. Every second round is saved, so AdamW's averages
+    become their means."""
+    config, counts = load_config(str(folder / "model"), num_attention_heads=None), [STEPS * size for size in sizes]
+    args = argparse.Namespace(dataset_name=str(folder / "corpus"), seq_len=16, validation_split=0, packing="auto",
+                              seed=42)
+    data = Data(args, str(folder / "model"), config.vocab_size, sum(counts), rounds).train
+    data.set_steps(rounds)
+    replicas = [Replica(config, count / sum(counts)) for count in counts]
+    agreed = [param.detach().clone() for param in replicas[0].params]
+    outer, losses = torch.optim.SGD(agreed, lr=0.7, momentum=0.9, nesterov=True), []
+    for number in range(rounds):
+        for param in agreed:
+            param.grad = torch.zeros_like(param)
         losses.append(0.0)
-        for i, rank in enumerate(ranks):
-            mine = of_round[deal_microbatches(counts)[i]].view(rank.steps, rank.size, -1)
-            apply_at = min(math.ceil(case["overlap_steps"] * rank.steps / mean), rank.steps - 1)
-            found = []
-            for k in range(rank.steps):
-                if k == apply_at and corrections[i] is not None:
-                    rank.set_weights(rank.weights() + corrections[i])
-                found.append(rank.step(list(mine[k])))
-            losses[-1] += sum(found) / len(found) * counts[i] / sum(counts)
-        ends = [rank.weights() for rank in ranks]
-        gradient = sum(share * (agreed - end) for share, end in zip(shares, ends))
-        velocity = case["outer_momentum"] * velocity + gradient
-        agreed = agreed - case["outer_learning_rate"] * (gradient + case["outer_momentum"] * velocity)
-        corrections = [agreed - end for end in ends]
-        if case["overlap_steps"] == 0 or (number + 1) % case["rounds"] == 0:
-            for rank in ranks:
-                rank.set_weights(agreed)
-            corrections = [None] * 3
-        if (number + 1) % case["rounds"] == 0:
-            epochs.append(agreed)
-    return epochs, losses
+        for replica, mine, size in zip(replicas, deal_microbatches(counts), sizes):
+            ids = [data[number * sum(counts) + i] for i in mine]
+            found = [replica.step(ids[k : k + size], RATE * min(1, (number + 1) / (WARMUP + 1)))
+                     for k in range(0, len(ids), size)]
+            losses[-1] += sum(found) / STEPS * replica.share
+            for mean, param in zip(agreed, replica.params):
+                mean.grad += replica.share * (mean - param.detach())
+        outer.step()
+        for replica in replicas:
+            for mean, param in zip(agreed, replica.params):
+                param.data.copy_(mean)
+        if number % 2:
+            for states in zip(*(map(replica.optimizer.state.get, replica.params) for replica in replicas)):
+                for name in ("exp_avg", "exp_avg_sq"):
+                    mean = sum(replica.share * state[name] for replica, state in zip(replicas, states))
+                    for state in states:
+                        state[name] = mean.clone()
+    names = [name for name, _ in replicas[0].model.named_parameters()]
+    return {their_name(name): mean for name, mean in zip(names, agreed)}, losses
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """name -> the case, and of each rank: its weights at the end of each epoch, and the loss of each round."""
-    folder = tmp_path_factory.mktemp("local")
-    (folder / "cases.json").write_text(json.dumps(CASES))
-    fork(9, 3, folder, script=ranks_side.__file__)
-    return {name: ({**ranks_side.DEFAULTS, **CASES[name]},
-                   [torch.load(folder / f"{name}_{rank}.pt") for rank in range(3)]) for name in CASES}
+def saved_weights(path) -> dict[str, torch.Tensor]:
+    return {name: value for file in path.glob("model-*.safetensors") for name, value in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", ["paper", "overlapped", "long overlap", "unlike sizes"])
-def test_the_paper_written_out(trained, name):
-    case, [(epochs, losses), *_] = trained[name]
-    expected, expected_losses = written_out(case)
-    assert len(epochs) == len(expected) == 2
-    for weights, theirs in zip(epochs, expected):
-        assert (weights - theirs).abs().max() <= 1e-11
-    assert (expected[1] - expected[0]).abs().max() > 1e-3
-    assert losses == pytest.approx(expected_losses, abs=1e-11)
+@pytest.mark.parametrize("name", ["machines", "pipelines", "tensor-parallel"])
+def test_the_paper_written_out(world_of_one, folder, name):
+    start(folder, name, name).result()
+    weights, losses = written_out(folder, TOPOLOGIES[name][2])
+    assert [row["loss"] for row in metrics(folder / "runs", name)] == pytest.approx(losses, abs=1e-11)
+    found = saved_weights(newest(folder, name))
+    assert max((found[each] - weights[each]).abs().max() for each in found) <= 1e-11
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_all_ranks_end_an_epoch_with_the_same_bits(trained, name):
-    (epochs, losses), *others = trained[name][1]
-    for others_epochs, others_losses in others:
-        assert all(map(torch.equal, epochs, others_epochs)) and losses == others_losses
+def test_a_run_that_goes_on_over_other_machines(world_of_one, folder):
+    """Two pipelines, then two tensor-parallel pairs from the third round on; the replicas take what they took."""
+    start(folder, "moved", "pipelines", rounds=2).result()
+    said = start(folder, "moved", "tensor-parallel", "--resume", "auto").result().stdout
+    assert "going on after step 2" in said
+    _, losses = written_out(folder, TOPOLOGIES["pipelines"][2])
+    assert [row["loss"] for row in metrics(folder / "runs", "moved")] == pytest.approx(losses, abs=1e-11)
 
 
-def test_an_outer_step_of_one_averages_weights(trained):
-    """With SGD inside, and unlike numbers of micro-batches, it is SGD on the mean over all: data parallelism."""
-    case, ranks = trained["one SGD step"]
-    rank = Rank({**case, "sizes": [6]}, 6, 1)
-    for _ in range(case["epochs"]):
-        for batch in ranks_side.samples(case).view(case["rounds"], 6, -1):
-            rank.step(list(batch))
-    assert (rank.weights() - ranks[0][0][-1]).abs().max() <= 1e-11
+def test_an_outer_step_of_one_averages_weights(folder, run_code):
+    """With SGD inside, and one local step, it is SGD on the mean over all: the synchronous run."""
+    plain = """
+import torch
+def step(self, closure=None):
+    with torch.no_grad():
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=0.3)
+torch.optim.AdamW.step = step
+"""
+    for name, more in ("synchronous", []), ("averaged", ["--local_steps", 1]):
+        words = flags_of(folder, name, folder / "model", max_steps=6, warmup_steps=0, max_grad_norm=0, save_every=None)
+        run_code("cluster", 3, plain, *words, "--num_microbatches", "3,1,2", *more, then=SCRIPT.name)
+    ours, theirs = ([row["loss"] for row in metrics(folder / "runs", name)] for name in ("averaged", "synchronous"))
+    assert ours == pytest.approx(theirs, abs=1e-11) and ours[0] - ours[-1] > 1e-3
 
 
-def test_int8_within_its_bound(trained):
-    """Each rank's difference is rounded, and the sum once more; the first outer step takes lr (1 + momentum) of it."""
-    case, ranks = trained["int8"]
-    [exact], _ = written_out(case)
-    factor = case["outer_learning_rate"] * (1 + case["outer_momentum"])
-    ends = max(case["steps"]) * case["learning_rate"] * 1.1  # AdamW moves no weight further
-    off = (ranks[0][0][0] - exact).abs().max().item()
-    assert 1e-6 < off <= factor * 2 * ends / 254, off
-
-
-@pytest.fixture(scope="module")
-def script_run(tmp_path_factory):
-    """train_distributed.py on 3 ranks, with steps by measured speed."""
-    folder = tmp_path_factory.mktemp("script")
-    (folder / "corpus.txt").write_text("It was the best of times, it was the worst of times. " * 40)
+def test_rounds_by_speed_with_everything_around_them(folder):
+    """Evaluation, adapters, samples of text, int8: they are the one loop's. A faster machine takes more steps."""
     (folder / "cluster.json").write_text(json.dumps(MEASURED))
-    flags = ["--dataset_name", folder / "corpus.txt", "--seq_len", 8, "--dtype", "float64", "--device", "cpu",
-             "--batch_size", 1, "--gradient_accumulation", 1, "--epochs", 2, "--max_steps_per_epoch", 6,
-             "--local_steps", 3, "--overlap_steps", 1, "--cluster_json", folder / "cluster.json", "--recompute",
-             "--gradient_wire_dtype", "int8", "--log_dir", folder / "runs", "--checkpoint_dir", folder / "checkpoints"]
-    run = start_fork(9, 3, folder / "out", ROOT / "cluster" / "train_distributed.py", *flags,
-                     script=ROOT / "tests" / "support" / "record.py")
-    return folder, run.result().stdout
-
-
-def test_the_script(script_run):
-    """Rounds by measured speed, a row for each, and a checkpoint of the agreed weights."""
-    from safetensors.torch import load_file
-
-    folder, printed = script_run
-    assert "local steps of a round: 4, 1, 4\n" in printed
-    assert "samples of a round, in micro-batches of up to 1: 4, 1, 4\n" in printed
-    rows = metrics(folder / "runs", "train_distributed")
+    flags = ["--dataset_name", folder / "corpus", "--seq_len", 8, "--device", "cpu", "--dtype", "float64",
+             "--batch_size", 1, "--gradient_accumulation", 1, "--epochs", 2, "--max_steps_per_epoch", 6, "--local_steps", 3,
+             "--cluster_json", folder / "cluster.json", "--recompute", "--gradient_wire_dtype", "int8",
+             "--validation_split", 0.2, "--eval_every", 6, "--sample_every", 12, "--log_dir", folder / "runs",
+             "--checkpoint_dir", folder / "checkpoints", "--run_name", "speed"]
+    printed = fork(9, 3, *flags, script=SCRIPT).stdout
+    assert "local steps of a round: 4, 1, 4\n" in printed and "sample after step 4" in printed
+    rows = metrics(folder / "runs", "speed")
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[-1]["trained_tokens"] == 12 * 3 * 8
-    assert rows[-1]["loss"] < rows[0]["loss"]
-    epochs = [float(text) for text in re.findall(r"^epoch \d: loss (\S+)$", printed, re.MULTILINE)]
-    means = [sum(row["loss"] for row in part) / 2 for part in (rows[:2], rows[2:])]
-    assert epochs == pytest.approx(means, abs=1e-4)
-    [*_, newest] = re.findall(r"^checkpoint: (\S+) ", printed, re.MULTILINE)
-    assert newest == str(folder / "checkpoints" / "train_distributed" / "step_00000004"), "of 4 rounds"
-    saved = load_file(f"{newest}/model-00001-of-00001.safetensors")
-    for rank in range(3):
-        final = torch.load(folder / "out" / f"rank{rank}.pt")["final"]
-        assert len(final) == len(saved)
-        assert all(torch.equal(saved[their_name(name)], param) for name, param in final.items())
+    assert len(re.findall(r"^evaluation after step [024]:", printed, re.MULTILINE)) == 3
+    assert rows[-1]["loss"] < rows[0]["loss"] and newest(folder, "speed").name == "step_00000004"
 
 
 def test_flags_that_do_not_go_together(monkeypatch):
-    """Where ranks are started anew, all would begin anew after a loss: their optimizers are not saved."""
     for flags, expected in (
             (["--outer_momentum", 0.5], "--outer_momentum without local steps: add --local_steps 50"),
-            (["--local_steps", 4, "--overlap_steps", 4], "--overlap_steps 4 must be below --local_steps 4"),
             (["--local_steps", 4, "--outer_momentum", 1], "--outer_momentum: must be from 0 to less than 1, got 1"),
-            (["--local_steps", 4, "--profile_batch", 0], "--profile_batch 0: ranks that take local steps have no step"),
-            (["--local_steps", 4, "--max_steps_per_epoch", 6], "--max_steps_per_epoch 6 is no multiple of --local_st"),
-            (["--local_steps", 4], "--local_steps in an elastic run: ")):
-        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "100" if "elastic" in expected else "0")
+            (["--local_steps", 4, "--plan", "plan.json"], "--plan with --local_steps"),
+            (["--local_steps", 4, "--save_every", 6], "--save_every 6 is no multiple of --local_steps 4")):
         monkeypatch.setattr("sys.argv", ["train_distributed.py", *map(str, flags)])
         with pytest.raises(ValueError, match=re.escape(expected)):
             train_distributed.parse_args()

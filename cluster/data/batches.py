@@ -54,9 +54,6 @@ def check_data_flags(args) -> None:
         if given := [name for name in ("eval_every", "eval_batches") if getattr(args, name)]:
             raise UserError(f"--{', --'.join(given)} without a validation split: add --validation_split 0.05, or leave "
                             "it out")
-    if getattr(args, "local_steps", None) and (args.validation_split or args.packing == "off"):
-        raise UserError("--validation_split and --packing off need optimizer steps that all machines make together: "
-                        "leave them out, or leave out --local_steps")
 
 
 class Data:

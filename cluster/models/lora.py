@@ -56,9 +56,8 @@ def check_lora_flags(args) -> None:
             raise UserError("--lora_alpha, --lora_dropout, --lora_targets and --base_bits are for LoRA: add "
                             "--lora_rank, or leave them out")
         return
-    for flag in ("from_scratch", "local_steps"):
-        if getattr(args, flag, None):
-            raise UserError(f"--{flag} is for training all weights: leave it out, or --lora_rank")
+    if args.from_scratch:
+        raise UserError("--from_scratch is for training all weights: leave it out, or --lora_rank")
     if args.tp_size > 1 and args.lora_dropout:
         raise UserError(f"--tp_size {args.tp_size} with --lora_dropout {args.lora_dropout}: tensor-parallel ranks "
                         "would drop other numbers than one rank does: leave out one of the two")

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -58,8 +59,9 @@ def betas(text: str) -> list[float]:
     return [fraction(each) for each in text.split(",")]
 
 
-def make_adamw(args, params) -> torch.optim.AdamW:
-    """`params`: (name, parameter) pairs; those that are frozen are left out."""
+def make_adamw(args, params, make: Callable = torch.optim.AdamW) -> torch.optim.AdamW:
+    """`params`: (name, parameter) pairs; those that are frozen are left out. `make`: AdamW, or what takes its arguments.
+    """
     trained = [(name, param) for name, param in params if param.requires_grad]
-    return torch.optim.AdamW(trained, lr=args.learning_rate, betas=tuple(args.adam_betas),
-                             weight_decay=args.weight_decay, fused=True)
+    return make(trained, lr=args.learning_rate, betas=tuple(args.adam_betas),
+                weight_decay=args.weight_decay, fused=True)

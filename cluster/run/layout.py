@@ -11,6 +11,7 @@ In an elastic run the machines that are there change, and so does how samples an
 """
 
 import argparse
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ from planning.shares import shares_by_speed
 from ranks.collectives import gather, say
 from ranks.lost import is_elastic
 from run.compression import compress
+from run.local_steps import LocalPlugin
 from run.samples import SamplesPlugin
 from run.speeds import choose_shares, has_router_loss, layers_by_speed, measured_speeds
 from train import counts  # step 9's
@@ -90,8 +92,9 @@ class Layout:
 
     def form(self, args, config) -> SamplesPlugin:
         """Makes the groups of ranks: the plugin that trains by this layout. Collective. Raises UserError."""
-        plugin = SamplesPlugin(self.tp_size, self.micro_batch_size, args.dtype, args.device,
-                               SCHEDULES[self.setting.schedule], self.setting.recompute)
+        kind = functools.partial(LocalPlugin, args, self.local_steps) if self.local_steps else SamplesPlugin
+        plugin = kind(self.tp_size, self.micro_batch_size, args.dtype, args.device, SCHEDULES[self.setting.schedule],
+                      self.setting.recompute)
         if self.local_steps:
             say(f"local steps of a round: {', '.join(map(str, self.local_steps))}")
         say(f"samples of a {'round' if self.local_steps else 'step'}, in micro-batches of up to "
@@ -127,6 +130,9 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
         return [PipelineTemplate.from_layers_per_stage(made.model, layers) for layers in pipelines]
 
     total = found and found.state["global_batch"]  # of a step: what a checkpoint has decided
+    of_local_step = args.batch_size * args.gradient_accumulation
+    if total and args.local_steps and not args.num_microbatches:
+        total //= of_local_step
     if plan:
         shares, size = samples_of(plan), plan["micro_batch_size"]
         if total not in (None, sum(shares)) and (is_elastic() or not args.plan):  # else Start.check refuses it
@@ -140,7 +146,7 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
         local_steps, shares = [args.local_steps] * len(shares), [args.local_steps * count for count in shares]
     elif args.local_steps:
         local_steps = shares
-        shares = [args.batch_size * args.gradient_accumulation * count for count in local_steps]
+        shares = [of_local_step * count for count in local_steps]
     setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     setting = setting.for_pipelines(pipelines)  # there may be nothing to send
     return Layout(templates, shares, args.batch_size, setting, local_steps, args.tp_size)

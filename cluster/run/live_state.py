@@ -51,7 +51,7 @@ class LiveState:
         self.generation = session.generation.number
         self.stage, self.optimizer, self.scheduler = checkpointer.stage, checkpointer.optimizer, checkpointer.scheduler
         self.step, self.commit, self.tp_rank = session.step, session.commit, session.tp_rank
-        self.everything, self.max_grad_norm = session.everything, session.args.max_grad_norm
+        self.everything, self.max_grad_norm = session.everything, session.args.max_grad_norm * (not session.args.local_steps)
         self.checkpointer = checkpointer
         session.trained = session.sampler = None  # whoever describes a checkpoint needs no plugin with its buckets
 

@@ -28,6 +28,8 @@ from run.speeds import has_router_loss
 class SamplesPlugin(HeterogeneousParallelPlugin):
     """The plugin of step 9, whose pipelines take numbers of samples. `microbatch_size` is that of the largest ones."""
 
+    optimizer_class = torch.optim.AdamW
+
     def set_pipelines(self, pipelines: list, samples: list[int]) -> None:
         super().set_pipelines(pipelines, [-(-count // self.microbatch_size) for count in samples])
         self.deal(samples)
@@ -63,6 +65,9 @@ class SamplesPlugin(HeterogeneousParallelPlugin):
             for those in self.own_microbatches():
                 batch = collate([dataset[first + i] for i in those])
                 yield {name: self.on_device(value) for name, value in batch.items()}
+
+    def before_saving(self, model, optimizer) -> None:
+        """What pipelines do before a checkpoint is saved: one of them has all that is saved."""
 
     def on_device(self, value: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cuda":  # from pinned memory, the copy overlaps with computing

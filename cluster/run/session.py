@@ -124,6 +124,7 @@ class Session:
     def after_step(self, step: int, stops: bool, is_last: bool) -> str | None:
         """Saves when it is time. Returns, on home_rank(), the text that was sampled after this step. Collective."""
         if self.is_due(step, stops or is_last):
+            self.trained.plugin.before_saving(self.trained.model, self.trained.optimizer)
             self.checkpointer.save(step, stops, is_last)
         self.checkpointer.report()
         if not self.sampler or step % self.args.sample_every:

@@ -9,7 +9,7 @@
     set_up          this rank's stage with its weights, optimizer and scheduler: the session begins
     train           the loop over optimizer steps
 
-With --local_steps, train_rounds takes the place of the last three.
+With --local_steps, a step of that loop is a round of steps that replicas take by themselves: see local_steps.py.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from run.evaluation import Evaluator
 from run.flags import make_adamw
 from run.generation import Generation, train_in_generations
 from run.layout import check_layout_flags, choose_layout
-from run.local_steps import check_local_flags, train_rounds
+from run.local_steps import check_local_flags
 from run.loop import check_profile_batch, print_epochs, train
 from run.plan_at_start import find_plan
 from run.samples import Rebalancer, SamplesPlugin
@@ -68,10 +68,7 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
     args.learning_rate = args.learning_rate or start.flags.get("learning_rate") or made.learning_rate
     vars(args).update(layout.as_flags())
     plugin = layout.form(args, made.model.config)
-    if args.local_steps:
-        train_rounds(args, plugin, made, layout, start, generation)
-    else:
-        train_together(args, plugin, made, start, generation, rebalancer)
+    train_together(args, plugin, made, start, generation, rebalancer)
     dist.destroy_process_group()
 
 
@@ -88,7 +85,7 @@ def join(args, generation: Generation) -> tuple[torch.device, torch.dtype]:
 
 def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, generation: Generation,
                    rebalancer: Rebalancer) -> None:
-    """Synchronous training: all machines make each optimizer step together."""
+    """All machines make each step together."""
     tokenizer, vocab_size = args.model_name or TINY_LLAMA, made.model.config.vocab_size
     start.check(args, made.names, plugin.global_batch_size)
     data = Data(args, tokenizer, vocab_size, plugin.global_batch_size, args.max_steps, args.max_steps_per_epoch)
@@ -121,8 +118,8 @@ def set_up(args, plugin: SamplesPlugin, made: Model, start: Start, generation: G
         with start.disks.together():  # which is patient with a slow disk
             weights(stage)
 
-    model, optimizer, _ = plugin.configure(made.model, functools.partial(make_adamw, args), weights=weights and load,
-                                           seed=args.seed)
+    model, optimizer, _ = plugin.configure(made.model, functools.partial(make_adamw, args, make=plugin.optimizer_class),
+                                           weights=weights and load, seed=args.seed)
     if not loader:
         start.clear_folder()  # now that this run can begin
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
