@@ -1,8 +1,13 @@
 """Plans as a file for train_distributed.py, and in words: what each will take."""
 
+import collections
+import math
+
 from planning.machines import Cluster, Setting
-from planning.search import Plans, Scored
+from planning.search import EVEN, Plans, Scored
 from utils import to_readable_format
+
+EXCHANGED = 0.05  # part of the time that exchanges take, at most, where local steps are many enough
 
 
 def as_plan(cluster: Cluster, plans: Plans) -> dict:
@@ -55,4 +60,22 @@ def report(cluster: Cluster, plans: Plans, top: int) -> str:
         else:
             seconds = scored.result.step_seconds
             lines.append(f"{name}: {seconds / best:.2f} times the best plan's step, {seconds:.4g} s")
+    if scored := plans.uniform.get(EVEN):
+        lines.append(describe_local_steps(cluster, scored))
     return "\n".join(lines)
+
+
+def describe_local_steps(cluster: Cluster, scored: Scored) -> str:
+    """What replicas gain that exchange seldom. `scored`: the plan by which each machine takes an even share."""
+    (pipelines, size, *_), result = scored
+    busy, tokens = collections.Counter(), {each.machines[0]: each.num_microbatches * size * cluster.seq_len
+                                           for each in pipelines}
+    for span in result.spans:
+        busy[span.rank] += span.end - span.start
+    exchange = sum(each.end - each.start for each in result.transfers if each.kind == "all-reduce")
+    speed = sum(count / busy[rank] for rank, count in tokens.items())
+    seconds = sum(tokens.values()) / speed  # of a local step of that many samples in the mean
+    steps = max(1, math.ceil(exchange * (1 / EXCHANGED - 1) / seconds))
+    return (f"local steps: {exchange:.3g} s to exchange, {seconds:.3g} s to compute a step: --local_steps {steps} keeps "
+            f"exchanges below {EXCHANGED:.0%} of the time, with {to_readable_format(speed * (1 - EXCHANGED))} tokens/s, "
+            "and trains by other mathematics")

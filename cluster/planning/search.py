@@ -23,6 +23,7 @@ from ranks.memory import USABLE_MEMORY
 from utils import UserError
 
 ALIKE = 1.1  # the ratio of two speeds up to which they count as one
+EVEN = "data parallel, even shares"
 STARTS = 6  # plans to be improved
 ACTIONS = 15_000  # forward and backward actions to simulate from each of them, and twice as many before
 AUTO = ("1f1b", "1f1b-2", "1f1b-3", "1f1b-4")  # schedules to compare, the one with least memory first
@@ -198,7 +199,7 @@ class Search:
         plans = {"the fastest machine alone": ((self.fastest_first[0],),)}
         if len(everyone) > 1:
             plans |= {"one pipeline, even layers": (everyone,),
-                      "data parallel, even shares": tuple((rank,) for rank in everyone)}
+                      EVEN: tuple((rank,) for rank in everyone)}
         return {name: self.uniform(groups) for name, groups in plans.items()}
 
     def uniform(self, groups: Grouping) -> Scored | None:
