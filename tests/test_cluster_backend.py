@@ -19,13 +19,12 @@ SHARES = ["--pipelines", "2,2;4", "--num_microbatches", "4,2"]
 RUNS = {  # name -> the ranks with a GPU, further flags
     "cpu": ("", SHARES),
     "mixed": ("0,2", [*SHARES, "--eval_every", "2"]),
-    "timeline": ("0,2", [*SHARES, "--profile_batch", "1"]),
     "compressed": ("1", [*SHARES, "--wire_dtype", "int8", "--gradient_wire_dtype", "int8"]),
     "local": ("0", ["--local_steps", "2", "--max_steps_per_epoch", "4", "--gradient_accumulation", "2"]),
     "no flag": ("1", [*SHARES, "--backend", "auto"]),
     "no dtype": ("1", [*SHARES, "--dtype", "auto"]),
 }
-SLOW = {"timeline", "compressed", "local"}
+SLOW = {"compressed", "local"}
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,6 @@ LLAMA = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_l
 KINDS = {  # of transformers -> configuration, layers of the stages
     "llama": (LLAMA, "3,2,1"),
     "gpt2": (dict(vocab_size=1024, n_embd=32, n_layer=6, n_head=4, n_positions=96, initializer_range=0.3), "1,2,3"),
-    "mixtral": (dict(LLAMA, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True), "2,3,1"),
     "gemma2": (dict(LLAMA, sliding_window=8, query_pre_attn_scalar=8, tie_word_embeddings=False), "1,1,4"),
     "qwen3_next": (dict(LLAMA, layer_types=["linear_attention", "full_attention"] * 3, linear_num_value_heads=2,
                         linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4,

@@ -36,9 +36,3 @@ def test_what_is_read_out_of_a_trace(trace, tmp_path):
 def test_drawn_figures(tmp_path):
     make_figures.main([*make_figures.DRAWN, "--out", str(tmp_path)])
     assert len(list(tmp_path.glob("figure_*.png"))) == len(make_figures.DRAWN) == 5
-
-
-def test_an_unknown_figure(capsys):
-    with pytest.raises(SystemExit):
-        make_figures.main(["timeline"])
-    assert "no figure 'timeline': choose from grid" in capsys.readouterr().err
