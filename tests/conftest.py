@@ -102,6 +102,14 @@ def models(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tools(tmp_path_factory) -> pathlib.Path:
+    """The folder of make_tools() in launcher.py."""
+    from launcher import make_tools
+
+    return make_tools(tmp_path_factory.mktemp("tools"))
+
+
 @pytest.fixture
 def run_code(tmp_path):
     """run_code(room, ranks, code, *words, **options): fork() for a program that stands in a test.

@@ -77,18 +77,6 @@ def test_the_step_that_runs_is_the_last(folder, uninterrupted):
     check_resumed(folder, name, uninterrupted, 3, run(folder, name, 1, "--resume", "auto", **flags).stdout)
 
 
-@pytest.mark.slow
-def test_a_signal_under_torchrun(command, folder):
-    """All ranks, and torchrun as well, end the same step, save, and end well."""
-    flags = words(folder, "torchrun", 2, max_steps=LONG, save_every=None)
-    process = command(torchrun(2, EXACT, folder / "out", SCRIPT, *flags), SLOW="0.2")
-    process.wait_for_step(folder / "runs" / "torchrun" / "metrics.jsonl", 3)
-    os.kill(process.ranks()[1], signal.SIGTERM)
-    printed = process.end(30)
-    assert process.process.returncode == 0, printed
-    check_stopped(folder, "torchrun", printed)
-
-
 def test_a_loss_of_nan(folder):
     """Rank 1's weights become NaN after step 5: the next loss ends the run, and what step 4 saved is safe."""
     flags = dict(max_steps=8, save_every=2)

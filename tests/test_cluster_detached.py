@@ -10,7 +10,7 @@ import stat
 
 import pytest
 from launch import ROOT
-from launcher import Launch, all_gone, eventually, make_tools, runs, write_hosts
+from launcher import Launch, all_gone, eventually, runs, write_hosts
 
 COUNT = r"""
 import os, signal, sys, time
@@ -26,11 +26,6 @@ for number in range(100000):
     if os.path.exists(sys.argv[1] + os.environ.get("RANK", "")[:1]):
         sys.exit(int(open(sys.argv[1] + os.environ.get("RANK", "")[:1]).read()))
 """
-
-
-@pytest.fixture(scope="module")
-def tools(tmp_path_factory):
-    return make_tools(tmp_path_factory.mktemp("tools"))
 
 
 class Hosts:

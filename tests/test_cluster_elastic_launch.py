@@ -14,7 +14,7 @@ import agent
 import host_run
 import pytest
 from launch import ROOT
-from launcher import Launch, all_gone, eventually, make_tools, write_hosts
+from launcher import Launch, all_gone, eventually, write_hosts
 
 ONE_FAILS = r"""
 import json, os, sys, time
@@ -40,11 +40,6 @@ while True:
 """
 JOB = {"nnodes": 3, "node_rank": 1, "nproc": 2, "master_address": "desk", "master_port": 29500, "interface": "lo",
        "peer": None, "environment": {}, "is_home": False, "command": ["train.py", "--epochs", "3"]}
-
-
-@pytest.fixture(scope="module")
-def tools(tmp_path_factory):
-    return make_tools(tmp_path_factory.mktemp("tools"))
 
 
 def lines(tools, hosts: str) -> list[str]:

@@ -12,10 +12,7 @@ from test_cluster_family_profiler import CPU, LAYERS, SEQ_LEN as LENGTH, adapter
 from test_cluster_lora import FAMILIES, RANK, SAMPLES, SEQ_LEN, TOPOLOGIES, read, samples, with_adapters, write_data
 
 with modules_of(9):
-    from pipeline_stage import PipelineStage
-    from pipeline_template import PipelineTemplate
     from planning.profiler import LayerProfiler
-    from models.four_bits import is_matrix
     from models.loss import mean_cross_entropy
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -85,29 +82,6 @@ def test_what_a_frozen_parameter_takes(world_of_one):
     frozen = 0.5625 * packed + dtype.itemsize * others
     assert lora.frozen_bytes == frozen and cluster.weight_bytes((0, len(cluster.names))) == pytest.approx(
         frozen + 18 * lora.num_trained, rel=1e-9)
-
-
-def test_one_layer_at_a_time_is_not_packed(world_of_one):
-    """While a stage loads. In the end it has all of its modules, in their places."""
-    model, seen = make("qwen3"), []
-    names, give = [name for name, _ in model.named_modules()], adapters(model, torch.bfloat16, base_bits=4).weights
-    stage = PipelineStage(model, PipelineTemplate.from_layers_per_stage(model, [LAYERS]), 0)
-    layers = stage.own_layers()
-
-    def load(stage):
-        for name, param in stage.model.named_parameters():
-            module, _, key = name.rpartition(".")
-            setattr(stage.model.get_submodule(module), key, torch.nn.Parameter(torch.randn(param.shape).to(param.dtype)))
-        matrices = [each for layer in layers for each in layer.modules() if is_matrix(each)]
-        seen.append(sum(each.weight.dim() == 2 and not each.weight.is_meta and each.weight.size(1) > 1
-                        for each in matrices))
-
-    give(load, None, CPU)(stage)
-    assert seen == [0, *[7] * LAYERS], "7 matrices of a layer"
-    assert {*names} <= {name.replace(".base_layer", "") for name, _ in model.named_modules()}
-    packed = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
-    assert len(packed) == 7 * LAYERS and not any(param.is_meta for param in model.parameters())
-    assert next(model.parameters()).dtype == model.dtype == torch.bfloat16
 
 
 def test_a_model_that_fits_in_4_bits_only(tmp_path):

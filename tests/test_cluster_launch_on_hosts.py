@@ -10,7 +10,7 @@ import sys
 import pytest
 from bed import NAME, NETWORK, NODES, SSH_CONFIG, bed, processes, testbed
 from launch import ROOT
-from launcher import Launch, all_gone, eventually, make_tools, write_hosts
+from launcher import Launch, all_gone, eventually, write_hosts
 
 pytestmark = [pytest.mark.hosts, pytest.mark.usefixtures(bed.__name__)]
 OPTIONS = f"-F {SSH_CONFIG}"
@@ -25,11 +25,6 @@ while True:
     dist.all_reduce(total)
     time.sleep(0.05)
 """
-
-
-@pytest.fixture(scope="module")
-def tools(tmp_path_factory):
-    return make_tools(tmp_path_factory.mktemp("tools"))
 
 
 def hosts(folder, python) -> pathlib.Path:

@@ -8,7 +8,7 @@ import socket
 import pytest
 import torch
 
-from clusters import MEASURED
+from clusters import MEASURED, with_odd_values
 from launch import ROOT, fork, losses, modules_of, start_fork
 
 with modules_of(9):
@@ -79,6 +79,17 @@ def test_plans_that_make_no_sense(tmp_path, pipelines, changes, expected):
     plan = json.loads(write_plan(tmp_path / "plan.json", *pipelines, **changes).read_text())
     with pytest.raises(ValueError, match=re.escape(expected)):
         plan_file.checked_plan(plan)
+
+
+def test_an_odd_value_anywhere_in_a_plan(tmp_path):
+    """It is taken, or one line says what is wrong."""
+    path = write_plan(tmp_path / "plan.json", *[([0, 1], [2, 2], 6)])
+    for where, _, odd, plan in with_odd_values(json.loads(path.read_text())):
+        path.write_text(json.dumps(plan))
+        try:
+            plan_file.read_json(str(path), plan_file.checked_plan, "use cluster/plan.py")
+        except plan_file.UserError as error:
+            assert "\n" not in str(error), (where, odd)
 
 
 def test_the_same_hosts_in_another_order():

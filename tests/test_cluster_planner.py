@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from clusters import made_up_cluster
+from clusters import made_up_cluster, with_odd_values
 from launch import modules_of
 
 with modules_of(9):
@@ -17,6 +17,7 @@ with modules_of(9):
     from planning.report import as_plan, report
     from planning.search import find_plans
     from planning.simulate import peak_memory, simulate
+    from utils import UserError
 
 
 def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
@@ -143,6 +144,20 @@ def test_a_broken_cluster_json(tmp_path, change, message):
     (tmp_path / "cluster.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match=message):
         load_cluster(tmp_path / "cluster.json")
+
+
+def test_an_odd_value_anywhere_in_cluster_json(tmp_path):
+    """It is used, or one line says what is wrong; of what was measured no number is negative."""
+    path = tmp_path / "cluster.json"
+    for where, value, odd, data in with_odd_values(made_up_cluster([1, 2], layers=2)):
+        path.write_text(json.dumps(data))
+        is_refused = False
+        try:
+            load_cluster(path)
+        except UserError as error:
+            is_refused = "cluster.json" in str(error) and "\n" not in str(error)
+        is_number = isinstance(value, (int, float)) and where[0] in ("machines", "links", "modules", "seq_len")
+        assert is_refused or odd != -1 or not is_number, (where, value)
 
 
 def run_plan(monkeypatch, *flags) -> None:

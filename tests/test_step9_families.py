@@ -14,7 +14,8 @@ with modules_of(9):
     import train
 
 SAMPLED = {1: ["gpt2-tied", "mixtral", "bert-tied", "vit", "gpt2-frozen"],  # tp_size -> cases: each kind of model once
-           2: ["gpt2-tied", "gpt2-frozen", "qwen3-tied", "gpt-neox", "opt-projected", "llama-classifier"]}
+           2: ["gpt2-tied", "gpt2-frozen", "qwen3-tied", "gpt-neox", "opt-projected", "llama-classifier",
+               "mixtral"]}
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -2,12 +2,10 @@
 
 import functools
 import json
-import sys
 import types
 
 import pytest
 
-import course_gpu
 import measure_course
 from contestants import BASELINE, RUNS
 from launch import ROOT
@@ -56,14 +54,3 @@ def test_the_page_has_the_recorded_runs():
     record = json.loads((ROOT / "assets" / "benchmark.json").read_text())
     table = measure_course.table_of_speed({group: found["seconds"] for group, found in record.items()})
     assert table in (ROOT / "docs" / "BENCHMARKS.md").read_text()
-
-
-@pytest.mark.slow
-def test_the_gpu_measurement_on_the_cpu(tmp_path, monkeypatch, capsys):
-    flags = ["--device", "cpu", "--shape", "toy", "--only", "(ours|autocast)$", "--seq_len", "32", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", ["measure_course.py", "gpu", *flags, "--gpu", "L40S", "--json",
-                                      str(tmp_path / "gpu.json")])
-    measure_course.main()
-    (found,) = json.loads((tmp_path / "gpu.json").read_text()).values()
-    assert {*found["seconds"]} == {*found["memory_gb"]} == {course_gpu.OURS, course_gpu.THEIRS}
-    assert f"| ours | {4 * 32 / found['seconds'][course_gpu.OURS][0]:.0f} | " in capsys.readouterr().out

@@ -29,13 +29,7 @@ TEXT = "It was the best of times, it was the worst of times; it was the age of w
 TOPOLOGIES = {  # name -> ranks, flags: 8 micro-batches a step in each
     "one": (1, ["--num_microbatches", "8"]),
     "tp2": (2, ["--num_microbatches", "8", "--tp_size", "2"]),
-    "tp4": (4, ["--num_microbatches", "8", "--tp_size", "4"]),
-    "dp4": (4, ["--num_microbatches", "3,2,2,1"]),
-    "pp4": (4, ["--num_microbatches", "8", "--pipelines", "1,1,1,1"]),
     "2;1": (3, ["--num_microbatches", "5,3", "--pipelines", "3,1;4"]),
-    "3": (3, ["--num_microbatches", "8", "--pipelines", "2,1,1"]),
-    "1;1;2": (4, ["--num_microbatches", "3,3,2", "--pipelines", "4;4;1,3"]),
-    "2x2x2": (8, ["--num_microbatches", "4,4", "--pipelines", "3,1;2,2", "--tp_size", "2"]),
 }
 
 
