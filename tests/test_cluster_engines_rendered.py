@@ -25,6 +25,13 @@ MISSING = "no {} here: pip install -c constraints.txt -e '.[engines]'"
                                   "limits: cpu: 8000m memory: 16000M nvidia.com/gpu: '8'": 2,
                                   "hostPath: path: /mnt/shared name: mount-0": 2,
                                   "mountPath: /shared name: mount-0": 2}),
+    ("aws_batch", "boto3", {RUN: 1, "queue: default": 1, "numNodes: 2": 1, "targetNodes: 0:1": 1, "type: multinode": 1,
+                            "image: python:3.11-slim": 1, "type: GPU value: '8'": 1,
+                            "host: sourcePath: /mnt/shared name: mount_0": 1,
+                            "containerPath: /shared readOnly: false sourceVolume: mount_0": 1}),
+    ("gcp_batch", "google.cloud.batch_v1", {  # TorchX mounts nothing there
+        RUN: 1, "task_count: 2": 1, "task_count_per_node: 1": 1, 'image_uri: "python:3.11-slim"': 1,
+        'machine_type: "a2-highgpu-8g"': 1}),  # with eight GPUs
 ])
 def test_what_torchx_submits(scheduler, package, wanted, monkeypatch, tmp_path):
     """By `torchx run --dryrun -s scheduler dist.ddp JOB`, with the .torchxconfig of the root."""
@@ -33,12 +40,13 @@ def test_what_torchx_submits(scheduler, package, wanted, monkeypatch, tmp_path):
     from torchx.runner import get_runner
     from torchx.runner.config import apply, load_sections
 
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("HOME", str(tmp_path))  # with nobody's account
-    cfg = {}
+    cfg = {"project": "none"} if scheduler == "gcp_batch" else {}
     with get_runner(component_defaults=load_sections("component", [str(ROOT)])) as runner:
         apply(scheduler, cfg, [str(ROOT)])
         request = runner.dryrun_component("dist.ddp", JOB.split(), scheduler, cfg=cfg, workspace=None).request
-    text = str(request)
+    text = str(request.job_def if scheduler == "gcp_batch" else request)
     text = " ".join(text.replace("'\"'\"'", "'").replace("\\'", "'").split())
     assert {each: text.count(each) for each in wanted} == wanted, text
 

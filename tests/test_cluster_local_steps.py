@@ -106,7 +106,7 @@ def trained(tmp_path_factory):
                    [torch.load(folder / f"{name}_{rank}.pt") for rank in range(3)]) for name in CASES}
 
 
-@pytest.mark.parametrize("name", ["paper", "overlapped", "long overlap", "unlike sizes"])
+@pytest.mark.parametrize("name", ["paper", "overlapped", "long overlap", "unlike sizes", "one SGD step"])
 def test_the_paper_written_out(trained, name):
     case, [(epochs, losses), *_] = trained[name]
     expected, expected_losses = written_out(case)
@@ -122,16 +122,6 @@ def test_all_ranks_end_an_epoch_with_the_same_bits(trained, name):
     (epochs, losses), *others = trained[name][1]
     for others_epochs, others_losses in others:
         assert all(map(torch.equal, epochs, others_epochs)) and losses == others_losses
-
-
-def test_an_outer_step_of_one_averages_weights(trained):
-    """With SGD inside, and unlike numbers of micro-batches, it is SGD on the mean over all: data parallelism."""
-    case, ranks = trained["one SGD step"]
-    rank = Rank({**case, "sizes": [6]}, 6, 1)
-    for _ in range(case["epochs"]):
-        for batch in ranks_side.samples(case).view(case["rounds"], 6, -1):
-            rank.step(list(batch))
-    assert (rank.weights() - ranks[0][0][-1]).abs().max() <= 1e-11
 
 
 def test_int8_within_its_bound(trained):

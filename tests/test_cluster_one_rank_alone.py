@@ -7,7 +7,7 @@ import json
 import shutil
 
 import pytest
-from checkpoint_runs import SCRIPT, TEXT, flags_of, write_corpus, write_model
+from checkpoint_runs import SCRIPT, flags_of, write_corpus, write_model
 from launch import MODELS, STEPS, modules_of, start_fork
 from safetensors.torch import load_file, save_file
 
@@ -26,11 +26,6 @@ def change_index(path, change) -> None:
     (path.parent / INDEX).write_text(json.dumps(index))
 
 
-def be_a_folder(path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 def scaled(factor: float):
     """What multiplies the numbers of the last norm, and so the logits."""
     def scale(path) -> None:
@@ -43,8 +38,6 @@ def scaled(factor: float):
 
 DAMAGES = {  # name -> what is done to the file, what the error has
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:20_000]), "incomplete metadata, file not fully covered"),
-    "other content": (lambda path: path.write_bytes(TEXT.encode()), "header too large"),
-    "a folder": (be_a_folder, "can't be read ("),
     "removed": (lambda path: path.unlink(), "No such file"),
     "no entry in the index": (lambda path: change_index(path, lambda files: files.pop(OWN)), "has no weights for "),
     "another file in the index": (

