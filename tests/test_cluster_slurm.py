@@ -10,7 +10,7 @@ from processes import eventually
 
 SCRIPT = ROOT / "cluster" / "engines" / "slurm.sbatch"
 PROGRAMS = {
-    "scontrol": 'case $1 in show) echo first; echo second;; requeue) echo "REQUEUED $2";; esac',
+    "scontrol": 'case $1 in show) printf "first\\nsecond\\n";; requeue) echo "REQUEUED $2";; esac',
     "squeue": 'cat "$STATE"',
     "scancel": 'kill -TERM "$(cat "$STATE.pid")"',  # of a step: its tasks get the signal
     "srun": 'while [[ $1 == --* ]]; do shift; done; echo $$ >"$STATE.pid"; SLURM_NODEID=1 SLURM_NNODES=2 exec "$@"',
