@@ -36,7 +36,8 @@ from ranks.placement import once_per_machine
 from run.flags import add_flags
 from run_common import check_positions
 from utils import (
-    TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, load_config, one_clear_error, positive_int,
+    TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, load_config, one_clear_error, positive_float,
+    positive_int,
 )
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}  # unlike machines sum in unlike orders
@@ -48,7 +49,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=positive_int, default=10, help="of the short training")
     parser.add_argument("--batch_size", type=positive_int, default=4, help="samples of a step of it")
     parser.add_argument("--max_batch_size", type=positive_int, default=64, help="the largest that is tried")
-    parser.add_argument("--memory_gb", type=float, help="memory to use (default: all that is free)")
+    parser.add_argument("--memory_gb", type=positive_float, help="memory to use (default: all that is free)")
     parser.add_argument("--model_name", default=TINY_LLAMA, help="a Llama: a directory with config.json, or a Hub id")
     add_flags(parser)
     return parser.parse_args()

@@ -12,7 +12,7 @@ import pathlib
 import random
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 import pytest
 from launch import ROOT, STEPS, environment, fork
@@ -75,14 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """A run that takes long begins now, and goes on beside the tests before its own.
-
-    What was imported to collect the tests stays until the end, so the garbage collector need not look at it any more.
-    """
+    """What was imported to collect the tests stays until the end: the garbage collector need not look at it any more."""
     gc.freeze()
-    for item in [] if session.config.option.collectonly else session.items:
-        if start_early := getattr(item.function, "start_early", None):
-            start_early(item)
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +92,6 @@ def selected(request):
     return selected
 
 
-@pytest.fixture(scope="module")
-def ended():
-    """kind of a case that chance has made -> how many of them ended how, which is printed in the end."""
-    counts = defaultdict(Counter)
-    yield counts
-    print("".join(f"\n{kind}: {sum(each.values())} cases, {dict(each)}" for kind, each in counts.items()))
-
-
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> pathlib.Path:
     """A folder with the models and the corpus of recordings.py, in which runs may leave what they record."""
@@ -114,6 +100,14 @@ def models(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("models")
     recordings.write_models(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tools(tmp_path_factory) -> pathlib.Path:
+    """The folder of make_tools() in launcher.py."""
+    from launcher import make_tools
+
+    return make_tools(tmp_path_factory.mktemp("tools"))
 
 
 @pytest.fixture

@@ -162,18 +162,6 @@ def test_bad_rows_in_other_words(tokenizers, row, expected):
         encoded_row(row, load(tokenizers(CHATML)))
 
 
-def test_prompt_and_completion(dataset):
-    """The completion and the end-of-text token are targets. Both columns are encoded by themselves."""
-    pairs = [{"prompt": "Two and two? ", "completion": "Four."}, {"prompt": "", "completion": "Alone, first."}]
-    words, samples = load(TINY), encoded.load_samples(flags(dataset(pairs)), TINY, 1024, packing="auto")
-    for i, pair in enumerate(pairs):
-        prompt, answer = (words(pair[name], add_special_tokens=False)["input_ids"] for name in pair)
-        assert ids_of(samples[i]) == [*prompt, *answer, words.eos_token_id]
-        no_targets = len(prompt) or 1  # the first token is predicted by none
-        assert (samples[i] >= 0).tolist() == [False] * no_targets + [True] * (len(answer) + 1 - (not prompt))
-        assert samples.num_targets(i) == (samples[i] >= 0).sum()
-
-
 def test_text_that_is_not_packed_is_a_sample_a_document(tmp_path, monkeypatch):
     monkeypatch.setattr(encoded, "CACHE", str(tmp_path / "cache"))
     texts, words = ["One sentence.", "Another one, which is longer: " + "and on " * 40], load(TINY)
@@ -279,14 +267,6 @@ def test_a_checkpoint_goes_on_with_its_own_data(dataset):
                 encoded.require_same_data(found, args, TINY, 1024, read)
     encoded.require_same_data(argparse.Namespace(state={}), args, TINY, 1024, read)  # an older one does not say
     encoded.require_same_data(None, args, TINY, 1024, read)
-
-
-def test_padding_is_on_the_right_and_no_target():
-    short, long = torch.tensor([-1 - 5, 6]), torch.tensor([-1 - 7, -1 - 8, 9, 1])
-    batch = data.pad([short, long])
-    assert batch["input_ids"].tolist() == [[5, 6, 0], [7, 8, 9]]
-    assert batch["target_ids"].tolist() == [[6, -100, -100], [-100, 9, 1]]
-    assert data.pad([short, short])["input_ids"].shape == (2, 1)
 
 
 def test_the_split_is_drawn_from_all_and_never_trained_on(dataset):

@@ -15,7 +15,7 @@ import host_run
 import pytest
 import torch
 from launch import ROOT, modules_of
-from launcher import Launch, all_gone, eventually, make_tools, write_hosts
+from launcher import Launch, all_gone, eventually, write_hosts
 
 with modules_of(9):
     from ranks import lost
@@ -44,11 +44,6 @@ while True:
 """
 JOB = {"nnodes": 3, "node_rank": 1, "nproc": 2, "master_address": "desk", "master_port": 29500, "interface": "lo",
        "peer": None, "environment": {}, "is_home": False, "command": ["train.py", "--epochs", "3"]}
-
-
-@pytest.fixture(scope="module")
-def tools(tmp_path_factory):
-    return make_tools(tmp_path_factory.mktemp("tools"))
 
 
 def lines(tools, hosts: str) -> list[str]:

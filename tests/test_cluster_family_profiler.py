@@ -101,4 +101,4 @@ def test_frozen_weights_take_two_bytes(world_of_one):
 def test_layers_of_two_kinds(world_of_one):
     profiler = profiler_of("gemma3", False, torch.float32)
     assert list(profiler.parts) == ["first", "layer 0", "layer 1", "last"]
-    assert profiler.like == ["layer 0", "layer 1"] * 2
+    assert profiler.modules_of(dict(zip(profiler.parts, "fabl"))) == [*"fababl"], "each layer has the costs of its kind"

@@ -20,7 +20,7 @@ import inventory
 import pytest
 from host_facts import ASKS
 from launch import ROOT, environment
-from launcher import Launch, all_gone, make_tools, write_hosts
+from launcher import Launch, all_gone, write_hosts
 
 PROJECT = ("cluster", "step9_heterogeneous_pp")
 FAIL = """
@@ -36,11 +36,6 @@ for line in sys.stdin.buffer:
     print("got", line, flush=True)
 print("end", flush=True)
 """
-
-
-@pytest.fixture(scope="module")
-def tools(tmp_path_factory):
-    return make_tools(tmp_path_factory.mktemp("tools"))
 
 
 def three(tools, *options: str) -> list[str]:

@@ -28,12 +28,9 @@ FAMILIES = {
 TOPOLOGIES = {  # name -> ranks, flags: 8 micro-batches a step of one sample in each
     "one": (1, ["--num_microbatches", "8"]),
     "3;1,2": (3, ["--num_microbatches", "5,3", "--pipelines", "3;1,2"]),
-    "shares": (3, ["--num_microbatches", "3,3,2"]),
-    "1,1,1": (3, ["--num_microbatches", "8", "--pipelines", "1,1,1", "--recompute", "--pp_engine", "afab"]),
     "tp2": (2, ["--num_microbatches", "8", "--tp_size", "2"]),
-    "tp2, recompute": (2, ["--num_microbatches", "8", "--tp_size", "2", "--recompute"]),
+    "1,1,1": (3, ["--num_microbatches", "8", "--pipelines", "1,1,1", "--recompute", "--pp_engine", "afab"]),
     "1,rest x tp2": (4, ["--num_microbatches", "8", "--pipelines", "1,2", "--tp_size", "2"]),
-    "shares x tp2": (4, ["--num_microbatches", "5,3", "--tp_size", "2"]),
 }
 PAIRS = [*(f"pair {i}: " + "why so long? " * (1 + i % 3) for i in range(SAMPLES)),
          *("because " * (1 + i % 4) for i in range(SAMPLES))]
@@ -146,9 +143,7 @@ def whole(key: str, parts: list[torch.Tensor], shape: torch.Size) -> torch.Tenso
 
 CASES = [("llama", "pairs", "3;1,2"), ("llama", "pairs", "tp2"), ("gpt2", "text", "1,rest x tp2"),
          *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-             ("llama", "pairs", "shares"), ("gpt2", "text", "3;1,2"), ("gpt2", "pairs", "1,1,1"),
-             ("glm4", "text", "tp2"), ("qwen3", "text", "tp2"), ("olmo2", "text", "tp2"),
-             ("llama", "text", "shares x tp2"), ("llama", "text", "tp2, recompute")])]
+             ("gpt2", "pairs", "1,1,1"), ("glm4", "text", "tp2"), ("qwen3", "text", "tp2"), ("olmo2", "text", "tp2")])]
 
 
 @pytest.mark.parametrize("family, data, topology", CASES)
@@ -193,15 +188,13 @@ def require_same_run(folder, name: str, other: str, tolerance: float) -> None:
     assert a.keys() == b.keys() and all((a[key] - b[key]).abs().max() <= tolerance for key in a)
 
 
-@pytest.mark.parametrize("before, after", [("tp2", "one"), pytest.param("one", "tp2", marks=pytest.mark.slow)])
-def test_goes_on_with_another_tp_size(folder, before, after):
+def test_goes_on_with_another_tp_size(folder):
     """Three steps, of which the last is with another --tp_size: losses and the adapter are those of one process."""
-    name = f"from {before} to {after}"
-    run(folder, name, "gpt2", "text", before, "--max_steps", "2", lr_decay="none")
-    done, _ = run(folder, name, "gpt2", "text", after, "--resume", "auto", lr_decay="none")
+    run(folder, "moved", "gpt2", "text", "tp2", "--max_steps", "2", lr_decay="none")
+    done, _ = run(folder, "moved", "gpt2", "text", "one", "--resume", "auto", lr_decay="none")
     assert "going on after step 2: " in done.stdout
-    run(folder, f"{name}, at once", "gpt2", "text", "one", lr_decay="none")
-    require_same_run(folder, name, f"{name}, at once", TOLERANCE)
+    run(folder, "at once", "gpt2", "text", "one", lr_decay="none")
+    require_same_run(folder, "moved", "at once", TOLERANCE)
 
 
 @pytest.mark.slow

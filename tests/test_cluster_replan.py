@@ -24,6 +24,7 @@ def with_made_up_speeds(self, session, step):
               for _ in block.flatten()]
     session.stop_agreement.told = [1e-3, *(speed * count for speed, count in zip(speeds, counts))]
     follow(self, session, step)
+    assert session.trained.plugin.samples == self.rebalancing.samples
 
 samples.Rebalancer.follow = with_made_up_speeds
 """

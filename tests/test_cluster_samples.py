@@ -11,13 +11,12 @@ import pytest
 import torch
 from checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, write_corpus, write_model
 from clusters import MEASURED
-from launch import fork, metrics, modules_of, start_fork
+from launch import metrics, modules_of, start_fork
 
 with modules_of(9):
-    import process_group_manager as pgm
     from planning import plan_file
     from planning.machines import Setting
-    from run import layout, samples, speeds
+    from run import layout, speeds
 
 TOLERANCE = 1e-11
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
@@ -129,56 +128,6 @@ def test_from_two_ranks_onto_others(runs, folder):
         found, expected = (metrics(folder / "runs", each) for each in (name, "text"))
         for key in "loss", "grad_norm":
             assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=0, abs=TOLERANCE)
-
-
-DEAL = """
-from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
-from run.samples import SamplesPlugin
-execute, shares = SamplesPlugin.execute_pipeline, iter([[1, 7], [7, 1], [4, 4], [2, 6]])
-def deal_and_execute(self, *args):
-    self.deal(next(shares))
-    return execute(self, *args)
-SamplesPlugin.execute_pipeline = deal_and_execute
-"""
-
-
-def test_shares_that_change_between_steps(folder, run_code):
-    flags = [flags_of(folder, name, folder / "model", max_steps=4, learning_rate=1e-3, max_grad_norm=0.1, **changes)
-             for name, changes in (("not dealt", dict(num_microbatches=8)), ("dealt", dict(
-                 batch_size=4, gradient_accumulation=1, pipelines="4;2,2")))]
-    fork(9, 1, *flags[0], script=SCRIPT)
-    run_code("cluster", 3, DEAL, *flags[1], then="train_distributed.py")
-    found, expected = (metrics(folder / "runs", each) for each in ("dealt", "not dealt"))
-    for key in "loss", "grad_norm":
-        assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=0, abs=TOLERANCE)
-
-
-def made_plugin(size: int, shares: list[int]) -> samples.SamplesPlugin:
-    """Without processes: what deals and reads."""
-    plugin = object.__new__(samples.SamplesPlugin)
-    plugin.microbatch_size, plugin.pipelines = size, [None] * len(shares)
-    plugin.device, plugin.master_dtype = torch.device("cpu"), torch.float64
-    plugin.deal(shares)
-    return plugin
-
-
-@pytest.mark.parametrize("first_step", [0, 2])
-def test_each_sample_is_read_once(monkeypatch, first_step):
-    """Over three pipelines, by shares that change from step to step; those of a step are its own."""
-    shares, found = [[33, 3, 4], [1, 38, 1], [14, 13, 13], [4, 32, 4]], {}
-    for pipeline in range(3):
-        monkeypatch.setattr(pgm, "process_group_manager", argparse.Namespace(dp_rank=pipeline))
-        plugin = made_plugin(4, shares[first_step])
-        batches = plugin.batches(torch.arange(170), lambda ids: {"ids": torch.stack(ids)}, first_step)
-        for step in range(first_step, 4):
-            plugin.deal(shares[step])
-            mine = [next(batches)["ids"].tolist() for _ in range(plugin.own_num_microbatches)]
-            sizes = [len(batch) for batch in mine]
-            assert sum(sizes) == shares[step][pipeline] and max(sizes) <= 4 and max(sizes) - min(sizes) <= 1
-            found.setdefault(step, []).extend(itertools.chain(*mine))
-        assert next(batches, None) is None
-    for step, numbers in found.items():
-        assert sorted(numbers) == [*range(40 * step, 40 * step + 40)]
 
 
 @pytest.mark.parametrize("total, size, seconds, expected", [

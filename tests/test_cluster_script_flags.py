@@ -12,12 +12,14 @@ from launch import ROOT, STEPS, modules_of
 from torch.distributed.run import get_args_parser
 
 with modules_of(9):
+    import generate
+    import plan
     import three_stages_simple_pp as three_stages
     import train_distributed
     import train_single_test as single_test
     from ranks.placement import this_host
     from run import flags, loop, speeds
-    from utils import TINY_LLAMA, load_config
+    from utils import TINY_LLAMA, UserError, load_config
 
 MADE = argparse.Namespace(model=argparse.Namespace(config=None))
 
@@ -126,6 +128,31 @@ def test_flags_then_environment_then_defaults(parse):
 def test_errors(parse, module, flags, env, expected):
     with pytest.raises(ValueError, match=re.escape(expected)):
         parse(*flags, module=module, **env)
+
+
+class Found(Exception):
+    """A parser that is about to read a command line."""
+
+
+@pytest.mark.parametrize("script", [train_distributed, three_stages, single_test, generate, plan],
+                         ids=lambda module: module.__name__)
+def test_every_number_has_a_range(parse, script):
+    """No flag takes what is no number, and none but --profile_batch, where -1 is for none, a negative one."""
+    def stop(self, *_):
+        raise Found(self)
+
+    with pytest.raises(Found) as found, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        parse(module=script)
+    parser = found.value.args[0]
+    flags = [action.option_strings[-1] for action in parser._actions
+             if action.option_strings and getattr(action.type, "__name__", "") in ("int", "float")]
+    assert len(flags) > 3
+    for flag in flags:
+        for value in "nan", "", "x", "-1":
+            if (flag, value) != ("--profile_batch", "-1"):
+                with pytest.raises(UserError, match=f"argument .*{flag}"):
+                    parser.parse_args([f"{flag}={value}"])
 
 
 def test_flags_of_adamw(parse):

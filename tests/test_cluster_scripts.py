@@ -99,21 +99,6 @@ def test_shares_by_speed_and_banner(trained):
     assert re.search(r"^2 +\S+ +.*\d cores +lo 127.0.0.1$", printed, re.MULTILINE)
 
 
-def test_tensorboard(trained):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    folder, _ = trained
-    board = EventAccumulator(str(folder / "runs3" / "uneven"))
-    board.Reload()
-    for name in ("step_seconds", "compute_seconds", "cpu_memory_gb", "cpu_percent"):
-        for rank in range(3):
-            values = [event.value for event in board.Scalars(f"{name}/rank{rank}")]
-            assert len(values) == 4 and min(values) > 0, (name, rank)
-    for name in ("loss", "grad_norm", "learning_rate"):
-        found = [event.value for event in board.Scalars(name)]
-        assert found == pytest.approx([row[name] for row in metrics(folder / "runs3", "uneven")], rel=1e-6)
-
-
 def test_single_test_prints_a_table_of_machines(trained):
     _, printed = trained
     [rows] = re.findall(r"^rank +host +device.*\n((?:\d .*\n)+)all losses are equal", printed, re.MULTILINE)

@@ -69,7 +69,7 @@ LAUNCHES = {  # name -> the environment of start k
 }
 
 
-@pytest.mark.parametrize("kind, name", [("elastic", "other"), pytest.param("slurm", "home", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind, name", [("elastic", "other"), ("slurm", "home")])
 def test_a_directory_counts_for_the_first_start(train, kind, name):
     """Of one launch. Another launch with that flag goes back, and keeps what was trained since under another name."""
     flags = ["--resume", train.folder / "b" / "checkpoints" / "home" / f"step_{OLDER - 2:08d}"]
@@ -83,13 +83,11 @@ def test_a_directory_counts_for_the_first_start(train, kind, name):
     assert f"step_{OLDER + 2:08d}" not in saved(train, "b", name)
 
 
-@pytest.mark.parametrize("hosts, resume", [
-    ("ba", []), pytest.param("ab", ["--resume", "auto"], marks=pytest.mark.slow)])
-def test_a_late_host_with_an_older_run(train, older, hosts, resume):
+def test_a_late_host_with_an_older_run(train, older):
     """Its checkpoint is of a later step, and its rows are as many. It is left in peace, and the files come whole."""
     env = {**ELASTIC, "TORCHELASTIC_RUN_ID": "launch"}
-    train("a", "home", 4, *resume, **env)
-    assert went_on(train(hosts, "home", 8, *resume, **env)) == ["4"]
+    train("a", "home", 4, **env)
+    assert went_on(train("ba", "home", 8, **env)) == ["4"]
     for host in "ab":
         assert saved(train, host, "home")[-1] == "step_00000008"
         assert losses(train.folder / host / "runs", "home") == pytest.approx(losses(older / "c/runs", "whole"),
@@ -114,17 +112,6 @@ def test_unlike_runs_on_two_hosts(train, older):
         assert losses(train.folder / host / "runs", "home") == pytest.approx(losses(older / "c/runs", "whole"),
                                                                              abs=TOLERANCE)
     assert losses(train.folder / "b" / "runs", "home.1") == losses(older / "b" / "runs", "home")
-
-
-@pytest.mark.slow
-def test_a_host_that_was_not_there_for_a_while(train):
-    """It has an older step of the same run, by the id that a resumed run inherits."""
-    train("a", "home", 4)
-    shutil.rmtree(train.folder / "b")
-    shutil.copytree(train.folder / "a", train.folder / "b")
-    assert went_on(train("b", "home", 6, "--resume", "auto")) == ["4"]
-    assert went_on(train("ab", "home", 8, "--resume", "auto")) == ["6"]
-    assert not saved(train, "a", "home.1")
 
 
 def test_own_disks_for_checkpoints_and_one_for_metrics(train):

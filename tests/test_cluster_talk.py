@@ -28,7 +28,6 @@ LLAMA = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_l
 KINDS = {  # of transformers -> configuration, layers of the stages
     "llama": (LLAMA, "3,2,1"),
     "gpt2": (dict(vocab_size=1024, n_embd=32, n_layer=6, n_head=4, n_positions=96, initializer_range=0.3), "1,2,3"),
-    "mixtral": (dict(LLAMA, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True), "2,3,1"),
     "gemma2": (dict(LLAMA, sliding_window=8, query_pre_attn_scalar=8, tie_word_embeddings=False), "1,1,4"),
     "qwen3_next": (dict(LLAMA, layer_types=["linear_attention", "full_attention"] * 3, linear_num_value_heads=2,
                         linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4,
@@ -121,11 +120,9 @@ def adapter_of(folder, kind: str, **settings):
     return path
 
 
-@pytest.mark.parametrize("kind, settings", [
-    ("llama", {"layers_to_transform": [1, 3], "target_modules": ["q_proj", "up_proj"]}),
-    pytest.param("gpt2", {}, marks=pytest.mark.slow)])
-def test_an_adapter_beside_the_weights(folder, kind, settings):
-    path, adapter = model_of(folder, kind), adapter_of(folder, kind, **settings)
+def test_an_adapter_beside_the_weights(folder):
+    path = model_of(folder, "llama")
+    adapter = adapter_of(folder, "llama", layers_to_transform=[1, 3], target_modules=["q_proj", "up_proj"])
     done = write(3, "--checkpoint", path, "--adapter", adapter, "--pipelines", "1,2,3", *prompts(),
                  "--max_new_tokens", NEW)
     assert texts(done) == in_one_process(path, adapter) != in_one_process(path)
@@ -134,29 +131,21 @@ def test_an_adapter_beside_the_weights(folder, kind, settings):
 def on_disks(folder, ranks: int, *words, **options):
     """A script of cluster/, each rank on a host with a disk of its own; the last one is the host that one types on."""
     return fork(9, ranks, folder / "out", *words, script=ROOT / "tests" / "support" / "checkpoint_runs.py",
-                env={"HOSTS": str(folder / "disks"), "SLOW": "0"}, modules=["peft"], timeout=100, **options)
+                env={"HOSTS": str(folder / "disks"), "PLAIN": "1"}, modules=["peft"], timeout=100, **options)
 
 
-@pytest.mark.parametrize("kind", ["weights", pytest.param("adapter", marks=pytest.mark.slow)])
-def test_a_run_on_disks_of_their_own(folder, tmp_path, kind):
-    """Neither disk has all files, and with an adapter only the last host has it."""
+def test_a_run_on_disks_of_their_own(folder, tmp_path):
+    """Neither disk has all files."""
     flags = flags_of(tmp_path, "run", model_of(folder, "llama"), dataset_name=folder / "corpus", checkpoint_dir="c",
-                     log_dir="runs", max_steps=2, save_every=2, dtype="float32", learning_rate=0.05,
-                     lora_rank=4 if kind == "adapter" else None)
+                     log_dir="runs", max_steps=2, save_every=2, dtype="float32", learning_rate=0.05)
     on_disks(tmp_path, 3, TRAIN, *flags, "--num_microbatches", 2, "--pipelines", "3,2,1")
-    run, adapter = tmp_path / "disks" / "host2" / "c" / "run", None
-    [step] = run.glob("step_*")
-    if kind == "adapter":
-        adapter, path = step, folder / "llama"
-        assert not list((tmp_path / "disks" / "host0").rglob("adapter_model.safetensors"))
-    else:
-        path = shutil.copytree(step, tmp_path / "whole")
-        (step / "model-00001-of-00003.safetensors").unlink()
-        (step / "tokenizer.json").unlink()
-    flag = "--adapter" if adapter else "--checkpoint"
-    done = on_disks(tmp_path, 3, SCRIPT, *CPU, flag, "c/run", "--pipelines", "1,1,4", *prompts(), "--max_new_tokens",
-                    NEW)
-    assert texts(done) == in_one_process(path, adapter) != in_one_process(folder / "llama")
+    [step] = (tmp_path / "disks" / "host2" / "c" / "run").glob("step_*")
+    path = shutil.copytree(step, tmp_path / "whole")
+    (step / "model-00001-of-00003.safetensors").unlink()
+    (step / "tokenizer.json").unlink()
+    done = on_disks(tmp_path, 3, SCRIPT, *CPU, "--checkpoint", "c/run", "--pipelines", "1,1,4", *prompts(),
+                    "--max_new_tokens", NEW)
+    assert texts(done) == in_one_process(path) != in_one_process(folder / "llama")
 
 
 def write_plan(folder, **changes):

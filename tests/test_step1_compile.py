@@ -1,56 +1,34 @@
-"""--compile: the losses of the eager run, from compiled layers; what it says without a compiler.
+"""--compile: the losses of the eager run, from compiled layers; what it says without a compiler."""
 
-The first run of these compiles for half a minute, beside other tests; torch keeps what it has compiled for later ones.
-"""
-
-import concurrent.futures
-import functools
 import os
-import pathlib
 import re
 import shutil
-import tempfile
 
 import pytest
-from launch import STEPS, fork, losses, start_fork
+from launch import fork, losses
 
 COMMON = ["--num_hidden_layers", 2, "--seq_len", 32, "--learning_rate", 3e-4, "--micro_batch_size", 2]
 COUNT = """
-import os, runpy, sys
-sys.argv = sys.argv[1:]
-sys.path[0] = os.path.dirname(sys.argv[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
+import atexit
 from torch._dynamo.utils import counters
-print("compiled", counters["frames"]["ok"])
+atexit.register(lambda: print("compiled", counters["frames"]["ok"], flush=True))
 """
-
-
-HAS_COMPILER = shutil.which(os.environ.get("CXX", "g++"))
-needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler: apt-get install g++")
-
-
-@functools.cache
-def start(dtype: str) -> list[concurrent.futures.Future]:
-    """The eager run and the compiled one."""
-    script = pathlib.Path(tempfile.mkdtemp(prefix="compile"), "count.py")
-    script.write_text(COUNT)
-    flags = [STEPS["1"] / "train.py", *COMMON, "--max_tokens", 4 * 2 * 32, "--dtype", dtype]
-    return [start_fork(1, 1, *flags, *more, script=script, timeout=600) for more in ([], ["--compile"])]
+needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")),
+                                    reason="there is no C++ compiler: apt-get install g++")
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype, tolerance", [
     ("float32", 2e-4), pytest.param("bfloat16", 2e-2, marks=pytest.mark.slow)])
-def test_compiled_losses_are_those_of_the_eager_run(dtype, tolerance):
-    eager, compiled = start(dtype)
-    expected, found = (list(map(float, re.findall(r"loss (\S+)", run.result().stdout))) for run in (eager, compiled))
+def test_compiled_losses_are_those_of_the_eager_run(run_code, dtype, tolerance):
+    """The first of all runs compiles for half a minute; torch keeps what it has compiled for later ones."""
+    flags = [*COMMON, "--max_tokens", 4 * 2 * 32, "--dtype", dtype]
+    eager, compiled = (run_code(1, 1, COUNT, *flags, *more, then="train.py", timeout=600).stdout
+                       for more in ([], ["--compile"]))
+    expected, found = (list(map(float, re.findall(r"loss (\S+)", printed))) for printed in (eager, compiled))
     assert len(expected) == 4 and found == pytest.approx(expected, abs=tolerance)
-    assert "compiled 0\n" in eager.result().stdout
-    assert "compiled 1\n" in compiled.result().stdout, "the two layers are alike, and share the code"
-
-
-test_compiled_losses_are_those_of_the_eager_run.start_early = (  # see conftest.py
-    lambda item: HAS_COMPILER and start(item.callspec.params["dtype"]))
+    assert "compiled 0\n" in eager
+    assert "compiled 1\n" in compiled, "the two layers are alike, and share the code"
 
 
 @needs_compiler

@@ -66,12 +66,3 @@ def test_ctrl_c_ends_ranks_that_wait_for_each_other(start, tmp_path):
     os.killpg(run.process.pid, signal.SIGINT)
     ends(run)
     assert run.metrics.read_text().count("\n") == 2
-
-
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_others(start):
-    run = start(4)
-    run.wait_for_step(run.metrics, 3)
-    assert sorted(run.ranks()) == [0, 1, 2, 3]
-    os.kill(run.ranks()[2], signal.SIGKILL)
-    ends(run)

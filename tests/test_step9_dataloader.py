@@ -23,17 +23,6 @@ def microbatches(of: HeterogeneousDataLoader) -> list[list[int]]:
     return [batch["input_ids"][:, 0].tolist() for batch in of]
 
 
-@pytest.mark.parametrize("counts, hands", [
-    ([3, 2, 3], [[0, 3, 6], [1, 4], [2, 5, 7]]),
-    ([6, 2], [[0, 2, 4, 5, 6, 7], [1, 3]]),
-    ([1, 4], [[0], [1, 2, 3, 4]]),
-    ([2, 2], [[0, 2], [1, 3]]),  # as step 8 deals
-    ([3], [[0, 1, 2]]),
-])
-def test_micro_batches_are_dealt_in_turn(counts, hands):
-    assert deal_microbatches(counts) == hands
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_pipelines_together_read_what_one_process_reads(shuffle):
     counts, options = [3, 1, 2], {"shuffle": shuffle, "seed": 5}

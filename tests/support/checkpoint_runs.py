@@ -4,7 +4,7 @@ As a script, `checkpoint_runs.py OUT SCRIPT FLAGS...`, it runs SCRIPT with norms
 and each rank writes its parameters into OUT/rank<r>.pt in the end, and the gradients of the last step into
 OUT/grads<r>.pt. With STOP=1:5:15 in the environment rank 1 (with STOP=-1:5:15 each rank) gets signal 15 in the middle
 of its fifth step. With POISON=1:5 nothing is different, but that rank 1's weights are NaN after its fifth step; with
-SLOW=10 each step takes ten seconds longer. With HOSTS=FOLDER each rank is a host of its own, whose disk is
+PLAIN=1 nothing is different. With HOSTS=FOLDER each rank is a host of its own, whose disk is
 FOLDER/host<rank>, and the last one has started the run. With DISKS=a,b rank 0 runs in OUT/a and rank 1 in OUT/b:
 relative paths are then on disks of their own.
 """
@@ -29,13 +29,7 @@ TEXT = "It was the best of times, it was the worst of times; it was the age of w
 TOPOLOGIES = {  # name -> ranks, flags: 8 micro-batches a step in each
     "one": (1, ["--num_microbatches", "8"]),
     "tp2": (2, ["--num_microbatches", "8", "--tp_size", "2"]),
-    "tp4": (4, ["--num_microbatches", "8", "--tp_size", "4"]),
-    "dp4": (4, ["--num_microbatches", "3,2,2,1"]),
-    "pp4": (4, ["--num_microbatches", "8", "--pipelines", "1,1,1,1"]),
     "2;1": (3, ["--num_microbatches", "5,3", "--pipelines", "3,1;4"]),
-    "3": (3, ["--num_microbatches", "8", "--pipelines", "2,1,1"]),
-    "1;1;2": (4, ["--num_microbatches", "3,3,2", "--pipelines", "4;4;1,3"]),
-    "2x2x2": (8, ["--num_microbatches", "4,4", "--pipelines", "3,1;2,2", "--tp_size", "2"]),
 }
 
 
@@ -112,20 +106,6 @@ def be_a_host(folder: str) -> None:
     os.chdir(os.path.join(folder, f"host{rank}"))
 
 
-def slow_down(seconds: float) -> None:
-    """From now on each step of the pipelines begins with a pause."""
-    from ranks import course  # noqa: F401  before step 9's modules
-    from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
-
-    execute = HeterogeneousParallelPlugin.execute_pipeline
-
-    def execute_slowly(*args):
-        time.sleep(seconds)
-        return execute(*args)
-
-    HeterogeneousParallelPlugin.execute_pipeline = execute_slowly
-
-
 def main() -> None:
     import torch
     from huggingface import float64_throughout
@@ -138,13 +118,11 @@ def main() -> None:
         os.chdir(os.path.join(out, disks.split(",")[int(os.environ["RANK"])]))
     if "HOSTS" in os.environ:
         be_a_host(os.environ["HOSTS"])
-    if slow := os.environ.get("SLOW"):
-        slow_down(float(slow))
     faults = {"POISON": (register_optimizer_step_post_hook, put_nan), "STOP": (register_optimizer_step_pre_hook, stop)}
     if fault := next((name for name in faults if name in os.environ), None):
         register, act = faults[fault]
         register(functools.partial(act, itertools.count(1), *map(int, os.environ[fault].split(":"))))
-    if disks or slow or fault == "POISON":
+    if disks or "PLAIN" in os.environ or fault == "POISON":
         runpy.run_path(script, run_name="__main__")
         return
     imported = runpy.run_path(script, run_name="imported")  # its modules see both dtypes, for the files

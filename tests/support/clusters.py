@@ -1,5 +1,6 @@
 """Made-up machines for the planner's tests: what plan.py --measure would write of them."""
 
+import copy
 import socket
 
 TINY_SIZES = [131072, *[184576] * 8, 128, 131072]  # parameters of the tiny Llama's modules
@@ -53,6 +54,22 @@ def measured(*layer_seconds: float, embedding: float = 0.0, head: float = 0.0) -
         machine.update(forward={"1": [embedding, *[seconds] * 8, 0.0, head]}, backward={"1": [0.0] * 11})
     found["model"].update(hidden_size=128, intermediate_size=352)
     return {**found, "dtype": "float64", "hosts": [socket.gethostname()] * len(layer_seconds)}
+
+
+def with_odd_values(data: dict):
+    """(fields that lead to it, what stands there, `data` with an odd value there), for each place and odd value."""
+    def places(tree):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield (key,), value
+            yield from (((key, *rest), leaf) for rest, leaf in places(value)) if isinstance(value, (dict, list)) else ()
+
+    for path, value in places(data):
+        for odd in -1, float("nan"), 1 << 63, None, "x", [], {}, [[]]:
+            holder = changed = copy.deepcopy(data)
+            for key in path[:-1]:
+                holder = holder[key]
+            holder[path[-1]] = odd
+            yield path, value, odd, changed
 
 
 MEASURED = measured(1.0, 2.5, 1.0, head=3.0)

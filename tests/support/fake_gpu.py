@@ -1,6 +1,6 @@
 """Trains on a GPU that is not there, and fails where the host would wait for it in the middle of a step.
 
-    python fake_gpu.py RANK WORLD_SIZE LOOP.py FOLDER/train.py flags...
+    python fake_gpu.py RANK WORLD_SIZE FOLDER/train.py flags...
 
 The modules are copies that say "gpu" for "cuda", see copy_for_fake_gpu(): a torch without CUDA lets Python register a
 device, but can't even slice a fake tensor on "cuda". Tensors on "gpu" are fake (torch's FakeTensorMode): they have a
@@ -137,8 +137,8 @@ def new_group(make=dist.new_group):
 
 
 def main() -> None:
-    rank, world_size, loop, script = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    sys.argv = sys.argv[4:]
+    rank, world_size, script = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    sys.argv = sys.argv[3:]
     sys.path.insert(0, os.path.dirname(script))
     _setup_privateuseone_for_python_backend("gpu", Module())
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(x, device="gpu") makes it on the host and copies it
@@ -153,10 +153,7 @@ def main() -> None:
     for place, functions in fakes:
         mock.patch.multiple(place, **functions).start()
     program = importlib.import_module(pathlib.Path(script).stem)
-    for module in list(sys.modules.values()):
-        if "once_per_machine" in vars(module):
-            module.once_per_machine = lambda make: make()
-    with Watch(loop) as watch:
+    with Watch(script) as watch:
         program.main()
     print(f"read {watch.num_read}, copied {watch.num_copied}, cast {sorted(set(watch.casts.values()))}")
 

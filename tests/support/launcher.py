@@ -62,15 +62,13 @@ class Launch(Command):
     """A launcher that runs.
 
     `tools`: the folder of the stand-in for ssh; None for the true one, with `options`. `threads`: OMP_NUM_THREADS.
-    `node`: the host of the test bed on which it is typed; None for this machine.
     """
 
     def __init__(self, hosts: pathlib.Path, *words, tools: pathlib.Path | None = None, options: str = "",
-                 threads: str = "1", node: str | None = None, **variables):
+                 threads: str = "1", **variables):
         if tools:
             variables["PATH"] = f"{tools}:{os.environ['PATH']}"
-        there = [ROOT / "tools" / "testbed.sh", "exec", node] if node else []
-        super().__init__([*there, ROOT / "cluster" / "launch_cluster.sh", hosts, *words], hosts.parent,
+        super().__init__([ROOT / "cluster" / "launch_cluster.sh", hosts, *words], hosts.parent,
                          SSH_OPTIONS=options, PYTHON=sys.executable, OMP_NUM_THREADS=threads, **variables)
 
     @property
