@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import subprocess
+import types
 
 import pytest
 import torch
