@@ -52,7 +52,6 @@ from run.generation import end_of_elastic_run
 from run.layout import BY_SPEED
 from run.start import add_checkpoint_flags
 from run.train import check_flags, run_training
-from run_common import local_directory
 from utils import ArgumentParser, UserError, default_learning_rate, one_clear_error, positive_int, read_config
 
 TOY = dict(vocab_size=1024, hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=8,
@@ -92,8 +91,7 @@ def from_environment(name: str, default: int, kind=positive_int) -> int:
 def load_qwen(args, dtype: torch.dtype) -> Model:
     """The Qwen of --model_name, or the toy, which has random weights. Collective."""
     if args.model_name is not None:
-        directory = once_per_machine(lambda: local_directory(args.model_name, "--model_name"))
-        kind = once_per_machine(lambda: read_config(directory)).get("model_type")
+        kind = once_per_machine(lambda: read_config(args.model_name)).get("model_type")
         if kind not in ("qwen2", "qwen3"):
             raise UserError(f"--model_name {args.model_name!r} is a {kind}, not one of qwen2, qwen3: run_gpt2.py, "
                             "run_llama.py and train.py of step 9 train others")
