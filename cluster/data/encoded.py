@@ -36,7 +36,7 @@ from utils import ROOT, UserError
 
 CACHE = os.path.join(ROOT, "runs", "token_cache")
 ALL = 1 << 50  # samples
-FORMAT = "rows 1"  # changes when encoded rows do
+FORMAT = "rows 2"  # changes when encoded rows do
 BEFORE = 2  # numbers in front of a row's tokens
 
 
