@@ -19,8 +19,7 @@ import host_facts
 from inventory import Host, peer
 
 MAX_SKEW = 1.0  # seconds
-COLUMNS = ("host", "ssh", "Python", "torch", "CUDA", "project", "interface", "own name", "port", "clock", "disk",
-           "memory", "GPU")
+COLUMNS = "host", "ssh", "Python", "torch", "CUDA", "project", "interface", "port", "clock", "disk", "memory", "GPU"
 VERSIONS = ("Python", "torch", "CUDA", "transformers")  # what has to be equal everywhere
 INSTALL = "launch_cluster.sh HOSTS --install"
 

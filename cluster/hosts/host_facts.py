@@ -163,7 +163,7 @@ class Report:
     """
 
     def __init__(self, root: str, interface: str | None, peer: str | None, port: int):
-        self.cells, self.problems = {"torch": "none", "CUDA": "none", "project": "none", "own name": "none"}, []
+        self.cells, self.problems = {"torch": "none", "CUDA": "none", "project": "none"}, []
         self.root = os.path.abspath(os.path.expanduser(root))
         self.check_packages()
         self.check_project()
@@ -218,8 +218,8 @@ class Report:
             self.fail("memory", "little memory", f"{self.cells['memory']} free", "end other programs there")
 
     def check_network(self, chosen: str | None, peer: str | None) -> None:
-        """The interface of the run, and what this host's own name resolves to. Without a peer nobody looks for it."""
-        interface, self.address, name = None, None, socket.gethostname()
+        """The interface of the run. What the host's own name resolves to does not matter: Debian writes 127.0.1.1."""
+        interface, self.address = None, None
         try:
             interface, self.address = run_interface(chosen, peer)
         except OSError as error:
@@ -229,12 +229,6 @@ class Report:
         with contextlib.suppress(OSError):
             ways.add(socket.gethostbyname(peer or "127.0.0.1"))
         self.public = sorted(way for way in ways if ipaddress.ip_address(way).is_global)
-        with contextlib.suppress(OSError):
-            self.cells["own name"] = socket.gethostbyname(name)
-        if peer and not chosen and self.cells["own name"].startswith(("127.", "none")):
-            self.fail("own name", f"host name that resolves to {self.cells['own name']}",
-                      f"{name}, by which other ranks would look for it in vain",
-                      f"iface={interface or 'eth0'} for this host, or {name} with its real address in its /etc/hosts")
 
     def check_port(self, port: int) -> None:
         """Other hosts can connect from now on; nobody needs to accept."""
