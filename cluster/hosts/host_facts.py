@@ -25,6 +25,7 @@ SIOCGIFADDR = 0x8915  # of netdevice(7): the IPv4 address of an interface
 PROJECT = ("step9_heterogeneous_pp", "cluster")  # what has to be the same on all hosts
 MARK = "host_facts:"  # precedes an answer, because a login shell may print lines of its own
 MIN_DISK, MIN_MEMORY = 1e9, 0.5e9  # bytes
+LOOK_UP, PORT_PATIENCE = 4.0, 15.0  # seconds until a name is unknown, and until a port is taken
 HOME = "LAUNCH_CLUSTER_HOME"  # the variable that the host has on which the run was started: files for people go there
 ASKS = "write a line, or end with Ctrl-D"  # what a script prints that reads its input: launch_cluster.sh then sends it
 STOPS_WITHIN = "LAUNCH_CLUSTER_STOPS_WITHIN"  # the variable with a file's path, into which a training writes seconds
@@ -44,10 +45,19 @@ def interfaces() -> dict[str, str]:
 def interface_towards(peer: str) -> tuple[str, str]:
     """(name, address) of the interface by which packets leave for the host `peer`; no packet is sent.
 
-    Raises OSError where `peer` is not known, where no way leads to it, or where the interface has another address.
+    A name that is not found is looked up again for LOOK_UP seconds. Raises OSError where `peer` is not known, where no
+    way leads to it, or where the interface has another address.
     """
+    until = time.monotonic() + LOOK_UP
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))
+        while True:
+            try:
+                probe.connect((peer, 9))
+                break
+            except socket.gaierror:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(0.2)
         address = probe.getsockname()[0]
     for name, its_address in interfaces().items():
         if its_address == address:
@@ -232,17 +242,42 @@ class Report:
 
     def check_port(self, port: int) -> None:
         """Other hosts can connect from now on; nobody needs to accept."""
-        self.port, listener = None, socket.socket()
-        Report.listener = listener  # of the class: what the report itself has is sent
+        self.port = None
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("", port))
-            listener.listen()
-            self.port = port = listener.getsockname()[1]
+            Report.listener = listen(port)  # of the class: what the report itself has is sent
+            self.port = port = Report.listener.getsockname()[1]
         except OSError as error:
-            self.fail("port", "blocked port", f"{port}: {error.strerror}, by another program or an earlier run",
-                      f"--port {port + 1}, or see who has it: ss -ltnp")
+            self.fail("port", "blocked port", str(error), f"--port {port + 1}, or end that")
         self.cells["port"] = str(port)
+
+
+def listen(port: int, patience: float = 0.0) -> socket.socket:
+    """A socket that listens at a port of this host. Raises OSError where another one has it after `patience` seconds,
+    as the process of a run that is just ending does."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return socket.create_server(("", port))
+        except OSError as error:
+            if time.monotonic() > until:
+                raise OSError(f"{port}: {os.strerror(error.errno)}, by {holder(port)}") from None
+        time.sleep(0.2)
+
+
+def holder(port: int) -> str:
+    """The process that listens at a port of this host, as far as this user may see it."""
+    inodes = set()
+    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError), open(path) as file:
+            rows = map(str.split, file)
+            inodes |= {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
+    for link in glob.glob("/proc/[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if os.readlink(link) in inodes:
+                pid = link.split("/")[2]
+                with open(f"/proc/{pid}/cmdline") as file:
+                    return f"process {pid}, {file.read().replace(chr(0), ' ')[:80].strip()}"
+    return "another program or an earlier run"
 
 
 def connect(address: str, port: int) -> str | None:
