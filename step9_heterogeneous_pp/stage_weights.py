@@ -13,6 +13,7 @@ The names in a file can differ from the model's. Files of a bare model lack the 
 
 import copy
 import functools
+import glob
 import json
 import os
 import re
@@ -71,17 +72,24 @@ def open_directory(directory: str) -> dict[str, Callable]:
         raise UserError(f"{directory} is quantized ({how.get('quant_method', how)}), {UNPACKED}")
     if os.path.isfile(index):
         file_of = look_into(index, lambda file: dict(json.load(file)["weight_map"]))
+        if outside := [name for name in file_of.values() if os.path.basename(str(name)) != name]:
+            raise UserError(f"{index} names {outside[0]!r}, which is not a file of that folder: take these weights from "
+                            "where they were made")
     elif os.path.isfile(single):
         file_of = look_into(single, lambda file: dict.fromkeys(file.keys(), os.path.basename(single)))
     else:
         raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json, but "
-                        f"{', '.join(sorted(os.listdir(directory)))}: name a directory that save_pretrained wrote, or "
-                        f"one from the Hub. To convert other weights: python -c \"{CONVERT}\"")
+                        f"{', '.join(sorted(glob.glob('*', root_dir=directory))) or 'nothing'}: name a directory that "
+                        f"save_pretrained wrote, or one from the Hub. To convert other weights: python -c \"{CONVERT}\"")
+    return {name: functools.partial(get_slice, directory, file_of, name) for name in file_of}
 
-    def get_slice(name: str):
-        return look_into(os.path.join(directory, file_of[name]), lambda file: file.get_slice(name))
 
-    return {name: functools.partial(get_slice, name) for name in file_of}
+def get_slice(directory: str, file_of: Mapping[str, str], name: str):
+    """A parameter of the safetensors in a directory, which is read when it is indexed. Raises UserError.
+
+    What stays open stays mapped into memory, and each page that was read counts as the process's: keep it for a moment.
+    """
+    return look_into(os.path.join(directory, file_of[name]), lambda file: file.get_slice(name))
 
 
 def look_into(path: str, take: Callable):

@@ -14,9 +14,11 @@ import ipaddress
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import struct
+import subprocess
 import sys
 import time
 
@@ -25,7 +27,7 @@ SIOCGIFADDR = 0x8915  # of netdevice(7): the IPv4 address of an interface
 PROJECT = ("step9_heterogeneous_pp", "cluster")  # what has to be the same on all hosts
 MARK = "host_facts:"  # precedes an answer, because a login shell may print lines of its own
 MIN_DISK, MIN_MEMORY = 1e9, 0.5e9  # bytes
-LOOK_UP, PORT_PATIENCE = 4.0, 15.0  # seconds until a name is unknown, and until a port is taken
+LOOK_UPS, PORT_PATIENCE = 20, 15.0  # until a name is unknown; seconds until a port is taken
 HOME = "LAUNCH_CLUSTER_HOME"  # the variable that the host has on which the run was started: files for people go there
 ASKS = "write a line, or end with Ctrl-D"  # what a script prints that reads its input: launch_cluster.sh then sends it
 STOPS_WITHIN = "LAUNCH_CLUSTER_STOPS_WITHIN"  # the variable with a file's path, into which a training writes seconds
@@ -45,20 +47,19 @@ def interfaces() -> dict[str, str]:
 def interface_towards(peer: str) -> tuple[str, str]:
     """(name, address) of the interface by which packets leave for the host `peer`; no packet is sent.
 
-    A name that is not found is looked up again for LOOK_UP seconds. Raises OSError where `peer` is not known, where no
+    A name that is not found is looked up again. Raises OSError where `peer` is not known, where no
     way leads to it, or where the interface has another address.
     """
-    until = time.monotonic() + LOOK_UP
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        while True:
-            try:
+    for left in range(LOOK_UPS, -1, -1):
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.connect((peer, 9))
-                break
-            except socket.gaierror:
-                if time.monotonic() > until:
-                    raise
-            time.sleep(0.2)
-        address = probe.getsockname()[0]
+                address = probe.getsockname()[0]
+            break
+        except socket.gaierror:
+            if not left:
+                raise
+        time.sleep(0.2)
     for name, its_address in interfaces().items():
         if its_address == address:
             return name, address
@@ -266,17 +267,10 @@ def listen(port: int, patience: float = 0.0) -> socket.socket:
 
 def holder(port: int) -> str:
     """The process that listens at a port of this host, as far as this user may see it."""
-    inodes = set()
-    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError), open(path) as file:
-            rows = map(str.split, file)
-            inodes |= {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
-    for link in glob.glob("/proc/[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if os.readlink(link) in inodes:
-                pid = link.split("/")[2]
-                with open(f"/proc/{pid}/cmdline") as file:
-                    return f"process {pid}, {file.read().replace(chr(0), ' ')[:80].strip()}"
+    with contextlib.suppress(OSError):
+        rows = subprocess.run(["ss", "-Hltnp", f"sport = :{port}"], capture_output=True, text=True).stdout
+        if found := re.search(r'"(.*?)",pid=(\d+)', rows):
+            return f"process {found[2]} ({found[1]})"
     return "another program or an earlier run"
 
 

@@ -53,12 +53,9 @@ class FailureDetector:
             try:
                 link, answer = connect(member.endpoint, self.members.token, message)
                 set_probes(link.fileno())
-            except socket.gaierror:  # its name, for a moment
-                if time.monotonic() > deadline:
-                    raise MembershipChanged(f"{member.address} is not found by its name") from None
-                time.sleep(0.1)
-                continue
             except NO_ANSWER as error:
+                if isinstance(error, socket.gaierror) and time.monotonic() < deadline:  # its name, for a moment
+                    continue
                 self.members.could_not_reach(member)
                 raise MembershipChanged(f"{member.address} is lost ({error!r})") from None
             if answer["ok"]:
