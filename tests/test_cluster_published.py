@@ -20,11 +20,10 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 +
 MATRIX = "model.layers.1.mlp.up_proj.weight"
 
 
-def change(path, **tensors) -> None:
-    """Of the weights: some by other values, or None for those that go."""
-    new = {**load_file(path / "model.safetensors"), **{name.replace("__", "."): value for name, value in tensors.items()}}
-    save_file({name: value for name, value in new.items() if value is not None}, path / "model.safetensors",
-              {"format": "pt"})
+def change(path, without: str = "", **new) -> None:
+    tensors = {**load_file(path / "model.safetensors"), **new}
+    tensors.pop(without, None)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
 def quantize(path, dtype: torch.dtype) -> None:
@@ -37,12 +36,12 @@ def pickle(path) -> None:
 
 
 KINDS = {  # name -> what is done to the model, what the error has where it is trained, and in generate.py
-    "8 bits, scales beside": (lambda path: quantize(path, torch.float8_e4m3fn), "(torch.float8_e4m3fn)", "is quantized"),
+    "fp8, scales beside": (lambda path: quantize(path, torch.float8_e4m3fn), "(torch.float8_e4m3fn)", "is quantized"),
     "int8, scales beside": (lambda path: quantize(path, torch.int8), "is quantized (torch.int8)", "is quantized"),
     "a .bin": (pickle, "pytorch_model.bin, tokenizer.json", None),  # transformers reads it, without running its code
     "a .bin in parts": (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin.index.json"),
                         "pytorch_model.bin.index.json, tokenizer.json", "can't be loaded"),
-    "no head": (lambda path: change(path, lm_head__weight=None), "has no weights for final_proj.weight", "lm_head.weight"),
+    "no head": (lambda path: change(path, "lm_head.weight"), "no weights for final_proj.weight", "lm_head.weight"),
     "a pointer": (lambda path: (path / "model.safetensors").write_text(POINTER), "Git LFS pointer", "Git LFS pointer"),
     "a tokenizer's pointer": (lambda path: (path / "tokenizer.json").write_text(POINTER), "tokenizer.json is a Git LFS",
                               "tokenizer.json is a Git LFS"),
