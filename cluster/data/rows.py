@@ -247,8 +247,8 @@ def encode_messages(place: str, messages, tokenizer, first: int = 0) -> np.ndarr
     if spans[-1][1] < len(text) or text.endswith(tuple(tokenizer.all_special_tokens)):
         return row
     if tokenizer.eos_token_id is None:
-        raise UserError(f"{place}: the chat template ends the last answer by no special token, and the tokenizer has no "
-                        "end-of-text token, so the model would never learn to stop: give the tokenizer an eos_token")
+        raise UserError(f"{place}: the chat template ends the last answer by no special token, and the tokenizer has "
+                        "no end-of-text token, so no model would learn to stop: give the tokenizer an eos_token")
     say_once(f"the chat template ends no turn by a token: {tokenizer.eos_token} ends the last answer", flush=True)
     return np.append(row, np.int32(tokenizer.eos_token_id))
 

@@ -114,7 +114,7 @@ class Contact:
         if public := " and ".join(self.report["public"]):
             self.fail(None, "warning", f"the run's way is public, by {public}: what the ranks send is neither "
                       "encrypted nor protected by a password",
-                      "a VPN: its interface as iface=, its address as address=, and a firewall; or a network of your own")
+                      "a VPN: its interface as iface=, its address as address=, a firewall; or a network of your own")
         if self.unreachable_from:
             address, port, sources = *self.listens_at(), ", ".join(self.unreachable_from)
             self.fail("port", "blocked port", f"{address}:{port} can't be reached from {sources}",

@@ -98,7 +98,7 @@ def watch_peers() -> None:
 
 def talks(args, config, tokenizer) -> Iterator[tuple[list[Talk], list[list[int]]]]:
     """The talks to go on with, and the ids of each: those of all prompts at once, or the one of a chat after each line
-    of the input, whose end ends it; a line that is too long is left out. Whoever goes on with a talk appends the answer.
+    of the input, whose end ends it; a line that is too long is left out. Who goes on with a talk appends the answer.
     Raises UserError where there is no input or no chat template, and for a prompt that is too long."""
     if args.chat and not tokenizer.chat_template:
         raise UserError("the tokenizer has no chat template: leave out --chat")
