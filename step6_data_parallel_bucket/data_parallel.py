@@ -113,5 +113,7 @@ class DataParallelBucket(nn.Module):
 def all_reduce_loss_across_dp_ranks(loss: torch.Tensor) -> torch.Tensor:
     """The mean over the global batch, of which each dp rank has computed its own share."""
     grid = pgm.process_group_manager
-    dist.all_reduce(loss, group=grid.dp_group)
-    return loss / grid.dp_world_size
+    if grid.dp_world_size > 1:
+        dist.all_reduce(loss, group=grid.dp_group)
+        loss /= grid.dp_world_size
+    return loss

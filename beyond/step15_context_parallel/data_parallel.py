@@ -120,5 +120,7 @@ class DataParallelBucket(nn.Module):
 def all_reduce_loss_across_dp_ranks(loss: torch.Tensor) -> torch.Tensor:
     """The mean over the global batch, of whose tokens each dp and cp rank has its own, equally many."""
     grid = pgm.process_group_manager
-    dist.all_reduce(loss, group=grid.cp_dp_group)
-    return loss / grid.cp_dp_world_size
+    if grid.cp_dp_world_size > 1:
+        dist.all_reduce(loss, group=grid.cp_dp_group)
+        loss /= grid.cp_dp_world_size
+    return loss
