@@ -64,7 +64,7 @@ def open_directory(directory: str) -> dict[str, Callable]:
     """For each parameter in the safetensors of a directory, a function that returns a slice, which reads when indexed.
 
     A file is opened when one of its parameters is asked for, so a rank needs only the files with its own parameters.
-    Raises UserError where the directory has none, or of quantized ones, and later for a file that is missing or damaged.
+    Raises UserError where the directory has none, or quantized ones, and later for a file that is missing or damaged.
     """
     config, index, single = (os.path.join(directory, name) for name in
                              ("config.json", "model.safetensors.index.json", "model.safetensors"))
@@ -73,22 +73,19 @@ def open_directory(directory: str) -> dict[str, Callable]:
     if os.path.isfile(index):
         file_of = look_into(index, lambda file: dict(json.load(file)["weight_map"]))
         if outside := [name for name in file_of.values() if os.path.basename(str(name)) != name]:
-            raise UserError(f"{index} names {outside[0]!r}, which is not a file of that folder: take these weights from "
-                            "where they were made")
+            raise UserError(f"{index} names {outside[0]!r}, which is not a file of that folder: take these weights "
+                            "from where they were made")
     elif os.path.isfile(single):
         file_of = look_into(single, lambda file: dict.fromkeys(file.keys(), os.path.basename(single)))
     else:
         raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json, but "
                         f"{', '.join(sorted(glob.glob('*', root_dir=directory))) or 'nothing'}: name a directory that "
-                        f"save_pretrained wrote, or one from the Hub. To convert other weights: python -c \"{CONVERT}\"")
+                        f"save_pretrained wrote, or one from the Hub. To convert others: python -c \"{CONVERT}\"")
     return {name: functools.partial(get_slice, directory, file_of, name) for name in file_of}
 
 
 def get_slice(directory: str, file_of: Mapping[str, str], name: str):
-    """A parameter of the safetensors in a directory, which is read when it is indexed. Raises UserError.
-
-    What stays open stays mapped into memory, and each page that was read counts as the process's: keep it for a moment.
-    """
+    """A slice, which reads when indexed. Keep it for a moment: each page that was read counts as the process's."""
     return look_into(os.path.join(directory, file_of[name]), lambda file: file.get_slice(name))
 
 
