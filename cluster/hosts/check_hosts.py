@@ -12,10 +12,11 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import host_facts
+from host_facts import print_rows
 from inventory import Host, peer
 
 MAX_SKEW = 1.0  # seconds
@@ -124,13 +125,6 @@ class Contact:
         self.process.kill()
         self.process.communicate()
         self.said.close()
-
-
-def print_rows(table: list[Sequence[str]]) -> None:
-    """Columns as wide as their widest cells."""
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for cells in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip())
 
 
 def print_table(contacts: list[Contact]) -> None:

@@ -274,6 +274,13 @@ def holder(port: int) -> str:
     return "another program or an earlier run"
 
 
+def print_rows(table: list[list]) -> None:
+    """Columns as wide as their widest cells."""
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for cells in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip(), flush=True)
+
+
 def connect(address: str, port: int) -> str | None:
     """What hinders a connection within three seconds; None: nothing."""
     try:

@@ -19,7 +19,7 @@ from models.names import their_name
 from models.published import published_weights
 from pipeline_parallel import Action
 from pipeline_template import PipelineTemplate
-from ranks.collectives import gather
+from ranks.collectives import gather, say
 from ranks.placement import once_per_machine
 from run_common import check_positions, load_model, local_directory
 from tensor_parallel import cross_entropy, split_over_tp
@@ -82,15 +82,12 @@ def find_published(args) -> Callable | None:
             raise UserError("--init_from with --from_scratch: leave out one of them")
         return None
     directory = once_per_machine(lambda: local_directory(name, flag))
-    if args.init_from or any(gather(not os.path.isdir(name) or any(map(WEIGHTS.search, os.listdir(name))))):
-        with pgm.together():
-            return published_weights(directory)
-    if args.lora_rank:
-        raise UserError(f"--model_name {name!r} has no weights (model.safetensors), and LoRA trains beside those of a "
-                        "trained model: name one, or leave out --lora_rank")
-    if torch.distributed.get_rank() == 0:
-        print(f"{name} has no weights: they are drawn by --seed", flush=True)
-    return None
+    is_bare = all(gather(os.path.isdir(name) and not any(map(WEIGHTS.search, os.listdir(name)))))
+    if is_bare and not args.init_from and not args.lora_rank:
+        say(f"{name} has no weights: they are drawn by --seed")
+        return None
+    with pgm.together():
+        return published_weights(directory)
 
 
 def is_ours(fields: dict) -> bool:
