@@ -17,7 +17,7 @@ from ranks import course  # noqa: F401  before step 9's modules
 import argparse
 import os
 
-from inference.talk import require_input, write_all
+from inference.talk import write_all
 from run.flags import seed
 from train import counts
 from utils import ArgumentParser, UserError, number, one_clear_error, positive_float, positive_int
@@ -62,8 +62,6 @@ def parse_args() -> argparse.Namespace:
         if args.pipelines or args.plan:
             raise UserError("--pipelines and --plan divide the model among several processes: start them with torchrun "
                             "or launch_cluster.sh")
-        if args.chat and args.prompt is None:
-            require_input()
     elif args.merge_adapter:
         raise UserError("--merge_adapter needs the whole model in one process: start it without torchrun")
     return args

@@ -46,14 +46,12 @@ import torch
 
 import train_distributed
 from models.causal import Model, make_model
-from ranks.placement import once_per_machine
 from run.flags import add_flags, add_run_flags
 from run.generation import end_of_elastic_run
 from run.layout import BY_SPEED
 from run.start import add_checkpoint_flags
 from run.train import check_flags, run_training
-from run_common import local_directory
-from utils import ArgumentParser, UserError, default_learning_rate, one_clear_error, positive_int, read_config
+from utils import ArgumentParser, UserError, default_learning_rate, one_clear_error, positive_int
 
 TOY = dict(vocab_size=1024, hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=8,
            num_key_value_heads=4, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=True)  # Qwen3
@@ -66,7 +64,7 @@ def parse_args() -> argparse.Namespace:
                         help="samples of a step (else $BATCH_SIZE, else 16)")
     parser.add_argument("--microbatch_num", type=positive_int, default=from_environment("MICROBATCH_NUM", 4),
                         help="micro-batches they are cut into (else $MICROBATCH_NUM, else 4)")
-    parser.add_argument("--model_name", help="a Qwen2 or Qwen3: a directory, or a Hub id (default: a toy Qwen3)")
+    parser.add_argument("--model_name", help="a directory, or a Hub id (default: a toy Qwen3)")
     add_flags(parser)
     add_run_flags(parser, profile_batch=from_environment("PROFILE_BATCH", 0, int))
     add_checkpoint_flags(parser)
@@ -89,14 +87,8 @@ def from_environment(name: str, default: int, kind=positive_int) -> int:
                         "it, or unset it") from None
 
 
-def load_qwen(args, dtype: torch.dtype) -> Model:
-    """The Qwen of --model_name, or the toy, which has random weights. Collective."""
-    if args.model_name is not None:
-        directory = once_per_machine(lambda: local_directory(args.model_name, "--model_name"))
-        kind = once_per_machine(lambda: read_config(directory)).get("model_type")
-        if kind not in ("qwen2", "qwen3"):
-            raise UserError(f"--model_name {args.model_name!r} is a {kind}, not one of qwen2, qwen3: run_gpt2.py, "
-                            "run_llama.py and train.py of step 9 train others")
+def load_model(args, dtype: torch.dtype) -> Model:
+    """The model of --model_name, or a toy Qwen, which has random weights. Collective."""
     made = make_model(args, dtype, {"model_type": "qwen3", **TOY})
     return made._replace(learning_rate=default_learning_rate(made.model.config.hidden_size))
 
@@ -108,7 +100,7 @@ def main():
            "max_steps": args.train_steps, "pipelines": BY_SPEED, "from_scratch": args.model_name is None}
     others = train_distributed.make_parser().parse_args([])
     check_flags(others)
-    run_training(argparse.Namespace(**{**vars(others), **vars(args), **own}), load_qwen)
+    run_training(argparse.Namespace(**{**vars(others), **vars(args), **own}), load_model)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ The names in a file can differ from the model's. Files of a bare model lack the 
 
 import copy
 import functools
+import glob
 import json
 import os
 import re
@@ -28,6 +29,9 @@ from pipeline_stage import PipelineStage
 from pipeline_template import Unsupported
 from tensor_parallel import split_parameter
 from utils import UserError
+
+CONVERT = "from transformers import AutoModelForCausalLM as M; M.from_pretrained('DIR').save_pretrained('NEW')"
+UNPACKED = "which is not read: take the model that was quantized, in bfloat16, float16 or float32"
 
 
 def share_weights(model: nn.Module, device: torch.device) -> None:
@@ -60,30 +64,47 @@ def open_directory(directory: str) -> dict[str, Callable]:
     """For each parameter in the safetensors of a directory, a function that returns a slice, which reads when indexed.
 
     A file is opened when one of its parameters is asked for, so a rank needs only the files with its own parameters.
-    Raises UserError where the directory has no safetensors, and later for a file that is missing or damaged.
+    Raises UserError where the directory has none, or quantized ones, and later for a file that is missing or damaged.
     """
-    index, single = (os.path.join(directory, f"model.safetensors{end}") for end in (".index.json", ""))
+    config, index, single = (os.path.join(directory, name) for name in
+                             ("config.json", "model.safetensors.index.json", "model.safetensors"))
+    if os.path.isfile(config) and (how := look_into(config, lambda file: json.load(file).get("quantization_config"))):
+        raise UserError(f"{directory} is quantized ({how.get('quant_method', how)}), {UNPACKED}")
     if os.path.isfile(index):
         file_of = look_into(index, lambda file: dict(json.load(file)["weight_map"]))
+        if outside := [name for name in file_of.values() if os.path.basename(str(name)) != name]:
+            raise UserError(f"{index} names {outside[0]!r}, which is not a file of that folder: take these weights "
+                            "from where they were made")
     elif os.path.isfile(single):
         file_of = look_into(single, lambda file: dict.fromkeys(file.keys(), os.path.basename(single)))
     else:
-        raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json: name a directory "
-                        "that save_pretrained wrote, or one from the Hub")
+        raise UserError(f"{directory} has neither model.safetensors nor model.safetensors.index.json, but "
+                        f"{', '.join(sorted(glob.glob('*', root_dir=directory))) or 'nothing'}: name a directory that "
+                        f"save_pretrained wrote, or one from the Hub. To convert others: python -c \"{CONVERT}\"")
+    return {name: functools.partial(get_slice, directory, file_of, name) for name in file_of}
 
-    def get_slice(name: str):
-        return look_into(os.path.join(directory, file_of[name]), lambda file: file.get_slice(name))
 
-    return {name: functools.partial(get_slice, name) for name in file_of}
+def get_slice(directory: str, file_of: Mapping[str, str], name: str):
+    """A slice, which reads when indexed. Keep it for a moment: each page that was read counts as the process's."""
+    return look_into(os.path.join(directory, file_of[name]), lambda file: file.get_slice(name))
 
 
 def look_into(path: str, take: Callable):
     """take(file) of a file that is opened: JSON, else safetensors. Raises UserError where it is missing or damaged."""
+    if os.path.isfile(path):
+        require_content(path)
     try:
         with (open(path) if path.endswith(".json") else safe_open(path, framework="pt")) as file:
             return take(file)
-    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise UserError(f"{path} can't be read ({error}): copy it there anew, with the files beside it") from None
+
+
+def require_content(path: str) -> None:
+    """Raises UserError for a pointer, which a clone without Git LFS leaves in place of a large file."""
+    with open(path, "rb") as file:
+        if file.read(40).startswith(b"version https://git-lfs"):
+            raise UserError(f"{path} is a Git LFS pointer, not the file itself: git lfs pull brings that")
 
 
 def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,
@@ -112,6 +133,8 @@ def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,
         module, _, key = here[0].rpartition(".")
         full = known[found]() if callable(known[found]) else known[found]
         part = split_parameter(model.get_submodule(module), key, full)
+        if tensor.is_floating_point() and (part.itemsize < 2 or not part.is_floating_point()):
+            raise UserError(f"{found} is quantized ({part.dtype}) in {where}, {UNPACKED}")
         if part.shape != tensor.shape:
             raise UserError(f"{found} has the shape {tuple(part.shape)} in {where}, but {here[0]} of the model "
                             f"{tuple(tensor.shape)}: are the configuration and the weights of one model?")

@@ -10,6 +10,7 @@ import time
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 import pytest
+import torch
 from launch import modules_of
 
 with modules_of(9):
@@ -51,6 +52,12 @@ def closes(connection) -> bool:
             connection.recv_bytes()
     except (EOFError, OSError):
         return True
+
+
+def test_torchs_store_listens_on_all_addresses():
+    """As CHECKPOINTS.md says of it: one address is not enough, a firewall has to close the others."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
 
 
 def test_nothing_of_a_stranger_is_unpickled(listener, tmp_path):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 with modules_of(9):
     from checkpoints import files as checkpoint_files
-    from models.published import read_index
+    from stage_weights import open_directory
     from checkpoints.folder import Lock
     from ranks.disks import Disks
     from ranks.files import facts_of
@@ -145,15 +145,15 @@ def test_latest_that_leads_elsewhere(copied, disks):
 
 @pytest.mark.parametrize("weight_map, expected", [
     ({"a": "../x.safetensors"}, "names '../x.safetensors', which is not a file of that folder"),
-    ({"a": "/etc/passwd"}, "names '/etc/passwd'"), ({"a": ""}, "names ''"), ({"a": 1}, "can't be read"),
+    ({"a": "/etc/passwd"}, "names '/etc/passwd'"), ({"a": ""}, "can't be read"), ({"a": 1}, "names 1, which"),
     (None, "can't be read"),
 ])
 def test_an_index_that_leads_elsewhere(tmp_path, weight_map, expected):
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(UserError) as error:
-        read_index(str(path))
-    assert str(path) in str(error.value) and expected in str(error.value)
+        open_directory(str(tmp_path))["a"]()
+    assert str(tmp_path) in str(error.value) and expected in str(error.value)
 
 
 ERRORS = {  # name -> flags, what the message has

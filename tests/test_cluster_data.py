@@ -26,6 +26,8 @@ EMPTY = "('<think>\n\n</think>\n\n' if loop.last and m['role'] == 'assistant' el
 THINKS = CHATML.replace("+ m['content']", f"+ {EMPTY} + m['content']")
 PLAIN = ("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
          "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
+GLM = ("{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}{% endfor %}"
+       "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}")
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Two and two?"},
         {"role": "assistant", "content": "Four."}, {"role": "user", "content": "And three?"},
         {"role": "assistant", "content": "Seven, it is."}]
@@ -33,7 +35,8 @@ ANSWERS = {  # template -> which parts of the conversation it makes are targets
     "chatml": (CHATML, ["Four.<|im_end|>", "Seven, it is.<|im_end|>"]),
     "llama 2": (LLAMA2, [" Four.<|endoftext|>", " Seven, it is.<|endoftext|>"]),
     "thinks in its last answer": (THINKS, ["Four.<|im_end|>", "<think>\n\n</think>\n\nSeven, it is.<|im_end|>"]),
-    "no special tokens": (PLAIN, [" Four.\n", " Seven, it is.\n"]),  # a token that begins before an answer is its
+    "no special tokens": (PLAIN, [" Four.\n", " Seven, it is.\n<|endoftext|>"]),  # begins before: is the answer's
+    "an end that begins the next turn": (GLM, ["\nFour.<|im_start|>", "\nSeven, it is.<|endoftext|>"]),
 }
 
 
@@ -107,6 +110,7 @@ def test_the_targets_of_a_conversation_are_its_answers(tokenizers, name):
     row = rows.encode_messages("here", TALK, words)
     assert in_runs(words, row) == expected
     whole = words.apply_chat_template(TALK, tokenize=False)
+    whole += words.eos_token * (name in ("no special tokens", "an end that begins the next turn"))
     assert np.where(row < 0, -1 - row, row).tolist() == words(whole, add_special_tokens=False)["input_ids"]
 
 

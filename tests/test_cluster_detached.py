@@ -88,7 +88,7 @@ def test_flags_that_do_not_go_together(hosts):
 
 
 def test_a_run_outlives_its_launcher(hosts):
-    code, text = hosts.end("--detach", "--elastic", "1:3", script=True)
+    code, text = hosts.end("--detach", "--elastic", "1:3", "--env", "TOKEN=hidden", script=True)
     said = re.findall("^launch_cluster: (.*)", text, re.M)
     assert code == 0 and len(said) == 2 and "--attach shows what it prints" in said[1], text
     pids = hosts.pids()
@@ -117,6 +117,8 @@ def test_a_run_outlives_its_launcher(hosts):
     code, text = attached.end(10)
     assert code == 143 and len(re.findall(r"^[ab] \| saved$", text, re.M)) == 2 and "failed" not in text, text
     assert hosts.end("--status")[1].count(" was stopped  ") == 2
+    left = [file.read_text(errors="replace") for folder in hosts.folders().values() for file in folder.iterdir()]
+    assert len(left) == 8 and not any("hidden" in text for text in left), "no secret of --env outlives the run"
     code, text = hosts.end("--stop")
     assert code == 0 and text == "launch_cluster: no part of a run is alive any more\n", text
 

@@ -111,5 +111,5 @@ def test_mistakes(folder, tmp_path, ranks, flags, message):
 
 def test_without_bitsandbytes(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ValueError, match="--base_bits 4 needs the library bitsandbytes: pip install bitsandbytes"):
+    with pytest.raises(ValueError, match="LoRA needs the library bitsandbytes: pip install bitsandbytes"):
         adapters(make("llama"), torch.float32, base_bits=4)

@@ -248,7 +248,7 @@ def test_the_adapter_in_plain_peft(folder, tmp_path):
     (1, ["--lora_targets", "q_proj,query"], "have no matrix 'query': choose among q_proj, k_proj, v_proj, o_proj, "),
     (1, ["--lora_rank", "99999999999999999999999"], "the matrices have 32 rows or columns at most"),
     (1, ["--tp_size", "1", "--from_scratch"], "--from_scratch is for training all weights"),
-    (1, ["--model_name", "{bare}"], "has no weights (model.safetensors), and LoRA trains beside"),
+    (1, ["--model_name", "{bare}"], "has neither model.safetensors nor model.safetensors.index.json, but config.json, tok"),
     (1, ["--resume", "{other}", "--lora_alpha", "8"], "was saved with --lora_alpha 4.0, but this run has 8.0"),
     (1, ["--resume", "{other}", "--lora_alpha", "4", "--base_bits", "4", "--dtype", "float32"],
      "was saved with --base_bits None, but this run has 4: give the same"),

@@ -4,6 +4,7 @@ Most of them are in a network and a time that are made up, so that each is over 
 """
 
 import json
+import os
 import random
 import socket
 import threading
@@ -13,6 +14,7 @@ import pytest
 from launch import modules_of
 
 with modules_of(9):
+    from hosts import host_facts
     from made_up_network import Network
     from membership import rendezvous, roster
     from membership.channel import call
@@ -243,11 +245,33 @@ def test_three_processes_meet_over_sockets(monkeypatch, tmp_path):
     assert time.monotonic() - start < 1.5 and second.store[0] == "127.0.0.2"
 
 
-def test_a_port_that_is_taken_is_one_error(monkeypatch, tmp_path):
+def test_a_port_that_stays_taken_is_one_error_that_names_the_holder(monkeypatch, tmp_path):
+    """And one that is free a moment later is none: an earlier run may be just ending."""
+    monkeypatch.setattr(rendezvous, "PORT_PATIENCE", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as other:
-        it = member(monkeypatch, tmp_path, 0, other.getsockname()[1])
-        with pytest.raises(UserError, match="port [0-9]+ of 127.0.0.1 is taken by another .*--port"):
+        port = other.getsockname()[1]
+        it = member(monkeypatch, tmp_path, 0, port)
+        with pytest.raises(UserError, match=f"port {port} of 127.0.0.1 is taken by process {os.getpid()} .*--port"):
             it.meet(lambda: False)
+        assert not member(monkeypatch, tmp_path, 0, port).opens_port()
+        with pytest.raises(OSError, match=f"^{port}: Address already in use, by process {os.getpid()} "):
+            host_facts.listen(port, 0.3)
+        threading.Timer(0.5, other.close).start()
+        host_facts.listen(port, 5.0).close()
+
+
+def test_a_name_that_is_not_found_for_a_moment(monkeypatch):
+    """A run goes on: it is looked up again."""
+    found, look_up = iter([socket.gaierror, socket.gaierror, None]), host_facts.socket.socket.connect
+
+    class Probe(socket.socket):
+        def connect(self, address):
+            if error := next(found):
+                raise error("Temporary failure in name resolution")
+            return look_up(self, ("127.0.0.1", 9))
+
+    monkeypatch.setattr(host_facts.socket, "socket", Probe)
+    assert host_facts.interface_towards("node0") == ("lo", "127.0.0.1")
 
 
 @pytest.mark.parametrize("processes, needed", [([1], []), ([1, 1], ["a"]), ([1, 1, 1], []), ([1, 1, 2], []),

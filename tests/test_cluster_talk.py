@@ -205,8 +205,8 @@ def chatty(folder):
     return path
 
 
-def test_a_chat_remembers_its_turns_as_far_as_there_is_room(monkeypatch, tmp_path):
-    """Each question comes with all that was said before, but for the first turns of a long chat."""
+def test_a_chat_remembers_its_turns_as_far_as_there_is_room(monkeypatch, tmp_path, capsys):
+    """Each question comes with all that was said before, but for the first turns; one that is too long is left out."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "tiny_llama")
@@ -225,12 +225,12 @@ def test_a_chat_remembers_its_turns_as_far_as_there_is_room(monkeypatch, tmp_pat
     monkeypatch.setattr(LlamaForCausalLM, "generate", listen)
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path), "--chat", "--device", "cpu",
                                       "--max_new_tokens", "8"])
-    lines = [f"Question {i}" for i in range(9)]
+    lines = [f"Question {i}" + " word" * 99 * (i == 2) for i in range(10)]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n\n".join(lines).encode())))
     generate.main()
-    assert len(asked) == len(lines) and asked[0] == "<user>Question 0\n<assistant>"
-    assert asked[1] == f"{asked[0]}{said[0]}\n<user>Question 1\n<assistant>"
-    assert "Question 0\n" not in asked[-1] and asked[-1].endswith(f"{said[-2]}\n<user>Question 8\n<assistant>")
+    assert len(asked) == 9 and asked[0] == "<user>Question 0\n<assistant>" and "not answered" in capsys.readouterr().out
+    assert asked[1:3] == [f"{asked[i]}{said[i]}\n<user>Question {1 + 2 * i}\n<assistant>" for i in range(2)]
+    assert "Question 0\n" not in asked[-1] and asked[-1].endswith(f"{said[-2]}\n<user>Question 9\n<assistant>")
 
 
 def start_chat(path, command: list, **options) -> subprocess.Popen:

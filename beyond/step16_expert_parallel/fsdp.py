@@ -73,13 +73,13 @@ class FullyShardedDataParallel(Zero):
     def __init__(self, module: nn.Module):
         super().__init__(module, level=3)
         module.register_forward_pre_hook(self.before_forward)
-        for layer in module.decoder_layers:
+        for layer in module.decoder_layers.children():
             layer.register_forward_pre_hook(self.before_layer)
             layer.register_forward_hook(self.after_layer)
 
     def initialize_buckets(self, params: list[nn.Parameter], limit: float) -> None:
         """A unit for each layer, from the last one to the first, as backward has their gradients; and the rest."""
-        layers, self.units = list(self.module.decoder_layers), {}
+        layers, self.units = list(self.module.decoder_layers.children()), {}
         for layer in reversed(layers):
             self.units[layer] = Unit([*layer.parameters()], self.module.dtype)
         in_layers = {param for layer in layers for param in layer.parameters()}
@@ -93,7 +93,7 @@ class FullyShardedDataParallel(Zero):
 
     def before_forward(self, module: nn.Module, args: tuple) -> None:
         self.rest.start_gather()
-        self.units[module.decoder_layers[0]].start_gather()
+        self.buckets[-2].start_gather()  # the first layer's
         self.rest.gather()
 
     def before_layer(self, layer: nn.Module, args: tuple) -> None:

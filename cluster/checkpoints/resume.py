@@ -13,9 +13,10 @@ import torch
 
 from checkpoints.files import STATE, check_file, read_latest, read_state, step_of
 from models.names import name_function, peft_name, trained_alone
-from models.published import get_slice, load_stage
+from models.published import load_stage
 from ranks.disks import Disks
 from ranks.placement import is_home
+from stage_weights import get_slice
 from tensor_parallel import split_parameter
 from utils import UserError
 

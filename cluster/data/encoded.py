@@ -32,11 +32,12 @@ from ranks.collectives import gather
 from ranks.disks import Disks
 from ranks.files import CHUNK
 from ranks.placement import home_rank, once_per_machine
+from stage_weights import require_content
 from utils import ROOT, UserError
 
 CACHE = os.path.join(ROOT, "runs", "token_cache")
 ALL = 1 << 50  # samples
-FORMAT = "rows 1"  # changes when encoded rows do
+FORMAT = "rows 2"  # changes when encoded rows do
 BEFORE = 2  # numbers in front of a row's tokens
 
 
@@ -141,6 +142,8 @@ def report_rows(args, truncated: int, left_out: int, count: int) -> None:
 def encode_data(dataset_name: str, tokenizer: str, seq_len: int, num_samples: int, packing: str) -> str:
     """The path of the encoded file, which is written if it is not there. For one process of a machine."""
     source, width = find_source(dataset_name), seq_len + 1
+    for file in source.files + [file for file in files_at(tokenizer) if "token" in os.path.basename(file)]:
+        require_content(file)
     stamps = [(file, os.path.getsize(file), os.path.getmtime(file)) for file in source.files + files_at(tokenizer)]
     key = (FORMAT, packing, os.path.abspath(source.path), source.config, os.path.abspath(tokenizer), stamps, seq_len,
            num_samples)

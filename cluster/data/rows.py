@@ -14,6 +14,7 @@ Of a conversation that is not in the column messages, a column `system` is the f
 In an encoded row a token that is no target is stored as its complement -1 - id, which is negative.
 """
 
+import functools
 import io
 import os
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from utils import UserError, require_reachable_hub
 COLUMNS = "messages, or conversations, or prompt and completion, or instruction and output, or text"
 CONTEXT = "messages before completion"  # of a row that is understood(): how many messages precede the first target
 SHAREGPT = {"human": "user", "gpt": "assistant"}
+say_once = functools.cache(print)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -218,7 +220,8 @@ def encode_messages(place: str, messages, tokenizer, first: int = 0) -> np.ndarr
 
     Templates need not say which text is an answer's. So the conversation is rendered up to the place where answer k
     begins (that of a model that is asked), and up to its end: what the second adds to the first is the answer. A token
-    that begins before an answer and ends in it belongs to it.
+    that begins before an answer and ends in it belongs to it. Where a template writes no special token behind the last
+    answer, the end-of-text token follows it, a target: else the model would never learn to stop.
     Raises UserError for messages that are malformed, that have no answer, or that the template refuses.
     """
     messages = check_messages(place, messages, first)
@@ -240,23 +243,33 @@ def encode_messages(place: str, messages, tokenizer, first: int = 0) -> np.ndarr
     for span in spans:
         first, last = (common_length(ids, ids_of(tokenizer, whole[:end])) for end in span)  # the tokens before its ends
         row[first:last] = ids[first:last]
-    return row
+    text = whole.rstrip()
+    if spans[-1][1] < len(text) or text.endswith(tuple(tokenizer.all_special_tokens)):
+        return row
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{place}: the chat template ends the last answer by no special token, and the tokenizer has "
+                        "no end-of-text token, so no model would learn to stop: give the tokenizer an eos_token")
+    say_once(f"the chat template ends no turn by a token: {tokenizer.eos_token} ends the last answer", flush=True)
+    return np.append(row, np.int32(tokenizer.eos_token_id))
 
 
 def end_of_answer(place: str, whole: str, start: int, until: str, content: str, tokenizer) -> int:
-    """Where the answer that begins at `start` ends in `whole`, the token that ends its turn included.
+    """Where the answer that begins at `start` ends in `whole`, the special token that ends its turn included: its own,
+    or the one that begins the next turn.
 
     `until` is the conversation up to and with this answer. Some templates render an answer in another way once others
     follow; then the answer's own words are looked for.
     """
     specials = tuple(tokenizer.all_special_tokens)
     if whole.startswith(until):
-        answer = until[start:].rstrip()  # the white space after the end of a turn is no part of it
-        return start + len(answer) if answer.endswith(specials) else len(until)
-    if (at := whole.find(content.strip(), start)) < 0:
+        end, answer = len(until), until[start:].rstrip()  # the white space after the end of a turn is no part of it
+        if answer.endswith(specials):
+            return start + len(answer)
+    elif (at := whole.find(content.strip(), start)) < 0:
         raise UserError(f"{place}: the tokenizer's chat template changes the answer {content[:40]!r}, so that it "
                         "can't be told which tokens are its own: use another template, or prompt and completion")
-    end = at + len(content.strip())
+    else:
+        end = at + len(content.strip())
     rest = whole[end:].lstrip()
     special = next((token for token in specials if rest.startswith(token)), None)
     return len(whole) - len(rest) + len(special) if special else end

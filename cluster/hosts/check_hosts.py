@@ -12,15 +12,15 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import host_facts
+from host_facts import print_rows
 from inventory import Host, peer
 
 MAX_SKEW = 1.0  # seconds
-COLUMNS = ("host", "ssh", "Python", "torch", "CUDA", "project", "interface", "own name", "port", "clock", "disk",
-           "memory", "GPU")
+COLUMNS = "host", "ssh", "Python", "torch", "CUDA", "project", "interface", "port", "clock", "disk", "memory", "GPU"
 VERSIONS = ("Python", "torch", "CUDA", "transformers")  # what has to be equal everywhere
 INSTALL = "launch_cluster.sh HOSTS --install"
 
@@ -115,7 +115,7 @@ class Contact:
         if public := " and ".join(self.report["public"]):
             self.fail(None, "warning", f"the run's way is public, by {public}: what the ranks send is neither "
                       "encrypted nor protected by a password",
-                      "a VPN: its interface as iface=, its address as address=; or a network of your own")
+                      "a VPN: its interface as iface=, its address as address=, a firewall; or a network of your own")
         if self.unreachable_from:
             address, port, sources = *self.listens_at(), ", ".join(self.unreachable_from)
             self.fail("port", "blocked port", f"{address}:{port} can't be reached from {sources}",
@@ -125,13 +125,6 @@ class Contact:
         self.process.kill()
         self.process.communicate()
         self.said.close()
-
-
-def print_rows(table: list[Sequence[str]]) -> None:
-    """Columns as wide as their widest cells."""
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for cells in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip())
 
 
 def print_table(contacts: list[Contact]) -> None:

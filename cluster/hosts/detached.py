@@ -25,9 +25,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
-from check_hosts import Contact, print_rows
+from check_hosts import Contact
 from elastic import RETRY, Elastic
-from host_facts import MARK
+from host_facts import MARK, print_rows
 from host_run import BEGUN, ROOT, UNHEARD, watch
 from inventory import Host, UserError
 from remote_run import NEVER, Launch, Run, far_end, say

@@ -14,9 +14,11 @@ import ipaddress
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import struct
+import subprocess
 import sys
 import time
 
@@ -25,6 +27,7 @@ SIOCGIFADDR = 0x8915  # of netdevice(7): the IPv4 address of an interface
 PROJECT = ("step9_heterogeneous_pp", "cluster")  # what has to be the same on all hosts
 MARK = "host_facts:"  # precedes an answer, because a login shell may print lines of its own
 MIN_DISK, MIN_MEMORY = 1e9, 0.5e9  # bytes
+LOOK_UPS, PORT_PATIENCE = 20, 15.0  # until a name is unknown; seconds until a port is taken
 HOME = "LAUNCH_CLUSTER_HOME"  # the variable that the host has on which the run was started: files for people go there
 ASKS = "write a line, or end with Ctrl-D"  # what a script prints that reads its input: launch_cluster.sh then sends it
 STOPS_WITHIN = "LAUNCH_CLUSTER_STOPS_WITHIN"  # the variable with a file's path, into which a training writes seconds
@@ -44,11 +47,19 @@ def interfaces() -> dict[str, str]:
 def interface_towards(peer: str) -> tuple[str, str]:
     """(name, address) of the interface by which packets leave for the host `peer`; no packet is sent.
 
-    Raises OSError where `peer` is not known, where no way leads to it, or where the interface has another address.
+    A name that is not found is looked up again. Raises OSError where `peer` is not known, where no
+    way leads to it, or where the interface has another address.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))
-        address = probe.getsockname()[0]
+    for left in range(LOOK_UPS, -1, -1):
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((peer, 9))
+                address = probe.getsockname()[0]
+            break
+        except socket.gaierror:
+            if not left:
+                raise
+        time.sleep(0.2)
     for name, its_address in interfaces().items():
         if its_address == address:
             return name, address
@@ -163,7 +174,7 @@ class Report:
     """
 
     def __init__(self, root: str, interface: str | None, peer: str | None, port: int):
-        self.cells, self.problems = {"torch": "none", "CUDA": "none", "project": "none", "own name": "none"}, []
+        self.cells, self.problems = {"torch": "none", "CUDA": "none", "project": "none"}, []
         self.root = os.path.abspath(os.path.expanduser(root))
         self.check_packages()
         self.check_project()
@@ -218,8 +229,8 @@ class Report:
             self.fail("memory", "little memory", f"{self.cells['memory']} free", "end other programs there")
 
     def check_network(self, chosen: str | None, peer: str | None) -> None:
-        """The interface of the run, and what this host's own name resolves to. Without a peer nobody looks for it."""
-        interface, self.address, name = None, None, socket.gethostname()
+        """The interface of the run. What the host's own name resolves to does not matter: Debian writes 127.0.1.1."""
+        interface, self.address = None, None
         try:
             interface, self.address = run_interface(chosen, peer)
         except OSError as error:
@@ -229,26 +240,45 @@ class Report:
         with contextlib.suppress(OSError):
             ways.add(socket.gethostbyname(peer or "127.0.0.1"))
         self.public = sorted(way for way in ways if ipaddress.ip_address(way).is_global)
-        with contextlib.suppress(OSError):
-            self.cells["own name"] = socket.gethostbyname(name)
-        if peer and not chosen and self.cells["own name"].startswith(("127.", "none")):
-            self.fail("own name", f"host name that resolves to {self.cells['own name']}",
-                      f"{name}, by which other ranks would look for it in vain",
-                      f"iface={interface or 'eth0'} for this host, or {name} with its real address in its /etc/hosts")
 
     def check_port(self, port: int) -> None:
         """Other hosts can connect from now on; nobody needs to accept."""
-        self.port, listener = None, socket.socket()
-        Report.listener = listener  # of the class: what the report itself has is sent
+        self.port = None
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("", port))
-            listener.listen()
-            self.port = port = listener.getsockname()[1]
+            Report.listener = listen(port)  # of the class: what the report itself has is sent
+            self.port = port = Report.listener.getsockname()[1]
         except OSError as error:
-            self.fail("port", "blocked port", f"{port}: {error.strerror}, by another program or an earlier run",
-                      f"--port {port + 1}, or see who has it: ss -ltnp")
+            self.fail("port", "blocked port", str(error), f"--port {port + 1}, or end that")
         self.cells["port"] = str(port)
+
+
+def listen(port: int, patience: float = 0.0) -> socket.socket:
+    """A socket that listens at a port of this host. Raises OSError where another one has it after `patience` seconds,
+    as the process of a run that is just ending does."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return socket.create_server(("", port))
+        except OSError as error:
+            if time.monotonic() > until:
+                raise OSError(f"{port}: {os.strerror(error.errno)}, by {holder(port)}") from None
+        time.sleep(0.2)
+
+
+def holder(port: int) -> str:
+    """The process that listens at a port of this host, as far as this user may see it."""
+    with contextlib.suppress(OSError):
+        rows = subprocess.run(["ss", "-Hltnp", f"sport = :{port}"], capture_output=True, text=True).stdout
+        if found := re.search(r'"(.*?)",pid=(\d+)', rows):
+            return f"process {found[2]} ({found[1]})"
+    return "another program or an earlier run"
+
+
+def print_rows(table: list[list]) -> None:
+    """Columns as wide as their widest cells."""
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for cells in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip(), flush=True)
 
 
 def connect(address: str, port: int) -> str | None:

@@ -28,7 +28,7 @@ import threading
 import time
 
 from agent import Agent, ends_with_parent
-from host_facts import HOME, STOPS_WITHIN, run_interface, usable_cores
+from host_facts import HOME, PORT_PATIENCE, STOPS_WITHIN, listen, run_interface, usable_cores
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # this host's copy of the project
 SILENCE, UNHEARD = 15, 75  # seconds, where the launcher sends two heartbeats a second; and then the exit code
@@ -172,6 +172,12 @@ def run(job: dict) -> int:
               "hosts file", file=sys.stderr)
         return 2
     end_all(job["mark"], PATIENCE / 4)  # what an earlier connection of this run has left
+    if job["node_rank"] == 0 and "elastic" not in job:
+        try:
+            listen(job["master_port"], PORT_PATIENCE).close()
+        except OSError as error:
+            print(f"error: port {error}: end that, or give launch_cluster.sh another --port", file=sys.stderr)
+            return 2
     variables = environment(job)
     processes = f"{job['nproc']} process{'es' * (job['nproc'] > 1)}"
     print(f"{processes} with OMP_NUM_THREADS={variables['OMP_NUM_THREADS']} each, {usable_cores():g} usable cores",
@@ -191,11 +197,14 @@ def main() -> int:
               "its torchrun line by hand (Windows: use WSL)", file=sys.stderr)
         return 2
     os.chdir(ROOT)
-    job = json.loads(sys.stdin.readline())
+    line = sys.stdin.readline()
+    job = json.loads(line)
     code = run(job)
     if job["is_detached"]:
         with open(os.path.join(job["folder"], "code"), "w") as file:
             file.write(str(code))
+        kept = json.dumps({**json.loads(line), "environment": {}})  # no secret of --env, which nobody needs any more
+        os.pwrite(0, kept.ljust(len(line) - 1).encode(), 0)
     return code
 
 

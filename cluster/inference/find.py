@@ -8,6 +8,7 @@ Over several hosts that share no disk, each of three may be somewhere else:
 """
 
 import contextlib
+import glob
 import os
 
 from checkpoints.files import ADAPTER, ADAPTER_CONFIG, STATE, read_latest
@@ -15,25 +16,31 @@ from checkpoints.resume import Found, find_checkpoint
 from ranks.collectives import gather
 from ranks.disks import Disks
 from ranks.files import read_json
+from stage_weights import look_into
 from utils import UserError
+
+NO_ADAPTER = "is no adapter for this model, or peft is missing"
 
 
 @contextlib.contextmanager
-def reading(what: str):
-    """Around libraries that read a model: each of their many errors becomes a UserError, `what` and its own words."""
+def reading(path: str, what: str = "can't be loaded"):
+    """Around libraries that read a model: each of their many errors becomes a UserError, `what` and its own words, or
+    the damaged file of the folder `path`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, UserError):
         raise
     except BaseException as error:  # a panic of tokenizers' Rust is no Exception
-        raise UserError(f"{what}: {' '.join(str(error).split())[:300]}") from None
+        for file in glob.glob(f"{glob.escape(path)}/*.json") + glob.glob(f"{glob.escape(path)}/*.safetensors"):
+            look_into(file, bool)
+        raise UserError(f"{path} {what}: {' '.join(str(error).split())[:300]}") from None
 
 
 def read_tokenizer(path: str):
     """Raises UserError where it can't be loaded."""
     from transformers import AutoTokenizer
 
-    with reading(f"{path} can't be loaded"):
+    with reading(path):
         tokenizer = AutoTokenizer.from_pretrained(path)
         tokenizer("")  # fields of a wrong type raise only here
         return tokenizer

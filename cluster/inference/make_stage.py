@@ -14,7 +14,7 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from checkpoints.files import ADAPTER, ADAPTER_CONFIG
 from checkpoints.resume import Loader
-from inference.find import find_checkpoint_of_run, find_model, read_tokenizer, reading
+from inference.find import NO_ADAPTER, find_checkpoint_of_run, find_model, read_tokenizer, reading
 from models.causal import parts_of
 from models.published import published_weights
 from pipeline_parallel import connect_neighbours
@@ -94,7 +94,7 @@ def read_facts(args, whole: str | None) -> Facts:
     from transformers import AutoConfig, GenerationConfig
 
     base, tokenizer, adapter = find_model(args, whole)
-    with reading(f"{base} can't be loaded"):
+    with reading(base):
         config, generation_config = AutoConfig.from_pretrained(base), None
         with contextlib.suppress(OSError):  # there is none
             generation_config = GenerationConfig.from_pretrained(base)
@@ -112,7 +112,7 @@ def make_model(facts: Facts, dtype: str) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, dtype) if dtype != "auto" else facts.config.dtype or torch.float32
-    with reading(f"{facts.base} can't be loaded"), torch.device("meta"):  # fields may not go together
+    with reading(facts.base), torch.device("meta"):  # fields may not go together
         model = AutoModelForCausalLM.from_config(facts.config, dtype=dtype)
     model.generation_config = facts.generation_config or model.generation_config
     return model
@@ -175,7 +175,7 @@ def share_adapters(model: torch.nn.Module, template: PipelineTemplate, folder: s
 
 def inject(model: torch.nn.Module, config: dict, folder: str, **changes) -> torch.nn.Module:
     """The model with empty adapters. Raises UserError where peft is missing, or the adapter is another model's."""
-    with reading(f"{folder} is no adapter for this model, or peft is missing"), warnings.catch_warnings():
+    with reading(folder, NO_ADAPTER), warnings.catch_warnings():
         from peft import PeftConfig, inject_adapter_in_model
 
         warnings.simplefilter("ignore")

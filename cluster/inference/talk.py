@@ -40,7 +40,7 @@ def write_all(args) -> None:
         model, writer = stage.model, Writer(stage, device, drawing(args), args.seed, group)
         watch_peers()
     writer.drawing["eos_token_id"] = ends(model, tokenizer)
-    asked = talks(args)
+    asked = talks(args, writer.config, tokenizer)
     try:
         while write(args, writer, tokenizer, asked):
             pass
@@ -54,14 +54,13 @@ def write_all(args) -> None:
     dist.destroy_process_group()
 
 
-def write(args, writer: Writer | WholeModel, tokenizer, asked: Iterator[list[Talk]]) -> bool:
-    """Goes on with the next talks that are `asked` on home_rank(), which prints one token by token, and several at the
-    end. False where there are no more. Collective. Raises UserError, on all ranks, where one can't be written."""
+def write(args, writer: Writer | WholeModel, tokenizer, asked: Iterator) -> bool:
+    """Goes on with the next of the talks() that are `asked` on home_rank(), which prints one token by token, and
+    several at the end. False where there are no more. Collective. Raises UserError, on all ranks, as talks() does."""
     from transformers import TextStreamer
 
     with pgm.together(writer.group):
-        now = next(asked, []) if is_home() else []
-        box = [[fit(args, writer.config, tokenizer, talk) for talk in now]]
+        now, *box = next(asked, ([], [])) if is_home() else ([], [])
     dist.broadcast_object_list(box, home_rank(), group=writer.group)
     start, prompts, new = time.perf_counter(), box[0], [[] for _ in box[0]]
     stream = TextStreamer(tokenizer, args.chat, skip_special_tokens=True) if len(now) == 1 else None
@@ -95,26 +94,34 @@ def watch_peers() -> None:
         each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * PATIENCE)
 
 
-def talks(args) -> Iterator[list[Talk]]:
-    """The talks to go on with: those of all prompts at once, or the one of a chat after each line of the input, whose
-    end ends it. Whoever goes on with a talk appends the answer. Raises UserError where there is no input."""
+def talks(args, config, tokenizer) -> Iterator[tuple[list[Talk], list[list[int]]]]:
+    """The talks to go on with, and the ids of each: those of all prompts at once, or the one of a chat after each line
+    of the input, whose end ends it; a line that is too long is left out. Who goes on with a talk appends the answer.
+    Raises UserError where there is no input or no chat template, and for a prompt that is too long."""
+    if args.chat and not tokenizer.chat_template:
+        raise UserError("the tokenizer has no chat template: leave out --chat")
     if args.prompt is not None:
-        yield [[{"role": "user", "content": prompt}] for prompt in args.prompt]
+        asked = [[{"role": "user", "content": prompt}] for prompt in args.prompt]
+        yield asked, [fit(args, config, tokenizer, talk) for talk in asked]
     elif args.chat:
         require_input()
         print(ASKS, flush=True)
         talk = []
         for line in filter(bytes.strip, sys.stdin.buffer):
-            talk.append({"role": "user", "content": line.decode(errors="replace").strip()})
-            yield [talk]
+            longer = [*talk, {"role": "user", "content": line.decode(errors="replace").strip()}]
+            try:
+                ids = fit(args, config, tokenizer, longer)
+            except UserError as error:
+                print(f"not answered: {error}", flush=True)
+                continue
+            talk = longer
+            yield [talk], [ids]
 
 
 def encode(args, tokenizer, talk: Talk) -> list[int]:
-    """The token ids of what the model is asked. Raises UserError where the tokenizer has no chat template."""
+    """The token ids of what the model is asked."""
     if not args.chat:
         return tokenizer(talk[-1]["content"], add_special_tokens=False)["input_ids"]
-    if not tokenizer.chat_template:
-        raise UserError("the tokenizer has no chat template: leave out --chat")
     return tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
 
 

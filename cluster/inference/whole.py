@@ -6,7 +6,8 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from inference.find import find_model, read_tokenizer, reading
+from inference.find import NO_ADAPTER, find_model, read_tokenizer, reading
+from stage_weights import UNPACKED
 from utils import UserError
 
 
@@ -20,8 +21,12 @@ class WholeModel:
         disable_progress_bar()
         base, tokenizer, adapter = find_model(args)
         self.tokenizer = read_tokenizer(tokenizer)
-        with reading(f"{base} can't be loaded"):
-            self.model = AutoModelForCausalLM.from_pretrained(base, dtype=args.dtype)
+        with reading(base):
+            self.model, found = AutoModelForCausalLM.from_pretrained(base, dtype=args.dtype, output_loading_info=True)
+        if missing := sorted(found["missing_keys"]):
+            raise UserError(f"{base} has no weights for {missing[0]}: take a whole model that writes text")
+        if scales := [name for name in found["unexpected_keys"] if "scale" in name]:
+            raise UserError(f"{base} is quantized ({scales[0]}), {UNPACKED}")
         if adapter:
             self.model = with_adapter(self.model, adapter)
         if args.merge_adapter:
@@ -43,7 +48,7 @@ class WholeModel:
 
 def with_adapter(model, adapter: str):
     """The model with an adapter. Raises UserError where it is another model's."""
-    with reading(f"{adapter} is no adapter for this model, or peft is missing"), warnings.catch_warnings():
+    with reading(adapter, NO_ADAPTER), warnings.catch_warnings():
         from peft import PeftModel
 
         warnings.simplefilter("ignore", FutureWarning)

@@ -55,6 +55,8 @@ class FailureDetector:
                 link, answer = connect(member.endpoint, self.members.token, message)
                 set_probes(link.fileno())
             except NO_ANSWER as error:
+                if isinstance(error, socket.gaierror) and time.monotonic() < deadline:  # its name, for a moment
+                    continue
                 self.members.could_not_reach(member)
                 raise MembershipChanged(f"{member.address} is lost ({error!r})") from None
             if answer["ok"]:

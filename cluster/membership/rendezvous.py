@@ -34,6 +34,7 @@ from multiprocessing.connection import Connection
 
 import torch.distributed as dist
 
+from hosts.host_facts import PORT_PATIENCE, holder
 from membership.channel import Listener, call
 from membership.roster import Caller, Member, Roster, since_last
 from ranks.files import replace
@@ -67,7 +68,7 @@ class Members:
         self.links: list[Connection] = []  # of other members, see failure_detector.py
         self.not_reached = collections.Counter()  # keys of processes: how often, since the last generation began
         self.stays_out_until, self.stays_out = 0.0, STAYS_OUT
-        self.hears_enough, self.has_port, self.found_running = True, False, False
+        self.hears_enough, self.has_port, self.found_running, self.taken_at = True, False, False, None
         address = self.hosts[record["host"]]
         self.path = f"{path}.{address}"
         self.roster, self.agreed = self.read()  # `agreed`: later ones, which may have begun for others
@@ -218,10 +219,12 @@ class Members:
             try:
                 self.listener.listen(self.port)
                 self.has_port = True
-            except OSError as error:
+            except OSError:
                 if call((self.me.address, self.port), self.token, {"kind": "who"}) is None:
-                    raise UserError(f"port {self.port} of {self.me.address} is taken by another program or run "
-                                    f"({error.strerror}): give launch_cluster.sh another --port") from None
+                    self.taken_at = self.taken_at or time.monotonic()
+                    if time.monotonic() > self.taken_at + PORT_PATIENCE:
+                        raise UserError(f"port {self.port} of {self.me.address} is taken by "
+                                        f"{holder(self.port)}: end that, or give launch_cluster.sh another --port")
         return self.has_port
 
     def lead(self) -> None:

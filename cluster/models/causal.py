@@ -2,9 +2,9 @@
 
 import argparse
 import functools
-import glob
 import json
 import os
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from models.names import their_name
 from models.published import published_weights
 from pipeline_parallel import Action
 from pipeline_template import PipelineTemplate
+from ranks.collectives import gather, say
 from ranks.placement import once_per_machine
 from run_common import check_positions, load_model, local_directory
 from tensor_parallel import cross_entropy, split_over_tp
@@ -26,6 +27,7 @@ from utils import UserError, default_learning_rate, load_config, read_config
 
 POSITIVE_INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads", "head_dim", "max_position_embeddings")
+WEIGHTS = re.compile(r"\.(safetensors|bin|pth?|gguf|h5|msgpack)(\.index\.json)?$")  # in whichever format
 OVERRIDES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
@@ -80,16 +82,12 @@ def find_published(args) -> Callable | None:
             raise UserError("--init_from with --from_scratch: leave out one of them")
         return None
     directory = once_per_machine(lambda: local_directory(name, flag))
-    has_files = any(once_per_machine(lambda: glob.glob(os.path.join(glob.escape(directory), "model*.safetensors*"))))
-    if has_files or args.init_from:
-        with pgm.together():
-            return published_weights(directory)
-    if args.lora_rank:
-        raise UserError(f"--model_name {name!r} has no weights (model.safetensors), and LoRA trains beside those of a "
-                        "trained model: name one, or leave out --lora_rank")
-    if torch.distributed.get_rank() == 0:
-        print(f"{name} has no weights (model.safetensors): they are drawn by --seed", flush=True)
-    return None
+    is_bare = all(gather(os.path.isdir(name) and not any(map(WEIGHTS.search, os.listdir(name)))))
+    if is_bare and not args.init_from and not args.lora_rank:
+        say(f"{name} has no weights: they are drawn by --seed")
+        return None
+    with pgm.together():
+        return published_weights(directory)
 
 
 def is_ours(fields: dict) -> bool:
@@ -177,6 +175,7 @@ def config_file(model: nn.Module, dtype: torch.dtype) -> dict[str, bytes]:
     master_dtype = torch.promote_types(dtype, torch.float32)  # of the parameters
     config = {**fields, "architectures": ["LlamaForCausalLM" if is_ours else type(model).__name__],
               "dtype": str(master_dtype).removeprefix("torch.")}
+    config.pop("quantization_config", None)  # the published weights' own
     return {"config.json": json.dumps(config, indent=2).encode()}
 
 

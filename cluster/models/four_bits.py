@@ -8,25 +8,15 @@ Embeddings, norms and the head stay as they are. A matrix is unpacked for a mome
 backward. A stage loads and packs one layer after the other, so it is never whole in the wider dtype.
 """
 
-import logging
 from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 
 from ranks.memory import return_freed_memory
-from utils import UserError
 
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # peft imports it, and it warns of kernels
 BLOCK = 64
 PACKED_BYTES = 0.5 + 4 / BLOCK  # of a number
-
-
-def require_bitsandbytes() -> None:
-    try:
-        import bitsandbytes  # noqa: F401  takes seconds
-    except ImportError:
-        raise UserError("--base_bits 4 needs the library bitsandbytes: pip install bitsandbytes") from None
 
 
 def is_matrix(module: nn.Module) -> bool:

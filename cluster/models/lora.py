@@ -27,7 +27,7 @@ import torch.nn as nn
 
 import process_group_manager as pgm
 from hf_tensor_parallel import RowParallel, SharedByHeads
-from models.four_bits import PACKED_BYTES, is_matrix, load_packed, pack, require_bitsandbytes
+from models.four_bits import PACKED_BYTES, is_matrix, load_packed, pack
 from models.names import peft_name
 from pipeline_template import listed_modules
 from ranks.collectives import gather, say
@@ -97,10 +97,10 @@ class Lora:
     def __init__(self, args, model: nn.Module, dtype: torch.dtype):
         try:
             from peft import LoraConfig, TaskType
-        except ImportError:
-            raise UserError("--lora_rank needs the library peft: pip install peft") from None
-        if args.base_bits:
-            require_bitsandbytes()
+            if args.base_bits:
+                import bitsandbytes  # noqa: F401  takes seconds
+        except ImportError as error:
+            raise UserError(f"LoRA needs the library {error.name}: pip install {error.name}") from None
         self.dtype, self.master_dtype, self.seed = dtype, torch.promote_types(dtype, torch.float32), args.seed
         self.targets = find_targets(model, args.lora_targets)
         largest = max(min(model.get_submodule(name).weight.shape) for name in self.targets)

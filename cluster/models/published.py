@@ -8,16 +8,12 @@ from pathlib import Path
 import torch
 
 from models.names import name_function, their_name
-from ranks.files import read_json
-from stage_weights import load_weights, look_into, open_directory
+from stage_weights import load_weights, open_directory
 from utils import UserError, require_reachable_hub
 
 
 def published_weights(directory: str) -> Callable:
     """weights(stage, device), from a directory of Hugging Face's that is no checkpoint of ours: --init_from."""
-    index = os.path.join(directory, "model.safetensors.index.json")
-    if os.path.isfile(index):
-        read_index(index)
     return functools.partial(load_stage, directory, open_directory(directory))
 
 
@@ -33,28 +29,8 @@ def load_stage(folder: str, source: dict[str, Callable], stage, device: torch.de
         raise UserError(f"the weights in {folder}: {error}") from None
 
 
-def get_slice(folder: str, weight_map: dict[str, str], name: str):
-    """A tensor of the safetensors files in a folder, which reads when it is indexed. Raises UserError.
-
-    What stays open stays mapped into memory, and each page that was read counts as the process's: keep it for a moment.
-    """
-    return look_into(os.path.join(folder, weight_map[name]), lambda file: file.get_slice(name))
-
-
 TOKENIZER_FILES = ("*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "*.tiktoken", "chat_template*",
                    "generation_config.json")
-
-
-def read_index(path: str) -> dict[str, str]:
-    """The weight_map of an index: parameter -> file. Raises UserError for one that names files of other folders."""
-    def check(index: dict) -> dict[str, str]:
-        names = {*index["weight_map"].values()}
-        if outside := [name for name in names if os.path.basename(name) != name or name in ("", ".", "..")]:
-            raise UserError(f"{path} names {outside[0]!r}, which is not a file of that folder: take this checkpoint "
-                            "from where it was made")
-        return index["weight_map"]
-
-    return read_json(path, check)
 
 
 def read_tokenizer_files(model_name: str) -> dict[str, bytes]:

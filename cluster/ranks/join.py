@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from hosts.host_facts import interface_towards, processor
+from hosts.host_facts import interface_towards, print_rows, processor
 from ranks.collectives import gather, say
 from utils import UserError, choose_device
 
@@ -30,10 +30,8 @@ def meet(args, join: Callable[..., None] = pgm.init_process_group) -> tuple[torc
 
 def print_table(heads: list[str], rows: list[list]) -> None:
     """Columns as wide as their longest cell; rank 0 prints."""
-    rows = [[str(cell) for cell in row] for row in (heads, *rows)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    if dist.get_rank() == 0:
+        print_rows([[str(cell) for cell in row] for row in (heads, *rows)])
 
 
 def print_banner(device: torch.device, dtype: torch.dtype) -> None:
