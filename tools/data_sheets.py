@@ -218,9 +218,11 @@ class Costs:
         rounds = 2 * math.ceil(math.log2(self.tp)) * NODE_LATENCY
         return 2 * (self.tp - 1) / self.tp * num_bytes / (self.device.node_link * LINK_SHARE) + rounds
 
-    def modules(self, size: int) -> tuple[list[float], list[float]]:
+    def modules(self, size: int, recompute: bool = False) -> tuple[list[float], list[float]]:
         """Forward and backward seconds of the embedding, each layer, the norm, and the projection with the loss.
 
+        With `recompute`, who plans adds a forward to each backward. Of its two sums over tp the second one, which makes
+        the layer's output, is not done again, so the backward here lacks one.
         In bfloat16 a layer also casts its weights and their gradients (6 bytes each). Logits are moved in float32.
         """
         shape, tokens, bandwidth = self.shape, size * self.seq_len, self.device.memory_bandwidth
@@ -232,7 +234,8 @@ class Costs:
         reduce = 2 * self.all_reduce(size)
         forward = [0.0, *[layer + reduce] * shape.layers, 0.0, last]
         gradients = 12 / bandwidth  # per weight: its gradient is read, added and written in float32
-        backward = [0.0, *[2 * layer + reduce + gradients * weights] * shape.layers, 0.0, 2 * last + gradients * head]
+        sums = reduce - recompute * self.all_reduce(size)
+        backward = [0.0, *[2 * layer + sums + gradients * weights] * shape.layers, 0.0, 2 * last + gradients * head]
         return forward, backward
 
     def describe(self) -> list[dict]:
@@ -248,7 +251,7 @@ class Costs:
 
 
 def synthetic_cluster(shape: Shape, nodes: list[Node], tp_size: int, seq_len: int, dtype: str, sizes: list[int],
-                      efficiency: float = EFFICIENCY) -> dict:
+                      efficiency: float = EFFICIENCY, recompute: bool = False) -> dict:
     """The content of cluster.json: every tp_size devices of a node are a machine. `sizes`: samples of a micro-batch.
 
     Raises UserError where tp_size does not divide the devices of each node.
@@ -258,7 +261,7 @@ def synthetic_cluster(shape: Shape, nodes: list[Node], tp_size: int, seq_len: in
     machines, hosts, node_of = [], [], []
     for number, node in enumerate(nodes):
         costs = Costs(shape, node, tp_size, seq_len, dtype, efficiency)
-        times = {str(size): costs.modules(size) for size in sizes}
+        times = {str(size): costs.modules(size, recompute) for size in sizes}
         machine = {"free_memory": node.device.memory, "optimizer_seconds": 28 / node.device.memory_bandwidth,
                    "forward": {size: forward for size, (forward, _) in times.items()},
                    "backward": {size: backward for size, (_, backward) in times.items()}}
