@@ -187,7 +187,7 @@ def test_flags_that_do_not_go_together(monkeypatch):
             (["--outer_momentum", 0.5], "--outer_momentum without local steps: add --local_steps 50"),
             (["--local_steps", 4, "--overlap_steps", 4], "--overlap_steps 4 must be below --local_steps 4"),
             (["--local_steps", 4, "--outer_momentum", 1], "--outer_momentum: must be from 0 to less than 1, got 1"),
-            (["--local_steps", 4, "--profile_batch", 0], "--profile_batch 0: ranks that take local steps have no step"),
+            (["--local_steps", 4, "--profile_batch", 1], "--profile_batch 1: ranks that take local steps have no step"),
             (["--local_steps", 4, "--max_steps_per_epoch", 6], "--max_steps_per_epoch 6 is no multiple of --local_st"),
             (["--local_steps", 4], "--local_steps in an elastic run: ")):
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "100" if "elastic" in expected else "0")

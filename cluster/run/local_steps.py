@@ -80,7 +80,7 @@ def check_local_flags(args) -> None:
         raise UserError("--local_steps in an elastic run: ranks that take local steps can't go on from a checkpoint "
                         "when a host is lost or comes back: start without --elastic (torchrun: without "
                         "--max-restarts), or leave out --local_steps")
-    if args.profile_batch >= 0:
+    if args.profile_batch:
         raise UserError(f"--profile_batch {args.profile_batch}: ranks that take local steps have no step in common to "
                         "draw: leave it out, or leave out --local_steps")
     if args.max_steps_per_epoch and args.max_steps_per_epoch % args.local_steps:

@@ -51,7 +51,7 @@ SCRIPTS = {  # name -> share of the cases, path, flags of a run that works
     "plan": (9, "cluster/plan.py", {"cluster_json": "cluster.json", "global_batch": "8", "measure_seconds": "1"}),
     "three_stages_simple_pp": (9, "cluster/three_stages_simple_pp.py", {
         "dataset_name": "corpus", "seq_len": "16", "batch_size": "2", "microbatch_num": "2", "train_steps": "2",
-        "profile_batch": "-1", **DIRECTORIES}),
+        "profile_batch": "0", **DIRECTORIES}),
     "launch_cluster": (5, "cluster/hosts/launch_cluster.py", {"hosts": "hosts.txt", "check": None}),
 }
 BESIDE_PLAN = ("num_microbatches", "batch_size")  # flags of a run that works which can't stand beside --plan
