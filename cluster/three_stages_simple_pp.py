@@ -66,7 +66,7 @@ def parse_args() -> argparse.Namespace:
                         help="micro-batches they are cut into (else $MICROBATCH_NUM, else 4)")
     parser.add_argument("--model_name", help="a directory, or a Hub id (default: a toy Qwen3)")
     add_flags(parser)
-    add_run_flags(parser, profile_batch=from_environment("PROFILE_BATCH", 0, int))
+    add_run_flags(parser, profile_batch=from_environment("PROFILE_BATCH", 1, int))
     add_checkpoint_flags(parser)
     parser.add_argument("--sudo_pass", help=argparse.SUPPRESS)
     parser.set_defaults(run_name="three_stages", seq_len=64, packing="text", validation_split=None)

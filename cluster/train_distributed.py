@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_data_flags(parser)
     parser.add_argument("--omp_num_threads", type=threads, help="threads a process (default: torch's choice)")
     add_flags(parser)
-    add_run_flags(parser, profile_batch=-1)
+    add_run_flags(parser, profile_batch=0)
     add_checkpoint_flags(parser)
     add_local_flags(parser)
     add_replan_flag(parser)

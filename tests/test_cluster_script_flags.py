@@ -104,8 +104,8 @@ def test_flags_then_environment_then_defaults(parse):
     def found(args):
         return args.batch_size, args.microbatch_num, args.profile_batch, args.train_steps
 
-    assert found(parse()) == (16, 4, 0, None)
-    assert found(parse("--profile_batch", -1)) == (16, 4, -1, None)
+    assert found(parse()) == (16, 4, 1, None)
+    assert found(parse("--profile_batch", 0)) == (16, 4, 0, None)
     assert found(parse(BATCH_SIZE="6", MICROBATCH_NUM="3", PROFILE_BATCH="2")) == (6, 3, 2, None)
     assert found(parse("--batch_size", 9, "--profile_batch", 0, "--train_steps", 5)) == (9, 3, 0, 5)
     assert found(parse(BATCH_SIZE="", MICROBATCH_NUM=" ", PROFILE_BATCH="0")) == (16, 4, 0, None)
@@ -163,9 +163,12 @@ def test_flags_of_adamw(parse):
     assert [len(group["params"]) for group in made.param_groups] == [1]
 
 
-@pytest.mark.parametrize("batch", [-2, 20])
+@pytest.mark.parametrize("batch", [-1, 21])
 def test_a_timeline_of_no_step(batch):
-    with pytest.raises(ValueError, match=f"--profile_batch {batch} is not among the steps 0 to 19.* -1 for none"):
+    """Steps count from 1, as in the course."""
+    for step in (0, 1, 20):
+        loop.check_profile_batch(argparse.Namespace(profile_batch=step), 20)
+    with pytest.raises(ValueError, match=f"--profile_batch {batch} is not among the steps 1 to 20.* 0 for none"):
         loop.check_profile_batch(argparse.Namespace(profile_batch=batch), 20)
 
 

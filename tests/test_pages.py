@@ -74,3 +74,15 @@ def test_named_paths_exist(readme):
 
 def test_every_room_has_a_readme():
     assert {path.parent.name for path in READMES} >= {"", "cluster", *(path.name for path in ROOT.glob("step*_*"))}
+
+
+def test_each_name_on_the_films_screens_is_on_their_page():
+    names = """flash_attention TritonRMSNorm get_cos_sin set_all_seed utils.print tokenize_dataset tokenizer_group_text
+        collate_batch Copy Reduce Gather split_tensor_along_last_dim reset_parameters register_backward_hook
+        _allreduce_grads BucketManager mark_param_as_ready main_grad DataParallelNaive _initialize_buckets sync_gradient
+        grad_data _make_param_hook param_hook _post_backward gather_output _replace_module sampler tp_first_rank
+        tp_last_rank pp_first_rank dp_first_rank pp_dp_group pp_next_rank grad_acc_steps global_batch_size bucket_cap_mb
+        pipeline_communicate bidirectional_pipeline_communicate PipelineParallel.distribute_layers
+        PipelineParallel.backward train_step_pipeline_afab train_step_pipeline_1f1b"""
+    page = (ROOT / "docs" / "VIDEOS.md").read_text()
+    assert not [name for name in names.split() if not re.search(rf"\b{re.escape(name)}\b", page)]

@@ -1,8 +1,10 @@
 """choose.py: its formulas against the schedules, the planner and real runs of the steps; the page computes the same."""
 
 import json
+import types
 
 import pytest
+import torch
 from launch import ROOT, STEPS, fork, modules_of
 from messages import messages
 from test_tool_site_scripts import needs_node, node
@@ -10,7 +12,9 @@ from test_tool_site_scripts import needs_node, node
 with modules_of(9):
     import choose
     import splits
-    from data_sheets import PRESETS, Shape, parse_nodes, synthetic_cluster
+    from data_sheets import PRESETS, Shape, kept_by_layer, parse_nodes, synthetic_cluster
+    import model
+    from planning.module_memory import saved_bytes
     from planning.machines import Cluster, Pipeline, Setting
     from planning.simulate import peak_memory
     from splits import Job, Split
@@ -19,10 +23,34 @@ with modules_of(11):
 
 TINY = Shape(128, 352, 8, 8, 4, 1024, False, 16)
 JOB = Job(TINY, seq_len=16, global_batch=8, micro_batch=2, dtype="float32", ranks=4, per_machine=8, memory=72e9,
-          inside=360e9, between=40e9, flops=692e12)
+          inside=360e9, between=40e9, flops=692e12, is_gpu=False)
 EXPERTS = ["--num_experts", 2, "--experts_per_token", 2]
 LARGE = JOB._replace(shape=PRESETS["llama-70b"], seq_len=4096, global_batch=512, micro_batch=1, dtype="bfloat16",
-                     ranks=64)
+                     ranks=64, is_gpu=True)
+
+
+@pytest.mark.parametrize("device, dtype", [("cpu", "float32"), ("cpu", "bfloat16"),
+                                           *[("cuda", "bfloat16")] * torch.cuda.is_available()])
+def test_what_a_layer_keeps_is_what_torch_keeps(device, dtype):
+    """Counted by hooks. Without a GPU, what its kernels need is what the signatures of their backwards say."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = types.SimpleNamespace(**dict(zip(names, TINY)), head_dim=TINY.head_dim, rms_norm_eps=1e-5)
+    layer, dtype = model.DecoderLayer(config).to(device), getattr(torch, dtype)
+    x = torch.randn(2, 96, TINY.hidden, dtype=dtype, device=device, requires_grad=True)
+    cos, sin = model.get_cos_sin(96, TINY.head_dim, dtype, x.device, rope_theta=1e4)
+    with model.cast_weights_once():
+        layer(x, cos, sin)  # makes the copies of the weights, which are shared by all micro-batches
+        found = saved_bytes(lambda: layer(x, cos, sin), [*layer.parameters(), *model.casts.values()])
+    kept = 2 * 96 * sum(kept_by_layer(TINY, 1, dtype.itemsize, device == "cuda").values())
+    assert found - 2 * cos.nbytes == pytest.approx(kept, rel=1e-3)
+    for call, needed in ((torch.ops.aten._fused_rms_norm_backward, ["input", "rstd", "weight"]),
+                         (torch.ops.aten._scaled_dot_product_flash_attention_backward,
+                          ["query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "philox_seed",
+                           "philox_offset"])):  # the last four are empty, or a few numbers of dropout
+        arguments = call.default._schema.arguments[1:]
+        assert [each.name for each in arguments if "Tensor" in str(each.type)] == needed
+    assert sum(kept_by_layer(PRESETS["llama-2-7b"], 1, 2, True).values()) == 153736
+    assert sum(kept_by_layer(PRESETS["llama-2-7b"], 1, 2, False).values()) == 202888
 
 
 def test_the_number_of_chunks_alive_is_that_of_the_schedules():
@@ -109,7 +137,7 @@ def test_bytes_sent_by_real_runs(step, split, more):
 @needs_node
 def test_the_page_computes_the_same():
     jobs = [LARGE, LARGE._replace(shape=PRESETS["llama-1b"], ranks=24, global_batch=96, virtual_stages=3),
-            LARGE._replace(shape=PRESETS["llama-2-7b"], ranks=8, recompute=True, dtype="float32"), JOB,
+            LARGE._replace(shape=PRESETS["llama-2-7b"], ranks=8, recompute=True, dtype="float32"), JOB._replace(is_gpu=True),
             LARGE._replace(shape=PRESETS["llama-8b"], ranks=48, global_batch=96, experts=6, recompute=True)]
     found = node("return input.map((job) => require(`${process.cwd()}/tools/site/choose`).choose(job));",
                  [{**job._asdict(), **job.shape._asdict()} for job in jobs])

@@ -10,7 +10,7 @@ from launch import modules_of
 with modules_of(9):
     import what_if
     from data_sheets import (
-        DEVICES, PRESETS, Node, Shape, parse_nodes, parse_rate, read_nodes, read_shape, synthetic_cluster,
+        DEVICES, PRESETS, Costs, Node, Shape, parse_nodes, parse_rate, read_nodes, read_shape, synthetic_cluster,
     )
     from planning.machines import Cluster, Setting
     from model import Llama
@@ -67,6 +67,17 @@ def test_megatron_table_1(row):
     ratio = flops / gpus / 1e12 / best.step_seconds / tflops
     assert 0.75 < ratio < (1.25 if hidden >= 8192 else 1.5), ratio
     assert best.memory < 80e9
+
+
+def test_recomputation_repeats_a_layers_forward_but_for_its_last_sum():
+    """Of forward's two sums over tp ranks, the second one makes the layer's output, which backward does not need."""
+    job = job_on("2xH100:2", PRESETS["llama-1b"], seq_len=512, global_batch=4)
+    plain, again = (what_if.simulate_grid(job._replace(setting=Setting(recompute=on)), 1, 1, 2, 1).seconds
+                    for on in (False, True))
+    assert again["tp"] == pytest.approx(5 / 4 * plain["tp"])
+    costs = Costs(job.shape, job.nodes[0], 2, 512, "bfloat16", job.efficiency)
+    forward, one_sum = sum(costs.modules(1)[0][1:-2]), 16 * costs.all_reduce(1)  # of all layers; one sum of each
+    assert sum(again.values()) - sum(plain.values()) == pytest.approx(4 * (forward - one_sum), rel=1e-6)
 
 
 def test_every_grid_once_with_its_best_size():

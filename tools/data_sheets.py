@@ -44,6 +44,10 @@ class Device(NamedTuple):
     port: float  # bytes/s of the network, in one direction; a device's own in a data centre, else the node's
     latency: float  # seconds, over that network
 
+    @property
+    def is_gpu(self) -> bool:
+        return self.bfloat16 is not None
+
 
 # NVIDIA's data sheets of H100, H200, A100 (SXM) and L40S; NVLink there is the sum of both directions. Ports: the one
 # ConnectX of each GPU in DGX H100, H200 and A100. GeForce: the architecture white papers; PCIe 4.0 or 5.0 x16.
@@ -186,20 +190,27 @@ def read_shape(name: str, args) -> Shape:
     return Shape(*(getattr(config, name) for name in MODEL), head_dim)
 
 
+def kept_by_layer(shape: Shape, tp: int, number_bytes: int, is_gpu: bool) -> dict[str, float]:
+    """Bytes that a layer of a Llama keeps of one token for its backward, by what they are.
+
+    A norm keeps its input and 1/rms. On CUDA, backward normalizes the input once more. On a CPU the normalized input is
+    kept, too, and both are float32, also where activations, of `number_bytes` each, are bfloat16.
+    """
+    norm = shape.hidden * (number_bytes if is_gpu else 2 * max(4, number_bytes)) + 4
+    return {"two norms": 2 * norm, "what q, k, v and gate, up multiply": 2 * shape.hidden * number_bytes,
+            "q, k, v, output; sums of softmax": (2 * shape.head_dim * (shape.heads + shape.kv_heads) * number_bytes
+                                                 + 4 * shape.heads) / tp,
+            "gate, silu(gate), up, their product": 4 * shape.width * number_bytes / tp}
+
+
 class Costs:
     """What one machine, `tp_size` devices of a node, takes for each module of a Llama. Seconds, bytes."""
 
     def __init__(self, shape: Shape, node: Node, tp_size: int, seq_len: int, dtype: str, efficiency: float):
         self.shape, self.device, self.tp, self.seq_len = shape, node.device, tp_size, seq_len
         self.number_bytes = NUMBER_BYTES[dtype]
+        self.kept = kept_by_layer(shape, tp_size, self.number_bytes, node.device.is_gpu)
         self.flops = (node.device.bfloat16 if dtype == "bfloat16" else node.device.float32) * efficiency
-
-    def saved_numbers(self) -> float:
-        """Numbers that a layer saves for the backward of one token: the input of the norms, 1/rms, normalized and
-        scaled; q, k, v, the attention's output and its logs; gate, silu, up and their product."""
-        shape = self.shape
-        split = 2 * shape.head_dim * (shape.heads + shape.kv_heads) + shape.heads + 4 * shape.width
-        return 2 * (3 * shape.hidden + 1) + split / self.tp
 
     def all_reduce(self, size: int) -> float:
         """Seconds of one all-reduce of a micro-batch's hidden states over the tp group."""
@@ -207,37 +218,40 @@ class Costs:
         rounds = 2 * math.ceil(math.log2(self.tp)) * NODE_LATENCY
         return 2 * (self.tp - 1) / self.tp * num_bytes / (self.device.node_link * LINK_SHARE) + rounds
 
-    def modules(self, size: int) -> tuple[list[float], list[float]]:
+    def modules(self, size: int, recompute: bool = False) -> tuple[list[float], list[float]]:
         """Forward and backward seconds of the embedding, each layer, the norm, and the projection with the loss.
 
+        With `recompute`, who plans adds a forward to each backward. Of its two sums over tp the second one, which makes
+        the layer's output, is not done again, so the backward here lacks one.
         In bfloat16 a layer also casts its weights and their gradients (6 bytes each). Logits are moved in float32.
         """
         shape, tokens, bandwidth = self.shape, size * self.seq_len, self.device.memory_bandwidth
         weights, head = shape.layer_weights / self.tp, shape.hidden * shape.vocab / self.tp
         flops = 2 * tokens * (shape.layer_weights + self.seq_len * shape.heads * shape.head_dim) / self.tp
-        moved = 2 * tokens * self.saved_numbers() * self.number_bytes + 6 * (self.number_bytes == 2) * weights
+        moved = 2 * tokens * sum(self.kept.values()) + 6 * (self.number_bytes == 2) * weights
         layer = flops / self.flops + moved / bandwidth
         last = 2 * tokens * head / self.flops + 24 * tokens * shape.vocab / self.tp / bandwidth
         reduce = 2 * self.all_reduce(size)
         forward = [0.0, *[layer + reduce] * shape.layers, 0.0, last]
         gradients = 12 / bandwidth  # per weight: its gradient is read, added and written in float32
-        backward = [0.0, *[2 * layer + reduce + gradients * weights] * shape.layers, 0.0, 2 * last + gradients * head]
+        sums = reduce - recompute * self.all_reduce(size)
+        backward = [0.0, *[2 * layer + sums + gradients * weights] * shape.layers, 0.0, 2 * last + gradients * head]
         return forward, backward
 
     def describe(self) -> list[dict]:
         """For each module its name, the parameters of a device, and the bytes that a sample leaves for backward."""
         shape, tokens, table = self.shape, self.seq_len, self.shape.hidden * self.shape.vocab / self.tp
         layer = {"parameters": shape.layer_weights / self.tp + 2 * shape.hidden,
-                 "saved_bytes": tokens * self.saved_numbers() * self.number_bytes}
-        logits = tokens * (3 * shape.hidden * self.number_bytes + 12 * shape.vocab / self.tp)  # and their softmax
+                 "saved_bytes": tokens * sum(self.kept.values())}
+        logits = 12 * shape.vocab / self.tp + shape.hidden * self.number_bytes + self.kept["two norms"] / 2
         return [{"name": "embedding", "parameters": table, "saved_bytes": 0.0},
                 *({"name": f"decoder_layers.{i}", **layer} for i in range(shape.layers)),
                 {"name": "final_norm", "parameters": shape.hidden, "saved_bytes": 0.0},
-                {"name": "final_proj", "parameters": table, "saved_bytes": logits}]
+                {"name": "final_proj", "parameters": table, "saved_bytes": tokens * logits}]
 
 
 def synthetic_cluster(shape: Shape, nodes: list[Node], tp_size: int, seq_len: int, dtype: str, sizes: list[int],
-                      efficiency: float = EFFICIENCY) -> dict:
+                      efficiency: float = EFFICIENCY, recompute: bool = False) -> dict:
     """The content of cluster.json: every tp_size devices of a node are a machine. `sizes`: samples of a micro-batch.
 
     Raises UserError where tp_size does not divide the devices of each node.
@@ -247,7 +261,7 @@ def synthetic_cluster(shape: Shape, nodes: list[Node], tp_size: int, seq_len: in
     machines, hosts, node_of = [], [], []
     for number, node in enumerate(nodes):
         costs = Costs(shape, node, tp_size, seq_len, dtype, efficiency)
-        times = {str(size): costs.modules(size) for size in sizes}
+        times = {str(size): costs.modules(size, recompute) for size in sizes}
         machine = {"free_memory": node.device.memory, "optimizer_seconds": 28 / node.device.memory_bandwidth,
                    "forward": {size: forward for size, (forward, _) in times.items()},
                    "backward": {size: backward for size, (_, backward) in times.items()}}

@@ -7,7 +7,7 @@ weights, p stages and m micro-batches of B samples, of which a rank has T tokens
     bytes     weights 4 P, in bfloat16 2 P more for their copies; gradients 4 P; AdamW 8 P. ZeRO 1 divides the last of
               these by N, and ZeRO 2 the last two, but for the gradient of the largest parameter. ZeRO 3 keeps 16 P / N,
               two layers' weights and gradients, and those of the rest: the embedding, the final norm and projection
-    alive     chunks of activations, see alive(); a layer's and the head's are those of data_sheets.Costs. Sequence
+    alive     chunks of activations, see alive(); a layer's are those of data_sheets.kept_by_layer. Sequence
               parallelism divides what is between the blocks by tp. A token is in as many experts as it chose
     dp        2 (N-1)/N of 4 P bytes: an all-reduce, or the reduce-scatter and all-gather of ZeRO 1; ZeRO 2
               (m+1) (N-1)/N, as it scatters gradients m times; ZeRO 3 about 3 m (N-1)/N, as it also gathers layers twice
@@ -24,7 +24,7 @@ weights, p stages and m micro-batches of B samples, of which a rank has T tokens
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from data_sheets import Costs, Shape, parse_nodes  # before the modules of cluster/, which it makes known
+from data_sheets import Costs, Shape, kept_by_layer, parse_nodes  # before the modules of cluster/, which it makes known
 from planning.machines import NUMBER_BYTES
 
 ENGINES = ("1f1b", "zb", "interleaved", "interleaved_zb")
@@ -50,6 +50,7 @@ class Job(NamedTuple):
     recompute: bool = False
     experts: int = 0  # of each layer, in place of one MLP; 0: there are none
     experts_per_token: int = 2
+    is_gpu: bool = True
 
 
 class Split(NamedTuple):
@@ -137,26 +138,27 @@ def all_parameters(job: Job) -> float:
 
 
 def activations(job: Job, split: Split, rank: int, m: int) -> float:
-    """Bytes at most of what a rank's chunks keep. In bfloat16 all is bfloat16 but the logits of the loss.
+    """Bytes at most of what a rank's chunks keep.
 
     W needs the input and the output's gradient of each linear layer. --recompute keeps the inputs of layers and, one
-    at a time, a layer's all. Where tokens are divided between the blocks, a norm's input and its normalized values are,
-    but not its output, which the block gathers.
+    at a time, a layer's all. Where tokens are divided between the blocks, what norms keep is, but not their output,
+    which the block gathers.
     """
     shape, tp, pp, v = job.shape, split.tp, split.pp, chunks(job, split)
     number, tokens = NUMBER_BYTES[job.dtype], job.micro_batch * job.seq_len / split.cp
-    modules = Costs(shape, NODE, tp, tokens, job.dtype, 1).describe()
-    hidden, layer = tokens * number * shape.hidden, modules[1]["saved_bytes"]
+    kept_of_token = kept_by_layer(shape, tp, number, job.is_gpu)
+    hidden, layer, norm = tokens * number * shape.hidden, tokens * sum(kept_of_token.values()), (
+        tokens * kept_of_token["two norms"] / 2)
     heads, kv_heads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     weights = 4 * hidden + tokens * number * (2 * (heads + kv_heads) + 3 * shape.width) / tp
     is_last = rank == pp - 1
-    head = is_last * modules[-1]["saved_bytes"]
+    head = is_last * (norm + hidden + 12 * tokens * shape.vocab / tp)  # logits and their softmax
     if job.experts:  # their rows, going in and coming out; MLPs of as many tokens as were chosen
         k = job.experts_per_token
         layer += 2 * k * hidden + tokens * number * 4 * (k - 1) * shape.width / tp
     if split.sp:
-        layer -= 2 * (1 - 1 / tp) * (2 * hidden + tokens * number)
-        head -= is_last * 2 * (1 - 1 / tp) * hidden
+        layer -= 2 * (1 - 1 / tp) * norm
+        head -= is_last * (1 - 1 / tp) * norm
     for_b, for_w = alive(split, rank, m, v)
     head_w = is_last * (hidden + tokens * number * shape.vocab / tp)
     between = hidden / (tp if split.sp else 1)  # the hidden states of a rank between two layers

@@ -59,7 +59,8 @@ class Job(NamedTuple):
                    for node in self.nodes)
 
     def cluster(self, nodes: list[Node], tp_size: int, sizes: list[int]) -> Cluster:
-        return Cluster(synthetic_cluster(self.shape, nodes, tp_size, self.seq_len, self.dtype, sizes, self.efficiency))
+        return Cluster(synthetic_cluster(self.shape, nodes, tp_size, self.seq_len, self.dtype, sizes, self.efficiency,
+                                         self.setting.recompute))
 
 
 class Grid(NamedTuple):

@@ -41,8 +41,8 @@ def add_run_flags(parser: argparse.ArgumentParser, profile_batch: int) -> None:
     parser.add_argument("--warmup_steps", type=zero_or_more, default=0, help="steps in which the learning rate rises")
     parser.add_argument("--lr_decay", choices=["none", "cosine"], default="none", help="the learning rate after these")
     parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
-    parser.add_argument("--profile_batch", type=int, default=profile_batch,
-                        help=f"write the timeline of this step, from 0 on; -1: of none (default: {profile_batch})")
+    parser.add_argument("--profile_batch", type=zero_or_more, default=profile_batch,
+                        help="write this step's timeline (0: none; default: %(default)s)")
     parser.add_argument("--cluster_json", help="measured speeds (default: cluster.json in the repository, if there)")
     parser.add_argument("--equal_shares", action="store_true", help="take all machines as equally fast")
     parser.add_argument("--run_name")

@@ -20,9 +20,9 @@ from utils import UserError
 
 def check_profile_batch(args, num_steps: int) -> None:
     """Raises UserError for a --profile_batch that is no step."""
-    if not -1 <= args.profile_batch < num_steps:
-        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 0 to {num_steps - 1}: choose "
-                        "one of them, or -1 for none")
+    if not 0 <= args.profile_batch <= num_steps:
+        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}: choose one of "
+                        "them, or 0 for none")
 
 
 def train(session: Session, batches: Iterator[dict], criterion: Callable, num_steps: int, evaluator: Evaluator | None,
@@ -46,7 +46,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
         record.evaluated(first, evaluator.evaluate())
     for batch in range(first, num_steps):
         with record.bar():
-            times.start(batch, profile=batch == args.profile_batch)
+            times.start(batch, profile=batch + 1 == args.profile_batch)
             torch.manual_seed(args.seed + 1000 * grid.dp_rank + grid.pp_rank + 1_000_000 * batch)  # of dropout
             loss = plugin.execute_pipeline(batches, model, criterion, optimizer)
             with timeline.span("gradient norm"):
@@ -61,7 +61,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
         if not math.isfinite(step.loss + step.grad_norm):
             raise UserError(what_went_wrong(step, session))
         record.log(*step[:5])
-        if batch == args.profile_batch:
+        if step.number == args.profile_batch:
             write_timeline(args, times.clock)
         stops, is_last = session.stop_agreement.agree(times.work, step.seconds), step.number == num_steps
         if evaluator and not stops and record.is_evaluation_due(step.number, args.eval_every):

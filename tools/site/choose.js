@@ -81,17 +81,18 @@ function activations(job, split, rank, m) {
   const hidden = tokens * number * job.hidden,
     isLast = rank === pp - 1;
   const attention = 2 * job.head_dim * (job.heads + job.kv_heads);
-  const divided = (tokens * number * (attention + job.heads + 4 * job.width)) / tp,
+  const norm = tokens * (number * job.hidden + 4), // on a GPU: its input, and 1/rms in float32
+    divided = (tokens * (number * (attention + 4 * job.width) + 4 * job.heads)) / tp,
     weights = 4 * hidden + (tokens * number * (attention + 3 * job.width)) / tp;
-  let layer = 2 * tokens * number * (3 * job.hidden + 1) + divided,
-    head = isLast * (3 * hidden + (12 * tokens * job.vocab) / tp);
+  let layer = 2 * (norm + hidden) + divided,
+    head = isLast * (norm + hidden + (12 * tokens * job.vocab) / tp);
   if (job.experts) {
     const k = job.experts_per_token;
     layer += 2 * k * hidden + (tokens * number * 4 * (k - 1) * job.width) / tp;
   }
   if (sp) {
-    layer -= 2 * (1 - 1 / tp) * (2 * hidden + tokens * number);
-    head -= isLast * 2 * (1 - 1 / tp) * hidden;
+    layer -= 2 * (1 - 1 / tp) * norm;
+    head -= isLast * (1 - 1 / tp) * norm;
   }
   const [forB, forW] = alive(split, rank, m, v),
     headW = isLast * (hidden + (tokens * number * job.vocab) / tp),
