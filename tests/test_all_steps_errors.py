@@ -213,6 +213,8 @@ def test_each_script_ends_with_one_line(tmp_path, step):
         ("--pp_engine interleaved_zb", ["--pp_size", 2, "--pp_engine", "interleaved_zb", "--virtual_stages", 2]),
         ("--sequence_parallel", ["--tp_size", 2, "--sequence_parallel"]), ("--cp_size 2", ["--cp_size", 2]),
         *((f"--zero {level}", ["--dp_size", 2, "--zero", level]) for level in (1, 2, 3)))),
+    (17, 1, ["--outer_momentum", 0.5], ["--outer_momentum 0.5 with --local_steps 0", "add --local_steps"]),
+    (17, 1, ["--local_steps", 5, "--outer_momentum", 1], ["--outer_momentum", "0 or more and below 1, got 1"]),
     (1, 1, ["--num_key_value_heads", 3], ["num_attention_heads=8", "num_key_value_heads=3"]),
     (3, 1, ["--tp_size", 2], ["--tp_size 2", "step 4"]),
     (3, 1, ["--dp_size", 2], ["--dp_size 2", "step 5"]),
