@@ -10,7 +10,8 @@ VARIABLE = "ELASTIC_RUN"  # of the environment: what agent.py tells its processe
 PATIENCE = 6  # seconds without an answer after which a process is lost
 FOREVER = datetime.timedelta(days=30)  # time-out of groups whose ranks wait for a slow disk or link, or for a user
 NEWCOMER = "another process is taken in"
-LACKS = re.compile("out of memory|allocate memory|new thread|temporarily unavailable|CUDA error|cuDNN error|CUBLAS_STATUS", re.IGNORECASE)
+LACKS = re.compile("out of memory|allocate memory|new thread|temporarily unavailable|CUDA error|cuDNN error|CUBLAS",
+                   re.IGNORECASE)
 LOST = re.compile("peer|onnection|ocket|imed out|timeout|Broken pipe|NCCL|TCPStore|remote process", re.IGNORECASE)
 
 

@@ -60,8 +60,7 @@ def betas(text: str) -> list[float]:
 
 
 def make_adamw(args, params, make: Callable = torch.optim.AdamW) -> torch.optim.AdamW:
-    """`params`: (name, parameter) pairs; those that are frozen are left out. `make`: AdamW, or what takes its arguments.
-    """
+    """`params`: (name, parameter) pairs; those that are frozen are left out. `make`: AdamW, or what takes as much."""
     trained = [(name, param) for name, param in params if param.requires_grad]
     return make(trained, lr=args.learning_rate, betas=tuple(args.adam_betas),
                 weight_decay=args.weight_decay, fused=True)

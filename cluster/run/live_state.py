@@ -51,7 +51,8 @@ class LiveState:
         self.generation = session.generation.number
         self.stage, self.optimizer, self.scheduler = checkpointer.stage, checkpointer.optimizer, checkpointer.scheduler
         self.step, self.commit, self.tp_rank = session.step, session.commit, session.tp_rank
-        self.everything, self.max_grad_norm = session.everything, session.args.max_grad_norm * (not session.args.local_steps)
+        self.everything, args = session.everything, session.args
+        self.max_grad_norm = 0 if args.local_steps else args.max_grad_norm  # local steps are clipped one by one
         self.checkpointer = checkpointer
         session.trained = session.sampler = None  # whoever describes a checkpoint needs no plugin with its buckets
 

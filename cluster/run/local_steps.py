@@ -61,8 +61,8 @@ def check_local_flags(args) -> None:
     for name in COUNTED:
         rounds, rest = divmod(getattr(args, name) or 0, args.local_steps)
         if rest:
-            raise UserError(f"--{name} {getattr(args, name)} is no multiple of --local_steps {args.local_steps}: it has "
-                            "to be where a round ends")
+            raise UserError(f"--{name} {getattr(args, name)} is no multiple of --local_steps {args.local_steps}: it "
+                            "has to be where a round ends")
         setattr(args, name, rounds or getattr(args, name))
     args.warmup_steps = math.ceil(args.warmup_steps / args.local_steps)
 
