@@ -1,0 +1,346 @@
+"""python -m same_numbers ONE MANY [--json]: is what MANY records what ONE, a trusted run, best of one process, records?
+
+Prints a line a finding, the first wrong thing first. Exits with 0 (the same), 1 (not) or 2 (they can't be compared).
+"""
+
+import argparse
+import collections
+import json
+import pathlib
+import re
+import sys
+from typing import NamedTuple
+
+import torch
+
+from same_numbers import BINS
+
+# By dtype, relative: what rounding changes in gradients of the first step, in later ones, and in weights at the start
+NOISE = {"float64": (1e-9, 1e-6, 1e-12), "float32": (3e-4, 3e-2, 2e-6)}
+COARSE = (5e-2, 2e-1, 1e-2)  # of shorter dtypes
+CAUSES = {  # (what is compared, how it is wrong) -> what it usually is
+    ("start", "unlike"): "does each rank draw from a seed of its own, without a broadcast?",
+    ("start", "other"): "another seed, or random numbers that depend on the ranks?",
+    ("update", "unlike"): "replicas drift, by unlike optimizers or steps: their gradients were the same",
+    ("update", "other"): "the optimizer's moments (lost in a resume?), weight decay, or unlike steps?",
+    ("gradients", "absent"): "does the graph reach them on every rank, is something frozen or detached?",
+    ("gradients", "unlike"): "do all-reduces meet in another order, or mix micro-batches?",
+    ("micro-batches", "large"): "is the loss divided by their number before backward?",
+    ("micro-batches", "small"): "is the loss divided by their number twice, or only the last one kept?",
+    ("ranks", "large"): "a sum over ranks where the mean is meant, or one sum too many?",
+    ("ranks", "small"): "divided by ranks twice, or a mean where ranks hold summands?",
+}
+
+
+class Finding(NamedTuple):
+    step: int
+    what: str
+    which: str
+    by: str
+    cause: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.what}{', ' * bool(self.which)}{self.which}: {self.by}: {self.cause}"
+
+
+class Recording:
+    """What the ranks of a run have written into `folder`. Parameters have the names that `aliases` gives them."""
+
+    def __init__(self, folder: pathlib.Path, aliases: dict | None = None):
+        self.folder, start = folder, self.read(folder / "rank0_start.pt")
+        self.world, self.summed, self.aliases = start["world"], start["summed"], aliases or start["aliases"]
+        numbers = [{int(path.stem.rpartition("step")[2]) for path in folder.glob(f"rank{rank}_step*.pt")}
+                   for rank in range(self.world)]
+        self.steps = sorted(set.intersection(*numbers))
+        if not self.steps or {*self.steps} != set.union(*numbers):
+            raise ValueError(f"{folder}: by rank, the recorded steps are {[sorted(each) for each in numbers]}: call "
+                             "recorder.step() on every rank in every step")
+        self.info, self.parts = {}, collections.defaultdict(lambda: collections.defaultdict(list))
+        for rank in range(self.world):
+            for name, info in self.renamed(self.read(folder / f"rank{rank}_start.pt")["params"]).items():
+                self.parts[name][info["bounds"]].append(rank)
+                self.info[name] = {**info, "held": info["held"] and self.info.get(name, info)["held"]}
+
+    @staticmethod
+    def read(path: pathlib.Path) -> dict:
+        try:
+            return torch.load(path, weights_only=True)
+        except OSError:
+            raise ValueError(f"{path.parent} is no whole recording, {path.name} is missing: did every rank make a "
+                             "Recorder, and call its step()?") from None
+
+    def renamed(self, found: dict) -> dict:
+        return {self.aliases.get(name, name): value for name, value in found.items()}
+
+    def load(self, step: int) -> list[dict]:
+        records = [self.read(self.folder / f"rank{rank}_step{step}.pt") for rank in range(self.world)]
+        return [{**each, **{kind: self.renamed(each[kind]) for kind in ("gradients", "weights", "squares")}}
+                for each in records]
+
+    def held(self, records: list[dict], kind: str) -> dict[str, dict]:
+        """name -> part -> rank -> sketch."""
+        return {name: {part: {rank: records[rank][kind][name] for rank in ranks if records[rank][kind][name] is not None}
+                       for part, ranks in parts.items()} for name, parts in self.parts.items()}
+
+    def whole(self, held: dict) -> dict:
+        """name -> the sketch of all parts together, which add up; of replicas the mean counts. Without what is absent."""
+        return {name: sum(sum(ranks.values()) / (1 if self.summed else len(ranks)) for ranks in parts.values() if ranks)
+                for name, parts in held.items() if any(parts.values())}
+
+    def numbers(self, records: list[dict], key: str) -> list[float]:
+        return [each[key] for each in records if each[key] is not None]
+
+
+def factor(a: torch.Tensor, b: torch.Tensor, noise: float, floor: float = 0.0) -> float | None:
+    """c where a is c times b but for noise: 1 where they differ by noise only, None where there is no such c."""
+    if (a - b).norm() <= max(noise * b.norm(), floor):
+        return 1.0
+    c = float(a @ b / (b @ b)) if b.any() else 0.0
+    return c if c and (a - c * b).norm() <= max(noise * a.norm(), floor) else None
+
+
+def section(vector: torch.Tensor, shape: tuple, bounds: tuple) -> torch.Tensor:
+    """The bins that only this part of a parameter fills: those of the dimension along which it is cut."""
+    cut = [dim for dim, size in enumerate(shape) if bounds[dim] != (0, size)]
+    if len(cut) != 1:
+        return vector[:0] if cut else vector
+    (start, stop), size = bounds[cut[0]], shape[cut[0]]
+    bins, offset = min(size, BINS), sum(min(other, BINS) for other in shape[: cut[0]])
+    return vector[offset - (-start * bins // size) : offset + stop * bins // size]
+
+
+class Comparison:
+    """`found` has the findings of the first step that has any."""
+
+    def __init__(self, one: Recording, many: Recording):
+        self.one, self.many, self.found = one, many, []
+        steps = [step for step in one.steps if step in many.steps]
+        self.check(steps)
+        self.noise, later, self.equal = NOISE.get(min(info["dtype"] for info in one.info.values()), COARSE)
+        self.names = [name for name, info in one.info.items() if info["trained"]]
+        split = [parts for parts in many.parts.values() if len(parts) > 1]
+        self.sizes = {"replicas": min(len(ranks) for parts in split or many.parts.values() for ranks in parts.values()),
+                      "shards": max(map(len, split), default=1), "ranks": many.world}
+        before = None
+        for self.step in steps:
+            self.a, self.b = one.load(self.step), many.load(self.step)
+            self.sizes["micro-batches"] = max(each["microbatches"] for each in self.b)
+            self.samples()
+            self.weights(before)
+            if not self.found:
+                self.gradients(before)
+            if self.found:
+                return
+            before, self.noise = (self.a, self.b), later
+
+    def check(self, steps: list[int]) -> None:
+        """Raises ValueError where the recordings are of unlike models, dtypes or steps."""
+        if not steps:
+            raise ValueError(f"these recordings do not belong together: steps {self.one.steps} and {self.many.steps}")
+        for name in {**self.one.info, **self.many.info}:
+            for words in ("shape", "dtype", "trained"):
+                a, b = (each.info[name][words] if name in each.info else "absent" for each in (self.one, self.many))
+                if a != b:
+                    raise ValueError(f"these recordings do not belong together: the {words} of {name} is {a} in "
+                                     f"{self.one.folder}, and {b} in {self.many.folder}")
+
+    def add(self, what: str, which: list[str], by: str, cause: str = "") -> None:
+        self.found.append(Finding(self.step, what, which and self.which(which), by, cause or "look at what it is made of"))
+
+    def which(self, names: list[str]) -> str:
+        """Which parameters these are, in a few words."""
+        kinds, ranks = [re.sub(r"\d+", "*", name) for name in names], set()
+        for name in names:
+            ranks |= {rank for ranks in self.many.parts[name].values() for rank in ranks}
+        if len(names) == len(self.names):
+            return f"all {len(names)} parameters"
+        if ranks.isdisjoint(rank for name in self.names if name not in names for ranks in self.many.parts[name].values()
+                            for rank in ranks):
+            return f"all {len(names)} parameters of ranks {sorted(ranks)}"
+        if len({*kinds}) <= 4 and not any(re.sub(r"\d+", "*", name) in kinds for name in {*self.names} - {*names}):
+            return ", ".join(dict.fromkeys(kinds))
+        return f"{len(names)} of {len(self.names)} parameters, {names[0]} to {names[-1]}"
+
+    def fits(self, c: float) -> tuple[str, str]:
+        """A factor in words, and what it usually is where it is a number of micro-batches or ranks."""
+        if abs(c + 1) < 2e-3:
+            return "of the wrong sign", "is something subtracted, or a loss negated?"
+        how, ratio = ("large", abs(c)) if abs(c) > 1 else ("small", 1 / abs(c))
+        fits = [kind + power for kind, n in self.sizes.items() for power, value in (("", n), (" squared", n * n))
+                if n > 1 and abs(ratio / value - 1) < 2e-3]
+        causes = [CAUSES[kind, how] for kind in ("micro-batches", "ranks")
+                  if any(fit.startswith("micro") == (kind != "ranks") for fit in fits)]
+        words = f"{ratio:.5g} times too {how}" + f" = the number of {' or of '.join(fits)}" * bool(fits)
+        return words + ", and of the wrong sign" * (c < 0), " Or: ".join(causes)
+
+    def groups(self, a: dict, b: dict, noise: float, floor, scale: float = 1.0) -> dict:
+        """How sketches are wrong -> names. `a`: name -> sketch; `b`: name -> part -> rank -> sketch."""
+        found, whole = collections.defaultdict(list), self.many.whole(b)
+        for name in [name for name in self.names if name in a or name in whole]:
+            mine, theirs = (each.get(name, torch.zeros(())) for each in (a, whole))
+            if not mine.ndim or not theirs.ndim:
+                if (mine + theirs).norm() > floor(name):
+                    found["absent", None].append(name)
+                continue
+            unlike = not self.many.summed and any(
+                (each - next(iter(ranks.values()))).norm() > max(noise * each.norm(), floor(name))
+                for ranks in b[name].values() for each in ranks.values())
+            c = factor(theirs, mine, noise, floor(name))
+            c = float(f"{c * scale:.3g}") if c else None
+            if unlike or c != 1:
+                found["unlike" if unlike else "factor" if c else "other", c].append(name)
+        return found
+
+    # The checks, in the order in which one thing follows from the other
+
+    def samples(self) -> None:
+        wanted, ranks = sum((each["samples"] for each in self.a), []), [each["samples"] for each in self.b]
+        read = sum(ranks, [])
+        missing, strange = {*wanted} - {*read}, {*read} - {*wanted}
+        if {each.partition(":")[0] for each in wanted} != {each.partition(":")[0] for each in read}:
+            return  # nobody noted any, or ranks see parts of each sample
+        if missing or strange:
+            twins = [f"rank {j} reads rank {i}'s" for j, each in enumerate(ranks) for i in range(j)
+                     if each and {*each} == {*ranks[i]}]
+            steps = [step for step in self.one.steps
+                     if strange and strange <= {*sum((each["samples"] for each in self.one.load(step)), [])}]
+            self.add("samples", [], f"{len(missing)} of {len({*wanted})} are read by nobody, and {len(strange)} others are",
+                     f"{'; '.join(twins)}: does the loader ask for its rank?" if twins and not strange else
+                     f"they are those of step {steps[0]}: does a resumed run begin its data anew?" if steps else
+                     "another order, another seed of the shuffle, or other data?")
+
+    def weights(self, before: tuple | None) -> None:
+        """At the start; later, what the step has changed."""
+        a, b = self.one.whole(self.one.held(self.a, "weights")), self.many.held(self.b, "weights")
+        if before is None:
+            for (how, c), names in self.groups(a, b, self.equal, lambda name: 0.0).items():
+                by, cause = self.words("weights", how, c, names, a)
+                self.add("weights at the start", names, by, cause or CAUSES.get(("start", how), ""))
+            return
+        floors = {name: 10 * self.equal * vector.norm() for name, vector in a.items()}
+        old, older = self.one.whole(self.one.held(before[0], "weights")), self.many.held(before[1], "weights")
+        gradients = self.one.whole(self.one.held(before[0], "gradients"))
+        rounding = self.noise * 1e-4 * sum(vector.norm() ** 2 for vector in gradients.values()) ** 0.5
+        a = {name: a[name] - old[name] for name in a if name in gradients and gradients[name].norm() > rounding}
+        b = {name: {part: {rank: vector - older[name][part][rank] for rank, vector in ranks.items()}
+                    for part, ranks in parts.items()} for name, parts in b.items() if name in a}
+        for (how, c), names in self.groups(a, b, self.noise, floors.get).items():
+            lost = [name for name in names if self.one.info[name]["held"] and not self.many.info[name]["held"]]
+            rates = [{rate for each in records for rate in each["rates"]} for records in before]
+            by = f"{c:.4g} times as far as they should" if how == "factor" else (
+                "unlike on ranks that should hold the same" if how == "unlike" else "not as they should")
+            self.add(f"what step {self.step - 1} changed in the weights, though its gradients were right", names,
+                     by, f"the optimizer does not hold {len(lost)} of them: was it made before they were replaced?"
+                     if lost else f"the learning rate was {sorted(rates[1])}, not {sorted(rates[0])}: does each rank "
+                     "move the scheduler on?" if rates[0] != rates[1] else CAUSES.get(("update", how), ""))
+
+    def words(self, kind: str, how: str, c: float | None, names: list[str], a: dict) -> tuple[str, str]:
+        """By what, and what it usually is."""
+        if how == "factor":
+            return self.fits(c)
+        if how == "absent":
+            return "there are none", CAUSES[kind, how]
+        if how == "unlike":
+            count = max(len(ranks) for name in names for ranks in self.many.parts[name].values())
+            if c == 1:
+                return ("unlike on ranks that should hold the same, whose mean is right",
+                        "are some summands never averaged over ranks (no_sync, a hook that is left out)?")
+            if c and any(abs(c * n - 1) < 2e-3 for n in (count, self.sizes["shards"])):
+                return ("unlike on ranks that should hold the same, whose sum is right",
+                        "each rank sees a part (of the sequence, of the heads): is the sum over tp ranks left out?")
+            return "unlike on ranks that should hold the same", CAUSES.get((kind, how), "")
+        right, wrong, taken = set(), set(), {}
+        for name in names:
+            for bounds, ranks in self.many.parts[name].items():
+                for rank in ranks:
+                    vector, shape = self.b[rank][kind][name], self.one.info[name]["shape"]
+                    mine, whole = section(vector, shape, bounds), a[name]
+                    if len(mine):
+                        same = factor(mine, section(whole, shape, bounds), self.noise) == 1
+                        (right if same else wrong).add(rank)
+                        for other, holders in self.many.parts[name].items():
+                            theirs = section(whole, shape, other)
+                            if not same and len(theirs) == len(mine) and factor(mine, theirs, self.noise) == 1:
+                                taken[f"rank {rank} holds the part of rank {holders[0]}"] = None
+        only = f", on ranks {sorted(wrong)} only" if right and wrong and not right & wrong else ""
+        return f"wrong{only}, by no common factor", "; ".join(taken)
+
+    def gradients(self, before: tuple | None) -> None:
+        a, b = self.one.whole(self.one.held(self.a, "gradients")), self.many.held(self.b, "gradients")
+        totals = [sum(sum(records[rank]["squares"][name] / (1 if run.summed else len(ranks)) for rank in ranks)
+                      for name, parts in run.parts.items() for ranks in parts.values()) ** 0.5
+                  for run, records in ((self.one, self.a), (self.many, self.b))]
+        norms = [self.one.numbers(records, "norm") for records in (self.a, self.b)]
+        ratio = norms[1][0] / norms[0][0] if all(norms) else 1.0
+        is_clipped = bool(norms[0]) and totals[0] < norms[0][0] * (1 - 1e-6)
+        honest = is_clipped and abs(totals[1] / totals[0] - 1) <= self.noise
+        groups = self.groups(a, b, self.noise, lambda name: self.noise * 1e-2 * totals[0], ratio if honest else 1.0)
+        factors = [c for how, c in groups if how == "factor"]
+        is_odd = not any(self.fits(c)[1] for c in factors)
+        if abs(ratio - 1) > self.noise and not honest and (not groups or is_clipped and factors and is_odd):
+            self.add("gradient norm", [], f"{ratio:.5g} times that of one process" + ", and clipping goes by it" * bool(groups),
+                     "is what several ranks hold whole counted once for each?" if ratio > 1 and len(factors) < 2 else
+                     "is it the norm of a rank's own gradients?")
+        elif len(factors) > 1 and is_odd and len({*groups}) <= len(factors) + 1:
+            self.add("gradients", self.names, f"by other factors on other ranks, {', '.join(map(str, factors[:4]))}",
+                     "does each rank clip by its own norm?")
+        else:
+            for (how, c), names in sorted(groups.items(), key=lambda item: item[0][0] == "other")[:4]:
+                by, cause = self.words("gradients", how, c, names, a)
+                self.add("gradients", names, by, cause or self.mixture(a, b, before) or self.backward(names))
+
+    def backward(self, names: list[str]) -> str:
+        """Where to look, of gradients that are wrong by no factor that means anything."""
+        losses = [self.one.numbers(records, "loss") for records in (self.a, self.b)]
+        if not all(losses):
+            return "look at forward, then at backward: no loss was recorded"
+        wanted, mean = (sum(each) / len(each) for each in losses)
+        right = min(abs(each - wanted) for each in (*losses[1], mean)) <= self.noise * abs(wanted)
+        return ("the loss is right: look at backward, at its collectives" if right else
+                f"the loss is wrong already, {mean:.6g} instead of {wanted:.6g}: look at forward, at positions, masks and "
+                "targets")
+
+    def mixture(self, a: dict, b: dict, before: tuple | None) -> str:
+        """What multiples of one process's micro-batches, and of its last step, the gradients are a sum of."""
+        partial, theirs = self.a[0]["partial"], self.many.whole(b)
+        names = [name for name in partial if name in a and name in theirs]
+        if self.one.world > 1 or not names:
+            return ""
+        sums = torch.stack([torch.cat([partial[name][i] for name in names]) for i in range(len(partial[names[0]]))])
+        mine, other = (torch.cat([each[name] for name in names]) for each in (a, theirs))
+        columns = torch.diff(sums, dim=0, prepend=torch.zeros_like(sums[:1])) * (mine @ sums[-1] / (sums[-1] @ sums[-1]))
+        if before:
+            old = self.one.whole(self.one.held(before[0], "gradients"))
+            columns = torch.cat([columns, torch.cat([old[name] for name in names])[None]])
+        found = torch.linalg.lstsq(columns.T, other, driver="gelsd").solution
+        if len(other) < 2 * len(found) or (columns.T @ found - other).norm() > self.noise * 10 * other.norm():
+            return ""
+        shares = found[: len(sums)].tolist()
+        if before and abs(found[-1]) > 0.01:
+            return f"{found[-1]:.3g} times the last step's gradient is in them: is zero_grad() left out?"
+        if idle := [i for i, share in enumerate(shares) if abs(share) < 1e-3]:
+            return (f"the micro-batches {idle} of one process leave nothing: is a rank's summand lost, or are gradients set "
+                    "to zero in between?")
+        return (f"the micro-batches of one process count {', '.join(f'{share:.3g}' for share in shares)} times: is the mean "
+                "over micro-batches or ranks taken where the mean over tokens is meant (padding)?")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("one", type=pathlib.Path, help="the folder of the trusted recording")
+    parser.add_argument("many", type=pathlib.Path, help="the folder of the other one")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    args = parser.parse_args()
+    try:
+        one = Recording(args.one)
+        found = Comparison(one, Recording(args.many, one.aliases)).found
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    lines = "\n".join(map(str, found)) or f"the same numbers: steps {one.steps}"
+    print(json.dumps([each._asdict() for each in found], indent=1) if args.json else lines)
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
