@@ -24,7 +24,6 @@ CAUSES = {  # (what is compared, how it is wrong) -> what it usually is
     ("update", "unlike"): "replicas drift, by unlike optimizers or steps: their gradients were the same",
     ("update", "other"): "the optimizer's moments (lost in a resume?), weight decay, or unlike steps?",
     ("gradients", "absent"): "does the graph reach them on every rank, is something frozen or detached?",
-    ("gradients", "unlike"): "do all-reduces meet in another order, or mix micro-batches?",
     ("micro-batches", "large"): "is the loss divided by their number before backward?",
     ("micro-batches", "small"): "is the loss divided by their number twice, or only the last one kept?",
     ("ranks", "large"): "a sum over ranks where the mean is meant, or one sum too many?",
@@ -145,7 +144,7 @@ class Comparison:
                                      f"{self.one.folder}, and {b} in {self.many.folder}")
 
     def add(self, what: str, which: list[str], by: str, cause: str = "") -> None:
-        self.found.append(Finding(self.step, what, which and self.which(which), by, cause or "look at what it is made of"))
+        self.found.append(Finding(self.step, what, self.which(which) if which else "", by, cause or "look at what it is made of"))
 
     def which(self, names: list[str]) -> str:
         """Which parameters these are, in a few words."""
@@ -166,14 +165,15 @@ class Comparison:
         if abs(c + 1) < 2e-3:
             return "of the wrong sign", "is something subtracted, or a loss negated?"
         how, ratio = ("large", abs(c)) if abs(c) > 1 else ("small", 1 / abs(c))
-        fits = [kind + power for kind, n in self.sizes.items() for power, value in (("", n), (" squared", n * n))
-                if n > 1 and abs(ratio / value - 1) < 2e-3]
+        fits = [[kind + power * " squared" for kind, n in self.sizes.items()
+                 if n > 1 and abs(ratio / n ** (1 + power) - 1) < 2e-3] for power in (0, 1)]
+        fits = fits[0] or fits[1]
         causes = [CAUSES[kind, how] for kind in ("micro-batches", "ranks")
                   if any(fit.startswith("micro") == (kind != "ranks") for fit in fits)]
         words = f"{ratio:.5g} times too {how}" + f" = the number of {' or of '.join(fits)}" * bool(fits)
         return words + ", and of the wrong sign" * (c < 0), " Or: ".join(causes)
 
-    def groups(self, a: dict, b: dict, noise: float, floor, scale: float = 1.0) -> dict:
+    def groups(self, a: dict, b: dict, noise: float, floor) -> dict:
         """How sketches are wrong -> names. `a`: name -> sketch; `b`: name -> part -> rank -> sketch."""
         found, whole = collections.defaultdict(list), self.many.whole(b)
         for name in [name for name in self.names if name in a or name in whole]:
@@ -186,7 +186,7 @@ class Comparison:
                 (each - next(iter(ranks.values()))).norm() > max(noise * each.norm(), floor(name))
                 for ranks in b[name].values() for each in ranks.values())
             c = factor(theirs, mine, noise, floor(name))
-            c = float(f"{c * scale:.3g}") if c else None
+            c = c and (1.0 if abs(c - 1) < 1e-5 else float(f"{c:.3g}"))  # clipping may add a difference of 1e-6
             if unlike or c != 1:
                 found["unlike" if unlike else "factor" if c else "other", c].append(name)
         return found
@@ -225,7 +225,7 @@ class Comparison:
         b = {name: {part: {rank: vector - older[name][part][rank] for rank, vector in ranks.items()}
                     for part, ranks in parts.items()} for name, parts in b.items() if name in a}
         for (how, c), names in self.groups(a, b, self.noise, floors.get).items():
-            lost = [name for name in names if self.one.info[name]["held"] and not self.many.info[name]["held"]]
+            lost = [name for name in names if not self.many.summed and self.one.info[name]["held"] and not self.many.info[name]["held"]]
             rates = [{rate for each in records for rate in each["rates"]} for records in before]
             by = f"{c:.4g} times as far as they should" if how == "factor" else (
                 "unlike on ranks that should hold the same" if how == "unlike" else "not as they should")
@@ -247,8 +247,10 @@ class Comparison:
                         "are some summands never averaged over ranks (no_sync, a hook that is left out)?")
             if c and any(abs(c * n - 1) < 2e-3 for n in (count, self.sizes["shards"])):
                 return ("unlike on ranks that should hold the same, whose sum is right",
+                        "a tied weight: are its two gradients summed between first and last stage?"
+                        if {*names} <= {*self.one.aliases.values()} else
                         "each rank sees a part (of the sequence, of the heads): is the sum over tp ranks left out?")
-            return "unlike on ranks that should hold the same", CAUSES.get((kind, how), "")
+            return "unlike on ranks that should hold the same", ""
         right, wrong, taken = set(), set(), {}
         for name in names:
             for bounds, ranks in self.many.parts[name].items():
@@ -265,29 +267,45 @@ class Comparison:
         only = f", on ranks {sorted(wrong)} only" if right and wrong and not right & wrong else ""
         return f"wrong{only}, by no common factor", "; ".join(taken)
 
+    def unclipped(self) -> tuple[dict, dict]:
+        """The gradients of both recordings before clipping, by the norms that their ranks have clipped by."""
+        runs, largest = ((self.one, self.a), (self.many, self.b)), None
+        for run, records in runs:
+            norms = [each["norm"] for each in records]
+            total = sum(sum(records[rank]["squares"][name] / (1 if run.summed else len(ranks)) for rank in ranks)
+                        for name, parts in run.parts.items() for ranks in parts.values()) ** 0.5
+            known = next((norm for norm in norms if norm is not None), None)
+            if largest is None and known and total < known * (1 - 2e-6):
+                largest = total * (1 + 1e-6 / known)  # torch divides by the norm + 1e-6
+            for each, norm in zip(records, norms):
+                scale = max(1.0, ((known if norm is None else norm) + 1e-6) / largest) if largest else 1.0
+                each["gradients"] = {name: None if vector is None else vector * scale
+                                     for name, vector in each["gradients"].items()}
+        return self.one.whole(self.one.held(self.a, "gradients")), self.many.held(self.b, "gradients")
+
     def gradients(self, before: tuple | None) -> None:
-        a, b = self.one.whole(self.one.held(self.a, "gradients")), self.many.held(self.b, "gradients")
-        totals = [sum(sum(records[rank]["squares"][name] / (1 if run.summed else len(ranks)) for rank in ranks)
-                      for name, parts in run.parts.items() for ranks in parts.values()) ** 0.5
-                  for run, records in ((self.one, self.a), (self.many, self.b))]
-        norms = [self.one.numbers(records, "norm") for records in (self.a, self.b)]
-        ratio = norms[1][0] / norms[0][0] if all(norms) else 1.0
-        is_clipped = bool(norms[0]) and totals[0] < norms[0][0] * (1 - 1e-6)
-        honest = is_clipped and abs(totals[1] / totals[0] - 1) <= self.noise
-        groups = self.groups(a, b, self.noise, lambda name: self.noise * 1e-2 * totals[0], ratio if honest else 1.0)
+        a, b = self.unclipped()
+        total = sum(vector.norm() ** 2 for vector in a.values()) ** 0.5
+        groups = self.groups(a, b, self.noise, lambda name: self.noise * 1e-2 * total)
         factors = [c for how, c in groups if how == "factor"]
-        is_odd = not any(self.fits(c)[1] for c in factors)
-        if abs(ratio - 1) > self.noise and not honest and (not groups or is_clipped and factors and is_odd):
-            self.add("gradient norm", [], f"{ratio:.5g} times that of one process" + ", and clipping goes by it" * bool(groups),
-                     "is what several ranks hold whole counted once for each?" if ratio > 1 and len(factors) < 2 else
-                     "is it the norm of a rank's own gradients?")
-        elif len(factors) > 1 and is_odd and len({*groups}) <= len(factors) + 1:
-            self.add("gradients", self.names, f"by other factors on other ranks, {', '.join(map(str, factors[:4]))}",
+        if len(factors) > 1 and len(groups) <= len(factors) + 1 and not any(self.fits(c)[1] for c in factors):
+            self.add("gradients", self.names, f"{', '.join(map(str, factors[:4]))} times too large, not alike",
                      "does each rank clip by its own norm?")
-        else:
-            for (how, c), names in sorted(groups.items(), key=lambda item: item[0][0] == "other")[:4]:
-                by, cause = self.words("gradients", how, c, names, a)
-                self.add("gradients", names, by, cause or self.mixture(a, b, before) or self.backward(names))
+            return
+        explained = [(names, *self.words("gradients", how, c, names, a)) for (how, c), names in groups.items()]
+        rest = sum((names for names, _, cause in explained if not cause), [])
+        for names, by, cause in [each for each in explained if each[2]][:4]:
+            self.add("gradients", names, by, cause)
+        if rest:
+            by = next(by for names, by, cause in explained if not cause)
+            self.add("gradients", rest, by, "it may follow, further from the loss" if self.found else
+                     self.mixture(a, b, before) or self.backward(rest))
+        one, many = (self.one.numbers(records, "norm") for records in (self.a, self.b))
+        if not groups and one and many and max(abs(each / one[0] - 1) for each in many) > self.noise:
+            ranks = ", ".join(f"{each:.5g}" for each in many)
+            self.add("gradient norm, of gradients that are right", [], f"{ranks} by rank instead of {one[0]:.5g}",
+                     "is what several ranks hold whole counted once for each of them?" if min(many) > one[0] else
+                     "does each rank take the norm of its own gradients for that of all?")
 
     def backward(self, names: list[str]) -> str:
         """Where to look, of gradients that are wrong by no factor that means anything."""
