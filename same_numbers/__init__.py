@@ -58,7 +58,7 @@ def placed(tensor) -> tuple[tuple[int, ...], list[torch.Tensor]]:
     # Two mesh axes may cut one dimension. FSDP's cut is then the inner one, though its axis is the outer one.
     for strided in (False, True):
         for axis, placement in enumerate(placements):
-            if placement.is_shard() and (type(placement).__name__ == "_StridedShard") == strided:
+            if hasattr(placement, "dim") and (type(placement).__name__ == "_StridedShard") == strided:
                 mesh, dim = tensor.device_mesh, placement.dim
                 parts = index[dim].chunk(mesh.size(axis))
                 rank = mesh.get_local_rank(axis)
@@ -90,7 +90,7 @@ def digests(batch) -> list[str]:
 def number(value) -> float | None:
     """A loss or a norm as a Python number. A DTensor's summands are added first."""
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return None if value is None else float(value)
+    return None if value is None else float(torch.as_tensor(value).detach())
 
 
 class Recorder:

@@ -81,9 +81,9 @@ class Recording:
         return {name: {part: {rank: records[rank][kind][name] for rank in ranks if records[rank][kind][name] is not None}
                        for part, ranks in parts.items()} for name, parts in self.parts.items()}
 
-    def whole(self, held: dict) -> dict:
+    def whole(self, held: dict, summed: bool = False) -> dict:
         """name -> the sketch of all parts together, which add up; of replicas the mean counts. Without what is absent."""
-        return {name: sum(sum(ranks.values()) / (1 if self.summed else len(ranks)) for ranks in parts.values() if ranks)
+        return {name: sum(sum(ranks.values()) / (1 if summed else len(ranks)) for ranks in parts.values() if ranks)
                 for name, parts in held.items() if any(parts.values())}
 
     def numbers(self, records: list[dict], key: str) -> list[float]:
@@ -113,17 +113,17 @@ class Comparison:
 
     def __init__(self, one: Recording, many: Recording):
         self.one, self.many, self.found = one, many, []
-        steps = [step for step in one.steps if step in many.steps]
-        self.check(steps)
+        self.steps = [step for step in one.steps if step in many.steps]
+        self.check()
         self.noise, later, self.equal = NOISE.get(min(info["dtype"] for info in one.info.values()), COARSE)
         self.names = [name for name, info in one.info.items() if info["trained"]]
         split = [parts for parts in many.parts.values() if len(parts) > 1]
         self.sizes = {"replicas": min(len(ranks) for parts in split or many.parts.values() for ranks in parts.values()),
                       "shards": max(map(len, split), default=1), "ranks": many.world}
-        before = None
-        for self.step in steps:
+        self.sizes["micro-batches"] = min(max(each["microbatches"] for each in many.load(step)) for step in many.steps)
+        before = None  # the least of all steps, because a pipeline's first one may have a forward more, to learn shapes
+        for self.step in self.steps:
             self.a, self.b = one.load(self.step), many.load(self.step)
-            self.sizes["micro-batches"] = max(each["microbatches"] for each in self.b)
             self.samples()
             self.weights(before)
             if not self.found:
@@ -132,9 +132,9 @@ class Comparison:
                 return
             before, self.noise = (self.a, self.b), later
 
-    def check(self, steps: list[int]) -> None:
+    def check(self) -> None:
         """Raises ValueError where the recordings are of unlike models, dtypes or steps."""
-        if not steps:
+        if not self.steps:
             raise ValueError(f"these recordings do not belong together: steps {self.one.steps} and {self.many.steps}")
         for name in {**self.one.info, **self.many.info}:
             for words in ("shape", "dtype", "trained"):
@@ -173,16 +173,16 @@ class Comparison:
         words = f"{ratio:.5g} times too {how}" + f" = the number of {' or of '.join(fits)}" * bool(fits)
         return words + ", and of the wrong sign" * (c < 0), " Or: ".join(causes)
 
-    def groups(self, a: dict, b: dict, noise: float, floor) -> dict:
+    def groups(self, a: dict, b: dict, noise: float, floor, summed: bool = False) -> dict:
         """How sketches are wrong -> names. `a`: name -> sketch; `b`: name -> part -> rank -> sketch."""
-        found, whole = collections.defaultdict(list), self.many.whole(b)
+        found, whole = collections.defaultdict(list), self.many.whole(b, summed)
         for name in [name for name in self.names if name in a or name in whole]:
             mine, theirs = (each.get(name, torch.zeros(())) for each in (a, whole))
             if not mine.ndim or not theirs.ndim:
                 if (mine + theirs).norm() > floor(name):
                     found["absent", None].append(name)
                 continue
-            unlike = not self.many.summed and any(
+            unlike = not summed and any(
                 (each - next(iter(ranks.values()))).norm() > max(noise * each.norm(), floor(name))
                 for ranks in b[name].values() for each in ranks.values())
             c = factor(theirs, mine, noise, floor(name))
@@ -281,12 +281,12 @@ class Comparison:
                 scale = max(1.0, ((known if norm is None else norm) + 1e-6) / largest) if largest else 1.0
                 each["gradients"] = {name: None if vector is None else vector * scale
                                      for name, vector in each["gradients"].items()}
-        return self.one.whole(self.one.held(self.a, "gradients")), self.many.held(self.b, "gradients")
+        return self.one.whole(self.one.held(self.a, "gradients"), self.one.summed), self.many.held(self.b, "gradients")
 
     def gradients(self, before: tuple | None) -> None:
         a, b = self.unclipped()
         total = sum(vector.norm() ** 2 for vector in a.values()) ** 0.5
-        groups = self.groups(a, b, self.noise, lambda name: self.noise * 1e-2 * total)
+        groups = self.groups(a, b, self.noise, lambda name: self.noise * 1e-2 * total, self.many.summed)
         factors = [c for how, c in groups if how == "factor"]
         if len(factors) > 1 and len(groups) <= len(factors) + 1 and not any(self.fits(c)[1] for c in factors):
             self.add("gradients", self.names, f"{', '.join(map(str, factors[:4]))} times too large, not alike",
@@ -299,13 +299,22 @@ class Comparison:
         if rest:
             by = next(by for names, by, cause in explained if not cause)
             self.add("gradients", rest, by, "it may follow, further from the loss" if self.found else
-                     self.mixture(a, b, before) or self.backward(rest))
+                     self.mixed_up(rest, a, b) or self.mixture(a, b, before) or self.backward(rest))
         one, many = (self.one.numbers(records, "norm") for records in (self.a, self.b))
         if not groups and one and many and max(abs(each / one[0] - 1) for each in many) > self.noise:
             ranks = ", ".join(f"{each:.5g}" for each in many)
             self.add("gradient norm, of gradients that are right", [], f"{ranks} by rank instead of {one[0]:.5g}",
                      "is what several ranks hold whole counted once for each of them?" if min(many) > one[0] else
                      "does each rank take the norm of its own gradients for that of all?")
+
+    def mixed_up(self, names: list[str], a: dict, b: dict) -> str:
+        """Whether the sum over parameters of one shape is right, where that of each is wrong."""
+        shapes, whole = collections.defaultdict(list), self.many.whole(b, self.many.summed)
+        for name in names:
+            shapes[self.one.info[name]["shape"]].append(name)
+        sums = [[sum(each[name] for name in group) for each in (whole, a)] for group in shapes.values()]
+        is_right = all(factor(*pair, self.noise) == 1 and len(group) > 1 for pair, group in zip(sums, shapes.values()))
+        return "they are mixed up with each other: do ranks send them in another order?" if is_right else ""
 
     def backward(self, names: list[str]) -> str:
         """Where to look, of gradients that are wrong by no factor that means anything."""
@@ -320,7 +329,7 @@ class Comparison:
 
     def mixture(self, a: dict, b: dict, before: tuple | None) -> str:
         """What multiples of one process's micro-batches, and of its last step, the gradients are a sum of."""
-        partial, theirs = self.a[0]["partial"], self.many.whole(b)
+        partial, theirs = self.a[0]["partial"], self.many.whole(b, self.many.summed)
         names = [name for name in partial if name in a and name in theirs]
         if self.one.world > 1 or not names:
             return ""
@@ -334,6 +343,8 @@ class Comparison:
         if len(other) < 2 * len(found) or (columns.T @ found - other).norm() > self.noise * 10 * other.norm():
             return ""
         shares = found[: len(sums)].tolist()
+        if max(abs(share - 1) for share in shares) < 1e-3:
+            return ""  # these parameters are right
         if before and abs(found[-1]) > 0.01:
             return f"{found[-1]:.3g} times the last step's gradient is in them: is zero_grad() left out?"
         if idle := [i for i, share in enumerate(shares) if abs(share) < 1e-3]:
@@ -351,13 +362,13 @@ def main() -> int:
     args = parser.parse_args()
     try:
         one = Recording(args.one)
-        found = Comparison(one, Recording(args.many, one.aliases)).found
+        compared = Comparison(one, Recording(args.many, one.aliases))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    lines = "\n".join(map(str, found)) or f"the same numbers: steps {one.steps}"
-    print(json.dumps([each._asdict() for each in found], indent=1) if args.json else lines)
-    return int(bool(found))
+    lines = "\n".join(map(str, compared.found)) or f"the same numbers in steps {compared.steps}"
+    print(json.dumps([each._asdict() for each in compared.found], indent=1) if args.json else lines)
+    return int(bool(compared.found))
 
 
 if __name__ == "__main__":
