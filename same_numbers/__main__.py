@@ -251,31 +251,44 @@ class Comparison:
                         if {*names} <= {*self.one.aliases.values()} else
                         "each rank sees a part (of the sequence, of the heads): is the sum over tp ranks left out?")
             return "unlike on ranks that should hold the same", ""
-        right, wrong, taken = set(), set(), {}
-        for name in names:
-            for bounds, ranks in self.many.parts[name].items():
-                for rank in ranks:
-                    vector, shape = self.b[rank][kind][name], self.one.info[name]["shape"]
-                    mine, whole = section(vector, shape, bounds), a[name]
-                    if len(mine):
-                        same = factor(mine, section(whole, shape, bounds), self.noise) == 1
-                        (right if same else wrong).add(rank)
-                        for other, holders in self.many.parts[name].items():
-                            theirs = section(whole, shape, other)
-                            if not same and len(theirs) == len(mine) and factor(mine, theirs, self.noise) == 1:
-                                taken[f"rank {rank} holds the part of rank {holders[0]}"] = None
-        only = f", on ranks {sorted(wrong)} only" if right and wrong and not right & wrong else ""
-        return f"wrong{only}, by no common factor", "; ".join(taken)
+        found = self.by_rank(names, kind, a)
+        wrong = [rank for rank, factors in found.items() if factors != {1.0}]
+        only = f", on ranks {wrong} only" if 0 < len(wrong) < len(found) else ""
+        taken = {f"rank {rank} holds the part of rank {ranks[0]}" for name, rank, bounds in self.held_parts(names, kind)
+                 for other, ranks in self.many.parts[name].items() if other != bounds and self.is_part(
+                     self.b[rank][kind][name], a[name], self.one.info[name]["shape"], bounds, other)}
+        return f"wrong{only}, by no common factor", "; ".join(sorted(taken))
+
+    def held_parts(self, names: list[str], kind: str):
+        """(name, rank, bounds) of what ranks hold."""
+        return ((name, rank, bounds) for name in names for bounds, ranks in self.many.parts[name].items()
+                for rank in ranks if self.b[rank][kind][name] is not None)
+
+    def is_part(self, vector, whole, shape, bounds, other) -> bool:
+        """Whether a rank holds the part `other` of the whole where it should hold the part `bounds`."""
+        mine, theirs = section(vector, shape, bounds), section(whole, shape, other)
+        return 0 < len(mine) == len(theirs) and factor(mine, theirs, self.noise) == 1
+
+    def by_rank(self, names: list[str], kind: str, a: dict) -> dict[int, set]:
+        """By which factors what a rank holds is wrong."""
+        found = collections.defaultdict(set)
+        for name, rank, bounds in self.held_parts(names, kind):
+            shape = self.one.info[name]["shape"]
+            mine, theirs = section(self.b[rank][kind][name], shape, bounds), section(a[name], shape, bounds)
+            if len(mine) and theirs.any():
+                c = factor(mine, theirs, self.noise)
+                found[rank].add(c and float(f"{c:.4g}"))
+        return found
 
     def unclipped(self) -> tuple[dict, dict]:
         """The gradients of both recordings before clipping, by the norms that their ranks have clipped by."""
         runs, largest = ((self.one, self.a), (self.many, self.b)), None
-        for run, records in runs:
+        for run, records in runs if all(run.numbers(records, "norm") for run, records in runs) else ():
             norms = [each["norm"] for each in records]
             total = sum(sum(records[rank]["squares"][name] / (1 if run.summed else len(ranks)) for rank in ranks)
                         for name, parts in run.parts.items() for ranks in parts.values()) ** 0.5
-            known = next((norm for norm in norms if norm is not None), None)
-            if largest is None and known and total < known * (1 - 2e-6):
+            known = next(norm for norm in norms if norm is not None)
+            if largest is None and total < known * (1 - 2e-6):
                 largest = total * (1 + 1e-6 / known)  # torch divides by the norm + 1e-6
             for each, norm in zip(records, norms):
                 scale = max(1.0, ((known if norm is None else norm) + 1e-6) / largest) if largest else 1.0
@@ -287,9 +300,10 @@ class Comparison:
         a, b = self.unclipped()
         total = sum(vector.norm() ** 2 for vector in a.values()) ** 0.5
         groups = self.groups(a, b, self.noise, lambda name: self.noise * 1e-2 * total, self.many.summed)
-        factors = [c for how, c in groups if how == "factor"]
-        if len(factors) > 1 and len(groups) <= len(factors) + 1 and not any(self.fits(c)[1] for c in factors):
-            self.add("gradients", self.names, f"{', '.join(map(str, factors[:4]))} times too large, not alike",
+        own = [[*factors][0] for factors in self.by_rank(self.names, "gradients", a).values() if len(factors) == 1]
+        if groups and None not in own and len(own) == self.many.world and 1 < len({*own}) and not any(
+                self.fits(c)[1] for c in own):
+            self.add("gradients", self.names, f"{', '.join(map(str, own))} times as large, by rank",
                      "does each rank clip by its own norm?")
             return
         explained = [(names, *self.words("gradients", how, c, names, a)) for (how, c), names in groups.items()]
