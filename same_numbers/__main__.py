@@ -98,6 +98,11 @@ def factor(a: torch.Tensor, b: torch.Tensor, noise: float, floor: float = 0.0) -
     return c if c and (a - c * b).norm() <= max(noise * a.norm(), floor) else None
 
 
+def rounded(c: float, noise: float) -> float:
+    """To the digits that are not noise. Clipping may add a difference of 1e-6."""
+    return 1.0 if abs(c - 1) < 1e-5 else float(f"{c:.{6 if noise < 1e-5 else 4}g}")
+
+
 def section(vector: torch.Tensor, shape: tuple, bounds: tuple) -> torch.Tensor:
     """The bins that only this part of a parameter fills: those of the dimension along which it is cut."""
     cut = [dim for dim, size in enumerate(shape) if bounds[dim] != (0, size)]
@@ -186,7 +191,7 @@ class Comparison:
                 (each - next(iter(ranks.values()))).norm() > max(noise * each.norm(), floor(name))
                 for ranks in b[name].values() for each in ranks.values())
             c = factor(theirs, mine, noise, floor(name))
-            c = c and (1.0 if abs(c - 1) < 1e-5 else float(f"{c:.3g}"))  # clipping may add a difference of 1e-6
+            c = c and rounded(c, noise)
             if unlike or c != 1:
                 found["unlike" if unlike else "factor" if c else "other", c].append(name)
         return found
@@ -277,7 +282,7 @@ class Comparison:
             mine, theirs = section(self.b[rank][kind][name], shape, bounds), section(a[name], shape, bounds)
             if len(mine) and theirs.any():
                 c = factor(mine, theirs, self.noise)
-                found[rank].add(c and float(f"{c:.4g}"))
+                found[rank].add(c and rounded(c, self.noise))
         return found
 
     def unclipped(self) -> tuple[dict, dict]:
@@ -300,10 +305,12 @@ class Comparison:
         a, b = self.unclipped()
         total = sum(vector.norm() ** 2 for vector in a.values()) ** 0.5
         groups = self.groups(a, b, self.noise, lambda name: self.noise * 1e-2 * total, self.many.summed)
+        if groups and any(each["dropout"] for each in self.a + self.b):
+            raise ValueError("gradients differ, and dropout draws other numbers on other ranks: record both with p = 0")
         own = [[*factors][0] for factors in self.by_rank(self.names, "gradients", a).values() if len(factors) == 1]
         if groups and None not in own and len(own) == self.many.world and 1 < len({*own}) and not any(
                 self.fits(c)[1] for c in own):
-            self.add("gradients", self.names, f"{', '.join(map(str, own))} times as large, by rank",
+            self.add("gradients", self.names, f"{', '.join(f"{c:.4g}" for c in own)} times as large, by rank",
                      "does each rank clip by its own norm?")
             return
         explained = [(names, *self.words("gradients", how, c, names, a)) for (how, c), names in groups.items()]

@@ -29,7 +29,7 @@ from thread_ranks import Violation
 from schedule_check import simulate, wrong_action
 from step_modules import StepModules, StepSource, train
 
-STEPS_RUN, FEW_MICROBATCHES = 3, ("--gradient_accumulation_steps", "4")
+STEPS_RUN, STEPS_RECORDED, FEW_MICROBATCHES = 2, 3, ("--gradient_accumulation_steps", "4")
 BYTES_TOLERANCE = 0.1  # relative; of tokens that travel to experts, the formulas know the average
 LOGGED = 64  # bytes a step of numbers for the log: the loss, the norm, the balance of experts
 ROW = "{:10} {:>4}  {:10}  {:10}  {}"
@@ -84,7 +84,7 @@ def recorder(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: s
         full[max(before, 0) :][: len(part)] = part
         return full.view_as(param)
 
-    return same_numbers.Recorder(getattr(model, "module", model), optimizer, folder, steps=STEPS_RUN,
+    return same_numbers.Recorder(getattr(model, "module", model), optimizer, folder, steps=STEPS_RECORDED,
                                  gradient=summand if hasattr(model, "level") else None)
 
 
@@ -97,7 +97,7 @@ def record(case: Case, folder: str) -> None:
     if int(case.step) >= 12:  # there optimizer.step() is in a function that does not see the loss
         edits.append(Edit("train.py", "        grad_norm = update_weights(",
                           "        optimizer.loss = loss\n        grad_norm = update_weights("))
-    run(case._replace(edits=(*case.edits, *edits)))
+    run(case._replace(edits=(*case.edits, *edits)), STEPS_RECORDED)
 
 
 def same(case: Case) -> Finding:
@@ -107,7 +107,7 @@ def same(case: Case) -> Finding:
         record(case, many)
         trusted = Recording(pathlib.Path(one))
         found = Comparison(trusted, Recording(pathlib.Path(many), trusted.aliases)).found
-    return Finding(bool(found), "\n".join(map(str, found)) or f"{STEPS_RUN} steps are those of one process")
+    return Finding(bool(found), "\n".join(map(str, found)) or f"{STEPS_RECORDED} steps are those of one process")
 
 
 def num_bytes(case: Case) -> Finding:
