@@ -12,6 +12,7 @@ gradient is one of its sketch; and the length of a difference of sketches is tha
 torch alone.
 """
 
+import collections
 import functools
 import hashlib
 import pathlib
@@ -34,7 +35,7 @@ def signs(size: int) -> torch.Tensor:
 
 
 def sketch(tensor: torch.Tensor, index: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-    """(sum of min(n, BINS),) in float64: of the part `index` (one list a dimension) of a tensor of the global `shape`."""
+    """(sum of min(n, BINS),) in float64: of the part `index`, a list a dimension, of a tensor of the global `shape`."""
     tensor, vectors = tensor.detach(), []
     if not tensor.is_floating_point() or tensor.element_size() < 4:
         tensor = tensor.float()
@@ -49,6 +50,29 @@ def sketch(tensor: torch.Tensor, index: list[torch.Tensor], shape: tuple[int, ..
         bins = torch.zeros(min(size, BINS), dtype=torch.float64)
         vectors.append(bins.index_add_(0, index[dim] * len(bins) // size, rest.double().cpu()))
     return torch.cat(vectors)
+
+
+def section(vector: torch.Tensor, shape: tuple, bounds: tuple) -> torch.Tensor:
+    """The bins that only this part of a parameter fills: those of the dimension along which it is cut."""
+    cut = [dim for dim, size in enumerate(shape) if bounds[dim] != (0, size)]
+    if len(cut) != 1:
+        return vector[:0] if cut else vector
+    (start, stop), size = bounds[cut[0]], shape[cut[0]]
+    bins, offset = min(size, BINS), sum(min(other, BINS) for other in shape[: cut[0]])
+    return vector[offset - (-start * bins // size) : offset + stop * bins // size]
+
+
+def factor(a: torch.Tensor, b: torch.Tensor, noise: float, floor: float = 0.0) -> float | None:
+    """c where a is c times b but for noise: 1 where they differ by noise only, None where there is no such c."""
+    if (a - b).norm() <= max(noise * b.norm(), floor):
+        return 1.0
+    c = float(a @ b / (b @ b)) if b.any() else 0.0
+    return c if c and (a - c * b).norm() <= max(noise * a.norm(), floor) else None
+
+
+def rounded(c: float, noise: float) -> float:
+    """To the digits that are not noise. Clipping may add a difference of 1e-6."""
+    return 1.0 if abs(c - 1) < 1e-5 else float(f"{c:.{6 if noise < 1e-5 else 4}g}")
 
 
 def placed(tensor) -> tuple[tuple[int, ...], list[torch.Tensor]]:
@@ -215,3 +239,48 @@ class Recorder:
         if self.next > self.last:
             for hook in self.hooks:
                 hook.remove()
+
+
+class Recording:
+    """What the ranks of a run have written into `folder`. Parameters have the names that `aliases` gives them."""
+
+    def __init__(self, folder: pathlib.Path, aliases: dict | None = None):
+        self.folder, start = folder, self.read(folder / "rank0_start.pt")
+        self.world, self.summed, self.aliases = start["world"], start["summed"], aliases or start["aliases"]
+        numbers = [{int(path.stem.rpartition("step")[2]) for path in folder.glob(f"rank{rank}_step*.pt")}
+                   for rank in range(self.world)]
+        self.steps = sorted(set.intersection(*numbers))
+        if not self.steps or {*self.steps} != set.union(*numbers):
+            raise ValueError(f"{folder}: by rank, the recorded steps are {[sorted(each) for each in numbers]}: call "
+                             "recorder.step() on every rank in every step")
+        self.info, self.parts = {}, collections.defaultdict(lambda: collections.defaultdict(list))
+        for rank in range(self.world):
+            for name, info in self.renamed(self.read(folder / f"rank{rank}_start.pt")["params"]).items():
+                self.parts[name][info["bounds"]].append(rank)
+                self.info[name] = {**info, "held": info["held"] and self.info.get(name, info)["held"]}
+
+    @staticmethod
+    def read(path: pathlib.Path) -> dict:
+        try:
+            return torch.load(path, weights_only=True)
+        except OSError:
+            raise ValueError(f"{path.parent} is no whole recording, {path.name} is missing: did every rank make a "
+                             "Recorder, and call its step()?") from None
+
+    def renamed(self, found: dict) -> dict:
+        return {self.aliases.get(name, name): value for name, value in found.items()}
+
+    def load(self, step: int) -> list[dict]:
+        records = [self.read(self.folder / f"rank{rank}_step{step}.pt") for rank in range(self.world)]
+        return [{**each, **{kind: self.renamed(each[kind]) for kind in ("gradients", "weights", "squares")}}
+                for each in records]
+
+    def held(self, records: list[dict], kind: str) -> dict[str, dict]:
+        """name -> part -> rank -> sketch."""
+        return {name: {part: {rank: vector for rank in ranks if (vector := records[rank][kind][name]) is not None}
+                       for part, ranks in parts.items()} for name, parts in self.parts.items()}
+
+    def whole(self, held: dict, summed: bool = False) -> dict:
+        """name -> the sketch of all parts, which add up; of replicas the mean counts. Without what no rank has."""
+        return {name: sum(sum(ranks.values()) / (1 if summed else len(ranks)) for ranks in parts.values() if ranks)
+                for name, parts in held.items() if any(parts.values())}

@@ -9,11 +9,10 @@ import json
 import pathlib
 import re
 import sys
-from typing import NamedTuple
 
 import torch
 
-from same_numbers import BINS
+from same_numbers import Recording, factor, rounded, section
 
 # By dtype, relative: what rounding changes in gradients of the first step, in later ones, and in weights at the start
 NOISE = {"float64": (1e-9, 1e-6, 1e-12), "float32": (3e-4, 3e-2, 2e-6)}
@@ -31,86 +30,9 @@ CAUSES = {  # (what is compared, how it is wrong) -> what it usually is
 }
 
 
-class Finding(NamedTuple):
-    step: int
-    what: str
-    which: str
-    by: str
-    cause: str
-
-    def __str__(self) -> str:
-        return f"step {self.step}: {self.what}{', ' * bool(self.which)}{self.which}: {self.by}: {self.cause}"
-
-
-class Recording:
-    """What the ranks of a run have written into `folder`. Parameters have the names that `aliases` gives them."""
-
-    def __init__(self, folder: pathlib.Path, aliases: dict | None = None):
-        self.folder, start = folder, self.read(folder / "rank0_start.pt")
-        self.world, self.summed, self.aliases = start["world"], start["summed"], aliases or start["aliases"]
-        numbers = [{int(path.stem.rpartition("step")[2]) for path in folder.glob(f"rank{rank}_step*.pt")}
-                   for rank in range(self.world)]
-        self.steps = sorted(set.intersection(*numbers))
-        if not self.steps or {*self.steps} != set.union(*numbers):
-            raise ValueError(f"{folder}: by rank, the recorded steps are {[sorted(each) for each in numbers]}: call "
-                             "recorder.step() on every rank in every step")
-        self.info, self.parts = {}, collections.defaultdict(lambda: collections.defaultdict(list))
-        for rank in range(self.world):
-            for name, info in self.renamed(self.read(folder / f"rank{rank}_start.pt")["params"]).items():
-                self.parts[name][info["bounds"]].append(rank)
-                self.info[name] = {**info, "held": info["held"] and self.info.get(name, info)["held"]}
-
-    @staticmethod
-    def read(path: pathlib.Path) -> dict:
-        try:
-            return torch.load(path, weights_only=True)
-        except OSError:
-            raise ValueError(f"{path.parent} is no whole recording, {path.name} is missing: did every rank make a "
-                             "Recorder, and call its step()?") from None
-
-    def renamed(self, found: dict) -> dict:
-        return {self.aliases.get(name, name): value for name, value in found.items()}
-
-    def load(self, step: int) -> list[dict]:
-        records = [self.read(self.folder / f"rank{rank}_step{step}.pt") for rank in range(self.world)]
-        return [{**each, **{kind: self.renamed(each[kind]) for kind in ("gradients", "weights", "squares")}}
-                for each in records]
-
-    def held(self, records: list[dict], kind: str) -> dict[str, dict]:
-        """name -> part -> rank -> sketch."""
-        return {name: {part: {rank: records[rank][kind][name] for rank in ranks if records[rank][kind][name] is not None}
-                       for part, ranks in parts.items()} for name, parts in self.parts.items()}
-
-    def whole(self, held: dict, summed: bool = False) -> dict:
-        """name -> the sketch of all parts together, which add up; of replicas the mean counts. Without what is absent."""
-        return {name: sum(sum(ranks.values()) / (1 if summed else len(ranks)) for ranks in parts.values() if ranks)
-                for name, parts in held.items() if any(parts.values())}
-
-    def numbers(self, records: list[dict], key: str) -> list[float]:
-        return [each[key] for each in records if each[key] is not None]
-
-
-def factor(a: torch.Tensor, b: torch.Tensor, noise: float, floor: float = 0.0) -> float | None:
-    """c where a is c times b but for noise: 1 where they differ by noise only, None where there is no such c."""
-    if (a - b).norm() <= max(noise * b.norm(), floor):
-        return 1.0
-    c = float(a @ b / (b @ b)) if b.any() else 0.0
-    return c if c and (a - c * b).norm() <= max(noise * a.norm(), floor) else None
-
-
-def rounded(c: float, noise: float) -> float:
-    """To the digits that are not noise. Clipping may add a difference of 1e-6."""
-    return 1.0 if abs(c - 1) < 1e-5 else float(f"{c:.{6 if noise < 1e-5 else 4}g}")
-
-
-def section(vector: torch.Tensor, shape: tuple, bounds: tuple) -> torch.Tensor:
-    """The bins that only this part of a parameter fills: those of the dimension along which it is cut."""
-    cut = [dim for dim, size in enumerate(shape) if bounds[dim] != (0, size)]
-    if len(cut) != 1:
-        return vector[:0] if cut else vector
-    (start, stop), size = bounds[cut[0]], shape[cut[0]]
-    bins, offset = min(size, BINS), sum(min(other, BINS) for other in shape[: cut[0]])
-    return vector[offset - (-start * bins // size) : offset + stop * bins // size]
+def given(records: list[dict], key: str) -> list[float]:
+    """The losses or norms of the ranks that have one."""
+    return [each[key] for each in records if each[key] is not None]
 
 
 class Comparison:
@@ -149,7 +71,9 @@ class Comparison:
                                      f"{self.one.folder}, and {b} in {self.many.folder}")
 
     def add(self, what: str, which: list[str], by: str, cause: str = "") -> None:
-        self.found.append(Finding(self.step, what, self.which(which) if which else "", by, cause or "look at what it is made of"))
+        cause, words = cause or "look at what it is made of", self.which(which) if which else ""
+        line = f"step {self.step}: {what}{', ' * bool(which)}{words}: {by}: {cause}"
+        self.found.append({"step": self.step, "what": what, "which": words, "by": by, "cause": cause, "line": line})
 
     def which(self, names: list[str]) -> str:
         """Which parameters these are, in a few words."""
@@ -170,11 +94,8 @@ class Comparison:
         if abs(c + 1) < 2e-3:
             return "of the wrong sign", "is something subtracted, or a loss negated?"
         how, ratio = ("large", abs(c)) if abs(c) > 1 else ("small", 1 / abs(c))
-        fits = [[kind + power * " squared" for kind, n in self.sizes.items()
-                 if n > 1 and abs(ratio / n ** (1 + power) - 1) < 2e-3] for power in (0, 1)]
-        fits = fits[0] or fits[1]
-        causes = [CAUSES[kind, how] for kind in ("micro-batches", "ranks")
-                  if any(fit.startswith("micro") == (kind != "ranks") for fit in fits)]
+        fits = [kind for kind, n in self.sizes.items() if n > 1 and abs(ratio / n - 1) < 2e-3]
+        causes = dict.fromkeys(CAUSES["ranks" if kind != "micro-batches" else kind, how] for kind in reversed(fits))
         words = f"{ratio:.5g} times too {how}" + f" = the number of {' or of '.join(fits)}" * bool(fits)
         return words + ", and of the wrong sign" * (c < 0), " Or: ".join(causes)
 
@@ -199,17 +120,17 @@ class Comparison:
     # The checks, in the order in which one thing follows from the other
 
     def samples(self) -> None:
-        wanted, ranks = sum((each["samples"] for each in self.a), []), [each["samples"] for each in self.b]
-        read = sum(ranks, [])
-        missing, strange = {*wanted} - {*read}, {*read} - {*wanted}
-        if {each.partition(":")[0] for each in wanted} != {each.partition(":")[0] for each in read}:
-            return  # nobody noted any, or ranks see parts of each sample
-        if missing or strange:
+        ranks = [{*each["samples"]} for each in self.b]
+        wanted, read = {sample for each in self.a for sample in each["samples"]}, set().union(*ranks)
+        sizes = [{sample.partition(":")[0] for sample in each} for each in (wanted, read)]
+        missing, strange = wanted - read, read - wanted
+        if sizes[0] == sizes[1] and (missing or strange):  # else none were noted, or ranks see parts of each sample
             twins = [f"rank {j} reads rank {i}'s" for j, each in enumerate(ranks) for i in range(j)
-                     if each and {*each} == {*ranks[i]}]
+                     if each and each == ranks[i]]
             steps = [step for step in self.one.steps
                      if strange and strange <= {*sum((each["samples"] for each in self.one.load(step)), [])}]
-            self.add("samples", [], f"{len(missing)} of {len({*wanted})} are read by nobody, and {len(strange)} others are",
+            by = f"{len(missing)} of {len(wanted)} are read by nobody, and {len(strange)} others are"
+            self.add("samples", [], by,
                      f"{'; '.join(twins)}: does the loader ask for its rank?" if twins and not strange else
                      f"they are those of step {steps[0]}: does a resumed run begin its data anew?" if steps else
                      "another order, another seed of the shuffle, or other data?")
@@ -230,13 +151,14 @@ class Comparison:
         b = {name: {part: {rank: vector - older[name][part][rank] for rank, vector in ranks.items()}
                     for part, ranks in parts.items()} for name, parts in b.items() if name in a}
         for (how, c), names in self.groups(a, b, self.noise, floors.get).items():
-            lost = [name for name in names if not self.many.summed and self.one.info[name]["held"] and not self.many.info[name]["held"]]
-            rates = [{rate for each in records for rate in each["rates"]} for records in before]
+            lost = [name for name in names
+                    if self.one.info[name]["held"] > (self.many.info[name]["held"] or self.many.summed)]
+            rates = [sorted({rate for each in records for rate in each["rates"]}) for records in before]
             by = f"{c:.4g} times as far as they should" if how == "factor" else (
                 "unlike on ranks that should hold the same" if how == "unlike" else "not as they should")
             self.add(f"what step {self.step - 1} changed in the weights, though its gradients were right", names,
                      by, f"the optimizer does not hold {len(lost)} of them: was it made before they were replaced?"
-                     if lost else f"the learning rate was {sorted(rates[1])}, not {sorted(rates[0])}: does each rank "
+                     if lost else f"the learning rate was {rates[1]}, not {rates[0]}: does each rank "
                      "move the scheduler on?" if rates[0] != rates[1] else CAUSES.get(("update", how), ""))
 
     def words(self, kind: str, how: str, c: float | None, names: list[str], a: dict) -> tuple[str, str]:
@@ -256,39 +178,31 @@ class Comparison:
                         if {*names} <= {*self.one.aliases.values()} else
                         "each rank sees a part (of the sequence, of the heads): is the sum over tp ranks left out?")
             return "unlike on ranks that should hold the same", ""
-        found = self.by_rank(names, kind, a)
+        found, taken = self.by_rank(names, kind, a)
         wrong = [rank for rank, factors in found.items() if factors != {1.0}]
         only = f", on ranks {wrong} only" if 0 < len(wrong) < len(found) else ""
-        taken = {f"rank {rank} holds the part of rank {ranks[0]}" for name, rank, bounds in self.held_parts(names, kind)
-                 for other, ranks in self.many.parts[name].items() if other != bounds and self.is_part(
-                     self.b[rank][kind][name], a[name], self.one.info[name]["shape"], bounds, other)}
         return f"wrong{only}, by no common factor", "; ".join(sorted(taken))
 
-    def held_parts(self, names: list[str], kind: str):
-        """(name, rank, bounds) of what ranks hold."""
-        return ((name, rank, bounds) for name in names for bounds, ranks in self.many.parts[name].items()
-                for rank in ranks if self.b[rank][kind][name] is not None)
-
-    def is_part(self, vector, whole, shape, bounds, other) -> bool:
-        """Whether a rank holds the part `other` of the whole where it should hold the part `bounds`."""
-        mine, theirs = section(vector, shape, bounds), section(whole, shape, other)
-        return 0 < len(mine) == len(theirs) and factor(mine, theirs, self.noise) == 1
-
-    def by_rank(self, names: list[str], kind: str, a: dict) -> dict[int, set]:
-        """By which factors what a rank holds is wrong."""
-        found = collections.defaultdict(set)
-        for name, rank, bounds in self.held_parts(names, kind):
-            shape = self.one.info[name]["shape"]
-            mine, theirs = section(self.b[rank][kind][name], shape, bounds), section(a[name], shape, bounds)
-            if len(mine) and theirs.any():
-                c = factor(mine, theirs, self.noise)
+    def by_rank(self, names: list[str], kind: str, a: dict) -> tuple[dict[int, set], set[str]]:
+        """rank -> the factors by which what it holds is wrong; and which ranks hold the part of another one."""
+        found, taken = collections.defaultdict(set), set()
+        for name, bounds, ranks in [(name, *part) for name in names for part in self.many.parts[name].items()]:
+            shape, parts = self.one.info[name]["shape"], self.many.parts[name]
+            sections = {each: section(a[name], shape, each) for each in parts}
+            for rank in ranks:
+                mine = section(self.b[rank][kind][name], shape, bounds)
+                if not len(mine) or not sections[bounds].any():
+                    continue
+                c = factor(mine, sections[bounds], self.noise)
                 found[rank].add(c and rounded(c, self.noise))
-        return found
+                taken |= {f"rank {rank} holds the part of rank {parts[other][0]}" for other, theirs in sections.items()
+                          if c is None and len(theirs) == len(mine) and factor(mine, theirs, self.noise) == 1}
+        return found, taken
 
     def unclipped(self) -> tuple[dict, dict]:
         """The gradients of both recordings before clipping, by the norms that their ranks have clipped by."""
         runs, largest = ((self.one, self.a), (self.many, self.b)), None
-        for run, records in runs if all(run.numbers(records, "norm") for run, records in runs) else ():
+        for run, records in runs if all(given(records, "norm") for run, records in runs) else ():
             norms = [each["norm"] for each in records]
             total = sum(sum(records[rank]["squares"][name] / (1 if run.summed else len(ranks)) for rank in ranks)
                         for name, parts in run.parts.items() for ranks in parts.values()) ** 0.5
@@ -307,10 +221,12 @@ class Comparison:
         groups = self.groups(a, b, self.noise, lambda name: self.noise * 1e-2 * total, self.many.summed)
         if groups and any(each["dropout"] for each in self.a + self.b):
             raise ValueError("gradients differ, and dropout draws other numbers on other ranks: record both with p = 0")
-        own = [[*factors][0] for factors in self.by_rank(self.names, "gradients", a).values() if len(factors) == 1]
-        if groups and None not in own and len(own) == self.many.world and 1 < len({*own}) and not any(
-                self.fits(c)[1] for c in own):
-            self.add("gradients", self.names, f"{', '.join(f"{c:.4g}" for c in own)} times as large, by rank",
+        absent = self.many.summed or any(how == "absent" for how, c in groups)
+        ranks = {} if absent or not groups else self.by_rank([*a], "gradients", a)[0]
+        own = [[*factors][0] for factors in ranks.values() if len(factors) == 1]
+        is_odd = None not in own and len({*own}) > 1 and not any(self.fits(c)[1] for c in own)
+        if is_odd and len(own) == self.many.world:
+            self.add("gradients", self.names, ", ".join(f"{c:.4g}" for c in own) + " times as large, by rank",
                      "does each rank clip by its own norm?")
             return
         explained = [(names, *self.words("gradients", how, c, names, a)) for (how, c), names in groups.items()]
@@ -321,7 +237,7 @@ class Comparison:
             by = next(by for names, by, cause in explained if not cause)
             self.add("gradients", rest, by, "it may follow, further from the loss" if self.found else
                      self.mixed_up(rest, a, b) or self.mixture(a, b, before) or self.backward(rest))
-        one, many = (self.one.numbers(records, "norm") for records in (self.a, self.b))
+        one, many = (given(records, "norm") for records in (self.a, self.b))
         if not groups and one and many and max(abs(each / one[0] - 1) for each in many) > self.noise:
             ranks = ", ".join(f"{each:.5g}" for each in many)
             self.add("gradient norm, of gradients that are right", [], f"{ranks} by rank instead of {one[0]:.5g}",
@@ -339,40 +255,43 @@ class Comparison:
 
     def backward(self, names: list[str]) -> str:
         """Where to look, of gradients that are wrong by no factor that means anything."""
-        losses = [self.one.numbers(records, "loss") for records in (self.a, self.b)]
+        losses = [given(records, "loss") for records in (self.a, self.b)]
         if not all(losses):
             return "look at forward, then at backward: no loss was recorded"
         wanted, mean = (sum(each) / len(each) for each in losses)
         right = min(abs(each - wanted) for each in (*losses[1], mean)) <= self.noise * abs(wanted)
         return ("the loss is right: look at backward, at its collectives" if right else
-                f"the loss is wrong already, {mean:.6g} instead of {wanted:.6g}: look at forward, at positions, masks and "
-                "targets")
+                f"the loss is wrong already, {mean:.6g} instead of {wanted:.6g}: look at forward, at positions, masks "
+                "and targets")
 
     def mixture(self, a: dict, b: dict, before: tuple | None) -> str:
         """What multiples of one process's micro-batches, and of its last step, the gradients are a sum of."""
         partial, theirs = self.a[0]["partial"], self.many.whole(b, self.many.summed)
-        names = [name for name in partial if name in a and name in theirs]
-        if self.one.world > 1 or not names:
+        count = max(map(len, partial.values()), default=0)
+        names = [name for name in partial if len(partial[name]) == count and name in a and name in theirs]
+        if not names:
             return ""
-        sums = torch.stack([torch.cat([partial[name][i] for name in names]) for i in range(len(partial[names[0]]))])
+        sums = torch.stack([torch.cat([partial[name][i] for name in names]) for i in range(count)])
         mine, other = (torch.cat([each[name] for name in names]) for each in (a, theirs))
-        columns = torch.diff(sums, dim=0, prepend=torch.zeros_like(sums[:1])) * (mine @ sums[-1] / (sums[-1] @ sums[-1]))
+        clipping = mine @ sums[-1] / (sums[-1] @ sums[-1])
+        columns = torch.diff(sums, dim=0, prepend=torch.zeros_like(sums[:1])) * clipping
         if before:
             old = self.one.whole(self.one.held(before[0], "gradients"))
             columns = torch.cat([columns, torch.cat([old[name] for name in names])[None]])
         found = torch.linalg.lstsq(columns.T, other, driver="gelsd").solution
         if len(other) < 2 * len(found) or (columns.T @ found - other).norm() > self.noise * 10 * other.norm():
             return ""
-        shares = found[: len(sums)].tolist()
-        if max(abs(share - 1) for share in shares) < 1e-3:
-            return ""  # these parameters are right
+        shares = found[:count].tolist()
         if before and abs(found[-1]) > 0.01:
             return f"{found[-1]:.3g} times the last step's gradient is in them: is zero_grad() left out?"
+        if max(abs(share - 1) for share in shares) < 1e-3:
+            return ""  # these parameters are right
         if idle := [i for i, share in enumerate(shares) if abs(share) < 1e-3]:
-            return (f"the micro-batches {idle} of one process leave nothing: is a rank's summand lost, or are gradients set "
-                    "to zero in between?")
-        return (f"the micro-batches of one process count {', '.join(f'{share:.3g}' for share in shares)} times: is the mean "
-                "over micro-batches or ranks taken where the mean over tokens is meant (padding)?")
+            return (f"the micro-batches {idle} of one process leave nothing: is a rank's summand lost, or zero_grad() "
+                    "called in between?")
+        counts = ", ".join(f"{share:.3g}" for share in shares)
+        return (f"the micro-batches of one process count {counts} times: is the mean over micro-batches or ranks taken "
+                "where the mean over tokens is meant (padding)?")
 
 
 def main() -> int:
@@ -387,8 +306,8 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    lines = "\n".join(map(str, compared.found)) or f"the same numbers in steps {compared.steps}"
-    print(json.dumps([each._asdict() for each in compared.found], indent=1) if args.json else lines)
+    lines = [each["line"] for each in compared.found] or [f"the same numbers in steps {compared.steps}"]
+    print(json.dumps(compared.found, indent=1) if args.json else "\n".join(lines))
     return int(bool(compared.found))
 
 

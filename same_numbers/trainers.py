@@ -2,7 +2,8 @@
 tried with, and examples of where the Recorder's two lines go.
 
     python -m same_numbers.trainers ddp one/                                                # the trusted run
-    torchrun --nproc_per_node 2 -m same_numbers.trainers ddp many/ --fault                  # then: ... same_numbers one many
+    torchrun --nproc_per_node 2 -m same_numbers.trainers ddp many/ --fault
+    python -m same_numbers one/ many/
 
 In one process all but `trainer`, `accelerate` and `lora` are the plain loop. A step reads 8 samples, in 4 micro-batches
 in one process and in 2 on each of two replicas.
@@ -121,7 +122,8 @@ def tp(folder, fault):
     model, plan = Model(), {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)), "blocks.*.down": RowwiseParallel(output_layouts=Shard(1))}
+        "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "blocks.*.down": RowwiseParallel(output_layouts=Shard(1))}
     norms = {} if fault else {"norm": SequenceParallel(), "blocks.*.norm": SequenceParallel(use_local_output=True)}
     parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan | norms)
     optimizer = adam([*model.parameters()])
@@ -141,14 +143,13 @@ def fsdp_tp(folder, fault):
         fully_shard(module, mesh=mesh["dp"])
     optimizer = adam([*model.parameters()])
 
-    def clip():
-        for param in model.parameters() if fault else ():
-            param.grad = param.grad.detach()
-        own = torch.cat([param.grad.to_local().flatten() for param in model.parameters()]).norm()
-        for param in model.parameters() if fault else ():
-            param.grad.to_local().mul_(0.1 / own)
+    def clip_by_own_norm():
+        shards = [param.grad.to_local() for param in model.parameters()]
+        norm = torch.cat([shard.flatten() for shard in shards]).norm()
+        for shard in shards if fault else ():
+            shard.mul_(0.1 / norm)
 
-    loop(model, optimizer, same_numbers.Recorder(model, optimizer, folder), mesh["dp"].size(), after=clip,
+    loop(model, optimizer, same_numbers.Recorder(model, optimizer, folder), mesh["dp"].size(), after=clip_by_own_norm,
          replica=mesh["dp"].get_local_rank())
 
 
@@ -203,7 +204,7 @@ class WithLoss(Model):
 
 
 def trainer(folder, fault):
-    """Hugging Face's Trainer, on samples of unlike lengths. Fault: the mean over micro-batches of means over their tokens
+    """Hugging Face's Trainer, on samples of unlike lengths. Fault: the mean over micro-batches of means over tokens
     (huggingface/transformers#34198)."""
     import transformers
 
@@ -245,7 +246,8 @@ def by_hand(folder, fault):
     """A hand-written all-reduce. Fault: a sum over replicas where the mean is meant (NovaSky-AI/SkyRL#1420)."""
     model = Model()
     optimizer = adam([*model.parameters()])
-    loop(model, optimizer, same_numbers.Recorder(model, optimizer, folder), WORLD, after=lambda: all_reduce(model, not fault))
+    loop(model, optimizer, same_numbers.Recorder(model, optimizer, folder), WORLD,
+         after=lambda: all_reduce(model, divide=not fault))
 
 
 def lora(folder, fault):

@@ -24,7 +24,7 @@ import same_numbers
 from break_faults import Edit, Fault, edited
 from break_flags import one_process, sizes, without
 from launch import STEPS
-from same_numbers.__main__ import Comparison, Recording
+from same_numbers.__main__ import Comparison
 from thread_ranks import Violation
 from schedule_check import simulate, wrong_action
 from step_modules import StepModules, StepSource, train
@@ -92,8 +92,8 @@ def record(case: Case, folder: str) -> None:
     """Trains with a Recorder, in the places where anybody would put it into train.py."""
     edits = [Edit("train.py", "    scheduler = make_scheduler(", "    import find_faults\n    optimizer.recorder = "
                   f"find_faults.recorder(model, optimizer, {folder!r})\n    scheduler = make_scheduler("),
-             Edit("train.py", "optimizer.step()\n", "optimizer.recorder.step(loss=locals().get('loss', getattr(optimizer, "
-                  "'loss', None)), norm=grad_norm), optimizer.step()\n")]
+             Edit("train.py", "optimizer.step()\n", "optimizer.recorder.step(norm=grad_norm, loss=locals().get("
+                  "'loss', getattr(optimizer, 'loss', None))), optimizer.step()\n")]
     if int(case.step) >= 12:  # there optimizer.step() is in a function that does not see the loss
         edits.append(Edit("train.py", "        grad_norm = update_weights(",
                           "        optimizer.loss = loss\n        grad_norm = update_weights("))
@@ -105,9 +105,9 @@ def same(case: Case) -> Finding:
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as many:
         record(Case(case.step, 1, one_process(case.flags), case.besides), one)
         record(case, many)
-        trusted = Recording(pathlib.Path(one))
-        found = Comparison(trusted, Recording(pathlib.Path(many), trusted.aliases)).found
-    return Finding(bool(found), "\n".join(map(str, found)) or f"{STEPS_RECORDED} steps are those of one process")
+        trusted = same_numbers.Recording(pathlib.Path(one))
+        found = Comparison(trusted, same_numbers.Recording(pathlib.Path(many), trusted.aliases)).found
+    return Finding(bool(found), "\n".join(each["line"] for each in found) or f"{STEPS_RECORDED} steps are those of one process")
 
 
 def num_bytes(case: Case) -> Finding:
