@@ -75,6 +75,11 @@ def rounded(c: float, noise: float) -> float:
     return 1.0 if abs(c - 1) < 1e-5 else float(f"{c:.{6 if noise < 1e-5 else 4}g}")
 
 
+def given(records: list[dict], key: str) -> list[float]:
+    """The losses or norms of the ranks that have one."""
+    return [each[key] for each in records if each[key] is not None]
+
+
 def placed(tensor) -> tuple[tuple[int, ...], list[torch.Tensor]]:
     """Global shape, and the indices that this rank holds along each dimension, of a tensor or DTensor."""
     index = [torch.arange(size) for size in tensor.shape]

@@ -12,11 +12,10 @@ import sys
 
 import torch
 
-from same_numbers import Recording, factor, rounded, section
+from same_numbers import Recording, factor, given, rounded, section
 
 # By dtype, relative: what rounding changes in gradients of the first step, in later ones, and in weights at the start
-NOISE = {"float64": (1e-9, 1e-6, 1e-12), "float32": (3e-4, 3e-2, 2e-6)}
-COARSE = (5e-2, 2e-1, 1e-2)  # of shorter dtypes
+NOISE = {"float64": (1e-9, 1e-6, 1e-12), "float32": (3e-4, 3e-2, 2e-6), "bfloat16": (5e-2, 2e-1, 1e-2)}
 CAUSES = {  # (what is compared, how it is wrong) -> what it usually is
     ("start", "unlike"): "does each rank draw from a seed of its own, without a broadcast?",
     ("start", "other"): "another seed, or random numbers that depend on the ranks?",
@@ -30,11 +29,6 @@ CAUSES = {  # (what is compared, how it is wrong) -> what it usually is
 }
 
 
-def given(records: list[dict], key: str) -> list[float]:
-    """The losses or norms of the ranks that have one."""
-    return [each[key] for each in records if each[key] is not None]
-
-
 class Comparison:
     """`found` has the findings of the first step that has any."""
 
@@ -42,7 +36,7 @@ class Comparison:
         self.one, self.many, self.found = one, many, []
         self.steps = [step for step in one.steps if step in many.steps]
         self.check()
-        self.noise, later, self.equal = NOISE.get(min(info["dtype"] for info in one.info.values()), COARSE)
+        self.noise, later, self.equal = NOISE.get(min(info["dtype"] for info in one.info.values()), NOISE["bfloat16"])
         self.names = [name for name, info in one.info.items() if info["trained"]]
         split = [parts for parts in many.parts.values() if len(parts) > 1]
         self.sizes = {"replicas": min(len(ranks) for parts in split or many.parts.values() for ranks in parts.values()),
@@ -77,16 +71,16 @@ class Comparison:
 
     def which(self, names: list[str]) -> str:
         """Which parameters these are, in a few words."""
-        kinds, ranks = [re.sub(r"\d+", "*", name) for name in names], set()
-        for name in names:
-            ranks |= {rank for ranks in self.many.parts[name].values() for rank in ranks}
-        if len(names) == len(self.names):
+        others = {*self.names} - {*names}
+        if not others:
             return f"all {len(names)} parameters"
-        if ranks.isdisjoint(rank for name in self.names if name not in names for ranks in self.many.parts[name].values()
-                            for rank in ranks):
-            return f"all {len(names)} parameters of ranks {sorted(ranks)}"
-        if len({*kinds}) <= 4 and not any(re.sub(r"\d+", "*", name) in kinds for name in {*self.names} - {*names}):
-            return ", ".join(dict.fromkeys(kinds))
+        here, there = ({rank for name in each for ranks in self.many.parts[name].values() for rank in ranks}
+                       for each in (names, others))
+        if here.isdisjoint(there):
+            return f"all {len(names)} parameters of ranks {sorted(here)}"
+        kinds, right = ({re.sub(r"\d+", "*", name): None for name in each} for each in (names, others))
+        if len(kinds) <= 4 and not kinds.keys() & right.keys():
+            return ", ".join(kinds)
         return f"{len(names)} of {len(self.names)} parameters, {names[0]} to {names[-1]}"
 
     def fits(self, c: float) -> tuple[str, str]:
@@ -116,8 +110,6 @@ class Comparison:
             if unlike or c != 1:
                 found["unlike" if unlike else "factor" if c else "other", c].append(name)
         return found
-
-    # The checks, in the order in which one thing follows from the other
 
     def samples(self) -> None:
         ranks = [{*each["samples"]} for each in self.b]
@@ -229,14 +221,16 @@ class Comparison:
             self.add("gradients", self.names, ", ".join(f"{c:.4g}" for c in own) + " times as large, by rank",
                      "does each rank clip by its own norm?")
             return
-        explained = [(names, *self.words("gradients", how, c, names, a)) for (how, c), names in groups.items()]
-        rest = sum((names for names, _, cause in explained if not cause), [])
-        for names, by, cause in [each for each in explained if each[2]][:4]:
-            self.add("gradients", names, by, cause)
+        rest, by_rest = [], ""
+        for (how, c), names in groups.items():
+            by, cause = self.words("gradients", how, c, names, a)
+            if cause:
+                self.add("gradients", names, by, cause)
+            else:
+                rest, by_rest = rest + names, by_rest or by
         if rest:
-            by = next(by for names, by, cause in explained if not cause)
-            self.add("gradients", rest, by, "it may follow, further from the loss" if self.found else
-                     self.mixed_up(rest, a, b) or self.mixture(a, b, before) or self.backward(rest))
+            self.add("gradients", rest, by_rest, "it may follow, further from the loss" if self.found else
+                     self.mixed_up(rest, a, b) or self.mixture(a, b, before) or self.backward())
         one, many = (given(records, "norm") for records in (self.a, self.b))
         if not groups and one and many and max(abs(each / one[0] - 1) for each in many) > self.noise:
             ranks = ", ".join(f"{each:.5g}" for each in many)
@@ -253,15 +247,15 @@ class Comparison:
         is_right = all(factor(*pair, self.noise) == 1 and len(group) > 1 for pair, group in zip(sums, shapes.values()))
         return "they are mixed up with each other: do ranks send them in another order?" if is_right else ""
 
-    def backward(self, names: list[str]) -> str:
+    def backward(self) -> str:
         """Where to look, of gradients that are wrong by no factor that means anything."""
-        losses = [given(records, "loss") for records in (self.a, self.b)]
-        if not all(losses):
+        one, many = (given(records, "loss") for records in (self.a, self.b))
+        if not one or not many:
             return "look at forward, then at backward: no loss was recorded"
-        wanted, mean = (sum(each) / len(each) for each in losses)
-        right = min(abs(each - wanted) for each in (*losses[1], mean)) <= self.noise * abs(wanted)
-        return ("the loss is right: look at backward, at its collectives" if right else
-                f"the loss is wrong already, {mean:.6g} instead of {wanted:.6g}: look at forward, at positions, masks "
+        wanted, mean = (sum(each) / len(each) for each in (one, many))
+        if min(abs(each - wanted) for each in (*many, mean)) <= self.noise * abs(wanted):
+            return "the loss is right: look at backward, at its collectives"
+        return (f"the loss is wrong already, {mean:.6g} instead of {wanted:.6g}: look at forward, at positions, masks "
                 "and targets")
 
     def mixture(self, a: dict, b: dict, before: tuple | None) -> str:

@@ -11,7 +11,6 @@ in one process and in 2 on each of two replicas.
 
 import argparse
 import os
-import pathlib
 
 import torch
 import torch.distributed as dist

@@ -13,7 +13,8 @@ from torch import nn
 FOREIGN = {  # of same_numbers/trainers.py, and words of the verdict on its fault
     "ddp": "whose mean is right: are some summands never averaged",
     "fsdp2": "the optimizer does not hold 16 of them",
-    "tp": "norm.weight, norm.bias: unlike on ranks that should hold the same, whose sum is right", "fsdp_tp": "does each rank clip by its own norm?",
+    "tp": "norm.weight, norm.bias: unlike on ranks that should hold the same, whose sum is right",
+    "fsdp_tp": "does each rank clip by its own norm?",
     "pipeline": "4 times too large = the number of micro-batches: is the loss divided by their number before",
     "accelerate": "2 times too small = the number of replicas or of ranks or of micro-batches",
     "trainer": "count 1.04, 1.61, 0.986, 0.71 times", "by_hand": "2 times too large = the number of replicas",
@@ -86,7 +87,8 @@ def scale(name: str, factor: float):
     (lambda model: None, ""), (scale("down.bias", -1), "down.bias: of the wrong sign"),
     (scale("up.weight", 1.01), "up.weight: 1.01 times too large"),
     (lambda model: setattr(model.down.weight, "grad", None), "down.weight: there are none"),
-    (lambda model: model.up.weight.grad.copy_(model.up.weight.grad.roll(1, 0)), "up.weight: wrong, by no common factor")])
+    (lambda model: model.up.weight.grad.copy_(model.up.weight.grad.roll(1, 0)), "up.weight: wrong, by no common"),
+])
 def test_uneven_parts_tied_and_frozen_weights(change, words, dtype, monkeypatch, tmp_path):
     record(monkeypatch, tmp_path / "one", dtype=dtype)
     for rank, cut in enumerate((slice(0, 3), slice(3, 7))):
@@ -97,8 +99,8 @@ def test_uneven_parts_tied_and_frozen_weights(change, words, dtype, monkeypatch,
 def test_a_rank_that_holds_the_part_of_another(monkeypatch, tmp_path):
     record(monkeypatch, tmp_path / "one")
     for rank, cut in enumerate((slice(0, 3), slice(3, 6))):
-        record(monkeypatch, tmp_path / "many", rank, 2, cut=cut, before=lambda model: rank and model.up.weight.data.copy_(
-            model.up.weight.roll(3, 0)))
+        record(monkeypatch, tmp_path / "many", rank, 2, cut=cut,
+               before=lambda model: rank and model.up.weight.data.copy_(model.up.weight.roll(3, 0)))
     assert "rank 1 holds the part of rank 0" in verdict(tmp_path, "many")
 
 

@@ -107,7 +107,8 @@ def same(case: Case) -> Finding:
         record(case, many)
         trusted = same_numbers.Recording(pathlib.Path(one))
         found = Comparison(trusted, same_numbers.Recording(pathlib.Path(many), trusted.aliases)).found
-    return Finding(bool(found), "\n".join(each["line"] for each in found) or f"{STEPS_RECORDED} steps are those of one process")
+    lines = [each["line"] for each in found] or [f"{STEPS_RECORDED} steps are those of one process"]
+    return Finding(bool(found), "\n".join(lines))
 
 
 def num_bytes(case: Case) -> Finding:
