@@ -13,7 +13,7 @@ setup(
     description="Tensor, data and pipeline parallel training of a Llama, built step by step",
     license="MIT",
     python_requires=">=3.10",
-    packages=[],
+    packages=["same_numbers"],
     py_modules=[],
     install_requires=[
         "torch>=2.11",

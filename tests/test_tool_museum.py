@@ -7,12 +7,10 @@ import re
 import break_it
 import find_faults
 import pytest
-import torch
 from break_faults import Edit, edited
 from break_it import FAULTS
 from break_flags import one_process
 from find_faults import CHECKS, TOPOLOGIES, Finding, case_of
-from held_weights import difference, held
 from launch import ROOT
 
 PAGE = (ROOT / "docs" / "DEBUGGING.md").read_text(encoding="utf-8")
@@ -28,14 +26,27 @@ def test_at_least_twenty_published_faults_by_four_kinds_of_check():
         assert sum(edit.new.count("\n") for edit in fault.edits) <= 15, name  # a programmer's mistake, not a program
 
 
+UNLIKE = "unlike on ranks that should hold the same"
 SEEN = {
-    "hang": "rank 1 --> rank 0     all_reduce of the ranks [0, 1]", "seed": "before step 1: embedding.weight sums to",
-    "early": "after step 1: embedding.weight", "scale": ": 4 times as large", "each": ": 4 times as many",
-    "twice": ": 2 times as many", "mean": ": 2 times as large", "samples": "step 1: the loss is",
-    "frozen": "step 2: the loss is", "buffer": "rank 0 changed a tensor while it was being sent",
+    "hang": "rank 1 --> rank 0     all_reduce of the ranks [0, 1]", "seed": "seed of its own",
+    "drift": "whose mean is right",
+    "early": "all 39 parameters: unlike on ranks that should hold the same, whose mean is right",
+    "scale": "4 times too large = the number of micro-batches: is the loss divided", "each": ": 4 times as many",
+    "twice": ": 2 times as many", "mean": "2 times too large = the number of replicas",
+    "samples": "rank 1 reads rank 0's",
+    "order": "they are mixed up with each other", "frozen": "the optimizer does not hold 39 of them",
+    "buffer": "rank 0 changed a tensor while it was being sent",
+    "partial": "final_norm.weight: " + UNLIKE + ", whose sum",
+    "double": "mlp.down_proj.weight: 2 times too large = the number of shards",
+    "counted": "counted once for each of them?",
+    "rate": "the learning rate was [0.0015], not [0.001]",
+    "clip": "take the norm of its own gradients for that of all?",
     "sizes": "collectives of the ranks [0, 1] do not match", "postponed": "stage 1 never does W1",
-    "few": "3 stages, 1 micro-batches: deadlock", "router": "before step 1: decoder_layers.0.mlp.router.weight",
-    "norms": "after step 1: decoder_layers.0.input_layernorm.weight", "tied": "after step 1: embedding.weight",
+    "few": "3 stages, 1 micro-batches: deadlock", "router": "mlp.router.weight: " + UNLIKE,
+    "shards": "take the norm of its own gradients for that of all?", "tied": "summed between first and last stage?",
+    "norms": "post_attention_layernorm.weight, final_norm.weight: " + UNLIKE + ", whose sum is right",
+    "targets": "the loss is wrong already, 7.03812 instead of 7.1951", "positions": "the loss is wrong already",
+    "stale": "the loss is right: look at backward", "experts": "experts.*.down_proj.weight: 2 times too large",
     "crossed": "step4_tensor_parallel/tensor_parallel.py, changed, line 49: dist.send(tensor",
 }
 
@@ -44,18 +55,8 @@ SEEN = {
 def test_its_check_finds_the_fault_and_nothing_without_it(name):
     fault = FAULTS[name]
     healthy, broken = find_faults.find(fault, healthy=True), find_faults.find(fault)
-    assert broken.alarm and SEEN.get(name, "") in broken.saw, broken
+    assert broken.alarm and SEEN.get(name, name) in broken.saw, broken
     assert not healthy.alarm, healthy
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_digest_is_of_the_bytes(dtype):
-    weight = torch.arange(6).view(2, 3).to(dtype)
-    ranks = {0: held(weight), 1: held(weight.T.contiguous().T)}
-    assert difference(ranks) is None
-    assert difference(ranks | {3: held(weight.flip(0))}) == (
-        "sums to 15.000000 on rank 0 and 15.000000 on rank 3, but elements differ")
-    assert held(weight[0, 0]).numel == 1
 
 
 @pytest.mark.parametrize("text, times", [("", 0), ("old old", 2)])
@@ -94,7 +95,7 @@ def test_the_command(monkeypatch, capsys):
     monkeypatch.setattr(find_faults, "find", lambda fault, healthy=False: Finding(not healthy, saw))
     assert break_it.main(["stale", "--find"]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "without stale: norm: no alarm: deadlock:", "  rank 0 waits", "with stale: norm: ALARM: deadlock:",
+        "without stale: same: no alarm: deadlock:", "  rank 0 waits", "with stale: same: ALARM: deadlock:",
         "  rank 0 waits"]
     assert break_it.main(["stale", "--find", "--healthy"]) == break_it.main(["--find"]) == 0
     assert capsys.readouterr().out.endswith(f"\n{len(FAULTS)} of {len(FAULTS)} caught, no alarms without a fault\n")

@@ -64,17 +64,17 @@ FAULTS = {
             grad /= grid.dp_world_size
         return grad
 ''')),
-        2, DP2, "checksum", ("deepspeedai/DeepSpeed#7985",)),
+        2, DP2, "same", ("deepspeedai/DeepSpeed#7985",)),
     "seed": Fault(
         "5", "Each replica draws its initial weights from a seed of its own: replicas differ from the start.",
         (Edit("train.py", "init_weights(model, args.seed, device",
               "init_weights(model, args.seed + grid.dp_rank, device"),),
-        2, DP2, "checksum", ("pytorch/torchtitan#166",)),
+        2, DP2, "same", ("pytorch/torchtitan#166",)),
     "scale": Fault(
         "8", "The loss is not divided by the number of micro-batches before backward: gradients are too large.",
         (Edit("pipeline_parallel.py", " / data_loader.gradient_accumulation_steps\n", "\n"),
          Edit("pipeline_parallel.py", "total_loss + out.detach()", "total_loss + out.detach() / num_microbatches")),
-        2, (*PP2, "--max_grad_norm", "0"), "norm", ("pytorch/torchtitan#2972",)),  # clipping hides it as well
+        2, (*PP2, "--max_grad_norm", "0"), "same", ("pytorch/torchtitan#2972",)),  # clipping hides it as well
     "deadlock": Fault(
         "8", "1F1B's warm-up counts the stages before this one, not those after it: two stages wait for each other.",
         (Edit("pipeline_parallel.py", "warm_up = min(num_stages - stage - 1, num_microbatches)",
@@ -89,7 +89,7 @@ FAULTS = {
             return self.down_proj(self.up_proj(x) * F.silu(self.gate_proj(x)))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 '''),),
-        2, DP2, "checksum", ("deepspeedai/DeepSpeed#2343",)),
+        2, DP2, "same", ("deepspeedai/DeepSpeed#2343",)),
     "sizes": Fault(
         "6", "Odd ranks launch their buckets in reverse order: all-reduces of unlike sizes meet.",
         (Edit("data_parallel.py",
@@ -102,11 +102,11 @@ FAULTS = {
         (Edit("train.py", "    init_weights(model, args.seed, device, split_over_tp)\n", ""),
          Edit("train.py", "    print_parameters(model, device,",
               "    init_weights(model, args.seed, device, split_over_tp)\n    print_parameters(model, device,")),
-        2, TP2, "norm", ("huggingface/accelerate#3256",)),
+        2, TP2, "same", ("huggingface/accelerate#3256",)),
     "partial": Fault(
         "4", "f does nothing in backward: each tp rank goes on with its own part of the gradient.",
         (Edit("tensor_parallel.py", "        all_reduce(grad)\n", ""),),
-        2, TP2, "norm", ("pytorch/torchtitan#1805",)),
+        2, TP2, "same", ("pytorch/torchtitan#1805",)),
     "double": Fault(
         "4", "g sums in backward as well, where each rank has the whole gradient already: tp times too much at each.",
         (Edit("tensor_parallel.py", '''\
@@ -124,11 +124,11 @@ FAULTS = {
         grad = grad.clone(memory_format=torch.contiguous_format)
         all_reduce(grad)
 '''),),
-        2, (*TP2, "--max_grad_norm", "0"), "norm", ("tenstorrent/tt-metal#31748",)),
+        2, (*TP2, "--max_grad_norm", "0"), "same", ("tenstorrent/tt-metal#31748",)),
     "counted": Fault(
         "4", "The gradient norm counts what each tp rank holds whole, the norms' weights, once for each of them.",
         (Edit("tensor_parallel.py", " for param in params if is_first or param in split]", " for param in params]"),),
-        2, TP2, "norm", ("NVIDIA-NeMo/RL#3788", "ROCm/TransformerEngine#715")),
+        2, TP2, "same", ("NVIDIA-NeMo/RL#3788", "ROCm/TransformerEngine#715")),
     "crossed": Fault(
         "4", "Partners both send first and then receive: each waits until the other one receives.",
         (Edit("tensor_parallel.py", "        sending = dist.isend(tensor, group", "        dist.send(tensor, group"),
@@ -138,12 +138,12 @@ FAULTS = {
         "5", "The data loader does not ask for its rank: all replicas read the same samples.",
         (Edit("dataloader.py", "range(grid.dp_rank * micro_batch_size, len(samples), ",
               "range(0, len(samples), "),),
-        2, DP2, "norm", ("k2-fsa/icefall#1616", "openspeech-team/openspeech#149")),
+        2, DP2, "same", ("k2-fsa/icefall#1616", "openspeech-team/openspeech#149")),
     "early": Fault(
         "5", "Gradients are averaged after the first micro-batch instead of the last one: replicas drift apart.",
         (Edit("train.py", "model.require_backward_grad_sync = i == num_microbatches - 1",
               "model.require_backward_grad_sync = i == 0"),),
-        2, DP2, "checksum", ("modelscope/FunASR#3472",)),
+        2, DP2, "same", ("modelscope/FunASR#3472",)),
     "each": Fault(
         "5", "Gradients are averaged after each micro-batch: right, and as many times the bytes.",
         (Edit("train.py", "        model.require_backward_grad_sync = i == num_microbatches - 1\n", ""),),
@@ -152,7 +152,7 @@ FAULTS = {
         "5", "The learning rate moves on once for each replica instead of once a step: the warm-up is too short.",
         (Edit("train.py", "        scheduler.step()\n",
               "        for _ in range(grid.dp_world_size):\n            scheduler.step()\n"),),
-        2, (*DP2, "--warmup_steps", "5"), "norm", ("huggingface/transformers#24088", "huggingface/accelerate#963")),
+        2, (*DP2, "--warmup_steps", "5"), "same", ("huggingface/transformers#24088", "huggingface/accelerate#963")),
     "twice": Fault(
         "6", "finish_gradient_sync() averages buckets that are averaged already: right, and twice the bytes.",
         (Edit("data_parallel.py", '''\
@@ -168,12 +168,12 @@ FAULTS = {
         "8", "Each stage clips by the norm of its own gradients, not by that of the whole model.",
         (Edit("tensor_parallel.py", "    dist.all_reduce(squares)\n",
               "    dist.all_reduce(squares, group=grid.tp_group)\n"),),
-        2, PP2, "norm", ("pytorch/torchtitan#596",)),
+        2, PP2, "same", ("pytorch/torchtitan#596",)),
     "tied": Fault(
         "8", "The gradients of a tied embedding are not summed between first and last stage: it becomes two weights.",
         (Edit("pipeline_parallel.py", "    model.finish_gradient_sync()\n    sum_tied_gradients(stage)\n",
               "    model.finish_gradient_sync()\n"),),
-        2, PP2, "checksum", ("uw-syfi/piper#13", "NVIDIA/Megatron-LM#844"),
+        2, PP2, "same", ("uw-syfi/piper#13", "NVIDIA/Megatron-LM#844"),
         (Edit("train.py", '    with torch.device("meta"):',
               '    config.tie_word_embeddings = True\n    with torch.device("meta"):'),)),
     "buffer": Fault(

@@ -1,13 +1,12 @@
 """The checks that find a fault of a step without starting a process: a few optimizer steps on ranks in this one.
 
-    norm        loss, gradient norm and learning rate of each step beside those of one process, in float64
-    checksum    the weights after each step, between all ranks that hold the same ones, to the last bit
+    same        same_numbers: samples, gradients, norm and weights beside those of one process, in float64
     bytes       what a rank sends in a step beside the formulas of splits.py
     replay      the messages: a deadlock, collectives that do not match, a tensor changed while it is sent
                 (thread_ranks.py)
     simulation  the schedules, without ranks: do all micro-batches get through, and once each?
 
-break_it.py NAME --find runs the check that a fault names, and --find --healthy all five on TOPOLOGIES.
+break_it.py NAME --find runs the check that a fault names, and --find --healthy all four on TOPOLOGIES.
 """
 
 import functools
@@ -15,26 +14,24 @@ import itertools
 import linecache
 import math
 import pathlib
+import tempfile
 import textwrap
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import same_numbers
 from break_faults import Edit, Fault, edited
 from break_flags import one_process, sizes, without
-from held_weights import Held, difference, held
 from launch import STEPS
+from same_numbers.__main__ import Comparison
 from thread_ranks import Violation
 from schedule_check import simulate, wrong_action
 from step_modules import StepModules, StepSource, train
 
-STEPS_RUN, FEW_MICROBATCHES = 2, ("--gradient_accumulation_steps", "4")
-TOLERANCE = 1e-9  # relative; in float64 a sum in another order differs by about 1e-15
+STEPS_RUN, STEPS_RECORDED, FEW_MICROBATCHES = 2, 3, ("--gradient_accumulation_steps", "4")
 BYTES_TOLERANCE = 0.1  # relative; of tokens that travel to experts, the formulas know the average
 LOGGED = 64  # bytes a step of numbers for the log: the loss, the norm, the balance of experts
-WORDS = {"loss": "the loss", "grad_norm": "the gradient norm", "learning_rate": "the learning rate"}
 ROW = "{:10} {:>4}  {:10}  {:10}  {}"
 
 
@@ -53,15 +50,6 @@ class Case(NamedTuple):
     edits: tuple[Edit, ...] = ()
 
 
-class Run(NamedTuple):
-    """What a case leaves. `held`: by rank, before and after each step, each parameter by name."""
-
-    rows: list[dict]
-    held: list[list[dict[str, Held]]]
-    tp_ranks: list[int]
-    num_bytes: list[int]  # by rank
-
-
 def source(case: Case) -> StepSource:
     """The modules of the case's step, with its edits. Raises ValueError where the code is no longer what one edits."""
     texts: dict[str, str] = {}
@@ -78,63 +66,49 @@ def source(case: Case) -> StepSource:
 
 
 @functools.cache
-def run(case: Case, steps: int = STEPS_RUN, dtype: str = "float64") -> Run:
-    """Trains for a few steps. Raises what a rank raises."""
+def run(case: Case, steps: int = STEPS_RUN, dtype: str = "float64") -> list[int]:
+    """Trains for a few steps. Returns the bytes that each rank has sent. Raises what a rank raises."""
     found = sizes(case.flags)
     tokens = 16 * found.dp_size * found.gradient_accumulation_steps
     flags = (*without(case.flags, ("--max_tokens",)), "--dtype", dtype, "--max_tokens", str(steps * tokens))
-    weights: list[list] = [[] for _ in range(case.size)]
-
-    def note(optimizer: torch.optim.Optimizer, *_) -> None:
-        group = optimizer.param_groups[0]
-        weights[dist.get_rank()].append({
-            name.removeprefix("module."): held(param)
-            for name, param in zip(group["param_names"], group["params"]) if not param.is_meta})
-
-    hooks = register_optimizer_step_pre_hook(note), register_optimizer_step_post_hook(note)
-    try:
-        done = train(source(case), case.size, flags)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    tp_ranks = [modules.process_group_manager.process_group_manager.tp_rank for modules in done.modules]
-    return Run(done.rows, weights, tp_ranks, [done.world.num_bytes(rank) for rank in range(case.size)])
+    world = train(source(case), case.size, flags).world
+    return [world.num_bytes(rank) for rank in range(case.size)]
 
 
-def in_one_process(case: Case) -> Run:
-    """The same steps without the fault, in one process."""
-    return run(Case(case.step, 1, one_process(case.flags), case.besides))
+def recorder(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> same_numbers.Recorder:
+    """Of a step's training. ZeRO keeps gradients as flat shards, which begin and end inside of a parameter."""
+    def summand(param: torch.Tensor) -> torch.Tensor:
+        bucket, full = model.bucket_of[param], param.new_zeros(param.numel())
+        before = sum(bucket.sizes[: bucket.group.rank()]) - param.storage_offset()
+        part = model.gradient(param)
+        full[max(before, 0) :][: len(part)] = part
+        return full.view_as(param)
+
+    return same_numbers.Recorder(getattr(model, "module", model), optimizer, folder, steps=STEPS_RECORDED,
+                                 gradient=summand if hasattr(model, "level") else None)
 
 
-def norm(case: Case) -> Finding:
-    largest, right = 0.0, in_one_process(case).rows
-    for row, one in zip(run(case).rows, right, strict=True):
-        for name in ("loss", "grad_norm", "learning_rate"):
-            difference = abs(row[name] - one[name]) / abs(one[name])
-            if not difference <= TOLERANCE:
-                return Finding(True, f"step {row['step']}: {WORDS[name]} is {row[name]:.6f}, in one process "
-                                     f"{one[name]:.6f}: {row[name] / one[name]:.6g} times as large")
-            largest = max(largest, difference)
-    return Finding(False, f"the losses and gradient norms of {len(right)} steps are those of one process, to "
-                          f"{largest:.0e} of them")
+def record(case: Case, folder: str) -> None:
+    """Trains with a Recorder, in the places where anybody would put it into train.py."""
+    edits = [Edit("train.py", "    scheduler = make_scheduler(", "    import find_faults\n    optimizer.recorder = "
+                  f"find_faults.recorder(model, optimizer, {folder!r})\n    scheduler = make_scheduler("),
+             Edit("train.py", "optimizer.step()\n", "optimizer.recorder.step(norm=grad_norm, loss=locals().get("
+                  "'loss', getattr(optimizer, 'loss', None))), optimizer.step()\n")]
+    if int(case.step) >= 12:  # there optimizer.step() is in a function that does not see the loss
+        edits.append(Edit("train.py", "        grad_norm = update_weights(",
+                          "        optimizer.loss = loss\n        grad_norm = update_weights("))
+    run(case._replace(edits=(*case.edits, *edits)), STEPS_RECORDED)
 
 
-def checksum(case: Case) -> Finding:
-    """Compares what ranks hold of the same name: all of them, or those of one tp rank where it is a part."""
-    done, whole, compared = run(case), in_one_process(case).held[0], 0
-    for k, names in enumerate(whole):  # before step 1, after it, before step 2, ...
-        when = f"{'after' if k % 2 else 'before'} step {k // 2 + 1}"
-        for name, (numel, *_) in names.items():
-            alike: dict[int, dict[int, Held]] = {}  # tp rank, or -1 for all -> rank -> what it holds
-            for rank, weights in enumerate(done.held):
-                if name in weights[k]:
-                    key = -1 if weights[k][name].numel == numel else done.tp_ranks[rank]
-                    alike.setdefault(key, {})[rank] = weights[k][name]
-            for ranks in alike.values():
-                compared += len(ranks) > 1
-                if differ := difference(ranks):
-                    return Finding(True, f"{when}: {name} {differ}")
-    return Finding(False, f"{compared} comparisons between ranks that hold the same weights found no difference")
+def same(case: Case) -> Finding:
+    """Compares with the same steps without the fault, in one process."""
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as many:
+        record(Case(case.step, 1, one_process(case.flags), case.besides), one)
+        record(case, many)
+        trusted = same_numbers.Recording(pathlib.Path(one))
+        found = Comparison(trusted, same_numbers.Recording(pathlib.Path(many), trusted.aliases)).found
+    lines = [each["line"] for each in found] or [f"{STEPS_RECORDED} steps are those of one process"]
+    return Finding(bool(found), "\n".join(lines))
 
 
 def num_bytes(case: Case) -> Finding:
@@ -150,7 +124,7 @@ def num_bytes(case: Case) -> Finding:
     shape = Shape(hidden=128, width=352, layers=4, heads=8, kv_heads=4, vocab=1024, tied=tied, head_dim=16)  # of SMALL
     job = Job(shape, 16, m * found.dp_size, 1, "float32", case.size, case.size, *[0] * 4,
               recompute="--recompute" in case.flags, experts=found.num_experts)
-    long, short = (run(case, steps, "float32").num_bytes for steps in (2, 1))
+    long, short = (run(case, steps, "float32") for steps in (2, 1))
     saw = []
     for rank, (all_bytes, before) in enumerate(zip(long, short)):
         pp_rank = rank // found.tp_size // found.cp_size % found.pp_size
@@ -169,7 +143,7 @@ def replay(case: Case) -> Finding:
         done = run(case)
     except Violation as violation:
         return Finding(True, str(violation))
-    return Finding(False, f"{sum(done.num_bytes):,} bytes in {STEPS_RUN} steps, all received, none changed on the way")
+    return Finding(False, f"{sum(done):,} bytes in {STEPS_RUN} steps, all received, none changed on the way")
 
 
 def simulation(case: Case) -> Finding:
@@ -231,7 +205,7 @@ TOPOLOGIES = (  # healthy ones: a step, its ranks and flags
     ("16", 4, "--dp_size 2 --ep_size 2 --tp_size 2 --num_experts 4"),
     ("16", 4, "--dp_size 2 --ep_size 2 --pp_size 2 --pp_engine 1f1b --num_experts 4"),
 )
-CHECKS = {"norm": norm, "checksum": checksum, "bytes": num_bytes, "replay": replay, "simulation": simulation}
+CHECKS = {"same": same, "bytes": num_bytes, "replay": replay, "simulation": simulation}
 
 
 def case_of(fault: Fault, edits: tuple[Edit, ...]) -> Case:

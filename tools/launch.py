@@ -24,6 +24,7 @@ STEPS = {path.name.split("_")[0].removeprefix("step"): path for folder in (ROOT,
          for path in folder.glob("step*_*")}
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in  # what step 9 cuts; seconds to import
           ("bert", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "opt", "qwen2", "qwen3", "vit")]
+sys.path.append(str(ROOT))  # for same_numbers
 sys.path.append(str(ROOT / "tests" / "support"))  # tools that compare with Hugging Face share huggingface.py
 
 PROXIES = {f"{name}_proxy" for name in ("http", "https", "all", "no")}  # a test must not find a way to the Hub

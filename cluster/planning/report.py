@@ -77,5 +77,5 @@ def describe_local_steps(cluster: Cluster, scored: Scored) -> str:
     seconds = sum(tokens.values()) / speed  # of a local step of that many samples in the mean
     steps = max(1, math.ceil(exchange * (1 / EXCHANGED - 1) / seconds))
     return (f"local steps: {exchange:.3g} s to exchange, {seconds:.3g} s to compute a step: --local_steps {steps} "
-            f"keeps exchanges below {EXCHANGED:.0%} of the time, with {to_readable_format(speed * (1 - EXCHANGED))} tokens/s, "
-            "and trains by other mathematics")
+            f"keeps exchanges below {EXCHANGED:.0%} of the time, with "
+            f"{to_readable_format(speed * (1 - EXCHANGED))} tokens/s, and trains by other mathematics")

@@ -1,0 +1,121 @@
+"""same_numbers: the verdict on foreign trainers, and on ranks that are made here one after the other."""
+
+import types
+
+import pytest
+import same_numbers
+import torch
+from launch import ROOT, start_fork
+from same_numbers import Recording
+from same_numbers.__main__ import Comparison, main
+from torch import nn
+
+FOREIGN = {  # of same_numbers/trainers.py, and words of the verdict on its fault
+    "ddp": "whose mean is right: are some summands never averaged",
+    "fsdp2": "the optimizer does not hold 16 of them",
+    "tp": "norm.weight, norm.bias: unlike on ranks that should hold the same, whose sum is right",
+    "fsdp_tp": "does each rank clip by its own norm?",
+    "pipeline": "4 times too large = the number of micro-batches: is the loss divided by their number before",
+    "accelerate": "2 times too small = the number of replicas or of ranks or of micro-batches",
+    "trainer": "count 1.04, 1.61, 0.986, 0.71 times", "by_hand": "2 times too large = the number of replicas",
+    "lora": "weights at the start, base_model.model.blocks.*.up.lora_A.default.weight",
+    "resumed": "what step 2 changed in the weights, though its gradients were right, all 16 parameters",
+}
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_foreign_trainer_is_right_and_its_fault_is_named(kind, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys, runpy\nsys.path.append({str(ROOT)!r})\n"
+                      "runpy.run_module('same_numbers.trainers', run_name='__main__')\n")
+    ranks = 4 if kind == "fsdp_tp" else 2
+    runs = [start_fork(0, 1 if name == "one" else ranks, kind, tmp_path / name, *["--fault"] * (name == "wrong"),
+                       script=script) for name in ("one", "right", "wrong")]
+    [run.result() for run in runs]
+    assert verdict(tmp_path, "right") == ""
+    assert FOREIGN[kind] in verdict(tmp_path, "wrong")
+
+
+def verdict(folder, many: str) -> str:
+    one = Recording(folder / "one")
+    return "\n".join(each["line"] for each in Comparison(one, Recording(folder / many, one.aliases)).found)
+
+
+class Net(nn.Module):
+    """(B, 5) -> (B, 3), with a tied weight and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.frozen, self.down = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)
+        self.same = nn.Module()
+        self.same.weight = self.up.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.down(self.frozen(self.up(x)))
+
+
+def record(monkeypatch, folder, rank: int = 0, world: int = 1, change=lambda model: None, cut=None, dtype=torch.float64,
+           before=lambda model: None):
+    """One step as rank `rank`. change(model) makes a fault of the gradients; `cut`: rows of up.weight that it holds."""
+    monkeypatch.setattr(same_numbers, "dist", types.SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda: rank, get_world_size=lambda: world,
+        all_gather_object=lambda everyone, own: None))
+    model = Net().to(dtype)
+    before(model)
+    data = torch.randn(4, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    model(data).square().mean().backward()
+    change(model)
+    if cut is not None:
+        grad = model.up.weight.grad[cut]
+        model.up.weight = model.same.weight = nn.Parameter(model.up.weight.detach()[cut])
+        model.up.weight.grad = grad
+    parts = {} if cut is None else {"up.weight": ("up.weight", {0: (cut.start, 7)})}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = same_numbers.Recorder(model, optimizer, folder, steps=1, parts=parts.get)
+    recorder.step(batch=data, loss=1.0)
+
+
+def scale(name: str, factor: float):
+    return lambda model: model.get_parameter(name).grad.mul_(factor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("change, words", [
+    (lambda model: None, ""), (scale("down.bias", -1), "down.bias: of the wrong sign"),
+    (scale("up.weight", 1.01), "up.weight: 1.01 times too large"),
+    (lambda model: setattr(model.down.weight, "grad", None), "down.weight: there are none"),
+    (lambda model: model.up.weight.grad.copy_(model.up.weight.grad.roll(1, 0)), "up.weight: wrong, by no common"),
+])
+def test_uneven_parts_tied_and_frozen_weights(change, words, dtype, monkeypatch, tmp_path):
+    record(monkeypatch, tmp_path / "one", dtype=dtype)
+    for rank, cut in enumerate((slice(0, 3), slice(3, 7))):
+        record(monkeypatch, tmp_path / "many", rank, 2, change, cut, dtype)
+    assert verdict(tmp_path, "many").endswith(words) if not words else words in verdict(tmp_path, "many")
+
+
+def test_a_rank_that_holds_the_part_of_another(monkeypatch, tmp_path):
+    record(monkeypatch, tmp_path / "one")
+    for rank, cut in enumerate((slice(0, 3), slice(3, 6))):
+        record(monkeypatch, tmp_path / "many", rank, 2, cut=cut,
+               before=lambda model: rank and model.up.weight.data.copy_(model.up.weight.roll(3, 0)))
+    assert "rank 1 holds the part of rank 0" in verdict(tmp_path, "many")
+
+
+def test_recordings_that_do_not_belong_together(monkeypatch, tmp_path, capsys):
+    record(monkeypatch, tmp_path / "one")
+    record(monkeypatch, tmp_path / "short", dtype=torch.float32)
+    record(monkeypatch, tmp_path / "cut", cut=slice(0, 3))
+    record(monkeypatch, tmp_path / "half", world=2)
+    record(monkeypatch, tmp_path / "wrong", change=scale("down.bias", 2))
+    for name, code, words in (("one", 0, "the same numbers in steps [1]"), ("wrong", 1, '"by": "2 times too large'),
+                              ("short", 2, "the dtype of up.weight is float64 in"),
+                              ("half", 2, "the recorded steps are [[1], []]"),
+                              ("absent", 2, "rank0_start.pt is missing")):
+        argv = ["same_numbers", str(tmp_path / "one"), str(tmp_path / name), *["--json"] * (code == 1)]
+        monkeypatch.setattr("sys.argv", argv)
+        assert main() == code
+        shown = "".join(capsys.readouterr())
+        assert words in shown and (shown.count("\n") == 1 or code == 1)
