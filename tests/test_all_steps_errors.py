@@ -184,8 +184,6 @@ def test_each_script_ends_with_one_line(tmp_path, step):
     (11, 2, ["--pp_size", 2, "--pp_engine", "interleaved"], ["--virtual_stages 1 with --pp_engine interleaved:"]),
     (11, 2, ["--dp_size", 2, "--virtual_stages", 2], ["divides the stages of a pipeline: use --pp_size 2 or more"]),
     (11, 2, ["--pp_size", 2, "--virtual_stages", 5, "--pp_engine", "interleaved"], ["pp_size=2 x virtual_stages=5"]),
-    (11, 2, ["--pp_size", 2, "--virtual_stages", 2, "--num_hidden_layers", 4, "--pp_engine", "interleaved_zb",
-             "--recompute"], ["--recompute would save no memory"]),
     (11, 2, ["--pp_size", 2, "--pp_engine", "zb", "--compile"],
      ["--pp_engine zb divides backward, but --compile leaves it in one piece"]),
     (12, 1, ["--zero", 1], ["--zero 1", "--dp_size 1", "raise --dp_size"]),

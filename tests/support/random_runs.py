@@ -13,9 +13,9 @@ DP = {**TP, "dp_size": (1, 2, 2, 3, 4)}
 PP = {**DP, "pp_size": (1, 2, 2, 3, 4)}
 EIGHT = {**PP, "pp_engine": ("afab", "1f1b"), "recompute": (True, False)}
 STEPS = {4: TP, 5: DP, 6: DP, 7: PP, 8: EIGHT, 9: EIGHT,  # step -> values of its flags; a size multiplies the ranks
-         10: {**PP, "pp_engine": ("afab", "1f1b", "zb", "zb")},
+         10: {**PP, "pp_engine": ("afab", "1f1b", "zb", "zb"), "recompute": (True, False)},
          11: {**PP, "pp_size": (2, 2, 3, 4), "virtual_stages": (2, 2, 3),
-              "pp_engine": ("interleaved", "interleaved_zb")},
+              "pp_engine": ("interleaved", "interleaved_zb"), "recompute": (True, False)},
          12: {**PP, "dp_size": (2, 3, 4), "pp_engine": ("1f1b", "zb"), "zero": (1, 1, 2)},
          13: {**DP, "dp_size": (2, 3, 4), "zero": (1, 2, 3, 3), "recompute": (True, False)},
          14: {**PP, "tp_size": (2, 2, 3, 4), "pp_engine": ("1f1b", "zb"), "zero": (1, 2, 3),
