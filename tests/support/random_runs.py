@@ -12,11 +12,11 @@ TP = {"tp_size": (1, 1, 1, 2, 2, 3, 4)}
 DP = {**TP, "dp_size": (1, 2, 2, 3, 4)}
 PP = {**DP, "pp_size": (1, 2, 2, 3, 4)}
 EIGHT = {**PP, "pp_engine": ("afab", "1f1b"), "recompute": (True, False)}
+CHUNKS = {**EIGHT, "pp_engine": ("afab", "1f1b", "zb", "interleaved", "interleaved_zb"), "virtual_stages": (2, 2, 3)}
 STEPS = {4: TP, 5: DP, 6: DP, 7: PP, 8: EIGHT, 9: EIGHT,  # step -> values of its flags; a size multiplies the ranks
          10: {**PP, "pp_engine": ("afab", "1f1b", "zb", "zb"), "recompute": (True, False)},
-         11: {**PP, "pp_size": (2, 2, 3, 4), "virtual_stages": (2, 2, 3),
-              "pp_engine": ("interleaved", "interleaved_zb"), "recompute": (True, False)},
-         12: {**PP, "dp_size": (2, 3, 4), "pp_engine": ("1f1b", "zb"), "zero": (1, 1, 2)},
+         11: {**CHUNKS, "pp_size": (2, 2, 3, 4)},
+         12: {**CHUNKS, "dp_size": (2, 3, 4), "zero": (1, 2, 2)},
          13: {**DP, "dp_size": (2, 3, 4), "zero": (1, 2, 3, 3), "recompute": (True, False)},
          14: {**PP, "tp_size": (2, 2, 3, 4), "pp_engine": ("1f1b", "zb"), "zero": (1, 2, 3),
               "sequence_parallel": (True,)},
@@ -52,10 +52,14 @@ def topology(seed: int) -> tuple[dict, int, int, list, list]:
             flags.pop("zero", None)
         if tp == 1:
             flags.pop("sequence_parallel", None)
-        if flags.get("zero") == 1 and rng.random() < 0.5:
+        if flags.get("zero") and rng.random() < 0.5:
             flags["zero_shares"] = ",".join(str(rng.randint(1, 5)) for _ in range(dp * cp))
-        elif flags.get("zero", 0) > 1:
+        if flags.get("zero", 0) > 2:
             flags["pp_size"] = pp = 1
+        if pp == 1 or not flags.get("pp_engine", "interleaved").startswith("interleaved"):
+            flags.pop("virtual_stages", None)
+        if pp == 1:
+            flags.pop("pp_engine", None)
         layers = pp * flags.get("virtual_stages", 1) + rng.randint(1, 3)
         count, ranks = dp * rng.choice((1, 2, 2, 3, 4, 5)), 1
         if step == 9 and rng.random() < 0.7:
