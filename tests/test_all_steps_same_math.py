@@ -42,6 +42,9 @@ CASES = [  # each idea of a step once
     Case(16, dp=2, ep=2, tp=2, accumulation=2, num_experts=8, balance_loss=0.1, max_grad_norm=0.1),
     Case(16, dp=2, ep=2, pp=2, accumulation=2, num_experts=4, engine="1f1b", balance_bias=0.01, recompute=True),
     Case(16, dp=2, ep=2, samples=2, accumulation=1, num_experts=8, experts_per_token=1, variant="llama3"),  # unreached
+    Case(18, tp=4, accumulation=2, optimizer="muon", variant="vocab1022", max_grad_norm=0),
+    Case(18, dp=3, samples=24, accumulation=4, optimizer="muon", zero_shares="4,2,1", variant="tied", max_grad_norm=0.1),
+    Case(18, dp=2, pp=2, tp=2, accumulation=4, engine="zb", optimizer="muon", zero=2, variant="tied", max_grad_norm=0.1),
     Case(9, pipelines="3,2;5", num_microbatches="6,2", variant="tied", max_grad_norm=0.1),
     Case(9, pipelines="5;5;2,3", num_microbatches="3,2,3"),
     Case(9, pipelines="1,3,1", num_microbatches="8", max_grad_norm=0),
