@@ -46,7 +46,7 @@ def test_one_process_is_torchs_muon(grid, monkeypatch):
     ours = Blocks((3, 7), (7, 3), (5, 5), (64, 16))
     theirs = [param.detach().clone() for param in ours.decoder_layers]
     wrapper = SimpleNamespace(module=ours, gradient=lambda param: param.grad)
-    one = muon.Muon(wrapper, muon.choose_owners(ours, None), 0.01)
+    one = muon.Muon(wrapper, muon.find_matrices(ours, None), 0.01)
     other = torch.optim.Muon(theirs, 0.01, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     before = ours.embedding.detach().clone()
     for _ in range(5):
@@ -74,7 +74,7 @@ def test_singular_values_come_near_one():
 def test_owners_have_work_for_their_shares(grid, shares):
     grid(dp_world_size=len(shares or [1, 1]), tp_world_size=1)
     shapes = [(352, 128), (352, 128), (128, 352), (128, 128), (128, 128), (64, 128), (64, 128)] * 8
-    matrices = muon.choose_owners(Blocks(*shapes), shares)
+    matrices = muon.find_matrices(Blocks(*shapes), shares)
     shares = shares or [1, 1]
     load = [sum(matrix.work for matrix in matrices if matrix.owner == rank) for rank in range(len(shares))]
     for rank, share in enumerate(shares):

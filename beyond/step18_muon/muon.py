@@ -13,14 +13,11 @@ Newton-Schulz iteration that computes it multiplies the matrix by itself. So a s
 
               rank 0  | a0 b0 |              | a0 a1 |  iterates a             | a0 b0 |
               rank 1  | a1 b1 |  all-to-all  | b0 b1 |  iterates b  all-to-all | a1 b1 |
-
     pp   Each stage has matrices of its own.
 
 Muon is for the matrices of the decoder layers, which map one hidden space to another. The rows of the embedding and of
 the final projection are tokens, which are seen seldom or often, and norms are no matrices: AdamW updates these.
 """
-
-from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -46,7 +43,7 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     return x.T if matrix.size(0) > matrix.size(1) else x
 
 
-def exchange_over_tp(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def exchange_over_tp(sent: list[torch.Tensor], received: list[torch.Tensor]) -> list[torch.Tensor]:
     """Sends sent[i] to tp rank i, and returns what came from each: tensors of the shapes of `received`."""
     grid = pgm.process_group_manager
     received = [torch.empty_like(tensor) for tensor in received]
@@ -80,24 +77,32 @@ class Matrix:
         self.work = self.shape[0] * self.shape[1] * min(self.shape)  # of X X^T; the other products are in proportion
 
 
-def choose_owners(model: nn.Module, shares: list[int] | None) -> list[Matrix]:
-    """The matrices of this rank's decoder layers, each with its owner among the dp ranks, and the largest ones first.
+def choose_owners(work: list[int], shares: list[int]) -> list[int]:
+    """The rank that gets each piece of work, so that ranks have about the parts that `shares` say.
 
-    Greedy (Graham 1969): the next matrix goes to the rank that has the least work then, for its share of the whole.
+    Greedy (Graham 1969): the largest pieces first, each to the rank whose work, for its share, is the least with it.
     """
-    shares = shares or [1] * pgm.process_group_manager.dp_world_size
+    load, owners = [0] * len(shares), [0] * len(work)
+    for i in sorted(range(len(work)), key=lambda i: -work[i]):
+        owners[i] = min(range(len(shares)), key=lambda rank: (load[rank] + work[i]) / shares[rank])
+        load[owners[i]] += work[i]
+    return owners
+
+
+def find_matrices(model: nn.Module, shares: list[int] | None) -> list[Matrix]:
+    """The matrices of this rank's decoder layers, each with its owner: the largest first, for rounds of equal work."""
+    grid = pgm.process_group_manager
     dims = {getattr(module, key): dim for module in model.modules()
             for key, dim in getattr(module, "tp_dims", {}).items()}
     matrices = [Matrix(name, param, dims.get(param, 0)) for name, param in model.named_parameters()
                 if name.startswith("decoder_layers") and param.dim() == 2]
-    load = [0] * len(shares)
-    for matrix in (matrices := sorted(matrices, key=lambda matrix: -matrix.work)):
-        matrix.owner = min(range(len(shares)), key=lambda rank: (load[rank] + matrix.work) / shares[rank])
-        load[matrix.owner] += matrix.work
-    if pgm.process_group_manager.is_logging_rank:
-        owned = [sum(matrix.owner == rank for matrix in matrices) for rank in range(len(shares))]
-        work = ", ".join(f"{count} ({100 * part / sum(load):.1f} %)" for count, part in zip(owned, load))
-        print(f"matrices of each dp rank, and their part of the work: {work}")
+    matrices.sort(key=lambda matrix: -matrix.work)
+    work, shares = [matrix.work for matrix in matrices], shares or [1] * grid.dp_world_size
+    for matrix, owner in zip(matrices, choose_owners(work, shares)):
+        matrix.owner = owner
+    if len(shares) > 1 and grid.is_logging_rank:
+        owned = [[matrix.work for matrix in matrices if matrix.owner == rank] for rank in range(len(shares))]
+        print("matrices of each dp rank:", ", ".join(f"{len(each)} ({sum(each) / sum(work):.1%})" for each in owned))
     return matrices
 
 

@@ -14,7 +14,7 @@ from data_parallel import DataParallelBucket, all_reduce_loss_across_dp_ranks
 from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger
 from model import Llama, cast_weights_once, init_weights
-from muon import MatrixZero, check_muon, choose_owners, make_optimizers
+from muon import MatrixZero, check_muon, find_matrices, make_optimizers
 from pipeline_parallel import PipelineParallel, run_schedule
 from tensor_parallel import apply_tensor_parallel, clip_grad_norm, cross_entropy, split_over_tp
 from timeline import check_profile_batch, timeline
@@ -63,7 +63,7 @@ def parse_args():
     parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
     parser.add_argument("--zero", type=zero_or_more, choices=[0, 1, 2], default=0,
-                        help="divide over dp ranks 1: the optimizer's state, 2: gradients too")
+                        help="divide over dp ranks 1: the optimizer's state (Muon's always), 2: gradients too")
     parser.add_argument("--zero_shares", type=share_list, help="unequal shares, one number per dp rank, such as 4,2,1")
     parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
     parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="1f1b", help="the pipeline's schedule")
@@ -168,7 +168,7 @@ def main():
         compile_layers(model.decoder_layers.children(), device)
     if args.recompute:  # after that: what is computed again is compiled, too
         recompute_layers(model.decoder_layers.children())
-    matrices = choose_owners(model, args.zero_shares) if args.optimizer == "muon" else []
+    matrices = find_matrices(model, args.zero_shares) if args.optimizer == "muon" else []
     model = MatrixZero(model, args.zero, args.zero_shares, matrices) if args.zero else DataParallelBucket(model)
     args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
     optimizers = make_optimizers(model, matrices, args.learning_rate)
