@@ -15,8 +15,9 @@ weights, p stages and m micro-batches of B samples, of which a rank has T tokens
               a micro-batch, in the activations' dtype and the last one once, and the rest once. Of an expert, N is the
               dp / ep ranks that hold it
     tp        2 (tp-1)/tp of each sum: 4 of (B, T, D) a layer and micro-batch, one each for the embedding and the head,
-              and 12 bytes a token for the loss; twice each matrix for Muon; --recompute repeats the first one of a layer's forward, with sequence
-              parallelism three halves. With experts, the weights of a token's results have gradients to sum, too
+              and 12 bytes a token for the loss; --recompute repeats the first one of a layer's forward, with sequence
+              parallelism three halves. With experts, the weights of a token's results have gradients to sum, too; with
+              Muon, twice the layers' matrices are sent
     cp        keys and values of (B, T) go cp-1 hops forward and cp-1 backward, their gradients in float32 cp hops
     pp        (B, T, D) a micro-batch, chunk and direction, with sequence parallelism 1/tp; a tied embedding's gradient
     ep        four times, (ep-1)/ep of the rows that a layer's experts get: there and back, forward and backward
@@ -75,7 +76,7 @@ def splits(job: Job) -> Iterator[Split]:
                 sp = tp > 1 and job.seq_len // cp % tp == 0 and not (job.experts or job.muon)
                 for engine in ENGINES if pp > 1 else "-":
                     for ep in (n for n in range(1, (job.experts or 1) + 1) if dp % n == 0 == job.experts % n):
-                        for zero in range(4 if dp * cp > 1 else 1):
+                        for zero in range(job.muon, 4) if dp * cp > 1 else [0]:
                             yield Split(dp, tp, pp, engine, zero, cp, ep, sp)
 
 
