@@ -32,11 +32,12 @@ class ProcessGroupManager:
     """The coordinates of this rank in the grid, and a process group along each axis through it.
 
     For each axis (tp, pp, dp): `<axis>_group` to communicate in, `<axis>_world_size`, and `<axis>_rank`, the position
-    of this rank in the group. All ranks make one together.
+    of this rank in the group. All ranks make one together. ZeRO divides what a rank holds over its `shard_group`,
+    shard_size consecutive dp ranks; copies of a shard are in the `copy_group`.
     Raises UserError where the product of the sizes is not the number of processes.
     """
 
-    def __init__(self, dp_size: int, pp_size: int, tp_size: int):
+    def __init__(self, dp_size: int, pp_size: int, tp_size: int, shard_size: int | None = None):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if (needed := dp_size * pp_size * tp_size) != self.world_size:
             raise UserError(f"dp_size={dp_size} x pp_size={pp_size} x tp_size={tp_size} needs {needed} processes, but "
@@ -57,6 +58,9 @@ class ProcessGroupManager:
         ends = [ranks[:: max(pp_size - 1, 1)] for ranks in columns]  # these stages share a tied embedding
         self.pp_ends_group, _ = dist.new_subgroups_by_enumeration(ends, timeout)
         self.dp_group, _ = dist.new_subgroups_by_enumeration(replicas.tolist(), timeout)
+        replicas = replicas.unflatten(1, (-1, shard_size or dp_size))  # (columns x rows, copies, shards)
+        self.shard_group, _ = dist.new_subgroups_by_enumeration(replicas.flatten(0, 1).tolist(), timeout)
+        self.copy_group, _ = dist.new_subgroups_by_enumeration(replicas.mT.flatten(0, 1).tolist(), timeout)
 
         self.pp_is_first_stage = self.pp_rank == 0
         self.pp_is_last_stage = self.pp_rank == pp_size - 1
@@ -102,8 +106,8 @@ def init_process_group(backend: str, timeout_seconds: float = 600, flags: dict |
                             timeout=timeout)
 
 
-def setup_process_group_manager(dp_size: int, pp_size: int, tp_size: int) -> None:
+def setup_process_group_manager(dp_size: int, pp_size: int, tp_size: int, shard_size: int | None = None) -> None:
     global process_group_manager
-    process_group_manager = ProcessGroupManager(dp_size, pp_size, tp_size)
+    process_group_manager = ProcessGroupManager(dp_size, pp_size, tp_size, shard_size)
     if dist.get_rank() == 0:
         print(process_group_manager.describe(), flush=True)

@@ -33,11 +33,12 @@ class ProcessGroupManager:
 
     For each axis (tp, cp, pp, dp): `<axis>_world_size` and `<axis>_rank`, the position of this rank along the axis. For
     tp, cp and pp: `<axis>_group` to communicate in. The ranks that differ in dp and cp only hold the same weights, and
-    compute gradients of other tokens: they are `cp_dp_group`. All ranks make one together.
+    compute gradients of other tokens: they are `cp_dp_group`. All ranks make one together. ZeRO divides what a
+    rank holds over its `shard_group`, shard_size consecutive ones of these; copies of a shard are in the `copy_group`.
     Raises UserError where the product of the sizes is not the number of processes.
     """
 
-    def __init__(self, dp_size: int, pp_size: int, tp_size: int, cp_size: int = 1):
+    def __init__(self, dp_size: int, pp_size: int, tp_size: int, cp_size: int = 1, shard_size: int | None = None):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if (needed := dp_size * pp_size * cp_size * tp_size) != self.world_size:
             raise UserError(f"dp_size={dp_size} x pp_size={pp_size} x cp_size={cp_size} x tp_size={tp_size} needs "
@@ -63,6 +64,9 @@ class ProcessGroupManager:
         self.pp_ends_group, _ = dist.new_subgroups_by_enumeration(ends, timeout)
         self.cp_group, _ = dist.new_subgroups_by_enumeration(rings.tolist(), timeout)
         self.cp_dp_group, _ = dist.new_subgroups_by_enumeration(replicas.tolist(), timeout)
+        replicas = replicas.unflatten(1, (-1, shard_size or self.cp_dp_world_size))  # (others, copies, shards)
+        self.shard_group, _ = dist.new_subgroups_by_enumeration(replicas.flatten(0, 1).tolist(), timeout)
+        self.copy_group, _ = dist.new_subgroups_by_enumeration(replicas.mT.flatten(0, 1).tolist(), timeout)
 
         self.pp_is_first_stage = self.pp_rank == 0
         self.pp_is_last_stage = self.pp_rank == pp_size - 1
@@ -109,8 +113,9 @@ def init_process_group(backend: str, timeout_seconds: float = 600, flags: dict |
                             timeout=timeout)
 
 
-def setup_process_group_manager(dp_size: int, pp_size: int, tp_size: int, cp_size: int = 1) -> None:
+def setup_process_group_manager(*sizes: int | None) -> None:
+    """Makes the grid. `sizes`: those of ProcessGroupManager."""
     global process_group_manager
-    process_group_manager = ProcessGroupManager(dp_size, pp_size, tp_size, cp_size)
+    process_group_manager = ProcessGroupManager(*sizes)
     if dist.get_rank() == 0:
         print(process_group_manager.describe(), flush=True)

@@ -92,8 +92,8 @@ def all_gather(full: torch.Tensor, sizes: list[int], group: dist.ProcessGroup):
 class ShardedBucket:
     """Parameters whose weights share a flat buffer, of which each rank of `group` owns a shard, its part by `shares`.
 
-    `shard` (numbers,) is a view of this rank's part, and what the optimizer updates. Its gradient is the mean over the
-    group. `gradients` holds those of the parameters, from the first one until all are scattered.
+    `shard` (numbers,) is a view of this rank's part, and what the optimizer updates. Its gradient is the mean over all
+    replicas. `gradients` holds those of the parameters, from the first one until all are scattered.
     """
 
     def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup, shares: list[int]):
@@ -112,28 +112,28 @@ class ShardedBucket:
 
     def scatter(self) -> None:
         """Starts the reduce-scatter. The parameters give up their gradients: the next backward makes new ones."""
-        handle, self.summands = reduce_scatter(self.gradients.grad_data.to(self.shard.dtype), self.sizes, self.group)
+        handle, self.summands = reduce_scatter(self.gradients.grad_data, self.sizes, self.group)
         self.handle, self.gradients = timeline.background(handle, "reduce-scatter"), None
         for param in self.params:
             param.grad = None
 
     def wait(self) -> None:
-        """Waits for the reduce-scatter and adds the mean over the group to the shard's gradient."""
+        """Waits for the reduce-scatter and adds the group's part of the mean over all replicas to the gradient."""
         with timeline.span("wait"):
             self.handle.wait()
         total, *others = self.summands
         for other in others:  # always in this order, so that a run can be repeated to the last bit
             total += other
-        total /= self.group.size()
+        total /= pgm.process_group_manager.cp_dp_world_size
         self.shard.grad = total if self.shard.grad is None else self.shard.grad.add_(total)
         self.handle = self.summands = None  # and with them the buffers
 
 
 class Zero(DataParallelBucket):
-    """Wraps a model. `level` is 1 or 2, see above (3: see fsdp.py); `shares`: one positive number for each replica."""
+    """Wraps a model. `level` is 1 or 2, see above (3: see fsdp.py); `shares`: a positive number for each shard."""
 
     def __init__(self, module: nn.Module, level: int, shares: list[int] | None = None):
-        self.level, self.shares = level, shares or [1] * pgm.process_group_manager.cp_dp_world_size
+        self.level, self.shares = level, shares or [1] * pgm.process_group_manager.shard_group.size()
         self.in_flight = None
         super().__init__(module)
 
@@ -149,7 +149,7 @@ class Zero(DataParallelBucket):
         super().initialize_buckets([*alone], limit)
 
     def make_bucket(self, params: list[nn.Parameter]) -> ShardedBucket:
-        return ShardedBucket(params, pgm.process_group_manager.cp_dp_group, self.shares)
+        return ShardedBucket(params, pgm.process_group_manager.shard_group, self.shares)
 
     def mark_param_as_ready(self, param: nn.Parameter) -> None:
         """Called by backward when `param.grad` holds the sum over the micro-batches that are not scattered yet."""
@@ -169,12 +169,14 @@ class Zero(DataParallelBucket):
         self.in_flight = bucket
 
     def finish_gradient_sync(self) -> None:
-        """Scatters what is left: a bucket with parameters of two chunks has had gradients of one since the last time."""
+        """Scatters what is left: of a bucket over two chunks, one may have had gradients since the last time."""
         for bucket in self.buckets:
             if bucket.gradients:
                 self.scatter(bucket)
         self.in_flight.wait()
-        self.in_flight = None
+        self.in_flight, copies = None, pgm.process_group_manager.copy_group
+        for bucket in self.buckets if copies.size() > 1 else []:
+            dist.all_reduce(bucket.shard.grad, group=copies)
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor:
         """The part of the gradient that lies in this rank's shard: flat, and often empty."""
@@ -187,7 +189,7 @@ class Zero(DataParallelBucket):
         return ((f"shard {i}", bucket.shard) for i, bucket in enumerate(self.buckets))
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """As tensor_parallel.clip_grad_norm. Of replicas, each counts its own shards."""
+        """As tensor_parallel.clip_grad_norm. Of replicas, each counts its own shards, but for copies of others."""
         grid, norms = pgm.process_group_manager, []
         split = {getattr(module, name) for module in self.modules() for name in getattr(module, "tp_dims", ())}
         for name, param in self.module.named_parameters():
@@ -195,7 +197,7 @@ class Zero(DataParallelBucket):
                 part = self.gradient(param)
                 rows = part[: len(part) // 1024 * 1024].view(-1, 1024)  # float32 loses digits in sums of millions
                 norms += [torch.linalg.vector_norm(rows, dim=-1), part[rows.numel() :]]
-        squares = torch.nn.utils.get_total_norm(norms) ** 2
+        squares = torch.nn.utils.get_total_norm(norms) ** 2 * (grid.copy_group.rank() == 0)
         dist.all_reduce(squares)
         if max_norm:
             torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, squares.sqrt())
@@ -221,13 +223,13 @@ def check_zero(args):
     if args.zero and replicas == 1:
         raise UserError(f"--zero {args.zero} divides what the replicas hold, and --dp_size 1 is only one: "
                         "raise --dp_size or --cp_size, or leave --zero out")
-    if args.zero == 3 and args.pp_size > 1:
-        raise UserError(f"--zero 3 frees weights after each micro-batch, but --pp_size {args.pp_size} has several "
-                        "under way: use --zero 2 with a pipeline")
-    if args.zero_shares and (not args.zero or len(args.zero_shares) != replicas):
-        raise UserError(f"--zero_shares names the parts of {len(args.zero_shares)} replicas in what --zero divides, but "
-                        f"--zero is {args.zero} and there are {replicas}: use --zero and a number for each")
-    if args.zero == 3 and args.compile:
-        raise UserError("--zero 3 gathers weights in hooks of the layers, which --compile would compile with them: "
-                        "leave one of the two out")
+    if args.shard_size and (not args.zero or args.shard_size == 1 or replicas % args.shard_size):
+        raise UserError(f"--shard_size {args.shard_size} of {replicas} replicas divide among them what --zero "
+                        f"{args.zero} says: use --zero, and a divisor of {replicas} that is 2 or more")
+    if args.gather_once and args.zero != 3:
+        raise UserError(f"--gather_once is for divided weights, but --zero is {args.zero}: use --zero 3 with it")
+    shards = args.shard_size or replicas
+    if args.zero_shares and (not args.zero or len(args.zero_shares) != shards):
+        raise UserError(f"--zero_shares names {len(args.zero_shares)} parts of what --zero {args.zero} divides among "
+                        f"{shards} replicas: use --zero, and a number for each of these")
     return args
