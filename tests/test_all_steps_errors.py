@@ -178,6 +178,8 @@ def test_each_script_ends_with_one_line(tmp_path, step):
     (9, 2, ["--pipelines", "2;2", "--num_microbatches", "6"],
      ["All pipelines must have a corresponding number of microbatches: got [6] for 2 pipelines: give a dictionary"]),
     (9, 2, ["--pipelines", "2;1"], ["stages of 1 decoder layers have 1 together, but the model has 2"]),
+    (9, 1, ["--model_name_or_path", TINY], ["unrecognized arguments: --model_name_or_path"]),  # it reads no weights
+    (9, 1, ["--random_weights"], ["unrecognized arguments: --random_weights"]),
     (9, 2, ["--pipelines", ""], ["argument --pipelines: '': write positive numbers and commas, as in 5,3"]),
     (9, 2, ["--pipelines", "2;2", "--dp_size", "2"], ["leave out --dp_size and --pp_size"]),
     (11, 2, ["--pp_size", 2, "--virtual_stages", 2, "--pp_engine", "zb"], ["--virtual_stages 2 with --pp_engine zb:"]),

@@ -86,14 +86,14 @@ class FullyShardedDataParallel(Zero):
     def initialize_buckets(self, params: list[nn.Parameter], limit: float) -> None:
         """A unit for each layer; and for the rest, of which the norm and a tied embedding may have sums of their own.
         """
-        layers, self.following, self.previous = dict(self.module.decoder_layers.named_children()), {}, {}
+        layers, self.following, self.previous = self.module.decoder_layers, {}, {}
         in_layers = {param for layer in layers.values() for param in layer.parameters()}
         super().initialize_buckets([param for param in params if param not in in_layers], math.inf)
         self.rest = [*self.buckets]
         self.units = {layer: Unit([*layer.parameters()], self.shares, self.module.dtype) for layer in layers.values()}
         self.buckets += self.units.values()
         self.bucket_of = {param: unit for unit in self.buckets for param in unit.params}
-        for chunk in getattr(self.module, "chunks", [layers]):
+        for chunk in self.module.chunks:
             chunk = [layers[str(i)] for i in chunk]
             self.following.update(zip(chunk, chunk[1:]))  # layer -> the next one
             self.previous.update(zip(chunk[1:], chunk))
