@@ -150,7 +150,7 @@ class Zero(DataParallelBucket):
         alone = {param for name, param in self.module.named_parameters()
                  if name == "embedding.weight" and pgm.process_group_manager.pp_world_size > 1}
         super().initialize_buckets([param for param in params if param not in alone], limit)
-        super().initialize_buckets([*alone], limit)
+        super().initialize_buckets([param for param in params if param in alone], limit)
 
     def make_bucket(self, params: list[nn.Parameter]) -> ShardedBucket:
         return ShardedBucket(params, pgm.process_group_manager.dp_group, self.shares)

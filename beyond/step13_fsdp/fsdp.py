@@ -33,8 +33,8 @@ from zero import ShardedBucket, Zero, all_gather
 class Unit(ShardedBucket):
     """Parameters that are gathered and freed together. While they are freed, a rank has its shard only."""
 
-    def __init__(self, params: list[nn.Parameter], shares: list[int], dtype: torch.dtype):
-        super().__init__(params, pgm.process_group_manager.shard_group, shares)
+    def __init__(self, params: list[nn.Parameter], replicas: pgm.Replicas, shares: list[int], dtype: torch.dtype):
+        super().__init__(params, replicas, shares)
         self.shard, self.gathering = nn.Parameter(self.shard.detach().clone()), None
         self.weights = self.weights.to(dtype, copy=True)
         for param, part in zip(params, self.weights.split([param.numel() for param in params])):
@@ -90,7 +90,7 @@ class FullyShardedDataParallel(Zero):
         in_layers = {param for layer in layers.values() for param in layer.parameters()}
         super().initialize_buckets([param for param in params if param not in in_layers], math.inf)
         self.rest = [*self.buckets]
-        self.units = {layer: Unit([*layer.parameters()], self.shares, self.module.dtype) for layer in layers.values()}
+        self.units = {layer: self.make_bucket([*layer.parameters()], self.module.dtype) for layer in layers.values()}
         self.buckets += self.units.values()
         self.bucket_of = {param: unit for unit in self.buckets for param in unit.params}
         for chunk in self.module.chunks:
@@ -98,8 +98,8 @@ class FullyShardedDataParallel(Zero):
             self.following.update(zip(chunk, chunk[1:]))  # layer -> the next one
             self.previous.update(zip(chunk[1:], chunk))
 
-    def make_bucket(self, params: list[nn.Parameter]) -> Unit:
-        return Unit(params, self.shares, params[0].dtype)
+    def make_bucket(self, params: list[nn.Parameter], dtype: torch.dtype | None = None) -> Unit:
+        return Unit(params, pgm.process_group_manager.replicas, self.shares, dtype or params[0].dtype)
 
     def before_forward(self, module: nn.Module, args: tuple) -> None:
         for unit in self.rest:
@@ -109,9 +109,9 @@ class FullyShardedDataParallel(Zero):
 
     def before_layer(self, layer: nn.Module, args: tuple) -> None:
         """Before a layer's forward: its weights are there, and those of the next one on their way."""
-        self.units[layer].gather()
+        self.gather(layer)
         if layer in self.following:
-            self.units[self.following[layer]].start_gather()
+            self.start_gather(self.following[layer])
         x = args[0]
         if layer not in self.previous and x.requires_grad:
             x.register_hook(lambda gradient: self.free(layer))  # its backward has ended
@@ -127,9 +127,15 @@ class FullyShardedDataParallel(Zero):
         """Before a layer's backward, when the next one's has ended: its weights are there, the previous ones coming."""
         if layer in self.following:
             self.free(self.following[layer])
-        self.units[layer].gather()
+        self.gather(layer)
         if layer in self.previous:
-            self.units[self.previous[layer]].start_gather()
+            self.start_gather(self.previous[layer])
+
+    def start_gather(self, layer: nn.Module) -> None:
+        self.units[layer].start_gather()
+
+    def gather(self, layer: nn.Module) -> None:
+        self.units[layer].gather()
 
     def free(self, layer: nn.Module) -> None:
         if not self.gather_once:

@@ -17,6 +17,7 @@ import datetime
 import json
 import os
 import re
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,12 +29,26 @@ timeout = datetime.timedelta(seconds=600)  # how long a rank waits for the other
 MAY_DIFFER = re.compile("_name|_dir|wandb|device|timeout|threads|num_proc|workers|tokenizers")  # what a machine decides
 
 
+class Replicas(NamedTuple):
+    """Groups of the ranks that hold the same parameters: all; those among which ZeRO divides them; those of a shard."""
+
+    all: dist.ProcessGroup
+    shard: dist.ProcessGroup
+    copy: dist.ProcessGroup
+
+
+def make_replicas(ranks: torch.Tensor, shard_size: int) -> Replicas:
+    """Of each row of `ranks`, as many consecutive ones as `shard_size` says divide their parameters."""
+    parts = ranks.unflatten(1, (-1, shard_size))  # (rows, copies, shards)
+    lists = ranks, parts.flatten(0, 1), parts.mT.flatten(0, 1)
+    return Replicas(*(dist.new_subgroups_by_enumeration(groups.tolist(), timeout)[0] for groups in lists))
+
+
 class ProcessGroupManager:
     """The coordinates of this rank in the grid, and a process group along each axis through it.
 
     For each axis (tp, pp, dp): `<axis>_group` to communicate in, `<axis>_world_size`, and `<axis>_rank`, the position
-    of this rank in the group. All ranks make one together. ZeRO divides what a rank holds over its `shard_group`,
-    shard_size consecutive dp ranks; copies of a shard are in the `copy_group`.
+    of this rank in the group. All ranks make one together. `replicas` are the dp group and its parts.
     Raises UserError where the product of the sizes is not the number of processes.
     """
 
@@ -57,10 +72,8 @@ class ProcessGroupManager:
         self.pp_wrap_backward_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
         ends = [ranks[:: max(pp_size - 1, 1)] for ranks in columns]  # these stages share a tied embedding
         self.pp_ends_group, _ = dist.new_subgroups_by_enumeration(ends, timeout)
-        self.dp_group, _ = dist.new_subgroups_by_enumeration(replicas.tolist(), timeout)
-        replicas = replicas.unflatten(1, (-1, shard_size or dp_size))  # (columns x rows, copies, shards)
-        self.shard_group, _ = dist.new_subgroups_by_enumeration(replicas.flatten(0, 1).tolist(), timeout)
-        self.copy_group, _ = dist.new_subgroups_by_enumeration(replicas.mT.flatten(0, 1).tolist(), timeout)
+        self.replicas = make_replicas(replicas, shard_size or dp_size)
+        self.dp_group = self.replicas.all
 
         self.pp_is_first_stage = self.pp_rank == 0
         self.pp_is_last_stage = self.pp_rank == pp_size - 1

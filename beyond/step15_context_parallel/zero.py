@@ -101,19 +101,20 @@ def all_gather(full: torch.Tensor, sizes: list[int], group: dist.ProcessGroup):
 
 class ShardedBucket:
     """Parameters whose weights share a flat buffer, of which each rank of `group` owns a shard, its part by `shares`.
+    Of each shard there are copies in other groups.
 
     `shard` (numbers,) is a view of this rank's part, and what the optimizer updates. Its gradient is the mean over all
     replicas. `gradients` holds those of the parameters, from the first one until all are scattered.
     """
 
-    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup, shares: list[int]):
-        self.params, self.group, self.gradients = params, group, None
+    def __init__(self, params: list[nn.Parameter], replicas: pgm.Replicas, shares: list[int]):
+        self.params, self.group, self.copies, self.gradients = params, replicas.shard, replicas.copy, None
         self.weights = torch.cat([param.data.flatten() for param in params])
         for param, part in zip(params, self.weights.split([param.numel() for param in params])):
             param.data = part.view_as(param)
         bounds = [len(self.weights) * sum(shares[:rank]) // sum(shares) for rank in range(len(shares) + 1)]
         self.sizes = [end - start for start, end in zip(bounds, bounds[1:])]
-        self.shard = nn.Parameter(self.weights.split(self.sizes)[group.rank()])
+        self.shard = nn.Parameter(self.weights.split(self.sizes)[self.group.rank()])
 
     def take(self, param: nn.Parameter) -> None:
         """Makes `param.grad` a view into a buffer, to which later micro-batches add. It is made for the first one."""
@@ -143,23 +144,19 @@ class Zero(DataParallelBucket):
     """Wraps a model. `level` is 1 or 2, see above (3: see fsdp.py); `shares`: a positive number for each shard."""
 
     def __init__(self, module: nn.Module, level: int, shares: list[int] | None = None):
-        self.level, self.shares = level, shares or [1] * pgm.process_group_manager.shard_group.size()
+        self.level, self.shares = level, shares or [1] * pgm.process_group_manager.replicas.shard.size()
         self.in_flight = None
         super().__init__(module)
 
     def initialize_buckets(self, params: list[nn.Parameter], limit: float) -> None:
-        """Gradients that further ranks sum need shards that are alike on them, so they have buckets of their own.
-
-        A pipeline's first and last stage sum those of a tied embedding, and tp ranks those of the norms.
-        """
-        alone = {param for name, param in self.module.named_parameters()
-                 if name == "embedding.weight" and pgm.process_group_manager.pp_world_size > 1}
-        super().initialize_buckets([param for param in params if param not in alone and param.dim() > 1], limit)
-        super().initialize_buckets([param for param in params if param.dim() == 1], math.inf)
-        super().initialize_buckets([*alone], limit)
+        """Gradients that further ranks sum need shards that are alike on them, so each kind has buckets of its own."""
+        kinds = {param: pgm.process_group_manager.kind(name) for name, param in self.module.named_parameters()}
+        for kind in sorted(set(kinds.values())):
+            members = [param for param in params if kinds[param] == kind]
+            super().initialize_buckets(members, math.inf if kind == "whole" else limit)
 
     def make_bucket(self, params: list[nn.Parameter]) -> ShardedBucket:
-        return ShardedBucket(params, pgm.process_group_manager.shard_group, self.shares)
+        return ShardedBucket(params, pgm.process_group_manager.replicas, self.shares)
 
     def mark_param_as_ready(self, param: nn.Parameter) -> None:
         """Called by backward when `param.grad` holds the sum over the micro-batches that are not scattered yet."""
@@ -184,9 +181,10 @@ class Zero(DataParallelBucket):
             if bucket.gradients:
                 self.scatter(bucket)
         self.in_flight.wait()
-        self.in_flight, copies = None, pgm.process_group_manager.copy_group
-        for bucket in self.buckets if copies.size() > 1 else []:
-            dist.all_reduce(bucket.shard.grad, group=copies)
+        self.in_flight = None
+        for bucket in self.buckets:
+            if bucket.copies.size() > 1:
+                dist.all_reduce(bucket.shard.grad, group=bucket.copies)
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor:
         """The part of the gradient that lies in this rank's shard: flat, and often empty."""
@@ -200,14 +198,15 @@ class Zero(DataParallelBucket):
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """As tensor_parallel.clip_grad_norm. Of replicas, each counts its own shards, but for copies of others."""
-        grid, norms = pgm.process_group_manager, []
+        grid, norms = pgm.process_group_manager, [self.buckets[0].shard.grad[:0]]  # a rank may count nothing
         split = {getattr(module, name) for module in self.modules() for name in getattr(module, "tp_dims", ())}
         for name, param in self.module.named_parameters():
-            if (grid.pp_is_first_stage or name != "embedding.weight") and (grid.tp_rank == 0 or param in split):
+            is_first_copy = self.bucket_of[param].copies.rank() == 0 and (grid.tp_rank == 0 or param in split)
+            if is_first_copy and (grid.pp_is_first_stage or name != "embedding.weight"):
                 part = self.gradient(param)
                 rows = part[: len(part) // 1024 * 1024].view(-1, 1024)  # float32 loses digits in sums of millions
                 norms += [torch.linalg.vector_norm(rows, dim=-1), part[rows.numel() :]]
-        squares = torch.nn.utils.get_total_norm(norms) ** 2 * (grid.copy_group.rank() == 0)
+        squares = torch.nn.utils.get_total_norm(norms) ** 2
         dist.all_reduce(squares)
         if max_norm:
             torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, squares.sqrt())

@@ -137,7 +137,8 @@ def join(args) -> tuple[torch.device, torch.dtype]:
     """Joins the other processes as a grid of ranks. Returns this rank's device and the dtype of the activations."""
     device, dtype, backend = choose_device(args.device, args.dtype)
     pgm.init_process_group(backend, args.timeout, {**vars(args), "dtype": dtype})
-    pgm.setup_process_group_manager(args.dp_size, args.pp_size, args.tp_size, args.cp_size, args.ep_size, args.shard_size)
+    pgm.setup_process_group_manager(args.dp_size, args.pp_size, args.tp_size, args.cp_size, args.shard_size,
+                                    args.ep_size)
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
     return device, dtype

@@ -22,9 +22,8 @@ STEPS = {4: TP, 5: DP, 6: DP, 7: PP, 8: EIGHT, 9: EIGHT,  # step -> values of it
          14: {**PP, "tp_size": (2, 2, 3, 4), "pp_engine": ("1f1b", "zb"), **ZERO, "sequence_parallel": (True,)},
          15: {**PP, "cp_size": (2, 2, 3, 4), "cp_layout": ("zigzag", "zigzag", "contiguous"), "pp_size": (1, 1, 2),
               "pp_engine": ("1f1b", "zb"), **ZERO, "sequence_parallel": (True, False)},
-         16: {**PP, "tp_size": (1, 1, 1, 2), "dp_size": (1, 2, 3, 4), "pp_size": (1, 1, 2),
-              "pp_engine": ("afab", "1f1b"),
-              "recompute": (True, False), "num_experts": (4, 6, 12, 12), "experts_per_token": (1, 2),
+         16: {**CHUNKS, "tp_size": (1, 1, 2), "dp_size": (1, 2, 3, 4), "pp_size": (1, 1, 2), "cp_size": (1, 1, 1, 2),
+              **ZERO, "sequence_parallel": (True, False), "num_experts": (4, 6, 12, 12), "experts_per_token": (1, 2),
               "balance_bias": (0, 0.01)}}
 
 
