@@ -95,8 +95,8 @@ def load_qwen(args, dtype: torch.dtype) -> Model:
         directory = once_per_machine(lambda: local_directory(args.model_name, "--model_name"))
         kind = once_per_machine(lambda: read_config(directory)).get("model_type")
         if kind not in ("qwen2", "qwen3"):
-            raise UserError(f"--model_name {args.model_name!r} is a {kind}, not one of qwen2, qwen3: run_gpt2.py, "
-                            "run_llama.py and train.py of step 9 train others")
+            raise UserError(f"--model_name {args.model_name!r} is a {kind}, not one of qwen2, qwen3: "
+                            "run_causal_lm.py and train.py of step 9 train others")
     made = make_model(args, dtype, {"model_type": "qwen3", **TOY})
     return made._replace(learning_rate=default_learning_rate(made.model.config.hidden_size))
 

@@ -135,6 +135,23 @@ class StageCommunication:
             handle.wait()
 
 
+def forward_microbatch(model: nn.Module, batch: dict, received: torch.Tensor | None, criterion: Callable,
+                       total_num_microbatches: int):
+    """The stage's input, a leaf of its own graph, and its output, which on the last stage is the loss."""
+    x = None if received is None else received.requires_grad_()
+    out = model(x, **batch)
+    if pgm.process_group_manager.pp_is_last_stage:
+        out = criterion(out, batch) / total_num_microbatches
+    return x, out
+
+
+def backward_microbatch(x: torch.Tensor | None, out: torch.Tensor, received: torch.Tensor | None):
+    """Backward from `out`, whose gradient was `received` unless it is the loss. Returns that of x."""
+    if out.requires_grad:  # not where a whole first stage is frozen
+        torch.autograd.backward(out, received)
+    return None if x is None else x.grad
+
+
 @cast_weights_once()
 def run_schedule(schedule, model: nn.Module, data_iter: Iterator[dict], criterion: Callable,
                  num_microbatches: list[int], communication: StageCommunication) -> torch.Tensor:
@@ -160,26 +177,21 @@ def run_schedule(schedule, model: nn.Module, data_iter: Iterator[dict], criterio
                                     "optimizer steps, and for another one write batches = iter(dataloader)")
                 batches[upcoming.microbatch] = batch
             communication.post_receive(upcoming, stage.hidden_shape(**batches[upcoming.microbatch]))
-        i = action.microbatch
-        received = communication.receive(action)
+        i, received = action.microbatch, communication.receive(action)
         if action.kind == "F":
-            x = None if received is None else received.requires_grad_()
             with timeline.span("forward", i):
-                out = model(x, **batches[i])
-                if grid.pp_is_last_stage:
-                    out = criterion(out, batches[i]) / total_num_microbatches
-                    total_loss = total_loss + out.detach()
+                x, out = forward_microbatch(model, batches[i], received, criterion, total_num_microbatches)
             communication.send(action, out)
             alive[i] = (x, out)
             model.peak_live_activations = max(model.peak_live_activations, len(alive))
+            if grid.pp_is_last_stage:
+                total_loss = total_loss + out.detach()
         else:
-            x, out = alive.pop(i)
             del batches[i]
             model.require_backward_grad_sync = i == own_num_microbatches - 1
             with timeline.span("backward", i):
-                if out.requires_grad:  # not where a whole first stage is frozen
-                    torch.autograd.backward(out, received)
-            communication.send(action, None if x is None else x.grad)
+                gradient = backward_microbatch(*alive.pop(i), received)
+            communication.send(action, gradient)
     communication.finish()
     model.finish_gradient_sync()
     return total_loss

@@ -17,10 +17,10 @@ def make_causal_lm(args, plugin) -> Task:
 
     if model_type not in CLASSES:
         raise UserError(f"--model_name_or_path {args.model_name!r} is a {model_type}, and transformers has no causal "
-                        "language model of this type: use one that writes text, or a script of its own as run_vit.py")
+                        "language model of this type: use one that writes text")
     return make_hugging_face(args, CLASSES[model_type], {})
 
 
 if __name__ == "__main__":
     with one_clear_error(out_of_memory="use --recompute, lower --micro_batch_size, or raise --tp_size or --pp_size"):
-        main(__doc__, make_causal_lm)
+        main(__doc__, make_causal_lm, reads_weights=True)

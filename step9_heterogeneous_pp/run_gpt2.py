@@ -7,7 +7,9 @@ The slow pair of machines is one pipeline and takes 2 of the 8 micro-batches of 
 """
 
 from pipeline_template import PipelineTemplate
-from run_common import run
+from run_common import make_hugging_face
+from train import main
+from utils import one_clear_error
 
 TOY = dict(vocab_size=1024, n_embd=64, n_layer=4, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=0)
 
@@ -22,4 +24,6 @@ def pipelines(model):
 
 
 if __name__ == "__main__":
-    run(__doc__, "GPT2LMHeadModel", TOY, pipelines)
+    with one_clear_error(out_of_memory="use --recompute, or lower --micro_batch_size"):
+        main(__doc__, lambda args, _plugin: make_hugging_face(args, "GPT2LMHeadModel", TOY, pipelines),
+             reads_weights=True, model_name=None, seq_len=64, max_tokens=40960)

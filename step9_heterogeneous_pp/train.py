@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.utils.data import Dataset
 
 import process_group_manager as pgm
 from dataloader import collate_batch, load_samples
@@ -46,12 +45,11 @@ class Task:
 
     model: nn.Module  # whole, on the meta device where its weights come later
     criterion: Callable  # (output, batch) -> the mean loss of a micro-batch
-    data: Callable  # (args, config, count) -> so many samples, and what makes a micro-batch of some. All ranks call it
-    weights: Callable | dict | None = None  # as plugin.configure takes them
+    weights: Callable | str | None = None  # as plugin.configure takes them
     pipelines: Callable | None = None  # model -> templates, and micro-batches of each, where no flag gives them
 
 
-def parse_args(doc: str, **defaults):
+def parse_args(doc: str, reads_weights: bool = False, **defaults):
     parser = ArgumentParser(description=doc.splitlines()[0])
     # Environment
     parser.add_argument("--omp_num_threads", type=positive_int, default=None,
@@ -63,8 +61,10 @@ def parse_args(doc: str, **defaults):
     parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
     parser.add_argument("--timeout", type=positive_float, default=600, help="seconds that ranks wait for each other")
     # Model
-    parser.add_argument("--model_name", "--model_name_or_path", default=TINY_LLAMA, help="a directory, or a Hub id")
-    parser.add_argument("--random_weights", action="store_true", help="of run_*: of a new model; files need have none")
+    parser.add_argument("--model_name", *["--model_name_or_path"] * reads_weights, default=TINY_LLAMA,
+                        help="a directory, or a Hub id" + (", with its weights" if reads_weights else "; no weights"))
+    if reads_weights:
+        parser.add_argument("--random_weights", action="store_true", help="of a new model; files need have none")
     parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--num_attention_heads", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
@@ -113,28 +113,16 @@ def parse_args(doc: str, **defaults):
 def choose_pipelines(args, model, pipelines: Callable | None) -> tuple[list[PipelineTemplate], dict | list]:
     """The templates and numbers of micro-batches that the flags ask for, or else those of `pipelines(model)`.
 
-    On a multiple of the processes that these need, they are repeated. Raises UserError where flags are not possible.
+    Raises UserError where flags are not possible.
     """
     if pipelines and args.pipelines is None and args.dp_size == args.pp_size == 1:
         templates, num_microbatches = pipelines(model)
-        copies = max(1, dist.get_world_size() // (sum(each.num_stages for each in templates) * args.tp_size))
-        templates = templates * copies
-        if isinstance(num_microbatches, list):
-            num_microbatches = num_microbatches * copies
-        if args.gradient_accumulation_steps:
-            num_microbatches = [args.gradient_accumulation_steps] * len(templates)
     else:
         size, left_over = divmod(model.config.num_hidden_layers, args.pp_size)  # or one more layer in the first stages
         layers = args.pipelines or [[size + (s < left_over) for s in range(args.pp_size)]] * args.dp_size
         templates = [PipelineTemplate.from_layers_per_stage(model, sizes) for sizes in layers]
-        num_microbatches = [args.gradient_accumulation_steps or 8] * len(layers)
+        num_microbatches = [args.gradient_accumulation_steps] * len(layers)
     return templates, args.num_microbatches or num_microbatches
-
-
-def text(args, config, num_samples: int) -> tuple[Dataset, Callable]:
-    """The samples of --dataset_name, and the function that makes a micro-batch of some of them. All ranks call it."""
-    return load_samples(args.dataset_name, args.model_name or TINY_LLAMA, args.seq_len, config.vocab_size, num_samples,
-                        os.path.join(args.log_dir, "token_cache")), collate_batch
 
 
 def print_parameters(model, device, dtype, learning_rate: float) -> None:
@@ -161,13 +149,12 @@ def make_llama(args, plugin: HeterogeneousParallelPlugin) -> Task:
     def criterion(logits, batch):
         return cross_entropy(logits, batch["target_ids"], config.vocab_size)
 
-    return Task(model, criterion, text,
-                lambda stage: init_weights(stage.model, args.seed, plugin.device, split_over_tp))
+    return Task(model, criterion, lambda stage: init_weights(stage.model, args.seed, plugin.device, split_over_tp))
 
 
-def main(doc: str = __doc__, make_task: Callable = make_llama, **defaults):
+def main(doc: str = __doc__, make_task: Callable = make_llama, reads_weights: bool = False, **defaults):
     """Trains the task that make_task(args, plugin) returns. `defaults` are other values of flags than those above."""
-    args = parse_args(doc, **defaults)
+    args = parse_args(doc, reads_weights, **defaults)
     plugin = HeterogeneousParallelPlugin(args.tp_size, args.micro_batch_size, args.dtype, args.device,
                                          SCHEDULES[args.pp_engine], args.recompute, args.timeout, args.compile,
                                          vars(args))
@@ -182,8 +169,9 @@ def main(doc: str = __doc__, make_task: Callable = make_llama, **defaults):
         raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
     check_profile_batch(args.profile_batch, num_steps)
 
-    samples, collate = task.data(args, task.model.config, num_steps * plugin.global_batch_size)
-    data_loader = plugin.prepare_dataloader(samples, seed=args.seed, collate_fn=collate, num_workers=args.num_workers)
+    samples = load_samples(args.dataset_name, args.model_name or TINY_LLAMA, args.seq_len, task.model.config.vocab_size,
+                           num_steps * plugin.global_batch_size, os.path.join(args.log_dir, "token_cache"))
+    data_loader = plugin.prepare_dataloader(samples, collate_fn=collate_batch, num_workers=args.num_workers)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, data_loader = plugin.configure(task.model, adamw, data_loader, task.weights, args.seed)
     with pgm.together():

@@ -153,6 +153,15 @@ def test_no_deadlock(step, engine, how):
             replay(record(step, engine, p, m, **how))
 
 
+@every_run
+def test_timeline_notes_a_transfers_end_behind_it_and_not_on_the_gpus_own_stream(step, engine):
+    """There it would come after all that is computed meanwhile, and nothing would seem to overlap."""
+    for operations in record(step, engine, 2, 4, profiled=True, dp=2):
+        transfers = {i for i, each in enumerate(operations) if each.label.startswith(("receive", "all-reduce in dp"))}
+        behind = [each.stream[1] for each in operations if each.label == "event" and each.stream != "compute"]
+        assert len(behind) >= 4 and transfers.issuperset(behind)  # of four micro-batches
+
+
 @contextlib.contextmanager
 def synchronised_span(self, kind, microbatch=None, chunk=0):
     torch.cuda.synchronize()

@@ -11,7 +11,6 @@ with modules_of(8):
     from pipeline_parallel import afab, one_f_one_b
 with modules_of(10):
     from pipeline_parallel import zero_bubble
-    from timeline import Span as Span10, describe_bubble as describe_bubble10
 with modules_of(11):
     from timeline import Span, describe_bubble
     from virtual_stages import interleaved, interleaved_zero_bubble
@@ -58,17 +57,16 @@ def test_a_deadlock_is_found():
     assert "deadlock" in problem(actions, 2)
 
 
-FB, FBW = ("forward", "backward"), ("forward", "backward", "weight gradients")
-
-
-@pytest.mark.parametrize("step, kinds, m, said", [
-    (10, FBW, 8, "measured, 11.1% ideal"), (10, FBW, 4, "measured, 20.0% ideal"),  # 3 of 27, 3 of 15
-    (10, FBW, 2, "measured, 45.5% ideal"),  # 5 of 11
-    (11, FB, 8, "15.8% ideal, that is (p-1)/(2m+p-1) with p=4 stages and m=8"),  # 3 of 19
-    (11, FBW, 8, " 5.9% ideal, that is (p-1)/(6m+p-1) with p=4 stages and m=8"),  # 3 of 51
-    (11, FB, 3, "m=3 micro-batches are less than a round of p=4")])
-def test_the_ideal_bubble_that_is_printed(step, kinds, m, said):
-    if step == 10:
-        assert said in describe_bubble10([[Span10(kind, m - 1, 0, 1) for kind in kinds]] * 4)
-    else:
-        assert said in describe_bubble([[Span(kind, m - 1, 0, 1, chunk=1) for kind in kinds]] * 4)
+@pytest.mark.parametrize("schedule, v, units", [
+    (one_f_one_b, 1, WHOLE), (zero_bubble, 1, SPLIT), (interleaved, 2, WHOLE), (interleaved_zero_bubble, 2, SPLIT)])
+def test_the_ideal_bubble_that_is_printed_is_that_of_the_schedule(schedule, v, units):
+    """Of any one, with fewer micro-batches than stages, too; and whatever time the actions took when measured."""
+    kinds = {"F": "forward", "B": "backward", "W": "weight gradients"}
+    for m in (2, 3, 8):
+        played = play([list(schedule(stage, 4, m, *[v] * (v > 1))) for stage in range(4)], units)
+        ideal = 1 - 3 * v * m / played.end
+        for speed in (1, 2):  # twice as fast, an action leaves half of its time idle
+            said = describe_bubble([[Span(kinds[kind], i, start, start + (end - start) / speed, chunk=chunk)
+                                     for kind, i, chunk, start, end in spans] for spans in played.spans])
+            assert f"{ideal:.1%} ideal" in said, (m, said)
+        assert f"bubble: {ideal:.1%} measured" not in said

@@ -29,10 +29,10 @@ RUNS = {run.step: run for run in (
     Profiled(7, 2, 3, ["--pp_size", 2], 2 * ["F0 F1 F2 B0 B1 B2"], {"receive"}),
     Profiled(8, 4, 4, ["--dp_size", 2, "--pp_size", 2],
              ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"], {"receive", "all-reduce"},
-             "20.0% ideal, that is (p-1)/(m+p-1) with p=2 stages and m=4"),
+             "20.0% ideal"),
     Profiled(11, 2, 2, ["--pp_size", 2, "--virtual_stages", 2, "--pp_engine", "interleaved_zb"],
              ["F0 F1 F0' F1' B0' W0' B1' W1' B0 W0 B1 W1", "F0 F1 F0' B0' F1' B1' W0' B0 W1' B1 W0 W1"], {"receive"},
-             "(p-1)/(6m+p-1) with p=2 stages and m=2 micro-batches"),
+             "7.7% ideal"),
     Profiled(12, 2, 3, ["--dp_size", 2, "--zero", 2], ["F0 B0 F1 B1 F2 B2"],
              {"reduce-scatter", "all-gather"}))}
 
@@ -140,9 +140,7 @@ def test_nothing_arrives_before_it_is_made(profiled, step, firsts, num_microbatc
 def test_each_pipeline_has_its_own_bubble(tmp_path):
     done = fork(9, 3, *COMMON, "--log_dir", tmp_path, "--pipelines", "4;2,2",
                 "--num_microbatches", "3,2", "--max_tokens", 512)
-    for text in ("pipeline 0: 1 stage, idle for", "pipeline 1: bubble: ",
-                 "33.3% ideal, that is (p-1)/(m+p-1) with p=2 stages"):
-        assert text in done.stdout, done.stdout
+    assert re.search(r"^pipeline 0: bubble: .* 0.0% ideal\npipeline 1: bubble: .* 33.3% ideal$", done.stdout, re.M)
 
 
 @pytest.mark.parametrize("step", [6, 8, 9])

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import types
 
 import pytest
 import torch
@@ -10,11 +9,7 @@ import transformers
 from families import (
     CASES, IDS, PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, run_chain, stages_on_meta, toy,
     toy_batch, toy_loss, toy_on_meta)
-from launch import modules_of
 from safetensors.torch import save_file
-
-with modules_of(9):
-    import run_common
 
 
 def same_parameters(stage: PipelineStage, whole) -> None:
@@ -128,28 +123,6 @@ def test_weights_that_are_not_there(tmp_path, saved):
     stage, = stages_on_meta("gpt2", [3], n_positions=64)
     with pytest.raises(ValueError, match=r"wpe.weight has the shape \(32, 32\) in .*of the model \(64, 32\)"):
         load_weights(stage, saved("gpt2"))
-
-
-TASK = ("BertForSequenceClassification", dict(num_labels=5, max_position_embeddings=32))
-
-
-def test_a_new_head_for_another_number_of_classes(saved):
-    """run_common.load_model: what the files have in another shape, or not at all, is drawn by the seed."""
-    def load(seed: int, num_labels: int = 5):
-        args = types.SimpleNamespace(model_name=saved("bert-classifier"), dtype="float32", seq_len=8, seed=seed)
-        model, weights = run_common.load_model(TASK[0], dict(TASK[1], num_labels=num_labels), args, ("classifier",))
-        stage = PipelineStage(model, PipelineTemplate.from_layers_per_stage(model, [1, 2]), 1)
-        load_weights(stage, weights)
-        return stage.model
-
-    one, again, other, same = load(1), load(1), load(2), load(1, num_labels=3)
-    assert one.classifier.weight.shape == (5, 32) and one.classifier.bias.eq(0).all()
-    assert torch.equal(one.classifier.weight, again.classifier.weight)
-    assert not torch.equal(one.classifier.weight, other.classifier.weight) and 0 < one.classifier.weight.std() < 0.1
-    assert torch.equal(same.classifier.weight, toy("bert-classifier").classifier.weight.float())
-    stage = stages_on_meta("bert-classifier", [1, 2], num_labels=5)[1]
-    with pytest.raises(ValueError, match=r"classifier.weight has the shape \(3, 32\) in .*of the model \(5, 32\)"):
-        load_weights(stage, saved("bert-classifier"))
 
 
 @pytest.mark.parametrize("name, changes, message", [

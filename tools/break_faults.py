@@ -72,13 +72,8 @@ FAULTS = {
         2, DP2, "checksum", ("pytorch/torchtitan#166",)),
     "scale": Fault(
         "8", "The loss is not divided by the number of micro-batches before backward: gradients are too large.",
-        (Edit("pipeline_parallel.py", '''\
-                    out = cross_entropy(out, batch["target_ids"], stage.config.vocab_size) / num_microbatches
-                    total_loss = total_loss + out.detach()
-''', '''\
-                    out = cross_entropy(out, batch["target_ids"], stage.config.vocab_size)
-                    total_loss = total_loss + out.detach() / num_microbatches
-'''),),
+        (Edit("pipeline_parallel.py", " / data_loader.gradient_accumulation_steps\n", "\n"),
+         Edit("pipeline_parallel.py", "total_loss + out.detach()", "total_loss + out.detach() / num_microbatches")),
         2, (*PP2, "--max_grad_norm", "0"), "norm", ("pytorch/torchtitan#2972",)),  # clipping hides it as well
     "deadlock": Fault(
         "8", "1F1B's warm-up counts the stages before this one, not those after it: two stages wait for each other.",

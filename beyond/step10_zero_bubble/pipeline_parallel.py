@@ -124,7 +124,7 @@ class PipelineParallel(nn.Module):
 
     def tie_weights(self) -> None:
         """The last stage's projection shares its weight with an embedding, a copy of that of the first stage."""
-        if self.embedding is not None and self.final_proj is not None:
+        if self.config.tie_word_embeddings and None not in (self.embedding, self.final_proj):
             self.final_proj.weight = self.embedding.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -202,6 +202,23 @@ class StageCommunication:
             handle.wait()
 
 
+def forward_microbatch(model: nn.Module, data_loader, received: torch.Tensor | None):
+    """The stage's input, a leaf of its own graph, and its output, which on the last stage is the loss."""
+    grid, stage = pgm.process_group_manager, model.module
+    batch = next(data_loader) if grid.pp_is_first_stage or grid.pp_is_last_stage else None
+    x = batch["input_ids"] if grid.pp_is_first_stage else received.requires_grad_()
+    out = model(x)
+    if grid.pp_is_last_stage:
+        out = cross_entropy(out, batch["target_ids"], stage.config.vocab_size) / data_loader.gradient_accumulation_steps
+    return x, out
+
+
+def backward_microbatch(x: torch.Tensor, out: torch.Tensor, received: torch.Tensor | None) -> torch.Tensor | None:
+    """Backward from `out`, whose gradient was `received` unless it is the loss. Returns that of x, None for ids."""
+    torch.autograd.backward(out, received)
+    return x.grad
+
+
 def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: torch.device) -> torch.Tensor:
     """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
 
@@ -211,8 +228,7 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
     """
     grid, num_microbatches = pgm.process_group_manager, data_loader.gradient_accumulation_steps
     actions = list(schedule(grid.pp_rank, grid.pp_world_size, num_microbatches))
-    stage = model.module
-    communication = StageCommunication(tensor_shape, stage.dtype, device)
+    communication = StageCommunication(tensor_shape, model.module.dtype, device)
     total_loss = torch.zeros((), device=device)
     alive: dict[int, tuple | list] = {}  # micro-batch -> what its B needs, and then what its W needs
     model.peak_live_activations = 0
@@ -224,21 +240,17 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
         model.require_backward_grad_sync = i == num_microbatches - 1
         received = communication.receive(action)
         if action.kind == "F":
-            batch = next(data_loader) if grid.pp_is_first_stage or grid.pp_is_last_stage else None
-            x = batch["input_ids"] if grid.pp_is_first_stage else received.requires_grad_()
             with timeline.span("forward", i):
-                out = model(x)
-                if grid.pp_is_last_stage:
-                    out = cross_entropy(out, batch["target_ids"], stage.config.vocab_size) / num_microbatches
-                    total_loss = total_loss + out.detach()
+                x, out = forward_microbatch(model, data_loader, received)
             communication.send(action, out)
             alive[i] = (x, out)
             model.peak_live_activations = max(model.peak_live_activations, len(alive))
+            if grid.pp_is_last_stage:
+                total_loss = total_loss + out.detach()
         elif action.kind == "B":
-            x, out = alive.pop(i)
             with timeline.span("backward", i):
-                torch.autograd.backward(out, received)
-            communication.send(action, x.grad)
+                gradient = backward_microbatch(*alive.pop(i), received)
+            communication.send(action, gradient)
             if (postponed := weight_gradients.take()) is not None:
                 alive[i] = postponed
         else:
@@ -247,7 +259,7 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
     weight_gradients.postpone(False)
     communication.finish()
     model.finish_gradient_sync()
-    sum_tied_gradients(stage)
+    sum_tied_gradients(model.module)
     return total_loss
 
 
@@ -255,15 +267,3 @@ def sum_tied_gradients(stage: PipelineParallel) -> None:
     """Sums the gradient of a tied embedding, which the first stage holds and, for its projection, the last one too."""
     if stage.config.tie_word_embeddings and stage.embedding is not None:
         dist.all_reduce(stage.embedding.weight.grad, group=pgm.process_group_manager.pp_ends_group)
-
-
-def train_step_pipeline_afab(model, data_loader, tensor_shape, device) -> torch.Tensor:
-    return run_schedule(afab, model, data_loader, tensor_shape, device)
-
-
-def train_step_pipeline_1f1b(model, data_loader, tensor_shape, device) -> torch.Tensor:
-    return run_schedule(one_f_one_b, model, data_loader, tensor_shape, device)
-
-
-def train_step_pipeline_zb(model, data_loader, tensor_shape, device) -> torch.Tensor:
-    return run_schedule(zero_bubble, model, data_loader, tensor_shape, device)

@@ -15,7 +15,7 @@ from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger
 from model import Llama, cast_weights_once, init_weights
 from pipeline_parallel import PipelineParallel, run_schedule
-from tensor_parallel import apply_tensor_parallel, clip_grad_norm, cross_entropy, split_over_tp
+from tensor_parallel import apply_tensor_parallel, clip_grad_norm, split_over_tp
 from timeline import check_profile_batch, timeline
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
@@ -77,24 +77,6 @@ def parse_args():
     return check_zero(parser.parse_args())
 
 
-def train_step(model, data_loader) -> torch.Tensor:
-    """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
-    total_loss = 0.0
-    num_microbatches = data_loader.gradient_accumulation_steps
-    for i in range(num_microbatches):
-        model.require_backward_grad_sync = i == num_microbatches - 1
-        batch = next(data_loader)
-        with timeline.span("forward", i):
-            logits = model(batch["input_ids"])  # (B, T, V/tp)
-            loss = cross_entropy(logits, batch["target_ids"], model.module.config.vocab_size) / num_microbatches
-            del logits  # the largest tensor of all, and backward does not need it
-        with timeline.span("backward", i):
-            loss.backward()  # gradients add up, and each is divided already: their sum is the gradient of the mean loss
-        total_loss += loss.detach()
-    model.finish_gradient_sync()
-    return total_loss
-
-
 def update_weights(args, model, optimizer) -> torch.Tensor:
     """Clips the gradients and updates the weights. Returns the norm of the gradients before."""
     with timeline.span("gradient norm"):
@@ -147,9 +129,7 @@ def main():
         args.model_name, num_hidden_layers=args.num_hidden_layers,
         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
-        model = apply_tensor_parallel(Llama(config, dtype))
-        if args.pp_size > 1:
-            model = PipelineParallel(model, args.virtual_stages)
+        model = PipelineParallel(apply_tensor_parallel(Llama(config, dtype)), args.virtual_stages)
 
     global_batch_size = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size  # in samples
     tokens_per_step = global_batch_size * args.seq_len
@@ -178,11 +158,8 @@ def main():
         start = time.perf_counter()
         model.zero_grad()
         with cast_weights_once():
-            if args.pp_size > 1:
-                tensor_shape = (args.micro_batch_size, args.seq_len, config.hidden_size)
-                loss = run_schedule(schedule, model, data_loader, tensor_shape, device)
-            else:
-                loss = train_step(model, data_loader)
+            tensor_shape = (args.micro_batch_size, args.seq_len, config.hidden_size)
+            loss = run_schedule(schedule, model, data_loader, tensor_shape, device)
         loss = all_reduce_loss_across_dp_ranks(loss)
         grad_norm = update_weights(args, model, optimizer)
         logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start)

@@ -58,6 +58,16 @@ class Exchange:
             if arrived is not tensor:
                 tensor.copy_(arrived)
 
+    def get_future(self):  # for the timeline: several messages of NCCL have none together
+        return self
+
+    def then(self, callback) -> None:
+        """Calls it at once, on a stream that waits for the messages, as the future of a collective does."""
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for handle in self.handles:
+                handle.wait()
+            callback(self)
+
 
 def can_use_library(sizes: list[int]) -> bool:
     """NCCL's collectives take shards of one size. gloo's reduce-scatter is an all-reduce, with twice the bytes."""
@@ -128,7 +138,7 @@ class ShardedBucket:
 
 
 class Zero(DataParallelBucket):
-    """Wraps a model. `level` is 1 or 2, see above; `shares`: one positive number for each dp rank."""
+    """Wraps a model. `level` is 1 or 2, see above; `shares`: a positive number for each shard."""
 
     def __init__(self, module: nn.Module, level: int, shares: list[int] | None = None):
         self.level, self.shares = level, shares or [1] * pgm.process_group_manager.dp_world_size
@@ -140,7 +150,7 @@ class Zero(DataParallelBucket):
         alone = {param for name, param in self.module.named_parameters()
                  if name == "embedding.weight" and pgm.process_group_manager.pp_world_size > 1}
         super().initialize_buckets([param for param in params if param not in alone], limit)
-        super().initialize_buckets([*alone], limit)
+        super().initialize_buckets([param for param in params if param in alone], limit)
 
     def make_bucket(self, params: list[nn.Parameter]) -> ShardedBucket:
         return ShardedBucket(params, pgm.process_group_manager.dp_group, self.shares)
@@ -163,7 +173,7 @@ class Zero(DataParallelBucket):
         self.in_flight = bucket
 
     def finish_gradient_sync(self) -> None:
-        """Scatters what is left: a bucket with parameters of two chunks has had gradients of one since the last time."""
+        """Scatters what is left: of a bucket over two chunks, one may have had gradients since the last time."""
         for bucket in self.buckets:
             if bucket.gradients:
                 self.scatter(bucket)
@@ -211,10 +221,11 @@ def share_list(text: str) -> list[int]:
 
 def check_zero(args):
     """Returns the flags. Raises UserError for some that can't be had together."""
-    if args.zero and args.dp_size == 1:
+    replicas = args.dp_size
+    if args.zero and replicas == 1:
         raise UserError(f"--zero {args.zero} divides what the replicas hold, and --dp_size 1 is only one: "
                         "raise --dp_size, or leave --zero out")
-    if args.zero_shares and (not args.zero or len(args.zero_shares) != args.dp_size):
-        raise UserError(f"--zero_shares names the parts of {len(args.zero_shares)} replicas in what --zero divides, but "
-                        f"--zero is {args.zero} and --dp_size is {args.dp_size}: use --zero and a number for each")
+    if args.zero_shares and (not args.zero or len(args.zero_shares) != replicas):
+        raise UserError(f"--zero_shares names {len(args.zero_shares)} parts of what --zero {args.zero} divides among "
+                        f"{replicas} replicas: use --zero, and a number for each of these")
     return args

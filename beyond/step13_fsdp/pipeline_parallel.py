@@ -134,7 +134,7 @@ class PipelineParallel(nn.Module):
 
     def tie_weights(self) -> None:
         """The last stage's projection shares its weight with an embedding, a copy of that of the first stage."""
-        if self.embedding is not None and self.final_proj is not None:
+        if self.config.tie_word_embeddings and None not in (self.embedding, self.final_proj):
             self.final_proj.weight = self.embedding.weight
 
     def forward(self, x: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -166,7 +166,10 @@ def connect_neighbours(num_chunks: int) -> None:
         elif grid.global_rank == receiver:
             dist.recv(token, sender, group=group)
             dist.send(token, sender, group=backward_group)
-    dist.all_reduce(token, group=grid.dp_group)
+    for group in grid.replicas:
+        dist.all_reduce(token, group=group)
+        shards = token.new_zeros(group.size())  # messages of ZeRO go between all pairs of replicas
+        dist.all_to_all_single(torch.empty_like(shards), shards, group=group)
 
 
 class StageCommunication:
@@ -226,6 +229,23 @@ class StageCommunication:
             handle.wait()
 
 
+def forward_microbatch(model: nn.Module, chunk: int, data_loader, received: torch.Tensor | None):
+    """The chunk's input, a leaf of its own graph, and its output, which on the last stage is the loss."""
+    stage = model.module
+    batch = next(data_loader) if stage.is_first(chunk) or stage.is_last(chunk) else None
+    x = batch["input_ids"] if stage.is_first(chunk) else received.requires_grad_()
+    out = model(x, chunk)
+    if stage.is_last(chunk):
+        out = cross_entropy(out, batch["target_ids"], stage.config.vocab_size) / data_loader.gradient_accumulation_steps
+    return x, out
+
+
+def backward_microbatch(x: torch.Tensor, out: torch.Tensor, received: torch.Tensor | None) -> torch.Tensor | None:
+    """Backward from `out`, whose gradient was `received` unless it is the loss. Returns that of x, None for ids."""
+    torch.autograd.backward(out, received)
+    return x.grad
+
+
 def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: torch.device) -> torch.Tensor:
     """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
 
@@ -248,21 +268,17 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
         model.require_backward_grad_sync = i == num_microbatches - 1
         received = communication.receive(action)
         if action.kind == "F":
-            batch = next(data_loader) if stage.is_first(chunk) or stage.is_last(chunk) else None
-            x = batch["input_ids"] if stage.is_first(chunk) else received.requires_grad_()
             with timeline.span("forward", i, chunk):
-                out = model(x, chunk)
-                if stage.is_last(chunk):
-                    out = cross_entropy(out, batch["target_ids"], stage.config.vocab_size) / num_microbatches
-                    total_loss = total_loss + out.detach()
+                x, out = forward_microbatch(model, chunk, data_loader, received)
             communication.send(action, out)
             alive[i, chunk] = (x, out)
             model.peak_live_activations = max(model.peak_live_activations, len(alive))
+            if stage.is_last(chunk):
+                total_loss = total_loss + out.detach()
         elif action.kind == "B":
-            x, out = alive.pop((i, chunk))
             with timeline.span("backward", i, chunk):
-                torch.autograd.backward(out, received)
-            communication.send(action, x.grad)
+                gradient = backward_microbatch(*alive.pop((i, chunk)), received)
+            communication.send(action, gradient)
             if (postponed := weight_gradients.take()) is not None:
                 alive[i, chunk] = postponed
         else:
@@ -280,15 +296,3 @@ def sum_tied_gradients(model) -> None:
     stage = model.module
     if stage.config.tie_word_embeddings and stage.embedding is not None:
         dist.all_reduce(model.gradient(stage.embedding.weight), group=pgm.process_group_manager.pp_ends_group)
-
-
-def train_step_pipeline_afab(model, data_loader, tensor_shape, device) -> torch.Tensor:
-    return run_schedule(afab, model, data_loader, tensor_shape, device)
-
-
-def train_step_pipeline_1f1b(model, data_loader, tensor_shape, device) -> torch.Tensor:
-    return run_schedule(one_f_one_b, model, data_loader, tensor_shape, device)
-
-
-def train_step_pipeline_zb(model, data_loader, tensor_shape, device) -> torch.Tensor:
-    return run_schedule(zero_bubble, model, data_loader, tensor_shape, device)

@@ -17,7 +17,7 @@ from metrics import RunLogger
 from model import Llama, cast_weights_once, init_weights
 from pipeline_parallel import PipelineParallel, run_schedule
 from sequence_parallel import Gather, Scatter, check_sequence_parallel, sum_norm_gradients
-from tensor_parallel import Copy, Reduce, apply_tensor_parallel, clip_grad_norm, cross_entropy, split_over_tp
+from tensor_parallel import Copy, Reduce, apply_tensor_parallel, clip_grad_norm, split_over_tp
 from timeline import check_profile_batch, timeline
 from utils import (
     ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
@@ -65,6 +65,8 @@ def parse_args():
     parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
     parser.add_argument("--zero", type=zero_or_more, choices=[0, 1, 2, 3], default=0,
                         help="divide over dp ranks 1: the optimizer's state, 2: gradients too, 3: weights too")
+    parser.add_argument("--shard_size", type=positive_int, help="replicas that divide; others copy (default: all)")
+    parser.add_argument("--gather_once", action="store_true", help="with --zero 3: weights once a step, more memory")
     parser.add_argument("--zero_shares", type=share_list, help="unequal shares, one number per dp rank, such as 4,2,1")
     parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
     parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="1f1b", help="the pipeline's schedule")
@@ -80,27 +82,9 @@ def parse_args():
     return check_sequence_parallel(check_zero(parser.parse_args()))
 
 
-def train_step(model, data_loader) -> torch.Tensor:
-    """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
-    total_loss = 0.0
-    num_microbatches = data_loader.gradient_accumulation_steps
-    for i in range(num_microbatches):
-        model.require_backward_grad_sync = i == num_microbatches - 1
-        batch = next(data_loader)
-        with timeline.span("forward", i):
-            logits = model(batch["input_ids"])  # (B, T, V/tp)
-            loss = cross_entropy(logits, batch["target_ids"], model.module.config.vocab_size) / num_microbatches
-            del logits  # the largest tensor of all, and backward does not need it
-        with timeline.span("backward", i):
-            loss.backward()  # gradients add up, and each is divided already: their sum is the gradient of the mean loss
-        total_loss += loss.detach()
-    model.finish_gradient_sync()
-    return total_loss
-
-
 def wrap_model(args, model) -> DataParallelBucket:
     if args.zero == 3:
-        return FullyShardedDataParallel(model)
+        return FullyShardedDataParallel(model, args.zero_shares, args.gather_once)
     return Zero(model, args.zero, args.zero_shares) if args.zero else DataParallelBucket(model)
 
 
@@ -143,7 +127,7 @@ def join(args) -> tuple[torch.device, torch.dtype]:
     """Joins the other processes as a grid of ranks. Returns this rank's device and the dtype of the activations."""
     device, dtype, backend = choose_device(args.device, args.dtype)
     pgm.init_process_group(backend, args.timeout, {**vars(args), "dtype": dtype})
-    pgm.setup_process_group_manager(dp_size=args.dp_size, pp_size=args.pp_size, tp_size=args.tp_size)
+    pgm.setup_process_group_manager(args.dp_size, args.pp_size, args.tp_size, args.shard_size)
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
     return device, dtype
@@ -160,8 +144,7 @@ def main():
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
         f, g = (Gather, Scatter) if args.sequence_parallel else (Copy, Reduce)
         model = apply_tensor_parallel(Llama(config, dtype), f, g)
-        if args.pp_size > 1:
-            model = PipelineParallel(model, args.virtual_stages)
+        model = PipelineParallel(model, args.virtual_stages)
 
     global_batch_size = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size  # in samples
     tokens_per_step = global_batch_size * args.seq_len
@@ -190,12 +173,9 @@ def main():
         start = time.perf_counter()
         model.zero_grad()
         with cast_weights_once():
-            if args.pp_size > 1:
-                divisor = args.tp_size if args.sequence_parallel else 1
-                tensor_shape = (args.micro_batch_size, args.seq_len // divisor, config.hidden_size)
-                loss = run_schedule(schedule, model, data_loader, tensor_shape, device)
-            else:
-                loss = train_step(model, data_loader)
+            divisor = args.tp_size if args.sequence_parallel else 1
+            tensor_shape = (args.micro_batch_size, args.seq_len // divisor, config.hidden_size)
+            loss = run_schedule(schedule, model, data_loader, tensor_shape, device)
         loss = all_reduce_loss_across_dp_ranks(loss)
         grad_norm = update_weights(args, model, optimizer)
         logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start)

@@ -85,7 +85,9 @@ def choose_schedule(pp_engine: str, virtual_stages: int, pp_size: int):
     """
     if virtual_stages > 1 and pp_size == 1:
         raise UserError(f"--virtual_stages {virtual_stages} divides the stages of a pipeline: use --pp_size 2 or more")
-    if pp_size > 1 and (virtual_stages > 1) != pp_engine.startswith("interleaved"):
+    if pp_size == 1:
+        return SCHEDULES["1f1b"]  # a single stage waits for no other
+    if (virtual_stages > 1) != pp_engine.startswith("interleaved"):
         raise UserError(f"--virtual_stages {virtual_stages} with --pp_engine {pp_engine}: interleaved and "
                         "interleaved_zb run 2 or more virtual stages per rank, the other schedules run 1")
     schedule = SCHEDULES[pp_engine]

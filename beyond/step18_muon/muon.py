@@ -123,8 +123,8 @@ class MatrixZero(Zero):
         super().__init__(module, level, shares)
 
     def initialize_buckets(self, params: list[nn.Parameter], limit: float) -> None:
-        DataParallelBucket.initialize_buckets(self, [param for param in params if param in self.owner_of], limit)
-        super().initialize_buckets([param for param in params if param not in self.owner_of], limit)
+        for are_matrices in (True, False):
+            super().initialize_buckets([param for param in params if (param in self.owner_of) == are_matrices], limit)
 
     def make_bucket(self, params: list[nn.Parameter]) -> ShardedBucket:
         if params[0] in self.owner_of:

@@ -8,8 +8,9 @@ as all-reduces of gradients.
 import contextlib
 import json
 import os
-import threading
 import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ class Timeline:
 
     def __init__(self):
         self.recording, self.spans = False, []
+        self.threads = ThreadPoolExecutor(max_workers=64)  # more than run in the background at once
 
     def start(self) -> None:
         self.recording, self.spans = True, []
@@ -60,8 +62,21 @@ class Timeline:
         return event
 
     def background(self, handle, kind: str, microbatch: int | None = None, peer: int | None = None):
-        """The handle of what runs in the background; while recording, a wrapper that records when it ends."""
-        return WatchedHandle(handle, kind, microbatch, peer) if self.recording else handle
+        """The handle of what runs in the background. While recording, its end is recorded, whenever that is."""
+        if not self.recording:
+            return handle
+        if dist.get_backend() != "gloo":
+            span = Span(kind, microbatch, self.now(), 0, True, peer)
+            # torch calls this at once, on a stream that waits for NCCL's: the GPU's own stream goes on.
+            handle.get_future().then(lambda _: self.spans.append(span._replace(end=self.now())))
+            return handle
+        span = Span(kind, microbatch, time.perf_counter_ns(), 0, True, peer)
+
+        def watch() -> None:  # in a thread, as the end may come long before anyone waits for it
+            handle.wait()
+            self.spans.append(span._replace(end=time.perf_counter_ns()))
+
+        return types.SimpleNamespace(wait=self.threads.submit(watch).result)
 
     def write(self, path: str, grid) -> None:
         """Collects the spans of all ranks, which call it together. The logging rank writes them to `path`."""
@@ -86,33 +101,6 @@ class Timeline:
                 print(name + describe_bubble([*stages.values()]), flush=True)
 
 
-class WatchedHandle:
-    """A handle whose end is recorded. It may end long before anyone waits for it, so over gloo a thread waits for it.
-
-    With NCCL, wait() returns at once: the GPU waits, and the end is when it goes on.
-    """
-
-    def __init__(self, handle, kind: str, microbatch: int | None, peer: int | None):
-        self.handle, self.error, self.thread = handle, None, None
-        is_gloo = dist.get_backend() == "gloo"
-        self.span = Span(kind, microbatch, time.perf_counter_ns() if is_gloo else timeline.now(), 0, True, peer)
-        if is_gloo:
-            self.thread = threading.Thread(target=self.finish)
-            self.thread.start()
-
-    def finish(self) -> None:
-        try:
-            self.handle.wait()
-        except RuntimeError as error:
-            self.error = error
-        timeline.spans.append(self.span._replace(end=time.perf_counter_ns() if self.thread else timeline.now()))
-
-    def wait(self) -> None:
-        self.thread.join() if self.thread else self.finish()
-        if self.error:
-            raise self.error
-
-
 def trace_events(ranks: list[tuple[tuple[int, ...], list[Span]]]) -> list[dict]:
     """Chrome trace events, in microseconds since the first span. What runs in the background takes a free track."""
     events, origin = [], min(span.start for _, spans in ranks for span in spans)
@@ -134,22 +122,25 @@ def trace_events(ranks: list[tuple[tuple[int, ...], list[Span]]]) -> list[dict]:
 
 
 def describe_bubble(stages: list[list[Span]]) -> str:
-    """The share of a pipeline's time, from its first forward to its last backward, in which its stages did neither."""
-    compute = [span for spans in stages for span in spans if span.kind in ("forward", "backward", "weight gradients")]
-    window = max(span.end for span in compute) - min(span.start for span in compute)
-    bubble = 1 - sum(span.end - span.start for span in compute) / (window * len(stages))
-    p, m, v = (len(stages), *(1 + max(getattr(span, key) for span in compute) for key in ("microbatch", "chunk")))
-    if p == 1:
-        return f"1 stage, idle for {bubble:.1%}"
-    ideal, formula = (p - 1) / (v * m + p - 1), "(p-1)/(m+p-1)" if v == 1 else f"(p-1)/({v}m+p-1)"
-    if any(span.kind == "weight gradients" for span in compute):
-        ideal, formula = (p - 1) / (3 * v * m + p - 1), f"(p-1)/({3 * v}m+p-1)"
-        if m < p and v == 1:
-            ideal, formula = (2 * p - m - 1) / (2 * m + 2 * p - 1), "(2p-m-1)/(2m+2p-1)"
-    if m < p and v > 1:
-        return f"bubble: {bubble:.1%} measured, where m={m} micro-batches are less than a round of p={p}"
-    return (f"bubble: {bubble:.1%} measured, {ideal:.1%} ideal, that is {formula} with p={p} stages and m={m} "
-            "micro-batches")
+    """The share of a pipeline's time, from its first forward to its last backward, in which its stages did neither.
+
+    Ideal: the same actions in their order, if a forward took one unit of time, a backward two (W is one of them), and a
+    message none.
+    """
+    computed = sorted(((span, stage) for stage, spans in enumerate(stages) for span in spans
+                       if span.kind in ("forward", "backward", "weight gradients")), key=lambda pair: pair[0].start)
+    has_w = {stage for span, stage in computed if span.kind == "weight gradients"}
+    units = [2 if span.kind == "backward" and stage not in has_w else 1 for span, stage in computed]
+    free, ended = [0] * len(stages), {}  # when a stage is free, and when an action has ended, in units of time
+    for (span, stage), duration in zip(computed, units):  # by their starts, so each one comes after what it needs
+        place = span.chunk * len(stages) + stage  # the virtual stage
+        neighbour = {"forward": place - 1, "backward": place + 1}.get(span.kind)
+        needed = ended.get((span.kind, span.microbatch, neighbour), 0)
+        free[stage] = ended[span.kind, span.microbatch, place] = max(free[stage], needed) + duration
+    window = max(span.end for span, _ in computed) - computed[0][0].start
+    measured = 1 - sum(span.end - span.start for span, _ in computed) / (window * len(stages))
+    ideal = 1 - sum(units) / (max(free) * len(stages))
+    return f"bubble: {measured:.1%} measured, {ideal:.1%} ideal"
 
 
 def check_profile_batch(batch: int, num_steps: int) -> None:

@@ -103,31 +103,45 @@ def afab(attempt):
     train_with(attempt, "")
 
 
-@exercise("7", "pipeline_parallel.run_schedule", hints=(
+@exercise("7", "pipeline_parallel.forward_microbatch", hints=(
     "What was received is numbers only. If it is to get a gradient, it has to become a leaf that requires one.",
-    "torch.autograd.backward(out, gradient) continues backward from `out`. On the last stage `out` is the loss, and "
-    "`received` is None, which is what backward of a loss needs.",
-    "x = ids on the first stage, else received.requires_grad_(); the loss divided by num_microbatches; backward; then "
-    "communication.send(action, x.grad)."),
-    blank=('x = batch["input_ids"] if', "out = cross_entropy(", "torch.autograd.backward(",
-           "communication.send(action, x.grad)"))
+    "x is batch[\"input_ids\"] on the first stage, else received.requires_grad_().",
+    "On the last stage out is the loss, divided by the step's micro-batches: data_loader.gradient_accumulation_steps."),
+    blank=('x = batch["input_ids"] if', "out = cross_entropy("))
+def leaf_of_a_stage(attempt):
+    """Compute a stage's part of a micro-batch, so that backward finds where the stage's graph begins.
+
+    Autograd records what one process computes. Here `received` is what came from the stage before: the hidden states
+    (B, T, D), and None on the first stage.
+
+        stage 0   x = token ids --> out                                   backward, see gradient_across_processes
+                                     | send                                 ^ send
+        stage 1                     x = received --> out = loss --> backward
+
+    Write two statements: `x`, the stage's input, which is batch["input_ids"] on the first stage; and on the last stage
+    `out`, which is the loss of the micro-batch. The gradients of all micro-batches add up, and what is wanted is the
+    gradient of the mean over the step's micro-batches. You may call cross_entropy(out, batch["target_ids"],
+    stage.config.vocab_size).
+    """
+    for stages, microbatches in ((2, 1), (2, 4), (3, 3)):
+        check_gradients(attempt, stages, microbatches)
+
+
+@exercise("7", "pipeline_parallel.backward_microbatch", hints=(
+    "torch.autograd.backward(out, gradient) continues backward from `out`.",
+    "On the last stage `out` is the loss, and `received` is None, which is what backward of a loss needs.",
+    "The stage before needs the gradient of x, which backward leaves in x.grad."))
 def gradient_across_processes(attempt):
     """Let a gradient cross from one process to the one before it.
 
-    Autograd records what one process computes. Here `received` is what came from a neighbour: in a forward (F) the
-    hidden states (B, T, D), in a backward (B) the gradient of this stage's output, and None at the pipeline's ends.
+    `x` and `out` are the two ends of a micro-batch's graph on this stage: its input and its output, which on the last
+    stage is the loss. `received` is the gradient of `out` that came from the stage after, None on the last stage.
 
         stage 0   x = token ids --> out                                   backward from `received`
                                      | send                                 ^ send
         stage 1                     x = received --> out = loss --> backward, x.grad
 
-    Write four statements. Forward: `x`, the stage's input, which is batch["input_ids"] on the first stage; and on the
-    last stage `out`, which is the loss of the micro-batch. The gradients of all micro-batches add up, and what is
-    wanted is the gradient of the mean over the step's micro-batches. Backward: from `out` through this stage; and send
-    the gradient that the stage before needs.
-
-    You may call cross_entropy(out, batch["target_ids"], stage.config.vocab_size), torch.autograd.backward(...), and
-    communication.send(action, tensor), which sends nothing where there is nobody to send to.
+    Go backward from `out` through this stage, and return what the stage before needs; None on the first stage.
     """
     for stages, microbatches in ((2, 1), (2, 4), (3, 3)):
         check_gradients(attempt, stages, microbatches)

@@ -44,13 +44,13 @@ class Group(NamedTuple):
 
 
 class Event:
-    """Is done as soon as all is done that the compute stream was given before record()."""
+    """Is done as soon as all is done that the current stream was given before record()."""
 
     def __init__(self, recorder: "Recorder"):
         self.recorder, self.number = recorder, None
 
     def record(self) -> None:
-        self.number = self.recorder.issue("event")
+        self.number = self.recorder.issue("event", self.recorder.current)
 
     def synchronize(self) -> None:
         self.recorder.block("synchronize an event", [self.number])
@@ -69,7 +69,7 @@ class Recorder:
         self.rank, self.world, self.one_stream = rank, world, one_stream
         self.operations: list[Operation] = []
         self.last: dict[Hashable, int] = {}  # stream -> the number of its last operation
-        self.connected = set()
+        self.connected, self.current = set(), "compute"
 
     def issue(self, label: str, stream: Hashable = "compute", needs: Iterable[int] = (), **meeting) -> int:
         """Notes an operation on a stream and returns its number."""
@@ -93,7 +93,15 @@ class Recorder:
             self.block(step, [self.issue(step, communicator, meeting=("connect",), ranks=ranks)])
         needs = self.issued_on("compute")
         number = self.issue(label, communicator, needs, meeting=meeting, ranks=ranks)
-        return types.SimpleNamespace(wait=lambda: self.issue("wait", needs=[number]))
+        future = types.SimpleNamespace(then=lambda callback: self.call_behind(number, callback))
+        return types.SimpleNamespace(wait=lambda: self.issue("wait", needs=[number]), get_future=lambda: future)
+
+    def call_behind(self, number: int, callback) -> None:
+        """As torch calls what is to follow a transfer: at once, on a stream of its own that waits for the transfer."""
+        self.current = ("behind", number)
+        self.issue("wait", self.current, needs=[number])
+        callback(None)
+        self.current = "compute"
 
     def isend(self, tensor: torch.Tensor, peer: int, group: Group) -> types.SimpleNamespace:
         pair, meeting = tuple(sorted((self.rank, peer))), ("message", self.rank, peer, tensor.shape)

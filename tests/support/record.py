@@ -33,7 +33,7 @@ class Recording:
             scores, bias = output[0].detach(), module.bias_of_choice
             values = scores + bias if torch.is_tensor(bias) and bias.any() else scores.log()
             values = values.topk(module.k + 1).values
-            self.gaps.append((values[:, -2] - values[:, -1]).min().item())
+            self.gaps.append((values[..., -2] - values[..., -1]).min().item())
 
     def snapshot(self, optimizer, *_) -> None:
         """Before each optimizer step; only the first one counts."""

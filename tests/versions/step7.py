@@ -18,10 +18,13 @@ VERSIONS = {
 def afab(stage, num_stages, num_microbatches):
     return [Action(kind, i) for kind in ("F", "B") for i in range(num_microbatches)]
 '''),
-    "gradient_across_processes": Versions(
+    "leaf_of_a_stage": Versions(
         wrong=[
             Wrong("what was received gets no gradient", "received.requires_grad_()", "received", "NoneType"),
-            Wrong("the loss is not divided", " / num_microbatches", "", "(4 times as large)"),
+            Wrong("the loss is not divided", " / data_loader.gradient_accumulation_steps", "", "(4 times as large)"),
+        ]),
+    "gradient_across_processes": Versions(
+        wrong=[
             Wrong("backward from the sum of the output", "torch.autograd.backward(out, received)",
                   "out.sum().backward()", "2 stages, 1 micro-batch: the gradient of"),
         ]),
