@@ -9,17 +9,7 @@ VERSIONS = {
             Wrong("a tall matrix stays transposed", "return x.T if matrix.size(0) > matrix.size(1) else x", "return x",
                   "has shape"),
             Wrong("one step too few", "range(5)", "range(4)", "numbers are wrong"),
-        ],
-        right='''
-def orthogonalize(matrix):
-    a, b, c = COEFFICIENTS
-    x = matrix / max(matrix.norm().item(), 1e-7)
-    for _ in range(5):
-        gram = x @ x.T if len(x) <= len(x.T) else x.T @ x
-        poly = b * gram + c * gram @ gram
-        x = a * x + (poly @ x if len(x) <= len(x.T) else x @ poly)
-    return x
-'''),
+        ]),
     "owners": Versions(
         wrong=[
             Wrong("the smallest pieces first", "key=lambda i: -work[i]", "key=lambda i: work[i]", "the slowest rank"),
