@@ -90,16 +90,23 @@ def test_zero_scatters_gradients_and_gathers_weights(zero, shares, times):
         assert not found, "nothing else"
 
 
-@pytest.mark.parametrize("ranks, dtype, itemsize", [(3, "float32", 4), (2, "bfloat16", 2)])
-def test_fsdp_gathers_weights_twice_a_micro_batch(ranks, dtype, itemsize):
-    """The last layer's and the rest's once. Weights of layers travel in the activations' dtype, all else in float32."""
-    rest = WHOLE - LAYERS * LAYER
-    layers = itemsize * (2 * LAYERS - 1) * LAYER
-    expected = M * (ranks - 1) / ranks * (layers + 4 * rest + 4 * WHOLE)
-    assert itemsize < 4 or expected < 3 * M * (ranks - 1) / ranks * 4 * WHOLE
-    for rank, found in enumerate(count(13, ranks, "--dp_size", ranks, "--zero", 3, dtype=dtype)):
+@pytest.mark.parametrize("ranks, dtype, itemsize, flags", [
+    (3, "float32", 4, []), (2, "bfloat16", 2, []), (2, "bfloat16", 2, ["--gather_once"]),
+    (4, "float32", 4, ["--shard_size", 2])])
+def test_fsdp_gathers_weights_twice_a_micro_batch(ranks, dtype, itemsize, flags):
+    """The last layer's once, and the rest's once a step. Weights of layers travel in the activations' dtype, all else
+    in float32. --gather_once gathers all of them once a step, and scatters once. Of groups of ranks with the same
+    shards, each sends as much as if it were alone, and the sum of its shard's gradient once a step.
+    """
+    rest, once = WHOLE - LAYERS * LAYER, "--gather_once" in flags
+    size = 2 if "--shard_size" in flags else ranks
+    layers = itemsize * (LAYERS if once else M * (2 * LAYERS - 1)) * LAYER
+    expected = (size - 1) / size * (layers + 4 * rest + (1 if once else M) * 4 * WHOLE)
+    for rank, found in enumerate(count(13, ranks, "--dp_size", ranks, "--zero", 3, *flags, dtype=dtype)):
         for kind in ("receive", "send"):
             assert total_bytes(take(found, kind)) == pytest.approx(expected, rel=1e-3), (rank, kind)
+        copies = total_bytes(take(found, "all_reduce"))
+        assert copies == pytest.approx(4 * WHOLE / size if size < ranks else 0, rel=1e-3), rank
         assert not found, "nothing else"
 
 

@@ -38,7 +38,7 @@ class ExactRouter(torch.nn.Module):
     def forward(self, x):
         logits = torch.nn.functional.linear(x.flatten(0, -2), self.weight)
         weights, chosen = logits.softmax(-1).topk(self.k)
-        return logits, weights / weights.sum(-1, keepdim=True), chosen
+        return logits, weights / weights.sum(-1, keepdim=True) if self.k > 1 else weights, chosen
 
 
 def mixtral(ours: torch.nn.Module, k: int, fused) -> MixtralForCausalLM:
@@ -86,11 +86,13 @@ def test_equals_mixtral(num_experts, k):
         assert (gradient - found[name]).abs().max() <= 1e-9, name
 
 
-def test_balance_loss_is_added_to_the_gradient():
+def test_balance_loss_is_added_to_the_gradient(world_of_one):
     """Switch's loss of each layer, with a weight, is in the gradient of the loss that is logged."""
+    pgm.setup_process_group_manager(1, 1, 1)
     tokens = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(0))
     found, plain = build(), build()
-    args = types.SimpleNamespace(num_experts=8, balance_loss=0.3, balance_bias=0.0, gradient_accumulation_steps=2)
+    args = types.SimpleNamespace(num_experts=8, balance_loss=0.3, balance_bias=0.0, gradient_accumulation_steps=2,
+                                 sequence_parallel=False)
     expert_parallel.ExpertBalance(args, found, torch.device("cpu"))
     outputs = []
     for layer in plain.decoder_layers:
@@ -100,17 +102,19 @@ def test_balance_loss_is_added_to_the_gradient():
     losses[0].backward()
     for scores, chosen in outputs:
         fractions = torch.stack([(chosen == expert).double().mean() for expert in range(8)])
-        losses[1] = losses[1] + 0.3 / 2 * 8 * (fractions * scores.mean(dim=0)).sum()
+        losses[1] = losses[1] + 0.3 / 2 * 8 * (fractions * scores.mean(dim=(0, 1))).sum()
     losses[1].backward()
     for (name, param), other in zip(found.named_parameters(), plain.parameters(), strict=True):
         assert (param.grad - other.grad).abs().max() <= 1e-14, name
     assert (found.decoder_layers[0].mlp.router.weight.grad).abs().max() > 1e-4
 
 
-def test_activations_do_not_outlive_backward():
+def test_activations_do_not_outlive_backward(world_of_one):
     """A hook that holds the tensor which holds the hook would keep the graph until Python's garbage collection."""
+    pgm.setup_process_group_manager(1, 1, 1)
     model, scores = build(), []
-    args = types.SimpleNamespace(num_experts=8, balance_loss=0.3, balance_bias=0.0, gradient_accumulation_steps=2)
+    args = types.SimpleNamespace(num_experts=8, balance_loss=0.3, balance_bias=0.0, gradient_accumulation_steps=2,
+                                 sequence_parallel=False)
     expert_parallel.ExpertBalance(args, model, torch.device("cpu"))
     for layer in model.decoder_layers:
         layer.mlp.router.register_forward_hook(lambda module, args, output: scores.append(weakref.ref(output[0])))
@@ -125,7 +129,8 @@ def test_activations_do_not_outlive_backward():
 def test_bias_moves_against_the_load_and_not_into_the_weights(world_of_one):
     pgm.setup_process_group_manager(1, 1, 1)
     model = build(num_experts=4, experts_per_token=1)
-    args = types.SimpleNamespace(num_experts=4, balance_loss=0.0, balance_bias=0.25, gradient_accumulation_steps=1)
+    args = types.SimpleNamespace(num_experts=4, balance_loss=0.0, balance_bias=0.25, gradient_accumulation_steps=1,
+                                 sequence_parallel=False)
     balance = expert_parallel.ExpertBalance(args, model, torch.device("cpu"))
     router = model.decoder_layers[0].mlp.router
     for load in balance.loads.values():

@@ -167,6 +167,8 @@ def connect_neighbours(num_chunks: int) -> None:
             dist.recv(token, sender, group=group)
             dist.send(token, sender, group=backward_group)
     dist.all_reduce(token, group=grid.dp_group)
+    shards = token.new_zeros(grid.dp_world_size)  # messages of ZeRO go between all pairs of replicas
+    dist.all_to_all_single(torch.empty_like(shards), shards, group=grid.dp_group)
 
 
 class StageCommunication:

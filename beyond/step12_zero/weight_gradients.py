@@ -8,7 +8,7 @@ Backward of y = x W^T receives dy, the gradient of y, and computes two matrix pr
 divide_backward() replaces model.linear, through which all matrix products with weights go. After postpone(True),
 autograd computes dx only and puts (weight, dy, x) in a list. The pipeline keeps this list for each micro-batch, and
 adds up dW when the schedule says so. What is not a matrix product with a weight (attention, norms, the embedding, the
-loss) belongs to B.
+loss) belongs to B. With --recompute, x is the one that B has computed again, so only what W needs is kept after B.
 """
 
 import torch
@@ -29,11 +29,10 @@ def postpone(enabled: bool) -> None:
 
 
 def divide_backward(args) -> None:
-    """From now on the model's matrix products are those of this module. Raises UserError where W would gain nothing."""
-    if args.pp_size > 1 and args.pp_engine.endswith("zb") and (args.compile or args.recompute):
-        raise UserError(f"--pp_engine {args.pp_engine} divides backward, but --compile leaves it in one piece, and "
-                        "--recompute would save no memory, as W keeps what it computes again: leave these out, or use "
-                        "another --pp_engine")
+    """From now on the model's matrix products are those of this module. Raises UserError where they are compiled."""
+    if args.pp_size > 1 and args.pp_engine.endswith("zb") and args.compile:
+        raise UserError(f"--pp_engine {args.pp_engine} divides backward, but --compile leaves it in one piece: leave "
+                        "--compile out, or use another --pp_engine")
     llama.linear = linear
 
 

@@ -13,7 +13,10 @@ and updates them. A shard begins and ends anywhere inside of a parameter, becaus
 An all-reduce is a reduce-scatter and an all-gather, so level 1 sends as many bytes as data parallelism.
 
     --zero 1   Gradients add up on each rank. After the last micro-batch, they are scattered and given up.
-    --zero 2   They are scattered after each micro-batch and add up in the shard, so no rank ever holds all of them.
+    --zero 2   A bucket is scattered as soon as each of its parameters has a gradient, in a pipeline after a B or a W.
+               They add up in the shard, so no rank ever holds all of them.
+
+Replicas scatter the same buckets in the same order: all run the same schedule, on graphs of the same shape.
 """
 
 from collections.abc import Iterator, Sequence
@@ -135,11 +138,11 @@ class ShardedBucket:
 
 
 class Zero(DataParallelBucket):
-    """Wraps a model. `level` is 1 or 2, see above; `shares`: one positive number for each dp rank."""
+    """Wraps a model. `level` is 1 or 2, see above; `shares`: a positive number for each shard."""
 
     def __init__(self, module: nn.Module, level: int, shares: list[int] | None = None):
         self.level, self.shares = level, shares or [1] * pgm.process_group_manager.dp_world_size
-        self.next_bucket, self.in_flight = 0, None
+        self.in_flight = None
         super().__init__(module)
 
     def initialize_buckets(self, params: list[nn.Parameter], limit: float) -> None:
@@ -147,26 +150,33 @@ class Zero(DataParallelBucket):
         alone = {param for name, param in self.module.named_parameters()
                  if name == "embedding.weight" and pgm.process_group_manager.pp_world_size > 1}
         super().initialize_buckets([param for param in params if param not in alone], limit)
-        super().initialize_buckets([*alone], limit)
+        super().initialize_buckets([param for param in params if param in alone], limit)
 
     def make_bucket(self, params: list[nn.Parameter]) -> ShardedBucket:
         return ShardedBucket(params, pgm.process_group_manager.dp_group, self.shares)
 
     def mark_param_as_ready(self, param: nn.Parameter) -> None:
         """Called by backward when `param.grad` holds the sum over the micro-batches that are not scattered yet."""
-        self.bucket_of[param].take(param)
+        bucket = self.bucket_of[param]
+        bucket.take(param)
         if not self.require_backward_grad_sync and self.level == 1:
             return
-        self.bucket_of[param].gradients.awaited.discard(param)
-        # In order, because all ranks have to send in the same order.
-        while (upcoming := self.buckets[self.next_bucket]).gradients and not upcoming.gradients.awaited:
-            if self.in_flight:  # one at a time, or the buffers of all of them would be alive
-                self.in_flight.wait()
-            upcoming.scatter()
-            self.in_flight, self.next_bucket = upcoming, (self.next_bucket + 1) % len(self.buckets)
+        bucket.gradients.awaited.discard(param)
+        if not bucket.gradients.awaited:
+            self.scatter(bucket)
+
+    def scatter(self, bucket: ShardedBucket) -> None:
+        """Starts the reduce-scatter when the one before has ended, or the buffers of all buckets would be alive."""
+        if self.in_flight:
+            self.in_flight.wait()
+        bucket.scatter()
+        self.in_flight = bucket
 
     def finish_gradient_sync(self) -> None:
-        assert self.next_bucket == 0, f"bucket {self.next_bucket} of {len(self.buckets)} lacks gradients"
+        """Scatters what is left: of a bucket over two chunks, one may have had gradients since the last time."""
+        for bucket in self.buckets:
+            if bucket.gradients:
+                self.scatter(bucket)
         self.in_flight.wait()
         self.in_flight = None
 
@@ -211,13 +221,11 @@ def share_list(text: str) -> list[int]:
 
 def check_zero(args):
     """Returns the flags. Raises UserError for some that can't be had together."""
-    if args.zero and args.dp_size == 1:
+    replicas = args.dp_size
+    if args.zero and replicas == 1:
         raise UserError(f"--zero {args.zero} divides what the replicas hold, and --dp_size 1 is only one: "
                         "raise --dp_size, or leave --zero out")
-    if args.zero == 2 and args.pp_size > 1:
-        raise UserError(f"--zero 2 scatters the gradients of one micro-batch after the other, but --pp_size "
-                        f"{args.pp_size} has several under way: use --zero 1 with a pipeline")
-    if args.zero_shares and (args.zero != 1 or len(args.zero_shares) != args.dp_size):
-        raise UserError(f"--zero_shares names the parts of {len(args.zero_shares)} replicas, in what --zero 1 divides, "
-                        f"but --zero is {args.zero} and --dp_size {args.dp_size}: use --zero 1 and a number for each")
+    if args.zero_shares and (not args.zero or len(args.zero_shares) != replicas):
+        raise UserError(f"--zero_shares names {len(args.zero_shares)} parts of what --zero {args.zero} divides among "
+                        f"{replicas} replicas: use --zero, and a number for each of these")
     return args

@@ -166,7 +166,10 @@ def connect_neighbours(num_chunks: int) -> None:
         elif grid.global_rank == receiver:
             dist.recv(token, sender, group=group)
             dist.send(token, sender, group=backward_group)
-    dist.all_reduce(token, group=grid.dp_group)
+    for group in grid.replicas:
+        dist.all_reduce(token, group=group)
+        shards = token.new_zeros(group.size())  # messages of ZeRO go between all pairs of replicas
+        dist.all_to_all_single(torch.empty_like(shards), shards, group=group)
 
 
 class StageCommunication:

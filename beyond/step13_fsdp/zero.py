@@ -13,7 +13,10 @@ and updates them. A shard begins and ends anywhere inside of a parameter, becaus
 An all-reduce is a reduce-scatter and an all-gather, so level 1 sends as many bytes as data parallelism.
 
     --zero 1   Gradients add up on each rank. After the last micro-batch, they are scattered and given up.
-    --zero 2   They are scattered after each micro-batch and add up in the shard, so no rank ever holds all of them.
+    --zero 2   A bucket is scattered as soon as each of its parameters has a gradient, in a pipeline after a B or a W.
+               They add up in the shard, so no rank ever holds all of them.
+
+Replicas scatter the same buckets in the same order: all run the same schedule, on graphs of the same shape.
 """
 
 from collections.abc import Iterator, Sequence
@@ -96,19 +99,20 @@ def all_gather(full: torch.Tensor, sizes: list[int], group: dist.ProcessGroup):
 
 class ShardedBucket:
     """Parameters whose weights share a flat buffer, of which each rank of `group` owns a shard, its part by `shares`.
+    Of each shard there are copies in other groups.
 
-    `shard` (numbers,) is a view of this rank's part, and what the optimizer updates. Its gradient is the mean over the
-    group. `gradients` holds those of the parameters, from the first one until all are scattered.
+    `shard` (numbers,) is a view of this rank's part, and what the optimizer updates. Its gradient is the mean over all
+    replicas. `gradients` holds those of the parameters, from the first one until all are scattered.
     """
 
-    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup, shares: list[int]):
-        self.params, self.group, self.gradients = params, group, None
+    def __init__(self, params: list[nn.Parameter], replicas: pgm.Replicas, shares: list[int]):
+        self.params, self.group, self.copies, self.gradients = params, replicas.shard, replicas.copy, None
         self.weights = torch.cat([param.data.flatten() for param in params])
         for param, part in zip(params, self.weights.split([param.numel() for param in params])):
             param.data = part.view_as(param)
         bounds = [len(self.weights) * sum(shares[:rank]) // sum(shares) for rank in range(len(shares) + 1)]
         self.sizes = [end - start for start, end in zip(bounds, bounds[1:])]
-        self.shard = nn.Parameter(self.weights.split(self.sizes)[group.rank()])
+        self.shard = nn.Parameter(self.weights.split(self.sizes)[self.group.rank()])
 
     def take(self, param: nn.Parameter) -> None:
         """Makes `param.grad` a view into a buffer, to which later micro-batches add. It is made for the first one."""
@@ -117,29 +121,29 @@ class ShardedBucket:
 
     def scatter(self) -> None:
         """Starts the reduce-scatter. The parameters give up their gradients: the next backward makes new ones."""
-        handle, self.summands = reduce_scatter(self.gradients.grad_data.to(self.shard.dtype), self.sizes, self.group)
+        handle, self.summands = reduce_scatter(self.gradients.grad_data, self.sizes, self.group)
         self.handle, self.gradients = timeline.background(handle, "reduce-scatter"), None
         for param in self.params:
             param.grad = None
 
     def wait(self) -> None:
-        """Waits for the reduce-scatter and adds the mean over the group to the shard's gradient."""
+        """Waits for the reduce-scatter and adds the group's part of the mean over all replicas to the gradient."""
         with timeline.span("wait"):
             self.handle.wait()
         total, *others = self.summands
         for other in others:  # always in this order, so that a run can be repeated to the last bit
             total += other
-        total /= self.group.size()
+        total /= pgm.process_group_manager.dp_world_size
         self.shard.grad = total if self.shard.grad is None else self.shard.grad.add_(total)
         self.handle = self.summands = None  # and with them the buffers
 
 
 class Zero(DataParallelBucket):
-    """Wraps a model. `level` is 1 or 2, see above (3: see fsdp.py); `shares`: one positive number for each dp rank."""
+    """Wraps a model. `level` is 1 or 2, see above (3: see fsdp.py); `shares`: a positive number for each shard."""
 
     def __init__(self, module: nn.Module, level: int, shares: list[int] | None = None):
-        self.level, self.shares = level, shares or [1] * pgm.process_group_manager.dp_world_size
-        self.next_bucket, self.in_flight = 0, None
+        self.level, self.shares = level, shares or [1] * pgm.process_group_manager.replicas.shard.size()
+        self.in_flight = None
         super().__init__(module)
 
     def initialize_buckets(self, params: list[nn.Parameter], limit: float) -> None:
@@ -147,28 +151,38 @@ class Zero(DataParallelBucket):
         alone = {param for name, param in self.module.named_parameters()
                  if name == "embedding.weight" and pgm.process_group_manager.pp_world_size > 1}
         super().initialize_buckets([param for param in params if param not in alone], limit)
-        super().initialize_buckets([*alone], limit)
+        super().initialize_buckets([param for param in params if param in alone], limit)
 
     def make_bucket(self, params: list[nn.Parameter]) -> ShardedBucket:
-        return ShardedBucket(params, pgm.process_group_manager.dp_group, self.shares)
+        return ShardedBucket(params, pgm.process_group_manager.replicas, self.shares)
 
     def mark_param_as_ready(self, param: nn.Parameter) -> None:
         """Called by backward when `param.grad` holds the sum over the micro-batches that are not scattered yet."""
-        self.bucket_of[param].take(param)
+        bucket = self.bucket_of[param]
+        bucket.take(param)
         if not self.require_backward_grad_sync and self.level == 1:
             return
-        self.bucket_of[param].gradients.awaited.discard(param)
-        # In order, because all ranks have to send in the same order.
-        while (upcoming := self.buckets[self.next_bucket]).gradients and not upcoming.gradients.awaited:
-            if self.in_flight:  # one at a time, or the buffers of all of them would be alive
-                self.in_flight.wait()
-            upcoming.scatter()
-            self.in_flight, self.next_bucket = upcoming, (self.next_bucket + 1) % len(self.buckets)
+        bucket.gradients.awaited.discard(param)
+        if not bucket.gradients.awaited:
+            self.scatter(bucket)
+
+    def scatter(self, bucket: ShardedBucket) -> None:
+        """Starts the reduce-scatter when the one before has ended, or the buffers of all buckets would be alive."""
+        if self.in_flight:
+            self.in_flight.wait()
+        bucket.scatter()
+        self.in_flight = bucket
 
     def finish_gradient_sync(self) -> None:
-        assert self.next_bucket == 0, f"bucket {self.next_bucket} of {len(self.buckets)} lacks gradients"
+        """Scatters what is left: of a bucket over two chunks, one may have had gradients since the last time."""
+        for bucket in self.buckets:
+            if bucket.gradients:
+                self.scatter(bucket)
         self.in_flight.wait()
         self.in_flight = None
+        for bucket in self.buckets:
+            if bucket.copies.size() > 1:
+                dist.all_reduce(bucket.shard.grad, group=bucket.copies)
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor:
         """The part of the gradient that lies in this rank's shard: flat, and often empty."""
@@ -181,11 +195,12 @@ class Zero(DataParallelBucket):
         return ((f"shard {i}", bucket.shard) for i, bucket in enumerate(self.buckets))
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """As tensor_parallel.clip_grad_norm. Of replicas, each counts its own shards."""
-        grid, norms = pgm.process_group_manager, []
+        """As tensor_parallel.clip_grad_norm. Of replicas, each counts its own shards, but for copies of others."""
+        grid, norms = pgm.process_group_manager, [self.buckets[0].shard.grad[:0]]  # a rank may count nothing
         split = {getattr(module, name) for module in self.modules() for name in getattr(module, "tp_dims", ())}
         for name, param in self.module.named_parameters():
-            if (grid.pp_is_first_stage or name != "embedding.weight") and (grid.tp_rank == 0 or param in split):
+            is_first_copy = self.bucket_of[param].copies.rank() == 0 and (grid.tp_rank == 0 or param in split)
+            if is_first_copy and (grid.pp_is_first_stage or name != "embedding.weight"):
                 part = self.gradient(param)
                 rows = part[: len(part) // 1024 * 1024].view(-1, 1024)  # float32 loses digits in sums of millions
                 norms += [torch.linalg.vector_norm(rows, dim=-1), part[rows.numel() :]]
@@ -211,16 +226,17 @@ def share_list(text: str) -> list[int]:
 
 def check_zero(args):
     """Returns the flags. Raises UserError for some that can't be had together."""
-    if args.zero and args.dp_size == 1:
+    replicas = args.dp_size
+    if args.zero and replicas == 1:
         raise UserError(f"--zero {args.zero} divides what the replicas hold, and --dp_size 1 is only one: "
                         "raise --dp_size, or leave --zero out")
-    if args.zero >= 2 and args.pp_size > 1:
-        raise UserError(f"--zero {args.zero} scatters the gradients of one micro-batch after the other, but --pp_size "
-                        f"{args.pp_size} has several under way: use --zero 1 with a pipeline")
-    if args.zero_shares and (args.zero != 1 or len(args.zero_shares) != args.dp_size):
-        raise UserError(f"--zero_shares names the parts of {len(args.zero_shares)} replicas, in what --zero 1 divides, "
-                        f"but --zero is {args.zero} and --dp_size {args.dp_size}: use --zero 1 and a number for each")
-    if args.zero == 3 and args.compile:
-        raise UserError("--zero 3 gathers weights in hooks of the layers, which --compile would compile with them: "
-                        "leave one of the two out")
+    if args.shard_size and (not args.zero or args.shard_size == 1 or replicas % args.shard_size):
+        raise UserError(f"--shard_size {args.shard_size} of {replicas} replicas divide among them what --zero "
+                        f"{args.zero} says: use --zero, and a divisor of {replicas} that is 2 or more")
+    if args.gather_once and args.zero != 3:
+        raise UserError(f"--gather_once is for divided weights, but --zero is {args.zero}: use --zero 3 with it")
+    shards = args.shard_size or replicas
+    if args.zero_shares and (not args.zero or len(args.zero_shares) != shards):
+        raise UserError(f"--zero_shares names {len(args.zero_shares)} parts of what --zero {args.zero} divides among "
+                        f"{shards} replicas: use --zero, and a number for each of these")
     return args

@@ -65,6 +65,8 @@ def parse_args():
     parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
     parser.add_argument("--zero", type=zero_or_more, choices=[0, 1, 2, 3], default=0,
                         help="divide over dp ranks 1: the optimizer's state, 2: gradients too, 3: weights too")
+    parser.add_argument("--shard_size", type=positive_int, help="replicas that divide; others copy (default: all)")
+    parser.add_argument("--gather_once", action="store_true", help="with --zero 3: weights once a step, more memory")
     parser.add_argument("--zero_shares", type=share_list, help="unequal shares, one number per dp rank, such as 4,2,1")
     parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
     parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="1f1b", help="the pipeline's schedule")
@@ -82,7 +84,7 @@ def parse_args():
 
 def wrap_model(args, model) -> DataParallelBucket:
     if args.zero == 3:
-        return FullyShardedDataParallel(model)
+        return FullyShardedDataParallel(model, args.zero_shares, args.gather_once)
     return Zero(model, args.zero, args.zero_shares) if args.zero else DataParallelBucket(model)
 
 
@@ -125,7 +127,7 @@ def join(args) -> tuple[torch.device, torch.dtype]:
     """Joins the other processes as a grid of ranks. Returns this rank's device and the dtype of the activations."""
     device, dtype, backend = choose_device(args.device, args.dtype)
     pgm.init_process_group(backend, args.timeout, {**vars(args), "dtype": dtype})
-    pgm.setup_process_group_manager(dp_size=args.dp_size, pp_size=args.pp_size, tp_size=args.tp_size)
+    pgm.setup_process_group_manager(args.dp_size, args.pp_size, args.tp_size, args.shard_size)
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
     return device, dtype

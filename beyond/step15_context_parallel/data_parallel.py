@@ -24,9 +24,9 @@ from timeline import timeline
 class Bucket:
     """Parameters whose gradients share one flat buffer and one all-reduce over `process_group`."""
 
-    def __init__(self, params: list[nn.Parameter], process_group: dist.ProcessGroup):
+    def __init__(self, params: list[nn.Parameter], process_group: dist.ProcessGroup, dtype=None):
         self.params, self.process_group = params, process_group
-        self.grad_data = params[0].new_zeros(sum(param.numel() for param in params))
+        self.grad_data = params[0].new_zeros(sum(param.numel() for param in params), dtype=dtype)
         self.awaited, self.handle = set(params), None
         parts = self.grad_data.split([param.numel() for param in params])
         self.views = {param: part.view_as(param) for param, part in zip(params, parts)}

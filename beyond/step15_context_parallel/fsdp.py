@@ -6,8 +6,10 @@ gradient and its two averages. The weights of a layer exist for as long as it co
     forward     gather layer 0 | compute 0, gather 1 | compute 1, gather 2 | ...     each is freed when it has computed
     backward    ... | compute 1, gather 0 | compute 0, scatter the gradients of 1 |  each is freed when it has computed
 
-The rest is gathered for a whole micro-batch, since it is used at both ends of the model, and tied weights at both at
-once. The last layer stays from its forward to its backward, which is next.
+The rest is gathered for a whole optimizer step, since some micro-batch needs it almost all of the time. Without a
+pipeline, the last layer stays from its forward to its backward, which is next. In a pipeline the same happens in each
+chunk's forward and backward (B); W computes without weights. With `gather_once`, weights stay from their first use to
+the end of the step, and gradients add up until then, as with ZeRO 1: a pipeline has many small micro-batches.
 
 The model contains none of this: hooks gather before a layer's forward and before its backward. Memory is freed by
 resizing a storage to zero bytes. Autograd keeps tensors that share this storage, and finds the weights in it again.
@@ -16,11 +18,14 @@ A layer's weights are sent and used in the dtype of the activations, and its gra
 masters. The embedding looks up in the masters' dtype, as in model.py, so the rest is gathered in that.
 """
 
+import math
+
 import torch
 import torch.nn as nn
 
 import model as llama
 import process_group_manager as pgm
+from data_parallel import Bucket
 from timeline import timeline
 from zero import ShardedBucket, Zero, all_gather
 
@@ -28,9 +33,8 @@ from zero import ShardedBucket, Zero, all_gather
 class Unit(ShardedBucket):
     """Parameters that are gathered and freed together. While they are freed, a rank has its shard only."""
 
-    def __init__(self, params: list[nn.Parameter], dtype: torch.dtype):
-        grid = pgm.process_group_manager
-        super().__init__(params, grid.cp_dp_group, [1] * grid.cp_dp_world_size)
+    def __init__(self, params: list[nn.Parameter], replicas: pgm.Replicas, shares: list[int], dtype: torch.dtype):
+        super().__init__(params, replicas, shares)
         self.shard, self.gathering = nn.Parameter(self.shard.detach().clone()), None
         self.weights = self.weights.to(dtype, copy=True)
         for param, part in zip(params, self.weights.split([param.numel() for param in params])):
@@ -61,61 +65,86 @@ class Unit(ShardedBucket):
         if llama.casts:
             llama.casts.clear()  # copies of the rest's weights: autograd keeps them for as long as it needs them
 
-    def scatter(self) -> None:
-        """When backward has all gradients of the unit, it does not need the weights any more."""
-        super().scatter()
-        self.free()
+    def take(self, param: nn.Parameter) -> None:
+        """Adds `param.grad` to a buffer in the masters' dtype, which it may not have itself, and gives it up."""
+        self.gradients = self.gradients or Bucket(self.params, self.group, self.shard.dtype)
+        self.gradients.views[param] += param.grad
+        param.grad = None
 
 
 class FullyShardedDataParallel(Zero):
-    """Wraps a model without a pipeline, as Zero does. All memory but that of two layers and the rest is divided."""
+    """Wraps a model, as Zero does. All memory but that of two layers and the rest is divided, unless `gather_once`."""
 
-    def __init__(self, module: nn.Module):
-        super().__init__(module, level=3)
+    def __init__(self, module: nn.Module, shares: list[int] | None = None, gather_once: bool = False):
+        self.gather_once = gather_once
+        super().__init__(module, 1 if gather_once else 2, shares)
         module.register_forward_pre_hook(self.before_forward)
-        for layer in module.decoder_layers.children():
+        for layer in self.units:
             layer.register_forward_pre_hook(self.before_layer)
             layer.register_forward_hook(self.after_layer)
 
     def initialize_buckets(self, params: list[nn.Parameter], limit: float) -> None:
-        """A unit for each layer, from the last one to the first, as backward has their gradients; and the rest."""
-        layers, self.units = list(self.module.decoder_layers.children()), {}
-        for layer in reversed(layers):
-            self.units[layer] = Unit([*layer.parameters()], self.module.dtype)
-        in_layers = {param for layer in layers for param in layer.parameters()}
-        rest = [param for param in params if param not in in_layers]
-        rest.sort(key=torch.Tensor.dim)  # the norm comes first: tp ranks sum its gradient, so its shards are alike
-        self.rest = Unit(rest, params[0].dtype)
-        self.buckets = [*self.units.values(), self.rest]
+        """A unit for each layer; and for the rest, of which the norm and a tied embedding may have sums of their own.
+        """
+        layers, self.following, self.previous = self.module.decoder_layers, {}, {}
+        in_layers = {param for layer in layers.values() for param in layer.parameters()}
+        super().initialize_buckets([param for param in params if param not in in_layers], math.inf)
+        self.rest = [*self.buckets]
+        self.units = {layer: self.make_bucket([*layer.parameters()], self.module.dtype) for layer in layers.values()}
+        self.buckets += self.units.values()
         self.bucket_of = {param: unit for unit in self.buckets for param in unit.params}
-        self.following = dict(zip(layers, layers[1:]))  # layer -> the next one
-        self.previous = dict(zip(layers[1:], layers))
+        for chunk in self.module.chunks:
+            chunk = [layers[str(i)] for i in chunk]
+            self.following.update(zip(chunk, chunk[1:]))  # layer -> the next one
+            self.previous.update(zip(chunk[1:], chunk))
+
+    def make_bucket(self, params: list[nn.Parameter], dtype: torch.dtype | None = None) -> Unit:
+        return Unit(params, pgm.process_group_manager.replicas, self.shares, dtype or params[0].dtype)
 
     def before_forward(self, module: nn.Module, args: tuple) -> None:
-        self.rest.start_gather()
-        self.buckets[-2].start_gather()  # the first layer's
-        self.rest.gather()
+        for unit in self.rest:
+            unit.start_gather()
+        for unit in self.rest:
+            unit.gather()
 
     def before_layer(self, layer: nn.Module, args: tuple) -> None:
         """Before a layer's forward: its weights are there, and those of the next one on their way."""
-        self.units[layer].gather()
+        self.gather(layer)
         if layer in self.following:
-            self.units[self.following[layer]].start_gather()
+            self.start_gather(self.following[layer])
+        x = args[0]
+        if layer not in self.previous and x.requires_grad:
+            x.register_hook(lambda gradient: self.free(layer))  # its backward has ended
 
     def after_layer(self, layer: nn.Module, args: tuple, output: torch.Tensor) -> None:
         """After a layer's forward. When backward arrives at the layer, it has the gradient of the output."""
-        if layer in self.following:
-            self.units[layer].free()
+        if layer in self.following or pgm.process_group_manager.pp_world_size > 1:
+            self.free(layer)
         if output.requires_grad:
             output.register_hook(lambda gradient: self.before_backward(layer))
 
     def before_backward(self, layer: nn.Module) -> None:
-        """Before a layer's backward: its weights are there, and those of the layer before it on their way."""
-        self.units[layer].gather()
+        """Before a layer's backward, when the next one's has ended: its weights are there, the previous ones coming."""
+        if layer in self.following:
+            self.free(self.following[layer])
+        self.gather(layer)
         if layer in self.previous:
-            self.units[self.previous[layer]].start_gather()
+            self.start_gather(self.previous[layer])
 
-    def gather_weights(self) -> None:
-        """The next forward gathers what the optimizer has updated. Weights that are still there are the old ones."""
+    def start_gather(self, layer: nn.Module) -> None:
+        self.units[layer].start_gather()
+
+    def gather(self, layer: nn.Module) -> None:
+        self.units[layer].gather()
+
+    def free(self, layer: nn.Module) -> None:
+        if not self.gather_once:
+            self.units[layer].free()
+
+    def finish_gradient_sync(self) -> None:
+        super().finish_gradient_sync()
         for unit in self.buckets:
             unit.free()
+
+    def gather_weights(self) -> None:
+        """The next forward gathers what the optimizer has updated."""

@@ -17,6 +17,7 @@ import datetime
 import json
 import os
 import re
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,16 +29,31 @@ timeout = datetime.timedelta(seconds=600)  # how long a rank waits for the other
 MAY_DIFFER = re.compile("_name|_dir|wandb|device|timeout|threads|num_proc|workers|tokenizers")  # what a machine decides
 
 
+class Replicas(NamedTuple):
+    """Groups of the ranks that hold the same parameters: all; those among which ZeRO divides them; those of a shard."""
+
+    all: dist.ProcessGroup
+    shard: dist.ProcessGroup
+    copy: dist.ProcessGroup
+
+
+def make_replicas(ranks: torch.Tensor, shard_size: int) -> Replicas:
+    """Of each row of `ranks`, as many consecutive ones as `shard_size` says divide their parameters."""
+    parts = ranks.unflatten(1, (-1, shard_size))  # (rows, copies, shards)
+    lists = ranks, parts.flatten(0, 1), parts.mT.flatten(0, 1)
+    return Replicas(*(dist.new_subgroups_by_enumeration(groups.tolist(), timeout)[0] for groups in lists))
+
+
 class ProcessGroupManager:
     """The coordinates of this rank in the grid, and a process group along each axis through it.
 
     For each axis (tp, cp, pp, dp): `<axis>_world_size` and `<axis>_rank`, the position of this rank along the axis. For
     tp, cp and pp: `<axis>_group` to communicate in. The ranks that differ in dp and cp only hold the same weights, and
-    compute gradients of other tokens: they are `cp_dp_group`. All ranks make one together.
+    compute gradients of other tokens: they are `cp_dp_group`, or `replicas.all`. All ranks make one together.
     Raises UserError where the product of the sizes is not the number of processes.
     """
 
-    def __init__(self, dp_size: int, pp_size: int, tp_size: int, cp_size: int = 1):
+    def __init__(self, dp_size: int, pp_size: int, tp_size: int, cp_size: int = 1, shard_size: int | None = None):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if (needed := dp_size * pp_size * cp_size * tp_size) != self.world_size:
             raise UserError(f"dp_size={dp_size} x pp_size={pp_size} x cp_size={cp_size} x tp_size={tp_size} needs "
@@ -62,13 +78,26 @@ class ProcessGroupManager:
         ends = [ranks[:: max(pp_size - 1, 1)] for ranks in columns]  # these stages share a tied embedding
         self.pp_ends_group, _ = dist.new_subgroups_by_enumeration(ends, timeout)
         self.cp_group, _ = dist.new_subgroups_by_enumeration(rings.tolist(), timeout)
-        self.cp_dp_group, _ = dist.new_subgroups_by_enumeration(replicas.tolist(), timeout)
+        self.replicas = make_replicas(replicas, shard_size or self.cp_dp_world_size)
+        self.cp_dp_group = self.replicas.all
 
         self.pp_is_first_stage = self.pp_rank == 0
         self.pp_is_last_stage = self.pp_rank == pp_size - 1
         self.pp_ranks = self.ranks[self.dp_rank, :, self.cp_rank, self.tp_rank].tolist()  # of this rank's pipeline
         # One rank of all logs. Only the last stage of a pipeline computes the loss, so it is a last stage.
         self.is_logging_rank = self.dp_rank == self.cp_rank == self.tp_rank == 0 and self.pp_is_last_stage
+
+    def kind(self, name: str) -> str:
+        """The kind of a parameter: which ranks sum its gradient. Where ZeRO divides it, its shards are alike on these.
+
+            kind       parameters                    gradients are summed over
+            "matrix"   all others                    replicas
+            "tied"     a pipeline's embedding        replicas, pp_ends
+            "whole"    norms                         replicas, with sequence parallelism tp
+        """
+        if "norm" in name:
+            return "whole"
+        return "tied" if name == "embedding.weight" and self.pp_world_size > 1 else "matrix"
 
     def __str__(self) -> str:
         return "DP({})-PP({})-CP({})-TP({})-Rank({})".format(*self.ranks.shape, self.global_rank)
@@ -109,8 +138,9 @@ def init_process_group(backend: str, timeout_seconds: float = 600, flags: dict |
                             timeout=timeout)
 
 
-def setup_process_group_manager(dp_size: int, pp_size: int, tp_size: int, cp_size: int = 1) -> None:
+def setup_process_group_manager(*sizes: int | None) -> None:
+    """Makes the grid. `sizes`: those of ProcessGroupManager."""
     global process_group_manager
-    process_group_manager = ProcessGroupManager(dp_size, pp_size, tp_size, cp_size)
+    process_group_manager = ProcessGroupManager(*sizes)
     if dist.get_rank() == 0:
         print(process_group_manager.describe(), flush=True)

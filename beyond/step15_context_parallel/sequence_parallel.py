@@ -69,15 +69,16 @@ class Scatter(torch.autograd.Function):
 
 
 def sum_norm_gradients(model) -> None:
-    """Sums the gradients of the norms' weights, the only vectors, over the tp ranks: each saw its own tokens.
+    """Sums the gradients of the weights that tp ranks hold whole, over these: each saw its own tokens.
 
-    Called after finish_gradient_sync(), with one message for all norms.
+    They are those of the norms. Called after finish_gradient_sync(), with one message for all.
     """
-    gradients = [model.gradient(param) for param in model.module.parameters() if param.dim() == 1]
-    flat = torch.cat(gradients)
+    kind = pgm.process_group_manager.kind
+    gradients = [model.gradient(param) for name, param in model.module.named_parameters() if kind(name) == "whole"]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
     all_reduce(flat)
     for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
-        gradient.copy_(total)
+        gradient.copy_(total.view_as(gradient))
 
 
 def check_sequence_parallel(args):

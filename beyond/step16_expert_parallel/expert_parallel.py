@@ -94,7 +94,7 @@ class ExpertDataParallel(DataParallelBucket):
     def make_bucket(self, params: list[nn.Parameter]) -> Bucket:
         bucket = super().make_bucket(params)
         if params[0] in self.experts:
-            bucket.process_group = pgm.process_group_manager.expert_dp_group
+            bucket.process_group = pgm.process_group_manager.experts.all
         return bucket
 
 
@@ -103,24 +103,36 @@ class ExpertBalance:
 
     def __init__(self, args, model: nn.Module, device: torch.device):
         self.loss_weight, self.bias_step = args.balance_loss / args.gradient_accumulation_steps, args.balance_bias
-        self.loads = {}  # router -> (E,)
+        self.divides_tokens, self.loads = args.sequence_parallel, {}  # router -> (E,)
         for layer in model.decoder_layers.children():
             self.loads[layer.mlp.router] = torch.zeros(args.num_experts, dtype=torch.int64, device=device)
             layer.mlp.router.register_forward_hook(self.after_choice)
 
     def after_choice(self, router: nn.Module, args: tuple, output: tuple) -> None:
-        """After a router's forward. The gradient of the scores gets that of the balance loss when backward has it."""
-        scores, chosen = output  # (N, E), (N, k)
-        counts = chosen.flatten().bincount(minlength=scores.size(1))
+        """After a router's forward. The gradient of the scores gets that of the balance loss when backward has it.
+
+        f_e and P_e are those of a micro-batch, of which cp and, with sequence parallelism, tp ranks have parts. The
+        gradients of the weights are then averaged over cp and summed over tp.
+        """
+        scores, chosen = output  # (B, T, E), (B, T, k)
+        counts, grid = chosen.flatten().bincount(minlength=scores.size(-1)), pgm.process_group_manager
         self.loads[router] += counts  # with --recompute twice, all of them
+        cp, tp = grid.cp_world_size, grid.tp_world_size if self.divides_tokens else 1
         if self.loss_weight and scores.requires_grad:
-            gradient = self.loss_weight * scores.size(1) / chosen.numel() / len(scores) * counts.to(scores.dtype)
+            self.sum_counts(counts, grid.cp_group)
+            factor = scores.size(-1) / (chosen.numel() * cp * tp) / (scores[..., 0].numel() * tp)
+            gradient = self.loss_weight * factor * counts.to(scores.dtype)
             scores.register_hook(lambda other: other + gradient)  # without `scores`, or it would keep itself alive
+
+    def sum_counts(self, counts: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Sums them over the ranks of `group`, and over those that have other tokens of the same texts."""
+        for each in [group] + [pgm.process_group_manager.tp_group] * self.divides_tokens:
+            dist.all_reduce(counts, group=each)
 
     def finish_step(self) -> float:
         """Moves the biases. Returns the largest load of an expert in this step, relative to the mean of its layer."""
         grid, loads = pgm.process_group_manager, torch.stack([*self.loads.values()])  # (layers, E)
-        dist.all_reduce(loads, group=grid.cp_dp_group)  # of the global batch, so the biases stay equal on all ranks
+        self.sum_counts(loads, grid.cp_dp_group)  # of the global batch, so the biases stay equal on all ranks
         mean = loads.sum(dim=1, keepdim=True) / loads.size(1)
         for (router, load), direction in zip(self.loads.items(), (mean - loads).sign()):
             router.bias_of_choice = router.bias_of_choice + self.bias_step * direction
@@ -132,15 +144,11 @@ class ExpertBalance:
 
 def check_experts(args):
     """Returns the flags. Raises UserError for some that can't be had together."""
-    experts, is_zb = f"--num_experts {args.num_experts}", args.pp_size > 1 and args.pp_engine.endswith("zb")
+    experts = f"--num_experts {args.num_experts}"
     if not args.num_experts and (args.ep_size > 1 or args.balance_loss or args.balance_bias):
         raise UserError("--ep_size, --balance_loss and --balance_bias are for experts: use --num_experts with them")
     if args.num_experts % args.ep_size or args.dp_size % args.ep_size:
         raise UserError(f"--ep_size {args.ep_size} has to divide {experts} and --dp_size {args.dp_size}: change it")
     if 0 < args.num_experts < args.experts_per_token:
         raise UserError(f"--experts_per_token {args.experts_per_token} is more than {experts}: lower it")
-    for other, is_used in {f"--pp_engine {args.pp_engine}": is_zb, "--sequence_parallel": args.sequence_parallel,
-                           f"--cp_size {args.cp_size}": args.cp_size > 1, f"--zero {args.zero}": args.zero}.items():
-        if args.num_experts and is_used:
-            raise UserError(f"{experts} with {other}: experts go only with dp, tp, and pp by 1f1b, afab or interleaved")
     return args

@@ -156,7 +156,7 @@ class MLP(nn.Module):
 
 
 class Router(Linear):
-    """Scores of a token's E experts, in float32 or better, and the k that it chooses: (N, D) -> (N, E), (N, k)."""
+    """Scores of a token's E experts in float32 or better, and its choice: (B, T, D) -> (B, T, E), (B, T, k)."""
 
     def __init__(self, config):
         super().__init__(config.hidden_size, config.num_experts, bias=False)
@@ -175,12 +175,12 @@ class Experts(nn.ModuleDict):
         self.num_experts = num_experts  # E, of the whole layer
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Tokens (N, D), weights and numbers of their experts (N, k) -> the weighted sums of the results (N, D)."""
-        order = chosen.flatten().argsort(stable=True)  # (N k,): the rows of expert 0 come first
-        rows = x.index_select(0, order // chosen.size(1))  # (N k, D)
+        """Tokens (B, T, D), weights and numbers of their experts (B, T, k) -> the results' weighted sums (B, T, D)."""
+        order = chosen.flatten().argsort(stable=True)  # (B T k,): the rows of expert 0 come first
+        rows = x.flatten(0, 1).index_select(0, order // chosen.size(-1))  # (B T k, D)
         rows = self.run(rows, chosen.flatten().bincount(minlength=self.num_experts))
-        rows = rows.index_select(0, order.argsort()).view(*chosen.shape, -1)  # (N, k, D)
-        return (rows * weights.unsqueeze(-1)).sum(dim=1)
+        rows = rows.index_select(0, order.argsort()).view(*chosen.shape, -1)  # (B, T, k, D)
+        return (rows * weights.unsqueeze(-1)).sum(dim=-2)
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Expert e computes counts[e] rows. One without rows does so, too, and its gradients are zeros, not None."""
@@ -197,10 +197,10 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts({str(i): MLP(config) for i in range(config.num_experts)}, config.num_experts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
-        tokens = x.flatten(0, 1)  # (N, D), N = B T
-        scores, chosen = self.router(tokens)
-        weights = F.normalize(scores.gather(-1, chosen), p=1, dim=-1).to(x.dtype)  # (N, k), of sum 1
-        return self.experts(tokens, weights, chosen).view_as(x)
+        scores, chosen = self.router(x)
+        weights = scores.gather(-1, chosen)  # (B, T, k)
+        weights = weights if self.router.k == 1 else F.normalize(weights, p=1, dim=-1)  # a sum of 1 (k = 1: Switch)
+        return self.experts(x, weights.to(x.dtype), chosen)
 
 
 class DecoderLayer(nn.Module):

@@ -166,7 +166,7 @@ def connect_neighbours(num_chunks: int) -> None:
         elif grid.global_rank == receiver:
             dist.recv(token, sender, group=group)
             dist.send(token, sender, group=backward_group)
-    for group in (grid.cp_dp_group, grid.cp_group, grid.ep_group, grid.expert_dp_group):
+    for group in (*grid.replicas, *grid.experts, grid.cp_group, grid.ep_group):
         dist.all_reduce(token, group=group)
         dist.all_to_all_single(token.new_empty(group.size()), token.new_zeros(group.size()), group=group)
 

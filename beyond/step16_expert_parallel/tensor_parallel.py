@@ -209,8 +209,7 @@ def apply_tensor_parallel(model: nn.Module, f=Copy, g=Reduce) -> nn.Module:
 
     def apply_f_to_experts(module: nn.Module, args: tuple) -> tuple:
         """A hook: f behind the router, which is whole on each rank. The weights need it: they multiply partial sums."""
-        x, weights, chosen = args
-        return f.apply(x), f.apply(weights), chosen
+        return tuple(f.apply(each) for each in args)  # x, weights and numbers of experts, of all tokens
 
     model.embedding = VocabParallelEmbedding(model.embedding, model.dtype, g)
     for layer in model.decoder_layers:

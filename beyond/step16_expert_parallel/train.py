@@ -74,6 +74,8 @@ def parse_args():
     parser.add_argument("--ep_size", type=positive_int, default=1, help="dp ranks that divide the experts")
     parser.add_argument("--zero", type=zero_or_more, choices=[0, 1, 2, 3], default=0,
                         help="divide over dp ranks 1: the optimizer's state, 2: gradients too, 3: weights too")
+    parser.add_argument("--shard_size", type=positive_int, help="replicas that divide; others copy (default: all)")
+    parser.add_argument("--gather_once", action="store_true", help="with --zero 3: weights once a step, more memory")
     parser.add_argument("--zero_shares", type=share_list, help="unequal shares, one number per replica, such as 4,2,1")
     parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
     parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="1f1b", help="the pipeline's schedule")
@@ -91,7 +93,7 @@ def parse_args():
 
 def wrap_model(args, model) -> DataParallelBucket:
     if args.zero == 3:
-        return FullyShardedDataParallel(model)
+        return FullyShardedDataParallel(model, args.zero_shares, args.gather_once)
     return Zero(model, args.zero, args.zero_shares) if args.zero else ExpertDataParallel(model)
 
 
@@ -135,7 +137,8 @@ def join(args) -> tuple[torch.device, torch.dtype]:
     """Joins the other processes as a grid of ranks. Returns this rank's device and the dtype of the activations."""
     device, dtype, backend = choose_device(args.device, args.dtype)
     pgm.init_process_group(backend, args.timeout, {**vars(args), "dtype": dtype})
-    pgm.setup_process_group_manager(args.dp_size, args.pp_size, args.tp_size, args.cp_size, args.ep_size)
+    pgm.setup_process_group_manager(args.dp_size, args.pp_size, args.tp_size, args.cp_size, args.shard_size,
+                                    args.ep_size)
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
     return device, dtype

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import torch
 import torch.distributed as dist
 from step_modules import StepSource, train
 from thread_ranks import World
@@ -14,7 +15,12 @@ LOGGED = 64  # numbers for the log have so many bytes at most, and are left out
 def messages(step: int, num_ranks: int, flags: list) -> list[Counter]:
     """Of each rank, the Counter of (kind, other ranks of the group, peer, bytes). See rank_collectives.Event."""
     world, steps = World(num_ranks), [[] for _ in range(num_ranks)]  # by rank: the number of events before each step
-    hook = register_optimizer_step_pre_hook(lambda *_: steps[dist.get_rank()].append(len(world.events)))
+
+    def begin(optimizer, *_) -> None:
+        if isinstance(optimizer, torch.optim.AdamW):  # the first one of a step, if there are two
+            steps[dist.get_rank()].append(len(world.events))
+
+    hook = register_optimizer_step_pre_hook(begin)
     try:
         train(StepSource(step), num_ranks, flags, world=world)
     finally:

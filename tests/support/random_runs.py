@@ -12,19 +12,18 @@ TP = {"tp_size": (1, 1, 1, 2, 2, 3, 4)}
 DP = {**TP, "dp_size": (1, 2, 2, 3, 4)}
 PP = {**DP, "pp_size": (1, 2, 2, 3, 4)}
 EIGHT = {**PP, "pp_engine": ("afab", "1f1b"), "recompute": (True, False)}
+CHUNKS = {**EIGHT, "pp_engine": ("afab", "1f1b", "zb", "interleaved", "interleaved_zb"), "virtual_stages": (2, 2, 3)}
+ZERO = {"zero": (0, 1, 2, 3, 3), "shard_size": (1, 2, 3, 4), "gather_once": (True, False)}
 STEPS = {4: TP, 5: DP, 6: DP, 7: PP, 8: EIGHT, 9: EIGHT,  # step -> values of its flags; a size multiplies the ranks
-         10: {**PP, "pp_engine": ("afab", "1f1b", "zb", "zb")},
-         11: {**PP, "pp_size": (2, 2, 3, 4), "virtual_stages": (2, 2, 3),
-              "pp_engine": ("interleaved", "interleaved_zb")},
-         12: {**PP, "dp_size": (2, 3, 4), "pp_engine": ("1f1b", "zb"), "zero": (1, 1, 2)},
-         13: {**DP, "dp_size": (2, 3, 4), "zero": (1, 2, 3, 3), "recompute": (True, False)},
-         14: {**PP, "tp_size": (2, 2, 3, 4), "pp_engine": ("1f1b", "zb"), "zero": (1, 2, 3),
-              "sequence_parallel": (True,)},
+         10: {**PP, "pp_engine": ("afab", "1f1b", "zb", "zb"), "recompute": (True, False)},
+         11: {**CHUNKS, "pp_size": (2, 2, 3, 4)},
+         12: {**CHUNKS, "dp_size": (2, 3, 4), "zero": (1, 2, 2)},
+         13: {**CHUNKS, "dp_size": (2, 3, 4, 4), **ZERO, "zero": (1, 2, 3, 3, 3)},
+         14: {**PP, "tp_size": (2, 2, 3, 4), "pp_engine": ("1f1b", "zb"), **ZERO, "sequence_parallel": (True,)},
          15: {**PP, "cp_size": (2, 2, 3, 4), "cp_layout": ("zigzag", "zigzag", "contiguous"), "pp_size": (1, 1, 2),
-              "pp_engine": ("1f1b", "zb"), "zero": (0, 1, 2, 3), "sequence_parallel": (True, False)},
-         16: {**PP, "tp_size": (1, 1, 1, 2), "dp_size": (1, 2, 3, 4), "pp_size": (1, 1, 2),
-              "pp_engine": ("afab", "1f1b"),
-              "recompute": (True, False), "num_experts": (4, 6, 12, 12), "experts_per_token": (1, 2),
+              "pp_engine": ("1f1b", "zb"), **ZERO, "sequence_parallel": (True, False)},
+         16: {**CHUNKS, "tp_size": (1, 1, 2), "dp_size": (1, 2, 3, 4), "pp_size": (1, 1, 2), "cp_size": (1, 1, 1, 2),
+              **ZERO, "sequence_parallel": (True, False), "num_experts": (4, 6, 12, 12), "experts_per_token": (1, 2),
               "balance_bias": (0, 0.01)}}
 
 
@@ -52,10 +51,18 @@ def topology(seed: int) -> tuple[dict, int, int, list, list]:
             flags.pop("zero", None)
         if tp == 1:
             flags.pop("sequence_parallel", None)
-        if flags.get("zero") == 1 and rng.random() < 0.5:
-            flags["zero_shares"] = ",".join(str(rng.randint(1, 5)) for _ in range(dp * cp))
-        elif flags.get("zero", 0) > 1:
-            flags["pp_size"] = pp = 1
+        shards = flags.get("shard_size", 1) if flags.get("zero") else 1
+        if shards == 1 or dp * cp % shards:
+            flags.pop("shard_size", None)
+            shards = dp * cp
+        if flags.get("zero") and rng.random() < 0.5:
+            flags["zero_shares"] = ",".join(str(rng.randint(1, 5)) for _ in range(shards))
+        if flags.get("zero") != 3:
+            flags.pop("gather_once", None)
+        if pp == 1 or not flags.get("pp_engine", "interleaved").startswith("interleaved"):
+            flags.pop("virtual_stages", None)
+        if pp == 1:
+            flags.pop("pp_engine", None)
         layers = pp * flags.get("virtual_stages", 1) + rng.randint(1, 3)
         count, ranks = dp * rng.choice((1, 2, 2, 3, 4, 5)), 1
         if step == 9 and rng.random() < 0.7:
@@ -64,7 +71,7 @@ def topology(seed: int) -> tuple[dict, int, int, list, list]:
             flags |= shapes
         else:
             flags["gradient_accumulation_steps"] = count // dp
-        ranks *= math.prod(value for name, value in flags.items() if name.endswith("_size"))
+        ranks *= math.prod(value for name, value in flags.items() if name in ("tp_size", "dp_size", "pp_size", "cp_size"))
     experts = {name: flags[name] for name in ("num_experts", "experts_per_token", "balance_bias") if name in flags}
     if experts:
         divisors = [size for size in (1, 2, 3, 4) if math.gcd(dp, flags["num_experts"]) % size == 0]

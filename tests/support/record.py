@@ -33,7 +33,7 @@ class Recording:
             scores, bias = output[0].detach(), module.bias_of_choice
             values = scores + bias if torch.is_tensor(bias) and bias.any() else scores.log()
             values = values.topk(module.k + 1).values
-            self.gaps.append((values[:, -2] - values[:, -1]).min().item())
+            self.gaps.append((values[..., -2] - values[..., -1]).min().item())
 
     def snapshot(self, optimizer, *_) -> None:
         """Before each optimizer step; only the first one counts."""
@@ -43,7 +43,8 @@ class Recording:
         if any(getattr(bucket, "shard", None) is group["params"][0] for bucket in buckets):
             self.read = lambda what: from_shards(self.wrapper, what)
         else:
-            params = dict(zip((name.removeprefix("module.") for name in group["param_names"]), group["params"]))
+            params = dict(self.wrapper.module.named_parameters() if self.wrapper else zip(
+                (name.removeprefix("module.") for name in group["param_names"]), group["params"]))
             self.read = lambda what: {name: read(param, what).clone() for name, param in params.items()}
         self.first = {"initial": self.read("data"), "grads": self.read("grad")}
 

@@ -33,12 +33,12 @@ COLUMN_PARALLEL = ("embedding", "q_proj", "k_proj", "v_proj", "gate_proj", "up_p
 ROW_PARALLEL = ("out_proj", "down_proj")  # split along dim 1
 DEFAULTS = dict(dp=1, ep=1, pp=1, cp=1, tp=1, pipelines="", num_microbatches="", engine=None, virtual_stages=1,
                 samples=16, accumulation=8, variant="plain", num_steps=3, num_hidden_layers=NUM_LAYERS, seq_len=8,
-                dtype="float64", max_grad_norm=1.0, num_experts=0, balance_loss=0.0)
+                dtype="float64", max_grad_norm=1.0, num_experts=0, balance_loss=0.0, optimizer="")
 FLAGS = {"engine": "pp_engine", "accumulation": "gradient_accumulation_steps",
          **{axis: f"{axis}_size" for axis in ("dp", "ep", "pp", "cp", "tp")}}  # shorter names -> flags
 NOT_FLAGS = ("samples", "variant", "num_steps")
 OF_BASELINE = (*NOT_FLAGS, "num_hidden_layers", "seq_len", "dtype", "max_grad_norm", "num_experts",
-               "experts_per_token", "balance_loss", "balance_bias")
+               "experts_per_token", "balance_loss", "balance_bias", "optimizer")
 
 
 class Case:
@@ -70,10 +70,10 @@ class Case:
     @property
     def baseline(self) -> "Case":
         """One process that takes the same optimizer steps; with experts, step 16's, and the balance loss is one of
-        micro-batches, which then have the same size."""
+        micro-batches, which then have the same size; with Muon, step 18's."""
         kept = {name: self.options[name] for name in OF_BASELINE if name in self.options}
         accumulation = self.dp * self.accumulation if self.balance_loss else 2
-        return Case(16 if self.num_experts else 3, accumulation=accumulation, **kept)
+        return Case(18 if self.optimizer else 16 if self.num_experts else 3, accumulation=accumulation, **kept)
 
     def flags(self, folder: pathlib.Path) -> list:
         own = {name: value for name, value in self.options.items() if name not in NOT_FLAGS}

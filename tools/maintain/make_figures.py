@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 
+import course_muon
 import figures_drawn
 import figures_measured
 from launch import ROOT, STEPS, Help, environment, modules_of
@@ -137,6 +138,7 @@ FIGURES = {  # name -> draw(folder of runs, picture)
     "buckets": background("6", ["--gradient_accumulation_steps", 4], ("all-reduce",),
                           "seconds since the last micro-batch's backward began", figures_measured.last_backward),
     "unlike": unlike, "plan": plan,
+    "muon": lambda folder, picture: figures_measured.muon(course_muon.compare(folder), picture),
 }
 
 

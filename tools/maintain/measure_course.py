@@ -5,6 +5,7 @@
     python tools/maintain/measure_course.py peaks                  GB of a rank, of several topologies
     python tools/maintain/measure_course.py shards                 bytes a parameter, steps 12 and 13 (8 GB of memory)
     python tools/maintain/measure_course.py activations            MB that are kept for backward, steps 14 and 15
+    python tools/maintain/measure_course.py muon --rounds 9        step 18: losses beside AdamW's, its part of a step
     python tools/maintain/measure_course.py gpu --gpu H100 --rounds 3     step 3 beside Hugging Face's Llama
     python tools/maintain/measure_course.py gpu --device cpu --shape toy --seq_len 32    the same code without a GPU
 
@@ -33,6 +34,7 @@ import tempfile
 
 import course_gpu
 import course_memory
+import course_muon
 from contestants import GROUPS, RUNS, Run
 from launch import ROOT, STEPS, Help, metrics
 from turns import Program, keep, programs_in_turns, table, times_as_fast
@@ -147,7 +149,7 @@ def table_of_speed(found: dict[str, dict[str, list[float]]]) -> str:
 
 
 MEASUREMENTS = {"speed": speed, "gpu": course_gpu.gpu, "peaks": course_memory.peaks, "shards": course_memory.shards,
-                "activations": course_memory.activations}
+                "activations": course_memory.activations, "muon": course_muon.muon}
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,109 @@
+"""The ranks as a grid: data parallel (DP) x pipeline parallel (PP) x tensor parallel (TP).
+
+A rank is the number of one process. Along each axis of the grid, the ranks that share the other two coordinates form a
+process group: they are the ones that communicate for that kind of parallelism. With 8 ranks and all three sizes 2:
+
+                 tp 0   tp 1                 a tp group is a row            [0, 1] [2, 3] [4, 5] [6, 7]
+    dp 0  pp 0      0      1                 a pp group is a column         [0, 2] [1, 3] [4, 6] [5, 7]
+          pp 1      2      3                     within one block
+    dp 1  pp 0      4      5                 a dp group is the same place   [0, 4] [1, 5] [2, 6] [3, 7]
+          pp 1      6      7                     in every block
+
+Consecutive ranks differ in tp first: tensor-parallel ranks communicate most, and consecutive ranks are usually in the
+same machine (Narayanan et al. 2021).
+"""
+
+import datetime
+import json
+import os
+import re
+
+import torch
+import torch.distributed as dist
+
+from utils import UserError
+
+process_group_manager = None
+timeout = datetime.timedelta(seconds=600)  # how long a rank waits for the others before it ends with an error
+MAY_DIFFER = re.compile("_name|_dir|wandb|device|timeout|threads|num_proc|workers|tokenizers")  # what a machine decides
+
+
+class ProcessGroupManager:
+    """The coordinates of this rank in the grid, and a process group along each axis through it.
+
+    For each axis (tp, pp, dp): `<axis>_group` to communicate in, `<axis>_world_size`, and `<axis>_rank`, the position
+    of this rank in the group. All ranks make one together.
+    Raises UserError where the product of the sizes is not the number of processes.
+    """
+
+    def __init__(self, dp_size: int, pp_size: int, tp_size: int):
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if (needed := dp_size * pp_size * tp_size) != self.world_size:
+            raise UserError(f"dp_size={dp_size} x pp_size={pp_size} x tp_size={tp_size} needs {needed} processes, but "
+                            f"{self.world_size} run: use torchrun --nproc_per_node {needed}, or change the sizes")
+        self.ranks = torch.arange(self.world_size).view(dp_size, pp_size, tp_size)  # ranks[dp, pp, tp]: a global rank
+        self.dp_rank, self.pp_rank, self.tp_rank = (self.ranks == self.global_rank).nonzero().flatten().tolist()
+        self.dp_world_size, self.pp_world_size, self.tp_world_size = dp_size, pp_size, tp_size
+        self.topology = {"dp_size": dp_size, "pp_size": pp_size, "tp_size": tp_size, "world_size": self.world_size}
+
+        # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
+        rows, replicas = self.ranks.reshape(-1, tp_size), self.ranks.permute(1, 2, 0).reshape(-1, dp_size)
+        columns = self.ranks.transpose(1, 2).reshape(-1, pp_size).tolist()
+        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout)
+        self.pp_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
+        self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)  # for gradients: they go back
+        self.pp_wrap_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)  # from the last rank to the first
+        self.pp_wrap_backward_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
+        ends = [ranks[:: max(pp_size - 1, 1)] for ranks in columns]  # these stages share a tied embedding
+        self.pp_ends_group, _ = dist.new_subgroups_by_enumeration(ends, timeout)
+        self.dp_group, _ = dist.new_subgroups_by_enumeration(replicas.tolist(), timeout)
+
+        self.pp_is_first_stage = self.pp_rank == 0
+        self.pp_is_last_stage = self.pp_rank == pp_size - 1
+        self.pp_ranks = self.ranks[self.dp_rank, :, self.tp_rank].tolist()  # of this rank's pipeline
+        # One rank of all logs. Only the last stage of a pipeline computes the loss, so it is a last stage.
+        self.is_logging_rank = self.dp_rank == 0 and self.tp_rank == 0 and self.pp_is_last_stage
+
+    def __str__(self) -> str:
+        return f"DP({self.dp_world_size})-PP({self.pp_world_size})-TP({self.tp_world_size})-Rank({self.global_rank})"
+
+    def describe(self) -> str:
+        """One line per rank (of the first 16): its coordinates and the groups that it belongs to."""
+        sizes = f"dp {self.dp_world_size} x pp {self.pp_world_size} x tp {self.tp_world_size}"
+        lines = [f"{self.world_size} {'rank' if self.world_size == 1 else 'ranks'} = {sizes}"]
+        for rank in range(min(self.world_size, 16)):
+            dp, pp, tp = (self.ranks == rank).nonzero().flatten().tolist()
+            groups = [self.ranks[:, pp, tp].tolist(), self.ranks[dp, :, tp].tolist(), self.ranks[dp, pp, :].tolist()]
+            lines.append(f"rank {rank}: dp {dp} pp {pp} tp {tp} | "
+                         "dp group {} pp group {} tp group {}".format(*groups))
+        return "\n".join(lines)
+
+
+def init_process_group(backend: str, timeout_seconds: float = 600, flags: dict | None = None) -> None:
+    """Joins the processes that torchrun describes in the environment. Without torchrun, this process is the only one.
+
+    Raises UserError where ranks choose different backends, as machines with and without a GPU do, or were given
+    different `flags`, other than paths, names and what else a machine decides for itself.
+    """
+    global timeout
+    timeout = datetime.timedelta(seconds=min(timeout_seconds, 1e9))  # a timedelta has a limit
+    store, rank, world_size = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    flags = {f"--{name}": str(value) for name, value in (flags or {}).items() if not MAY_DIFFER.search(name)}
+    store.set(f"flags/{rank}", json.dumps({"the backend of --device": backend, **flags}))
+    everyone = [json.loads(store.get(f"flags/{other}")) for other in range(world_size)]
+    for name, value in everyone[0].items():
+        for other in range(1, world_size):
+            if everyone[other].get(name) != value:
+                raise UserError(f"ranks were started with different flags: {name} is {value} on rank 0, but "
+                                f"{everyone[other].get(name)} on rank {other}: give all ranks the same")
+    dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
+                            timeout=timeout)
+
+
+def setup_process_group_manager(dp_size: int, pp_size: int, tp_size: int) -> None:
+    global process_group_manager
+    process_group_manager = ProcessGroupManager(dp_size, pp_size, tp_size)
+    if dist.get_rank() == 0:
+        print(process_group_manager.describe(), flush=True)

