@@ -5,7 +5,7 @@
     python tools/maintain/measure_course.py peaks                  GB of a rank, of several topologies
     python tools/maintain/measure_course.py shards                 bytes a parameter, steps 12 and 13 (8 GB of memory)
     python tools/maintain/measure_course.py activations            MB that are kept for backward, steps 14 and 15
-    python tools/maintain/measure_course.py muon --rounds 9        step 18: losses beside AdamW's, its part of a step
+    python tools/maintain/measure_course.py muon --rounds 6        step 18: losses beside AdamW's, its part of a step
     python tools/maintain/measure_course.py gpu --gpu H100 --rounds 3     step 3 beside Hugging Face's Llama
     python tools/maintain/measure_course.py gpu --device cpu --shape toy --seq_len 32    the same code without a GPU
 
