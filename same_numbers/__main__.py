@@ -133,7 +133,8 @@ class Comparison:
         if before is None:
             for (how, c), names in self.groups(a, b, self.equal, lambda name: 0.0).items():
                 by, cause = self.words("weights", how, c, names, a)
-                self.add("weights at the start", names, by, cause or CAUSES.get(("start", how), ""))
+                found = "" if how == "factor" else cause  # what a factor of gradients means, it does not here
+                self.add("weights at the start", names, by, found or CAUSES["start", how if how == "unlike" else "other"])
             return
         floors = {name: 10 * self.equal * vector.norm() for name, vector in a.items()}
         old, older = self.one.whole(self.one.held(before[0], "weights")), self.many.held(before[1], "weights")
@@ -164,7 +165,7 @@ class Comparison:
             if c == 1:
                 return ("unlike on ranks that should hold the same, whose mean is right",
                         "are some summands never averaged over ranks (no_sync, a hook that is left out)?")
-            if c and any(abs(c * n - 1) < 2e-3 for n in (count, self.sizes["shards"])):
+            if c and any(abs(c * n - 1) < 2e-3 for n in {count, self.sizes["shards"]} - {1}):
                 return ("unlike on ranks that should hold the same, whose sum is right",
                         "a tied weight: are its two gradients summed between first and last stage?"
                         if {*names} <= {*self.one.aliases.values()} else
@@ -283,6 +284,8 @@ class Comparison:
         if idle := [i for i, share in enumerate(shares) if abs(share) < 1e-3]:
             return (f"the micro-batches {idle} of one process leave nothing: is a rank's summand lost, or zero_grad() "
                     "called in between?")
+        if max(shares) - min(shares) < 1e-3:
+            return "are they clipped by another norm, or divided by another count (of tokens, of samples)?"
         counts = ", ".join(f"{share:.3g}" for share in shares)
         return (f"the micro-batches of one process count {counts} times: is the mean over micro-batches or ranks taken "
                 "where the mean over tokens is meant (padding)?")
