@@ -98,8 +98,9 @@ class Comparison:
         found, whole = collections.defaultdict(list), self.many.whole(b, summed)
         for name in [name for name in self.names if name in a or name in whole]:
             mine, theirs = (each.get(name, torch.zeros(())) for each in (a, whole))
-            if not mine.ndim or not theirs.ndim:
-                if (mine + theirs).norm() > floor(name):
+            lacks = not summed and any(len(b[name][part]) < len(ranks) for part, ranks in self.many.parts[name].items())
+            if not mine.ndim or not theirs.ndim or lacks:
+                if max(mine.norm(), theirs.norm()) > floor(name):
                     found["absent", None].append(name)
                 continue
             unlike = not summed and any(
@@ -129,7 +130,9 @@ class Comparison:
 
     def weights(self, before: tuple | None) -> None:
         """At the start; later, what the step has changed."""
-        a, b = self.one.whole(self.one.held(self.a, "weights")), self.many.held(self.b, "weights")
+        b = self.many.held(self.b, "weights")  # FSDP may have freed some
+        a = {name: vector for name, vector in self.one.whole(self.one.held(self.a, "weights")).items()
+             if any(b[name].values())}
         if before is None:
             for (how, c), names in self.groups(a, b, self.equal, lambda name: 0.0).items():
                 by, cause = self.words("weights", how, c, names, a)
@@ -159,7 +162,7 @@ class Comparison:
         if how == "factor":
             return self.fits(c)
         if how == "absent":
-            return "there are none", CAUSES[kind, how]
+            return "ranks have none" if names[0] in a else "they are not in the other run", CAUSES[kind, how]
         if how == "unlike":
             count = max(len(ranks) for name in names for ranks in self.many.parts[name].values())
             if c == 1:
@@ -182,7 +185,7 @@ class Comparison:
         for name, bounds, ranks in [(name, *part) for name in names for part in self.many.parts[name].items()]:
             shape, parts = self.one.info[name]["shape"], self.many.parts[name]
             sections = {each: section(a[name], shape, each) for each in parts}
-            for rank in ranks:
+            for rank in [each for each in ranks if self.b[each][kind][name] is not None]:
                 mine = section(self.b[rank][kind][name], shape, bounds)
                 if not len(mine) or not sections[bounds].any():
                     continue
