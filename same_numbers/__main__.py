@@ -98,8 +98,9 @@ class Comparison:
         found, whole = collections.defaultdict(list), self.many.whole(b, summed)
         for name in [name for name in self.names if name in a or name in whole]:
             mine, theirs = (each.get(name, torch.zeros(())) for each in (a, whole))
-            if not mine.ndim or not theirs.ndim:
-                if (mine + theirs).norm() > floor(name):
+            lacks = not summed and any(len(b[name][part]) < len(ranks) for part, ranks in self.many.parts[name].items())
+            if not mine.ndim or not theirs.ndim or lacks:
+                if max(mine.norm(), theirs.norm()) > floor(name):
                     found["absent", None].append(name)
                 continue
             unlike = not summed and any(
@@ -129,11 +130,14 @@ class Comparison:
 
     def weights(self, before: tuple | None) -> None:
         """At the start; later, what the step has changed."""
-        a, b = self.one.whole(self.one.held(self.a, "weights")), self.many.held(self.b, "weights")
+        b = self.many.held(self.b, "weights")  # FSDP may have freed some
+        a = {name: vector for name, vector in self.one.whole(self.one.held(self.a, "weights")).items()
+             if any(b[name].values())}
         if before is None:
             for (how, c), names in self.groups(a, b, self.equal, lambda name: 0.0).items():
                 by, cause = self.words("weights", how, c, names, a)
-                self.add("weights at the start", names, by, cause or CAUSES.get(("start", how), ""))
+                found = "" if how == "factor" else cause  # what a factor of gradients means, it does not here
+                self.add("weights at the start", names, by, found or CAUSES["start", how if how == "unlike" else "other"])
             return
         floors = {name: 10 * self.equal * vector.norm() for name, vector in a.items()}
         old, older = self.one.whole(self.one.held(before[0], "weights")), self.many.held(before[1], "weights")
@@ -158,13 +162,13 @@ class Comparison:
         if how == "factor":
             return self.fits(c)
         if how == "absent":
-            return "there are none", CAUSES[kind, how]
+            return "ranks have none" if names[0] in a else "they are not in the other run", CAUSES[kind, how]
         if how == "unlike":
             count = max(len(ranks) for name in names for ranks in self.many.parts[name].values())
             if c == 1:
                 return ("unlike on ranks that should hold the same, whose mean is right",
                         "are some summands never averaged over ranks (no_sync, a hook that is left out)?")
-            if c and any(abs(c * n - 1) < 2e-3 for n in (count, self.sizes["shards"])):
+            if c and any(abs(c * n - 1) < 2e-3 for n in {count, self.sizes["shards"]} - {1}):
                 return ("unlike on ranks that should hold the same, whose sum is right",
                         "a tied weight: are its two gradients summed between first and last stage?"
                         if {*names} <= {*self.one.aliases.values()} else
@@ -181,7 +185,7 @@ class Comparison:
         for name, bounds, ranks in [(name, *part) for name in names for part in self.many.parts[name].items()]:
             shape, parts = self.one.info[name]["shape"], self.many.parts[name]
             sections = {each: section(a[name], shape, each) for each in parts}
-            for rank in ranks:
+            for rank in [each for each in ranks if self.b[each][kind][name] is not None]:
                 mine = section(self.b[rank][kind][name], shape, bounds)
                 if not len(mine) or not sections[bounds].any():
                     continue
@@ -283,6 +287,8 @@ class Comparison:
         if idle := [i for i, share in enumerate(shares) if abs(share) < 1e-3]:
             return (f"the micro-batches {idle} of one process leave nothing: is a rank's summand lost, or zero_grad() "
                     "called in between?")
+        if max(shares) - min(shares) < 1e-3:
+            return "are they clipped by another norm, or divided by another count (of tokens, of samples)?"
         counts = ", ".join(f"{share:.3g}" for share in shares)
         return (f"the micro-batches of one process count {counts} times: is the mean over micro-batches or ranks taken "
                 "where the mean over tokens is meant (padding)?")

@@ -86,7 +86,7 @@ def scale(name: str, factor: float):
 @pytest.mark.parametrize("change, words", [
     (lambda model: None, ""), (scale("down.bias", -1), "down.bias: of the wrong sign"),
     (scale("up.weight", 1.01), "up.weight: 1.01 times too large"),
-    (lambda model: setattr(model.down.weight, "grad", None), "down.weight: there are none"),
+    (lambda model: setattr(model.down.weight, "grad", None), "down.weight: ranks have none"),
     (lambda model: model.up.weight.grad.copy_(model.up.weight.grad.roll(1, 0)), "up.weight: wrong, by no common"),
 ])
 def test_uneven_parts_tied_and_frozen_weights(change, words, dtype, monkeypatch, tmp_path):
