@@ -41,8 +41,8 @@ FAULTS = break_faults.FAULTS | {
         2, (*CP2, "--max_grad_norm", "0"), "norm", ("NovaSky-AI/SkyRL#1420", "NVIDIA/Megatron-LM#906")),
     "experts": Fault(
         "16", "Experts' gradients are divided by the ranks that hold the same experts: ep times too large.",
-        (Edit("expert_parallel.py", "            bucket.process_group = pgm.process_group_manager.expert_dp_group\n",
-              "            bucket.process_group = pgm.process_group_manager.expert_dp_group\n"
+        (Edit("expert_parallel.py", "            bucket.process_group = pgm.process_group_manager.experts.all\n",
+              "            bucket.process_group = pgm.process_group_manager.experts.all\n"
               "            bucket.divisor = bucket.process_group.size()\n"),),
         2, (*DP2, *EXPERTS, "--ep_size", "2", "--max_grad_norm", "0"), "norm",
         ("pytorch/pytorch#160285", "NVIDIA/Megatron-LM#5956", "deepspeedai/DeepSpeed#6546")),

@@ -5,15 +5,14 @@ ranks among which these are divided. The formulas, each of a rank with P paramet
 weights, p stages and m micro-batches of B samples, of which a rank has T tokens each:
 
     bytes     weights 4 P, in bfloat16 2 P more for their copies; gradients 4 P; AdamW 8 P, and Muon 4 P of the layers'
-              matrices. ZeRO 1, and Muon by itself, divides the last of these by N, and ZeRO 2 the last two, but for the
-              gradient of the largest parameter. ZeRO 3 keeps 16 P / N, two layers' weights and gradients, and those of
-              the rest: the embedding, the final norm and projection
+              matrices. ZeRO 1 divides the last of these by N, and ZeRO 2 the last two, but for the gradient of the
+              largest parameter. ZeRO 3 keeps 16 P / N, two layers' weights and gradients, and those of the rest: the
+              embedding, the final norm and projection. Of an expert, N is the dp cp / ep ranks that hold it
     alive     chunks of activations, see alive(); a layer's and the head's are those of data_sheets.Costs. Sequence
               parallelism divides what is between the blocks by tp. A token is in as many experts as it chose
     dp        2 (N-1)/N of 4 P bytes: an all-reduce, or the reduce-scatter and all-gather of ZeRO 1; ZeRO 2
               (m+1) (N-1)/N, as it scatters gradients m times; ZeRO 3 about 3 m (N-1)/N, as it also gathers layers twice
-              a micro-batch, in the activations' dtype and the last one once, and the rest once. Of an expert, N is the
-              dp / ep ranks that hold it
+              a micro-batch, in the activations' dtype, without a pipeline the last one once; and the rest once a step
     tp        2 (tp-1)/tp of each sum: 4 of (B, T, D) a layer and micro-batch, one each for the embedding and the head,
               and 12 bytes a token for the loss; --recompute repeats the first one of a layer's forward, with sequence
               parallelism three halves. With experts, the weights of a token's results have gradients to sum, too; with
@@ -73,7 +72,7 @@ def splits(job: Job) -> Iterator[Split]:
         for pp in (n for n in divisors if job.ranks // tp % n == 0):
             for cp in (n for n in divisors if job.ranks // tp // pp % n == 0):
                 dp = job.ranks // tp // pp // cp
-                sp = tp > 1 and job.seq_len // cp % tp == 0 and not (job.experts or job.muon)
+                sp = tp > 1 and job.seq_len // cp % tp == 0 and not job.muon
                 for engine in ENGINES if pp > 1 else "-":
                     for ep in (n for n in range(1, (job.experts or 1) + 1) if dp % n == 0 == job.experts % n):
                         for zero in range(job.muon, 4) if dp * cp > 1 else [0]:
@@ -86,7 +85,7 @@ def chunks(job: Job, split: Split) -> int:
 
 def refusal(job: Job, split: Split) -> str | None:
     """Why the steps do not train like this, or why nobody would; None: they do."""
-    (dp, tp, pp, engine, zero, cp, *_), shape, stages = split, job.shape, split.pp * chunks(job, split)
+    (dp, tp, pp, _, _, cp, *_), shape, stages = split, job.shape, split.pp * chunks(job, split)
     m = job.global_batch / dp / job.micro_batch
     if shape.heads % tp or shape.kv_heads % tp or shape.width % tp:
         return f"tp {tp} does not divide the heads, the key/value heads or the MLP's width"
@@ -94,14 +93,8 @@ def refusal(job: Job, split: Split) -> str | None:
         return f"there are more stages or chunks than the {shape.layers} layers"
     if m % 1:
         return f"dp {dp} does not divide the global batch into whole micro-batches"
-    if job.experts and (engine.endswith("zb") or cp > 1 or zero):
-        return "experts with zb or interleaved_zb, with cp or with ZeRO"
     if cp > 1 and job.seq_len % (2 * cp * tp):
         return f"2 x cp {cp} x tp {tp} does not divide the tokens of a sample"
-    if zero > 1 and pp > 1:
-        return "ZeRO 2 and 3 have no pipeline, where several micro-batches are under way"
-    if job.recompute and engine.endswith("zb"):
-        return "zb and interleaved_zb with --recompute: W would keep all that was computed again"
     if job.muon and (cp > 1 or zero > 2 or job.experts):
         return "Muon with cp, ZeRO 3 or experts"
     if m < pp:
@@ -179,17 +172,18 @@ def activations(job: Job, split: Split, rank: int, m: int) -> float:
 def held(job: Job, split: Split, rank: int, m: int) -> dict[str, float]:
     (layers, experts, rest), n, tp, zero, shape = (
         parameters(job, split, rank), split.dp * split.cp, split.tp, split.zero, job.shape)
-    owned, table, layer = layers + experts + rest, shape.hidden * shape.vocab / tp, layers / layers_of(job, split, rank)
-    number = NUMBER_BYTES[job.dtype]
+    table, count, number = shape.hidden * shape.vocab / tp, layers_of(job, split, rank), NUMBER_BYTES[job.dtype]
+    owned, layer = layers + experts + rest, (layers + experts) / count
+    divided = (layers + rest + split.ep * experts) / n
     copies = number if number < 4 else 0
-    weights, gradients = (4 + copies) * owned, 4 * owned / (n if zero > 1 else 1)
+    weights, gradients = (4 + copies) * owned, 4 * (divided if zero > 1 else owned)
     if zero == 2:
         gradients += 4 * max(table, shape.hidden * shape.width / tp)
     if zero == 3:
-        weights = 4 * owned / n + 2 * number * layer + 4 * rest + copies * table
+        weights = 4 * divided + 2 * number * layer + 4 * rest + (rank == split.pp - 1) * copies * table
         gradients += 2 * 4 * layer + 4 * rest
-    averages = 8 * owned - job.muon * 4 * matrices(job, split, rank)
-    return {"weights": weights, "gradients": gradients, "AdamW": averages / (n if zero > 0 or job.muon else 1),
+    averages = 8 * (divided if zero > 0 else owned) - job.muon * 4 * matrices(job, split, rank) / n
+    return {"weights": weights, "gradients": gradients, "AdamW": averages,
             "activations": activations(job, split, rank, m)}
 
 
@@ -200,13 +194,14 @@ def sent(job: Job, split: Split, rank: int, m: int) -> dict[str, float]:
     number = NUMBER_BYTES[job.dtype]
     hidden, rows = tokens * shape.hidden * number, job.experts_per_token if job.experts else 1
     sums = (4 + job.recompute * (1.5 if sp else 1)) * count + first + last
-    exchanged = (2, 2, m + 1, m)[zero] * 4 * (layers + rest)
-    if zero == 3:
-        exchanged += m * (number * (2 - 1 / count) * layers + 4 * rest)
-    norms, weights = sp * 4 * (2 * count + last) * shape.hidden, count * tokens * job.experts_per_token * number
+    times, gathered = 4 * (2, 2, m + 1, m)[zero], (zero == 3) * m * number * (2 - (pp == 1) / count)
+    exchanged = (n - 1) / n * (times * (layers + rest) + gathered * layers + (zero == 3) * 4 * rest)
+    exchanged += (n - ep) / n * (times + gathered) * experts
+    norms = sp * 4 * (2 * count + last + count * job.experts) * shape.hidden  # and routers
+    weights = count * tokens * job.experts_per_token * number
     tied = 4 * shape.vocab * shape.hidden / tp if shape.tied and pp > 1 and (first or last) else 0.0
     keys = 2 * count * tokens * shape.kv_heads * shape.head_dim / tp  # numbers of all layers' keys and values
-    return {"dp": (n - 1) / n * exchanged + 2 * (dp - ep) / dp * 4 * experts,
+    return {"dp": exchanged,
             "tp": 2 * (tp - 1) / tp * (sums * hidden + last * 12 * tokens + norms + (job.experts > 0) * weights
                                        + job.muon * number * matrices(job, split, rank)),
             "cp": (cp > 1) * keys * ((2 + job.recompute) * (cp - 1) * number + 4 * cp),

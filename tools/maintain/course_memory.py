@@ -47,10 +47,12 @@ SHARDS = {  # name -> step, flags, bytes a parameter at the most, and before the
     "zero 2": (12, "--zero 2", 4 + 12 / RANKS, 4 + 12 / RANKS),
     "zero 1, shares 4,2,1,1": (12, "--zero 1 --zero_shares 4,2,1,1", 8 + 8 / 2, 4 + 12 / 2),
     "zero 3": (13, "--zero 3", 16 / RANKS, 16 / RANKS),
+    "zero 3, gathered once": (13, "--zero 3 --gather_once", 8 + 16 / RANKS, 16 / RANKS),
     "zero 0, bfloat16": (12, "--dtype bfloat16", 18, 16),
     "zero 1, bfloat16": (12, "--zero 1 --dtype bfloat16", 10 + 8 / RANKS, 4 + 12 / RANKS),
     "zero 2, bfloat16": (12, "--zero 2 --dtype bfloat16", 6 + 12 / RANKS, 4 + 12 / RANKS),
     "zero 3, bfloat16": (13, "--zero 3 --dtype bfloat16", 16 / RANKS, 16 / RANKS),
+    "zero 3, gathered once, bfloat16": (13, "--zero 3 --gather_once --dtype bfloat16", 6 + 16 / RANKS, 16 / RANKS),
 }
 ACTIVATIONS = {  # name -> step, flags, sizes that the formulas need
     "one process": (14, "", {}),

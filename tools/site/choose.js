@@ -18,7 +18,7 @@ function* splits(job) {
     for (const pp of dividing(job.ranks / tp))
       for (const cp of dividing(job.ranks / tp / pp)) {
         const dp = job.ranks / tp / pp / cp,
-          sp = tp > 1 && Math.floor(job.seq_len / cp) % tp === 0 && !job.experts;
+          sp = tp > 1 && Math.floor(job.seq_len / cp) % tp === 0;
         for (const engine of pp > 1 ? ENGINES : ["-"])
           for (const ep of upTo(job.experts || 1).filter((k) => dp % k === 0 && job.experts % k === 0))
             for (const zero of range(dp * cp > 1 ? 4 : 1)) yield { dp, tp, pp, engine, zero, cp, ep, sp };
@@ -27,18 +27,13 @@ function* splits(job) {
 
 /** Why the steps do not train like this, or why nobody would; null: they do. */
 function refusal(job, split) {
-  const { dp, tp, pp, engine, zero, cp } = split,
+  const { dp, tp, pp, cp } = split,
     m = job.global_batch / dp / job.micro_batch;
   if (job.heads % tp || job.kv_heads % tp || job.width % tp)
     return `tp ${tp} does not divide the heads, the key/value heads or the MLP's width`;
   if (pp * chunks(job, split) > job.layers) return `there are more stages or chunks than the ${job.layers} layers`;
   if (m % 1) return `dp ${dp} does not divide the global batch into whole micro-batches`;
-  if (job.experts && (engine.endsWith("zb") || cp > 1 || zero))
-    return "experts with zb or interleaved_zb, with cp or with ZeRO";
   if (cp > 1 && job.seq_len % (2 * cp * tp)) return `2 x cp ${cp} x tp ${tp} does not divide the tokens of a sample`;
-  if (zero > 1 && pp > 1) return "ZeRO 2 and 3 have no pipeline, where several micro-batches are under way";
-  if (job.recompute && engine.endsWith("zb"))
-    return "zb and interleaved_zb with --recompute: W would keep all that was computed again";
   return m < pp ? `pp ${pp}: fewer micro-batches than stages never fill the pipeline` : null;
 }
 
@@ -102,22 +97,22 @@ function activations(job, split, rank, m) {
 }
 
 function held(job, split, rank, m) {
-  const { dp, tp, cp, zero } = split,
-    n = dp * cp,
+  const { dp, tp, pp, cp, zero, ep } = split,
     [layers, experts, rest] = parameters(job, split, rank),
-    owned = layers + experts + rest;
+    owned = layers + experts + rest,
+    divided = (layers + rest + ep * experts) / (dp * cp);
   const table = (job.hidden * job.vocab) / tp,
-    layer = layers / layersOf(job, split, rank),
+    layer = (layers + experts) / layersOf(job, split, rank),
     number = numberBytes(job),
     copies = number < 4 ? number : 0;
   let weights = (4 + copies) * owned,
-    gradients = (4 * owned) / (zero > 1 ? n : 1);
+    gradients = 4 * (zero > 1 ? divided : owned);
   if (zero === 2) gradients += 4 * Math.max(table, (job.hidden * job.width) / tp);
   if (zero === 3) {
-    weights = (4 * owned) / n + 2 * number * layer + 4 * rest + copies * table;
+    weights = 4 * divided + 2 * number * layer + 4 * rest + (rank === pp - 1 ? copies * table : 0);
     gradients += 2 * 4 * layer + 4 * rest;
   }
-  const AdamW = (8 * owned) / (zero > 0 ? n : 1);
+  const AdamW = 8 * (zero > 0 ? divided : owned);
   return { weights, gradients, AdamW, activations: activations(job, split, rank, m) };
 }
 
@@ -132,15 +127,16 @@ function sent(job, split, rank, m) {
     count = layersOf(job, split, rank);
   const again = job.recompute ? (sp ? 1.5 : 1) : 0,
     sums = (4 + again) * count + first + last,
-    norms = sp ? 4 * (2 * count + last) * job.hidden : 0,
+    norms = sp ? 4 * (2 * count + last + count * job.experts) * job.hidden : 0,
     weights = job.experts ? count * tokens * rows * number : 0;
   const [layers, experts, rest] = parameters(job, split, rank),
-    exchanged = [2, 2, m + 1, m][zero] * 4 * (layers + rest),
-    gathered = zero === 3 ? m * (number * (2 - 1 / count) * layers + 4 * rest) : 0;
+    times = 4 * [2, 2, m + 1, m][zero],
+    gathered = zero === 3 ? m * number * (2 - (pp === 1 ? 1 / count : 0)) : 0,
+    everywhere = times * (layers + rest) + gathered * layers + (zero === 3 ? 4 * rest : 0);
   const tied = job.tied && (first || last) ? (4 * job.vocab * job.hidden) / tp : 0,
     keys = (2 * count * tokens * job.kv_heads * job.head_dim) / tp;
   return {
-    dp: ((n - 1) / n) * (exchanged + gathered) + ((2 * (dp - ep)) / dp) * 4 * experts,
+    dp: ((n - 1) / n) * everywhere + ((n - ep) / n) * (times + gathered) * experts,
     tp: ((2 * (tp - 1)) / tp) * (sums * hidden + last * 12 * tokens + norms + weights),
     cp: cp > 1 ? keys * ((job.recompute ? 3 : 2) * (cp - 1) * number + 4 * cp) : 0,
     pp: pp > 1 ? ((2 * chunks(job, split) - first - last) * hidden) / (sp ? tp : 1) + tied : 0,
