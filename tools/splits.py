@@ -5,7 +5,7 @@ ranks among which these are divided. The formulas, each of a rank with P paramet
 weights, p stages and m micro-batches of B samples, of which a rank has T tokens each:
 
     bytes     weights 4 P, in bfloat16 2 P more for their copies; gradients 4 P; AdamW 8 P, and Muon 4 P of the layers'
-              matrices. ZeRO 1, and Muon by itself, divides the last of these by N, and ZeRO 2 the last two, but for the
+              matrices. ZeRO 1 divides the last of these by N, and ZeRO 2 the last two, but for the
               gradient of the largest parameter. ZeRO 3 keeps 16 P / N, two layers' weights and gradients, and those of
               the rest: the embedding, the final norm and projection. Of an expert, N is the dp cp / ep ranks with it
     alive     chunks of activations, see alive(); a layer's are those of data_sheets.kept_by_layer. Sequence
@@ -184,8 +184,7 @@ def held(job: Job, split: Split, rank: int, m: int) -> dict[str, float]:
     if zero == 3:
         weights = 4 * divided + 2 * number * layer + 4 * rest + (rank == split.pp - 1) * copies * table
         gradients += 2 * 4 * layer + 4 * rest
-    averages = 8 * (divided if zero > 0 or job.muon else owned)
-    averages -= job.muon * 4 * matrices(job, split, rank) / n
+    averages = 8 * (divided if zero > 0 else owned) - job.muon * 4 * matrices(job, split, rank) / n
     return {"weights": weights, "gradients": gradients, "AdamW": averages,
             "activations": activations(job, split, rank, m)}
 
