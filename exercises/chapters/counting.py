@@ -1,94 +1,17 @@
-"""Exercises that count, of one process: parameters, FLOPs, bytes, seconds, beside what runs measure."""
+"""Exercises that count: parameters, FLOPs and tokens a second of one process."""
 
-import functools
 import itertools
-import types
-import weakref
+import operator
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from counting_attempt import counts
-from step_modules import StepSource
-
-SHAPE = ("vocab", "hidden", "width", "layers", "heads", "kv_heads", "head_dim")
-SHAPES = [dict(zip(SHAPE, sizes)) for sizes in (
-    (32, 16, 24, 1, 2, 2, 8), (32, 16, 24, 3, 2, 1, 8), (100, 24, 40, 2, 4, 2, 6), (64, 32, 96, 2, 4, 4, 4),
-    (64, 32, 96, 5, 8, 2, 6), (1024, 128, 352, 8, 8, 4, 16))]
-SEVEN_B = dict(zip(SHAPE, (32000, 4096, 11008, 32, 32, 32, 128)))
-
-
-@functools.cache
-def modules(step: str):
-    return StepSource(step).load()
-
-
-def llama(vocab, hidden, width, layers, heads, kv_heads, head_dim, tied=False, device="meta"):
-    """Step 8's model of this shape; on the CPU with random weights."""
-    fields = dict(vocab_size=vocab, hidden_size=hidden, intermediate_size=width, num_hidden_layers=layers,
-                  num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, rms_norm_eps=1e-5,
-                  rope_parameters={"rope_theta": 10000.0, "rope_type": "default"}, tie_word_embeddings=tied,
-                  initializer_range=0.02, model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False)
-    with torch.device(device):
-        return modules("8").model.Llama(types.SimpleNamespace(**fields))
-
-
-@functools.cache
-def flops_of_a_sample(seq_len: int, vocab, hidden, width, layers, *heads: int) -> int:
-    """Those of forward and backward, as torch counts them. On the meta device nothing is computed.
-
-    All layers are alike, so of more than two, each adds what the second one does.
-    """
-    if layers > 2:
-        one, two = (flops_of_a_sample(seq_len, vocab, hidden, width, few, *heads) for few in (1, 2))
-        return one + (layers - 1) * (two - one)
-    model = llama(vocab, hidden, width, layers, *heads)
-    with FlopCounterMode(display=False) as counter, torch.device("meta"):
-        model(torch.zeros(1, seq_len, dtype=torch.long)).sum().backward()
-    return counter.get_total_flops()
-
-
-@functools.cache
-def parameters_of(*shape: int) -> int:
-    return sum(param.numel() for param in llama(*shape).parameters())
-
-
-def count_of(shape: dict) -> int:
-    return parameters_of(*shape.values())
-
-
-def weights_that_multiply(shape: dict) -> int:
-    model = llama(**shape)
-    return sum(param.numel() for name, param in model.named_parameters() if param.dim() > 1 and "embedding" not in name)
-
-
-class Held(TorchDispatchMode):
-    """Bytes of the tensors that were made inside and are still there: `now`."""
-
-    def __init__(self):
-        super().__init__()
-        self.now, self.known = 0, weakref.WeakKeyDictionary()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs))
-                 if isinstance(tensor, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage not in self.known and storage._cdata not in given:
-                self.known[storage] = None
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.free, storage.nbytes())
-        return out
-
-    def free(self, num_bytes: int) -> None:
-        self.now -= num_bytes
+from counting_runs import SEVEN_B, SHAPES, count_of, flops_of_a_sample, llama, modules, weights_that_multiply
 
 
 @counts("1", "parameters", hints=(
-    "A layer has four matrices of attention, three of the MLP and two norms, each with one number for each of `hidden`.",
+    "A layer has four matrices of attention, three of the MLP and two norms, of `hidden` numbers each.",
     "q_proj is hidden x (heads * head_dim), and so is out_proj. k_proj and v_proj are hidden x (kv_heads * head_dim).",
     "The embedding and the projection are vocab x hidden each, one matrix if they are tied. There is a norm at the "
     "end."), sizes=[dict(shape, tied=tied) for shape in (*SHAPES[1:], SEVEN_B) for tied in (False, True)], mistakes=[
@@ -152,18 +75,18 @@ def ridge_tokens(attempt, inputs, outputs, number_bytes, peak, bandwidth):
     Return the least whole number of tokens t from which on computing takes at least as long as moving. The check counts
     FLOPs and bytes of real tensors, for t and for t - 1.
     """
-    def computes_longer(tokens: int) -> bool:
+    dtype = {2: torch.bfloat16, 4: torch.float32}[number_bytes]
+
+    def seconds(tokens: int) -> tuple[float, float]:
+        """Of computing and of moving."""
         with FlopCounterMode(display=False) as counter, torch.device("meta"):
-            dtype = {2: torch.bfloat16, 4: torch.float32}[number_bytes]
             x, weight = torch.empty(tokens, inputs, dtype=dtype), torch.empty(outputs, inputs, dtype=dtype)
             moved = sum(tensor.nbytes for tensor in (x, weight, torch.nn.functional.linear(x, weight)))
-        return counter.get_total_flops() / peak >= moved / bandwidth
+        return counter.get_total_flops() / peak, moved / bandwidth
 
-    low, high = 0, 1 << 16  # low does not, high does
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if computes_longer(middle) else (middle, high)
-    return high
+    (one, moving), (two, more) = seconds(1), seconds(2)  # both grow evenly, which gives a place to look
+    tokens = round((moving - one) / ((two - one) - (more - moving))) + 1
+    return next(near for near in range(tokens - 2, tokens + 3) if operator.ge(*seconds(near)))
 
 
 @counts("3", "FLOPs", hints=(
@@ -178,7 +101,7 @@ def ridge_tokens(attempt, inputs, outputs, number_bytes, peak, bandwidth):
     (" + 6 * layers * scores", "", "attention is missing: the scores, and the sum over the values"),
     ("6 * layers * scores", "3 * layers * scores", "half of attention: count all T x T scores, as torch does"),
     ("6 * layers * scores", "2 * layers * scores", "attention's backward is missing"),
-    ("* heads * head_dim\n    return", "* kv_heads * head_dim\n    return", "each query head has scores of its own"),
+    ("seq_len * heads", "seq_len * kv_heads", "each query head has scores of its own"),
     ("6 * layers * scores", "6 * scores", "each layer has attention"),
     ("2 * seq_len", "2", "a token's scores are T, one for each token of its sample"),
     ("3 * hidden * width", "2 * hidden * width", "the MLP has three matrices: gate, up and down"),
@@ -204,15 +127,13 @@ def training_flops(attempt, seq_len, **shape):
     sizes=lambda: [dict(num_parameters=count_of(shape), num_cast=cast * (count_of(shape) - shape["vocab"] * shape[
         "hidden"])) for shape in SHAPES for cast in (0, 1)], mistakes=[
     ("+ 8 * num_parameters", "", "AdamW's two moments are missing"),
-    ("8 * num_parameters", "4 * num_parameters", "AdamW keeps two moments of each parameter, not one"),
-    ("4 * num_parameters + 4 * num_parameters", "4 * num_parameters", "the gradients, or the weights, are missing"),
+    ("8 * num_parameters", "4 * num_parameters", "12 bytes and not 16: AdamW keeps two moments of each parameter, and "
+     "weights and gradients are float32"),
     (" + 2 * num_cast", "", "the copies in bfloat16 are missing"),
     ("2 * num_cast", "4 * num_cast", "a number in bfloat16 has 2 bytes"),
     ("2 * num_cast", "2 * num_parameters", "only num_cast of the parameters have a copy"),
     ("4 * num_parameters + 4 * num_parameters", "2 * num_parameters + 4 * num_parameters", "weights are float32, also "
      "where activations are bfloat16"),
-    ("4 * num_parameters + 4 * num_parameters", "2 * num_parameters + 2 * num_parameters", "weights and gradients are "
-     "float32, also where activations are bfloat16"),
     ("+ 2 * num_cast", "- 2 * num_cast", "the copies come on top: the float32 weights stay")])
 def state_bytes(attempt, num_parameters, num_cast):
     """Count the bytes of a training's state: what is there whatever the batch.
@@ -266,148 +187,3 @@ def tokens_per_second(attempt, weights, layers, heads, head_dim, seq_len, peak, 
     """
     shape = next(shape for shape in (SHAPES[5], SEVEN_B) if shape["layers"] == layers)
     return seq_len * devices * peak * mfu / flops_of_a_sample(seq_len, *shape.values())
-
-
-LAYER = [dict(zip(("tokens", "hidden", "width", "heads", "head_dim"), sizes)) for sizes in (
-    (4, 16, 24, 2, 8), (8, 16, 24, 2, 8), (32, 16, 24, 2, 8), (8, 32, 24, 2, 8), (8, 16, 96, 2, 8), (8, 16, 24, 4, 8),
-    (8, 16, 24, 2, 16), (16, 32, 96, 4, 4), (64, 128, 352, 8, 16), (16, 48, 128, 4, 12), (24, 24, 40, 3, 4),
-    (128, 64, 172, 4, 16))]
-
-
-@functools.cache
-def kept_bytes(layers: int, recompute: bool, tokens, hidden, width, heads, head_dim) -> int:
-    """What `layers` layers keep of their forward; with `recompute` until the last one is computed again."""
-    model = llama(32, hidden, width, layers, heads, heads, head_dim, device="cpu")
-    cos, sin = modules("8").model.get_cos_sin(tokens, head_dim, torch.float32, torch.device("cpu"), rope_theta=1e4)
-    x, held, seen = torch.randn(1, tokens, hidden, requires_grad=True), Held(), []
-    grad = torch.ones_like(x)
-    for layer in model.decoder_layers:
-        def noted(*args, forward=layer.forward):
-            try:
-                return forward(*args)
-            finally:  # computing again stops by an exception, once backward has what it needs
-                seen.append(held.now)
-
-        layer.forward = noted
-    if recompute:
-        modules("8").utils.recompute_layers(model.decoder_layers)
-    with held:
-        for layer in model.decoder_layers:
-            x = layer(x, cos, sin)
-        kept = held.now
-        x.backward(grad)
-    return seen[layers] if recompute else kept
-
-
-@counts("8", "bytes", hints=(
-    "Backward of a matmul needs its input. q, k and v share one, and so do gate and up.",
-    "Beside what goes into matmuls: attention keeps q, k, v and its output, silu its input, the product its factors.",
-    "The numbers of a token: 6 * hidden (two for each norm, both sums), 4 * heads * head_dim, 4 * width, 2 for the "
-    "norms, and one a head for attention's softmax."), sizes=LAYER, mistakes=[
-    ("6 * hidden +", "4 * hidden +", "a norm keeps what it has normalised, and its output is the input of the matmuls"),
-    ("6 * hidden +", "2 * hidden +", "the norms are missing: each keeps two tensors"),
-    ("6 * hidden +", "9 * hidden +", "q, k and v share one input, the norm's output, and so do gate and up"),
-    ("6 * hidden +", "5 * hidden +", "one of these is missing: two tensors of each norm, and both residual sums"),
-    ("4 * heads", "3 * heads", "attention keeps its output, too, or one of q, k and v is missing"),
-    ("4 * heads", "heads", "attention keeps q, k and v for its backward"),
-    ("4 * width", "3 * width", "four of the MLP's are kept: gate, up, silu(gate), and the product"),
-    ("4 * width", "2 * width", "four of the MLP's are kept: gate, up, silu(gate), and the product"),
-    (" + 2 + heads", "", "the norms keep a number a token each, and attention one for each head"),
-    ("2 + heads", "2 + heads * tokens", "the scores are not kept: scaled_dot_product_attention computes them again "
-     "in backward"),
-    (" + heads\n", "\n", "attention keeps a number for each token and head: the log of its softmax's sum"),
-    ("4 * tokens *", "4 *", "that is one token")])
-def layer_activations(attempt, tokens, hidden, width, heads, head_dim):
-    """Count what a decoder layer keeps until its backward.
-
-    A micro-batch has `tokens` tokens, all numbers are float32, and there are as many key/value heads as query heads. A
-    layer adds to what is kept:
-
-        x -> norm -> q, k, v -> attention -> out -> + x -> norm -> gate, up -> silu(gate) * up -> down -> + -> out
-             2       3          1                   1      2       2           2                         1
-
-    The layer's input x is what the layer before has added. A norm has normalised values, and these times its weight.
-    Rotated q and k take the place of those that were not.
-    Return the bytes. The check runs the layer and adds up the tensors that are still there after its forward.
-    """
-    return kept_bytes(1, False, tokens, hidden, width, heads, head_dim)
-
-
-@counts("8", "bytes", hints=(
-    "With --recompute a layer keeps only its input; its output is the next one's.",
-    "Backward begins at the last layer: it is computed again, and then keeps all that it would have kept.",
-    "The outputs of the other layers, tokens * hidden numbers each, and layer_bytes."),
-    sizes=lambda: [dict(layers=layers, tokens=size["tokens"], hidden=size["hidden"], layer_bytes=kept_bytes(
-        1, False, *size.values())) for size in LAYER[4:8] for layers in (1, 2, 5)], mistakes=[
-    ("outputs + layer_bytes", "outputs", "the layer that is computed again keeps all of its own meanwhile"),
-    ("outputs + layer_bytes", "layer_bytes", "each layer keeps its input"),
-    ("outputs + layer_bytes", "layers * layer_bytes", "that is without --recompute"),
-    ("outputs + layer_bytes", "outputs + layers * layer_bytes", "only one layer at a time is computed again"),
-    ("(layers - 1)", "layers", "layer_bytes has the last layer's output already"),
-    ("(layers - 1)", "(layers + 1)", "the first layer's input is not counted here, and the last layer's output once"),
-    ("4 * (layers - 1)", "2 * (layers - 1)", "a float32 has 4 bytes"),
-    ("4 * (layers - 1)", "(layers - 1)", "bytes: a float32 has 4 of them")])
-def recomputed_activations(attempt, layers, tokens, hidden, layer_bytes):
-    """Count what is kept with --recompute when most is.
-
-    Without it, each of the layers keeps layer_bytes until its backward, its output of `tokens` x `hidden` numbers among
-    them. With it, a layer keeps only its input, and backward computes the layer's forward once more. This is the moment
-    when the last layer has just been computed again, up to its output, which is there from the first time:
-
-        forward     | layer 0 | layer 1 | layer 2 |        then      layer 2 again: all that it keeps
-        kept          output    output    output
-
-    The first layer's input is not counted. Return the bytes. The check runs the layers and stops at that moment.
-    """
-    size = next(size for size in LAYER if (size["tokens"], size["hidden"]) == (tokens, hidden)
-                and kept_bytes(1, False, *size.values()) == layer_bytes)
-    return kept_bytes(layers, True, *size.values())
-
-
-@counts("8", "samples", hints=(
-    "What is there whatever the batch: weights, gradients and AdamW's two moments, all float32.",
-    "The rest of the memory holds so many times the activations of a sample.",
-    "Whole samples only, and none where not even the state fits."),
-    sizes=lambda: [dict(memory=16 * count_of(SHAPES[0]) + more, num_parameters=count_of(SHAPES[0]),
-                        sample_bytes=sample_of(1)) for more in (
-        -20000, -1, 0, *(k * sample_of(1) + rest for k in (1, 2, 3, 5) for rest in (-1, 0, 999)))], mistakes=[
-    ("16 * num", "4 * num", "gradients and AdamW's moments need memory, too"),
-    ("16 * num", "8 * num", "AdamW's two moments need memory, too"),
-    ("16 * num", "12 * num", "one of these is missing: weights, gradients and AdamW's two moments"),
-    ("memory - 16 * num_parameters", "memory", "weights, gradients and AdamW's moments need memory, too"),
-    (" // sample_bytes", " / sample_bytes", "whole samples only: round down"),
-    ("max(0, (memory - 16 * num_parameters) // sample_bytes)", "-((16 * num_parameters - memory) // sample_bytes)",
-     "that is one sample too many: round down"),
-    ("max(0, (memory - 16 * num_parameters) // sample_bytes)", "(memory - 16 * num_parameters) // sample_bytes",
-     "where not even the state fits, it is none: 0"),
-    ("max(0,", "max(1,", "where nothing is left beside the state, it is none: 0"),
-    ("16 * num", "18 * num", "there are no copies in bfloat16: all is float32")])
-def largest_micro_batch(attempt, memory, num_parameters, sample_bytes):
-    """Find the largest micro-batch that fits into a device's memory.
-
-    The device has `memory` bytes. The model has num_parameters parameters, trained with AdamW in float32, and keeps
-    sample_bytes bytes of activations for each sample until backward. Return the number of samples, 0 if none fits. (A
-    real device needs something for temporary tensors, too.)
-
-    The check makes the model's state, runs the forward of 1, 2, ... samples, and adds up what is held.
-    """
-    model, samples = llama(**SHAPES[0], device="cpu"), 0
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
-    optimizer.step()
-    moments = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.dim()]
-    state = sum(tensor.nbytes for tensor in (*model.parameters(), *model.parameters(), *moments))
-    while state + sample_of(samples + 1) <= memory:
-        samples += 1
-    return samples
-
-
-@functools.cache
-def sample_of(samples: int) -> int:
-    """Bytes that the smallest shape keeps of so many samples of 8 tokens."""
-    model, held = llama(**SHAPES[0], device="cpu"), Held()
-    modules("8").model.get_cos_sin(8, 8, torch.float32, torch.device("cpu"), rope_theta=1e4, rope_type="default")
-    ids = torch.zeros(samples, 8, dtype=torch.long)
-    with held:
-        out = model(ids)
-        return held.now + 0 * out.numel()
