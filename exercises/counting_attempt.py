@@ -101,7 +101,7 @@ def judge_counts(attempt, count: Count, measure: Callable) -> None:
     if not wrong:
         return
     k = wrong[0]
-    far = f"{abs(got[k] / measured[k] - 1):.3%}".replace("%", " % ") if measured[k] else ""
+    far = f"{100 * abs(got[k] / measured[k] - 1):.3g} % " if measured[k] else ""
     far += "too much" if got[k] > measured[k] else "too little"
     raise Wrong(f"for {words(sizes[k])}\n  a run measures  {measured[k]:,.8g} {count.unit}\n"
                 f"  you count       {got[k]:,.8g} {count.unit}: {far}"

@@ -77,7 +77,7 @@ def zero_bubble_units(attempt, stages, microbatches):
     There are at least as many micro-batches as stages. Return the units from the first forward to the end of the last
     action of any stage. The check plays step 10's schedule.
     """
-    return played("10", "zero_bubble", stages, microbatches, seconds=UNITS).end
+    return played("10", "zero_bubble", stages, microbatches, seconds={"F": 1, "B": 1, "W": 1}).end
 
 
 @counts("11", "units of time", hints=(

@@ -13,6 +13,7 @@ last, and no gradient would travel back.
 import tools_path  # noqa: F401  before launch
 
 import argparse
+import itertools
 import os
 
 import torch
@@ -49,9 +50,13 @@ def distributed_data_parallel(model, mesh, args):
     size = dist.get_world_size()
 
     def forward_backward(samples):
-        mine = samples.view(len(samples) // size, size, -1)[:, dist.get_rank()]
-        return mean_over(mesh["dp"], accumulate(
-            model, mine, args.microbatches, lambda is_last: setattr(model, "require_backward_grad_sync", is_last)))
+        mine, later = samples.view(len(samples) // size, size, -1)[:, dist.get_rank()], itertools.count(1)
+
+        def forward(input_ids):
+            model.require_backward_grad_sync = next(later) == args.microbatches
+            return model(input_ids)
+
+        return mean_over(mesh["dp"], accumulate(forward, mine, args.microbatches))
 
     return forward_backward, list(model.parameters())
 
