@@ -65,10 +65,4 @@ def layers_that_fit(memory, vocab, hidden, width):
         layers += 1
     return layers
 ''',
-    "training_days": '''
-import math
-
-def training_days(weights, layers, heads, head_dim, seq_len, tokens, gpus, peak, mfu):
-    return math.ceil(tokens * (6 * weights + 12 * layers * heads * head_dim * seq_len) / (gpus * peak * mfu * 86400))
-''',
 }

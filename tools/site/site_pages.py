@@ -118,7 +118,8 @@ def document_page(repository: Repository, place: pathlib.Path) -> Page:
     folder, address = (repository.root / place).parent, repository.documents[place]
     document = Document((repository.root / place).read_text(encoding="utf-8"), repository, folder,
                         repository.exercise_address)
-    label = "Start" if address == "index.html" else address.removesuffix(".html").capitalize()
+    label = "Start" if address == "index.html" else address.removesuffix(".html").capitalize().replace("_", " ")
+    label = f"9: {label.lower()}" if place.parts[0].startswith("step9") else label
     group = "Reference" if place.name == "CONTRIBUTING.md" else ROOMS.get(place.parts[0], GROUPS[0])
     return Page(address, label, document.title, document.headings, "document.html", {"body": document.html}, group)
 
