@@ -11,13 +11,18 @@ import baton
 import pytest
 from blanks import Unwritten, find
 from catalogue import EXERCISES, Exercise, judge, load, source_path, stub
+from counting_attempt import COUNTS, RATIOS
+from exercise_versions import Versions, Wrong
 from launch import ROOT, STEPS
 
 load()
 SECONDS = 5.0  # of a check; here twice that, of processor time, as other tests run beside it
 
 
-def versions(name: str):
+def versions(name: str) -> Versions:
+    if name in COUNTS:  # its wrong answers stand beside its check, which knows them by name
+        rights = importlib.import_module("versions.counting").RIGHT
+        return Versions([Wrong(says, old, new, says) for old, new, says in COUNTS[name].mistakes], rights.get(name, ""))
     chapter = EXERCISES[name].chapter
     return importlib.import_module(f"versions.{'step' * chapter.isdigit()}{chapter}").VERSIONS[name]
 
@@ -40,8 +45,8 @@ def test_pages_name_them():
     for chapter in dict.fromkeys(one.chapter for one in EXERCISES.values()):
         page = (STEPS.get(chapter) or ROOT / chapter) / "README.md"
         section = page.read_text().partition("## Write it yourself")[2].partition("\n## ")[0]
-        wanted = [one.name for one in EXERCISES.values() if one.chapter == chapter]
-        assert re.findall(r"^\| `(\w+)` \|", section, re.M) == wanted, page
+        wanted = [one.name for one in EXERCISES.values() if one.chapter == chapter and one.name not in COUNTS]
+        assert [name for name in re.findall(r"^\| `(\w+)` \|", section, re.M) if name not in COUNTS] == wanted, page
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -71,6 +76,18 @@ def test_wrong_answers_are_refused(name, tmp_path):
         assert not found.is_right, f"accepted: {wrong.sentence}"
         assert wrong.symptom in found.message, (wrong.sentence, found.message)
         assert len(found.message.splitlines()) <= 30 and "Traceback" not in found.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_usual_multiple_is_named(name, tmp_path):
+    """With the mistakes of its own, each exercise that counts names ten."""
+    ratios, ours = RATIOS[COUNTS[name].unit], solution(EXERCISES[name]).replace(f"def {name}(", "def right(")
+    assert len(COUNTS[name].mistakes) + len(ratios) >= 10 and len(COUNTS[name].sizes) >= 10
+    for ratio in ratios:
+        found = verdict(EXERCISES[name], f"{ours}\n\ndef {name}(*sizes):\n    return {ratio} * right(*sizes)\n", tmp_path)
+        *_, numbers, empty, says = found.message.splitlines()
+        assert "a run measures" in found.message and "sizes are" in numbers and says, found.message
 
 
 @pytest.mark.slow

@@ -63,6 +63,17 @@ def test_every_link_leads_somewhere(site, pages):
             assert not mark or anchor in pages[path or name].ids, (name, link)
 
 
+def test_pages_are_in_four_groups(site):
+    text = (site / "step12.html").read_text(encoding="utf-8").partition("</header>")[0]
+    groups = re.findall(r"<summary( class=\"here\")?>(.+?)</summary><ul>(.*?)</ul>", text, re.S)
+    links = {title: re.findall('href="(.+?)"', part) for _, title, part in groups}
+    assert [*links] == ["Course", "Beyond", "Your machines", "Reference"] and [bool(here) for here, *_ in groups] == [
+        False, True, False, False]
+    assert links["Course"][:2] == ["index.html", "step1.html"] and {"step16.html", "choose.html"} <= {*links["Beyond"]}
+    assert "cluster.html" in links["Your machines"] and {"torch.html", "contributing.html"} <= {*links["Reference"]}
+    assert all(5 <= len(each) <= 14 for each in links.values()), links
+
+
 def test_nothing_is_loaded_from_elsewhere(site, pages):
     assert all(address == "data:," or (site / address).is_file() for page in pages.values() for address in page.loaded)
     for path in [*site.glob("*.css"), *site.glob("*.js")]:

@@ -71,6 +71,7 @@
   addEventListener("hashchange", openTarget);
   addEventListener("resize", reachScrollers);
   addEventListener("toggle", reachScrollers, true);
+  if (innerWidth <= 800) for (const group of document.querySelectorAll("header details")) group.open = false;
   const contents = document.querySelector(".contents details");
   if (contents && innerWidth <= 1100) contents.open = false;
   openTarget();

@@ -6,14 +6,14 @@ import shutil
 import jinja2
 from markupsafe import Markup
 from site_exercises import exercise_pages
-from site_pages import Page, Repository, document_page, source_page, step_page, tour_page
+from site_pages import GROUPS, Page, Repository, document_page, source_page, step_page, tour_page
 from site_tours import captions, make_film
 from tours import file_stem
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent
 MARKER = ".site"  # a folder that holds it was written by build(), and may be replaced
 FORMS = [Page("playground.html", "Schedules", "Schedule playground", [], "playground.html", {}),
-         Page("choose.html", "How to split", "How to split", [], "choose.html", {})]
+         Page("choose.html", "How to split", "How to split", [], "choose.html", {}, "Beyond")]
 
 
 def empty_folder(out: pathlib.Path) -> None:
@@ -76,7 +76,7 @@ def write(out: pathlib.Path, pages: list[Page], sources: list[Page]) -> None:
         previous = pages[k - 1] if is_in_order and k > 0 else None
         following = pages[k + 1] if is_in_order and k + 1 < len(pages) else None
         text = environment.get_template(page.template).render(
-            page=page, pages=pages, previous=previous, following=following, **page.content)
+            page=page, pages=pages, groups=GROUPS, previous=previous, following=following, **page.content)
         (out / page.address).write_text(text, encoding="utf-8")
     for path in TEMPLATES.iterdir():
         if path.suffix in (".css", ".js"):

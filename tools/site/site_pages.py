@@ -28,8 +28,12 @@ REMARKED = {"Files", "Who holds what, who sends what"}  # sections whose remarks
 EXTERNAL = re.compile(r"[a-zA-Z][a-zA-Z+.-]*:")
 
 
+GROUPS = ("Course", "Beyond", "Your machines", "Reference")  # of the navigation
+ROOMS = {"beyond": "Beyond", "cluster": "Your machines", "docs": "Reference", "tools": "Reference"}
+
+
 class Page(NamedTuple):
-    """`label`: in the navigation; `content`: what its template shows besides."""
+    """`label`: in the navigation, under the title `group`; `content`: what its template shows besides."""
 
     address: str
     label: str
@@ -37,6 +41,7 @@ class Page(NamedTuple):
     headings: list[Heading]
     template: str
     content: dict
+    group: str = GROUPS[0]
 
 
 class Repository:
@@ -113,8 +118,10 @@ def document_page(repository: Repository, place: pathlib.Path) -> Page:
     folder, address = (repository.root / place).parent, repository.documents[place]
     document = Document((repository.root / place).read_text(encoding="utf-8"), repository, folder,
                         repository.exercise_address)
-    label = "Start" if address == "index.html" else address.removesuffix(".html").capitalize()
-    return Page(address, label, document.title, document.headings, "document.html", {"body": document.html})
+    label = "Start" if address == "index.html" else address.removesuffix(".html").capitalize().replace("_", " ")
+    label = f"9: {label.lower()}" if place.parts[0].startswith("step9") else label
+    group = "Reference" if place.name == "CONTRIBUTING.md" else ROOMS.get(place.parts[0], GROUPS[0])
+    return Page(address, label, document.title, document.headings, "document.html", {"body": document.html}, group)
 
 
 def tour_page(repository: Repository, place: pathlib.Path) -> Page:
@@ -164,7 +171,8 @@ def step_page(repository: Repository, number: int) -> Page:
     content["exercises"] = [(repository.exercise_address(name), name) for name, one in repository.exercises.items()
                             if one.chapter == str(number)]
     content["tours"] = [address for tour, address in repository.tours.items() if tour.parent == place]
-    return Page(f"step{number}.html", str(number), document.title, headings, "step.html", content)
+    group = ROOMS.get(place.parts[0], GROUPS[0])
+    return Page(f"step{number}.html", str(number), document.title, headings, "step.html", content, group)
 
 
 def place_remarks(remarks: list[tuple[list[str], str]], find) -> dict[str, dict[int, str]]:

@@ -1,0 +1,88 @@
+"""What the checks of exercises that count measure of several ranks: their messages, and schedules that are played."""
+
+import functools
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from counting_runs import llama
+from schedule_check import interleaved_stages, play
+from step_modules import StepModules, StepSource
+from thread_ranks import World
+
+DP_TP = dict(vocab=32, hidden=16, width=24, heads=4, kv_heads=4, head_dim=4)
+
+
+def small_llama(modules: StepModules, layers: int, hidden: int):
+    """On the CPU, in one process or as a part of one."""
+    config = llama(**{**DP_TP, "hidden": hidden, "layers": layers}).config
+    with torch.device("meta"):
+        model = modules.tensor_parallel.apply_tensor_parallel(modules.model.Llama(config))
+    modules.model.init_weights(model, 0, torch.device("cpu"), modules.tensor_parallel.split_over_tp)
+    return model
+
+
+@functools.cache
+def tp_run(layers: int, hidden: int, tokens: int, ranks: int) -> tuple[int, int]:
+    """Bytes that a rank sends for a micro-batch, its sums over a ring, and FLOPs that it does."""
+    def program(modules, rank):
+        modules.process_group_manager.setup_process_group_manager(1, 1, ranks)
+        grid = modules.process_group_manager.process_group_manager
+        modules.tensor_parallel.all_reduce = lambda tensor, op=torch.distributed.ReduceOp.SUM: (
+            torch.distributed.all_reduce(tensor, op, group=grid.tp_group))
+        model, ids = small_llama(modules, layers, hidden), torch.zeros(1, tokens, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter:
+            modules.tensor_parallel.cross_entropy(model(ids), ids, 32).backward()
+        return sum(count for name, count in counter.get_flop_counts()["Global"].items() if "mm" in str(name))
+
+    world, source = World(ranks), StepSource("8")
+    flops = world.run(lambda rank: program(source.load(), rank))
+    return world.num_bytes(0), flops[0]
+
+
+@functools.cache
+def dp_run(ranks: int, microbatches: int, layers: int, limit: float | None = None) -> tuple[int, int]:
+    """Bytes that a rank sends in an optimizer step, and its all-reduces."""
+    def program(modules, rank):
+        modules.process_group_manager.setup_process_group_manager(ranks, 1, 1)
+        model = modules.data_parallel.DataParallelBucket(small_llama(modules, layers, 16), limit and limit / 1e6)
+        for i in range(microbatches):
+            model.require_backward_grad_sync = i == microbatches - 1
+            model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+        model.finish_gradient_sync()
+
+    world, source = World(ranks), StepSource("8")
+    world.run(lambda rank: program(source.load(), rank))
+    return world.num_bytes(0), sum(event.kind == "all_reduce" and event.rank == 0 for event in world.events)
+
+
+@functools.cache
+def pipeline_run(stages: int, microbatches: int, tokens: int, hidden: int) -> list[int]:
+    """Bytes that each stage sends in a step of 1F1B."""
+    def program(modules, rank):
+        modules.process_group_manager.setup_process_group_manager(1, stages, 1)
+        config = llama(**{**DP_TP, "hidden": hidden, "layers": stages}).config
+        with torch.device("meta"):
+            model = modules.pipeline_parallel.PipelineParallel(modules.model.Llama(config))
+        world.events.clear()  # of the connections, which a run opens once
+        modules.model.init_weights(model, 0, torch.device("cpu"), modules.tensor_parallel.split_over_tp)
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        loader = type("Loader", (), {"gradient_accumulation_steps": microbatches,
+                                     "__next__": lambda self: {"input_ids": ids, "target_ids": ids}})()
+        torch.distributed.barrier()
+        modules.pipeline_parallel.run_schedule(
+            modules.pipeline_parallel.one_f_one_b, modules.data_parallel.DataParallelBucket(model), loader,
+            (1, tokens, hidden), torch.device("cpu"))
+
+    world, source = World(stages), StepSource("8")
+    world.run(lambda rank: program(source.load(), rank))
+    return [sum(event.num_bytes for event in world.events if event.kind == "send" and event.rank == rank)
+            for rank in range(stages)]
+
+
+def played(step: str, schedule: str, stages: int, microbatches: int, *chunks: int, seconds: dict):
+    """The schedule of a step, played with these seconds for its actions."""
+    function = getattr(StepSource(step).load().pipeline_parallel, schedule, None) or getattr(
+        StepSource(step).load().virtual_stages, schedule)
+    actions = [list(function(stage, stages, microbatches, *chunks)) for stage in range(stages)]
+    return play(actions, seconds, interleaved_stages(stages) if chunks else None)
