@@ -178,10 +178,12 @@ class Recorder:
                 for dim, (start, size) in cuts.items():
                     shape, index[dim] = (*shape[:dim], size, *shape[dim + 1 :]), index[dim] + start
                 self.params[name], self.places[name] = param, (shape, index)
-            for each in module.modules():
-                for key, dim in getattr(each, "tp_dims", {}).items():  # a part by this repository's steps
-                    manager, param = type(each).__init__.__globals__["pgm"].process_group_manager, getattr(each, key)
-                    own[first[param]] = dim, manager.tp_rank, param.shape[dim]
+            known = (getattr(type(each).__init__, "__globals__", {}).get("pgm") for each in module.modules())
+            grid = next((each.process_group_manager for each in known if each), None)  # of this repository's steps
+            for each in module.modules() if grid else ():
+                for key, dim in getattr(each, "tp_dims", {}).items():
+                    if (param := getattr(each, key)) is not None:
+                        own[first[param]] = dim, grid.tp_rank, param.shape[dim]
         everyone = [own] * self.world
         if self.world > 1:
             dist.all_gather_object(everyone, own)
