@@ -83,9 +83,9 @@ def just_in_time(attempt):
 
     self.units[layer] is the unit of a layer, self.following[layer] the next layer, and self.previous[layer] the one
     before; the last and the first layer, respectively, have no entry. self.start_gather(layer), self.gather(layer) and
-    self.free(layer) do what the unit does; self.first[args[1]] is the layer that comes first in a forward. A unit
-    has start_gather(), which returns at once
-    and does nothing where the weights are there or under way; gather(), which returns when they are there; and free().
+    self.free(layer) do what the unit does; self.first[args[1]] is the layer that comes first in a forward. A unit has
+    start_gather(), which returns at once and does nothing where the weights are there or under way; gather(), which
+    returns when they are there; and free().
     In after_layer, `output` is the layer's result. output.register_hook(f) lets backward call f(gradient of output)
     before it computes the layer. `output.requires_grad` is false where no backward will come.
     """
