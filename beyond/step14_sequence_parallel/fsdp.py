@@ -86,7 +86,7 @@ class FullyShardedDataParallel(Zero):
     def initialize_buckets(self, params: list[nn.Parameter], limit: float) -> None:
         """A unit for each layer; and for the rest, of which the norm and a tied embedding may have sums of their own.
         """
-        layers, self.following, self.previous = self.module.decoder_layers, {}, {}
+        layers, self.first, self.following, self.previous = self.module.decoder_layers, [], {}, {}
         in_layers = {param for layer in layers.values() for param in layer.parameters()}
         super().initialize_buckets([param for param in params if param not in in_layers], math.inf)
         self.rest = [*self.buckets]
@@ -95,6 +95,7 @@ class FullyShardedDataParallel(Zero):
         self.bucket_of = {param: unit for unit in self.buckets for param in unit.params}
         for chunk in self.module.chunks:
             chunk = [layers[str(i)] for i in chunk]
+            self.first.append(chunk[0])
             self.following.update(zip(chunk, chunk[1:]))  # layer -> the next one
             self.previous.update(zip(chunk[1:], chunk))
 
@@ -104,6 +105,7 @@ class FullyShardedDataParallel(Zero):
     def before_forward(self, module: nn.Module, args: tuple) -> None:
         for unit in self.rest:
             unit.start_gather()
+        self.start_gather(self.first[args[1]])  # of the chunk
         for unit in self.rest:
             unit.gather()
 

@@ -160,9 +160,9 @@ def init_process_group(backend: str, timeout_seconds: float = 600, flags: dict |
                             timeout=timeout)
 
 
-def setup_process_group_manager(*sizes: int | None) -> None:
-    """Makes the grid. `sizes`: those of ProcessGroupManager."""
+def setup_process_group_manager(*sizes: int, **named: int | None) -> None:
+    """Makes the grid. The arguments are those of ProcessGroupManager."""
     global process_group_manager
-    process_group_manager = ProcessGroupManager(*sizes)
+    process_group_manager = ProcessGroupManager(*sizes, **named)
     if dist.get_rank() == 0:
         print(process_group_manager.describe(), flush=True)

@@ -67,14 +67,14 @@ def no_freed_weights():
     "In forward the next layer is self.following[layer], in backward self.previous[layer], where there is one. The "
     "last layer's weights stay, because backward begins with it.",
     "after_layer frees the layer's unit if a layer follows, and registers a hook on `output` that calls "
-    "before_backward(layer). before_forward starts the rest and the first layer, and waits for the rest."),
+    "before_backward(layer). before_forward starts the rest's units and the first layer, and waits for the rest."),
     blank=("def before_forward", "def before_layer", "def after_layer", "def before_backward"))
 def just_in_time(attempt):
     """Gather the weights of a layer just before it computes, and free them afterwards.
 
     Write the four hooks. Of N ranks each holds an N-th of every unit, and no weights: all of them are freed when a
-    micro-batch begins. When a layer computes, its unit must have been gathered, and so must `self.rest` during the
-    whole micro-batch. While a layer computes, the weights of the next one shall arrive, and no others be there:
+    step begins. When a layer computes, its unit must have been gathered, and so must those of `self.rest`, a list,
+    during the whole step. While a layer computes, the weights of the next one shall arrive, and no others be there:
 
         forward     gather rest, 0 | compute 0 | compute 1 | compute 2 | ...    each is freed when it has computed
                                      gather 1    gather 2    gather 3
@@ -82,8 +82,10 @@ def just_in_time(attempt):
                           gather 1    gather 0                                  as soon as all its gradients are there
 
     self.units[layer] is the unit of a layer, self.following[layer] the next layer, and self.previous[layer] the one
-    before; the last and the first layer, respectively, have no entry. A unit has start_gather(), which returns at once
-    and does nothing where the weights are there or under way; gather(), which returns when they are there; and free().
+    before; the last and the first layer, respectively, have no entry. self.start_gather(layer), self.gather(layer) and
+    self.free(layer) do what the unit does; self.first[args[1]] is the layer that comes first in a forward. A unit has
+    start_gather(), which returns at once and does nothing where the weights are there or under way; gather(), which
+    returns when they are there; and free().
     In after_layer, `output` is the layer's result. output.register_hook(f) lets backward call f(gradient of output)
     before it computes the layer. `output.requires_grad` is false where no backward will come.
     """
@@ -98,7 +100,7 @@ def just_in_time(attempt):
             for step in range(2):
                 attempt.same(got.rows[step][key], one.rows[step][key], f"{key} of step {step + 1} on {dp} ranks, "
                              "compared with one process", None)
-    *layers, rest = (unit.num_bytes for unit in watches[0].units)
+    rest, *layers = (unit.num_bytes for unit in watches[0].units)
     best = rest + 2 * layers[0]  # of those that gather a layer while another one computes; less is slower, see below
     attempt.score("MB of weights that are there at the same time", max(best, *(watch.peak for watch in watches)) / 1e6,
                   best / 1e6)

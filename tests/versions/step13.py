@@ -8,10 +8,11 @@ VERSIONS = {
             Wrong("backward does not gather", "output.register_hook(lambda gradient: self.before_backward(layer))",
                 "pass",
                   "backward reaches decoder_layers.2"),
-            Wrong("forward does not wait", "        self.units[layer].gather()\n        if layer in self.following:",
-                  "        self.units[layer].start_gather()\n        if layer in self.following:", "weights are "
+            Wrong("forward does not wait", "        self.gather(layer)\n        if layer in self.following:",
+                  "        self.start_gather(layer)\n        if layer in self.following:", "weights are "
                       "still arriving"),
-            Wrong("the rest is not gathered", "        self.rest.start_gather()\n", "        return\n",
+            Wrong("the rest is not gathered", "            unit.start_gather()\n        self.start_gather(self.first",
+                  "            return\n        self.start_gather(self.first",
                   "forward reaches embedding, whose weights are freed"),
         ]),
 }
