@@ -193,7 +193,7 @@ def test_each_script_ends_with_one_line(tmp_path, step):
     (12, 2, ["--dp_size", 2, "--zero", 1, "--zero_shares", "4,2,1"], ["3 parts", "among 2", "number for each"]),
     (12, 1, ["--zero_shares", "2,0"], ["--zero_shares", "at least 1, got 0"]),
     (13, 2, ["--dp_size", 2, "--zero", 3, "--shard_size", 3], ["--shard_size 3", "2 replicas", "a divisor"]),
-    (13, 2, ["--dp_size", 2, "--gather_once"], ["--gather_once", "--zero 0", "use --zero 3"]),
+    (13, 2, ["--dp_size", 2, "--gather_once"], ["--gather_once", "--zero is 0", "use --zero 3"]),
     (14, 1, ["--sequence_parallel"], ["--sequence_parallel", "--tp_size 1", "raise --tp_size"]),
     (14, 2, ["--tp_size", 2, "--sequence_parallel", "--seq_len", 5], ["5 tokens", "--tp_size 2", "multiple of 2"]),
     (15, 1, ["--zero", 1], ["--zero 1", "raise --dp_size or --cp_size"]),

@@ -4,6 +4,8 @@ from collections import Counter
 
 import pytest
 from messages import messages
+from step_modules import StepSource, train
+from thread_ranks import World
 
 LAYERS, D, V, I, KV = 8, 128, 1024, 352, 64  # of the tiny Llama: KV is the width of all key/value heads
 B, T, M = 2, 16, 4  # samples, tokens, micro-batches
@@ -108,6 +110,19 @@ def test_fsdp_gathers_weights_twice_a_micro_batch(ranks, dtype, itemsize, flags)
         copies = total_bytes(take(found, "all_reduce"))
         assert copies == pytest.approx(4 * WHOLE / size if size < ranks else 0, rel=1e-3), rank
         assert not found, "nothing else"
+
+
+@pytest.mark.parametrize("step, zero", [(12, 1), (13, 3), (14, 2), (15, 3), (16, 1)])
+def test_connections_between_replicas_are_open_before_the_first_message(step, zero):
+    """In the middle of a step, NCCL would let both sides wait for each other, and one may wait for its pipeline."""
+    world = World(4)
+    train(StepSource(step), 4, ["--dp_size", 2, "--pp_size", 2, "--zero", zero, "--num_hidden_layers", 2,
+                                "--micro_batch_size", 1, "--seq_len", T, "--max_tokens", 4 * T,
+                                "--gradient_accumulation_steps", 2], world=world)
+    for rank in range(4):
+        kinds = [event[1] for event in world.events if event.rank == rank and event[2] == (rank % 2, rank % 2 + 2)]
+        kinds = [kind for kind in kinds if kind != "receive"]
+        assert "all_to_all_single" in kinds[: kinds.index("send")], rank
 
 
 def test_rows_travel_to_experts_and_back():

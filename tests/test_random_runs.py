@@ -12,6 +12,7 @@ folder stays there.
 
 import json
 import os
+import random
 import shutil
 
 import pytest
@@ -61,6 +62,33 @@ def test_a_topology_on_ranks_in_one_process(seed, tmp_path):
     here = ["--model_name", tmp_path / "model", "--num_hidden_layers", model["num_hidden_layers"]]
     one = train_flags_here(16 if "--num_experts" in alone else 3, 1, [*alone, *here])
     assert_same_math(one, train_flags_here(step, ranks, [*flags, *here]), len(one.rows))
+
+
+MISTAKES = {  # flags that follow the others -> what the message names
+    ("--ep_size", 99): "--ep_size 99", ("--shard_size", 99, "--zero", 3): "--shard_size 99",
+    ("--experts_per_token", 99): "--experts_per_token 99", ("--zero_shares", "1,1,9", "--zero", 0): "3 parts",
+    ("--gather_once", "--zero", 2): "--zero is 2", ("--sequence_parallel", "--tp_size", 1): "--tp_size 1",
+    ("--virtual_stages", 99): "99", ("--cp_size", 99): "cp_size=99",
+    ("--pp_size", 2, "--pp_engine", "zb", "--virtual_stages", 1, "--compile"): "--pp_engine zb divides backward"}
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(50, marks=pytest.mark.slow)])
+def test_compositions_of_the_last_step(count, tmp_path):
+    """Experts with any axes: what is legal computes the same, and a mistake in it is one line that names the values."""
+    exact, refused, chance = 0, 0, random.Random(os.environ["DRAW"])
+    for seed in chance.sample(range(10_000), count):
+        seed = seed * len(random_runs.STEPS) + [*random_runs.STEPS].index(16)
+        (model, step, ranks, flags, alone), folder = random_runs.topology(seed), tmp_path / str(seed)
+        write_model(folder, **model)
+        here = ["--model_name", folder, "--num_hidden_layers", model["num_hidden_layers"]]
+        mistake, said = chance.choice([*MISTAKES.items()])
+        with pytest.raises(ValueError) as error:
+            train_flags_here(step, ranks, [*flags, *here, *mistake])
+        assert said in str(error.value) and "\n" not in str(error.value), (seed, mistake, error.value)
+        one = train_flags_here(step, 1, [*alone, *here])
+        assert_same_math(one, train_flags_here(step, ranks, [*flags, *here]), len(one.rows))
+        exact, refused = exact + 1, refused + 1
+    print(f"{exact} exact, {refused} refused")
 
 
 @pytest.fixture(scope="module")
