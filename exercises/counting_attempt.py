@@ -6,18 +6,18 @@
         return ...  # what a run measures for these sizes
 
 A mistake is our solution (counting.py) with the text `old` replaced by `new`. An answer that gives this version's
-numbers for all sizes is told what the mistake `says`; one that is a usual multiple of what is right, what RATIOS says.
+numbers for all sizes is told what the mistake `says`; one that is a usual multiple of what is right, what RATIOS says;
+and one that makes two of the mistakes, both.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 from attempt import Wrong
-from blanks import find
 from catalogue import exercise
-from launch import ROOT
 
 
 class Count(NamedTuple):
@@ -119,21 +119,34 @@ def of_all(wrong: int, total: int) -> str:
 
 
 def named(attempt, count: Count, got: list, measured: list) -> str:
-    """What to say about the answers `got`: the mistake with the same answers for all sizes, if we know one."""
-    for old, new, says in count.mistakes:
-        version = mistaken(attempt.place.name, old, new)
-        if all(near(one, version(**size)) for one, size in zip(got, count.sizes)):
-            return says
+    """What to say about the answers `got`: the mistake, or the two, that give these for all sizes, if we know any."""
+    def same(mistakes: tuple) -> bool:
+        version = mistaken(attempt.place.source(), attempt.name, mistakes)
+        return version is not None and all(near(one, version(**size)) for one, size in zip(got, count.sizes))
+
+    for mistake in count.mistakes:
+        if same((mistake,)):
+            return mistake[2]
     for ratio, says in RATIOS[count.unit].items():
         if all(abs(one - ratio * other) <= 1e-6 * abs(ratio * other) for one, other in zip(got, measured)):
             return says
+    for first, second in itertools.combinations(count.mistakes, 2):
+        if same((first, second)):
+            return f"{first[2]}\n{second[2]}"
     return ""
 
 
-def mistaken(name: str, old: str, new: str) -> Callable:
-    """Our solution with a text replaced, as a function."""
+def mistaken(source: str, name: str, mistakes: tuple[tuple[str, str, str], ...]) -> Callable | None:
+    """Our solution with each mistake's text replaced, as a function; None where they exclude each other."""
     scope: dict = {}
-    exec(find(ROOT / "exercises" / "counting.py", name).source().replace(old, new), scope)
+    for old, new, _ in mistakes:
+        if old not in source:
+            return None
+        source = source.replace(old, new, 1)
+    try:
+        exec(source, scope)
+    except SyntaxError:
+        return None
     return scope[name]
 
 

@@ -85,7 +85,8 @@ def test_a_usual_multiple_is_named(name, tmp_path):
     ratios, ours = RATIOS[COUNTS[name].unit], solution(EXERCISES[name]).replace(f"def {name}(", "def right(")
     assert len(COUNTS[name].mistakes) + len(ratios) >= 10 and len(COUNTS[name].sizes) >= 10
     for ratio in ratios:
-        found = verdict(EXERCISES[name], f"{ours}\n\ndef {name}(*sizes):\n    return {ratio} * right(*sizes)\n", tmp_path)
+        wrong = f"{ours}\n\ndef {name}(*sizes):\n    return {ratio} * right(*sizes)\n"
+        found = verdict(EXERCISES[name], wrong, tmp_path)
         *_, numbers, empty, says = found.message.splitlines()
         assert "a run measures" in found.message and "sizes are" in numbers and says, found.message
 

@@ -95,7 +95,8 @@ def ridge_tokens(attempt, inputs, outputs, number_bytes, peak, bandwidth):
     "The embedding is a lookup: no FLOPs. The projection is a matmul.",
     "Attention: the scores are T x T a head, as if each token saw all. Two matmuls forward, q k and scores v, each of "
     "2 T * head_dim FLOPs a token and head; twice that backward."),
-    sizes=[dict(shape, seq_len=seq_len) for shape in SHAPES for seq_len in (4, 32)], mistakes=[
+    sizes=[dict(shape, layers=layers, seq_len=seq_len) for shape in (SHAPES[2], SHAPES[4]) for layers in (1, 2, 5)
+           for seq_len in (4, 32)], mistakes=[
     ("+ vocab * hidden", "+ 2 * vocab * hidden", "the embedding is a lookup: it multiplies nothing"),
     ("+ vocab * hidden", "", "the projection to the vocabulary is missing"),
     (" + 6 * layers * scores", "", "attention is missing: the scores, and the sum over the values"),
@@ -164,7 +165,7 @@ def state_bytes(attempt, num_parameters, num_cast):
     sizes=lambda: [dict(weights=weights_that_multiply(shape), layers=shape["layers"], heads=shape["heads"],
                 head_dim=shape["head_dim"], seq_len=seq_len, peak=peak, mfu=mfu, devices=devices)
            for shape in (SHAPES[5], SEVEN_B)
-           for seq_len, peak, mfu, devices in itertools.product((128, 1024), (989e12, 0.1e12), (0.4,), (1, 8))],
+           for seq_len, peak, mfu, devices in itertools.product((128, 1024), (989e12, 10e12), (0.4,), (1, 8))],
     mistakes=[
     ("6 * weights", "2 * weights", "the matmuls' backward is missing: 6 for each weight, not 2"),
     ("6 * weights", "8 * weights", "8 for each weight only where forward is computed again, with --recompute"),

@@ -6,6 +6,7 @@ import references
 from counting_attempt import counts
 from counting_ranks import DP_TP, dp_run, pipeline_run, tp_run
 from counting_runs import count_of, llama
+from thread_ranks import World
 
 
 @counts("2", "bytes", hints=(
@@ -28,7 +29,7 @@ def all_reduce_bytes(attempt, num_bytes, ranks):
     `ring_all_reduce`, and what a rank receives does not count. Return the bytes that one rank sends. The check runs
     the ring, and adds up its messages.
     """
-    world = attempt.world(ranks)
+    world = World(ranks)
     world.run(lambda rank: references.ring_all_reduce(torch.ones(num_bytes // 4)))
     return world.num_bytes(0)
 

@@ -5,7 +5,7 @@ RIGHT = {
 def parameters(vocab, hidden, width, layers, heads, kv_heads, head_dim, tied):
     total = vocab * hidden + hidden
     for _ in range(layers):
-        for outputs in (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim, heads * head_dim, width, width, width):
+        for outputs in (heads * head_dim, heads * head_dim, kv_heads * head_dim, kv_heads * head_dim, *[width] * 3):
             total += hidden * outputs
         total += 2 * hidden
     return total if tied else total + vocab * hidden
