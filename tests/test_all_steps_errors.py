@@ -204,11 +204,6 @@ def test_each_script_ends_with_one_line(tmp_path, step):
     (16, 2, [*EXPERTS, "--dp_size", 2, "--ep_size", 4], ["--ep_size 4 has to divide", "--dp_size 2"]),
     (16, 3, [*EXPERTS, "--dp_size", 3, "--ep_size", 3], ["--ep_size 3 has to divide --num_experts 4"]),
     (16, 1, [*EXPERTS, "--experts_per_token", 5], ["--experts_per_token 5 is more than --num_experts 4", "lower it"]),
-    *((16, 2, [*EXPERTS, *more], ["--num_experts 4 with", expected, "1f1b"]) for expected, more in (
-        ("--pp_engine zb", ["--pp_size", 2, "--pp_engine", "zb"]),
-        ("--pp_engine interleaved_zb", ["--pp_size", 2, "--pp_engine", "interleaved_zb", "--virtual_stages", 2]),
-        ("--sequence_parallel", ["--tp_size", 2, "--sequence_parallel"]), ("--cp_size 2", ["--cp_size", 2]),
-        *((f"--zero {level}", ["--dp_size", 2, "--zero", level]) for level in (1, 2, 3)))),
     (17, 1, ["--outer_momentum", 0.5], ["--outer_momentum 0.5 with --local_steps 0", "add --local_steps"]),
     (17, 1, ["--local_steps", 5, "--outer_momentum", 1], ["--outer_momentum", "0 or more and below 1, got 1"]),
     (1, 1, ["--num_key_value_heads", 3], ["num_attention_heads=8", "num_key_value_heads=3"]),

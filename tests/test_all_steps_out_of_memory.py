@@ -13,7 +13,7 @@ FAILURES = {  # what the script does -> what the line begins with
 SCRIPTS = {  # script -> where its flags are
     **{path: [path.with_name("train.py")] for path in sorted([
         *(step / "train.py" for step in STEPS.values()),
-        *(STEPS["9"] / f"run_{name}.py" for name in ("causal_lm", "common"))])},
+        *(STEPS["9"] / f"run_{name}.py" for name in ("causal_lm", "gpt2"))])},
     **{ROOT / "cluster" / f"{name}.py": [ROOT / "cluster" / path for path in (
         f"{name}.py", "run/flags.py", "run/layout.py")]
        for name in ("train_distributed", "three_stages_simple_pp", "train_single_test", "plan")}}

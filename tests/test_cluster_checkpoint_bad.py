@@ -231,7 +231,7 @@ def test_a_full_disk(saved, tmp_path, room):
         subprocess.run(["umount", disk], check=True)
 
 
-def test_unlike_files_on_two_disks(copied):
+def test_unlike_files_on_two_disks(copied, world_of_one):
     """What one disk has of that name is damaged, what the other one has is whole: it counts, whichever comes first."""
     path = copied / f"step_{NEWER:08d}"
     whole = checkpoint_files.read_state(str(path / "state.json"))

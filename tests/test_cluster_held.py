@@ -34,7 +34,7 @@ def test_what_a_generation_has_made_goes_with_it():
     it.trained = session.Trained(Plugin(), None, None, None)
     plugin = weakref.ref(it.trained.plugin)
     it.sampler, it.step, it.commit, it.tp_rank, it.everything = None, 3, None, 0, frozenset()
-    it.args, it.generation = types.SimpleNamespace(max_grad_norm=1.0), types.SimpleNamespace(number=1)
+    it.args, it.generation = types.SimpleNamespace(max_grad_norm=1.0, local_steps=None), types.SimpleNamespace(number=1)
     it.checkpointer = types.SimpleNamespace(stage=stage, optimizer=None, scheduler=None, describe=it.describe)
     held = live_state.LiveState(it)
     gc.collect()
@@ -44,12 +44,16 @@ def test_what_a_generation_has_made_goes_with_it():
 @pytest.mark.parametrize("written, says", [(5, "goes on from there"), (4, "goes on after step 4"),
                                            (0, "begins anew, as no step was saved")])
 def test_a_stop_says_what_is_saved(monkeypatch, capsys, written, says):
-    """The disk may have been full at the last step, or always."""
+    """The disk may have been full at the last step, or always: then the end is an error."""
     it = object.__new__(session.Session)
     it.step, it.generation = 5, types.SimpleNamespace(failure_detector=None, members=None)
-    it.start = types.SimpleNamespace(disks=types.SimpleNamespace(group=None))
+    it.start = types.SimpleNamespace(disks=types.SimpleNamespace(group=None), folder="runs")
     it.checkpointer = types.SimpleNamespace(wait=lambda: None, written=written)
     barrier = types.SimpleNamespace(wait=lambda timeout: None)
     monkeypatch.setattr(session, "dist", types.SimpleNamespace(get_rank=lambda: 0, barrier=lambda *_, **__: barrier))
+    if written < 5:
+        with pytest.raises(ValueError, match=f"that of step 5, could not be written to runs: make room.*{says}"):
+            it.end(True)
+        return
     it.end(True)
     assert capsys.readouterr().out == f"stopped after step 5, as it was told: --resume auto {says}\n"

@@ -130,15 +130,15 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
         return [PipelineTemplate.from_layers_per_stage(made.model, layers) for layers in pipelines]
 
     total = found and found.state["global_batch"]  # of a step: what a checkpoint has decided
-    of_local_step = args.batch_size * args.gradient_accumulation
-    if total and args.local_steps and not args.num_microbatches:
-        total //= of_local_step
     if plan:
         shares, size = samples_of(plan), plan["micro_batch_size"]
         if total not in (None, sum(shares)) and (is_elastic() or not args.plan):  # else Start.check refuses it
             shares = shares_by_speed(total, [1 / count for count in shares])  # as planned
         return Layout(templates_of([pipeline["layers"] for pipeline in plan["pipelines"]]), shares, size,
                       setting_of(plan))
+    of_local_step = args.local_steps and args.batch_size * args.gradient_accumulation
+    if total and args.local_steps and not args.num_microbatches:
+        total //= of_local_step
     pipelines, shares = choose_pipelines(args, made.model, dtype)
     templates, local_steps = templates_of(pipelines), None
     shares = choose_shares(args, made, len(pipelines), shares, total, device, dtype)
