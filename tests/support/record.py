@@ -43,7 +43,7 @@ class Recording:
         if any(getattr(bucket, "shard", None) is group["params"][0] for bucket in buckets):
             self.read = lambda what: from_shards(self.wrapper, what)
         else:
-            module = self.wrapper and getattr(self.wrapper.module, "model", self.wrapper.module)  # step 9's stage has one
+            module = self.wrapper and getattr(self.wrapper.module, "model", self.wrapper.module)  # of step 9's stage
             params = dict(module.named_parameters() if self.wrapper else zip(
                 (name.removeprefix("module.") for name in group["param_names"]), group["params"]))
             self.read = lambda what: {name: read(param, what).clone() for name, param in params.items()}
