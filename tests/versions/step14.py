@@ -5,11 +5,11 @@ from exercise_versions import Versions, Wrong
 VERSIONS = {
     "norm_gradients": Versions(
         wrong=[
-            Wrong("the sum stays in a copy", "        gradient.copy_(total)", "        gradient = total",
+            Wrong("the sum stays in a copy", "gradient.copy_(total.view_as(gradient))", "gradient = total",
                   "compared with one process"),
             Wrong("the mean is taken", "    all_reduce(flat)\n",
                   "    all_reduce(flat)\n    flat /= pgm.process_group_manager.tp_world_size\n", "1/2 of it"),
-            Wrong("matrices are summed, too", " if param.dim() == 1]", "]", "same number of dimensions"),
+            Wrong("matrices are summed, too", ' if kind(name) == "whole"]', "]", "gradient norm of step 1"),
         ],
         right='''
 def sum_norm_gradients(model):

@@ -22,11 +22,14 @@ def afab(stage, num_stages, num_microbatches):
         wrong=[
             Wrong("what was received gets no gradient", "received.requires_grad_()", "received", "NoneType"),
             Wrong("the loss is not divided", " / data_loader.gradient_accumulation_steps", "", "(4 times as large)"),
+            Wrong("the output is no part of a graph", "return x, out", "return x, out.detach()", "not require grad"),
         ]),
     "gradient_across_processes": Versions(
         wrong=[
             Wrong("backward from the sum of the output", "torch.autograd.backward(out, received)",
                   "out.sum().backward()", "2 stages, 1 micro-batch: the gradient of"),
+            Wrong("backward without its gradient", "backward(out, received)", "backward(out)", "scalar outputs"),
+            Wrong("what was received goes on", "return x.grad", "return received", "a function without a return"),
         ]),
     "executor": Versions(
         wrong=[
