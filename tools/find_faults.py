@@ -10,6 +10,7 @@ break_it.py NAME --find runs the check that a fault names, and --find --healthy 
 """
 
 import functools
+import gc
 import itertools
 import linecache
 import math
@@ -71,8 +72,19 @@ def run(case: Case, steps: int = STEPS_RUN, dtype: str = "float64") -> list[int]
     found = sizes(case.flags)
     tokens = 16 * found.dp_size * found.gradient_accumulation_steps
     flags = (*without(case.flags, ("--max_tokens",)), "--dtype", dtype, "--max_tokens", str(steps * tokens))
-    world = train(source(case), case.size, flags).world
+    try:
+        world = train(source(case), case.size, flags).world
+    finally:
+        forget_models()
     return [world.num_bytes(rank) for rank in range(case.size)]
+
+
+def forget_models() -> None:
+    """Hooks of parameters refer to the wrapper that has these, through C++, where Python finds no cycle."""
+    for each in gc.get_objects():
+        if type(each) is torch.nn.Parameter and (hooks := each._post_accumulate_grad_hooks):
+            hooks.clear()
+    gc.collect()
 
 
 def recorder(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> same_numbers.Recorder:
