@@ -87,13 +87,17 @@ def forget_models() -> None:
     gc.collect()
 
 
-def recorder(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> same_numbers.Recorder:
-    """Of a step's training. ZeRO keeps gradients as flat shards, which begin and end inside of a parameter."""
+def recorder(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str,
+             tp_size: int) -> same_numbers.Recorder:
+    """Of a step's training. ZeRO keeps gradients as flat shards, which begin and end inside of a parameter. Each tp rank
+    has the gradient of what all hold whole."""
+    split = {getattr(each, name) for each in model.modules() for name in getattr(each, "tp_dims", ())}
+
     def summand(param: torch.Tensor) -> torch.Tensor:
         bucket, full = model.bucket_of[param], param.new_zeros(param.numel())
         before = sum(bucket.sizes[: bucket.group.rank()]) - param.storage_offset()
         part = model.gradient(param)
-        full[max(before, 0) :][: len(part)] = part
+        full[max(before, 0) :][: len(part)] = part if param in split else part / tp_size
         return full.view_as(param)
 
     return same_numbers.Recorder(getattr(model, "module", model), optimizer, folder, steps=STEPS_RECORDED,
@@ -102,8 +106,9 @@ def recorder(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: s
 
 def record(case: Case, folder: str) -> None:
     """Trains with a Recorder, in the places where anybody would put it into train.py."""
-    edits = [Edit("train.py", "    scheduler = make_scheduler(", "    import find_faults\n    optimizer.recorder = "
-                  f"find_faults.recorder(model, optimizer, {folder!r})\n    scheduler = make_scheduler("),
+    made = f"find_faults.recorder(model, optimizer, {folder!r}, {sizes(case.flags).tp_size})"
+    edits = [Edit("train.py", "    scheduler = make_scheduler(",
+                  f"    import find_faults\n    optimizer.recorder = {made}\n    scheduler = make_scheduler("),
              Edit("train.py", "optimizer.step()\n", "optimizer.recorder.step(norm=grad_norm, loss=locals().get("
                   "'loss', getattr(optimizer, 'loss', None))), optimizer.step()\n")]
     if int(case.step) >= 12:  # there optimizer.step() is in a function that does not see the loss
