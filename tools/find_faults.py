@@ -89,8 +89,8 @@ def forget_models() -> None:
 
 def recorder(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str,
              tp_size: int) -> same_numbers.Recorder:
-    """Of a step's training. ZeRO keeps gradients as flat shards, which begin and end inside of a parameter. Each tp rank
-    has the gradient of what all hold whole."""
+    """Of a step's training. ZeRO keeps gradients as flat shards, which begin and end inside of a parameter. Each tp
+    rank has the gradient of what all hold whole."""
     split = {getattr(each, name) for each in model.modules() for name in getattr(each, "tp_dims", ())}
 
     def summand(param: torch.Tensor) -> torch.Tensor:
