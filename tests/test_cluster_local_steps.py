@@ -161,7 +161,9 @@ def test_flags_that_do_not_go_together(monkeypatch):
             (["--outer_momentum", 0.5], "--outer_momentum without local steps: add --local_steps 50"),
             (["--local_steps", 4, "--outer_momentum", 1], "--outer_momentum: must be from 0 to less than 1, got 1"),
             (["--local_steps", 4, "--plan", "plan.json"], "--plan with --local_steps"),
-            (["--local_steps", 4, "--save_every", 6], "--save_every 6 is no multiple of --local_steps 4")):
+            (["--local_steps", 4, "--save_every", 6], "--save_every 6 is no multiple of --local_steps 4"),
+            (["--local_steps", 4, "--num_microbatches", "2,1"], "--local_steps in an elastic run")):
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3" if "elastic" in expected else "0")
         monkeypatch.setattr("sys.argv", ["train_distributed.py", *map(str, flags)])
         with pytest.raises(ValueError, match=re.escape(expected)):
             train_distributed.parse_args()

@@ -1,6 +1,7 @@
 """How far a run is: the bar on a terminal, lines elsewhere; evaluations and samples in the files that a run leaves."""
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from launch import modules_of
 with modules_of(9):
     from ranks import course  # noqa: F401  before step 9's modules
     from ranks.disks import Disks
+    from ranks.files import outlive_a_full_disk
     from run.live_state import Commit
     from run.record import EVALUATIONS, Board, Record, Step, perplexity
 
@@ -143,6 +145,18 @@ def test_a_full_disk_under_the_logs_costs_nothing(world_of_one, tmp_path, capsys
         assert capsys.readouterr().out.count("the run goes on, and what it can't write there") == 3
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_output_outlives_a_full_disk_and_not_a_closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    for place, expected in (("/dev/full", contextlib.nullcontext()), (writer, pytest.raises(BrokenPipeError))):
+        stream = open(place, "w", buffering=1)
+        outlive_a_full_disk(stream)
+        with expected:
+            print("step 1", file=stream, flush=True)
+        with contextlib.suppress(OSError):
+            stream.close()  # which writes what is left
 
 
 def test_without_rows_of_its_own_a_run_says_so(world_of_one, tmp_path, capsys):

@@ -27,6 +27,7 @@ import process_group_manager as pgm
 from data_parallel import DataParallelBucket
 from pipeline_parallel import run_schedule
 from planning.machines import WIRE_DTYPES
+from ranks.lost import is_elastic
 from run.flags import fraction
 from run.samples import SamplesPlugin
 from utils import UserError, positive_float, positive_int
@@ -58,6 +59,9 @@ def check_local_flags(args) -> None:
     if args.plan:
         raise UserError("--plan with --local_steps: a plan is for steps that all machines make together: leave out one "
                         "of them, or give --pipelines")
+    if args.num_microbatches and is_elastic():
+        raise UserError("--num_microbatches with --local_steps in an elastic run, where machines take other parts when "
+                        "hosts come and go: give --batch_size and --gradient_accumulation instead")
     for name in COUNTED:
         rounds, rest = divmod(getattr(args, name) or 0, args.local_steps)
         if rest:
