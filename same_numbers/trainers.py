@@ -204,7 +204,7 @@ class WithLoss(Model):
 
 def trainer(folder, fault):
     """Hugging Face's Trainer, on samples of unlike lengths. Fault: the mean over micro-batches of means over tokens
-    (huggingface/transformers#34198)."""
+    (huggingface/transformers#34191)."""
     import transformers
 
     samples = []
@@ -263,7 +263,7 @@ def lora(folder, fault):
 
 def resumed(folder, fault):
     """DistributedDataParallel, which goes on from a checkpoint after the first step. Fault: without the optimizer's
-    moments (huggingface/transformers#23093)."""
+    moments."""
     model = nn.parallel.DistributedDataParallel(Model())
     optimizer = adam([*model.parameters()])
     loop(model, optimizer, same_numbers.Recorder([], optimizer, folder), WORLD, steps=[0])
