@@ -119,8 +119,7 @@ class Checkpointer:
         if self.grid.dp_rank == 0:
             shards = shards_of(self.stage, self.optimizer) if waits else self.copy_to_host()
         stall = None if waits else time.perf_counter() - start
-        self.thread = threading.Thread(target=self.write, args=[step, state, shards, is_last, stall], name=WRITER,
-                                       daemon=True)  # a process that ends with an error does not wait for others
+        self.thread = threading.Thread(target=self.write, args=[step, state, shards, is_last, stall], name=WRITER)
         self.thread.start()
         if waits:
             self.wait()

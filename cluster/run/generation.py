@@ -120,7 +120,7 @@ class Generation:
             self.failure_detector.shut()
             self.failure_detector.close()
         for thread in threading.enumerate():  # those that wait in a group: of the timeline, of a checkpoint
-            if thread is not threading.current_thread() and (not thread.daemon or thread.name == WRITER):
+            if thread is not threading.current_thread() and not thread.daemon:
                 thread.join(JOINING)
         self.at_end.close()
         timeline.recording, timeline.spans = False, []
@@ -162,6 +162,12 @@ def end_of_elastic_run():
     try:
         yield
     except Exception as error:
+        for thread in threading.enumerate():
+            if thread.name == WRITER:
+                thread.join(JOINING)
+                if thread.is_alive():  # it waits for a rank whose connections nobody has closed, as after a power cut
+                    print(f"error: {error}", file=sys.stderr, flush=True)
+                    os._exit(2 if isinstance(error, UserError) else 1)
         if not is_elastic():
             let_signals_kill()  # a rank that waits for rank 0 to speak ends where it is told to
         elif is_of_this_machine(error):
