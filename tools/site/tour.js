@@ -49,6 +49,7 @@
   );
   button.addEventListener("click", () => play(timer === null));
   addEventListener("hashchange", () => show(addressed()));
+  addEventListener("resize", () => show(current)); // a phone is turned: the lit lines stay in view
   document.getElementById("keys").hidden = false;
   show(addressed());
 })();
