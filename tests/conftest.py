@@ -12,6 +12,7 @@ import pathlib
 import random
 import re
 import sys
+import tempfile
 from collections import defaultdict
 
 import pytest
@@ -24,6 +25,7 @@ ROOMS = (  # file name -> mark
     (r"test_(cluster)_", r"\1"),
     (r"test_(tool)_", r"\1s"),
 )
+KEPT = tempfile.TemporaryDirectory()  # until the tests end
 NEED_LINUX = r"test_cluster_((elastic_)?launch|limits)\b"  # files that start what a host runs, which is Linux
 
 
@@ -32,7 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Before a test module imports torch, which reads OMP_NUM_THREADS at that time."""
+    """Before a test module imports torch, which reads OMP_NUM_THREADS at that time.
+
+    What runs keep for later ones, encoded text and the Hub's files, is kept for these tests alone.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # its processes inherit the folder
+        os.environ["XDG_CACHE_HOME"] = KEPT.name
     variables = environment(DRAW=os.environ.get("DRAW", str(random.randrange(1000))))
     os.environ.clear()
     os.environ.update(variables)

@@ -35,7 +35,7 @@ from ranks.placement import home_rank, once_per_machine
 from stage_weights import require_content
 from utils import ROOT, UserError
 
-CACHE = os.path.join(ROOT, "runs", "token_cache")
+CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.join(ROOT, "runs"), "token_cache")
 ALL = 1 << 50  # samples
 FORMAT = "rows 2"  # changes when encoded rows do
 BEFORE = 2  # numbers in front of a row's tokens
