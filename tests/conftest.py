@@ -25,7 +25,6 @@ ROOMS = (  # file name -> mark
     (r"test_(cluster)_", r"\1"),
     (r"test_(tool)_", r"\1s"),
 )
-KEPT = tempfile.TemporaryDirectory()  # until the tests end
 NEED_LINUX = r"test_cluster_((elastic_)?launch|limits)\b"  # files that start what a host runs, which is Linux
 
 
@@ -33,13 +32,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="all cases of the tables of which a run draws some")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Before a test module imports torch, which reads OMP_NUM_THREADS at that time.
 
     What runs keep for later ones, encoded text and the Hub's files, is kept for these tests alone.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:  # its processes inherit the folder
-        os.environ["XDG_CACHE_HOME"] = KEPT.name
+        kept = tempfile.TemporaryDirectory()
+        config.add_cleanup(kept.cleanup)
+        os.environ["XDG_CACHE_HOME"] = os.environ["MPLCONFIGDIR"] = kept.name
     variables = environment(DRAW=os.environ.get("DRAW", str(random.randrange(1000))))
     os.environ.clear()
     os.environ.update(variables)
