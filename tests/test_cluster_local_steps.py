@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import operator
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from clusters import MEASURED
 from huggingface import their_name
 from launch import fork, metrics, modules_of, start_fork
 from safetensors.torch import load_file
+from test_cluster_replan import MADE_UP
 
 with modules_of(9):
     import train_distributed
@@ -49,8 +51,8 @@ def start(folder, name: str, topology: str, *more, rounds: int = ROUNDS, check: 
 class Replica:
     """A model that takes local steps."""
 
-    def __init__(self, config, share: float):
-        self.model, self.share = make_llama(config, 42, torch.device("cpu"), torch.float64), share
+    def __init__(self, config):
+        self.model = make_llama(config, 42, torch.device("cpu"), torch.float64)
         self.params = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.params, lr=RATE, weight_decay=0.01)
 
@@ -65,26 +67,29 @@ class Replica:
         return loss.item()
 
 
-def written_out(folder, sizes: list[int], rounds: int = ROUNDS) -> tuple[dict[str, torch.Tensor], list[float]]:
+def written_out(folder, sizes: list[int], *steps: list[int]) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The agreed weights after the last round, and the loss of each. Every second round is saved, so AdamW's averages
-    become their means."""
-    config, counts = load_config(str(folder / "model"), num_attention_heads=None), [STEPS * size for size in sizes]
+    become their means, and its count of steps the largest. `steps`: the local steps of each replica, round by round."""
+    steps = steps or [[STEPS] * len(sizes)] * ROUNDS
+    rounds, total = len(steps), sum(map(operator.mul, steps[0], sizes))
+    config = load_config(str(folder / "model"), num_attention_heads=None)
     args = argparse.Namespace(dataset_name=str(folder / "corpus"), seq_len=16, validation_split=0, packing="auto",
                               seed=42)
-    data = Data(args, str(folder / "model"), config.vocab_size, sum(counts), rounds).train
+    data = Data(args, str(folder / "model"), config.vocab_size, total, rounds).train
     data.set_steps(rounds)
-    replicas = [Replica(config, count / sum(counts)) for count in counts]
+    replicas = [Replica(config) for _ in sizes]
     agreed = [param.detach().clone() for param in replicas[0].params]
     outer, losses = torch.optim.SGD(agreed, lr=0.7, momentum=0.9, nesterov=True), []
     for number in range(rounds):
         for param in agreed:
             param.grad = torch.zeros_like(param)
         losses.append(0.0)
+        counts = [*map(operator.mul, steps[number], sizes)]
         for replica, mine, size in zip(replicas, deal_microbatches(counts), sizes):
-            ids = [data[number * sum(counts) + i] for i in mine]
+            ids, replica.share = [data[number * total + i] for i in mine], len(mine) / total
             found = [replica.step(ids[k : k + size], RATE * min(1, (number + 1) / (WARMUP + 1)))
                      for k in range(0, len(ids), size)]
-            losses[-1] += sum(found) / STEPS * replica.share
+            losses[-1] += sum(found) / len(found) * replica.share
             for mean, param in zip(agreed, replica.params):
                 mean.grad += replica.share * (mean - param.detach())
         outer.step()
@@ -96,7 +101,7 @@ def written_out(folder, sizes: list[int], rounds: int = ROUNDS) -> tuple[dict[st
                 for name in ("exp_avg", "exp_avg_sq"):
                     mean = sum(replica.share * state[name] for replica, state in zip(replicas, states))
                     for state in states:
-                        state[name] = mean.clone()
+                        state |= {name: mean.clone(), "step": max(each["step"] for each in states).clone()}
     names = [name for name, _ in replicas[0].model.named_parameters()]
     return {their_name(name): mean for name, mean in zip(names, agreed)}, losses
 
@@ -154,6 +159,20 @@ def test_rounds_by_speed_with_everything_around_them(folder):
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[-1]["trained_tokens"] == 12 * 3 * 8
     assert len(re.findall(r"^evaluation after step [024]:", printed, re.MULTILINE)) == 3
     assert rows[-1]["loss"] < rows[0]["loss"] and newest(folder, "speed").name == "step_00000004"
+
+
+def test_local_steps_move_to_faster_machines(world_of_one, folder, run_code):
+    """They are dealt for machines of which the second is slow; then all are equally fast."""
+    measured = "\nfrom run import speeds\nspeeds.MEASURED['seconds'] = [1.0, 3.0, 1.5][int(os.environ['RANK'])]"
+    words = flags_of(folder, "moved steps", folder / "model", max_steps=6 * STEPS, save_every=2 * STEPS, lr_decay="none",
+                     learning_rate=RATE, warmup_steps=WARMUP * STEPS, local_steps=STEPS, gradient_accumulation=1)
+    printed = run_code("cluster", 3, MADE_UP + measured, *words[1:], *OUTER, then=SCRIPT.name,
+                       env={"SPEEDS": "[[0, [1, 1, 1]]]"}).stdout
+    assert "local steps of a round: 3, 1, 2\n" in printed and "after step 4 work moves to faster machines" in printed
+    weights, losses = written_out(folder, [1, 1, 1], *[[3, 1, 2]] * 4, *[[2, 2, 2]] * 2)
+    assert [row["loss"] for row in metrics(folder / "runs", "moved steps")] == pytest.approx(losses, abs=1e-11)
+    found = saved_weights(newest(folder, "moved steps"))
+    assert max((found[each] - weights[each]).abs().max() for each in found) <= 1e-11
 
 
 def test_flags_that_do_not_go_together(monkeypatch):

@@ -38,11 +38,11 @@ class Seen(NamedTuple):
 class Rebalancing:
     """Decides by what it observes. The same numbers give the same decisions on all ranks.
 
-    `samples`: of each pipeline in a step. `size`: samples of a micro-batch.
+    `samples`: of each pipeline in a step. `size`: samples of a micro-batch. `unit`: so many samples move together.
     """
 
-    def __init__(self, samples: list[int], size: int):
-        self.samples, self.size = samples, size
+    def __init__(self, samples: list[int], size: int, unit: int = 1):
+        self.samples, self.size, self.unit = samples, size, unit
         self.moved, self.seen, self.is_warm, self.is_refined = [], [], False, False  # moved: after which steps
 
     def observe(self, seconds: float, of_stages: list[list[float]]) -> None:
@@ -72,7 +72,7 @@ class Rebalancing:
         """The samples for machines as fast as in the median of these steps."""
         rates = [[statistics.median(of_stage) for of_stage in zip(*of_pipeline)]
                  for of_pipeline in zip(*(step.rates for step in seen))]
-        count, left_over = divmod(sum(self.samples), unit := 1 + sum(self.samples) // UNITS)
+        count, left_over = divmod(sum(self.samples), unit := self.unit * (1 + sum(self.samples) // self.unit // UNITS))
         shares = shares_by_speed(count, [unit * max(each) for each in rates], besides=[*map(self.fill, rates)])
         samples = [unit * share for share in shares]
         samples[samples.index(max(samples))] += left_over

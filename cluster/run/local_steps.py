@@ -171,6 +171,14 @@ class LocalPlugin(SamplesPlugin):
         """The mean gradient norm of the local steps, which are clipped each by itself."""
         return self.grad_norm
 
+    def deal(self, samples: list[int]) -> None:
+        """Pipelines that take more samples from the next round on take more local steps, of as many samples as before.
+        """
+        if hasattr(self, "samples"):
+            sizes = [count // steps for count, steps in zip(self.samples, self.local_steps)]
+            self.local_steps = [count // size for count, size in zip(samples, sizes)]
+        super().deal(samples)
+
     def share(self) -> float:
         return self.train_batch_size / self.global_batch_size
 

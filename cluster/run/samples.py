@@ -99,13 +99,16 @@ class Rebalancer:
 
     def __init__(self, args, layout, config):
         self.args, self.rebalancing = args, None
-        stay = args.local_steps or args.equal_shares or layout.setting.schedule == "afab" or has_router_loss(config)
+        stay = args.equal_shares or layout.setting.schedule == "afab" or has_router_loss(config) or (
+            args.local_steps and args.num_microbatches)
         can_move, is_asked = len(layout.samples) > 1 and not stay, args.replan == "auto"
         if can_move and args.replan != "off" and (is_asked or not args.num_microbatches):
-            self.rebalancing = Rebalancing(layout.samples, layout.micro_batch_size)
+            unit = layout.samples[0] // layout.local_steps[0] if layout.local_steps else 1
+            self.rebalancing = Rebalancing(layout.samples, layout.micro_batch_size, unit)
         elif is_asked:
             say("--replan auto: nothing can move here. Samples move between pipelines, but not with --pp_engine afab, "
-                "which keeps the activations of all, nor with the loss of a router, --equal_shares or --local_steps")
+                "which keeps the activations of all, nor with the loss of a router, --equal_shares, or local steps "
+                "of which --num_microbatches says the size")
 
     def follow(self, session, step: int) -> None:
         """Call it after each step, on all ranks."""
