@@ -48,6 +48,7 @@ if has_gpu:
         Event=Event, synchronize=lambda device=None: None, max_memory_allocated=lambda device=None: 10**9,
         empty_cache=lambda: None, mem_get_info=lambda device: (10**10, 10**10), current_stream=lambda: facts).start()
     facts.synchronize = lambda: None
+    torch.accelerator.current_accelerator = lambda check_available=False: None  # which a build for CUDA would ask
     utils.choose_device = choose_host_memory
 
 from ranks import memory, placement  # noqa: E402
