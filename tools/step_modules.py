@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from launch import ROOT, STEPS
 from thread_ranks import World
@@ -109,7 +110,12 @@ def train(source: StepSource, size: int, flags: Sequence, prepare: Callable | No
     it for a flag that train.py refuses.
     """
     world, modules = world or World(size), [source.load() for _ in range(size)]
-    gradients, weights = [[] for _ in range(size)], [[] for _ in range(size)]
+    gradients, weights, hooks = [[] for _ in range(size)], [[] for _ in range(size)], []
+    register_hook = torch.Tensor.register_post_accumulate_grad_hook
+
+    def keep_hook(param: torch.Tensor, hook: Callable) -> RemovableHandle:
+        hooks.append(register_hook(param, hook))
+        return hooks[-1]
 
     def note(records: list, what: str, optimizer: torch.optim.Optimizer) -> None:
         group = optimizer.param_groups[0]
@@ -130,9 +136,12 @@ def train(source: StepSource, size: int, flags: Sequence, prepare: Callable | No
     after = register_optimizer_step_post_hook(lambda optimizer, *_: note(weights, "data", optimizer))
     try:
         with tempfile.TemporaryDirectory() as folder, mock.patch.object(
+                torch.Tensor, "register_post_accumulate_grad_hook", keep_hook), mock.patch.object(
                 sys, "argv", ["train.py", *SMALL, *map(str, flags), "--log_dir", folder, "--run_name", "run"]):
             rows, gradients, weights = zip(*world.run(program, timeout))
     finally:
         before.remove()
         after.remove()
+        for hook in hooks:  # it refers to a wrapper that has the parameter, through C++, where Python finds no cycle
+            hook.remove()
     return Training([json.loads(line) for line in sum(rows, [])], [*gradients], [*weights], modules, world)
