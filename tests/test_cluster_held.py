@@ -28,7 +28,7 @@ def test_adapters_and_what_they_are_beside():
 def test_what_a_generation_has_made_goes_with_it():
     """The buckets with their gradients, too, while its weights are still held, and a checkpoint can be described."""
     class Plugin:
-        global_batch_size = 8
+        global_batch_size, unfinished = 8, None
 
     it, stage = object.__new__(session.Session), types.SimpleNamespace(model=types.SimpleNamespace(parameters=list))
     it.trained = session.Trained(Plugin(), None, None, None)

@@ -67,9 +67,10 @@ class Replica:
         return loss.item()
 
 
-def written_out(folder, sizes: list[int], *steps: list[int]) -> tuple[dict[str, torch.Tensor], list[float]]:
+def written_out(folder, sizes: list[int], *steps: list[int], lost: dict[int, int] = {}) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The agreed weights after the last round, and the loss of each. Every second round is saved, so AdamW's averages
-    become their means, and its count of steps the largest. `steps`: the local steps of each replica, round by round."""
+    become their means, and its count of steps the largest. `steps`: the local steps of each replica, round by round.
+    `lost`: by round, the replica of which nothing counts."""
     steps = steps or [[STEPS] * len(sizes)] * ROUNDS
     rounds, total = len(steps), sum(map(operator.mul, steps[0], sizes))
     config = load_config(str(folder / "model"), num_attention_heads=None)
@@ -85,13 +86,15 @@ def written_out(folder, sizes: list[int], *steps: list[int]) -> tuple[dict[str, 
             param.grad = torch.zeros_like(param)
         losses.append(0.0)
         counts = [*map(operator.mul, steps[number], sizes)]
+        left = total - (counts[lost[number]] if number in lost else 0)
         for replica, mine, size in zip(replicas, deal_microbatches(counts), sizes):
             ids, replica.share = [data[number * total + i] for i in mine], len(mine) / total
+            weight = 0 if replica is replicas[lost.get(number, -1)] and number in lost else len(mine) / left
             found = [replica.step(ids[k : k + size], RATE * min(1, (number + 1) / (WARMUP + 1)))
                      for k in range(0, len(ids), size)]
-            losses[-1] += sum(found) / len(found) * replica.share
+            losses[-1] += sum(found) / len(found) * weight
             for mean, param in zip(agreed, replica.params):
-                mean.grad += replica.share * (mean - param.detach())
+                mean.grad += weight * (mean - param.detach())
         outer.step()
         for replica in replicas:
             for mean, param in zip(agreed, replica.params):
@@ -172,6 +175,47 @@ def test_local_steps_move_to_faster_machines(world_of_one, folder, run_code):
     weights, losses = written_out(folder, [1, 1, 1], *[[3, 1, 2]] * 4, *[[2, 2, 2]] * 2)
     assert [row["loss"] for row in metrics(folder / "runs", "moved steps")] == pytest.approx(losses, abs=1e-11)
     found = saved_weights(newest(folder, "moved steps"))
+    assert max((found[each] - weights[each]).abs().max() for each in found) <= 1e-11
+
+
+LOSE_A_REPLICA = """
+import itertools, os
+from ranks.lost import MembershipChanged
+from run import local_steps, speeds
+speeds.MEASURED["seconds"] = [1.0, 3.0, 1.5][int(os.environ["RANK"])]
+local_steps.is_elastic = lambda: True
+make_round, rounds = local_steps.LocalPlugin.execute_pipeline, itertools.count(1)
+
+def lose(*_):
+    raise MembershipChanged("it is lost")
+
+def with_a_loss(self, data_iter, model, *others):
+    if next(rounds) != 3:
+        return make_round(self, data_iter, model, *others)
+    batches = list(itertools.islice(data_iter, self.own_num_microbatches))
+    model.exchange = lose
+    try:
+        make_round(self, iter(batches), model, *others)
+    except MembershipChanged:
+        del model.exchange
+    self.has_begun = False
+    if os.environ["RANK"] == "2":
+        self.unfinished = None
+    return make_round(self, iter(batches), model, *others)
+
+local_steps.LocalPlugin.execute_pipeline = with_a_loss
+"""
+
+
+def test_a_lost_replica_costs_its_part_of_a_round(world_of_one, folder, run_code):
+    """The exchange of the third round fails; then the first two ranks have what they made of it, and the third not."""
+    words = flags_of(folder, "lost", folder / "model", max_steps=4 * STEPS, save_every=2 * STEPS, lr_decay="none",
+                     learning_rate=RATE, warmup_steps=WARMUP * STEPS, local_steps=STEPS, gradient_accumulation=1)
+    printed = run_code("cluster", 3, LOSE_A_REPLICA, *words[1:], "--replan", "off", *OUTER, then=SCRIPT.name).stdout
+    assert "local steps of a round: 3, 1, 2\n" in printed
+    weights, losses = written_out(folder, [1, 1, 1], *[[3, 1, 2]] * 4, lost={2: 2})
+    assert [row["loss"] for row in metrics(folder / "runs", "lost")] == pytest.approx(losses, abs=1e-11)
+    found = saved_weights(newest(folder, "lost"))
     assert max((found[each] - weights[each]).abs().max() for each in found) <= 1e-11
 
 

@@ -53,7 +53,7 @@ class LiveState:
         self.step, self.commit, self.tp_rank = session.step, session.commit, session.tp_rank
         self.everything, args = session.everything, session.args
         self.max_grad_norm = 0 if args.local_steps else args.max_grad_norm  # local steps are clipped one by one
-        self.checkpointer = checkpointer
+        self.checkpointer, self.unfinished = checkpointer, session.trained.plugin.unfinished
         session.trained = session.sampler = None  # whoever describes a checkpoint needs no plugin with its buckets
 
     def agree(self, commits: list[Commit]) -> None:
@@ -64,7 +64,7 @@ class LiveState:
                     self.clip(commit.grad_norm)
                 self.optimizer.step()
                 self.scheduler.step()
-                self.step, self.commit = commit.step, commit
+                self.step, self.commit, self.unfinished = commit.step, commit, None
 
     def clip(self, norm: float) -> None:
         params = [param for param in self.stage.model.parameters() if param.grad is not None]

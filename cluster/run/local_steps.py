@@ -13,12 +13,16 @@ their mean. w_k is the replica's part of the round's samples.
 
 Each replica has averages of AdamW of its own. A checkpoint holds one of each, so before one is saved they become their
 means, too: a run that is resumed equals one that was not stopped, if both save after the same rounds.
+
+Where a replica is lost in an elastic run, the others, if each is one rank, keep what they have made of the round, and
+the next generation begins with their exchange: w_k is then their part of the samples that are left.
 """
 
 import argparse
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,6 +73,14 @@ def check_local_flags(args) -> None:
                             "has to be where a round ends")
         setattr(args, name, rounds or getattr(args, name))
     args.warmup_steps = math.ceil(args.warmup_steps / args.local_steps)
+
+
+class Made(NamedTuple):
+    """What a replica has made of a round: agreed weights minus its own, by name, and its mean loss and gradient norm."""
+
+    differences: dict[str, torch.Tensor]
+    samples: int
+    means: torch.Tensor
 
 
 class Replica(DataParallelBucket):
@@ -135,16 +147,38 @@ class LocalPlugin(SamplesPlugin):
     def __init__(self, args, local_steps: list[int], *others):
         super().__init__(*others)
         self.max_grad_norm, self.local_steps, self.replica_class = args.max_grad_norm, local_steps, Replica
+        self.has_begun = False
         self.optimizer_class = functools.partial(LocalAdamW, outer_learning_rate=args.outer_learning_rate,
                                                  outer_momentum=args.outer_momentum)
 
     def execute_pipeline(self, data_iter: Iterator[dict], model: Replica, criterion: Callable,
                          optimizer: LocalAdamW) -> torch.Tensor:
-        """The local steps of a round. Returns the mean loss over the round's samples; the weights are as before it,
-        and the gradients are the outer one. Where that fails, weights are as before it, too. Collective."""
-        grid, share = pgm.process_group_manager, self.share()
-        steps, params = self.local_steps[grid.dp_rank], [param for _, param in trained(model)]
-        before = [param.detach().clone() for param in params]
+        """A round. Returns the mean loss over its samples; the weights are as before it, and the gradients are the
+        outer one. Where that fails, weights are as before it, too. Collective."""
+        total, grid = torch.tensor(self.unfinished.samples if self.unfinished else 0), pgm.process_group_manager
+        if not self.has_begun:
+            dist.all_reduce(total := total.to(self.device))
+        self.has_begun, total = True, total.item()
+        if total:  # of those that another generation has left; others have nothing
+            for _ in range(self.own_num_microbatches):
+                next(data_iter)
+            made = self.unfinished or Made({name: torch.zeros_like(param) for name, param in trained(model)}, 0,
+                                           torch.zeros(2, dtype=torch.float64, device=self.device))
+        else:
+            made, total = self.take_local_steps(data_iter, model, criterion, optimizer), self.global_batch_size
+            self.unfinished = made if is_elastic() and self.dp_size == dist.get_world_size() else None
+        share = made.samples / total
+        model.exchange([(param, made.differences[name] * share) for name, param in trained(model)])
+        sums = made.means * share * (grid.tp_rank == 0)
+        dist.all_reduce(sums)
+        self.grad_norm, self.unfinished = sums[1], None
+        return sums[0]
+
+    def take_local_steps(self, data_iter: Iterator[dict], model: Replica, criterion: Callable,
+                         optimizer: LocalAdamW) -> Made:
+        """Those of this replica. The weights are afterwards as before."""
+        grid, named = pgm.process_group_manager, trained(model)
+        steps, before = self.local_steps[grid.dp_rank], [param.detach().clone() for _, param in named]
         counts = [self.own_num_microbatches // steps * (k == grid.dp_rank) for k in range(self.dp_size)]
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, gradient norm
         try:
@@ -156,16 +190,12 @@ class LocalPlugin(SamplesPlugin):
                 norm = clip_replica(model.module, self.max_grad_norm)
                 optimizer.local_step()
                 sums += torch.stack([loss, norm * grid.pp_is_last_stage]).double() / steps
-            differences = [(param, (old - param.detach()) * share) for param, old in zip(params, before)]
+            return Made({name: old - param.detach() for (name, param), old in zip(named, before)},
+                        self.train_batch_size, sums)
         finally:
             with torch.no_grad():
-                for param, old in zip(params, before):
+                for (_, param), old in zip(named, before):
                     param.copy_(old)
-        model.exchange(differences)
-        sums *= share * (grid.tp_rank == 0)
-        dist.all_reduce(sums)
-        self.grad_norm = sums[1]
-        return sums[0]
 
     def clip_grad_norm(self, model: Replica, max_norm: float) -> torch.Tensor:
         """The mean gradient norm of the local steps, which are clipped each by itself."""

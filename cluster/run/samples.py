@@ -29,6 +29,7 @@ class SamplesPlugin(HeterogeneousParallelPlugin):
     """The plugin of step 9, whose pipelines take numbers of samples. `microbatch_size` is that of the largest ones."""
 
     optimizer_class = torch.optim.AdamW
+    unfinished = None  # what a step has left that could not be made, see local_steps.py
 
     def set_pipelines(self, pipelines: list, samples: list[int]) -> None:
         super().set_pipelines(pipelines, [-(-count // self.microbatch_size) for count in samples])

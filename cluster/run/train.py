@@ -108,6 +108,8 @@ def set_up(args, plugin: SamplesPlugin, made: Model, start: Start, generation: G
            num_steps: int) -> Session:
     """This rank's stage with its weights, its optimizer and its scheduler. Collective."""
     loader = start.loader(generation.held, plugin.device)
+    if generation.held and plugin.dp_size == dist.get_world_size():
+        plugin.unfinished = generation.held.unfinished
     if loader:
         start.clear_folder()  # before a host is sent the files that it lacks
     weights = loader.weights if loader else made.initial

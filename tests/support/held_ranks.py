@@ -50,6 +50,7 @@ def held_by(stage, step: int, everything=None, generation: int = 1, tp_rank: int
                                    state=lambda step: {"step": step})
     everything = frozenset(everything or live_state.weights_of(stage, 0))
     return LiveState(types.SimpleNamespace(
+        trained=types.SimpleNamespace(plugin=types.SimpleNamespace(unfinished=None)),
         checkpointer=checkpointer, step=step, commit=None, everything=everything,
         tp_rank=tp_rank, args=types.SimpleNamespace(max_grad_norm=1.0, local_steps=None),
         generation=types.SimpleNamespace(number=generation)))
