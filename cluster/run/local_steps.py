@@ -76,7 +76,7 @@ def check_local_flags(args) -> None:
 
 
 class Made(NamedTuple):
-    """What a replica has made of a round: agreed weights minus its own, by name, and its mean loss and gradient norm."""
+    """What a replica has made of a round: agreed weights minus its own, by name; its mean loss and gradient norm."""
 
     differences: dict[str, torch.Tensor]
     samples: int
