@@ -21,6 +21,7 @@ the next generation begins with their exchange: w_k is then their part of the sa
 import argparse
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -81,6 +82,7 @@ class Made(NamedTuple):
     differences: dict[str, torch.Tensor]
     samples: int
     means: torch.Tensor
+    began: float  # time.perf_counter()
 
 
 class Replica(DataParallelBucket):
@@ -163,7 +165,7 @@ class LocalPlugin(SamplesPlugin):
             for _ in range(self.own_num_microbatches):
                 next(data_iter)
             made = self.unfinished or Made({name: torch.zeros_like(param) for name, param in trained(model)}, 0,
-                                           torch.zeros(2, dtype=torch.float64, device=self.device))
+                                           torch.zeros(2, dtype=torch.float64, device=self.device), 0.0)
         else:
             made, total = self.take_local_steps(data_iter, model, criterion, optimizer), self.global_batch_size
             self.unfinished = made if is_elastic() and self.dp_size == dist.get_world_size() else None
@@ -177,7 +179,7 @@ class LocalPlugin(SamplesPlugin):
     def take_local_steps(self, data_iter: Iterator[dict], model: Replica, criterion: Callable,
                          optimizer: LocalAdamW) -> Made:
         """Those of this replica. The weights are afterwards as before."""
-        grid, named = pgm.process_group_manager, trained(model)
+        grid, named, began = pgm.process_group_manager, trained(model), time.perf_counter()
         steps, before = self.local_steps[grid.dp_rank], [param.detach().clone() for _, param in named]
         counts = [self.own_num_microbatches // steps * (k == grid.dp_rank) for k in range(self.dp_size)]
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, gradient norm
@@ -191,7 +193,7 @@ class LocalPlugin(SamplesPlugin):
                 optimizer.local_step()
                 sums += torch.stack([loss, norm * grid.pp_is_last_stage]).double() / steps
             return Made({name: old - param.detach() for (name, param), old in zip(named, before)},
-                        self.train_batch_size, sums)
+                        self.train_batch_size, sums, began)
         finally:
             with torch.no_grad():
                 for (_, param), old in zip(named, before):

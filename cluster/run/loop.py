@@ -46,7 +46,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
         record.evaluated(first, evaluator.evaluate())
     for batch in range(first, num_steps):
         with record.bar():
-            times.start(batch, profile=batch + 1 == args.profile_batch)
+            times.start(batch, batch + 1 == args.profile_batch, plugin.unfinished and plugin.unfinished.began)
             torch.manual_seed(args.seed + 1000 * grid.dp_rank + grid.pp_rank + 1_000_000 * batch)  # of dropout
             loss = plugin.execute_pipeline(batches, model, criterion, optimizer)
             with timeline.span("gradient norm"):

@@ -33,15 +33,16 @@ class StepTimes:
     def __init__(self, device: torch.device):
         self.device, self.measured, self.work = device, [], 0.0
 
-    def start(self, batch: int, profile: bool = False) -> None:
-        """Starts to time step `batch`, from 0 on. `profile`: also for timeline.write(); then this is collective."""
+    def start(self, batch: int, profile: bool = False, began: float | None = None) -> None:
+        """Starts to time step `batch`, from 0 on. `profile`: also for timeline.write(); then this is collective.
+        `began`: when the step did, where that was in another generation."""
         timeline.recording, timeline.spans = batch % MEASURE_EVERY[self.device.type] == 0, []
         # Without a picture nobody looks at transfers, and a thread would have to wait for each of their handles.
         timeline.background = functools.partial(Timeline.background, timeline) if profile else lambda handle, *_: handle
         if profile:
             self.clock = compare_clocks()
             timeline.start()
-        self.began = time.perf_counter()
+        self.began = began or time.perf_counter()
 
     def stop(self) -> tuple[float, float | None]:
         """Seconds of the step, and those that this rank computed; None where they were not measured.
