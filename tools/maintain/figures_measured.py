@@ -52,10 +52,11 @@ def draw_compute(axes, spans: list[Span], labels: dict[int, str], title: str) ->
 
 def timelines(traces: dict[str, pathlib.Path], picture: pathlib.Path) -> None:
     """Schedules of one model, one below the other on one time axis, with their bubbles in percent."""
+    row = "rank" if "interleaved" in traces else "stage"
     figure, axes = canvas(10, 0.4 + 2.4 * len(traces), 1, len(traces), bare=False, sharex=True)
     for one, (engine, path) in zip(axes[:, 0], traces.items()):
         spans = read_trace(path)
-        draw_compute(one, spans, {rank: f"stage {rank}" for rank in sorted({span.rank for span in spans})},
+        draw_compute(one, spans, {rank: f"{row} {rank}" for rank in sorted({span.rank for span in spans})},
                      f"{SCHEDULES[engine]}: bubble {bubble_of(spans):.0%}, {seconds_of(computed(spans)):.2f} s")
     lighter = "; the lighter blocks are chunk 1" if "interleaved" in traces else ""
     axes[-1, 0].set_xlim(0, None)
@@ -93,7 +94,7 @@ def activations(traces: dict[str, pathlib.Path], picture: pathlib.Path) -> None:
     save(figure, axes, picture, "seconds")
 
 
-def transfers(spans: list[Span], background: tuple[str, ...], picture: pathlib.Path, label: str) -> None:
+def transfers(spans: list[Span], background: tuple[str, ...], picture: pathlib.Path, label: str, title: str) -> None:
     """On each rank, its passes, waits and optimizer, and below them a row for each kind of message."""
     figure, axes = canvas(10, 4.2, bare=False)
     one, rows = axes[0, 0], 1 + len(background)
@@ -111,6 +112,7 @@ def transfers(spans: list[Span], background: tuple[str, ...], picture: pathlib.P
     one.set_yticks([*range(rows * len(ranks))], [text for rank in ranks for text in (
         f"rank {rank}", *(f"its {kind}s" for kind in background))])
     one.set(xlim=(min(span.start for span in spans), 1.01 * seconds_of(spans)))
+    one.set_title(title, loc="left", fontsize=13, color=INK)
     one.invert_yaxis()
     kinds = [kind for kind in COLOURS if any(span.kind == kind for span in spans)]
     save(figure, axes, picture, label, kinds)
