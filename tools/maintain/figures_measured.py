@@ -102,9 +102,9 @@ def transfers(spans: list[Span], background: tuple[str, ...], picture: pathlib.P
     for span in spans:
         if span.kind in background:
             others = [other for other in spans if (other.rank, other.kind) == (span.rank, span.kind)]
-            lane = 0.9 * (others.index(span) + 0.5) / len(others) - 0.45  # each has its own height in the row
+            lane = 0.9 * (others.index(span) % 3 + 0.5) / 3 - 0.45  # some are under way at the same time
             one.barh(rows * span.rank + 1 + background.index(span.kind) + lane, span.end - span.start, left=span.start,
-                     height=0.9 / len(others), color=COLOURS[span.kind])
+                     height=0.3, color=COLOURS[span.kind])
         else:
             one.barh(rows * span.rank, span.end - span.start, left=span.start, height=0.8, color=COLOURS[span.kind],
                      linewidth=0)
